@@ -29,10 +29,8 @@ device; a pass sleeps for as long as it is predicted to take, of which one of me
 takes --unit-ms. Beside the measured step, the median of the rounds, stands the simulated one, both
 of all draws together, and the gain of each.
 
-With --start: the processor time, in ms, that a step's start takes of the main thread where the
-trainer of a model of 8B chooses the places: the order looked for at the step's start, and during
-the step before; and what it takes of all threads then. Medians of steps, their microbatches read
-from a loader with a worker.
+With --start: the processor time, in ms, of choosing the places at the start of a step of an 8B
+model. Medians of steps, their microbatches read from a loader with a worker.
 """
 
 from __future__ import annotations
@@ -57,7 +55,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import torch
 import torch.distributed as dist
 from bench_runtime import SHAPE, on_ranks, take
-from megatron.core.rerun_state_machine import RerunDataIterator
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_vshape.core.ask import AUTO, Question, ask
@@ -293,48 +290,37 @@ class Documents(Dataset[dict[str, torch.Tensor]]):
         return {"tokens": torch.zeros(1, length), "cu_seqlens": torch.tensor([0, length])}
 
 
-def starts_ms(plan: PlannedStep, count: int, lengths: str, early: bool) -> tuple[float, float]:
-    """Return what a step's start takes of the main thread, and the whole step of all threads.
-
-    Medians of steps; with `early` the order is looked for during the step before.
-    """
+def start_ms(plan: PlannedStep, count: int, lengths: str) -> float:
+    """Measure the processor time of choosing the places of a step, the median of steps."""
     rng, draw = random.Random(0), drawing(lengths)
     drawn = [
         max(1, round(draw(rng) * (1 if lengths in NAMED else 4096))) for _ in range(STEPS * count)
     ]
     loader = iter(DataLoader(Documents(drawn), batch_size=None, num_workers=1))
-    # Beneath Megatron's own iterator alone the next step's microbatches are read early.
-    source = RerunDataIterator(loader) if early else loader
     places, one = Places(LLAMA, None), SimpleNamespace(rank=lambda: 0, size=lambda: 1)
     groups = SimpleNamespace(pp=one, tp=one, cp=one)
-    started, whole = [], []
+    started = []
     for _ in range(STEPS):
-        all_s, own_s = time.process_time(), time.thread_time()
-        _, (given,) = places.order(plan, [source], count, groups, 0)
-        started.append(time.thread_time() - own_s)
+        begun_s = time.thread_time()
+        _, (given,) = places.order(plan, [loader], count, groups, 0)
+        started.append(time.thread_time() - begun_s)
         for _ in range(count):
             next(given)
-        time.sleep(0.3)  # what is left of the step
-        whole.append(time.process_time() - all_s)
-    return 1e3 * median(started[3:]), 1e3 * median(whole[3:])
+    return 1e3 * median(started[3:])
 
 
 def print_starts(devices: Sequence[int], cases: Sequence[str]) -> None:
     """Print what the start of a step takes, for each number of devices and of microbatches."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    print(f"{'d':>3}{'m':>5}{'lengths':>10}{'at start':>10}{'before':>10}{'all':>10}")
+    print(f"{'d':>3}{'m':>5}{'lengths':>10}{'ms':>10}")
     for each, count in [(d, m) for d in devices for m in (4 * d, 8 * d)]:
         costs = Costs.uniform(each, 2 * each, 1, 1.15, 0.85, 0.05)
         schedule = make("v-zb", each, count)
         timeline = simulate(schedule, costs)
         plan = PlannedStep(schedule, timeline, lower(schedule, timeline), costs)
         for lengths in cases:
-            (late, _), (early, whole) = (
-                starts_ms(plan, count, lengths, at) for at in (False, True)
-            )
-            print(
-                f"{each:3}{count:5}{lengths:>10}{late:10.1f}{early:10.1f}{whole:10.1f}", flush=True
-            )
+            ms = start_ms(plan, count, lengths)
+            print(f"{each:3}{count:5}{lengths:>10}{ms:10.1f}", flush=True)
     dist.destroy_process_group()
 
 

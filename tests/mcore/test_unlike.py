@@ -1,30 +1,21 @@
 """Microbatches of unlike length take the places of a plan where they hide best."""
 
-import functools
-import random
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from mcore.farm import Ended, Farm
 from mcore.test_library import run as run_library
 from mcore.test_library import same
-from mcore.test_training import CONSTANT, GROWING, UNTIED, assert_equal_training, losses, relative
-from megatron.core.rerun_state_machine import RerunDataIterator
-from torch.utils.data import DataLoader, Dataset
+from mcore.test_training import UNTIED, assert_equal_training, losses, relative
 
 from megatron_vshape.core.check.simulate import simulate
-from megatron_vshape.core.compiling import COMPILES
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.core.program.lowering import lower
 from megatron_vshape.mcore.setup.pipeline import _counts_losses
-from megatron_vshape.mcore.setup.plans import PlannedStep
 from megatron_vshape.mcore.step.unlike import (
     Ahead,
     InOrder,
@@ -76,189 +67,27 @@ def test_what_was_looked_at_is_given_in_order() -> None:
     assert as_given(given, None) == given
 
 
-def test_the_next_steps_are_read_while_a_steps_are_given() -> None:
-    ahead, following = Ahead(iter(range(9))), list[list[int]]()
-    assert ahead.look(2) == 2
-    for _ in range(2):
-        ahead.keep(3, following.append)
-        for _ in range(3):
-            next(ahead)
-    assert following == [[3, 4, 5], [6, 7, 8]]
-    ahead.keep(3, following.append)
-    assert [*ahead] == [6, 7, 8]  # none follow
-    assert len(following) == 2
+PRINTED = Path(__file__).parent / "printed_orders.py"
 
 
-def test_more_than_was_told_of_is_given_and_nothing_read_for_it() -> None:
-    source = iter(range(9))
-    ahead = Ahead(source)
-    ahead.keep(2, lambda items: None)
-    assert [next(ahead) for _ in range(4)] == [0, 1, 2, 3]
-    assert next(source) == 4
+def orders_of(ended: Ended) -> list[str]:
+    """Return the order of each step with its microbatches."""
+    return [line for line in ended.output[0].splitlines() if line.startswith("order ")]
 
 
-def test_what_fails_while_it_is_read_ahead_is_told_in_its_turn() -> None:
-    def source() -> Iterator[int]:
-        yield from range(3)
-        raise OSError("a sample cannot be read")
-
-    ahead = Ahead(source())
-    assert ahead.look(1) == 1
-    ahead.keep(2, lambda items: pytest.fail(f"{items} are no step"))
-    assert [next(ahead) for _ in range(3)] == [0, 1, 2]
-    with pytest.raises(OSError, match="a sample cannot be read"):
-        next(ahead)
-
-
-class Chooser(Places):
-    """What chooses places in one process, for steps that read what they are given."""
-
-    def __init__(self) -> None:
-        super().__init__(CONFIG, None)
-        self.plan = planned("v-zb")
-        self.orders: list[Sequence[int] | None] = []
-        self._waited = False  # whether a step has waited for its order
-
-    def _found(self, *args: Any) -> Any:
-        self._waited |= threading.current_thread() is threading.main_thread()
-        return super()._found(*args)
-
-    def step(self, iterator: Any) -> tuple[bool, list[int]]:
-        """Return whether the order of a step was found before it, and its lengths as given."""
-        self._waited = False
-        one = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
-        groups = SimpleNamespace(pp=one, tp=one, cp=one)
-        count = self.plan.schedule.num_microbatches
-        order, (given,) = self.order(self.plan, [iterator], count, groups, 0)
-        self.orders.append(order)
-        read = [next(given)["tokens"].shape[-1] for _ in range(count)]
-        return not self._waited, as_given(read, order)
-
-
-@functools.cache
-def planned(name: str, count: int = 8) -> PlannedStep:
-    """Return a plan by name for two devices."""
-    schedule = make(name, 2, count)
-    timeline = simulate(schedule)
-    return PlannedStep(schedule, timeline, lower(schedule, timeline))
-
-
-class Documents(Dataset[dict[str, torch.Tensor]]):
-    """Sequences of these lengths."""
-
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self._lengths = lengths
-
-    def __len__(self) -> int:
-        return len(self._lengths)
-
-    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        return {"tokens": torch.zeros(1, self._lengths[number])}
-
-
-DRAWN = random.Random(0).choices(range(1, 60), k=44)
-
-
-def loader(workers: int = 1) -> Any:
-    return iter(DataLoader(Documents(DRAWN), batch_size=None, num_workers=workers))
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_orders_are_found_during_the_step_before() -> None:
-    early, late = Chooser(), Chooser()
-    above, plain = RerunDataIterator(loader()), loader()
-    found = [early.step(above) for _ in range(5)]
-    assert [is_early for is_early, _ in found] == [False, False, COMPILES, COMPILES, COMPILES]
-    assert found == [(is_early, late.step(plain)[1]) for is_early, _ in found]
-    assert sum((lengths for _, lengths in found), []) == DRAWN[:40]
-    assert early.orders == late.orders
-    assert len(set(early.orders)) == 5
-    with pytest.raises(StopIteration):
-        early.step(above)  # of which there are four
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.skipif(not COMPILES, reason="nothing is found early without a compiler")
-def test_an_order_of_other_microbatches_is_not_taken() -> None:
-    chooser = Chooser()
-    source = loader()
-    above = RerunDataIterator(source)
-    assert [chooser.step(above)[0] for _ in range(3)] == [False, False, True]
-    above.rewind()  # a step is repeated
-    above.saved_microbatches = [{"tokens": torch.zeros(1, each)} for each in DRAWN[16:24]]
-    assert chooser.step(above) == (False, DRAWN[16:24])
-    above.advance()
-    next(above)  # as where Megatron passes over an iteration
-    assert chooser.step(above) == (False, DRAWN[25:33])
-    chooser.plan = planned("v-zb", 3)  # a smaller step
-    assert chooser.step(above) == (False, DRAWN[33:36])
-    chooser.plan = planned("zb-h1", 3)  # another order
-    assert chooser.step(above) == (False, DRAWN[36:39])
-    above = RerunDataIterator(source)  # another around the same loader
-    assert chooser.step(above) == (True, DRAWN[39:42])
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("source", [iter, lambda _: loader(0)], ids=["plain", "no workers"])
-def test_what_no_loader_reads_ahead_is_not_read_ahead(source: Callable[..., Any]) -> None:
-    of_all = source({"tokens": torch.zeros(1, each)} for each in DRAWN)
-    above, chooser = RerunDataIterator(of_all), Chooser()
-    assert [chooser.step(above)[0] for _ in range(3)] == [False] * 3
-    assert above.iterable is of_all
-    assert next(of_all)["tokens"].shape[-1] == DRAWN[24]
-
-
-AHEAD = Path(__file__).parent / "reading_ahead.py"
-WHILE = {
-    "repeated steps, evaluations": (
-        "repeats",
-        ("--train-iters", "5", "--eval-interval", "3", "--eval-iters", "1"),
-        ["at the start"] * 4 + ["early", "at the start"] * 3,
-    ),
-    "batches that grow": (
-        None,
-        ("--train-samples", "40", *GROWING),
-        ["at the start"] * 2 + ["early"] * 2 + ["at the start"] + ["early"] * 2,
-    ),
-}
-
-
-def orders_of(ended: Ended) -> list[list[str]]:
-    """Return the order of each step with its microbatches, and how it was found."""
-    lines = ended.output[0].splitlines()
-    return [line.rsplit(", ", 1) for line in lines if line.startswith("order ")]
-
-
-@pytest.mark.skipif(not COMPILES, reason="nothing is found early without a compiler")
-@pytest.mark.parametrize("case", WHILE)
-def test_training_is_to_the_bit_that_of_orders_found_at_the_start(
-    farm: Farm, tmp_path: Path, case: str
-) -> None:
+def test_repeated_steps_take_the_same_places(farm: Farm, tmp_path: Path) -> None:
+    """Also with evaluations in between; to the bit."""
     file = tmp_path / "costs.json"
     file.write_text(Costs.uniform(2, 4, 100, 120, 90, 5).to_json())
-    given, more, expected = WHILE[case]
-    flags = ("--pipeline-schedule", "auto", "--pipeline-costs", str(file), UNTIED, *more)
-    without = CONSTANT if "--train-samples" in more else ()
-    ended = [
-        farm.run(
-            2, *flags, "--num-workers", workers, without=without, plugin=AHEAD, given=given
-        ).check()
-        for workers in "01"
-    ]
-    late, early = ended
-    assert [how for _, how in orders_of(early)] == expected
-    assert {how for _, how in orders_of(late)} == {"at the start"}
-    assert [order for order, _ in orders_of(early)] == [order for order, _ in orders_of(late)]
+    flags = ("--pipeline-schedule", "auto", "--pipeline-costs", str(file), UNTIED)
+    flags = (*flags, "--train-iters", "4", "--eval-interval", "2", "--eval-iters", "1")
+    once = farm.run(2, *flags, plugin=PRINTED).check()
+    twice = farm.run(2, *flags, plugin=PRINTED, given="repeats").check()
+    assert len(set(orders_of(once))) == len(orders_of(once)) == 4
+    assert orders_of(twice) == [each for order in orders_of(once) for each in (order, order)]
     for key in ("losses", "evaluations", "grad_norms"):
-        assert early.record[key] == late.record[key]
-    mine, theirs = early.merged("parameters"), late.merged("parameters")
+        assert once.record[key] == twice.record[key]
+    mine, theirs = once.merged("parameters"), twice.merged("parameters")
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
@@ -267,12 +96,12 @@ def test_a_run_resumed_reads_what_was_not_trained_on(farm: Farm, tmp_path: Path)
     file.write_text(Costs.uniform(2, 4, 100, 120, 90, 5).to_json())
     flags = ("--pipeline-schedule", "auto", "--pipeline-costs", str(file), UNTIED)
     flags = (*flags, "--num-workers", "1", "--train-iters", "6", "--ckpt-format", "torch_dist")
-    whole = farm.run(2, *flags, plugin=AHEAD).check()
+    whole = farm.run(2, *flags, plugin=PRINTED).check()
     saved = ("--save", str(tmp_path), "--save-interval", "4", "--exit-interval", "4")
-    first = farm.run(2, *flags, *saved, plugin=AHEAD, given="saves").check()
-    second = farm.run(2, *flags, "--load", str(tmp_path), plugin=AHEAD).check()
+    first = farm.run(2, *flags, *saved, plugin=PRINTED, given="saves").check()
+    second = farm.run(2, *flags, "--load", str(tmp_path), plugin=PRINTED).check()
     assert first.record["losses"] + second.record["losses"] == whole.record["losses"]
-    found = [[order for order, _ in orders_of(each)] for each in (first, second, whole)]
+    found = [orders_of(each) for each in (first, second, whole)]
     assert found[0] + found[1] == found[2]
 
 
@@ -396,7 +225,7 @@ def test_ranks_of_a_stage_take_the_same_places(farm: Farm, tmp_path: Path, other
     file = tmp_path / "costs.json"
     file.write_text(Costs.uniform(2, 4, 100, 120, 90, 5).to_json())
     flags = (*STEPS, *EVALUATED, "--pipeline-model-parallel-size", "2", *BESIDE[other].split())
-    flags = (*flags, "--train-iters", "4", "--num-workers", "1")  # the last two are read ahead
+    flags = (*flags, "--train-iters", "4", "--num-workers", "1")
     theirs = farm.run(4, "--pipeline-schedule", "1f1b", *flags, plugin=PLUGIN).check()
     planned = ("--pipeline-schedule", "auto", "--pipeline-costs", str(file))
     plugin = PARTS if other == "CP" else PLUGIN

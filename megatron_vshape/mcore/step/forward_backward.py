@@ -235,8 +235,6 @@ class PipelineRunner:
         process that trains again after this.
         """
         self._last, self._ahead, self._replays = None, None, []
-        if self._places is not None:
-            self._places.forget_data()
         self._state.jobs.clear()
         for kept in self._state.kept:
             kept.clear()

@@ -5,19 +5,14 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from megatron.core.rerun_state_machine import RerunDataIterator
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from megatron_vshape.core.check.simulate import costs_of
-from megatron_vshape.core.compiling import COMPILES
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import HELD, TIMES
 from megatron_vshape.core.unlike import Evened, PassGraph, even_out, graph_of
@@ -98,75 +93,27 @@ class InOrder:
 
 
 class Ahead:
-    """An iterator from which some has been read already, to look at.
-
-    It may stay beneath another one for a whole run, and then reads the next step's microbatches as
-    it gives this step's.
-    """
+    """An iterator from which some has been read already, to look at."""
 
     def __init__(self, source: Any) -> None:
         """Take what is read; everything but `next` is passed on to it."""
         self.source = source
-        self.given = 0
         self._read: deque[Any] = deque()
-        self._failure: Exception | None = None  # of reading what nobody has asked for yet
-        self._kept, self._until = 0, 0
-        self._then: Callable[[list[Any]], None] | None = None
 
     def look(self, number: int) -> Any:
         """Return the next one, of number 0, or one behind it without giving any."""
         while len(self._read) <= number:
-            self._read.append(self._next())
+            self._read.append(next(self.source))
         return self._read[number]
-
-    def keep(self, count: int, then: Callable[[list[Any]], None]) -> None:
-        """Read on while the next so many are given, and call `then` with as many that follow.
-
-        It is not called where there are fewer. What fails meanwhile is raised when it is asked for.
-        """
-        self._kept, self._until, self._then = count, self.given + count, then
 
     def __iter__(self) -> Ahead:
         return self
 
     def __next__(self) -> Any:
-        item = self._read.popleft() if self._read else self._next()
-        self.given += 1
-        if self.given <= self._until:
-            self._read_on()
-        return item
+        return self._read.popleft() if self._read else next(self.source)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.source, name)
-
-    def _next(self) -> Any:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-        return next(self.source)
-
-    def _read_on(self) -> None:
-        if self._failure is None and len(self._read) < self._kept:
-            try:
-                self._read.append(next(self.source))
-            except Exception as error:  # the data's end too
-                self._failure = error
-        if self.given == self._until and self._then is not None and len(self._read) >= self._kept:
-            self._then([*self._read][: self._kept])
-
-
-@dataclass(frozen=True, slots=True)
-class _Early:
-    """The order of a step's microbatches, looked for while the step before runs."""
-
-    plan: PlannedStep
-    count: int
-    given: int  # microbatches, before that step
-    found: Future[_Found]
-
-    def is_for(self, plan: PlannedStep, count: int, given: int) -> bool:
-        """Return whether it is of these microbatches, in the places of this plan."""
-        return self.plan is plan and (self.count, self.given) == (count, given)
 
 
 class Places:
@@ -186,9 +133,6 @@ class Places:
         self._graphs: dict[int, tuple[PlannedStep, PassGraph]] = {}
         self.last: Evened | None = None
         self._has_told = False
-        self._ahead: Ahead | None = None  # beneath the iterator that is looked at
-        self._early: _Early | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="places")  # starts when it is used
 
     def order(
         self, plan: PlannedStep, iterators: Sequence[Any], count: int, groups: Any, first_rank: int
@@ -236,63 +180,16 @@ class Places:
         except UnsupportedError as error:
             return list(iterators), _Found(True, fault=str(error))
 
-    def forget_data(self) -> None:
-        """Let go of the trainer's data."""
-        self._ahead = self._early = None
-
     def _decided(
         self, plan: PlannedStep, iterators: Sequence[Any], count: int
     ) -> tuple[list[Any], _Found]:
-        """Return what gives again the microbatches that are looked at, and what is found.
-
-        The order may have been looked for since the step before gave its last microbatch. That
-        takes a thread, and no message: all ranks agree here, on their main threads, in the turn of
-        all other messages, and where Megatron has just waited for the device to read the norm.
-        """
+        """Return what gives again the microbatches that are looked at, and what is found."""
         first = next((each for each in iterators if hasattr(each, "__next__")), None)
         if first is None:
             return list(iterators), _Found(False)
-        early, ahead = self._early, self._beneath(first)
-        if early is not None:
-            wait([early.found])  # what follows looks for orders too, or reads on
-        if ahead is None:
-            ahead = Ahead(first)
-            read = [ahead if each is first else each for each in iterators]
-            return read, self._found(plan, count, ahead.look)
-        if early is not None and early.is_for(plan, count, ahead.given):
-            found = early.found.result()
-        else:
-            found = self._found(plan, count, ahead.look)
-        self._early = None
-        ahead.keep(count, partial(self._begin_early, plan, count, ahead.given + count))
-        return list(iterators), found
-
-    def _begin_early(self, plan: PlannedStep, count: int, given: int, items: list[Any]) -> None:
-        found = self._thread.submit(self._found, plan, count, items.__getitem__)
-        self._early = _Early(plan, count, given, found)
-
-    def _beneath(self, iterator: Any) -> Ahead | None:
-        """Return what reads ahead beneath Megatron's iterator, put there if need be.
-
-        That one keeps whatever it is asked for as of the step that runs, to give it again where
-        the step is repeated, so it must not be asked for more. Beneath it is nothing but a loader
-        with workers: these read ahead of the run by themselves, so nothing counts what it has
-        given. Of any other iterator the position may be saved, or the next microbatch may be made
-        of what this step results in. Without a compiler the search would hold up the passes.
-        """
-        if not (self._knows and COMPILES and isinstance(iterator, RerunDataIterator)):
-            return None
-        if iterator.replaying:
-            return None
-        source, ahead = iterator.iterable, self._ahead
-        if isinstance(source, Ahead):
-            ahead = source
-        elif ahead is None or ahead.source is not source:
-            if type(source) is not _MultiProcessingDataLoaderIter:
-                return None
-            ahead = Ahead(source)
-        iterator.iterable = self._ahead = ahead
-        return ahead
+        ahead = Ahead(first)
+        read = [ahead if each is first else each for each in iterators]
+        return read, self._found(plan, count, ahead.look)
 
     def _found(self, plan: PlannedStep, count: int, look: Callable[[int], Any]) -> _Found:
         lengths: list[list[int]] = []
