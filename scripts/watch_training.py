@@ -1,10 +1,10 @@
-"""Run a training command, keep all that it prints in a file, and show what matters of it.
+"""Run a training command, write its output to a file, and show a summary of it.
 
     python scripts/watch_training.py [--verbose] --log FILE COMMAND...
 
-What matters is the schedule's picture with its bubble and its peak, a line per logged step, the
-losses of evaluations, and the table at the end. Of a run that fails it shows why, or the last
-lines. The exit status is the command's.
+The summary has the schedule with its bubble, peak and picture, a line per logged step, the
+losses of evaluations, and the table at the end. If the run fails, it has the reason or the last
+lines. The exit status is that of the command.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ _STEP = re.compile(
 _EVALUATION = re.compile(r"validation loss at (?P<at>.*?) \|.*lm loss value: (?P<loss>\S+) \|")
 _SEQUENCE = re.compile(r" +seq_length \.+ (\d+)$")
 _REFUSED = re.compile(r"megatron-vshape: (.*)")
-_PICTURE = "pipeline schedule "
-_PICTURE_ENDS = re.compile(r": bubble .* %, peak .* chunks")
+_HEADLINE = re.compile(r"pipeline schedule .*, (?P<ranks>\d+) ranks, \d+ microbatches")
+_PICTURE = "one row per rank):"
 _AS_IT_IS = re.compile(
-    r"\d+ ranks share \d+ processors"
-    r"|.*; peak activation memory per rank in MiB: "
+    r".*; peak activation memory per rank in MiB: "
     r"|.* +predicted +measured +ratio$"
     r"|.* +[\d.]+ +[\d.]+ +[\d.]+$"
-    r"|steps take .* planned"
+    r"|(step time|activation memory) .*predict"
 )
 
 
 class Screen:
-    """Turns the lines of a run into those that are shown."""
+    """Selects and shortens the lines to show."""
 
     def __init__(self) -> None:
         self._sequence_length = 0
-        self._draws = False
+        self._ranks = 0
+        self._in_header = False
+        self._rows = 0  # of the picture, still to come
 
     def shown(self, line: str) -> str | None:
-        """Return what to show of a line, or None."""
+        """Return the text to show for a line, or None."""
         sequence = _SEQUENCE.match(line)
         if sequence:
             self._sequence_length = int(sequence[1])
-        if self._draws or line.startswith(_PICTURE):
-            self._draws = not _PICTURE_ENDS.search(line)
+        if self._is_header(line):
             return line
         step = _STEP.search(line)
         if step:
@@ -63,6 +63,19 @@ class Screen:
         if refused:
             return refused[0]
         return line if _AS_IT_IS.match(line) else None
+
+    def _is_header(self, line: str) -> bool:
+        """Return whether the line is the schedule's headline, a note, or part of its picture."""
+        headline = _HEADLINE.match(line)
+        if headline:
+            self._ranks, self._in_header = int(headline["ranks"]), True
+            return True
+        if self._in_header:
+            self._in_header = not line.endswith(_PICTURE)
+            self._rows = 0 if self._in_header else self._ranks
+            return True
+        shown, self._rows = self._rows > 0, max(self._rows - 1, 0)
+        return shown
 
     def _step(self, found: re.Match[str]) -> str:
         step, steps, step_s = int(found["step"]), int(found["steps"]), float(found["ms"]) / 1e3
@@ -79,7 +92,7 @@ def _time(left_s: float) -> str:
 
 
 def installed() -> str:
-    """Return the versions of what a run needs."""
+    """Return the versions of the libraries."""
     found = [f"python {sys.version.split()[0]}"]
     for name in SHOWN:
         try:
@@ -125,8 +138,8 @@ def watch(command: list[str], log: Path, verbose: bool) -> int:
 def main() -> int:
     """Read the arguments and watch."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--log", type=Path, required=True, help="the file for all that is printed")
-    parser.add_argument("--verbose", action="store_true", help="show every line")
+    parser.add_argument("--log", type=Path, required=True, help="File for the output (required)")
+    parser.add_argument("--verbose", action="store_true", help="Show every line")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     options.log.parent.mkdir(parents=True, exist_ok=True)

@@ -44,7 +44,7 @@ def test_planned_from_costs_trains_like_1f1b(train: Train, schedule: str, costs_
     ours = train(4, "--pipeline-schedule", schedule, "--pipeline-costs", str(costs_file), *TWO)
     assert_equal_training(ours, theirs)
     assert f"pipeline schedule {schedule}, 4 ranks" in ours.output[0]
-    assert "with the given costs: bubble" in ours.output[0]
+    assert "; costs: as given" in ours.output[0]
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ def test_the_closing_table() -> None:
     assert rows[3][-3:] == ["100.00", "102.00", "1.020"]
     assert rows[4][-3:] == ["10.00", "12.00", "1.200"]
     assert rows[5][-3:] == ["1024.00", "1024.00", "1.000"]
-    assert text.splitlines()[-1] == "steps take what was planned; ranks hold what was planned"
+    assert text.splitlines()[-1] == "step time as predicted; activation memory as predicted"
 
 
 def test_the_verdict_of_the_closing_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +85,10 @@ def test_the_verdict_of_the_closing_table(monkeypatch: pytest.MonkeyPatch) -> No
     prediction = Foretold("v-half", 4, 1.5e6, 1e5, 0.1, (2.0**30, 2.0**29))
     checked = Checked(prediction, 3e6, 0.5, processor_bubble=0.062)
     lines = closing_table(checked, 3.2e6, [2.0**30, 1.25 * 2.0**29]).splitlines()
-    assert lines[-2] == ("steps take 100 % longer than planned; ranks hold 25 % more than planned")
-    assert lines[-1].startswith("1000 ranks share ")
-    assert lines[-1].endswith("in processor time, as if every rank had its own, it is 6.2 %")
+    memory, _, timing = lines[-1].partition("; ")
+    assert memory == "activation memory +25 % compared with the prediction"
+    assert timing.startswith("timing is not comparable: 1000 ranks share ")
+    assert not any("ms" in line or "bubble" in line for line in lines[1:])
+    alone = closing_table(checked._replace(processor_bubble=None), 3.2e6, [2.0**30, 2.0**29])
+    last = "step time +100 % compared with the prediction; activation memory as predicted"
+    assert alone.splitlines()[-1] == last

@@ -55,7 +55,7 @@ def test_training_equals_one_rank(train: Train, ranks: int, schedule: str, split
         line = f"layers per stage, in model order: {split}\n"
         assert [text.count(line) for text in ours.output] == [1] + [0] * (ranks - 1)
     if schedule == "v-half+":
-        assert "at F = B = W of every layer, the output layer by its products" in ours.output[0]
+        assert "costs: F = B = W per layer, output layer by its GEMMs" in ours.output[0]
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_auto_profiles_uneven_stages_and_reads_its_costs_again(
         *("--pipeline-costs", str(file)),
     )
     assert_equal_training(second, theirs)
-    assert "with the given costs" in second.output[0]
+    assert "; costs: as given" in second.output[0]
     balanced = Pieces.of(Costs.load(file), (2, 1, 3, 1)).balanced(7, v_shape(2))
     assert f"in model order: {','.join(map(str, balanced))}\n" in second.output[0]
 

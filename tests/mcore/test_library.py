@@ -363,7 +363,7 @@ def test_the_log_says_of_recomputed_inputs_what_it_says_under_flags() -> None:
     config.pipeline_model_parallel_size = RANKS
     pipeline = prepare_config(config, options_from({"schedule": "v-half"}))
     assert pipeline.recomputed_inputs == ("layernorm",)
-    told = "what B recomputes of layernorm (--recompute-modules) is held until its W"
+    told = "activations that B recomputes for layernorm (--recompute-modules) are stored until W"
     assert told in opening_lines(pipeline, 8)
 
 

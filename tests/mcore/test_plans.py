@@ -141,5 +141,5 @@ def test_the_log_begins_with_all_that_every_rank_needs(tmp_path: Path) -> None:
     peaks = [peak / GIB for peak in peak_held(make("v-half", 4, 8), costs)]
     each = " ".join(f"{peak:g}" for peak in reversed(peaks))  # a library's last rank has both ends
     base = 15 + 9 + 4 * 8
-    assert f"the largest rank needs {100 * max(peaks) / base:.0f} % of 1F1B's; at their pea" in log
-    assert f"\n{each} GiB, of which 18 18 18 31 are there between steps" in log
+    assert f"peak {100 * max(peaks) / base:.0f} % of 1F1B at PP 4, by rank {each} GiB, incl" in log
+    assert "including model states of 18 18 18 31 GiB" in log

@@ -40,7 +40,7 @@ def test_settings_by_stage_change_no_bit(
     schedule = replace(make(name, 4, 8), recompute=MIXED)
     ours = trained(farm, tmp_path, schedule, *STEPS, *NO_BIAS)
     assert_same_bits(ours, theirs)
-    assert f"backward passes compute again, by stage: {', '.join(MIXED)}" in ours.output[0]
+    assert f"recomputation by stage: {', '.join(MIXED)}" in ours.output[0]
     measured, predicted = figures(ours)
     assert measured == pytest.approx(predicted, rel=0.05)
     assert sum(measured) < sum(figures(theirs)[0])
@@ -78,8 +78,8 @@ def test_what_there_is_room_for_is_not_computed_again(
     assert losses(ours) == losses(theirs)
     mine, yours = ours.merged("parameters"), theirs.merged("parameters")
     assert [each for each in yours if not torch.equal(mine[each], yours[each])] == []
-    (line,) = re.findall(r"compute again, by stage: (.*)", ours.output[0])
-    assert "full_but_last (--recompute-granularity says so where" in line
+    (line,) = re.findall(r"recomputation by stage: (.*)", ours.output[0])
+    assert "full_but_last (--recompute-granularity: only where memory is short" in line
     assert line.startswith("full, ")
 
 
@@ -102,7 +102,7 @@ def test_the_plans_settings_win_over_the_flags(train: Train, farm: Farm, tmp_pat
     ours = trained(farm, tmp_path, schedule, *steps, *flags.split(), ranks=2)
     assert_same_bits(ours, theirs)
     assert figures(ours)[0] == pytest.approx(figures(theirs)[0], rel=1e-3)
-    assert "backward passes run whole" not in ours.output[0]
+    assert "backward passes are not split" not in ours.output[0]
 
 
 def test_a_stage_that_has_nothing_of_the_kind_ends_all_ranks(farm: Farm, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_losses_are_in_the_log_and_the_schedule_is_told_once(train: Train) -> No
     assert "validation loss at iteration 6" in run.output[3]
     told = [text.count("pipeline schedule v-half, 4 ranks, 8 microbatches") for text in run.output]
     assert told == [1, 0, 0, 0]
-    assert "% of 1F1B's" in run.output[0]
+    assert "75 % of 1F1B at PP 4" in run.output[0]
     (line,) = [line for line in run.output[0].splitlines() if "tokens/s" in line]
     assert line.startswith("v-half: ")
     assert "MiB: measured [" in line

@@ -1,4 +1,4 @@
-"""What a run tells of itself: the schedule before it starts, speed and memory when it is over."""
+"""The report of a run: the schedule before it starts, throughput and memory at its end."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ class RunReport:
         )
         everyones: list[Memory] = [own] * pipeline_group.size()
         dist.all_gather_object(everyones, own, group=pipeline_group)
-        speed = "speed unknown (too few steps)"
+        speed = "throughput unknown (too few steps)"
         if self._step_s:
             speed = f"{self._tokens * copies / self.step_s:,.0f} tokens/s"
         line = (
@@ -211,10 +211,10 @@ class RunReport:
             line += f", predicted {_in_mib(plan.peak_bytes(byte_costs(everyones), shared))}"
         in_host = [each.host_bytes for each in everyones]
         if any(in_host):
-            line += f", in host memory {_in_mib(in_host)}"
+            line += f", host memory {_in_mib(in_host)}"
         allocated = [each.allocated_bytes for each in everyones]
         if any(allocated):
-            line += f", allocated in all {_in_mib(allocated)}"
+            line += f", peak allocated memory {_in_mib(allocated)}"
             if dist.get_rank() == 0:
                 tell(allocated_bytes=allocated)
         if self._checked is not None and self._step_s:
@@ -224,47 +224,40 @@ class RunReport:
 
 
 def closing_table(checked: Checked, step_us: float, peak_bytes: Sequence[float]) -> str:
-    """Return predicted beside measured: a step's time, its parts, the bubble, the peaks."""
-    predicted = checked.prediction
+    """Format predicted and measured figures: step time, its parts, bubble, and peaks.
+
+    If ranks share CPU cores, times are left out: they are not comparable with the prediction.
+    """
+    predicted, comparable = checked.prediction, checked.processor_bubble is None
     rest_us = step_us - checked.makespan_us
-    rows = [
+    times = [
         ("step, ms", predicted.step_us / 1e3, step_us / 1e3),
         ("  passes, ms", predicted.makespan_us / 1e3, checked.makespan_us / 1e3),
         ("  gradients, optimizer, ..., ms", predicted.rest_us / 1e3, rest_us / 1e3),
         ("bubble, %", 100 * predicted.bubble, 100 * checked.bubble),
-        *(
-            (f"activations of rank {rank}, MiB", expected / MIB, found / MIB)
-            for rank, (expected, found) in enumerate(
-                zip(predicted.peak_bytes, peak_bytes, strict=True)
-            )
-        ),
+    ]
+    peaks = list(zip(predicted.peak_bytes, peak_bytes, strict=True))
+    rows = times if comparable else []
+    rows += [
+        (f"activations of rank {rank}, MiB", expected / MIB, found / MIB)
+        for rank, (expected, found) in enumerate(peaks)
     ]
     lines = [f"{predicted.name:33}{'predicted':>12}{'measured':>12}{'ratio':>8}"]
     for label, expected, found in rows:
         ratio = f"{found / expected:8.3f}" if expected > 0 else ""
         lines.append(f"{label:33}{expected:12.2f}{found:12.2f}{ratio}")
-    peaks = zip(predicted.peak_bytes, peak_bytes, strict=True)
     more = max(found / expected if expected > 0 else 1.0 for expected, found in peaks)
-    times = _verdict("steps take", step_us / predicted.step_us, "longer", "less")
-    return "\n".join(
-        [*lines, f"{times}; {_verdict('ranks hold', more, 'more', 'less')}", *_why(checked)]
-    )
+    memory = _verdict("activation memory", more)
+    if not comparable:
+        return "\n".join([*lines, f"{memory}; timing is not comparable: {_sharing()}"])
+    return "\n".join([*lines, f"{_verdict('step time', step_us / predicted.step_us)}; {memory}"])
 
 
-def _verdict(what: str, ratio: float, above: str, below: str) -> str:
-    """Return in words how the measured is to the predicted."""
+def _verdict(what: str, ratio: float) -> str:
+    """Format the deviation of a measured value from its prediction."""
     if abs(ratio - 1) <= CLOSE:
-        return f"{what} what was planned"
-    return f"{what} {100 * abs(ratio - 1):.0f} % {above if ratio > 1 else below} than planned"
-
-
-def _why(checked: Checked) -> list[str]:
-    if checked.processor_bubble is None:
-        return []
-    return [
-        f"{_sharing()}: the bubble above counts waiting for a processor; in processor time, as if "
-        f"every rank had its own, it is {100 * checked.processor_bubble:.1f} %"
-    ]
+        return f"{what} as predicted"
+    return f"{what} {100 * (ratio - 1):+.0f} % compared with the prediction"
 
 
 def shares_processors() -> bool:
@@ -277,54 +270,52 @@ def _local_ranks() -> int:
 
 
 def _sharing() -> str:
-    return f"{_local_ranks()} ranks share {processors()} processors"
+    return f"{_local_ranks()} ranks share {processors()} CPU cores"
 
 
 def opening_lines(pipeline: Pipeline, num_microbatches: int, local_ranks: int | None = None) -> str:
-    """Return the schedule's picture with its bubble and its peak; so many ranks share a host."""
+    """Format the schedule: a headline, notes, and its picture. `local_ranks` share a host."""
     plan = pipeline.planner.training(num_microbatches)
     schedule = plan.schedule
-    whole = ""
+    notes = ""
     if shares_processors():
-        whole = (
-            f"\n{_sharing()}: passes wait for a processor, and the measured bubble, which counts "
-            "that, is larger than the schedule's"
-        )
+        notes = f"\n{_sharing()}: passes wait for a core, so measured times and bubble are larger"
     if pipeline.by_layers:
-        whole += f"\n{_layers_told(pipeline)}"
-    whole += _learned_told(pipeline)
-    whole += _recompute_told(pipeline, schedule) + _copies_told(
+        notes += f"\n{_layers_told(pipeline)}"
+    notes += _learned_told(pipeline)
+    notes += _recompute_told(pipeline, schedule) + _copies_told(
         plan, pipeline.planner.costs, local_ranks
     )
     if pipeline.choice.whole_stages:
-        whole += (
-            "\nbackward passes run whole (BW) but on the last stage: CUDA graphs cover all their "
-            "layers"
+        notes += (
+            "\nbackward passes are not split (BW) except on the last stage: CUDA graphs cover all "
+            "their layers"
         )
     cut = f" of {schedule.slices} slices" if schedule.slices > 1 else ""
     return (
         f"pipeline schedule {schedule.name}, {schedule.num_devices} ranks, {num_microbatches} "
-        f"microbatches{cut} (upper case: even chunks; one row per rank):\n"
-        f"{plan.timeline.draw(COLUMNS)}\n"
-        f"{_at(pipeline)}: bubble {100 * plan.timeline.bubble:.1f} %, {_peak_told(plan)}{whole}"
+        f"microbatches{cut}: estimated bubble {100 * plan.timeline.bubble:.1f} %, "
+        f"{_peak_told(plan)}; costs: {_costs_told(pipeline)}{notes}\n"
+        f"passes (upper case: even chunks; one row per rank):\n{plan.timeline.draw(COLUMNS)}"
     )
 
 
 def _peak_told(plan: PlannedStep) -> str:
-    """Return the peak over 1F1B's: of activations, or of all that ranks need where it is known."""
-    share = f"{100 * plan.relative_peak:.0f} % of 1F1B's"
+    """Format the estimated peak relative to 1F1B: of activations, or of all memory if known."""
+    devices = plan.schedule.num_devices
+    share = f"{100 * plan.relative_peak:.0f} % of 1F1B at PP {devices}"
     ranks = peaks_told(plan.schedule, plan.costs) if plan.costs is not None else []
     if not ranks:
-        chunk = f"1/{2 * plan.schedule.num_devices} of the model"
-        return f"peak {plan.peak_chunks:.4g} chunks of {chunk}, {share}"
-    return "\n".join([f"the largest rank needs {share}; at their peaks ranks need", *ranks])
+        chunk = f"1/{2 * devices} of the model"
+        return f"peak {plan.peak_chunks:.4g} chunks of {chunk} ({share})"
+    return f"peak {share}, by rank {'; '.join(ranks)}"
 
 
 def _layers_told(pipeline: Pipeline) -> str:
-    """Return that passes run by layer plans, and what keeps their streams from running at once."""
-    told = "training passes run by Megatron's layer plans, whose exchanges hide where they can"
+    """Format that passes run by layer plans, and a setting that prevents their overlap."""
+    told = "training passes run by Megatron's layer plans, with overlapped communication"
     if pipeline.choice.kernels and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        told += "; not with CUDA_DEVICE_MAX_CONNECTIONS=1, set it to 32"
+        told += "; CUDA_DEVICE_MAX_CONNECTIONS=1 prevents the overlap: set it to 32"
     return told
 
 
@@ -341,29 +332,29 @@ def _learned_told(pipeline: Pipeline) -> str:
     if costs.num_stages != pipeline.stage_map.last_stage + 1:
         return ""
     source = dict(costs.sources).get("forward_us", "earlier")
-    return f"\n{path} was {source}: --pipeline-costs {path} begins with it"
+    return f"\n{path} was {source}: use it with --pipeline-costs {path}"
 
 
 def _recompute_told(pipeline: Pipeline, schedule: Schedule) -> str:
     """Return what backwards compute again and what follows from it, a line each."""
     if schedule.recompute:
         named = bool(pipeline.choice.recomputes)
-        why = "says so where there is no room to keep it" if named else "has no part in it"
+        why = "only where memory is short" if named else "ignored"
         return (
-            "\nbackward passes compute again, by stage: "
-            f"{', '.join(schedule.recompute)} (--recompute-granularity {why})"
+            "\nrecomputation by stage: "
+            f"{', '.join(schedule.recompute)} (--recompute-granularity: {why})"
         )
     lines = ""
     if pipeline.choice.keeps_backward_whole:
         lines += (
-            "\nbackward passes run whole (BW): with --recompute-granularity full, a backward that "
-            "is split would keep all that it recomputes"
+            "\nbackward passes are not split (BW): with --recompute-granularity full, a split "
+            "backward would store all recomputed activations"
         )
     if pipeline.recomputed_inputs:
         lines += (
-            "\nwhat B recomputes of "
-            f"{', '.join(pipeline.recomputed_inputs)} (--recompute-modules) is held until its W: "
-            "the peak may be above the predicted one"
+            "\nactivations that B recomputes for "
+            f"{', '.join(pipeline.recomputed_inputs)} (--recompute-modules) are stored until W: "
+            "the peak may exceed the estimate"
         )
     return lines
 
@@ -375,23 +366,21 @@ def _copies_told(plan: PlannedStep, costs: Costs | None, local_ranks: int | None
     if not copies:
         return ""
     every = schedule.num_stages * schedule.num_microbatches
-    line = f"\nof {copies} of {every} microbatches and stages the activations wait in host memory"
+    line = f"\nactivations of {copies} of {every} microbatches and stages are offloaded"
     free = free_host_bytes(local_ranks)
     if costs is None or not costs.copies or costs.num_stages != schedule.num_stages or free is None:
         return line
     needed = max(peak_in_host(schedule, costs))
-    line += (
-        f": {needed / GIB:.3f} GiB of a rank at most, and {free / GIB:.3f} GiB are free for each"
-    )
-    return line + ("" if needed <= free else "; what does not fit will stay on the device")
+    line += f": at most {needed / GIB:.3f} GiB per rank of {free / GIB:.3f} GiB free per rank"
+    return line + ("" if needed <= free else "; the rest stays in GPU memory")
 
 
-def _at(pipeline: Pipeline) -> str:
+def _costs_told(pipeline: Pipeline) -> str:
     if pipeline.planner.costs is None and pipeline.choice.estimate is None:
-        return "at F = B = W"
+        return "F = B = W"
     if pipeline.planner.costs is None:
-        return "at F = B = W of every layer, the output layer by its products"
-    return "with the given costs"
+        return "F = B = W per layer, output layer by its GEMMs"
+    return "as given"
 
 
 def byte_costs(memories: Sequence[Memory]) -> Costs:
