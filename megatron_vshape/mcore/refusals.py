@@ -488,6 +488,11 @@ REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
             "mtp_use_repeated_layer",
             "one layer would have keys of several depths: give each depth its own",
         ),
+        Refusal(
+            "mtp_hsm",
+            "it reads hidden states of tokens behind the slice, which have not been computed: "
+            "remove --mtp-hsm",
+        ),
         Refusal("hybrid_layer_pattern", _NO_STATE, is_set=_is_given),
         Refusal("is_hybrid_model", _NO_STATE, flag="a hybrid model"),
         Refusal(

@@ -110,7 +110,8 @@ class Records:
             result = original(model, *args, **options)
             if not self.kept["gradients"]:
                 for name, parameter in named_parameters(self._model):
-                    self.kept["gradients"][name] = parameter.main_grad.detach().clone()
+                    if parameter.requires_grad:
+                        self.kept["gradients"][name] = parameter.main_grad.detach().clone()
             return result
 
         return finalize

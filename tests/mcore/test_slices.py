@@ -276,6 +276,7 @@ GIVEN = {
     "moe_expert_capacity_factor": 1.0,
     "moe_router_load_balancing_type": "sinkhorn",
     "mtp_use_repeated_layer": True,
+    "mtp_hsm": True,
     "cuda_graph_impl": "transformer_engine",
     "variable_seq_lengths": True,
     "hybrid_layer_pattern": "M*-",

@@ -37,6 +37,7 @@ from megatron_vshape.mcore.refusals import (
     refusing,
 )
 from megatron_vshape.mcore.setup.pipeline import Pipeline
+from megatron_vshape.mcore.step.first_step import FirstStep
 from megatron_vshape.mcore.step.gradient_sync import GradientSync, divide_by_tokens
 from megatron_vshape.mcore.step.late_checks import checked_late
 from megatron_vshape.mcore.step.loss_reporting import Courier
@@ -148,6 +149,7 @@ class PipelineRunner:
             HostMemoryWaiting(self.report),
             VocabularySharing(),
             Slicing(),
+            FirstStep(),
         )
 
     def __call__(

@@ -1,0 +1,140 @@
+"""Warnings after a run's first step, for mistakes that change gradients without an error.
+
+Each needs the passes themselves: no option and no built model shows it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_vshape.mcore.step.parts import Beginning, Capability, Part
+from megatron_vshape.mcore.step_state import unwrapped
+
+logger = logging.getLogger(__name__)
+
+PACKED = "packed_seq_params"
+
+
+class _Found(NamedTuple):
+    """The findings of one stage."""
+
+    stage: int
+    without_gradient: int  # trainable parameters, if the output of an F requires no gradient
+    packed: frozenset[bool]  # whether the model was given packed sequences, over its microbatches
+
+
+class FirstStep(Capability):
+    """Looks at the first training step; warns once, on rank 0."""
+
+    def __init__(self) -> None:
+        """Begin before the first step."""
+        self._look: _Look | None = None
+        self._is_over = False
+
+    def begin(self, beginning: Beginning) -> Part | None:
+        """Return the part that looks, in the first training step."""
+        if self._is_over or self._look is not None or beginning.step.forward_only:
+            return None
+        self._look = _Look(beginning)
+        return self._look
+
+    def end(self) -> None:
+        """Compare the stages of the pipeline, which all of its ranks do."""
+        look, self._look, self._is_over = self._look, None, True
+        if look is not None:
+            look.close()
+            everyones: list[list[_Found]] = [[]] * look.group.size()
+            dist.all_gather_object(everyones, look.found(), group=look.group)
+            if dist.get_rank() == 0:
+                for text in warnings([each for found in everyones for each in found]):
+                    logger.warning(text)
+
+    def clear(self) -> None:
+        """Let go of the model."""
+        if self._look is not None:
+            self._look.close()
+        self._look = None
+
+
+@dataclass(eq=False)
+class _Look(Part):
+    """What the passes of a rank's stages show."""
+
+    beginning: Beginning
+    _cut_off: set[int] = field(default_factory=set)
+    _packed: dict[int, set[bool]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Look at how each chunk with attention is called."""
+        self.group = self.beginning.groups.pp
+        self._chunks = dict(
+            zip(self.beginning.stages, map(unwrapped, self.beginning.chunks), strict=True)
+        )
+        self._hooks = []
+        for stage, chunk in self._chunks.items():
+            names = list(inspect.signature(chunk.forward).parameters)
+            if PACKED in names and _has_attention(chunk):
+                note = partial(self._note, stage, names.index(PACKED))
+                self._hooks.append(chunk.register_forward_pre_hook(note, with_kwargs=True))
+
+    def _note(self, stage: int, at: int, model: nn.Module, args: Any, options: Any) -> None:
+        given = args[at] if len(args) > at else options.get(PACKED)
+        self._packed.setdefault(stage, set()).add(given is not None)
+
+    def ends_forward(self, stage: int, number: int, output: Tensor) -> None:
+        """Note an output that no trainable parameter is behind, as far as autograd knows."""
+        if not output.requires_grad:
+            self._cut_off.add(stage)
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def found(self) -> list[_Found]:
+        """Return the findings, by stage."""
+        return [
+            _Found(
+                stage,
+                _num_trainable(chunk) if stage in self._cut_off else 0,
+                frozenset(self._packed.get(stage, ())),
+            )
+            for stage, chunk in self._chunks.items()
+        ]
+
+
+def _has_attention(chunk: nn.Module) -> bool:
+    return any(getattr(each, "core_attention", None) is not None for each in chunk.modules())
+
+
+def _num_trainable(chunk: nn.Module) -> int:
+    return sum(each.numel() for each in chunk.parameters() if each.requires_grad)
+
+
+def warnings(found: Iterable[_Found]) -> list[str]:
+    """Return a text for each mistake of a pipeline's stages."""
+    stages = sorted(set(found), key=lambda each: each.stage)
+    texts = [
+        f"stage {each.stage}: {each.without_gradient:,} trainable parameters get no gradient, "
+        "because neither the input of its first layer nor the output of its last one requires one: "
+        "under full recompute a frozen embedding has this effect. Make the embedding's output "
+        "require a gradient (a forward hook that calls output.requires_grad_()), or use "
+        "--recompute-granularity selective"
+        for each in stages
+        if each.without_gradient
+    ]
+    without = [str(each.stage) for each in stages if False in each.packed]
+    if without and any(True in each.packed for each in stages):
+        texts.append(
+            f"stages {', '.join(without)} were called without {PACKED}, and others with it: their "
+            "attention crosses the borders of packed sequences. Pass it to the model on every stage"
+        )
+    return texts

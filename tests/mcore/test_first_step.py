@@ -1,0 +1,90 @@
+"""Mistakes that only the first step's passes show are logged once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from mcore.conftest import UNTIED
+from mcore.farm import Farm
+from runtime.ranks import run_ranks
+from torch import Tensor, nn
+
+from megatron_vshape.mcore.step import first_step
+from megatron_vshape.mcore.step.first_step import FirstStep
+
+FROZEN = Path(__file__).with_name("frozen_embedding.py")
+FULL = (
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+    "--train-iters 2"
+)
+
+
+class Chunk(nn.Module):
+    """A chunk that is called as Megatron's models are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core_attention = nn.Identity()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor, packed_seq_params: Any = None) -> Tensor:
+        return self.weight * x
+
+
+def two_steps(rank: int, passes_on: tuple[bool, bool], by_place: bool) -> list[str]:
+    """Return the warnings of one of two ranks, each of which has a stage."""
+    texts: list[str] = []
+    first_step.logger.warning = texts.append  # type: ignore[assignment,method-assign]
+    chunk, capability = Chunk(), FirstStep()
+    beginning: Any = SimpleNamespace(
+        step=SimpleNamespace(forward_only=False),
+        groups=SimpleNamespace(pp=dist.group.WORLD),
+        chunks=[chunk],
+        stages=(rank,),
+    )
+    for _ in range(2):
+        part = capability.begin(beginning)
+        ends = object() if passes_on[rank] else None
+        y = chunk(torch.ones(2), ends) if by_place else chunk(torch.ones(2), packed_seq_params=ends)
+        if part is not None:
+            part.ends_forward(rank, 0, y)
+        capability.end()
+        assert not chunk._forward_pre_hooks
+    return texts
+
+
+@pytest.mark.parametrize("by_place", [False, True])
+def test_a_stage_without_packed_sequences_among_others_is_told_of(by_place: bool) -> None:
+    first, second = run_ranks(2, two_steps, (True, False), by_place)
+    assert len(first) == 1
+    assert first[0].startswith("stages 1 were called without packed_seq_params, and others with it")
+    assert second == []
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_stages_that_are_called_alike_are_fine(given: bool) -> None:
+    assert run_ranks(2, two_steps, (given, given), False) == [[], []]
+
+
+def test_a_frozen_embedding_under_full_recompute_is_told_of(farm: Farm) -> None:
+    flags = ("--pipeline-schedule", "v-half", *FULL.split(), UNTIED)
+    run = farm.run(2, *flags, plugin=FROZEN).check()
+    lines = [line for line in run.output[0].splitlines() if "get no gradient" in line]
+    assert len(lines) == 1
+    assert "stage 0: " in lines[0]
+    assert not any("get no gradient" in text for text in run.output[1:])
+    first = run.records[0]["gradients"]
+    assert any(not gradient.any() for gradient in first.values())
+
+
+@pytest.mark.slow
+def test_other_runs_are_not_told_of_it(farm: Farm) -> None:
+    for flags, plugin in ((FULL, None), ("--train-iters 2", FROZEN)):
+        given = ("--pipeline-schedule", "v-half", *flags.split(), UNTIED)
+        run = farm.run(2, *given, plugin=plugin).check()
+        assert not any("get no gradient" in text for text in run.output)
