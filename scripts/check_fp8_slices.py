@@ -14,6 +14,7 @@ Exits with 1 if the adapter's gradients differ, or if nothing was freed.
 """
 
 import argparse
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -158,6 +159,7 @@ def retained(case: Case) -> tuple[int, list[Tensor]]:
     passes = Passes(case, adapted=True)
     for name in ("F0", "BW0"):  # what is allocated once
         passes.run(name)
+    gc.collect()  # what earlier cases have left
     before = torch.cuda.memory_allocated()
     for name in ("F1", "B1"):
         passes.run(name)
