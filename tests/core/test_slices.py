@@ -141,13 +141,13 @@ def test_a_file_has_its_slices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "told", "why"),
     [
-        (Kind.F, "F0.1 stands before F0.0 on device 0, and a run needs it behind"),
-        (Kind.B, "B0.0 stands before B0.1 on device 0, and a run needs it behind"),
+        (Kind.F, "F0.1 runs before F0.0 on device 0", "from the first to the last\n"),
+        (Kind.B, "B0.0 runs before B0.1 on device 0", "from the last to the first\n"),
     ],
 )
-def test_slices_out_of_turn_are_refused(kind: Kind, told: str) -> None:
+def test_slices_out_of_turn_are_refused(kind: Kind, told: str, why: str) -> None:
     schedule = make("v-zb", 2, 2, slices=2)
     kinds = [kind] if kind is Kind.F else [kind, Kind.W]  # else W stands before its B
     swap = {Pass(each, 0, at): Pass(each, 0, 1 - at) for each in kinds for at in range(2)}
@@ -155,13 +155,16 @@ def test_slices_out_of_turn_are_refused(kind: Kind, told: str) -> None:
     with pytest.raises(ScheduleError) as error:
         verify(replace(schedule, order=order))
     assert str(error.value).startswith(told)
+    assert why in str(error.value)
 
 
 def test_whole_backwards_have_their_turn_too() -> None:
     schedule = make("1f1b", 1, 1, slices=2)
     assert [str(work) for work in schedule.order[0]] == ["F0.0", "F0.1", "BW0.1", "BW0.0"]
     order = (tuple(map(Pass.parse, ("F0.0", "F0.1", "BW0.0", "BW0.1"))),)
-    with pytest.raises(ScheduleError, match="BW0.0 stands before BW0.1 on device 0"):
+    with pytest.raises(
+        ScheduleError, match="BW0.0 runs before BW0.1 on device 0, .* the last to the first"
+    ):
         verify(replace(schedule, order=order))
 
 

@@ -17,7 +17,7 @@ from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 
-OUT_OF_TURN = "and a run needs it behind"
+OUT_OF_TURN = "and must run behind it"
 
 
 def parse(placement: tuple[int, ...], *rows: str) -> Schedule:

@@ -179,7 +179,7 @@ def test_a_file_out_of_turn_is_refused() -> None:
     made = share_vocabulary(plain, costs)
     verify(made)
     early = swapped(made, Pass(LOGITS, 0, 1), Pass(HEAD_WEIGHT, 0, 0))
-    with pytest.raises(ScheduleError, match=r"T0\.0 stands before S0\.1 on device 0, and a run"):
+    with pytest.raises(ScheduleError, match=r"T0\.0 runs before S0\.1 on device 0, and must"):
         verify(early)
     lacking = tuple(tuple(work for work in row if work.kind != "J") for row in made.order)
     with pytest.raises(ScheduleError, match="J of microbatch 0 runs no times on device 0"):

@@ -246,21 +246,31 @@ def _check_rows(schedule: Schedule) -> None:
             continue  # so are nearly all, which this sees several times as fast
         laws = {
             each: [
-                (places[need], later, slices)
+                (places[need], later, slices, need[0] in each[0].does)
                 for need, later, slices in _laws(schedule, *each)
                 if need in places
             ]
             for each in {(kind, stage) for kind, stage, _ in row}
         }
         for at, (kind, stage, microbatch) in enumerate(row):
-            for there, later, slices in laws[kind, stage]:
+            for there, later, slices, is_turn in laws[kind, stage]:
                 other = turned(turned(microbatch, slices) + later, slices)
                 if other in microbatches and there[other] > at:
+                    why = _turns(schedule, kind) if is_turn else f"{kind} needs its result"
                     raise ScheduleError(
-                        f"{row[at]} stands before {row[there[other]]} on device {device}, and a "
-                        "run needs it behind: it reads what that one makes, or a stage has the "
-                        "microbatches in turn, and their slices\n" + excerpt(schedule, device, at)
+                        f"{row[at]} runs before {row[there[other]]} on device {device}, and must "
+                        f"run behind it: {why}\n" + excerpt(schedule, device, at)
                     )
+
+
+def _turns(schedule: Schedule, kind: Kind) -> str:
+    """Return the sentence for the order in which a stage runs the passes of one kind."""
+    text = f"each stage runs its {kind} passes in the order of the microbatches, 0, 1, 2, ..."
+    if schedule.slices == 1:
+        return f"{text}, in which the trainer reads them"
+    descends = any(part.descends for part in kind.does)
+    ends = "the last to the first" if descends else "the first to the last"
+    return f"{text}, and the slices of a microbatch from {ends}"
 
 
 def _places(row: Sequence[Pass], num_microbatches: int) -> dict[tuple[Kind, int], list[int]]:
