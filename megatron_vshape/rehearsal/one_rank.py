@@ -87,7 +87,10 @@ def rehearse(job: RankJob) -> dict[str, Any]:
         except _Enough:
             pass
         else:
-            raise RuntimeError(f"{job.script} ended before its second training step")
+            raise RuntimeError(
+                f"{job.script} ended after {len(run.peaks)} training steps, and a rehearsal lasts "
+                f"until the start of step {STEPS + 1}: have the script train for more"
+            )
         finally:
             Current.ledger = None
     found = {"stage": job.stage, "notices": run.notices} if job.check else run.report()
@@ -196,6 +199,8 @@ class _Run:
         with self.ledger.during("model"):
             model, optimizer, scheduler = call(*args, **kwargs)
         self.chunks = list(model)
+        # A short run would end before the bytes between two steps are known.
+        self.args.train_iters = max(self.args.train_iters or 0, STEPS + 1)
         self._name(optimizer)
         self.passes.know(self.chunks)
         gc.collect()

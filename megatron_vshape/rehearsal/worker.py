@@ -130,6 +130,14 @@ def _child(given: dict[str, Any], answer: TextIO) -> int:
     return 0
 
 
+_FIXES = {
+    # Megatron asks for Transformer Engine even with --transformer-impl local.
+    "apply_rope_fusion is not available": " Or add --no-rope-fusion: without it, Megatron needs "
+    "Transformer Engine for RoPE even with --transformer-impl local.",
+}
+"""The flag that helps, by a part of Megatron's message that does not name it."""
+
+
 def _sentence(error: BaseException, log: TextIO) -> str:
     if isinstance(error, SystemExit):
         if why := getattr(error, "why", None):  # on every rank, unlike the exit status
@@ -137,8 +145,9 @@ def _sentence(error: BaseException, log: TextIO) -> str:
         lines = [line.strip() for line in _tail(log, "").splitlines() if line.strip()]
         refused = [line for line in lines if "error:" in line]
         return (refused or lines or ["the program ended by itself"])[-1]
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else 'no reason given'}"
+    text = (str(error).strip().splitlines() or ["no reason given"])[0]
+    fix = next((fix for part, fix in _FIXES.items() if part in text), "")
+    return f"{type(error).__name__}: {text}{fix}"
 
 
 def _tail(log: TextIO, more: str) -> str:

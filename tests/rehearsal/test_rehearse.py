@@ -179,6 +179,18 @@ def test_check_runs_the_start_up_checks_alone(
     assert "GiB" not in ran.stdout
 
 
+def test_fused_rope_of_local_layers_has_a_flag_that_helps(warm: Warm, tmp_path: Path) -> None:
+    flags = [each for each in TINY if each != "--no-rope-fusion"]
+    ran = warm(tmp_path, "rehearse", "--ranks", "last", "--", "pretrain_gpt.py", *flags)
+    assert ran.returncode == 2
+    assert "Please install TE >= 1.4. Or add --no-rope-fusion: without it" in ran.stderr
+
+
+def test_a_run_of_two_steps_is_rehearsed(warm: Warm, tmp_path: Path) -> None:
+    _, found = rehearse(warm, tmp_path, [*TINY, "--train-iters", "2"], "--ranks", "last")
+    assert found["ranks"][0]["held_bytes"] > 0
+
+
 def test_a_costs_file_is_counted(
     warm: Warm, tmp_path: Path, v_half: tuple[str, dict[str, Any], Path]
 ) -> None:
