@@ -31,7 +31,7 @@ from megatron_vshape.rehearsal.device import Current, on_host
 from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.ledger import WORKSPACES, Ledger, Ran, Record, tensors_in
 from megatron_vshape.rehearsal.step_time import Scale, step_time
-from megatron_vshape.rehearsal.work import Work
+from megatron_vshape.rehearsal.work import ExchangeKey, Work, repeated
 from megatron_vshape.runtime.gathering_job import plain_tensors
 
 STEPS = 2
@@ -272,6 +272,10 @@ class _Run:
         ledger, args = self.ledger, self.args
         ranks = args.pipeline_model_parallel_size
         scale = self.scale(self.many, self.few, ranks, max(len(self.chunks), 1))
+        ran = [each for each in ledger.passes if len(each.phase.split()) == 3]
+        keys = repeated((each.phase, each.did) for each in ran)
+        last = [each.did for each in ran if each.phase.split()[2] == str(self.few - 1)]
+        work = ledger.work.repeating(keys, last, self.few)
         at_peak = ledger.held_at(ledger.peak_at)
         return {
             "rank": self.job.rank,
@@ -284,7 +288,7 @@ class _Run:
             "parts": _parts(at_peak, ledger.peak),
             "when": {"pass": ledger.peak_phase, "place": ledger.peak_place},
             "holders": _holders(at_peak),
-            "time": step_time(ledger.work, GPUS[self.job.gpu], scale),
+            "time": step_time(work, GPUS[self.job.gpu], scale),
             "microbatches": self.many,
             "traced_microbatches": self.few,
             "parameters": sum(own := [_parameters(chunk) for chunk in self.chunks]),
@@ -306,27 +310,27 @@ class _Run:
             "first_peak_bytes": self.peaks[-1],
             "curve": _over_time(ledger.records, ledger.curve[:CURVE_POINTS]),
             "passes": [each[:3] for each in ledger.passes[:CURVE_POINTS]],
-            "kinds": self._by_kind(),
+            "kinds": self._by_kind(ran, keys),
             "held_between_passes_bytes": _held_between(ledger.passes),
             "megatron": _megatron_version(),
             "transformer_engine": getattr(sys.modules.get("transformer_engine"), "__version__", ""),
             "operations": ledger.operations,
-            "work": ledger.work.plain(),
+            "work": work.plain(),
         }
 
-    def _by_kind(self) -> list[dict[str, Any]]:
+    def _by_kind(self, passes: list[Ran], keys: set[ExchangeKey]) -> list[dict[str, Any]]:
         """Return what each kind of pass of each chunk adds and takes meanwhile, and what it did.
 
         Bytes are medians; the work is that of the last, for the first one also casts weights.
         """
         found: dict[tuple[str, int], list[Ran]] = {}
-        for each in self.ledger.passes:
-            words = each.phase.split()
-            if len(words) == 3:
-                found.setdefault((words[0], int(words[1])), []).append(each)
+        for each in passes:
+            kind, at, _ = each.phase.split()
+            found.setdefault((kind, int(at)), []).append(each)
         made = []
         for (kind, chunk), ran in sorted(found.items()):
-            parts = self.priced(ran[-1].did)
+            work = ran[-1].did.repeating(keys, [ran[-1].did])
+            parts = self.priced(work)
             entry = {
                 "kind": kind,
                 "chunk": chunk,
@@ -335,7 +339,7 @@ class _Run:
                 "meanwhile_bytes": median(each.most_bytes - each.before_bytes for each in ran),
                 "seconds": parts["step_s"],
                 "waited_seconds": parts["exchanges"],
-                "work": ran[-1].did.plain(),
+                "work": work.plain(),
             }
             made.append(entry)
         return made

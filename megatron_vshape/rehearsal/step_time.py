@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 
 from megatron_vshape.rehearsal.gpus import Gpu
-from megatron_vshape.rehearsal.work import Work, is_once
+from megatron_vshape.rehearsal.work import Work, is_once, of_replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +101,17 @@ def step_time(work: Work, gpu: Gpu, scale: Scale, rates: Rates | None = None) ->
     reached = rates or rates_of(gpu)
     if scale.experts_hidden:
         reached = replace(reached, experts_exposed=reached.experts_left)
-    within, data = _exchange_s(work, gpu, reached)
+    within, beside, data = _exchange_s(work, gpu, reached)
     start_us = reached.launch_us if scale.host_waits else reached.kernel_us
     parts = {
         "products": products_s(work, gpu, reached),
         "attention": _attention_s(work, gpu, reached, scale.attention_in_8_bits),
         "memory": work.bytes_moved / gpu.memory_rate / reached.memory,
         "kernels": work.kernels * start_us * 1e-6,
-        "exchanges": within,
     }
+    # FSDP hides exchanges behind the computation, and no more of them than that takes.
+    computes = parts["products"] + parts["attention"]
+    parts["exchanges"] = within + max(reached.replicas_exposed * beside, beside - computes)
     parts = {name: took * scale.microbatches / scale.traced for name, took in parts.items()}
     busy = sum(parts.values())
     parts["idle"] = busy / max(scale.microbatches, 1) * (scale.ranks - 1) / scale.chunks
@@ -159,9 +161,13 @@ def _of_format(name: str, gpu: Gpu, rates: Rates) -> tuple[float, float, float]:
     return 2.0, gpu.bf16_flops, rates.wide
 
 
-def _exchange_s(work: Work, gpu: Gpu, rates: Rates) -> tuple[float, float]:
-    """Return the seconds waited for exchanges within the model, and data parallel ones' whole."""
-    within = data = 0.0
+def _exchange_s(work: Work, gpu: Gpu, rates: Rates) -> tuple[float, float, float]:
+    """Price the exchanges, in seconds.
+
+    Returns the time waited for those within the model, and the full time of data-parallel ones:
+    that of every microbatch (FSDP), and that of the step.
+    """
+    within = beside = data = 0.0
     for (kind, group, ranks, span), (number, size) in work.exchanges.items():
         if ranks < 2 or kind in _FREE:
             continue
@@ -170,9 +176,11 @@ def _exchange_s(work: Work, gpu: Gpu, rates: Rates) -> tuple[float, float]:
         took = twice * size * (ranks - 1) / ranks / rate + number * rates.exchange_us * 1e-6
         if is_once(group):
             data += took
+        elif of_replicas(group):
+            beside += took
         else:
             within += took * _exposed(group, rates)
-    return within, data
+    return within, beside, data
 
 
 def _exposed(group: str, rates: Rates) -> float:

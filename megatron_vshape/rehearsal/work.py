@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+ExchangeKey = tuple[str, str, int, int]
+"""Kind, group, ranks and their reach."""
 
 
 @dataclass(slots=True)
@@ -17,7 +20,7 @@ class Work:
     bytes_moved: float = 0.0
     optimizer_bytes: float = 0.0
     kernels: int = 0
-    exchanges: dict[tuple[str, str, int, int], list[float]] = field(default_factory=dict)
+    exchanges: dict[ExchangeKey, list[float]] = field(default_factory=dict)
     """By kind, group, ranks and their reach: number, and bytes of the larger side."""
 
     def copy(self) -> Work:
@@ -45,6 +48,24 @@ class Work:
             self.kernels - other.kernels,
             {key: each for key, each in exchanges.items() if each[0]},
         )
+
+    def repeating(
+        self, keys: Collection[ExchangeKey], passes: Collection[Work], microbatches: int = 1
+    ) -> Work:
+        """Return this work with the exchanges of `keys` marked as those of every microbatch.
+
+        Each has those of `passes`, which are of one microbatch. FSDP gathers for the first one
+        before its passes, so the last one tells.
+        """
+        exchanges = {key: list(each) for key, each in self.exchanges.items()}
+        for work in passes:
+            for key in work.exchanges.keys() & keys & self.exchanges.keys():
+                kind, group, ranks, span = key
+                marked = exchanges.setdefault((kind, group + EACH, ranks, span), [0, 0])
+                for at, count in enumerate(work.exchanges[key]):
+                    marked[at] += microbatches * count
+                    exchanges[key][at] = max(exchanges[key][at] - microbatches * count, 0)
+        return replace(self, exchanges={key: each for key, each in exchanges.items() if each[0]})
 
     def plain(self) -> dict[str, Any]:
         """Return the counts as plain values for JSON."""
@@ -79,7 +100,7 @@ class Work:
         exchanges = {}
         for (kind, group, ranks, span), sent in self.exchanges.items():
             key = kind, group, ranks, span
-            if is_once(group):
+            if of_replicas(group):
                 more = max(1, round(ranks * ratio))
                 apart = (span - 1) / max(ranks - 1, 1)
                 key = kind, group, more, round((more - 1) * apart) + 1
@@ -88,6 +109,31 @@ class Work:
         return replace(self, exchanges=exchanges, optimizer_bytes=less)
 
 
+EACH = " in each microbatch"
+"""Behind the name of a data-parallel group: exchanges that every microbatch has, as FSDP's."""
+
+_SHARDS = ("all_gather", "_all_gather", "reduce_scatter", "_reduce_scatter")
+
+
+def repeated(passes: Iterable[tuple[str, Work]]) -> set[ExchangeKey]:
+    """Find gathers and scatters of replicas that passes of several microbatches have.
+
+    Data parallelism sums gradients in the last microbatch and gathers parameters in the first; FSDP
+    does both in each. A pass has a name as `F 0 7`, whose last word is its microbatch.
+    """
+    seen: dict[ExchangeKey, set[str]] = {}
+    for name, work in passes:
+        for key in work.exchanges:
+            if key[0].startswith(_SHARDS) and is_once(key[1]):
+                seen.setdefault(key, set()).add(name.split()[-1])
+    return {key for key, microbatches in seen.items() if len(microbatches) > 1}
+
+
+def of_replicas(group: str) -> bool:
+    """Return whether the group's ranks are replicas, or shards of them."""
+    return "DATA" in group or "INTRA_DIST" in group or group == "world"
+
+
 def is_once(group: str) -> bool:
     """Return whether a step has the group's exchanges once, not every microbatch."""
-    return "DATA" in group or "INTRA_DIST" in group or group == "world"
+    return of_replicas(group) and not group.endswith(EACH)

@@ -191,6 +191,36 @@ def test_a_run_of_two_steps_is_rehearsed(warm: Warm, tmp_path: Path) -> None:
     assert found["ranks"][0]["held_bytes"] > 0
 
 
+FSDP = """
+    --pipeline-model-parallel-size 1 --use-megatron-fsdp --use-distributed-optimizer
+    --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor
+    --no-gradient-accumulation-fusion
+""".split()
+
+
+def test_fsdp_exchanges_in_every_microbatch(warm: Warm, tmp_path: Path) -> None:
+    ranks = []
+    for batch in ("16", "128"):
+        flags = [*TINY, *FSDP, "--global-batch-size", batch]
+        _, found = rehearse(warm, tmp_path, flags, "--gpus", "4")
+        ranks.append(found["ranks"][0])
+    few, many = ranks
+    assert (few["microbatches"], many["microbatches"]) == (2, 16)
+    assert few["traced_microbatches"] == many["traced_microbatches"] == 2
+    assert many["time"]["exchanges"] == pytest.approx(8 * few["time"]["exchanges"])
+    assert many["time"]["data parallel"] == few["time"]["data parallel"]
+    number = {
+        each["kind"]: each["number"]
+        for each in many["work"]["exchanges"]
+        if each["group"].endswith(" in each microbatch")
+    }
+    # of each layer's weights for F and again for B, and of the gradients of layers and ends
+    assert number == {
+        "all_gather_into_tensor": 2 * 2 * LAYERS,
+        "reduce_scatter_tensor": 2 * (LAYERS + 1),
+    }
+
+
 def test_a_costs_file_is_counted(
     warm: Warm, tmp_path: Path, v_half: tuple[str, dict[str, Any], Path]
 ) -> None:
