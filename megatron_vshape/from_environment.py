@@ -45,9 +45,8 @@ class _AfterMegatron(MetaPathFinder):
 def _register() -> None:
     from megatron_vshape.mcore.hooks.registry import install
     from megatron_vshape.mcore.options import options_in
-    from megatron_vshape.mcore.words import WayIn
 
-    install(options_in(os.environ[VARIABLE]), WayIn.VARIABLE)
+    install(options_in(os.environ[VARIABLE]))
 
 
 def watch() -> None:

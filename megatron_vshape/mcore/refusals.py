@@ -15,7 +15,6 @@ from megatron_vshape.core.model.files import UnreadableError
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.mcore.options import UnsupportedError as UnsupportedError
-from megatron_vshape.mcore.words import in_words
 
 
 class MissingError(UnsupportedError):
@@ -35,7 +34,7 @@ class RefusedError(SystemExit):
             rank = os.environ.get("RANK", "0")
             of_node = os.environ.get("LOCAL_RANK", rank)
             prints = int(of_node if isinstance(why, UnreadableError) else rank) == 0
-        self.why = in_words(why)
+        self.why = str(why)
         super().__init__(f"megatron-vshape: {self.why}" if prints else 1)
 
 

@@ -19,7 +19,6 @@ from megatron_vshape.mcore.options import (
     options_in,
     options_of,
 )
-from megatron_vshape.mcore.words import WayIn, in_words, speak
 
 WAYS_IN = Path(__file__).parents[2] / "docs" / "ways-in.md"
 GIVEN: dict[str, tuple[str, Any]] = {
@@ -101,16 +100,6 @@ def test_a_text_that_says_no_value_is_refused_alike(name: str) -> None:
         OPTIONS[name].values.of_text("x")
     with pytest.raises(ValueError, match=f"{name} {said}"):
         options_in(f"{name}=x")
-
-
-def test_messages_name_every_option_as_it_was_given() -> None:
-    speak(WayIn.KEYWORDS)
-    try:
-        for name in GIVEN:
-            option = OPTIONS[name]
-            assert in_words(f"leave {option.flag} out") == f"leave {name} out"
-    finally:
-        speak(WayIn.FLAGS)
 
 
 def test_a_trace_has_steps_profiled_and_asks_for_no_more() -> None:

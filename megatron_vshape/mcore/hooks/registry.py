@@ -16,7 +16,6 @@ from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.options import options_from
 from megatron_vshape.mcore.replaced import ABSENT, Replaced
-from megatron_vshape.mcore.words import WayIn, speak
 
 
 class HookError(RuntimeError):
@@ -540,7 +539,7 @@ _replaced = Replaced()
 _chosen = Replaced()  # the same, of hooks that a schedule alone brings
 
 
-def install(options: Mapping[str, Any] | None = None, way: WayIn = WayIn.KEYWORDS) -> None:
+def install(options: Mapping[str, Any] | None = None) -> None:
     """Replace what `HOOKS` lists, also where it has been imported by name.
 
     Until a schedule is chosen every replacement does what it replaces, and some wait until then.
@@ -563,7 +562,6 @@ def install(options: Mapping[str, Any] | None = None, way: WayIn = WayIn.KEYWORD
     faults = [each.fault for each in examine() if each.fault is not None]
     if faults:
         raise HookError(faults[0])
-    speak(WayIn.FLAGS if given is None else way)
     session = Session(library=given, replaced=_replaced, chosen=_chosen)
     made: dict[int, Any] = {}  # names of one object get one replacement
     named = [hook.original() for hook in HOOKS if hook.everywhere]

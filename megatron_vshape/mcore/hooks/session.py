@@ -29,7 +29,6 @@ from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 from megatron_vshape.mcore.step.microbatches import given_iterators
 from megatron_vshape.mcore.step_state import StepState, unwrapped
-from megatron_vshape.mcore.words import in_words
 
 if TYPE_CHECKING:  # they need Megatron-LM's trainer
     from megatron_vshape.mcore.early.post_validation import PostValidation
@@ -152,7 +151,7 @@ class Session:
                 tokens = call["seq_length"] * call["micro_batch_size"]
                 text = self.opening(self.pipeline, model, tokens, call["num_microbatches"])
                 level = logging.DEBUG if dist.get_rank() else logging.INFO
-                logger.log(level, "%s", in_words(text))
+                logger.log(level, "%s", text)
         self.ready.add(model[0])
 
     def _check_model(self, pipeline: Pipeline, model: Sequence[nn.Module]) -> None:

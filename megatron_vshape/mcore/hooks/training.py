@@ -36,14 +36,13 @@ from megatron_vshape.mcore.layout.saved_layers import (
 )
 from megatron_vshape.mcore.observe.iteration_log import IterationLog, why_no_mfu
 from megatron_vshape.mcore.observe.layer_losses import size_layer_losses
-from megatron_vshape.mcore.options import add_arguments, options_of
+from megatron_vshape.mcore.options import add_arguments
 from megatron_vshape.mcore.refusals import RefusedError, check_one_module, refusing
 from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.setup import configure
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.ready import complete_environment
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
-from megatron_vshape.mcore.words import WayIn, speak
 from megatron_vshape.runtime.last_words import last_words
 
 logger = logging.getLogger(__name__)
@@ -67,8 +66,6 @@ def validate_args(
     session: Session, original: Function, args: Namespace, *rest: Any, **options: Any
 ) -> Any:
     """Set the pipeline up before Megatron's checks, and check what only they make known."""
-    if options_of(args).schedule is not None:
-        speak(WayIn.FLAGS)
     with refusing():
         session.once = configure.one_planner(args)
         pipeline = configure.prepare(args, session.library, session.once)

@@ -23,7 +23,6 @@ from megatron_vshape.mcore.layout import given_layout, hybrid, multi_token
 from megatron_vshape.mcore.layout.hybrid import BEGINS_STAGE
 from megatron_vshape.mcore.layout.hybrid import FLAG as PATTERN
 from megatron_vshape.mcore.refusals import BESIDE, UnsupportedError, captures_graphs
-from megatron_vshape.mcore.words import in_words
 
 logger = logging.getLogger(__name__)
 
@@ -417,6 +416,6 @@ def tell(translated: Translated) -> None:
     """Log a line for every option and every warning, on the first rank."""
     if os.environ.get("RANK", "0") == "0":
         for notice in translated.notices:
-            logger.info("%s", in_words(notice))
+            logger.info("%s", notice)
         for warning in translated.warnings:
             logger.warning("%s", warning)
