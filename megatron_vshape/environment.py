@@ -42,16 +42,16 @@ def settings(
     """
     found: dict[str, Setting] = {}
     if kernels:
-        why = "kernels that load within a step wait for the device, messages included"
+        why = "loading kernels within a step waits for the GPU, P2P messages included"
         found[LOADING] = Setting("EAGER", why)
     if kernels and not registers:
-        why = "memory is seldom given back, which waits for the device"
+        why = "memory is rarely returned to the GPU, which would wait for it"
         found |= dict.fromkeys(ALLOCATOR, Setting(SEGMENTS, why))
         if graphs:
-            why = "NCCL would register such segments in CUDA graphs, and read where nothing is"
+            why = "NCCL must not register expandable segments in CUDA graphs"
             found["NCCL_GRAPH_REGISTER"] = Setting("0", why)
     if ordered:
-        why = "tensor and context parallelism need this order of launches"
+        why = "required by tensor and context parallelism"
         found |= {name: Setting(value, why) for name, value in CONNECTIONS.items()}
     return found
 

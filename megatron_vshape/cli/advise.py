@@ -39,13 +39,13 @@ PLANNED_SHAPES = 3
 """Shapes that a plan is looked for in: the command's, and the best of the others."""
 
 NEAR = 0.02
-"""A way that could be so much faster than what is known, at most, is not looked at."""
+"""Minimum possible gain over the best known line for a strategy to be evaluated."""
 
 MOST_SHARED = 4_000
-"""Forwards of a step, at most, where a shared vocabulary is looked at: more take minutes."""
+"""Maximum forward passes per step for which vocabulary parallelism is evaluated (minutes above)."""
 
 PATIENCE = 2
-"""So many times what a search is given it has with what comes before and after it."""
+"""Time limit of a search with its setup and evaluation, in multiples of its search time."""
 
 KEEP = ("recompute", *shapes.KEPT.values())
 ENDS = ("embedding", "loss")

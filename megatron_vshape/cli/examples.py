@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_vshape.core.model.kinds import ScheduleError
 
 FOLDER = Path(__file__).parents[1] / "examples"
-"""What setup.py puts into a wheel; a checkout has no such folder."""
+"""Folder that setup.py adds to a wheel; a checkout does not have it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

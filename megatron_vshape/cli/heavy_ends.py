@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         brief="Use vocabulary parallelism; needs --head or --costs",
         help="Use vocabulary parallelism: all ranks share embedding and output layer, whose times "
-        "are in --costs or --embedding and --head; an all-reduce takes T in cost units (default: "
+        "are in --costs or --embedding and --head; T: time of an all-reduce in cost units "
+        "(default: "
         f"{SUM:g} F). Costs files with such passes need no flag",
     )
     add_option(
@@ -113,7 +114,7 @@ def pieces_of(
             raise ScheduleError("--mtp-layers needs --layers N, or --costs FILE")
         if options.vocab_parallel is not None and options.head is None:
             raise ScheduleError(
-                "--vocab-parallel needs --head, which says what the output layer takes, or --costs"
+                "--vocab-parallel needs --head (time of the output layer) or --costs"
             )
         first, last = ends_of(options, options.layers)
         times = options.cost or UNIT_COST
@@ -139,7 +140,7 @@ def pieces_of(
 
 def _check_measured(options: argparse.Namespace, measured: Costs, layers: float, what: str) -> None:
     if not layers:
-        raise ScheduleError(f"{options.costs} does not say how many layers it is of: add --layers")
+        raise ScheduleError(f"{options.costs} does not contain the number of layers: add --layers")
     if measured.trades and changed(options):
         raise ScheduleError(
             f"{what}: the copies and the recompute in {options.costs} are of the "
@@ -150,10 +151,11 @@ def _check_measured(options: argparse.Namespace, measured: Costs, layers: float,
     given = options.vocab_parallel
     if given is not None and not math.isnan(given):
         raise ScheduleError(
-            f"--vocab-parallel {given:g}: {options.costs} says what a sum takes; leave it out"
+            f"--vocab-parallel {given:g}: {options.costs} contains the all-reduce time: remove "
+            "the value"
         )
     if options.mtp_layers is not None:
         raise ScheduleError(
-            f"--mtp-layers: {options.costs} is of a shared vocabulary, and does not say what one "
-            "output layer takes; give costs of stages that have the model's ends"
+            f"--mtp-layers: {options.costs} is for vocabulary parallelism, without the time of one "
+            "output layer: use costs of stages with embedding and output layer"
         )

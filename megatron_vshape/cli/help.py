@@ -9,7 +9,7 @@ SEARCH, OUTPUT, PROGRAM = "Search", "Output", "Program"
 REQUIRED = " (required)"
 
 _COLUMN = 27
-"""Column in which the help texts start: longer option names get a line of their own."""
+"""Column in which the help texts start: longer option names get a separate line."""
 
 
 class Formatter(argparse.HelpFormatter):

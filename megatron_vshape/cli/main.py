@@ -93,7 +93,7 @@ def _check_folder() -> None:
         os.getcwd()
     except FileNotFoundError:
         raise ScheduleError(
-            "the directory that this was started in has been deleted: change to one that exists"
+            "the current directory has been deleted: change to another one"
         ) from None
 
 
@@ -124,7 +124,7 @@ def _run(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments[:at])
     if at < len(arguments):
         if not hasattr(options, "command"):
-            raise ScheduleError(f"{chosen} takes no command after --")
+            raise ScheduleError(f"{chosen} does not accept a command after --")
         options.command = list(arguments[at + 1 :])
     status = options.run(options)
     sys.stdout.flush()

@@ -138,7 +138,7 @@ def chunks(text: str) -> int:
     number = count(text)
     if number > MOST_STAGES_A_DEVICE:
         raise argparse.ArgumentTypeError(
-            f"{text}: a device may hold up to {MOST_STAGES_A_DEVICE} stages"
+            f"{text}: a rank can have at most {MOST_STAGES_A_DEVICE} chunks"
         )
     return number
 
@@ -182,7 +182,9 @@ def ends_of(options: argparse.Namespace, num_layers: int | None = None) -> tuple
     for name in ("embedding", "head"):
         values = getattr(options, name)
         if values is not None and options.costs is not None:
-            raise ScheduleError(f"--{name}: --costs says what the model's ends take; leave it out")
+            raise ScheduleError(
+                f"--{name}: a costs file contains embedding and output layer; remove --{name}"
+            )
         if values is None:
             ends.append(NOTHING)
         elif len(values) == 3:
@@ -237,7 +239,7 @@ def headroom_of(text: str | None, limit: float, in_bytes: bool) -> float:
         return share * limit
     if share >= 1:
         more = f" or {text}GiB" if in_bytes else ""
-        raise ScheduleError(f"--headroom {text!r:.40} has no unit: say {text:.40}%{more}")
+        raise ScheduleError(f"--headroom {text!r:.40} has no unit: use {text:.40}%{more}")
     unit = next((name for name in UNITS if in_bytes and lowered.endswith(name)), "%")
     value = float_or_nan(lowered.removesuffix(unit))
     kept = value * UNITS[unit] if unit in UNITS else value / 100 * limit

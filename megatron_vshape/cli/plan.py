@@ -101,13 +101,13 @@ from megatron_vshape.view.text import columns, picture, wants_colour
 from megatron_vshape.view.trades import trades_told
 
 MOST_CHUNKS = 12
-"""Stages a device where nothing says how many layers the model has."""
+"""Maximum chunks per rank if the number of layers is unknown."""
 
 BASE_CHUNKS = 4
-"""Stages a device that are planned for first, where the layers allow."""
+"""Chunks per rank of the first plan, if the layers allow."""
 
 FIRST_SHARE = 0.5
-"""Of --seconds: what the first search has of them, before others and the comparison."""
+"""Share of --seconds for the first search, before others and the comparison."""
 
 PROOF_SECONDS = 10.0
 PROVABLE = (4, 8)

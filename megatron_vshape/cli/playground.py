@@ -16,7 +16,7 @@ PORT = 8765
 COSTS = Path("configs") / "costs"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _EVERY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Addresses to listen on that nobody calls, since they stand for all of this machine's."""
+"""Wildcard addresses, with an address to open."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,7 +123,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.close()
         reason = getattr(error, "strerror", None) or error
         raise ScheduleError(
-            f"--host {host} --port {port}: cannot listen there: {reason}; --port 0 takes a free one"
+            f"--host {host} --port {port}: cannot listen there: {reason}; --port 0 uses a free one"
         ) from None
     return listener
 

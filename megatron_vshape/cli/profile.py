@@ -57,7 +57,7 @@ NEEDED = {
     "pydantic": "sweep",
     "yaml": "sweep",
 }
-"""What must be installed, and the extra that brings it."""
+"""Required modules, and the extra that installs each."""
 
 OPTIONS_HERE = {
     "add --layer-split auto (to training: --pipeline-layer-split)": "give --layer-split",
@@ -65,7 +65,7 @@ OPTIONS_HERE = {
     "--num-layers": "--layers",
     "neither auto nor whole numbers": "not whole numbers",
 }
-"""What a fault of the layers says of the trainer's options, and what it says here."""
+"""Texts about the trainer's options in errors about layers, and their replacements here."""
 
 MEASUREMENT = "Measurement"
 MIB = 2.0**20
@@ -277,7 +277,7 @@ def run(options: argparse.Namespace) -> int:
             costs = _with_ends_told(costs, model, sizes, options)
         except torch.OutOfMemoryError:
             raise ScheduleError(
-                f"a stage of {max(layers)} layers does not fit on this device: take more --devices "
+                f"a stage of {max(layers)} layers does not fit on this device: use more --devices "
                 "or --tensor-parallel, or a smaller microbatch"
             ) from None
     if is_first:
@@ -341,11 +341,11 @@ def _host_link(options: argparse.Namespace) -> "HostLink | None":
     link = load(options.cluster, Cluster).host_link
     why = None
     if not options.offload:
-        why = "says what the link to the host is like, which only copies take: add --offload"
+        why = "describes the host link, which only offloading uses: add --offload"
     elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        why = "is for one device; ranks copy at once, and measure what they share: leave it out"
+        why = "is for one device, because ranks measure a shared link themselves: remove --cluster"
     elif link is None:
-        why = "says nothing of the link to the host: add host_link: with gb_per_s and shared_by"
+        why = "has no host_link: add host_link with gb_per_s and shared_by"
     if why is not None:
         raise ScheduleError(f"--cluster {options.cluster} {why}")
     return link
@@ -361,7 +361,7 @@ def _shared(costs: Costs, link: "HostLink | None") -> Costs:
     )
     half_duplex = costs.half_duplex or link.half_duplex
     made = costs.with_copies_of(out_us, copied[RELEASE.frees], back_us, half_duplex)
-    told = f"{MEASURED} on one device, times {link.shared_by}: so many share the link by --cluster"
+    told = f"{MEASURED} on one device, times {link.shared_by} ranks that share the link (--cluster)"
     return made.with_source(told, COPY_OUT.time, COPY_BACK.time)
 
 

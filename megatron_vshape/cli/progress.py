@@ -9,16 +9,16 @@ from contextlib import contextmanager
 from typing import TextIO
 
 FIRST_S = 2.0
-"""On a terminal, whatever takes less is done before anybody wonders."""
+"""Seconds before the first progress report on a terminal."""
 
 TERMINAL_S, FILE_S = 0.5, 30.0
-"""From one word to the next: a terminal has one line that changes, a file gains a line each."""
+"""Seconds between reports: a terminal has one changing line, a file gets a line each."""
 
 SEARCH = "megatron-vshape search"
 """The name of the thread that searches."""
 
 Search = Callable[[int, float, float], None]
-"""Takes the steps so far, the best value and the lower bound, as the planner gives them."""
+"""Progress callback of the planner: steps so far, best value, lower bound."""
 
 _CLEAR = "\r\x1b[K"
 

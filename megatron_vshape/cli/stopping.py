@@ -13,7 +13,7 @@ from megatron_vshape.core.ask import Planned
 from megatron_vshape.core.model.kinds import ScheduleError
 
 GRACE_S = 0.6
-"""How long what is at work may take to come to an end by itself: the answer is due in a second."""
+"""Seconds that a stopped search may need to end: the result is due within a second."""
 
 _Result = TypeVar("_Result")
 

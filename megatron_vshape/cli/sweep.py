@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 NEEDED = ("pydantic", "yaml", "rich")
 _TARGETS = {"csv": (".csv",), "figure": FIGURE_SUFFIXES}
 NARROWEST = 132
-"""Columns of a table where no terminal says how many there are."""
+"""Minimum table width without a terminal."""
 
 HEADROOM = "4%"
-"""Of a device's memory: what allocators round up, and libraries take, that nothing here counts."""
+"""Share of GPU memory for allocator rounding and libraries, which the estimate omits."""
 
 NONE_ENDED_WELL = 1
 """The status where runs were made, and none of them has been measured."""
@@ -168,7 +168,7 @@ def _check_targets(options: argparse.Namespace) -> None:
     """Raise ScheduleError for files that would not be written or read, before long predicting."""
     if options.compare is not None and not options.predict_only:
         raise ScheduleError(
-            "--compare prints published figures beside predicted ones: add --predict-only"
+            "--compare requires --predict-only: it prints published next to predicted figures"
         )
     check_targets(options, _TARGETS)
     if options.figure is not None:
@@ -185,8 +185,8 @@ def _expand(loaded: "Loaded", headroom: str | None) -> "tuple[Predictor, Expande
     machine, measured = Machine.of(loaded.cluster), load_measured(loaded)
     if not machine.known:
         print(
-            f"{loaded.cluster.device.name} is no known GPU: its kernels are taken to reach what "
-            "those of GPUs do; assumptions: in the cluster file says what differs"
+            f"{loaded.cluster.device.name} is not a known GPU: kernel efficiencies of known GPUs "
+            "are assumed; set others with assumptions: in the cluster file"
         )
     kept = headroom_of(headroom or HEADROOM, loaded.cluster.device.memory_gib * GIB, in_bytes=True)
     counts = Counts(loaded.subject, machine)
@@ -203,9 +203,7 @@ def _predict(
 ) -> "tuple[Predictor, list[Prediction]]":
     predictor, expanded = _expand(loaded, options.headroom)
     if options.headroom is None:
-        _say(
-            console, f"{HEADROOM} of every device's memory is kept free; --headroom says otherwise"
-        )
+        _say(console, f"{HEADROOM} of every GPU's memory is kept free (set by --headroom)")
     _print_dropped(console, expanded.dropped, "impossible", options.verbose)
     predictions: list[Prediction] = []
     _count(predictor, expanded.possible)

@@ -40,8 +40,8 @@ def check_memory(
     ways = _that_fit(model, layers, devices, split, free)
     smaller = " or ".join(ways) if ways else "a smaller model, a shorter sequence"
     raise ScheduleError(
-        f"a stage of {max(layers)} layers takes {need / GIB:,.1f} GiB at least, and "
-        f"{free / GIB:,.1f} GiB are free here for a rank: what may fit is {smaller}"
+        f"a stage of {max(layers)} layers needs at least {need / GIB:,.1f} GiB, and "
+        f"{free / GIB:,.1f} GiB are free per rank: try {smaller}"
     )
 
 

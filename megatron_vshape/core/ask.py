@@ -73,7 +73,7 @@ PLUS_NAMES = tuple(name + PLUS for name in MEMORY_NAMES)
 """The best order in the memory of the schedule before the plus, on its placement."""
 
 SCHEDULE_NAMES = (*EVERY_NAME, *PLUS_NAMES)
-"""What a schedule may be called wherever one is named; `SUFFIXES` are of files in its place."""
+"""Names of schedules; `SUFFIXES` are those of schedule files."""
 
 SLICES = (1, 2, 4, 8)
 """Of every microbatch: those that AUTO chooses from where a sequence allows them."""
@@ -86,7 +86,7 @@ ALSO_PLANNED = 2
 takes as long as those: where the best of the known schedules are; if none fits, twice as many."""
 
 LATER = 4
-"""Of the seconds of the first search a later one has one in so many."""
+"""Seconds of the first search per second of a later one."""
 
 GLANCE_STEPS = 540_000
 GLANCED = 0.003
@@ -96,10 +96,10 @@ d=8, m=64, 1/1.15/.85/.05, 10 and 14 chunks, which stay .3 and .6 % above those 
 
 LESS_TRIES = 4
 LESS_STEPS = 150_000
-"""How often, and in how many steps, a plan of the same time is looked for that holds less."""
+"""Repeats and steps of the search for a plan with equal time and less memory."""
 
 Cut = Callable[[int, str], Costs]
-"""Returns the costs of the model cut into so many stages; the text names what has them."""
+"""Returns the costs of the model cut into that number of stages; the text names their user."""
 
 
 def _ignored(_: object) -> None:
@@ -186,8 +186,8 @@ class Question:
                 return (1,)
             if there:
                 raise ScheduleError(
-                    f"the costs tell of {what}, with which no plan has slices yet: leave slices "
-                    "out, or take that out of the costs"
+                    f"slices do not support {what}, which the costs contain: remove --slices, "
+                    "or remove them from the costs"
                 )
         return counts
 
@@ -252,7 +252,7 @@ def ask(question: Question) -> Answer:
     slices = question.slices
     if not isinstance(slices, int):
         raise ScheduleError(
-            f"{AUTO} chooses from several numbers of slices, and {name} takes one, not "
+            f"only {AUTO} chooses from several numbers of slices; {name} supports one, not "
             f"{', '.join(map(str, slices))}"
         )
     if name in PLUS_NAMES:
@@ -330,8 +330,8 @@ def with_chunks(text: str) -> Rival | None:
     if name not in OPTIONS or not (chunks.isdecimal() and 0 < len(chunks.lstrip("0")) < 4):
         takers = " or ".join(f"{each}:4" for each in OPTIONS)
         raise ScheduleError(
-            f"{text!r:.60} names no schedule: a whole number of stages a device may stand "
-            f"after the colon of {takers}"
+            f"{text!r:.60} is not a schedule: a number of chunks per rank can follow "
+            f"the colon of {takers}"
         )
     return Rival(name, int(chunks))
 

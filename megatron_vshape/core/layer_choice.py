@@ -24,7 +24,7 @@ TRIALS = 24
 """Splits that are planned for."""
 
 TRIALS_OF_TRADES = 8
-"""With copies or recompute, where each takes longer."""
+"""With offloading or recompute, which are slower to evaluate."""
 
 TRIAL_STEPS = 100_000
 """The budget of each."""
@@ -57,7 +57,7 @@ def choose_layers(question: Question, answer: Planned) -> Layered:
         ScheduleError: the question does not say the layers.
     """
     if question.layers is None:
-        raise ScheduleError("to choose layers, the question must say what they cost")
+        raise ScheduleError("choosing the layer split needs the costs of a layer")
     pieces, num_layers = question.layers
     placement, limits = answer.schedule.placement, answer.limits
     first = answer.costs.layers or pieces.balanced(num_layers, placement)

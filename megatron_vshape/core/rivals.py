@@ -16,14 +16,14 @@ from megatron_vshape.core.paper.catalogue import EVERY_NAME, OPTIONS, make, make
 from megatron_vshape.core.planner.vocabulary import is_shared, shared_if_told
 
 MEGATRONS_OWN = ("1f1b", "interleaved-1f1b")
-"""The schedules that Megatron's own functions run."""
+"""Schedules of stock Megatron."""
 
 OVERLAPPED = "overlapped-"
 """Before a name: run by Megatron with --overlap-moe-expert-parallel-comm."""
 
 MOST_COMPARED = 20_000
-"""Passes of a known schedule that a plan is compared with; making a larger one takes longer than
-planning, which begins from the same blocks."""
+"""Maximum passes of a published schedule in a comparison: generating a larger one is slower than
+planning, which starts from the same blocks."""
 
 SAME = 1e-9
 """Values this close are one, so that rounding alone prefers nothing."""

@@ -23,7 +23,7 @@ from megatron_vshape.core.model.passes import NeedTable, Pass
 from megatron_vshape.core.model.schedule import Schedule
 
 TRIES = 3000 if COMPILES else 60
-"""Exchanges that are tried: what takes tens of milliseconds."""
+"""Swaps to try: tens of milliseconds."""
 
 GAIN = 1e-9
 """A share of the step below which an order is not better."""

@@ -49,7 +49,7 @@ _BYTE_COUNTS = "max_memory_allocated max_memory_reserved memory_allocated memory
 
 
 _Replacement = tuple[Any, str, Any]
-"""An owner, the name of its attribute, and what that becomes while the mode is on."""
+"""Owner, attribute name, and the replacement while the mode is on."""
 
 # The mode changes the process-wide torch module, so what to put back is process-wide too.
 replaced = Replaced()

@@ -73,8 +73,8 @@ def check_ranks(model: Model) -> None:
     if num_ranks() > 1 and num_ranks() % of_stage:
         raise ScheduleError(
             f"a stage has {of_stage} ranks, which does not divide the {num_ranks()} that were "
-            f"started: start {of_stage} for the exchanges, or twice as many for messages between "
-            "stages too"
+            f"started: start {of_stage} to measure collectives, or {2 * of_stage} to measure P2P "
+            "messages too"
         )
     if model.joint and (model.expert_parallel == 1 or num_ranks() == 1):
         raise ScheduleError(

@@ -23,10 +23,10 @@ from megatron_vshape.core.rivals import MEGATRONS_OWN, is_megatrons_own
 VARIABLE = "MEGATRON_VSHAPE"
 
 MEGATRONS_TIMEOUT_MINUTES = 10
-"""What --distributed-timeout-minutes is unless it is given."""
+"""Default of --distributed-timeout-minutes."""
 
 TIMEOUT_SHARE = 0.9
-"""Of --distributed-timeout-minutes: how long a rank waits for a message unless it is told."""
+"""Default of --pipeline-timeout as a share of --distributed-timeout-minutes."""
 
 TRACE_STEPS = (4, 6)
 """Profiled where only a trace is asked for; the first steps still set caches up."""
@@ -138,68 +138,68 @@ class Options:
     schedule: str | None = _option(
         "--pipeline-schedule NAME|FILE",
         _TEXT,
-        f"order of the passes: {', '.join(schedule_names())}, or a schedule file (JSON). "
-        "Default: as Megatron decides.",
+        f"schedule: {', '.join(schedule_names())}, or a schedule file (JSON). Default: none, "
+        "Megatron is unchanged.",
         for_ours=False,
     )
     timeout_seconds: float = _option(
         "--pipeline-timeout SECONDS",
         Values("a number of seconds above 0", _is_above_0, float),
-        "how long a pipeline rank waits for a message before the run ends with an error. "
-        f"Default: {TIMEOUT_SHARE:g} of --distributed-timeout-minutes, whose end says less.",
+        "time limit in seconds for a P2P message before the run ends with an error. "
+        f"Default: {TIMEOUT_SHARE:g} of --distributed-timeout-minutes, whose error names no cause.",
         default=TIMEOUT_SHARE * 60 * MEGATRONS_TIMEOUT_MINUTES,
         for_ours=False,
     )
     costs_file: str | None = _option(
         "--pipeline-costs FILE",
         _PATH,
-        "costs of every stage (JSON), for auto and for the times that the log predicts",
+        "costs file (JSON) of every stage, for auto and for the estimates in the log",
     )
     memory_limit_gib: float | str | None = _option(
         "--pipeline-memory-limit GIB|NAME",
         Values(_GIB.wants, lambda value: isinstance(value, str) or _is_above_0(value), _limit),
-        "device memory for all of a rank's tensors, for auto; or a schedule, as in "
-        "interleaved-1f1b:4, whose activations are the limit for activations. Default: 1f1b.",
+        "memory limit in GiB for all tensors of a rank, for auto; or a schedule, as in "
+        "interleaved-1f1b:4, whose peak activation memory is the limit. Default: 1f1b.",
     )
     host_memory_limit_gib: float | None = _option(
         "--pipeline-host-memory-limit GIB",
         _GIB,
-        "host memory in which a rank's activations may wait: auto plans within it, and what a "
-        "schedule file has wait beyond it stays on the device. Default: what is free.",
+        "host memory limit in GiB per rank for offloaded activations; further ones stay in GPU "
+        "memory. Default: the free host memory.",
     )
     profile_steps: tuple[int, int] | None = _option(
         "--pipeline-profile-iterations A:B",
         Values(
             "A:B with whole numbers 2 <= A <= B; the first step counts memory", _are_steps, _steps
         ),
-        "measure the passes of this process's training steps A to B; auto then plans anew",
+        "training steps A to B whose passes are measured; auto then plans again",
     )
     trace_folder: str | None = _option(
         "--pipeline-trace DIR",
         _PATH,
-        "write the planned and the measured timeline of the last profiled step to DIR. "
+        "directory for the planned and measured timeline of the last profiled step. "
         f"Default steps: {TRACE_STEPS[0]}:{TRACE_STEPS[1]}.",
     )
     layer_split: str | None = _option(
         "--pipeline-layer-split auto|N,N,...",
         _TEXT,
-        "how many layers every stage has, in the model's order; auto gives fewer to the first "
-        "and the last, by the costs or by the sizes of the model. Default: equally many.",
+        "layers per stage, in model order; auto gives fewer to the first and the last stage, by "
+        "the costs or the sizes of the model. Default: even.",
         for_ours=False,
     )
     vocab_parallel: bool = _option(
         "--pipeline-vocab-parallel",
         _SWITCH,
-        "share the input embedding and the output layer out to all pipeline ranks, beside "
-        "tensor parallelism's",
+        "use vocabulary parallelism: all pipeline ranks share embedding and output layer, in "
+        "addition to tensor parallelism",
         default=False,
     )
     post_validates: bool = _option(
         "--optimizer-post-validation",
         _SWITCH,
-        "step before the global gradient norm and inf check are known, begin the next "
-        "iteration, and undo both where they would have clipped or skipped: the same numbers, "
-        "without a barrier between iterations. Takes one more copy of parameters and moments.",
+        "run the optimizer step before the global gradient norm and inf check are known, and "
+        "undo it if they require clipping or skipping: identical results, without a barrier "
+        "between iterations. Requires one more copy of parameters and moments.",
         default=False,
         for_ours=False,
     )
@@ -210,16 +210,15 @@ class Options:
             lambda value: value == AUTO or (is_whole(value) and value >= 1),
             lambda text: text if text == AUTO else int(text),
         ),
-        "cut every microbatch in K slices along its sequence: less is held, and less idle, "
-        "where sequences are long and microbatches few; auto chooses K with the order. "
-        "Default: 1.",
+        "sequence slices per microbatch: less activation memory and bubble with long sequences "
+        "and few microbatches; auto chooses K with the schedule. Default: 1.",
         default=1,
     )
     keep_order: bool = _option(
         "--pipeline-keep-order",
         _SWITCH,
-        "run microbatches of unlike length in the order in which they come, which is bitwise what "
-        "Megatron's 1F1B adds up; else auto gives long ones the places where they hide best",
+        "keep variable-length microbatches in data order (bitwise equal to 1F1B). By default, auto "
+        "reorders them to shorten the step",
         default=False,
     )
     lengths: Callable[[Any], Sequence[int]] | None = _option(

@@ -22,7 +22,7 @@ from megatron_vshape.mcore.one_device import WARM_UP, Model
 from megatron_vshape.runtime.measure import PassTimer
 
 LEAST_SHARE = 0.1
-"""Of a pass: what its own work is taken to be at least, whatever the fixed price seems to be."""
+"""Minimum share of a pass that is work, whatever the measured fixed overhead."""
 
 
 def with_price(
@@ -43,9 +43,7 @@ def with_price(
         times = median(on_ranks.of_all(_price_us(model.alone(), max(layers), slices, repeats)))
         prices.append(max(times, 0.0))
         tokens = model.sequence_length // slices
-        tell(
-            f"{slices} slices of {tokens} tokens: a pass takes {prices[-1]:.1f} us beside its share"
-        )
+        tell(f"{slices} slices of {tokens} tokens: {prices[-1]:.1f} us of overhead per pass")
     price = max(prices)
     whole_us = costs.whole_backward_us
     own: dict[str, Any] = {

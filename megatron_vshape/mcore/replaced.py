@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 ABSENT = object()
-"""What an attribute was that the object did not have itself."""
+"""Marks an attribute that the object itself did not have."""
 
 
 class Replaced:

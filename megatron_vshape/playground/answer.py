@@ -117,7 +117,8 @@ def _no_recipe(choice: ScheduleChoice, request: Request) -> str:
     if not isinstance(choice, PlanChoice) or not held:
         return ""
     return (
-        "No command makes this plan: it depends on what the embedding and the head hold, which no "
+        "No command makes this plan: it depends on what the memory of embedding and output "
+        "layer, which no "
         "argument says. Save it with Schedule JSON."
     )
 

@@ -18,7 +18,7 @@ from megatron_vshape.view.names import display_name
 from megatron_vshape.view.numbers import GIB
 
 STEPS = 11
-"""From the least limit to what 1F1B holds."""
+"""From the minimum limit to the peak of 1F1B."""
 
 
 def points(request: Request, pricing: Pricing, report: Report) -> Iterator[dict[str, object]]:

@@ -176,7 +176,7 @@ def _bundle(files: dict[str, str]) -> str:
         parts.append(text)
     script = "\n".join(parts)
     if "</script" in script:
-        raise ScheduleError("a module of the page holds </script, which would end it")
+        raise ScheduleError("a module of the page contains </script, which would end it")
     return script
 
 

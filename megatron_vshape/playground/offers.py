@@ -60,7 +60,7 @@ class Given:
     detail: dict[str, object]
     file: FileText
     preset: bool = False
-    """Whether it is offered among the presets, not among the reader's own files."""
+    """Whether it is a preset, not a file of the user."""
 
 
 def read_given(paths: Iterable[str | Path]) -> list[Given]:

@@ -56,17 +56,17 @@ class Facts:
     """Whether times are microseconds; else the reader knows their unit."""
 
     in_passes: bool = False
-    """Whether times are passes of equal length, whatever the reader's own costs are in."""
+    """Whether times are in passes of equal length, whatever the unit of the costs."""
 
     limit: float | None = None
-    """What a device may hold, in the unit of the costs' memory."""
+    """Memory limit per rank, in the memory unit of the costs."""
 
     base_peak: float | None = None
-    """What 1F1B holds, in the same unit."""
+    """Peak of 1F1B, in the same unit."""
 
     lower_bound: float | None = None
     bounded: str = "makespan"
-    """What the lower bound is of."""
+    """Objective of the lower bound."""
 
     period: Period | None = None
     title: str = ""

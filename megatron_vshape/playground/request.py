@@ -17,7 +17,7 @@ from megatron_vshape.core.paper.catalogue import OPTIONS
 MAX_DEVICES = 256
 MAX_MICROBATCHES = 16_384
 MAX_PASSES = 1_600_000
-"""The page is smooth at a quarter of this; what asks for more is refused at once."""
+"""Maximum passes of a request; the page is smooth at a quarter of this."""
 
 MAX_TEXT = 32 * 2**20
 """Bytes of a file that is loaded on the page."""
@@ -126,7 +126,7 @@ class PlanChoice:
     objective: Objective = Objective.MAKESPAN
     seconds: float | None = None
     chunks: int = MOST_CHUNKS
-    """Most stages that a device may hold."""
+    """Maximum chunks per rank."""
 
 
 ScheduleChoice = NamedChoice | FileChoice | PlanChoice
@@ -143,7 +143,7 @@ class Request:
     schedule: ScheduleChoice | None = None  # None: for the frontier, or what was measured
     trace: FileText | None = None  # of what was measured
     plans: bool = False
-    """Whether the frontier has plans beside the published schedules."""
+    """Whether the frontier has plans in addition to the published schedules."""
 
 
 Files = Mapping[str, FileText]

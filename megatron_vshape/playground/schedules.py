@@ -24,7 +24,7 @@ from megatron_vshape.playground.stage_costs import Pricing
 from megatron_vshape.view.numbers import GIB, enough
 
 Report = Callable[[dict[str, object]], None]
-"""Called with what is known so far: the stage of the work, the best value, a point."""
+"""Progress callback: phase of the work, best value, point."""
 
 
 def make_choice(

@@ -68,7 +68,7 @@ class Guard:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         if headers.getlist("host") != [host] or host.lower() not in self.hosts:
-            return 421, "this server answers to its own address only"
+            return 421, "this server accepts only its configured address"
         method = scope["method"]
         if method not in (*_READS, "POST"):
             return 405, "this server knows GET, HEAD and POST"

@@ -39,7 +39,8 @@ class Pricing:
         if rest or not own:
             raise FieldError(
                 "costs",
-                f"the costs are for {self.measured.num_stages} stages, which cannot be dealt to "
+                f"the costs are for {self.measured.num_stages} stages, which cannot be "
+                "distributed over "
                 f"{num_devices} devices",
             )
         fitting = [own, *(each for each in _CHUNKS if own % each == 0)]

@@ -144,7 +144,9 @@ def events_of(data: dict[str, object]) -> list[object]:
     """Return the events of a trace; raises ScheduleError where it has no list of them."""
     events = data.get("traceEvents")
     if not isinstance(events, list):
-        raise ScheduleError("it has no list of traceEvents; load what --pipeline-trace wrote")
+        raise ScheduleError(
+            "it has no list of traceEvents; load a file that --pipeline-trace wrote"
+        )
     return events
 
 

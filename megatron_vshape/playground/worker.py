@@ -24,7 +24,7 @@ LENGTH = struct.Struct("<I")
 """Of a request on stdin, before its bytes."""
 
 HEAD = struct.Struct("<cI")
-"""Of a frame: what it holds, and how many bytes follow."""
+"""Header of a frame: its type and the number of bytes."""
 
 MOST_MEMORY = 6 * 2**30
 """Bytes of address space; a hostile file ends the request, not the machine."""

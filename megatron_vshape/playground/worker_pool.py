@@ -16,7 +16,7 @@ WAITING = 16
 """Requests that wait for a worker; more are turned away."""
 
 KEPT_BYTES = 192 * 2**20
-"""Answers are kept up to so many bytes: going back to a schedule is immediate."""
+"""Maximum bytes of cached results, for fast navigation."""
 
 
 class Busy(Exception):

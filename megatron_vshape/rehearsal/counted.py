@@ -20,7 +20,8 @@ from megatron_vshape.rehearsal.step_time import Rates, Scale, send_us, step_time
 from megatron_vshape.rehearsal.work import Work, is_once
 
 MICROBATCHES = 3
-"""Of a counted step with either backward: of bytes the middle one is taken, of work the last."""
+"""Microbatches of a counted step per kind of backward: bytes are from the middle one, work from
+the last."""
 
 Pass = Mapping[str, Any]
 
@@ -87,7 +88,7 @@ def counted_costs(
         layers=tuple(int(found[rank]["chunk_layers"][chunk]) for rank, chunk in stages),
         device_bytes=beside,
     )
-    text = f"{COUNTED} by a rehearsal, priced by what such kernels reach on {gpu.name.upper()}"
+    text = f"{COUNTED} by a rehearsal, priced by kernel efficiencies on {gpu.name.upper()}"
     missing = devices - len(ranks)
     if missing:
         text += f"; {missing} of {devices} ranks like their neighbours"

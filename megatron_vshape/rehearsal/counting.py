@@ -23,7 +23,7 @@ KEPT = """
     stage sizes kinds held_bytes held_parts chunk_parameters chunk_layers chunk_dummy_bytes
     message_bytes work scale shards_optimizer
 """.split()
-"""Of what a rehearsal finds."""
+"""Results of an estimate that are cached."""
 
 _OURS = "core/**/*.py", "mcore/**/*.py", "rehearsal/*.py", "runtime/*.py"
 _THEIRS = "megatron/core/**/*.py", "megatron/training/**/*.py", "transformer_engine/pytorch/**/*.py"

@@ -22,7 +22,7 @@ from megatron_vshape.rehearsal.gpus import Gpu
 from megatron_vshape.rehearsal.ledger import Ledger, fused
 
 _ASKERS = ("megatron", "transformer_engine", "mamba_ssm", "__main__", "model_provider")
-"""Packages that hear that there is a GPU; torch's own code would go on to query a driver."""
+"""Packages that see a GPU; torch itself would query the driver."""
 
 
 class Current:

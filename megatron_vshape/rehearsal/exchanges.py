@@ -33,7 +33,7 @@ _LARGER_SIDE: dict[str, tuple[int, str]] = {
     "send": (0, "tensor"),
     "recv": (0, "tensor"),
 }
-"""Where each exchange has the larger of what goes in and comes out: place and name."""
+"""Position and name of the larger of input and output of each collective."""
 
 
 class Done:

@@ -46,8 +46,8 @@ FILES = """
 """.split()
 """Flags of data, tokenizers, checkpoints and logs: none of them changes what a step allocates.
 
---deterministic-mode only refuses; the functions it asks for are given by other flags and the
-environment. --eval-iters and the like are set anew.
+--deterministic-mode only checks; other flags and the environment select the functions.
+--eval-iters and similar flags are replaced.
 """
 
 VOCABULARIES = {
@@ -58,7 +58,7 @@ VOCABULARIES = {
     "BertWordPieceCase": 28996,
     "TikTokenizer": 131072,
 }
-"""Tokens of the files that such tokenizers usually read; --vocabulary says another number."""
+"""Usual vocabulary sizes of tokenizers; --vocabulary overrides them."""
 
 _CHUNKS = ("--num-layers-per-virtual", "--num-virtual", "--pipeline-model-parallel-layout")
 

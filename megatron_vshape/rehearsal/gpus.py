@@ -9,7 +9,7 @@ GIB = 2**30
 MIB = 2**20
 
 BESIDE_GIB = 2.0
-"""What a rank has that torch does not hand out: CUDA's context, NCCL's buffers. An estimate."""
+"""Memory per rank outside of torch's allocator (CUDA context, NCCL buffers): an estimate."""
 
 
 @dataclass(frozen=True, slots=True)

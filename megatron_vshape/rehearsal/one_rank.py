@@ -418,7 +418,7 @@ def _parts(records: list[Record], peak: int) -> dict[str, int]:
 
 
 HELD_BY = ("state", "F", "B", "logits", "rest")
-"""Weights, gradients and optimizer; what F has made; what B, W and BW have; as `PARTS`."""
+"""Weights, gradients and optimizer; allocations of F; allocations of B, W and BW; as `PARTS`."""
 
 
 def _held_by(record: Record) -> str:

@@ -13,7 +13,7 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.runtime.stage import Handler
 
 Watch = Callable[[Callable[..., Any], str], Callable[..., Any]]
-"""Has what runs passes, given a stage and a microbatch, tell of them by this name."""
+"""Makes a pass handler report each pass, with stage and microbatch, by this name."""
 
 
 def install(watch: Watch) -> None:

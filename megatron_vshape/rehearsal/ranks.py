@@ -21,7 +21,7 @@ PER_RANK = 4
 """Microbatches of a schedule of ours that are run, at most, per rank of the pipeline."""
 
 Found = dict[str, Any]
-"""What `one_rank.rehearse` returned, or an error."""
+"""Result of `one_rank.rehearse`, or an error."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ PER_RANK = 4
 """Microbatches per rank that are looked at: a schedule reaches its peak in the first ones."""
 
 MOST_RANKS = 8
-"""Pipeline ranks up to which a layer split is searched for: more take minutes."""
+"""Pipeline ranks up to which a layer split is searched for (minutes above)."""
 
 LEAST_SAVED = 0.03
 """Share of the peak: less is within the error of the estimate."""

@@ -64,7 +64,7 @@ _WITHOUT_EFFECT = frozenset(
     start_weight_decay end_weight_decay weight_decay_incr_style
     """.split()
 )
-"""What follows from other settings, or changes nothing that a step allocates."""
+"""Settings that follow from others, or do not change the memory of a step."""
 
 _BRIDGE_DEFAULTS = {"parallel_output": True, "scatter_embedding_sequence_parallel": True}
 """Of fields that Bridge's providers have and no configuration of Megatron's; else nothing is on."""

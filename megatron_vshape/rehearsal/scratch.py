@@ -20,7 +20,7 @@ VALUES = 16, 256
 ROWS = 10
 """Rows of an embedding's gradient that are added up as one part."""
 FEW_TOKENS = 3072
-"""Up to so many an embedding's gradient is added up in place."""
+"""Maximum tokens for which the gradient of an embedding is accumulated in place."""
 
 
 def scratch_sizes(

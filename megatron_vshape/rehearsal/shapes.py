@@ -91,14 +91,14 @@ _MOVES: tuple[dict[str, float], ...] = (
     {"context": 0.5},
     {"tensor": 0.5, "context": 2},
 )
-"""Of one size, or of two, against the command's own."""
+"""Factors of one or two parallel sizes, relative to the command."""
 
 _LARGER: tuple[dict[str, float], ...] = ({"microbatch": 2}, {"tensor": 0.5})
 """Those that need more memory, which selective recompute may have to make up for."""
 
 KEPT = {"tensor": "tp", "pipeline": "pp", "microbatch": "microbatch", "experts": "ep",
         "context": "cp"}  # fmt: skip
-"""What the user calls each of them."""
+"""Names of the sizes for --keep."""
 
 FLAGS = {
     "tensor": "--tensor-model-parallel-size",

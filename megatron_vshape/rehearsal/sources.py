@@ -14,7 +14,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 
 VERSION = "2.20.2"
 SHA256 = "7dcfad943a1a55b2612db9a0e43697fe98c70f4c42ec391ba3a0f872f6ce2094"
-"""Of the pure-Python wheel of Transformer Engine that `fetch` takes."""
+"""Version of the Transformer Engine wheel that `fetch` downloads."""
 
 VARIABLE = "TRANSFORMER_ENGINE_PYTHON"
 FETCH = "megatron-vshape rehearse --fetch-te"

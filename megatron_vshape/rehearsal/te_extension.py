@@ -47,7 +47,7 @@ class _Numbers(type):
     def __call__(cls, *args: Any, **options: Any) -> Any:
         """Fail by name: this is a function that nobody stands in for, not an enumeration."""
         raise NotImplementedError(
-            f"Transformer Engine calls {cls.__name__}, which has no stand-in here"
+            f"Transformer Engine calls {cls.__name__}, which rehearse does not support"
         )
 
 

@@ -16,10 +16,10 @@ from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, FROM_HOST, REL
 from megatron_vshape.runtime.program_runner import on_stream_of
 
 MOST_BYTES = 256 << 20
-"""More is not copied to measure: from there on twice the bytes take twice as long."""
+"""Maximum bytes of a measured copy: above, time is proportional to size."""
 
 ONE_WAY = 1.5
-"""Copies that take so much longer beside one the other way are those of a half duplex link."""
+"""Slowdown by a copy in the other direction from which a link counts as half duplex."""
 
 
 class Copies(NamedTuple):

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 KEY = "megatron_vshape/first cause"
 PATIENCE_S = 2.0
-"""How long a rank whose connection has failed waits for the cause to be told."""
+"""Seconds that a rank with a failed connection waits for the cause."""
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 

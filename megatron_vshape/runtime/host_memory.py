@@ -28,7 +28,7 @@ LONGEST_LAUNCH_SECONDS = 1.0
 """How long blocks that are to come back are waited for before more are made."""
 
 KEPT_FREE = 0.1
-"""Of what is free in the host: for what loads data and writes checkpoints."""
+"""Share of free host memory for data loading and checkpoints."""
 
 
 class Moment(NamedTuple):
@@ -137,7 +137,7 @@ class HostMemory:
                 self._is_full = True
                 logger.warning(
                     "no host memory for activations beyond %s MiB on rank %s (%s more wanted: %s): "
-                    "what does not fit stays on the device",
+                    "the rest stays in GPU memory",
                     f"{self.nbytes / 2**20:,.0f}",
                     os.environ.get("RANK", "0"),
                     f"{wanted / 2**20:,.0f}",

@@ -25,7 +25,7 @@ from megatron_vshape.runtime.program_runner import Carrier
 US = 1e6
 
 Held = Mapping[int, tuple[float, float]]
-"""By stage: bytes that a microbatch holds after F, and what remains of them after B."""
+"""By stage: bytes of a microbatch after F and after B."""
 
 
 class PassTimer:
@@ -144,7 +144,7 @@ def merge(
 
 
 DISTURBED = 1.1
-"""How many times the usual a device's passes take in a step that something else has disturbed."""
+"""Slowdown of a device's passes from which a step counts as disturbed."""
 
 
 def slowdowns(

@@ -18,17 +18,17 @@ import torch.distributed as dist
 from megatron_vshape.runtime.hosts import told_ranks
 
 CLASSES = ("ProcessGroupNCCL", "ProcessGroupNCCL2")
-"""What "nccl" is known to name; any other is used as they are, and the log says so."""
+"""Known classes of the backend "nccl"; others are used alike, with a log line."""
 
 THREAD_BLOCKS = 4
-"""How many thread blocks a message's kernel may have; it holds them until the other end is there.
+"""Maximum thread blocks of a P2P kernel, which occupies them until its peer arrives.
 
 NCCL's own choice is up to 32, of 132 multiprocessors of an H100. Not measured yet; max_ctas of `pp`
 in Megatron's --nccl-communicator-config-path sets another number.
 """
 
 THREAD_BLOCKS_IN_NODE = 8
-"""The same between two ranks of a node, whose link takes several times as much. Not measured."""
+"""The same within a node, whose links are several times faster. Not measured."""
 
 _TORCHS = ("blocking", "split_share", "comm_name")
 """Settings that torch itself writes into a group's options when it makes the communicator."""

@@ -39,7 +39,7 @@ from megatron_vshape.runtime.host_memory import HostMemory, Moment
 from megatron_vshape.runtime.stage import Handler
 
 SMALL = 1 / 64
-"""Of a microbatch's largest storage: what is smaller, such as a norm's statistics, stays."""
+"""Share of the largest storage of a microbatch below which a storage is not offloaded."""
 
 WALKS = 2
 """Microbatches of a stage whose graphs are compared before anything of it is emptied."""

@@ -30,7 +30,7 @@ from megatron_vshape.runtime.watch import Watch, no_progress
 GIB = 2.0**30
 
 A_DAY = timedelta(days=1)
-"""NCCL's own timeout, which counts from when a receive is posted, whatever has moved since."""
+"""Timeout of NCCL, counted from the posting of a receive."""
 
 
 class TransportError(RuntimeError):
@@ -366,7 +366,7 @@ class Transport:
 
     def _tell_send(self, message: Message) -> str:
         return (
-            f"rank {self._rank} (device {message.source}): {message.work} waits to be taken by "
+            f"rank {self._rank} (device {message.source}): {message.work} waits for a receive of "
             f"rank {self._ranks[message.target]} (device {message.target}) for "
             f"{_reader(message)}"
         )

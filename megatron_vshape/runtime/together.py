@@ -171,7 +171,7 @@ class Together:
         if self._failure is not None:
             raise self._failure
         while self._leaving:
-            self._wait(self._leaving[0][0], "all devices to take what they read of it")
+            self._wait(self._leaving[0][0], "all devices to read it")
             self._leaving.popleft()
 
     def close(self) -> None:

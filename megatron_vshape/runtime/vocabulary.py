@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_vshape.runtime.weight_jobs import WeightGradKernel, accumulate_weight_grad
 
 WIDE_NUMBERS = 2**26
-"""How many logits are in fp32 at a time: 256 MiB, where all of a microbatch's take gigabytes."""
+"""Logits in fp32 at a time: 256 MiB instead of gigabytes per microbatch."""
 
 
 class Rows(NamedTuple):

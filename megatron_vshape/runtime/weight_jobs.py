@@ -23,7 +23,7 @@ from megatron_vshape.runtime.labels import job_text, label
 logger = logging.getLogger(__name__)
 
 Job = Callable[[], None]
-"""Computes and accumulates one weight gradient; holds the tensors it needs, and nothing more."""
+"""Computes and accumulates one weight gradient; references only the tensors that it needs."""
 
 
 class _Waiting(NamedTuple):
@@ -210,7 +210,7 @@ class WeightGradKernel(StrEnum):
     """How a weight gradient, grad_output^T @ input, gets into the sum over the microbatches."""
 
     MATMUL_ADD = "matmul_add"
-    """A product in the inputs' dtype, then an addition: what Megatron does unfused, bit by bit."""
+    """GEMM in the dtype of the inputs, then an addition: bitwise as Megatron without fusion."""
 
     ADDMM = "addmm"
     """One GEMM that adds in place; product and sum have the inputs' dtype."""

@@ -28,10 +28,10 @@ Rate = Annotated[float, Field(ge=1e-9, le=1e12, allow_inf_nan=False)]
 FilePath = Annotated[str, Field(min_length=1, max_length=1000)]
 
 SLURM_LISTS = ("setup", "teardown", "srun_args")
-"""Under `run: slurm:`; what else submitit passes to sbatch is one value."""
+"""Keys under `run: slurm:` with several values."""
 
 Title = Annotated[str, Field(pattern=r"^[^\[\]\p{C}]{1,100}$")]
-"""What stands in tables, pictures and the log: no control characters, no markup."""
+"""Text for tables, figures and the log: no control characters, no markup."""
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}$")]
 """Names a folder too, so it leads nowhere else."""
@@ -48,8 +48,8 @@ _MODULE = "(core_attn|moe_act|layernorm|mla_up_proj|mlp|moe|shared_experts)"
 Recompute = Annotated[
     str, Field(pattern=rf"^(none|full|selective|given|{_MODULE}(,{_MODULE})*)$", max_length=100)
 ]
-"""What the backward pass computes again instead of keeping it: NONE, FULL, selective, Megatron's
-modules with commas; GIVEN: what the training command says of it."""
+"""Recomputation: NONE, FULL, selective, Megatron's modules with commas, or GIVEN (as in the
+training command)."""
 
 FORMATS = {
     GIVEN: "",
@@ -60,7 +60,7 @@ FORMATS = {
     "mxfp8": "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8",
     "nvfp4": "--bf16 --fp4-format e2m1 --fp4-recipe nvfp4",
 }
-"""What a number format of the products is, in flags of Megatron."""
+"""Flags of Megatron for each number format."""
 
 Format = Literal["given", "bf16", "fp8", "fp8-delayed", "fp8-blockwise", "mxfp8", "nvfp4"]
 
@@ -399,7 +399,7 @@ def load(path: Path, kind: type[Kind]) -> Kind:
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise SweepError(f"{path} is not YAML: {fault_of(error)}") from None
     if not isinstance(data, dict):
-        raise SweepError(f"{path} must hold keys with values, not {_short(data)}")
+        raise SweepError(f"{path} must have keys with values, not {_short(data)}")
     try:
         return kind.model_validate(data)
     except ValidationError as error:
@@ -437,7 +437,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
             line, name = key.start_mark.line + 1, str(key.value)
             if name in lines:
                 raise _NotReadError(
-                    f"the key {name:.60} stands twice, in lines {lines[name]} and {line}"
+                    f"the key {name:.60} occurs twice, in lines {lines[name]} and {line}"
                 )
             lines[name] = line
         return super().construct_mapping(node, deep)
@@ -477,7 +477,7 @@ _KEYS = {
     "costs": frozenset({"forward_us", "backward_us", "weight_us"}),
     "schedule": frozenset({"order", "placement"}),
 }
-"""By which each kind of file is known; a name alone tells nothing."""
+"""Key that identifies each kind of file."""
 
 
 def _looks_like(data: dict[Any, Any], kind: type[BaseModel]) -> str:

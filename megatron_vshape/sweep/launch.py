@@ -24,29 +24,29 @@ from megatron_vshape.sweep.trainer_flags import trainer_command
 logger = logging.getLogger(__name__)
 
 _JOB = re.compile(r"[0-9]+(_[0-9]+)?")
-"""What SLURM calls a job."""
+"""Job name in SLURM."""
 
 _JOB_FOLDER = "job"
-"""In a run's folder: what submitit writes there, the job's result among it."""
+"""Subfolder of a run for the files of submitit."""
 
 _CANCELLED = "cancelled"
 """In a run's folder: its job has been cancelled together with the sweep."""
 
 POLL_S = 0.5
 RETRY_S = 60.0
-"""After so long a job that was refused is submitted again, if others run meanwhile."""
+"""Seconds after which a rejected job is submitted again, if others run."""
 
 SPARE_MINUTES = 5
-"""The job's own limit is so much later than the run's, which ends it with its log read."""
+"""Margin of the job's time limit over that of the run, which ends first and reads the log."""
 
 MOST_TIMES_BACK = 5
-"""So often a run goes back into the queue; then whatever ends it is taken to be its own fault."""
+"""Maximum requeues of a run; after that, its end counts as a failure."""
 
 _NO_FAULT = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
-"""SLURM's states of a job that ended, but not because of what it ran."""
+"""SLURM states of a job that ended for reasons outside of its run."""
 
 _ENDED_FROM_OUTSIDE = ("CANCELLED", "TIMEOUT")
-"""SLURM's states of a job that was told to end, and is not to be run again for that."""
+"""SLURM states of a cancelled job, which is not run again."""
 
 
 class _States(SlurmInfoWatcher):  # type: ignore[misc]

@@ -12,7 +12,7 @@ Key = tuple[int, int, int, int]
 
 
 MeasuredCosts = Mapping[Key, Pieces]
-"""The costs files of a sweep, taken apart, by what they were measured with.
+"""Costs per layer of a sweep's costs files, by their settings.
 
 One device was measured: the pieces are without communication, and nothing is recomputed.
 """

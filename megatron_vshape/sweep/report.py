@@ -33,7 +33,7 @@ SHAPES = "o s".split()
 in another shape, where there are more of them than colours."""
 
 NAMED = 12
-"""So many points of the front have their configuration beside them at most, those of most MFU."""
+"""Maximum labelled points of the front, those with the highest MFU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +265,7 @@ def _percent(text: str) -> float:
 
 def comparison_table(rows: Sequence[Row], published: Sequence[Published]) -> tuple[Table, bool]:
     """Return ours beside the published figures, and whether every winner is the same."""
-    title = "best MFU in % and its DP TP PP microbatch size: predicted beside published"
+    title = "best MFU in % and its DP TP PP microbatch size: predicted and published"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for name in ("sequence", "schedule"):
         table.add_column(name, no_wrap=True)

@@ -27,18 +27,18 @@ LAST_LINES = 12
 POLL_S = 0.2
 STOPPING_S = 40.0  # torchrun gives its ranks 30 before it kills them
 FIRST_PORT, NUM_PORTS = 20_000, 10_000
-"""Where the ranks of several nodes meet; jobs that share a node each have a port of their own."""
+"""Rendezvous port range; jobs that share a node use different ports."""
 
 STOPPED = "stopped"
-"""In a run's folder: its job was told to end before it had an outcome."""
+"""Marker file of a run whose job was cancelled before it had a result."""
 
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory", re.IGNORECASE)
 _FAULT = re.compile(r"(^|\s|\w)(Error|Exception)(: |$)|\berror: |^megatron-vshape: ")
 _FOOTER = re.compile(r"torch[./]distributed[./]elastic")
-"""Begins what torchrun says of ranks that have ended, whatever they said themselves."""
+"""Start of torchrun's report about failed ranks."""
 
 Figures = Sequence[Mapping[str, Any]]
-"""What a run has measured: see `megatron_vshape.figures`."""
+"""File with the measurements of a run: see `megatron_vshape.figures`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ def outcome_of(text: str, measured: Figures, code: int | None, job: Job) -> Outc
         tail += f"\nended after {len(steps)} steps"
         return Outcome(status, peak_bytes=peak, log_tail=tail)
     if code is None:
-        tail += f"\nended after {job.timeout_s:.0f} s, the time a run may take"
+        tail += f"\nended after {job.timeout_s:.0f} s, the time limit of a run"
     elif code < 0:
         name = signal.strsignal(-code) or "unnamed"
         tail += f"\nended by signal {-code} ({name})"
@@ -302,6 +302,6 @@ def merge(outcomes: Sequence[Outcome]) -> Outcome:
     steps = [each.step_s for each in outcomes if each.step_s is not None]
     peaks = [each.peak_bytes for each in outcomes if each.peak_bytes is not None]
     if not steps:
-        return Outcome(Status.FAILED, log_tail="no node has told the time of a step")
+        return Outcome(Status.FAILED, log_tail="no node has reported a step time")
     bubbles = [each.bubble for each in outcomes if each.bubble is not None]
     return Outcome(Status.OK, max(steps), max(peaks, default=None), max(bubbles, default=None))

@@ -17,7 +17,7 @@ from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.view.memory import held_steps
 
 COMPUTE = 0
-"""The thread of the passes on a processor; what runs beside it has those after it."""
+"""Thread of the passes; parallel resources use the following threads."""
 
 _INSIDE = 0.01
 """Arrows begin and end by this share of a pass inside it, so that they belong to no neighbour."""

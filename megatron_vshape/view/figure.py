@@ -68,7 +68,7 @@ _LOWEST_NOTED = 7.0  # rows lower than this have no room for a note
 _HELD_ROW = 1.4  # of a device's memory, in rows of passes
 
 
-_LIFESPANS = "lifespans / T bound the chunks held"
+_LIFESPANS = "lifespans / T bound the stored chunks"
 
 
 @dataclass(frozen=True, slots=True)

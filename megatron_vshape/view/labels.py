@@ -16,10 +16,10 @@ _ANGLES = (20, -20, 160, -160, 90, -90, 50, -50, 130, -130)
 
 _MARK = 4.0
 _LED = 15.0
-"""Half of what a mark takes, and from where on a thin line leads to it; points."""
+"""Half the size of a mark, and distance from which a line leads to it, in points."""
 
 _CROSSED = 3.0
-"""What crossing a line counts, in points of distance for each of its points that are covered."""
+"""Penalty for covering a line, in points of distance per covered point."""
 
 
 class Mark(NamedTuple):

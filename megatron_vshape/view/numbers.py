@@ -19,7 +19,7 @@ from megatron_vshape.view.names import plain
 GIB = 2.0**30
 
 WORTH_TELLING = 0.02
-"""What the busiest device must work beyond the mean, or be spared by other layers, to be told."""
+"""Minimum excess of the busiest rank, or gain of other layers, to be reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class RunNumbers:
     peak_chunks: tuple[float, ...]
     peak_bytes: tuple[float, ...] | None
     relative_peak: float
-    """Of 1F1B's: in bytes where these are known, else in chunks; 1 where 1F1B holds nothing."""
+    """Peak relative to 1F1B: in bytes if known, else in chunks; 1 if 1F1B stores nothing."""
 
 
 def numbers_of(timeline: Timeline, costs: Costs | None = None) -> RunNumbers:

@@ -3,7 +3,7 @@
 from megatron_vshape.core.model.kinds import Kind
 
 HELD_COLOUR = "#6a6699"
-"""Of the memory that chunk 0 holds; grey enough to be none of the passes'."""
+"""Colour of the memory of chunk 0: grey, unlike any pass."""
 
 LIGHTEST = 0.62
 """The share of white in the last chunk's shade; dark text reads well on it."""

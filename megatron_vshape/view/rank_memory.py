@@ -11,7 +11,7 @@ from megatron_vshape.view.palette import HELD_COLOUR, tint
 GIB = 2**30
 
 Point = tuple[float, float, Mapping[str, float]]
-"""(seconds, bytes then, of which by whom): a curve of what a rank holds."""
+"""Memory curve of a rank: (seconds, bytes, bytes by owner)."""
 
 WORDS = {
     "state": ("weights, gradients, optimizer", tint(HELD_COLOUR, 1, 2)),
@@ -20,7 +20,7 @@ WORDS = {
     "logits": ("logits and their like", Kind.W.colour),
     "rest": ("workspaces, messages, rest", HELD_COLOUR),
 }
-"""What the picture says of each, and its colour."""
+"""Label and colour of each owner."""
 
 
 def memory_figure(curves: Mapping[str, Sequence[Point]], limit_bytes: float, title: str) -> Figure:
@@ -38,7 +38,7 @@ def memory_figure(curves: Mapping[str, Sequence[Point]], limit_bytes: float, tit
         axes.set_ylim(0)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[-1].set_xlabel("seconds of a rank's own work in a step, by counted work")
+    panels[-1].set_xlabel("seconds of work per rank in a step, counted")
     figure.legend(handles=layers, loc="outside lower center", ncols=3, fontsize=7, frameon=False)
     figure.suptitle(title, fontsize=9)
     return figure

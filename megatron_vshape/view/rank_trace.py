@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 Point = tuple[float, float, Mapping[str, float]]
-"""(seconds, bytes then, of which by whom): a curve of what a rank holds."""
+"""Memory curve of a rank: (seconds, bytes, bytes by owner)."""
 
 
 def write_memory_trace(

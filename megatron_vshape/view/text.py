@@ -11,7 +11,7 @@ from megatron_vshape.core.model.schedule import Timeline
 
 RESET = "\x1b[0m"
 PIPED_COLUMNS = 132
-"""Where neither a terminal nor COLUMNS says how many there are."""
+"""Default number of columns."""
 
 _LEAST_COLUMNS = 20
 

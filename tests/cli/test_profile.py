@@ -163,7 +163,7 @@ def test_a_shared_vocabularys_passes_are_measured(
     ]
     assert re.search(r"^stage 0: 1 layer +[0-9. ]+$", written, re.M)
     logits_us = dict(Costs.load(found).others)["logits_us"][0]
-    assert f"own part of the output layer, ms {logits_us / 1000:17.3f}" in written
+    assert f"its part of the output layer, ms {logits_us / 1000:17.3f}" in written
     costs = Costs.load(found)
     assert tells_shared(costs)
     assert costs.layers == (1, 2, 2, 1)
@@ -390,7 +390,7 @@ def test_a_rank_alone_computes_as_much_as_with_others() -> None:
         (["--cluster", A100], "a100_80gb_40.yaml says what the link to the host is like, which on"),
         (
             ["--cluster", A100, "--offload"],
-            "says nothing of the link to the host: add host_link: with gb_per_s and shared_by",
+            "has no host_link: add host_link with gb_per_s and shared_by",
         ),
     ],
 )
@@ -438,7 +438,7 @@ def test_copies_on_a_link_that_others_share_take_longer() -> None:
     assert [ours.time_us(kind, 0) for kind in (COPY_OUT, COPY_BACK)] == [3.0, 3.0]
     assert dict(ours.others)[RELEASE.frees] == dict(costs.others)[RELEASE.frees]
     told = dict(ours.sources)[COPY_OUT.time]
-    assert told == "measured on one device, times 2: so many share the link by --cluster"
+    assert told == "measured on one device, times 2 ranks that share the link (--cluster)"
 
 
 def test_what_is_exchange_is_told_from_the_rest() -> None:

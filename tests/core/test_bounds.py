@@ -111,7 +111,7 @@ def test_one_microbatch_takes_its_whole_way() -> None:
 
 def test_little_memory_bounds_the_rate() -> None:
     costs = Costs.uniform(8, 16, 1, 2, 1, 0)
-    # device 0 holds its two chunks for 16 * 3 + 1 and 3 + 1 per microbatch, and may hold 4
+    # device 0 holds its two chunks for 16 * 3 + 1 and 3 + 1 per microbatch, and its limit is 4
     assert lower_bound(costs, v_shape(8), 8, 100, [4.0] * 8) >= 100 * (49 + 4) / 4
 
 

@@ -191,13 +191,13 @@ def test_the_picture(name: str) -> None:
         (
             ("v-half", 4, 4),
             {"num_chunks": 3},
-            "v-half takes no num_chunks, an option of interleaved-1f1b and "
+            "v-half has no option num_chunks, an option of interleaved-1f1b and "
             "grouped-interleaved-1f1b",
         ),
         (
             ("interleaved-1f1b", 4, 4),
             {"group_size": 3},
-            "interleaved-1f1b takes no group_size, an option of grouped-interleaved-1f1b",
+            "interleaved-1f1b has no option group_size, an option of grouped-interleaved-1f1b",
         ),
         (
             ("interleaved-1f1b", 4, 4),

@@ -62,13 +62,13 @@ BAD_TEXTS = {
     '{"format": 1': "the schedule file is not valid JSON: Expecting ',' delimiter: line 1",
     "[" * 100_000: "the schedule file is not valid JSON: it is nested too deep",
     '{"a":' * 100_000: "the schedule file is not valid JSON: it is nested too deep",
-    "[]": "the schedule file holds a JSON list; it must hold an object",
-    "null": "the schedule file holds a JSON null; it must hold an object",
-    "true": "the schedule file holds a JSON boolean; it must hold an object",
-    '"text"': "the schedule file holds a JSON string; it must hold an object",
-    "3": "the schedule file holds a JSON number; it must hold an object",
+    "[]": "the schedule file contains a JSON list; it must be an object",
+    "null": "the schedule file contains a JSON null; it must be an object",
+    "true": "the schedule file contains a JSON boolean; it must be an object",
+    '"text"': "the schedule file contains a JSON string; it must be an object",
+    "3": "the schedule file contains a JSON number; it must be an object",
     "NaN": "NaN is not a number that JSON allows; write a finite one",
-    '{"format": 1, "format": 1}': "the key 'format' stands twice in one JSON object",
+    '{"format": 1, "format": 1}': "the key 'format' occurs twice in one JSON object",
     "9" * 5000: "the schedule file is not valid JSON: it has a number of more than 4300 digits",
     "{}": "the format is None; this version reads 1",
 }
@@ -86,8 +86,11 @@ def test_what_is_no_schedule_file(text: str) -> None:
     [
         ({"format": 2}, "the format is 2; this version reads 1"),
         ({"format": True}, "the format is True; this version reads 1"),
-        ({"order": None}, "order is None; it must hold one list per device, num_devices is 2"),
-        ({"order": [[]]}, "order is 1 lists; it must hold one list per device, num_devices is 2"),
+        ({"order": None}, "order is None; it must contain one list per device, num_devices is 2"),
+        (
+            {"order": [[]]},
+            "order is 1 lists; it must contain one list per device, num_devices is 2",
+        ),
         ({"order": ["F0.0", []]}, "the order of device 0 is 'F0.0'; it must be a list of passes"),
         (
             {"order": [["F0.0"], [3]]},
@@ -105,7 +108,10 @@ def test_what_is_no_schedule_file(text: str) -> None:
         ({"num_devices": 2.0}, "num_devices is 2.0; it must be a whole number of at least 1"),
         ({"num_devices": -1}, "num_devices is -1; it must be a whole number of at least 1"),
         ({"num_devices": "2"}, "num_devices is '2'; it must be a whole number of at least 1"),
-        ({"num_devices": 10**9}, "order is 2 lists; it must hold one list per device, num_devices"),
+        (
+            {"num_devices": 10**9},
+            "order is 2 lists; it must contain one list per device, num_devices",
+        ),
         ({"num_microbatches": 0}, "num_microbatches is 0; it must be a whole number of at least 1"),
         ({"num_microbatches": 10**12}, "2 stages and 1000000000000 microbatches are more than the"),
         ({"placement": [0, True]}, "placement must be a list with the device of every stage"),
@@ -115,7 +121,10 @@ def test_what_is_no_schedule_file(text: str) -> None:
         ({"name": 3}, "name is 3; it must be printable text of up to 200 characters"),
         ({"name": "a\nb"}, "name is 'a\\nb'; it must be printable text of up to 200 characters"),
         ({"name": "a" * 201}, "name is 'aaaaaaaaa"),
-        ({"colour": 1}, "the schedule file has the unknown key 'colour'; it may hold format, name"),
+        (
+            {"colour": 1},
+            "the schedule file has the unknown key 'colour'; supported keys: format, name",
+        ),
     ],
 )
 def test_a_wrong_value(changes: dict[str, object], message: str) -> None:
@@ -136,12 +145,12 @@ def test_a_missing_key(key: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "the CSV holds no pass; it needs one line per device"),
-        ("\n\n", "the CSV holds no pass; it needs one line per device"),
+        ("", "the CSV has no passes; it needs one line per device"),
+        ("\n\n", "the CSV has no passes; it needs one line per device"),
         ("F0.0,,B0.0\n", "'' is not a pass: expected F, B, W, BW, D, "),
-        ("F0.0,BW0.0\nF1.0,F0.0\n", "F0.0 stands on device 1, but stage 0 has passes on device 0"),
+        ("F0.0,BW0.0\nF1.0,F0.0\n", "F0.0 is on device 1, but stage 0 has passes on device 0"),
         ("F0.0\nF2.0\n", "stage 1 has no pass, but stage 2 has"),
-        ("F0.0\nF1.0,F2.0\n", "the placement has 3 stages for 2 devices; every device must hold"),
+        ("F0.0\nF1.0,F2.0\n", "the placement has 3 stages for 2 devices; all devices need"),
         ("F0.999999999\n", "1 stages and 1000000000 microbatches are more than the 20000000"),
         ("F" * 200_000, "the CSV cannot be read: field larger than field limit (131072)"),
     ],
@@ -252,7 +261,7 @@ COSTS = json.loads(Costs.uniform(1, 2).to_json())
         ({"backward_us": [1, float("nan")]}, "NaN is not a number that JSON allows; write a fini"),
         ({"backward_us": [1, True]}, "backward_us holds True, which is not a number"),
         ({"backward_us": [1, "2"]}, "backward_us holds '2', which is not a number"),
-        ({"backward_us": [1, 10**400]}, "backward_us holds a number too large for a float"),
+        ({"backward_us": [1, 10**400]}, "backward_us contains a number too large for a float"),
         ({"backward_us": 3}, "backward_us is 3; it must be a list with a number per stage"),
         ({"backward_us": []}, "backward_us is []; it must be a list with a number per stage"),
         ({"backward_us": [1]}, "the costs have 1 values of backward_us and 2 of forward_us; there"),
@@ -264,7 +273,7 @@ COSTS = json.loads(Costs.uniform(1, 2).to_json())
         ({"recompute": {"mlp": 3}}, "recompute 'mlp' is 3; it must be an object with prices"),
         (
             {"recompute": {"mlp": {"weight": [1, 1]}}},
-            "recompute 'mlp' has 'weight', which does not stand beside recompute; it may hold forw",
+            "recompute 'mlp' has 'weight', which is not allowed in recompute; supported keys: forw",
         ),
         (
             {"recompute": {"none": {"weight_us": [1, 1]}}},
@@ -276,9 +285,12 @@ COSTS = json.loads(Costs.uniform(1, 2).to_json())
         ),
         (
             {"whole_backward_us": [1, 1], "recompute": {"mlp": {"weight_us": [2, 2]}}},
-            "recompute 'mlp' lacks whole_backward_us, which stands beside recompute",
+            "recompute 'mlp' lacks whole_backward_us, which recompute needs",
         ),
-        ({"bytes": 3}, "the costs file has the unknown key 'bytes'; it may hold forward_us, back"),
+        (
+            {"bytes": 3},
+            "the costs file has the unknown key 'bytes'; supported keys: forward_us, back",
+        ),
     ],
 )
 def test_bad_costs(changes: dict[str, object], message: str) -> None:

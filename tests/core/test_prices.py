@@ -135,7 +135,7 @@ def test_a_link_that_copies_one_way_at_a_time() -> None:
         ('"host_us": -1', "host_us is -1.0; it must be finite and not below 0"),
         ('"forward_exchange_us": [1]', "1 values of forward_exchange_us and 4 of forward_us"),
         ('"sources": 3', "sources is 3; it must be an object with a text per name"),
-        ('"sources": {"x": "measured"}', "sources tells of 'x', which no costs file has"),
+        ('"sources": {"x": "measured"}', "sources names 'x', which no costs file has"),
         (
             '"sources": {"send_us": "guessed"}',
             "the source of send_us is 'guessed'; it must begin with measured, counted or assumed",

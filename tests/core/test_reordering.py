@@ -13,7 +13,7 @@ def test_too_little_memory_names_what_does_not_fit() -> None:
     with pytest.raises(ScheduleError) as error:
         reorder(make("v-half", 3, 5), 1)
     assert str(error.value) == (
-        "F3.0 does not fit on device 2, which holds 1 stage activations then and may hold 1"
+        "F3.0 does not fit on device 2, which holds 1 stage activations then and its limit is 1"
     )
 
 

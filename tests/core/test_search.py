@@ -131,12 +131,14 @@ def test_the_least_that_is_said_is_that_of_the_placement_that_needs_least() -> N
 def test_limits_and_stages_must_match_the_devices() -> None:
     with pytest.raises(ScheduleError, match="2 limits for 4 devices"):
         plan(Costs.uniform(4, 8), 4, 8, (4.0, 4.0))
-    with pytest.raises(ScheduleError, match="7 stages cannot be dealt to 4 devices"):
+    with pytest.raises(ScheduleError, match="7 stages cannot be distributed over 4 devices"):
         plan(Costs.uniform(4, 7), 4, 8, 4)
     with pytest.raises(ScheduleError, match="at least 1 of microbatches, not 0"):
         plan(Costs.uniform(4, 8), 4, 0, 4)
     for devices in (0, -2):
-        with pytest.raises(ScheduleError, match=f"8 stages cannot be dealt to {devices} devices"):
+        with pytest.raises(
+            ScheduleError, match=f"8 stages cannot be distributed over {devices} devices"
+        ):
             plan(Costs.uniform(4, 8), devices, 8, 4)
     with pytest.raises(ScheduleError, match="'work'; choose makespan or span"):
         plan(Costs.uniform(4, 8), 4, 8, 4, "work")

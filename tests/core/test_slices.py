@@ -149,7 +149,7 @@ def test_a_file_has_its_slices() -> None:
 )
 def test_slices_out_of_turn_are_refused(kind: Kind, told: str, why: str) -> None:
     schedule = make("v-zb", 2, 2, slices=2)
-    kinds = [kind] if kind is Kind.F else [kind, Kind.W]  # else W stands before its B
+    kinds = [kind] if kind is Kind.F else [kind, Kind.W]  # else W is before its B
     swap = {Pass(each, 0, at): Pass(each, 0, 1 - at) for each in kinds for at in range(2)}
     order = tuple(tuple(swap.get(work, work) for work in row) for row in schedule.order)
     with pytest.raises(ScheduleError) as error:

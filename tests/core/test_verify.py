@@ -81,7 +81,7 @@ def test_a_misplaced_pass_is_marked() -> None:
     assert (
         refuse(schedule)
         == """
-F1.0 stands on device 0, but its stage is on device 1
+F1.0 is on device 0, but its stage is on device 1
     device 0 |  F0.0  [F1.0]  BW0.0   <-- here
     device 1 |  BW1.0"""
     )
@@ -92,7 +92,7 @@ def test_a_strange_stage_or_microbatch_is_marked() -> None:
     assert (
         refuse(schedule)
         == """
-F2.0 stands on device 1, but the last stage is 1
+F2.0 is on device 1, but the last stage is 1
     device 0 |  F0.0   BW0.0
     device 1 |  F1.0   BW1.0 [F2.0]   <-- here"""
     )
@@ -100,7 +100,7 @@ F2.0 stands on device 1, but the last stage is 1
     assert (
         refuse(schedule)
         == """
-F0.7 stands on device 0, but the last microbatch is 0
+F0.7 is on device 0, but the last microbatch is 0
     device 0 |  F0.0   BW0.0 [F0.7]   <-- here"""
     )
 

@@ -31,7 +31,7 @@ EVERY_TWO = ("--save-interval", "2", "--ckpt-format")
 PLAIN, DISTRIBUTED = "torch", "torch_dist"
 TOLD = re.compile(
     r"rank (\d) \(device \1\): "
-    r"(?:(BW|F|B|W)\d\.\d (?:waits for \2\d\.\d from|waits to be taken by) rank \d \(device \d\)"
+    r"(?:(BW|F|B|W)\d\.\d (?:waits for \2\d\.\d from|waits for a receive of) rank \d \(device \d\)"
     r"|after (?:F|B|W|BW)\d\.\d)"
 )
 

@@ -339,7 +339,7 @@ def test_what_cuda_would_not_read_any_more_is_told_and_not_set(
     assert line == (
         "CUDA had started when schedule v-half was chosen, too late to set here what it needs; "
         "start the ranks with CUDA_DEVICE_MAX_CONNECTIONS=1 "
-        "(tensor and context parallelism need this order of launches)"
+        "(required by tensor and context parallelism)"
     )
 
 

@@ -58,7 +58,7 @@ def test_flags_that_megatrons_own_schedules_have_no_use_for(
     args = parser.parse_args([flag, value, *schedule])
     args.pipeline_model_parallel_size = 4
     what = "1f1b" if schedule else "Megatron's own schedule"
-    with pytest.raises(UnsupportedError, match=f"^{flag} does nothing with {what}: leave it out"):
+    with pytest.raises(UnsupportedError, match=f"^{flag} has no effect with {what}: remove it"):
         prepare(args)
 
 
@@ -118,7 +118,7 @@ SPLITS = {
         "--num-layers at least 6"
     ),
     "1f1b --pipeline-layer-split auto --account-for-loss-in-pipeline-split": (
-        "which stage has which layers is --pipeline-layer-split's to say"
+        "because --pipeline-layer-split defines the layers of each stage"
     ),
 }
 
@@ -221,7 +221,7 @@ TRANSLATED = {
     "--pipeline-model-parallel-layout Et*4|t*3|L": "has 7 layers and the model 8",
     "--pipeline-model-parallel-layout Et*4|t*4|mL": "has multi-token prediction of depth 1, and",
     "--pipeline-model-parallel-layout Et*4|t*4L --account-for-loss-in-pipeline-split": (
-        "each say which stage has which layers: leave all but one out"
+        "each define the layers of each stage: remove all but one"
     ),
     f"--rerun-mode disabled --optimizer-post-validation {AHEAD}": (
         f"--optimizer-post-validation does not work with {AHEAD}"
@@ -236,7 +236,7 @@ def test_what_cannot_be_translated(farm: Farm, flags: str, said: str) -> None:
 
 def test_1f1b_with_chunks(farm: Farm) -> None:
     flags = "--pipeline-schedule 1f1b --num-virtual-stages-per-pipeline-rank 2"
-    assert "ask for interleaved-1f1b" in refused(farm, *flags.split())
+    assert "use interleaved-1f1b" in refused(farm, *flags.split())
 
 
 def test_a_timeout_of_nothing(farm: Farm) -> None:

@@ -104,8 +104,8 @@ def test_a_script_that_makes_no_plan() -> None:
 def test_where_there_are_no_plans_the_option_is_set_aside(given: dict[str, Any]) -> None:
     options = SimpleNamespace(**FINE | given, delay_wgrad_compute=True)
     said = [str(each) for each in translate(options, v_shape(4)).notices]
-    assert said[0].startswith("delay_wgrad_compute: turned off, the weight gradients wait for a W")
-    assert said[1].startswith("overlap_moe_expert_parallel_comm: set aside, passes run whole")
+    assert said[0].startswith("delay_wgrad_compute: turned off, W computes the weight gradients")
+    assert said[1].startswith("overlap_moe_expert_parallel_comm: ignored (no overlap)")
     assert not options.overlap_moe_expert_parallel_comm
     kept = SimpleNamespace(**FINE, delay_wgrad_compute=True)
     assert len(translate(kept, v_shape(4)).notices) == 1

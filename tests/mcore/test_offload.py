@@ -140,7 +140,7 @@ def test_auto_measures_copies_where_it_is_asked_for_them(
     theirs = train(2, "--pipeline-schedule", "v-half", *LARGER, "7")
     flags = ("--pipeline-profile-iterations", "2:3", "--pipeline-trace", str(tmp_path))
     ours = farm.run(2, *AUTO, *flags, "--fine-grained-activation-offloading", *LARGER, "7").check()
-    assert "fine_grained_activation_offloading: part of the plan: auto decides" in ours.output[0]
+    assert "fine_grained_activation_offloading: translated to offloading" in ours.output[0]
     assert ours.record["losses"] == theirs.record["losses"]
     costs = Costs.load(tmp_path / "costs.json")
     assert costs.copies
@@ -214,7 +214,7 @@ def test_auto_keeps_the_limit_of_host_memory(tmp_path: Path) -> None:
 
 
 def test_a_file_beyond_the_limit_of_host_memory(train: Train, farm: Farm, tmp_path: Path) -> None:
-    """By its costs it is refused; without them what does not fit stays on the device."""
+    """By its costs it is refused; without them the rest stays in GPU memory."""
     theirs = train(2, "--pipeline-schedule", "v-half", *STEPS, UNTIED)
     schedule = offloaded(make("v-half", 2, 8))
     limit = ("--pipeline-host-memory-limit", "0.0006")

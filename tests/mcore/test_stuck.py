@@ -6,7 +6,7 @@ from mcore.farm import Farm
 
 TIMEOUT_S, STALL_S = 4, 10
 WAITS = re.compile(
-    r"TransportError: rank (\d) \(device \1\): [FB]\d\.\d (?:waits for|waits to be taken by) "
+    r"TransportError: rank (\d) \(device \1\): [FB]\d\.\d (?:waits for|waits for a receive of) "
     r".*(?:nothing has moved for 4 s|whose connection failed)"
 )
 

@@ -123,7 +123,7 @@ class TestLayouts:
         assert regrouped((1, 0, 3, 3), 4) is None
         options = Namespace(pipeline_model_parallel_layout="Et||tt|ttL", num_layers=5)
         (notice,) = translate(options, v_shape(2)).notices
-        assert "of the schedule's 4 stages one in the middle would have no layers" in notice.said
+        assert "an inner stage of the schedule's 4 would have no layers" in notice.said
 
     @pytest.mark.parametrize(
         ("layout", "said"),
@@ -247,13 +247,13 @@ class TestTheRest:
     @pytest.mark.parametrize(
         ("name", "value", "off", "said"),
         [
-            ("num_layers_per_virtual_pipeline_stage", 2, None, "how many chunks a rank has"),
-            ("num_virtual_stages_per_pipeline_rank", 4, None, "how many chunks a rank has"),
-            ("virtual_pipeline_model_parallel_size", 12, None, "how many chunks a rank has"),
-            ("microbatch_group_size_per_vp_stage", 4, None, "the order of Megatron's own"),
-            ("overlap_p2p_comm_warmup_flush", True, False, "the order of Megatron's own"),
-            ("defer_embedding_wgrad_compute", True, False, "waits for a W already"),
-            ("overlap_dispatch_backward_with_experts_wgrad", True, False, "waits? for a W already"),
+            ("num_layers_per_virtual_pipeline_stage", 2, None, "defines the chunks per rank"),
+            ("num_virtual_stages_per_pipeline_rank", 4, None, "defines the chunks per rank"),
+            ("virtual_pipeline_model_parallel_size", 12, None, "defines the chunks per rank"),
+            ("microbatch_group_size_per_vp_stage", 4, None, "it affects Megatron's schedules only"),
+            ("overlap_p2p_comm_warmup_flush", True, False, "it affects Megatron's schedules only"),
+            ("defer_embedding_wgrad_compute", True, False, "W computes the output"),
+            ("overlap_dispatch_backward_with_experts_wgrad", True, False, "W computes the experts"),
         ],
     )
     @pytest.mark.parametrize("kind", [Namespace, SimpleNamespace])
@@ -276,7 +276,7 @@ class TestTheRest:
         translated = translate(options, v_shape(4))
         assert translated.may_offload
         (notice,) = translated.notices
-        assert str(notice).startswith(f"{name}: part of the plan: auto decides which microbatches")
+        assert str(notice).startswith(f"{name}: translated to offloading of whole stages")
         assert notice.outcome == Treatment.TRANSLATED
         assert getattr(options, name) is False
         assert not translate(options, v_shape(4)).may_offload
@@ -311,9 +311,7 @@ class TestTheRest:
     def test_an_old_name_of_the_pattern(self) -> None:
         options = Namespace(hybrid_override_pattern="M*M*M*M*", hybrid_layer_pattern=None)
         (notice,) = translate(options, v_shape(2)).notices
-        assert str(notice) == (
-            "hybrid_override_pattern M*M*M*M*: taken for hybrid_layer_pattern, its name now"
-        )
+        assert str(notice) == ("hybrid_override_pattern M*M*M*M*: renamed to hybrid_layer_pattern")
         assert (options.hybrid_override_pattern, options.hybrid_layer_pattern) == (None, "M*M*M*M*")
         options.hybrid_override_pattern = "M*"
         with pytest.raises(UnsupportedError, match="is the old name of hybrid_layer_pattern, and"):
@@ -333,7 +331,7 @@ class TestTheRest:
         options.account_for_loss_in_pipeline_split = True
         translated = translate(options, v_shape(2))
         assert translated.layer_split is None
-        assert "--hybrid-layer-pattern says which stage has which" in translated.notices[0].said
+        assert "--hybrid-layer-pattern defines the layers of each" in translated.notices[0].said
 
     def test_a_layer_split_wins(self) -> None:
         options = Namespace(
@@ -344,7 +342,7 @@ class TestTheRest:
         translated = translate(options, v_shape(2), "2,3,2,1")
         assert translated.layer_split == "2,3,2,1"
         assert [str(each) for each in translated.notices] == [
-            f"{option}: set aside, --pipeline-layer-split says which stage has which layers"
+            f"{option}: ignored, --pipeline-layer-split defines the layers of each stage"
             for option in (
                 "pipeline_model_parallel_layout nonsense",
                 "decoder_last_pipeline_num_layers 1",
@@ -382,8 +380,8 @@ class TestTheRest:
             monkeypatch.setenv("RANK", "0")
             tell(translated)
         assert caplog.messages == [
-            "defer_embedding_wgrad_compute: turned off, the output layer's weight gradient waits "
-            "for a W already"
+            "defer_embedding_wgrad_compute: turned off, W computes the output layer's weight "
+            "gradient already"
         ]
 
     def test_megatrons_own_schedules_take_the_split_alone(self) -> None:

@@ -28,10 +28,10 @@ RUNS = {
         "--overlap-p2p-communication-warmup-flush",
         [
             "account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split: 16",
-            "num_layers_per_virtual_pipeline_stage 1: set aside",
+            "num_layers_per_virtual_pipeline_stage 1: ignored",
             "defer_embedding_wgrad_compute: turned off",
-            "microbatch_group_size_per_vp_stage 5: set aside",
-            "overlap_p2p_comm_warmup_flush: set aside",
+            "microbatch_group_size_per_vp_stage 5: ignored",
+            "overlap_p2p_comm_warmup_flush: ignored",
         ],
     ),
     "layout of half as many": (
@@ -47,7 +47,7 @@ RUNS = {
     "a split wins": (
         "v-half",
         "--pipeline-layer-split 1,2,2,2,2,2,2,1 --decoder-last-pipeline-num-layers 5",
-        ["decoder_last_pipeline_num_layers 5: set aside, --pipeline-layer-split says"],
+        ["decoder_last_pipeline_num_layers 5: ignored, --pipeline-layer-split defines"],
     ),
 }
 SPLITS = {
@@ -115,4 +115,4 @@ def test_a_pattern_by_its_old_name(train: Train) -> None:
         2, "--pipeline-schedule", "v-half", "--hybrid-override-pattern", "*-*-*-*-", *flags
     )
     assert_equal_training(ours, theirs)
-    assert ours.output[0].count("taken for hybrid_layer_pattern, its name now") == 1
+    assert ours.output[0].count("renamed to hybrid_layer_pattern") == 1

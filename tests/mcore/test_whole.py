@@ -210,7 +210,7 @@ def test_a_timeout_that_comes_too_late_is_told(caplog: pytest.LogCaptureFixture)
     prepare(args)
     assert [record.message for record in caplog.records] == [
         "--pipeline-timeout 600 is not below --distributed-timeout-minutes 10: Megatron's own "
-        "watchdogs may end a stalled run first, and say less"
+        "watchdogs may end a stalled run first, without naming the cause"
     ]
 
 
@@ -221,5 +221,5 @@ def test_virtual_stages_may_stand_in_the_schedules_name() -> None:
     assert prepare(args) is None
     assert args.num_virtual_stages_per_pipeline_rank == 3
     assert megatrons_own(args) == "interleaved-1f1b:3"
-    with pytest.raises(UnsupportedError, match="says how many virtual stages a rank has"):
+    with pytest.raises(UnsupportedError, match="contains the number of virtual stages per rank"):
         prepare(args)  # as one who gives Megatron's own option too

@@ -338,5 +338,5 @@ def test_what_does_not_fit_stays_on_the_device(
         assert equal(train(offload))
     (record,) = caplog.records
     assert record.getMessage().startswith("no host memory for activations beyond 0 MiB on rank 0")
-    assert f"{why}): what does not fit stays on the device" in record.getMessage()
+    assert f"{why}): the rest stays in GPU memory" in record.getMessage()
     assert (offload.host.nbytes == 0) == (fault is no_memory)

@@ -324,7 +324,7 @@ class OnNccl:
 
 
 RECEIVES = "rank 1 (device 1): F1.0 waits for F0.0 from rank 0 (device 0)"
-SENDS = "rank 1 (device 1): B1.0 waits to be taken by rank 0 (device 0) for B0.0"
+SENDS = "rank 1 (device 1): B1.0 waits for a receive of rank 0 (device 0) for B0.0"
 
 
 @pytest.mark.parametrize(

@@ -123,8 +123,8 @@ def test_wrong_sweep(tmp_path: Path, over: dict[str, Any], text: str) -> None:
             "name: &a x\nmodel: *a",
             "sweep.yaml: line 2 has the alias \\*a, and aliases are not read",
         ),
-        ("name: x\nmodel: y\nname: z", "sweep.yaml: the key name stands twice, in lines 1 and 3"),
-        ("grid: {a: 1, a: 1}", "the key a stands twice, in lines 1 and 1"),
+        ("name: x\nmodel: y\nname: z", "sweep.yaml: the key name occurs twice, in lines 1 and 3"),
+        ("grid: {a: 1, a: 1}", "the key a occurs twice, in lines 1 and 1"),
         ("name: x", "the key cluster is missing \\(and 1 more\\)"),
         # What is missing may be what is misspelt.
         ("nmae: x\nmodle: y", "unknown keys nmae, modle; known there: also, .* \\(and 3 more\\)"),

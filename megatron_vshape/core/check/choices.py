@@ -23,7 +23,7 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.placement import Placement, stages_of
 
 FINENESS = 24
-"""So many prices of each kind are tried at once, then again between the best one's neighbours."""
+"""Costs of each kind per trial, repeated between the neighbours of the best one."""
 
 ROUNDS = 3
 

@@ -7,7 +7,7 @@ from megatron_vshape.core.model.passes import NeedTable, Pass
 from megatron_vshape.core.model.schedule import Lane
 
 LISTED = 12
-"""So many waits of a cycle are told at most: its first ones and its last one."""
+"""Maximum waits of a cycle in an error: its first ones and its last one."""
 
 
 def explain_deadlock(

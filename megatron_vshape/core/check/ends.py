@@ -24,7 +24,7 @@ from megatron_vshape.core.model.costs import Costs
 Floats = npt.NDArray[np.float64]
 
 MOST_TIMES = 24
-"""So many times are looked at from each end, at most."""
+"""Maximum times evaluated at warm-up and cool-down."""
 MOST_PRICES = 8
 MOST_INSIDE = 64
 """Microbatches beyond are counted as if they could bring all their work at once."""

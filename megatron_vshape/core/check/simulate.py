@@ -15,8 +15,8 @@ from megatron_vshape.core.model.passes import NeedTable, Pass
 from megatron_vshape.core.model.schedule import Lane, Schedule, Timeline
 
 HOST_BLOCKS = 16
-"""Host memory is made in blocks, of which what waits there takes at least so many: little of its
-last one is unused."""
+"""Minimum blocks of host memory for offloaded activations, so that little of the last one is
+unused."""
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:

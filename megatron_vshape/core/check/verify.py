@@ -26,7 +26,7 @@ from megatron_vshape.core.model.placement import check_placement
 from megatron_vshape.core.model.schedule import Schedule, check_slices
 
 ROWS, COLUMNS = 2, 3
-"""A picture shows so many devices above and below the culprit, and passes before and after it."""
+"""Devices above and below the invalid pass in a picture, and passes before and after it."""
 
 _ROUNDING = 1e-9
 """Sums of fractions may exceed a limit that they just meet by this share of it."""
@@ -93,8 +93,7 @@ def _check_places(schedule: Schedule) -> None:
             else:
                 continue
             raise ScheduleError(
-                f"{passes[at]} stands on device {device}, but {wrong}\n"
-                + excerpt(schedule, device, at)
+                f"{passes[at]} is on device {device}, but {wrong}\n" + excerpt(schedule, device, at)
             )
 
 
@@ -316,7 +315,7 @@ def _part_of(kind: Kind, stage: int) -> tuple[Kind, int]:
 def _laws(
     schedule: Schedule, kind: Kind, stage: int
 ) -> Iterator[tuple[tuple[Kind, int], int, int]]:
-    """Yield what stands before such a pass where both are on one device, and how much later.
+    """Yield what is before such a pass where both are on one device, and how much later.
 
     That counts in turn, in which so many slices descend. Not what one resource has anyhow, as it
     runs its passes in order.

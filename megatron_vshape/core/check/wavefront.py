@@ -14,7 +14,7 @@ from megatron_vshape.core.model.passes import NeedTable
 from megatron_vshape.core.model.schedule import Schedule
 
 LEAST_DEVICES = 24
-"""Of fewer the calls on short arrays take longer than what they save."""
+"""Below this, calls on short arrays cost more than they save."""
 
 Rows = tuple[tuple[float, ...], ...]
 

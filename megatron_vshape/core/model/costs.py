@@ -40,7 +40,7 @@ from megatron_vshape.core.model.kinds import (
 )
 
 LEAST, MOST = 1e-6, 1e15
-"""Of a time, and of what is held; times stay far from where floats end."""
+"""Upper bounds of times and memory, far below the range of floats."""
 
 MAX_RATIO = 1e9
 """Of the longest time to the shortest: the sums of a step's times must not lose the shortest."""
@@ -541,13 +541,13 @@ class Costs:
         for name in prices:
             if name not in known:
                 raise ScheduleError(
-                    f"recompute {setting!r:.60} has {name!r:.40}, which does not stand beside "
-                    f"recompute; it may hold {', '.join(known)}"
+                    f"recompute {setting!r:.60} has {name!r:.40}, which is not allowed "
+                    f"in recompute; supported keys: {', '.join(known)}"
                 )
         splits = {"backward_us", "weight_us"}.intersection(prices)
         if splits and "whole_backward_us" in known and "whole_backward_us" not in prices:
             raise ScheduleError(
-                f"recompute {setting!r:.60} lacks whole_backward_us, which stands beside recompute"
+                f"recompute {setting!r:.60} lacks whole_backward_us, which recompute needs"
             )
         held = prices.get("held_after_forward_bytes", self.held_after_forward_bytes)
         pairs = zip(held, self.held_after_forward_bytes, strict=False)
@@ -792,7 +792,7 @@ class Costs:
             if not is_setting(setting) or setting == NO_RECOMPUTE:
                 raise ScheduleError(
                     f"recompute has prices of {setting!r:.40}; a setting is full, or modules with "
-                    f"commas, as in layernorm,mlp, and what stands beside the list is "
+                    f"commas, as in layernorm,mlp, and outside the list it is "
                     f"{NO_RECOMPUTE}"
                 )
             own, other = self.lists(), each.lists()
@@ -809,7 +809,7 @@ class Costs:
             if match is None or max(map(int, match.groups())) >= self.num_stages:
                 raise ScheduleError(
                     f"joint has {name!r:.40}; it must name two of the {self.num_stages} stages, "
-                    "that of the F and that of the B or BW beside it, as in F0&B7 or F0&BW7"
+                    "one of F and one of the overlapped B or BW, as in F0&B7 or F0&BW7"
                 )
             _check_value("joint_us", f"joint {name}", price)
         if self.hidden_share is not None and not 0 <= self.hidden_share <= 1:
@@ -818,7 +818,9 @@ class Costs:
     def _check_microbatches(self) -> None:
         counts = {len(shares) for _, shares in self.by_microbatch}
         if len(counts) > 1:
-            raise ScheduleError("by_microbatch has lists of unlike length; each is of a whole step")
+            raise ScheduleError(
+                "by_microbatch has lists of different lengths; each must cover a whole step"
+            )
         for name, shares in self.by_microbatch:
             if name not in dict(self.amounts) or not (name.endswith("_us") or name in HELD):
                 raise ScheduleError(
@@ -837,7 +839,7 @@ class Costs:
                 "of forward_us; there must be one of each per stage"
             )
         if min(self.layers) < 0:
-            raise ScheduleError(f"layers holds {min(self.layers)}; no stage has so many")
+            raise ScheduleError(f"layers holds {min(self.layers)}; no stage has that many")
 
 
 def _check_value(name: str, what: str, value: float, may_be_zero: bool = False) -> None:

@@ -77,7 +77,7 @@ def read_costs(text: str) -> tuple[dict[str, Any], dict[str, Mapping[str, tuple[
     made["send_us"] = _numbers("send_us", [data["send_us"]])[0]
     made |= {name: _numbers(name, data[name]) for name in (*TIMES, *HELD)}
     if not any(made[HELD[0]]):
-        raise ScheduleError(f"{HELD[0]} is 0 for every stage; some must hold more")
+        raise ScheduleError(f"{HELD[0]} is 0 for every stage: at least one must be above 0")
     return made, _settings(recompute)
 
 
@@ -95,7 +95,7 @@ def _sources(given: object) -> tuple[tuple[str, str], ...]:
     known = (*amount_names(KINDS), "send_us", *_ALONE)
     for name, text in given.items():
         if name not in known:
-            raise ScheduleError(f"sources tells of {name!r:.40}, which no costs file has")
+            raise ScheduleError(f"sources names {name!r:.40}, which no costs file has")
         if not isinstance(text, str) or not text.startswith((MEASURED, COUNTED, ASSUMED)):
             raise ScheduleError(
                 f"the source of {name} is {text!r:.60}; it must begin with "
@@ -135,7 +135,7 @@ def _numbers(name: str, values: object) -> tuple[float, ...]:
     try:
         return tuple(map(float, values))
     except OverflowError:
-        raise ScheduleError(f"{name} holds a number too large for a float") from None
+        raise ScheduleError(f"{name} contains a number too large for a float") from None
 
 
 def _whole_numbers(name: str, values: object) -> tuple[int, ...]:

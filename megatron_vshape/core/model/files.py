@@ -12,7 +12,7 @@ MAX_FILE_BYTES = 32 * 2**20
 """A schedule of two million passes is smaller; reading a larger file could fill the memory."""
 
 MAX_BRACKETS = 200_000
-"""Lists and objects in one file: each takes far more memory than its two characters."""
+"""Maximum lists and objects in one file: each needs far more memory than its two characters."""
 
 
 class UnreadableError(ScheduleError):
@@ -58,7 +58,7 @@ def parse_object(text: str, what: str) -> dict[str, object]:
         ScheduleError: not JSON, not an object, nested too deep, a key twice, NaN or infinity.
     """
     if text.count("[") + text.count("{") > MAX_BRACKETS:
-        raise ScheduleError(f"{what} holds more than {MAX_BRACKETS} lists and objects")
+        raise ScheduleError(f"{what} contains more than {MAX_BRACKETS} lists and objects")
     try:
         data = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except RecursionError:
@@ -68,7 +68,7 @@ def parse_object(text: str, what: str) -> dict[str, object]:
     except ValueError as error:
         raise ScheduleError(f"{what} is not valid JSON: {fault_of(error)}") from None
     if not isinstance(data, dict):
-        raise ScheduleError(f"{what} holds a JSON {_name_of(data)}; it must hold an object")
+        raise ScheduleError(f"{what} contains a JSON {_name_of(data)}; it must be an object")
     return data
 
 
@@ -87,7 +87,7 @@ def check_keys(data: dict[str, object], keys: tuple[str, ...], what: str) -> Non
     for key in data:
         if key not in keys:
             raise ScheduleError(
-                f"{what} has the unknown key {key!r:.60}; it may hold {', '.join(keys)}"
+                f"{what} has the unknown key {key!r:.60}; supported keys: {', '.join(keys)}"
             )
 
 
@@ -106,7 +106,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(data) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ScheduleError(f"the key {twice!r:.60} stands twice in one JSON object")
+        raise ScheduleError(f"the key {twice!r:.60} occurs twice in one JSON object")
     return data
 
 

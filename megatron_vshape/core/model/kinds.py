@@ -266,7 +266,7 @@ COPY_OUT = define(
 RELEASE = define(
     "L",
     label="release",
-    words="the release of what was copied to the host",
+    words="the release of offloaded activations",
     method="release",
     reads=[Read("D")],
     frees="offloaded_bytes",
@@ -276,7 +276,7 @@ RELEASE = define(
 RELOAD = define(
     "R",
     label="room for a reload",
-    words="the making of room for what is copied back",
+    words="the allocation for reloaded activations",
     method="make_room",
     reads=[Read("L")],
     descends=True,  # as B does, for which it comes back
@@ -332,7 +332,7 @@ COLLECTIVES = "collectives"
 
 LOOKUP = define(
     "I",
-    label="embedding of own tokens",
+    label="embedding of its tokens",
     method="look_up",
     reads=[Read("I", later=-1)],
     joins=True,
@@ -356,7 +356,7 @@ LOOKED_UP = define(
 )
 LOGITS = define(
     "S",
-    label="own part of the output layer",
+    label="its part of the output layer",
     method="own_logits",
     joins=True,
     reads=[Read("F", at=LAST), Read("S", later=-1), Read("C", at=LAST, later=-1)],

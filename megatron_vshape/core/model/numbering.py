@@ -14,7 +14,7 @@ WITHOUT = -2
 
 
 COMPILED_FROM = 50_000
-"""Passes from which a compiled loop gains more time than its compiler takes to load."""
+"""Passes from which a compiled loop saves more time than loading the compiler costs."""
 
 
 class Numbers(Protocol):

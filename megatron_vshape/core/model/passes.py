@@ -79,7 +79,8 @@ def parse_step(text: str) -> tuple[Pass, ...]:
     step = tuple(map(Pass.parse, text.split(BESIDE)))
     if not can_join(step):
         raise ScheduleError(
-            f"{text!r:.80} is no joint pass: expected an F beside a B or BW of another microbatch, "
+            f"{text!r:.80} is not an overlapped pass: expected an F with a B or BW of another "
+            "microbatch, "
             "as in F0.3&B7.1"
         )
     return step

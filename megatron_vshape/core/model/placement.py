@@ -31,7 +31,7 @@ def default_placements(num_devices: int, num_stages: int, trades: bool = False) 
     the loop of two is as well: in it every device's first chunk lives longest, which is copied.
     """
     if not 1 <= num_devices <= num_stages or num_stages % num_devices:
-        raise ScheduleError(f"{num_stages} stages cannot be dealt to {num_devices} devices")
+        raise ScheduleError(f"{num_stages} stages cannot be distributed over {num_devices} devices")
     chunks = num_stages // num_devices
     if chunks == 1:
         return [linear(num_devices)]
@@ -86,11 +86,11 @@ def check_placement(placement: Placement, num_devices: int) -> None:
     if left or not each:
         raise ScheduleError(
             f"the placement has {len(placement)} stages for {num_devices} devices; "
-            "every device must hold equally many"
+            "all devices need the same number"
         )
     for device, count in Counter(placement).items():
         if count != each:
             raise ScheduleError(
                 f"the placement puts {count} of {len(placement)} stages on device {device}; "
-                f"every one of the {num_devices} devices must hold {each}"
+                f"every one of the {num_devices} devices need {each}"
             )

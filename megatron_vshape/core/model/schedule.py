@@ -31,10 +31,10 @@ from megatron_vshape.core.model.placement import Placement, check_placement, chu
 
 FORMAT = 1
 MAX_PASSES = 20_000_000
-"""More passes than any plan has; what asks for more is refused before memory is."""
+"""Maximum passes of a schedule: larger ones are rejected before memory is allocated."""
 
 MAX_NAME = 200
-"""Characters of a schedule's name, which stands in one line of the log."""
+"""Maximum characters of a schedule's name, which is printed in one line of the log."""
 
 MAX_COLUMNS = 100_000
 """Characters of a picture's line; passes of very different lengths would make it endless."""
@@ -43,7 +43,7 @@ CUT = " … "
 """In place of a picture's middle."""
 
 MUCH_SHORTER = 4
-"""A pass of less than the usual one's time over this is not what a picture's column is made by."""
+"""Passes shorter than the usual one by this factor do not set the column width of a picture."""
 
 _ROUNDING = 1e-6
 """A pass may miss the middle of a character by this share of one, as sums of times do."""
@@ -232,7 +232,7 @@ class Schedule:
         if not isinstance(order, list) or len(order) != devices:
             found = f"{len(order)} lists" if isinstance(order, list) else f"{order!r:.40}"
             raise ScheduleError(
-                f"order is {found}; it must hold one list per device, num_devices is {devices}"
+                f"order is {found}; it must contain one list per device, num_devices is {devices}"
             )
         check_placement(tuple(placement), devices)
         check_size(len(placement), microbatches)
@@ -265,7 +265,7 @@ class Schedule:
             raise ScheduleError(f"the CSV cannot be read: {error}") from None
         order, joint = _parse_rows(rows)
         if not any(order):
-            raise ScheduleError("the CSV holds no pass; it needs one line per device")
+            raise ScheduleError("the CSV has no passes; it needs one line per device")
         if placement is None:
             placement = _placement_of(order)
         check_placement(placement, len(order))
@@ -631,7 +631,7 @@ def _placement_of(order: Sequence[Sequence[Pass]]) -> Placement:
             first = device_of.setdefault(work.stage, device)
             if first != device:
                 raise ScheduleError(
-                    f"{work} stands on device {device}, but stage {work.stage} has passes on "
+                    f"{work} is on device {device}, but stage {work.stage} has passes on "
                     f"device {first}; a stage is on one device"
                 )
     missing = next((at for at, stage in enumerate(sorted(device_of)) if at != stage), None)

@@ -235,7 +235,7 @@ def dualpipev(num_devices: int, num_microbatches: int) -> BuildingBlock:
     """
     if num_microbatches < 2 * num_devices:
         raise ScheduleError(
-            f"dualpipev takes at least twice as many microbatches as devices, {2 * num_devices} "
+            f"dualpipev requires at least 2 x ranks microbatches, {2 * num_devices} "
             f"on {num_devices}, not {num_microbatches}"
         )
     hops = ((WORK,),) * 4

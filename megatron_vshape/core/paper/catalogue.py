@@ -51,10 +51,10 @@ _BLOCKS: dict[str, Callable[..., BuildingBlock]] = {
     "dualpipev": blocks.dualpipev,
     "overlapped-interleaved-1f1b": blocks.overlapped_interleaved,
 }
-"""Each takes what it depends on of the devices, the microbatches and the `OPTIONS`, by name."""
+"""Keyword arguments: those of devices, microbatches and `OPTIONS` that the block depends on."""
 
 JOINT_NAMES = ("dualpipev", "overlapped-interleaved-1f1b")
-"""Those that run forwards beside backwards: for costs, or a trainer, that know of joint passes."""
+"""Schedules with overlapped forward-backward passes: they need costs or a trainer with support."""
 
 EVERY_NAME = tuple(_BLOCKS)
 
@@ -68,10 +68,10 @@ OPTIONS: dict[str, frozenset[str]] = {
     "grouped-interleaved-1f1b": frozenset({"num_chunks", "group_size"}),
     "overlapped-interleaved-1f1b": frozenset({"num_chunks"}),
 }
-"""What may be chosen besides devices and microbatches."""
+"""Options besides devices and microbatches."""
 
 MOST_STAGES_A_DEVICE = 128
-"""Stages a device that may be chosen: as many layers as the deepest models have on one."""
+"""Maximum chunks per rank: the layers per rank of the deepest models."""
 
 
 def no_such_schedule(name: str, names: Sequence[str], more: str = "") -> ScheduleError:
@@ -113,14 +113,15 @@ def make_block(
         raise no_such_schedule(name, EVERY_NAME)
     if name in JOINT_NAMES and slices != 1:
         raise ScheduleError(
-            f"{name} runs passes beside each other, which slices do not go with: leave slices out, "
+            f"{name} overlaps forward and backward, which does not support slices: leave slices "
+            "out, "
             "or choose another"
         )
     given = {"num_chunks": num_chunks, "group_size": group_size}
     for option, value in given.items():
         if value is not None and option not in OPTIONS.get(name, ()):
             takers = " and ".join(each for each in OPTIONS if option in OPTIONS[each])
-            raise ScheduleError(f"{name} takes no {option}, an option of {takers}")
+            raise ScheduleError(f"{name} has no option {option}, an option of {takers}")
     counts = {
         "num_devices": num_devices,
         "num_microbatches": num_microbatches,

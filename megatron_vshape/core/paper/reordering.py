@@ -37,7 +37,7 @@ FIRST, BACKWARD, OTHER, WEIGHT = 0, 1, 2, 3
 """Of passes that can start at the same time, the least goes first."""
 
 EIGHTHS = 8
-"""What a pass may delay is counted in eighths of its own time."""
+"""Unit of the delay that a pass may cause: an eighth of its time."""
 
 _KINDS = (*PARTS, Kind.BW)
 """Those that the paper's schedules have."""
@@ -116,7 +116,7 @@ def _explain(schedule: Schedule, order: "Order", run: "Refill") -> None:
         work = schedule.order[device][place - order.begin[device]]
         raise ScheduleError(
             f"{work} does not fit on device {device}, which holds {run.held[device]} "
-            f"stage activations then and may hold {order.limit[device]}"
+            f"stage activations then and its limit is {order.limit[device]}"
         )
     simulate(schedule)  # raises: what a pass waits for never runs
 
@@ -418,4 +418,4 @@ def _only_weights(order: Order, run: Refill, first: int, place: int) -> bool:
 
 
 CALLED = (begin_run, ready, finish, _advance, _choose, _may_move, _fits, _rank_of, _only_weights)
-"""What `fill` calls, for a compiler."""
+"""Functions that `fill` calls, for the compiler."""

@@ -64,8 +64,7 @@ def prove(
     for device, (held, most) in enumerate(zip(plan.peak, each, strict=True)):
         if held > most * (1 + 1e-9):
             raise ScheduleError(
-                f"the plan holds {held_text(held)} on device {device}, not {held_text(most)} or "
-                "less"
+                f"the plan has {held_text(held)} on device {device}, not {held_text(most)} or less"
             )
     made = _make_model(cp_model.CpModel(), plan, *room_in(costs, schedule.placement, each))
     solver = cp_model.CpSolver()

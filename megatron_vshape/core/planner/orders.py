@@ -373,7 +373,9 @@ class PlacementSearch:
         if self.parts is not problem:
             verify(schedule)
             if not bounds.fits(held, problem.limits):
-                raise ScheduleError(f"an order holds {held}, more than the limits {problem.limits}")
+                raise ScheduleError(
+                    f"a pass order has {held}, more than the limits {problem.limits}"
+                )
             busy = max(busy, timeline.busy)
         return Plan(
             schedule=schedule,

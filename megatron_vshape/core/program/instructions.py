@@ -133,7 +133,7 @@ class Program:
 
 
 Source = tuple[Stream, int]
-"""A stream and the device that sends: what a device receives of it is first in, first out."""
+"""Stream and sending device: a first-in, first-out channel."""
 
 
 def source_of(message: Message) -> Source:

@@ -7,7 +7,7 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.instructions import Await, Instruction, Run, Send
 
 LISTED_DEVICES = 8
-"""A deadlock of messages names at most so many devices."""
+"""Maximum devices in an error about a deadlock of messages."""
 
 
 class Meetings:

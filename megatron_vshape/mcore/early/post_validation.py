@@ -55,7 +55,7 @@ from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 
 STEPS_BEFORE_A_GUESS = 2
-"""So many steps in a row must have needed neither clipping nor skipping for the next to be guessed.
+"""Consecutive steps without clipping or skipping before the next step is predicted to need none.
 
 A failed guess costs about two thirds more than a good one gains, and clipping comes in runs.
 """

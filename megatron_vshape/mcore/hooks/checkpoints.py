@@ -38,8 +38,8 @@ def repair_tracker(tracker: Path) -> None:
         logger.warning("%s names no checkpoint and cannot be written: %s", tracker, error)
         return
     logger.warning(
-        "%s held %r, as a full disk or a kill leaves it; it names iteration %d now, the newest "
-        "whole checkpoint there",
+        "%s contained %r, as after a full disk or a kill; it names iteration %d now, the newest "
+        "complete checkpoint there",
         tracker,
         text[:40],
         iteration,

@@ -50,8 +50,8 @@ def layers_of_stages(pattern: str, placement: Placement, split: str | None) -> t
         return tuple(map(len, segments))
     if split == AUTO_SPLIT:
         raise UnsupportedError(
-            f"--pipeline-layer-split {AUTO_SPLIT} takes all layers for alike, and those of {FLAG} "
-            f"are not: put a {BEGINS_STAGE} into the pattern wherever a stage begins"
+            f"--pipeline-layer-split {AUTO_SPLIT} requires identical layers, and those of "
+            f"{FLAG} differ: mark the start of each stage in the pattern with {BEGINS_STAGE}"
         )
     if split is not None:
         return parse_layers(split, num_layers(pattern), placement)
@@ -63,8 +63,8 @@ def _check_segments(
 ) -> None:
     if split is not None:
         raise UnsupportedError(
-            f"{FLAG} {pattern:.80} says with {BEGINS_STAGE} which stage has which layers, and so "
-            "does --pipeline-layer-split: leave one of them out"
+            f"{FLAG} {pattern:.80} defines the layers of each stage with {BEGINS_STAGE}, as "
+            "--pipeline-layer-split does: remove one of them"
         )
     if len(segments) != len(placement):
         raise ScheduleError(

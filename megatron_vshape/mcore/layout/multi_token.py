@@ -44,7 +44,7 @@ def check_ends(stage_map: StageMap) -> None:
         raise ScheduleError(
             f"the first stage is on rank {ends[0]} and the last on rank {ends[1]}, and Megatron "
             f"gives multi-token prediction its embedding only between ranks 0 and {last}: number "
-            f"the devices of the schedule anew, or leave {OPTION} out"
+            f"the devices of the schedule differently, or remove {OPTION}"
         )
 
 
@@ -84,7 +84,7 @@ def save_no_copy(last: Any) -> None:
 
 
 COUNTED = ("values", "loss_values", "correct_values", "total_values")
-"""What Megatron's tracker adds up until an iteration is logged; up to 0.18 it is `values`."""
+"""Attributes that Megatron's tracker accumulates per logged iteration; `values` up to 0.18."""
 
 
 def take_metrics() -> dict[str, Tensor]:

@@ -75,12 +75,12 @@ def check_ends(stage_map: StageMap) -> None:
     if 0 not in ends:
         raise ScheduleError(
             f"the first stage is on rank {ends[0]} and the last on rank {ends[1]}, and Megatron "
-            "needs one of the two on rank 0: number the devices of the schedule anew"
+            "needs one of the two on rank 0: renumber the devices of the schedule"
         )
 
 
 HASH_LAYERS = "moe_n_hash_layers"
-"""The option that says how many of the first layers route by the tokens themselves: DeepSeek-V4.
+"""Option with the number of first layers that route by tokens (DeepSeek-V4).
 
 Megatron-LM's branch dev has it (d48bd6be); 0.19 and main of August 2026 do not.
 """
@@ -93,7 +93,7 @@ def check_hash_layers(stage_map: StageMap, num_hash_layers: int) -> None:
     """
     if num_hash_layers > stage_map.layers[0]:
         raise ScheduleError(
-            f"{HASH_LAYERS} {num_hash_layers} needs so many layers in the first stage, which has "
+            f"{HASH_LAYERS} {num_hash_layers} needs that many layers in the first stage, which has "
             f"{stage_map.layers[0]} of {list(stage_map.layers)}: give a layer split that begins "
             f"with {num_hash_layers} or more, or fewer stages"
         )

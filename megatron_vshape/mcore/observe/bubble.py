@@ -11,10 +11,10 @@ import torch.distributed as dist
 from megatron_vshape.runtime.measure import PassTimer
 
 Logs = Callable[[int], bool]
-"""Returns whether the trainer logs the step so many ahead of the one that it runs now."""
+"""Returns whether the trainer logs the step at this offset from the current one."""
 
 PredictBubble = Callable[[int], float]
-"""Returns the bubble to be expected of a training step with so many microbatches."""
+"""Returns the expected bubble of a training step with this number of microbatches."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from megatron_vshape.runtime.offload import Offload
 from megatron_vshape.view.numbers import peaks_told
 
 CLOSE = 0.1
-"""What a step may differ from its prediction by and still be called as planned."""
+"""Maximum relative deviation from the prediction that is reported as predicted."""
 
 COLUMNS = 120
 """How wide the schedule's picture may be."""

@@ -40,7 +40,7 @@ from megatron_vshape.mcore.setup.translate import Translated, translate
 logger = logging.getLogger(__name__)
 
 Check = Callable[[Any, str, Placement], None]
-"""Refuses options of arguments, or of a config, under a schedule of this name and placement."""
+"""Rejects options of arguments or a config for a schedule with this name and placement."""
 
 
 def take_options(
@@ -74,9 +74,10 @@ def known_to_lose(model: Any, choice: Choice) -> Iterator[str]:
     whole = getattr(model, "recompute_granularity", None) == "full"
     if whole and choice.name in NAMES and make(choice.name, 2, 2).splits_backward:
         yield (
-            f"schedule {choice.name} is made for backwards that are split, and "
-            "--recompute-granularity full keeps them whole: it takes longer than interleaved-1f1b "
-            "and may need no recompute; megatron-vshape advise compares them"
+            f"schedule {choice.name} splits the backward, and --recompute-granularity full "
+            "prevents "
+            "that: it is slower than interleaved-1f1b and may need no recomputation; "
+            "megatron-vshape advise compares them"
         )
 
 
@@ -113,8 +114,7 @@ def check_stages(
     if choice.joins and not getattr(model, BESIDE, False):
         flag = BESIDE.replace("_", "-")
         raise ScheduleError(
-            f"schedule {choice.name} has passes that run beside each other: add --{flag}, or "
-            "choose another"
+            f"schedule {choice.name} overlaps forward and backward: add --{flag}, or choose another"
         )
     if not choice.loss_last:
         check_ends(stage_map)

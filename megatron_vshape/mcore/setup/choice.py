@@ -20,7 +20,7 @@ from megatron_vshape.mcore.options import Options, schedule_names
 GIB = 2.0**30
 
 CHUNKS = (2, 4)
-"""Stages a device may hold under auto: as many as the costs file tells apart."""
+"""Chunks per rank with auto: limited by the stages of the costs file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,8 @@ def choice_of(
         return Choice(num_devices, name, costs=costs, limit_bytes=limit_bytes)
     if limit_gib is not None:
         raise ScheduleError(
-            f"--pipeline-memory-limit is for --pipeline-schedule auto; {name} holds what it holds"
+            f"--pipeline-memory-limit requires --pipeline-schedule auto; the memory of {name} is "
+            "fixed"
         )
     found = find(name, schedule_names())
     if isinstance(found, str):
@@ -167,9 +168,9 @@ def choice_for(options: Options, num_devices: int, loss_last: bool = False) -> C
 def not_sliced(choice: Choice, options: Options, may_offload: bool) -> dict[str, object]:
     """Return what of this package's slices do not go with, by what it is called."""
     return {
-        "a shared vocabulary": choice.shares,
-        "copies to host memory that the run is to measure": may_offload,
-        "passes that run beside each other": choice.joins,
+        "vocabulary parallelism": choice.shares,
+        "offloading that the run measures": may_offload,
+        "overlapped passes": choice.joins,
         "--pipeline-profile-iterations or --pipeline-trace": options.profile_steps,
     }
 
@@ -189,12 +190,12 @@ def _slices(options: Options, choice: Choice) -> int | tuple[int, ...]:
     if isinstance(given, str):
         raise ScheduleError(
             f"--pipeline-slices auto chooses with --pipeline-schedule auto, and {choice.name} has "
-            "as many as it is given: say how many"
+            "no choice: set a number"
         )
     if choice.from_file is not None and given not in (1, own):
         raise ScheduleError(
-            f"the schedule file {choice.name} has {own} slices a microbatch, not the {given} of "
-            "--pipeline-slices: leave the option out, or make a file with it"
+            f"the schedule file {choice.name} has {own} slices per microbatch, not the {given} of "
+            "--pipeline-slices: remove the option, or use another file"
         )
     return max(given, own)
 

@@ -132,7 +132,7 @@ def _run_megatrons(args: Namespace, rival: Rival) -> None:
     args.num_virtual_stages_per_pipeline_rank = rival.chunks
     if os.environ.get("RANK", "0") == "0":
         logger.info(
-            "no plan is faster in this memory than Megatron's own %s, which runs: %d %s a rank",
+            "no plan within the limit is faster than Megatron's %s, which runs with %d %s per rank",
             rival.name,
             rival.chunks or 1,
             "virtual stages" if rival.chunks else "stage",
@@ -145,7 +145,7 @@ def _check_values(args: Namespace, options: Options) -> None:
     if options.timeout_seconds >= watchdog_seconds(args):
         logger.warning(
             "--pipeline-timeout %g is not below --distributed-timeout-minutes %g: Megatron's own "
-            "watchdogs may end a stalled run first, and say less",
+            "watchdogs may end a stalled run first, without naming the cause",
             options.timeout_seconds,
             watchdog_seconds(args) / 60,
         )
@@ -158,8 +158,8 @@ def _refuse_what_only_ours_have(options: Options, ranks: int) -> None:
         if ranks > 1 and not (flag == "--pipeline-costs" and splits):
             what = "Megatron's own schedule" if options.schedule is None else options.schedule
             raise UnsupportedError(
-                f"{flag} does nothing with {what}: leave it out, or choose a schedule of this "
-                "package with --pipeline-schedule, such as v-half"
+                f"{flag} has no effect with {what}: remove it, or set --pipeline-schedule to a "
+                "schedule of this package, such as v-half"
             )
 
 
@@ -185,14 +185,15 @@ def _prepare_megatrons_own(args: Namespace, name: str | None) -> None:
     )
     if name == "1f1b" and has_chunks:
         raise UnsupportedError(
-            "--pipeline-schedule 1f1b has one chunk per rank: leave Megatron's option for virtual "
-            "stages out, or ask for interleaved-1f1b"
+            "--pipeline-schedule 1f1b has one chunk per rank: remove Megatron's option for virtual "
+            "stages, or use interleaved-1f1b"
         )
     own = with_chunks(name or "")
     if own is not None and has_chunks:
         raise UnsupportedError(
-            f"--pipeline-schedule {name} says how many virtual stages a rank has: leave Megatron's "
-            "option for them out, or the number"
+            f"--pipeline-schedule {name} contains the number of virtual stages per rank: remove "
+            "it, "
+            "or Megatron's option for virtual stages"
         )
     alone = args.pipeline_model_parallel_size == 1
     if (name == "interleaved-1f1b" or own is not None) and not has_chunks and not alone:

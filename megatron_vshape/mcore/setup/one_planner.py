@@ -108,7 +108,7 @@ class OnePlanner:
         except RuntimeError as error:  # of the store: time is up, or its process has ended
             raise ScheduleError(
                 f"rank 0, which plans for all ranks, has sent no plan within "
-                f"{self._timeout.total_seconds():g} s: see what it says ({type(error).__name__})"
+                f"{self._timeout.total_seconds():g} s: see its log ({type(error).__name__})"
             ) from None
         if store.add(f"{key} count", 1) == size - 1:
             store.set(_heard(key), "")

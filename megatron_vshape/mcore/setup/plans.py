@@ -41,10 +41,10 @@ from megatron_vshape.mcore.setup.one_planner import OnePlanner
 logger = logging.getLogger(__name__)
 
 START = "v-half"
-"""What auto runs until it knows the costs."""
+"""Schedule of auto until costs are measured."""
 
 MESSAGES = 9
-"""Messages for which a device is thought to need memory at most, until a plan says it is more."""
+"""Assumed P2P messages in memory per rank, until a plan defines them."""
 
 
 @dataclass(frozen=True, slots=True)

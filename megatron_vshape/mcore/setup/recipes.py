@@ -61,7 +61,7 @@ DEFAULTS: Mapping[str, Any] = {
     "attention_dropout": 0.1,
     "untie_embeddings_and_output_weights": False,
 }
-"""What Megatron takes, where a check reads it, for an option that is not given."""
+"""Defaults of Megatron for options that the checks read."""
 
 PRECISION = "mixed_precision"
 """Megatron-Bridge's name for a set of options, which it puts in before a run begins."""
@@ -111,7 +111,7 @@ def own_options(options: Mapping[str, Any], schedule: str | None) -> Options:
             own = replace(own, profile_steps=TRACE_STEPS)  # it is to be measured
     if is_megatrons_own(own.schedule):
         raise ScheduleError(
-            f"{own.schedule} is Megatron's own schedule, which runs as without this package: name "
+            f"{own.schedule} is Megatron's schedule, which does not need this package: name "
             "one of this package's, such as v-half"
         )
     return own

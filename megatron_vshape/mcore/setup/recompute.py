@@ -71,8 +71,9 @@ class Recompute:
             switches = list(_switches(self._chunk, (module,)))
             if not switches and any(len(stack.layers) for stack, _ in self._stacks):
                 raise UnsupportedError(
-                    f"{what} is to recompute {module.name}, and none of its layers can: take a "
-                    f"schedule whose recompute has another setting for it, such as {NO_RECOMPUTE}"
+                    f"{what} is to recompute {module.name}, which none of its layers supports: "
+                    "use a "
+                    f"schedule with another recompute setting for it, such as {NO_RECOMPUTE}"
                 )
             for layer, switch in switches:
                 setattr(layer, switch.attribute, True)

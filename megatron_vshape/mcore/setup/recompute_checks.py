@@ -87,8 +87,9 @@ def check_recompute(settings: Sequence[str], options: Any, schedule: str) -> Non
     """
     if captures_graphs(options) and set(settings) - {NO_RECOMPUTE}:
         raise UnsupportedError(
-            f"schedule {schedule} has stages compute again what CUDA graphs have captured once for "
-            "all: take one without recompute, or leave --cuda-graph-impl out"
+            f"schedule {schedule} recomputes by stage, which CUDA graphs do not support: use a "
+            "schedule "
+            "without recompute, or remove --cuda-graph-impl"
         )
     for setting in dict.fromkeys(settings):
         for each in modules_of(setting):
@@ -120,13 +121,14 @@ def check_copies(copies: bool, options: Any, schedule: str) -> None:
     """Raise UnsupportedError where activations that are to wait in host memory are a graph's."""
     if copies and captures_graphs(options):
         raise UnsupportedError(
-            f"schedule {schedule} has activations wait in host memory, and those of CUDA graphs "
-            "stay where they were captured: take one without copies, or leave --cuda-graph-impl out"
+            f"schedule {schedule} offloads activations, which CUDA graphs do not support: use a "
+            "schedule without offloading, or remove --cuda-graph-impl"
         )
     if copies and uses_stash(options):
         raise UnsupportedError(
-            f"schedule {schedule} has activations wait in host memory, and those of experts wait "
-            "in the stash: take one without copies, or leave --moe-paged-stash out"
+            f"schedule {schedule} offloads activations, which --moe-paged-stash stores itself: "
+            "use a "
+            "schedule without offloading, or remove --moe-paged-stash"
         )
 
 
@@ -135,15 +137,15 @@ def _why_not(module: Selective, options: Any) -> str | None:
     quantizes = getattr(options, "fp8", None) or getattr(options, "fp4", None)
     if module.prepares and quantizes:
         return (
-            "which under FP8 and FP4 prepares layers as they are built, for all stages alike: take "
-            f"a schedule without it, and --recompute-modules {module.name}"
+            "which FP8 and FP4 support only for all stages: use a schedule without it, and "
+            f"--recompute-modules {module.name}"
         )
     if module.discards and not has_transformer_engine():
         return "which Megatron does by Transformer Engine, and that is not installed: install it"
     if module.name == "mlp" and getattr(options, "add_bias_linear", False):
-        return "whose biases Megatron hands out of what is computed again: --disable-bias-linear"
+        return "which requires --disable-bias-linear"
     if module.name == "moe_act" and not getattr(options, "moe_grouped_gemm", False):
         return "which only grouped experts have: --moe-grouped-gemm"
     if module.name == "shared_experts" and getattr(options, "moe_shared_expert_overlap", False):
-        return "which cannot run beside others then: leave --moe-shared-expert-overlap out"
+        return "which excludes overlap: remove --moe-shared-expert-overlap"
     return None

@@ -33,7 +33,7 @@ class Treatment(StrEnum):
     """What becomes of an option."""
 
     TRANSLATED = "translated"
-    SET_ASIDE = "set aside"
+    SET_ASIDE = "ignored"
 
 
 class TranslationError(ScheduleError):
@@ -178,7 +178,7 @@ def _of_layout(options: Any, placement: Placement) -> Layers:
         divides = not len(layers) % stages or not stages % len(layers)
         why = f"its {len(layers)} stages are no multiple or part of the schedule's {stages}"
         if divides:
-            why = f"of the schedule's {stages} stages one in the middle would have no layers"
+            why = f"an inner stage of the schedule's {stages} would have no layers"
         return _evened(options, placement, layers, why)
     how = f"its {len(layers)} stages as the schedule's {stages}"
     return Layers(_numbers(ours), how)
@@ -191,7 +191,7 @@ def _of_counted_ends(options: Any, placement: Placement) -> Layers:
     total = _needed_layers(options, "account_for_embedding_in_pipeline_split")
     layers = given_layout.nearest(total, len(placement), embedding, loss)
     counted = total + embedding + loss
-    how = f"{counted} layers with the ends among {len(placement)} stages"
+    how = f"{counted} layers, with embedding and loss, in {len(placement)} stages"
     if counted % len(placement):
         how += ", which do not divide, so the nearest split"
     return Layers(_numbers(layers), how)
@@ -235,9 +235,9 @@ def _has_no_layer_plans(options: Any) -> bool:
     return bool(captures_graphs(options) or fp4 or offloads)
 
 
-_OWN_CHUNKS = "set aside, the schedule says how many chunks a rank has"
-_OWN_ORDER = "set aside, it shapes the order of Megatron's own schedules only"
-_COUNTED = "the layers of every stage are counted from it"
+_OWN_CHUNKS = "ignored, the schedule defines the chunks per rank"
+_OWN_ORDER = "ignored, it affects Megatron's schedules only"
+_COUNTED = "translated to the layers of every stage"
 
 TRANSLATIONS = (
     Translation(("num_layers_per_virtual_pipeline_stage",), _OWN_CHUNKS),
@@ -257,54 +257,52 @@ TRANSLATIONS = (
     Translation(("overlap_p2p_comm_warmup_flush",), _OWN_ORDER, False),
     Translation(
         ("defer_embedding_wgrad_compute",),
-        "turned off, the output layer's weight gradient waits for a W already",
+        "turned off, W computes the output layer's weight gradient already",
         False,
     ),
     Translation(
         ("overlap_dispatch_backward_with_experts_wgrad",),
-        "turned off, the experts' weight gradients wait for a W already",
+        "turned off, W computes the experts' weight gradients already",
         False,
     ),
     Translation(
         ("tp_comm_bulk_wgrad",),
-        "turned off, no weight gradient runs beside the exchange that it would hide; the other "
-        "overlaps of tp_comm_overlap stay",
+        "turned off, W does not run with that collective; the other overlaps of tp_comm_overlap "
+        "stay",
         False,
         only_if=lambda options: getattr(options, "tp_comm_overlap", None),
     ),
     Translation(
         ("overlap_param_gather_with_optimizer_step",),
-        "turned off, it steps a rank's first chunk ahead of the others, and here ranks have one",
+        "turned off, it needs several chunks per rank",
         False,
         for_one_chunk=True,
     ),
     Translation(
         ("hybrid_override_pattern",),
-        "taken for hybrid_layer_pattern, its name now",
+        "renamed to hybrid_layer_pattern",
         renames="hybrid_layer_pattern",
     ),
     Translation(
         ("delay_wgrad_compute",),
-        "turned off, the weight gradients wait for a W already, and in a whole backward that runs "
-        "by layer plans for the exchange that they hide",
+        "turned off, W computes the weight gradients already",
         False,
     ),
     Translation(
         (BESIDE, "ep_overlap_early_attn_memory_release"),
-        "set aside, passes run whole and their exchanges are waited for: CUDA graphs, FP4 and "
-        "activations in host memory do not go with Megatron's layer plans here",
+        "ignored (no overlap) with CUDA graphs, FP4 or activation offloading",
         False,
         only_if=_has_no_layer_plans,
     ),
     Translation(
         ("fine_grained_activation_offloading",),
-        "part of the plan: auto decides which microbatches wait in host memory, whole stages of "
-        "them, and a schedule file says it; of other schedules none does",
+        "translated to offloading of whole stages, planned by auto or defined by a schedule file; "
+        "ignored by other schedules",
         False,
         offloads=True,
     ),
 )
-"""Every option of Megatron that a schedule takes for something else, and what it takes it for."""
+"""Options of Megatron that a schedule translates or ignores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +340,7 @@ def translate(options: Any, placement: Placement, layer_split: str | None = None
             continue
         said, outcome = rule.becomes, rule.outcome
         if rule.layers is not None and winner is not None:
-            said = f"set aside, {winner} says which stage has which layers"
+            said = f"ignored, {winner} defines the layers of each stage"
             outcome = Treatment.SET_ASIDE
         elif rule.layers is not None:
             try:
@@ -372,7 +370,7 @@ def _rename(options: Any) -> list[Notice]:
         (old,) = given
         if getattr(options, rule.renames, None) is not None:
             raise UnsupportedError(
-                f"{old} is the old name of {rule.renames}, and both are given: leave it out", old
+                f"{old} is the old name of {rule.renames}, and both are given: remove {old}", old
             )
         setattr(options, rule.renames, given[old])
         rule.clear(options)
@@ -393,7 +391,7 @@ def _check_one_decides(options: Any) -> None:
     if len(rules) > 1:
         names = " and ".join(written(rule.given(options)) for rule in rules)
         raise UnsupportedError(
-            f"{names} each say which stage has which layers: leave all but one out",
+            f"{names} each define the layers of each stage: remove all but one",
             *(name for rule in rules for name in rule.given(options)),
         )
 
@@ -407,8 +405,8 @@ def check_splits_nothing_else(args: Namespace, schedule: str) -> None:
         decides = rule.layers is not None or "num_layers_per_virtual_pipeline_stage" in rule.names
         if decides and rule.given(args):
             raise UnsupportedError(
-                f"{schedule} does not work with {written(rule.given(args))}: which stage "
-                f"has which layers is {SPLIT}'s to say: leave it out"
+                f"{schedule} does not support {written(rule.given(args))}, because {SPLIT} "
+                "defines the layers of each stage: remove one of them"
             )
 
 

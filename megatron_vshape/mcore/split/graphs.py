@@ -86,7 +86,7 @@ def capture_late(options: Any, planned_by: int) -> None:
         return
     if os.environ.get("RANK", "0") == "0":
         logger.info(
-            "cuda_graph_warmup_steps %d: made %d, since the order of the passes is planned anew "
+            "cuda_graph_warmup_steps %d: raised to %d, because the schedule is planned again "
             "before",
             options.cuda_graph_warmup_steps,
             planned_by,

@@ -221,7 +221,7 @@ def why_whole(layer: nn.Module) -> str | None:
     if getattr(layer, "ub_bulk_wgrad", False):
         return "its userbuffers hide an exchange behind it: leave tp_comm_bulk_wgrad out"
     if _quantizes(layer) and any(getattr(layer, name, False) for name in _GATHER_IN_B):
-        return f"{AS_IT_SHOULD}: what userbuffers gather for it quantized, they overwrite"
+        return f"{AS_IT_SHOULD}: userbuffers overwrite its quantized gathered input"
     return None
 
 
@@ -255,7 +255,7 @@ def _warn_of_gathered() -> None:
     """Tell that a layer keeps more than its rank's part of the sequence."""
     logger.warning(
         "weight gradients of quantized layers keep the gathered sequence until W: with FP8 and "
-        "sequence parallelism a split backward holds more than predicted"
+        "sequence parallelism a split backward stores more than predicted"
     )
 
 

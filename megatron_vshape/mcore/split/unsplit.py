@@ -18,7 +18,7 @@ from megatron_vshape.mcore.split.te_layers import AS_IT_SHOULD
 logger = logging.getLogger(__name__)
 
 SHOWN = 3
-"""So many layers are named for each reason; the others are counted."""
+"""Maximum layers named per reason; the others are counted."""
 
 
 def whole_layers(

@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_vshape.mcore.replaced import Replaced
 
 COUNTS = ("save_metrics_to_tracker", "save_loss_to_tracker")
-"""How Megatron names what counts a layer's losses for the log; the second up to 0.18."""
+"""Megatron's names of the tracker of layer losses; the second up to 0.18."""
 
 
 class _LaterLosses(torch.autograd.Function):

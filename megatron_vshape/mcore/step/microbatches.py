@@ -77,13 +77,13 @@ def given_iterators(data_iterator: Any, num_chunks: int) -> list[Any]:
     if len(iterators) != num_chunks:
         raise UnsupportedError(
             f"{len(iterators)} data iterators are given for the {num_chunks} model chunks of this "
-            "rank: give each chunk its own over the same microbatches, or one for all"
+            "rank: pass one iterator per chunk over the same microbatches, or one for all"
         )
     for each, readers in _readers(iterators).values():
         if readers > 1 and each is not None and not hasattr(each, "__next__"):
             raise UnsupportedError(
-                f"one {type(each).__name__} is given for {readers} model chunks, and is no "
-                "iterator whose microbatches they could share: give each chunk its own"
+                f"one {type(each).__name__} is given for {readers} model chunks, and it is not an "
+                "iterator that they could share: pass one iterator per chunk"
             )
     return iterators
 

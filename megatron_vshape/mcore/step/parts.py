@@ -25,7 +25,7 @@ from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.stage import Handler
 
 ForwardStep = Callable[..., Any]
-"""The trainer's function, which reads a microbatch and calls the model; or what stands for it."""
+"""The trainer's forward step function, or its replacement."""
 
 
 class Part:

@@ -24,12 +24,12 @@ from megatron_vshape.mcore.step.stage import loss_maker
 from megatron_vshape.mcore.step_state import Slice, unwrapped
 
 ALONG = ("input_ids", "position_ids", "labels", "loss_mask")
-"""What is [b, s], or ends in s, and is cut with the sequence."""
+"""Batch entries of shape [b, s] or [..., s], which are sliced with the sequence."""
 
 MASK = "attention_mask"
 
 LABELS, COUNTS = "labels", "loss_mask"
-"""What multi-token prediction has losses for, and which of them count: all where none is given."""
+"""Labels and loss mask of multi-token prediction: all tokens count without a mask."""
 
 
 class _Called(NamedTuple):
@@ -77,8 +77,9 @@ class Slices(Part):
         output, loss_function = step(iterator, noting)
         if noting.arguments is None or output is not noting.output:
             raise UnsupportedError(
-                "--pipeline-slices does not work with this script: its forward step must call the "
-                "model once and return what that returns; leave slices out"
+                "--pipeline-slices does not support this script: its forward step must call the "
+                "model "
+                "once and return its result. Change it, or remove --pipeline-slices"
             )
         self._calls[stage, part.microbatch] = _Called(noting.arguments, loss_function)
         return output, self._loss_function(stage, part)

@@ -37,7 +37,7 @@ class _Found(NamedTuple):
 
 PACKED = ("cu_seqlens", "cu_seqlens_q")
 BACKWARD_OF_ATTENTION = 2.5
-"""What attention's backward computes, in its forward's; it has no weights, so B does all of it."""
+"""Backward FLOPs of attention relative to forward; without weights, all of them are in B."""
 
 
 def lengths_of(item: Any, is_unpadded: bool) -> list[int] | None:
@@ -230,8 +230,8 @@ class Places:
             self._has_told = True
             gain = self.last.given_us / self.last.found_us - 1
             logger.warning(
-                "microbatches are unlike and take places where long ones hide: in this step that "
-                "is predicted to take %.1f %% less time than as they come (--pipeline-keep-order)",
+                "variable-length microbatches reordered; estimated step time -%.1f %% "
+                "(--pipeline-keep-order keeps their order)",
                 100 * gain / (1 + gain),
             )
         return self.last.order
