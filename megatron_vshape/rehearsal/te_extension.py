@@ -89,6 +89,11 @@ class _Absent:
     __ror__ = __or__
 
 
+def _attention_of(directory: Path) -> str:
+    file = Path(directory, "transformer_engine", "pytorch", "cpp_extensions", "fused_attn.py")
+    return file.read_text() if file.is_file() else ""
+
+
 def load(directory: Path, functions: Mapping[str, Callable[..., Any]]) -> Any:
     """Import Transformer Engine from `directory` and return its PyTorch package.
 
@@ -100,7 +105,10 @@ def load(directory: Path, functions: Mapping[str, Callable[..., Any]]) -> Any:
     extension: Any = Extension(EXTENSION)
     extension.__file__, extension.__spec__ = "none", None
     for name, members in ENUMERATIONS.items():
-        setattr(extension, name, enum.IntEnum(name, members.split(), start=0))
+        known = dict.fromkeys(members.split())
+        # Before 2.18 there was one more kind of fused attention.
+        known |= dict.fromkeys(re.findall(rf"{name}\.(NVTE_\w+)", _attention_of(directory)))
+        setattr(extension, name, enum.IntEnum(name, list(known), start=0))
     for name, function in functions.items():
         setattr(extension, name, function)
     for file in Path(directory, "transformer_engine", "pytorch").rglob("*.py"):
