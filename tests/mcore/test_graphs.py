@@ -16,6 +16,8 @@ from mcore.farm import Ended, Farm
 from mcore.graphs_on_cpu import POOL_ID, PRINTED
 from mcore.test_real_te import HOW, directories
 from megatron import core
+from megatron.core.transformer import cuda_graphs
+from torch import nn
 
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.placement import stages_of
@@ -27,6 +29,7 @@ from megatron_vshape.mcore.split.graphs import (
     capture_late,
     capture_order,
     cover_whole_layers,
+    covered,
 )
 from megatron_vshape.mcore.step.forward_backward import _check_captured
 from megatron_vshape.mcore.step_state import StepState
@@ -145,6 +148,24 @@ def test_the_order_is_the_programs_with_every_microbatch_once(name: str) -> None
         for each in order:
             open_of[abs(each)] += 1 if each > 0 else -1
             assert open_of[abs(each)] >= 0
+
+
+def test_stacks_of_layers_are_not_covered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron asks for its layers alone, though a stack, or a hybrid model, can be captured."""
+
+    class Graphable(nn.Module):
+        config = SimpleNamespace(cuda_graph_impl="transformer_engine")
+
+        def _get_submodules_under_cudagraphs(self) -> list[nn.Module]:
+            return [self]
+
+    monkeypatch.setattr(cuda_graphs, "_layer_is_graphable", lambda layer, config: True)
+    model, layer = Graphable(), Graphable()
+    layer.layer_number, layer.linear = 1, nn.Linear(1, 1)
+    model.layers, model.output_layer = nn.ModuleList([layer]), nn.Linear(1, 1)
+    for each in (model.layers, layer.linear, model.output_layer):
+        each.config = SimpleNamespace(cuda_graph_impl="none")
+    assert covered([model]) == {layer, layer.linear}
 
 
 class TestMemory:

@@ -54,6 +54,8 @@ def covered(chunks: Iterable[nn.Module]) -> set[nn.Module]:
     for chunk in chunks:
         for layer in chunk.modules():
             config = getattr(layer, "config", None)
+            if not hasattr(layer, "layer_number"):
+                continue  # stacks of layers can be captured too, for inference
             if captures_graphs(config) and cuda_graphs._layer_is_graphable(layer, config):
                 for module in layer._get_submodules_under_cudagraphs():
                     found.update(module.modules())
