@@ -105,8 +105,9 @@ def register(**options: Any) -> None:
     `layer_split` ("auto" or "N,N,..."), `vocab_parallel` (True or False), `slices` of every
     microbatch along its sequence, `profile_steps` (first, last),
     `keep_order` of unlike microbatches (True or False), `lengths`, a function of a microbatch that
-    returns those of its sequences, `trace_folder` and `timeout_seconds`. Where a program's main is
-    not yours to edit, the environment variable MEGATRON_VSHAPE holds the same:
+    returns those of its sequences, `split_graphs` ("off": CUDA graphs keep weight gradients in B),
+    `trace_folder` and `timeout_seconds`. Where a program's main is not yours to edit, the
+    environment variable MEGATRON_VSHAPE holds the same:
     "schedule=v-half,timeout_seconds=120".
 
     Raises:

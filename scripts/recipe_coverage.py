@@ -3,6 +3,7 @@
 others wait for.
 
     python scripts/recipe_coverage.py [--schedule v-half] [--file tests/data/bridge_recipes.json]
+    python scripts/recipe_coverage.py --graphs      whose CUDA graphs have weight gradients apart
 
 Every recipe's options go through the checks that a run begins with (`mcore/setup/checks.py`), as if
 Transformer Engine were installed. The ladder begins with recipes of which nothing has to be
@@ -13,9 +14,17 @@ others out, first that whose support would help most. A recipe is a library's, s
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
+from megatron_vshape.mcore.refusals import (
+    UnsupportedError,
+    captures_graphs,
+    check_split_graphs,
+    graph_scope,
+)
 from megatron_vshape.mcore.setup.recipes import examine, own_options
 from megatron_vshape.mcore.setup.translate import TRANSLATIONS
 
@@ -66,12 +75,50 @@ def _gain(needs: list[set[str]], have: set[str], more: str) -> tuple[int, int]:
     return _count(needs, have | {more}), sum(more in need for need in needs)
 
 
+def graphs_of(recipes: Iterable[dict]) -> Counter[str]:
+    """Count the recipes with CUDA graphs, by what keeps weight gradients of these in B, if any."""
+    found: Counter[str] = Counter()
+    for options in (recipe["options"] for recipe in recipes):
+        if options.get("cuda_graph_impl") == "full_iteration":
+            found["one graph of the iteration"] += 1
+        if not captures_graphs(SimpleNamespace(**options)):
+            continue
+        given = SimpleNamespace(**options | _precision(options.get("mixed_precision") or ""))
+        # A recipe does not say how many experts its model has.
+        given.num_moe_experts = options.get("expert_model_parallel_size", 1) > 1
+        try:
+            check_split_graphs(given)
+        except UnsupportedError as error:
+            found[str(error).partition("work with ")[2].partition(":")[0]] += 1
+            continue
+        has_linear = graph_scope(given) - {"moe_router", "moe_preprocess"}
+        found["split" if has_linear else "no linear layer in graphs"] += 1
+    return found
+
+
+def _precision(name: str) -> dict[str, str | None]:
+    """Return what Megatron-Bridge makes of a mixed precision, as far as graphs depend on it."""
+    recipes = {"current_scaling": "tensorwise", "mxfp8": "mxfp8", "subchannel": "blockwise"}
+    recipe = next((made for part, made in recipes.items() if part in name), "delayed")
+    return {
+        "fp4": "e2m1" if "nvfp4" in name else None,
+        "fp8": "hybrid" if "fp8" in name else None,
+        "fp8_recipe": recipe,
+    }
+
+
 def main() -> None:
-    """Print the ladder."""
+    """Print the ladder, or the counts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schedule", default="v-half", help="Default: %(default)s")
     parser.add_argument("--file", type=Path, default=RECIPES, help="Default: %(default)s")
+    parser.add_argument("--graphs", action="store_true", help="count those with CUDA graphs")
     options = parser.parse_args()
+    if options.graphs:
+        counts = graphs_of(json.loads(options.file.read_text())["recipes"])
+        for what, count in counts.most_common():
+            print(f"{count:4d} of {counts.total()}  {what}")
+        return
     needs = needs_of(json.loads(options.file.read_text())["recipes"], options.schedule)
     supported = len(TRANSLATIONS)
     for number, (what, count) in enumerate(ladder(needs)):

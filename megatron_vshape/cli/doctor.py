@@ -27,6 +27,7 @@ BY_FEATURE = {
     "--overlap-moe-expert-parallel-comm": ("LAYER_PLANS",),
     "--pipeline-vocab-parallel": ("VOCABULARY",),
     "--pipeline-slices": ("SLICES",),
+    "CUDA graphs of weight gradients (otherwise in B)": ("SPLIT_GRAPHS",),
 }
 """Tables of `mcore.refusals`: of any schedule, and of features."""
 

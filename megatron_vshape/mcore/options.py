@@ -221,6 +221,13 @@ class Options:
         "reorders them to shorten the step",
         default=False,
     )
+    split_graphs: str = _option(
+        "--pipeline-split-graphs auto|off",
+        Values("auto or off", lambda value: value in (AUTO, "off")),
+        "with --cuda-graph-impl transformer_engine, auto captures weight gradients in graphs of "
+        "their own, so that captured layers are split too; off leaves them in B. Default: auto.",
+        default=AUTO,
+    )
     lengths: Callable[[Any], Sequence[int]] | None = _option(
         "",
         Values("a function, which the keyword of register alone can give", callable, _no_function),

@@ -80,6 +80,7 @@ class By(StrEnum):
     POST_VALIDATION = "post-validation"
     VOCABULARY = "a shared vocabulary"
     SLICES = "microbatches in slices"
+    SPLIT_GRAPHS = "weight gradients in CUDA graphs of their own"  # not the run: they stay in B
 
 
 class Refusal(NamedTuple):
@@ -170,6 +171,27 @@ def _is_hybrid(options: Any) -> bool:
 GRAPH_SCOPES = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated")
 """How releases of Megatron name what of a layer CUDA graphs cover; the last is the parser's."""
 
+
+def graph_scope(options: Any) -> set[str]:
+    """Return the parts of a layer that CUDA graphs cover; none stands for all of it."""
+    found = (parts_of(getattr(options, name, None)) for name in GRAPH_SCOPES)
+    return next(filter(None, found), set()) - {"full"}
+
+
+def _verified(options: Any) -> bool:
+    recipe = getattr(options, "fp8_recipe", None) or "delayed"
+    return str(getattr(recipe, "value", recipe)) in ("delayed", "tensorwise", "blockwise")
+
+
+def _has_mamba(options: Any) -> bool:
+    return "M" in (getattr(options, "hybrid_layer_pattern", None) or "")
+
+
+def _captures_experts(options: Any) -> bool:
+    experts = getattr(options, "num_experts", None) or getattr(options, "num_moe_experts", None)
+    return bool(experts) and "moe" in (graph_scope(options) or {"moe"})
+
+
 BESIDE = "overlap_moe_expert_parallel_comm"
 """Megatron's option that lets an F run beside a backward, by its layer plans."""
 
@@ -216,6 +238,8 @@ _OF_WHOLE = (
     "--pipeline-slices 1"
 )
 _OWN_KEYS = "every slice has keys of its own number: leave it out"
+
+_UNVERIFIED = "equal gradients have not been verified with it: remove it to have W apart"
 
 _LENGTHS = "variable_seq_lengths (microbatches of unlike length)"
 _GRAPHS: dict[str, Any] = {
@@ -305,6 +329,31 @@ REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
         ),
     ),
     By.RECORDING: _each(_NEW_ORDER, *BATCH_SIZES, is_set=_is_given),
+    By.SPLIT_GRAPHS: (
+        Refusal(
+            "transformer_impl",
+            "Transformer Engine captures W of its own layers alone: use transformer_engine",
+            is_set=_is_one_of("local"),
+            shows_value=True,
+        ),
+        Refusal("fp4", _UNVERIFIED, **_FP4),
+        Refusal(
+            "fp8_recipe",
+            _UNVERIFIED,
+            holds=lambda options: bool(getattr(options, "fp8", None)) and not _verified(options),
+            flag="--fp8-recipe other than delayed, tensorwise and blockwise",
+        ),
+        *_each(_UNVERIFIED, "tp_comm_overlap", "use_transformer_engine_op_fuser"),
+        Refusal("experimental_attention_variant", _UNVERIFIED, is_set=_is_given),
+        Refusal("hybrid_layer_pattern", _UNVERIFIED, "Mamba layers", holds=_has_mamba),
+        Refusal(
+            "num_experts",
+            "their grouped GEMM is not captured apart: restrict --cuda-graph-modules to other "
+            "parts, such as attn moe_router moe_preprocess",
+            flag="experts in CUDA graphs",
+            holds=_captures_experts,
+        ),
+    ),
     By.LAYER_PLANS: (
         Refusal(
             "expert_model_parallel_size",
@@ -641,6 +690,24 @@ def captures_graphs(options: Any) -> bool:
     """Check whether arguments, or a config, request the CUDA graphs of Transformer Engine."""
     by_name = getattr(options, "cuda_graph_impl", None) == "transformer_engine"
     return by_name or bool(getattr(options, "external_cuda_graph", False))
+
+
+TE_OF_SPLIT_GRAPHS = "2.11.0"
+"""The first Transformer Engine that captures a W anywhere after its B."""
+
+
+def check_split_graphs(options: Any) -> None:
+    """Raise UnsupportedError for what keeps weight gradients of captured layers in B."""
+    what = "--pipeline-split-graphs auto"
+    _check(REFUSALS[By.SPLIT_GRAPHS], options, what)
+    from megatron.core.utils import get_te_version, is_te_min_version
+
+    release = str(get_te_version())
+    if release != "0.0.0" and not is_te_min_version(TE_OF_SPLIT_GRAPHS):  # 0: not installed
+        raise UnsupportedError(
+            f"{what} does not work with Transformer Engine {release}, which captures W right "
+            f"after B at best: use {TE_OF_SPLIT_GRAPHS} or later"
+        )
 
 
 def uses_stash(options: Any) -> bool:

@@ -66,6 +66,8 @@ class StepState:
     jobs: WeightJobs = field(default_factory=WeightJobs)
     running_chunk: int | None = None  # that Megatron's questions about "this stage" mean
     graph_memory: GraphMemory = field(default_factory=GraphMemory)
+    # While Transformer Engine captures F, B and W: a `split.graph_weights.Capture`.
+    capture: Any = None
     captured: Program | None = None  # whose passes CUDA graphs replay; no other can run then
     census: Census | None = None  # while a step's activation memory is measured: what passes leave
     late_checks: Checks | None = None  # while a step's passes run: keeps checks of losses

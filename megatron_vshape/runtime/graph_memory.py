@@ -51,7 +51,11 @@ class GraphMemory:
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether the tensor's data is in a graph's memory."""
-        return tensor.data_ptr() in self._segments
+        return self.owns(tensor.data_ptr())
+
+    def owns(self, address: int) -> bool:
+        """Return whether an address is in a graph's memory."""
+        return address in self._segments
 
     def kept(self, value: Any) -> Any:
         """Return what can be kept: a tensor, or a list of them, with a copy of what graphs hold."""

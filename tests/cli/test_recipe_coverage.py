@@ -37,6 +37,13 @@ def test_the_ladder(script: ModuleType) -> None:
     assert sum(script.SPLIT in need for need in needs) == 18
 
 
+def test_recipes_whose_graphs_are_split(script: ModuleType) -> None:
+    counts = script.graphs_of(json.loads(script.RECIPES.read_text())["recipes"])
+    assert counts.total() == 88
+    assert counts["split"] == 29
+    assert counts["--fp8-recipe other than delayed, tensorwise and blockwise"] == 14
+
+
 def test_counts_of_models_with_known_layers(script: ModuleType) -> None:
     splits: dict[str, set[str | None]] = {}
     for recipe in json.loads(script.RECIPES.read_text())["recipes"]:

@@ -18,6 +18,7 @@ import json
 import sys
 import types
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.mcore.split import graph_weights
 from megatron_vshape.runtime.graph_memory import GraphMemory
 from megatron_vshape.runtime.p2p import Transport
 
@@ -98,6 +100,7 @@ class Graph:
         with torch.no_grad():
             for function, args, options, results in self.records:
                 made, _ = tree_flatten(function(*args, **options))
+                _wait(made)
                 for result, value in zip(results, made, strict=True):
                     if result is not None:
                         result.copy_(value)
@@ -108,8 +111,24 @@ class Graph:
     def register_generator_state(self, state: Any) -> None: ...
 
 
+def _wait(made: list[Any]) -> None:
+    """Wait for exchanges: gloo's end on the host, where a stream of CUDA would wait."""
+    for each in made:
+        if isinstance(each, torch.ScriptObject):
+            torch.distributed.distributed_c10d.Work.unbox(each).wait()
+
+
+def _ended_work() -> torch.ScriptObject:
+    """Return an exchange that has ended: waiting for gloo's twice would copy its result again."""
+    future = torch.futures.Future()
+    future.set_result(None)
+    return torch._C._distributed_c10d._create_work_from_future(future).boxed()
+
+
 class _Recorder(TorchDispatchMode):
     """Runs what is computed, puts its results into the pool, and records it."""
+
+    runs = False
 
     def __init__(self, graph: Graph) -> None:
         super().__init__()
@@ -131,6 +150,8 @@ class _Recorder(TorchDispatchMode):
         made = function(*args, **options)
         given = {each.untyped_storage().data_ptr() for each in _tensors((args, options))}
         flat, form = tree_flatten(made)
+        _wait(flat)
+        flat = [_ended_work() if isinstance(x, torch.ScriptObject) else x for x in flat]
         results: list[Tensor | None] = []
         for at, each in enumerate(flat):
             is_new = isinstance(each, Tensor) and each.untyped_storage().data_ptr() not in given
@@ -151,7 +172,11 @@ def _tensors(value: Any) -> list[Tensor]:
 def capturing(graph: Graph, *unused: Any, **options: Any) -> Iterator[None]:
     """torch.cuda.graph."""
     with _Recorder(graph) as recorder:
-        yield
+        _Recorder.runs = True
+        try:
+            yield
+        finally:
+            _Recorder.runs = False
     recorder.undo()
 
 
@@ -303,6 +328,52 @@ class _Norm(torch.autograd.Function):
         return *torch.ops.aten.native_layer_norm_backward(*given), None
 
 
+def copy_nothing() -> None:
+    """Have W read static tensors, which TE lends to other microbatches."""
+    graph_weights.Capture._own = lambda capture, value: value
+
+
+def check_nothing() -> None:
+    """The same, unnoticed."""
+    copy_nothing()
+    graph_weights.Capture.check = lambda capture, memory: None
+
+
+def run_layer_by_layer() -> None:
+    """Have every layer run its own job of a W, when TE calls it."""
+    put, run = graph_weights.Capture.put, graph_weights.Capture._run
+
+    def put_apart(capture: Any, layer: Any, job: Any, parameters: Any) -> None:
+        job.of = layer
+        put(capture, layer, job, parameters)
+
+    def run_apart(capture: Any, layer: Any) -> None:
+        own, others = defaultdict(list), defaultdict(list)
+        for key, jobs in capture._jobs.items():
+            for each in jobs:
+                (own if each[0].of is layer else others)[key].append(each)
+        capture._jobs = own
+        run(capture, layer)
+        capture._jobs = others
+
+    graph_weights.Capture.put, graph_weights.Capture._run = put_apart, run_apart
+
+
+def capture_last_whole() -> None:
+    """Capture a chunk's last whole backward as one, where it runs as B, then W."""
+    order = graph_weights.layer_order
+    graph_weights.layer_order = lambda *given: order(*given[:3])
+
+
+CARELESS = {
+    "static tensors": copy_nothing,
+    "static tensors, unnoticed": check_nothing,
+    "layer by layer": run_layer_by_layer,
+    "last whole": capture_last_whole,
+}
+"""What makes other numbers, by what a run is given."""
+
+
 def watch_messages() -> None:
     """Fail where a gradient is written to after it has been sent, within its step.
 
@@ -348,6 +419,7 @@ def start(rank: int, given: Any) -> None:
     random.CudaRNGStatesTracker.fork = forked
     torch.cuda.CUDAGraph, torch.cuda.graph = Graph, capturing
     torch.cuda.memory_snapshot = lambda *unused: pool.segments()
+    torch.cuda.is_current_stream_capturing = lambda: _Recorder.runs
     if cuda_graphs.HAVE_TE_GRAPHS:
         from transformer_engine.pytorch import graph
         from transformer_engine.pytorch.attention.dot_product_attention import (
@@ -380,7 +452,9 @@ def start(rank: int, given: Any) -> None:
             sys.modules[name] = types.ModuleType(name)  # asked whether it is there
     cuda_graphs.make_graphed_callables = _printing(cuda_graphs.make_graphed_callables)
     watch_messages()
-    if given in ("messages", "jobs"):
+    if given in CARELESS:
+        CARELESS[given]()
+    elif given in ("messages", "jobs"):
         kept, careless = GraphMemory.kept, {"messages": Tensor, "jobs": list}[given]
         GraphMemory.kept = lambda memory, value: (
             value if isinstance(value, careless) else kept(memory, value)

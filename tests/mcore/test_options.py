@@ -34,6 +34,7 @@ GIVEN: dict[str, tuple[str, Any]] = {
     "post_validates": ("true", True),
     "slices": ("4", 4),
     "keep_order": ("true", True),
+    "split_graphs": ("off", "off"),
 }
 """By option a text, and the value that it says."""
 
@@ -51,6 +52,7 @@ NONE: dict[str, list[Any]] = {
     "slices": [0, 2.5, "many"],
     "keep_order": ["yes", 1],
     "lengths": ["long", 5],
+    "split_graphs": ["on", True],
 }
 
 

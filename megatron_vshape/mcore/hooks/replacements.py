@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import module as transformer_module
 
@@ -31,9 +32,12 @@ from megatron_vshape.mcore.refusals import (
     refused_model,
     refusing,
 )
-from megatron_vshape.mcore.split.graphs import capture_order
+from megatron_vshape.mcore.setup.pipeline import Pipeline
+from megatron_vshape.mcore.split import graph_weights
+from megatron_vshape.mcore.split.graphs import capture_order, covered, passes_of
 from megatron_vshape.mcore.split.local_layers import TorchFusedKernels, make_split_linear
 from megatron_vshape.mcore.split.sliced_tokens import TokensOfSlice
+from megatron_vshape.mcore.step.gradient_sync import overlaps_grad_reduce
 from megatron_vshape.mcore.step.late_checks import can_wait
 
 Function = Callable[..., Any]
@@ -107,16 +111,32 @@ def convert_schedule_table_to_order(
 @replaces
 def create_cudagraphs(session: Session, original: Function, helper: Any) -> None:
     """Capture while nothing else asks the device, and find out which memory graphs have."""
-    if session.pipeline is None:
+    pipeline = session.pipeline
+    if pipeline is None:
         original(helper)
         return
-    session.own_runner(session.pipeline).rest()
+    session.own_runner(pipeline).rest()
+    capture = _capture_of_weights(pipeline, helper) if pipeline.splits_graphs else None
     session.captures = True
     try:
-        original(helper)
+        with graph_weights.capturing(helper, capture, session.step):
+            original(helper)
     finally:
         session.captures = False
-    session.step.graph_memory.look()
+
+
+def _capture_of_weights(pipeline: Pipeline, helper: Any) -> graph_weights.Capture:
+    """Return what has the helper capture weight gradients where the rank's passes run them."""
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    stages = pipeline.stage_map.stages(rank)[: helper.num_model_chunks]
+    program = pipeline.planner.training(get_num_microbatches()).program
+    overlaps = pipeline.overlaps_grad_reduce or overlaps_grad_reduce(helper.model[0])
+    return graph_weights.Capture(
+        helper.callables_per_chunk,
+        covered(helper.model),
+        passes_of(program, rank, stages),
+        splits_last=overlaps and not pipeline.choice.keeps_backward_whole,
+    )
 
 
 @replaces

@@ -145,7 +145,12 @@ class Session:
         with refusing_together():
             self._check_model(self.pipeline, model)
             given_iterators(call["data_iterator"], len(model))
-            configure.prepare_layers(self.step, model, self.pipeline.choice.most_slices)
+            configure.prepare_layers(
+                self.step,
+                model,
+                self.pipeline.choice.most_slices,
+                self.pipeline.splits_graphs,
+            )
         with refusing():
             if not self.has_opened:
                 tokens = call["seq_length"] * call["micro_batch_size"]

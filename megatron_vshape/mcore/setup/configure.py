@@ -277,10 +277,13 @@ def _num_microbatches(args: Namespace) -> int:
     return max(microbatches, 1)
 
 
-def prepare_layers(state: StepState, chunks: Sequence[nn.Module], slices: int = 1) -> None:
+def prepare_layers(
+    state: StepState, chunks: Sequence[nn.Module], slices: int = 1, splits_graphs: bool = False
+) -> None:
     """Have the chunks' linear layers put their weight gradients off, and name them in traces.
 
-    And their attention and routers take slices, if there are several of a microbatch.
+    And their attention and routers take slices, if there are several of a microbatch. Layers that
+    CUDA graphs cover keep theirs in B, unless graphs are split too.
 
     Raises:
         StoreError: Transformer Engine's layers are not as this package knows them.
@@ -291,6 +294,8 @@ def prepare_layers(state: StepState, chunks: Sequence[nn.Module], slices: int = 
         sliced_attention.install(state, chunks)
         sliced_router.install(state, chunks)
     whole = graphs.covered(chunks)
+    if splits_graphs:
+        whole = {each for each in whole if not te_layers.is_splittable(each)}
     te_layers.install(state, chunks, whole)
     for chunk in chunks:
         mark_gathered(chunk)

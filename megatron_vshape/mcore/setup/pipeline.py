@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +13,12 @@ from megatron_vshape.mcore.layout.layer_split import Split, split_layers
 from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.layout.stages import StageLayout
 from megatron_vshape.mcore.options import Options
-from megatron_vshape.mcore.refusals import BESIDE, captures_graphs
+from megatron_vshape.mcore.refusals import (
+    BESIDE,
+    UnsupportedError,
+    captures_graphs,
+    check_split_graphs,
+)
 from megatron_vshape.mcore.setup.checks import Check, check_stages, take_options
 from megatron_vshape.mcore.setup.choice import Choice, choice_for
 from megatron_vshape.mcore.setup.one_planner import OnePlanner
@@ -19,6 +26,8 @@ from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.setup.recompute_checks import setting_of
 from megatron_vshape.mcore.setup.translate import tell
 from megatron_vshape.mcore.split import graphs
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +42,7 @@ class Pipeline:
     by_layers: bool = False  # training passes run by Megatron's layer plans, some beside others
     tries: bool = False  # its plan beside others, for some steps each, once costs are measured
     recomputed_inputs: tuple[str, ...] = ()  # modules that B computes anew and W holds on to
+    splits_graphs: bool = False  # CUDA graphs are captured of F, B and W, not of F and BW
 
     @property
     def choice(self) -> Choice:
@@ -81,8 +91,9 @@ def pipeline_of(
     split = _split(model, choice, options, microbatches, once)
     stage_map = StageMap(choice.placement, split.layers, multi_token.num_predicting(model))
     check_stages(model, choice, stage_map, may_offload, ties_ends is True)
+    splits_graphs = _splits_graphs(model, options)
     choice = replace(
-        _of_model(choice, model, split, stage_map),
+        _of_model(choice, model, split, stage_map, splits_graphs),
         ties_ends=ties_ends is not False,
         kernels=kernels,
         may_offload=may_offload,
@@ -98,6 +109,7 @@ def pipeline_of(
         choice.may_join,
         choice.name == AUTO and options.profile_steps is not None and not captures_graphs(model),
         recomputed_inputs(model),
+        splits_graphs,
     )
 
 
@@ -108,6 +120,19 @@ def _counts_losses(model: Any) -> bool:
     """
     names = "logits_save_dir", "logits_load_dir"
     return any(getattr(model, name, None) is not None for name in names)
+
+
+def _splits_graphs(model: Any, options: Options) -> bool:
+    """Return whether CUDA graphs are captured of W apart; log why not, once for all ranks."""
+    if not captures_graphs(model) or options.split_graphs != AUTO:
+        return False
+    try:
+        check_split_graphs(model)
+    except UnsupportedError as error:
+        if os.environ.get("RANK", "0") == "0":
+            logger.warning("captured layers compute their weight gradients in B: %s", error)
+        return False
+    return True
 
 
 def _split(
@@ -147,7 +172,9 @@ def _question(choice: Choice, options: Options, microbatches: int | None) -> Que
     )
 
 
-def _of_model(choice: Choice, model: Any, split: Split, stage_map: StageMap) -> Choice:
+def _of_model(
+    choice: Choice, model: Any, split: Split, stage_map: StageMap, splits_graphs: bool
+) -> Choice:
     """Return the choice with what the model's options and the layers of its stages say."""
     return replace(
         choice,
@@ -158,7 +185,11 @@ def _of_model(choice: Choice, model: Any, split: Split, stage_map: StageMap) -> 
         keeps_backward_whole=getattr(model, "recompute_granularity", None) == "full",
         recomputes="" if choice.plans_by_costs or choice.recompute else setting_of(model),
         # Where costs make the order they say how short those W are, and `lower` joins the rest.
-        whole_stages=frozenset() if choice.plans_by_costs else _whole_stages(model, stage_map),
+        whole_stages=(
+            frozenset()
+            if choice.plans_by_costs or splits_graphs
+            else _whole_stages(model, stage_map)
+        ),
         hides=model.tensor_model_parallel_size > 1 and _is_local(model),
         may_join=bool(getattr(model, BESIDE, False)),
     )

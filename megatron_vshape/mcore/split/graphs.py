@@ -2,7 +2,7 @@
 
 TE captures the F and the B of every layer and microbatch once, in the order in which they are going
 to run, and replays them. A replayed B computes the weight gradients too: what a graph covers is not
-split, from the first step on, and the rest of the model is split as ever.
+split, from the first step on, unless `graph_weights` has TE capture weight gradients apart.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core.transformer import cuda_graphs
 from torch import nn
@@ -18,9 +18,8 @@ from torch import nn
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.program.instructions import Program, Run
 from megatron_vshape.mcore.refusals import (
-    GRAPH_SCOPES,
     captures_graphs,
-    parts_of,
+    graph_scope,
 )
 
 logger = logging.getLogger(__name__)
@@ -30,7 +29,7 @@ def cover_whole_layers(options: Any) -> bool:
     """Return whether the graphs cover every linear layer of every layer of the model."""
     if not captures_graphs(options):
         return False
-    scope = _scope(options)
+    scope = graph_scope(options)
     if not scope:
         return True
     experts = getattr(options, "num_experts", None) or getattr(options, "num_moe_experts", None)
@@ -39,12 +38,6 @@ def cover_whole_layers(options: Any) -> bool:
     if not experts or not all_have_experts:
         needed.add("mlp")
     return needed <= scope and getattr(options, "hybrid_layer_pattern", None) is None
-
-
-def _scope(options: Any) -> set[str]:
-    """Return the parts of a layer that are covered; none stands for all of it."""
-    found = (parts_of(getattr(options, name, None)) for name in GRAPH_SCOPES)
-    return next(filter(None, found), set()) - {"full"}
 
 
 def covered(chunks: Iterable[nn.Module]) -> set[nn.Module]:
@@ -62,23 +55,35 @@ def covered(chunks: Iterable[nn.Module]) -> set[nn.Module]:
     return found
 
 
-def capture_order(program: Program, rank: int, stages: Sequence[int]) -> list[int]:
-    """Return a rank's passes as TE takes them: a chunk's number from 1 for F, minus that for B.
+class ChunkPass(NamedTuple):
+    """A pass of a rank: its type, its chunk on the rank and its microbatch."""
 
-    `stages` are the rank's. The microbatches of a chunk come in turn, so that a number says which
-    one it is. W is no part of a graph, and a whole backward is one B.
+    kind: Kind
+    chunk: int
+    microbatch: int
+
+
+def passes_of(program: Program, rank: int, stages: Sequence[int]) -> list[ChunkPass]:
+    """List the passes of a rank's `stages`, in the order of the program."""
+    chunk_of = {stage: at for at, stage in enumerate(stages)}
+    return [
+        ChunkPass(work.kind, chunk_of[work.stage], work.microbatch)
+        for each in program.instructions[rank]
+        for work in (each.passes if isinstance(each, Run) else ())
+        if work.stage in chunk_of
+    ]
+
+
+def capture_order(program: Program, rank: int, stages: Sequence[int]) -> list[int]:
+    """List a rank's passes as Megatron has them for TE: a chunk's number for F, -number for B.
+
+    Chunks are the rank's `stages`, counted from 1. The microbatches of a chunk come in turn, so
+    that a number says which one it is. W is no part of it, and a whole backward is one B.
     """
-    number = {stage: at for at, stage in enumerate(stages, 1)}
     order = []
-    for each in program.instructions[rank]:
-        for work in each.passes if isinstance(each, Run) else ():
-            if work.stage not in number:
-                continue
-            does, chunk = work.kind.does, number[work.stage]
-            if Kind.F in does:
-                order.append(chunk)
-            if Kind.B in does:
-                order.append(-chunk)
+    for work in passes_of(program, rank, stages):
+        does, number = work.kind.does, work.chunk + 1
+        order += [number] * (Kind.F in does) + [-number] * (Kind.B in does)
     return order
 
 
@@ -88,8 +93,8 @@ def capture_late(options: Any, planned_by: int) -> None:
         return
     if os.environ.get("RANK", "0") == "0":
         logger.info(
-            "cuda_graph_warmup_steps %d: raised to %d, because the schedule is planned again "
-            "before",
+            "cuda_graph_warmup_steps %d: raised to %d, because graphs are captured in the final "
+            "order of passes. Passes are measured before that, launches from Python included",
             options.cuda_graph_warmup_steps,
             planned_by,
         )

@@ -130,7 +130,8 @@ def _gather_in_w_alone(layer: type[nn.Module]) -> None:
         def preprocess(
             saved: Any, *args: Any, upstream: Any = original.__func__, **options: Any
         ) -> Any:
-            if is_open() and isinstance(getattr(saved, "wgrad_store", None), JobStore):
+            store = getattr(saved, "wgrad_store", None)
+            if isinstance(store, JobStore) and store.delay_wgrad_compute():
                 _forget_gather(saved)
             return upstream(saved, *args, **options)
 
@@ -283,8 +284,11 @@ class JobStore:
     def delay_wgrad_compute(self) -> bool:
         """Return whether TE is to hand the weight gradient over.
 
-        In F it must hear yes, since it then keeps the store for B.
+        In F the answer is yes, since TE then keeps the store for B. While TE captures CUDA graphs,
+        no bucket is open: yes makes TE capture a W.
         """
+        if self.state.capture is not None:
+            return bool(self.state.capture.splits(self.layer))
         return is_open() or (self.state.splits_backward and not _runs_backward())
 
     def put(self, tensor_list: list[Any], func: Gemm) -> None:
@@ -304,7 +308,10 @@ class JobStore:
             sums = () if layer.fuse_wgrad_accumulation else weights
             compute = partial(_run, func, sums, biases)
         job = GatheringJob(compute, tensors, sources)
-        self.state.defer(job, [*weights, *biases])
+        if self.state.capture is None:
+            self.state.defer(job, [*weights, *biases])
+        else:
+            self.state.capture.put(layer, job, [*weights, *biases])
 
     def pop(self) -> None:
         """Refuse: TE's own backward_dw does not know which microbatch it is for."""

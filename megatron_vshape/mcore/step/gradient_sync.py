@@ -53,7 +53,7 @@ class GradientSync:
         """
         self._config = config
         self._model = model
-        wants = pipeline.overlaps_grad_reduce or _overlaps(model[0])
+        wants = pipeline.overlaps_grad_reduce or overlaps_grad_reduce(model[0])
         self.overlaps = wants and not forward_only
         self._splits_last = not pipeline.choice.keeps_backward_whole
         self._left = [num_microbatches] * len(model)
@@ -180,6 +180,6 @@ def _overlap(model: Sequence[nn.Module], is_on: bool) -> Iterator[None]:
         yield
 
 
-def _overlaps(chunk: nn.Module) -> bool:
+def overlaps_grad_reduce(chunk: nn.Module) -> bool:
     """Return whether the chunk's DDP is to reduce gradients during the backward."""
     return bool(getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False))

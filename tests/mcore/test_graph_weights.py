@@ -1,0 +1,368 @@
+"""CUDA graphs of F, B and W, captured by Transformer Engine's own Python in graphs_on_cpu."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from mcore.farm import Ended, Farm
+from mcore.test_graphs import GRAPHS, MODEL, MODULES, PLUGIN, assert_same_numbers, captured_orders
+from mcore.test_real_te import HOW, directories
+from mcore.test_te_training import EXPERTS, LATENT, MODELS
+from packaging.version import Version
+from torch import nn
+
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.placement import stages_of
+from megatron_vshape.core.paper.catalogue import NAMES
+from megatron_vshape.mcore.options import Options
+from megatron_vshape.mcore.refusals import UnsupportedError, check_split_graphs
+from megatron_vshape.mcore.setup.choice import Choice
+from megatron_vshape.mcore.setup.pipeline import _splits_graphs
+from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.split.graph_weights import Capture, layer_order, replayed
+from megatron_vshape.mcore.split.graphs import ChunkPass, passes_of
+from megatron_vshape.mcore.split.te_layers import JobStore, StoreError
+from megatron_vshape.mcore.step_state import StepState
+from megatron_vshape.runtime.gathering_job import GatheringJob
+
+TE = "--transformer-impl transformer_engine --attention-backend unfused"
+EIGHT_RANKS = (
+    "--pipeline-model-parallel-size 4 --num-layers 16 --use-distributed-optimizer "
+    "--overlap-grad-reduce"
+)
+TWO = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
+SHARED_SEQUENCE = f"{TWO} --sequence-parallel"
+RECOMPUTES = MODELS["selective recompute"]
+
+
+class Trained:
+    """Trains with Transformer Engine's Python, every set of flags without graphs once."""
+
+    def __init__(self, farm: Farm) -> None:
+        self._farm = farm
+        self._plain: dict[tuple[Any, ...], Ended] = {}
+
+    def __call__(
+        self,
+        schedule: str,
+        more: str = "",
+        *,
+        modules: str = "",
+        ranks: int = 4,
+        fused: bool = False,
+        given: str | None = None,
+    ) -> tuple[Ended, Ended]:
+        """Return a run with graphs of W, and the same without any graphs."""
+        flags = f"--pipeline-schedule {schedule} {TE} {MODEL} {more}".split()
+        scope = [MODULES, *modules.split()] if modules else []
+        without = ("--no-gradient-accumulation-fusion",) if fused else ()
+        graphs = [*GRAPHS.split(), *scope]
+        ours = self._farm.run(ranks, *flags, *graphs, plugin=PLUGIN, without=without, given=given)
+        key = schedule, more, ranks, fused
+        if key not in self._plain:
+            self._plain[key] = self._farm.run(ranks, *flags, without=without).check()
+        return ours, self._plain[key]
+
+
+@pytest.fixture(
+    scope="module", params=directories() or [pytest.param("", marks=pytest.mark.skip(reason=HOW))]
+)
+def trained(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Trained]:
+    farm = Farm(tmp_path_factory.mktemp("graphs"), transformer_engine=request.param)
+    yield Trained(farm)
+    farm.close()
+
+
+slow = pytest.mark.slow
+
+
+class TestTraining:
+    @pytest.mark.parametrize(
+        ("schedule", "more", "options"),
+        [
+            ("v-half", "", {}),
+            ("v-half", SHARED_SEQUENCE, {}),
+            pytest.param("v-half", TWO, {}, marks=slow),
+            pytest.param("v-half", "", {"fused": True}, marks=slow),
+            pytest.param("v-zb", "", {"modules": "attn"}, marks=slow),
+            pytest.param("v-min", "", {"modules": "mlp"}, marks=slow),
+            pytest.param("zb-h1", "", {}, marks=slow),
+            pytest.param("zb-h2", "", {"modules": "mlp"}, marks=slow),
+            pytest.param("1f1b-v", "", {}, marks=slow),
+            pytest.param("v-half", EIGHT_RANKS, {"ranks": 8, "fused": True}, marks=slow),
+        ],
+    )
+    def test_replays_make_the_numbers_of_the_passes(
+        self, trained: Trained, schedule: str, more: str, options: dict[str, Any]
+    ) -> None:
+        ours, plain = trained(schedule, more, **options)
+        assert_same_numbers(ours.check(), plain)
+        assert all(-1.5 in order for order in captured_orders(ours))
+        assert "a CUDA graph replays them with B" not in ours.output[0]
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        ("more", "modules"),
+        [
+            (EXPERTS, "attn moe_router moe_preprocess"),
+            (f"{EXPERTS} --moe-shared-expert-intermediate-size 32", "moe_router moe_preprocess"),
+            (LATENT, "attn"),
+            ("--mtp-num-layers 1", ""),
+            ("--hybrid-layer-pattern *-*-*-*-", ""),
+            (RECOMPUTES, ""),
+        ],
+    )
+    def test_other_models(self, trained: Trained, more: str, modules: str) -> None:
+        ours, plain = trained("v-half", more, modules=modules)
+        assert_same_numbers(ours.check(), plain)
+        assert all(any(each != int(each) for each in order) for order in captured_orders(ours))
+
+    @pytest.mark.slow
+    def test_without_linear_layers_there_is_no_w(self, trained: Trained) -> None:
+        ours, plain = trained("v-half", EXPERTS, modules="moe_router moe_preprocess")
+        assert_same_numbers(ours.check(), plain)
+        assert all(each == int(each) for order in captured_orders(ours) for each in order)
+
+
+class TestHazards:
+    """What makes other numbers, or ends the run, where the code did not mind it."""
+
+    def test_a_w_that_reads_static_tensors_ends_the_run(self, trained: Trained) -> None:
+        ours, _ = trained("v-half", given="static tensors")
+        assert ours.codes != [0] * 4
+        assert any("may be overwritten before W" in text for text in ours.output)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        ("more", "options"),
+        [
+            ("", {"given": "static tensors, unnoticed"}),
+            (SHARED_SEQUENCE, {"given": "layer by layer"}),
+            (
+                EIGHT_RANKS,
+                {"given": "last whole", "ranks": 8, "fused": True},
+            ),
+        ],
+    )
+    def test_numbers_are_others(self, trained: Trained, more: str, options: dict[str, Any]) -> None:
+        ours, plain = trained("v-half", more, **options)
+        mine, theirs = ours.check().merged("parameters"), plain.merged("parameters")
+        assert any(not torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def _rows(name: str, ranks: int, microbatches: int) -> list[tuple[int, list[ChunkPass]]]:
+    """Return of every rank of a schedule how many chunks and which passes it has."""
+    planner = Planner(Choice(ranks, name))
+    program = planner.training(microbatches).program
+    stages = stages_of(planner.choice.placement, ranks)
+    return [(len(own), passes_of(program, rank, own)) for rank, own in enumerate(stages)]
+
+
+class TestOrder:
+    @pytest.mark.parametrize("splits_last", [False, True])
+    @pytest.mark.parametrize("name", NAMES)
+    def test_every_layer_and_microbatch_has_f_then_b_then_w(
+        self, name: str, splits_last: bool
+    ) -> None:
+        for chunks, passes in _rows(name, 4, 8):
+            order = layer_order(passes, [[True, True]] * chunks, 8, splits_last)
+            place = {each: at for at, each in enumerate(order)}
+            assert len(place) == len(order) == 3 * 2 * chunks * 8
+            for number in range(1, 2 * chunks * 8 + 1):
+                assert place[number] < place[-number] < place[-number - 0.5]
+
+    def test_passes_become_layers(self) -> None:
+        f, b, w, bw = Kind.F, Kind.B, Kind.W, Kind.BW
+        passes = [
+            ChunkPass(kind, 0, microbatch)
+            for kind, microbatch in (
+                (f, 0),
+                (f, 1),
+                (b, 0),
+                (b, 1),
+                (w, 1),
+                (f, 2),
+                (w, 0),
+                (bw, 2),
+            )
+        ]
+        # Three microbatches of two layers; the W of the second comes first.
+        start = [1, 2, 3, 4, -2, -1, -4, -3, -4.5, -3.5, 5, 6, -2.5, -1.5]
+        assert layer_order(passes, [[True, True]], 3) == [*start, -6, -6.5, -5, -5.5]
+        split = layer_order(passes, [[True, True]], 3, splits_last=True)
+        assert split == [*start, -6, -5, -6.5, -5.5]
+
+    def test_layers_without_linear_layers_have_no_w(self) -> None:
+        passes = [ChunkPass(kind, 0, 0) for kind in (Kind.F, Kind.B, Kind.W)]
+        order = layer_order(passes, [[False, True]], 1)
+        assert order == [1, 2, -2, -1, -2.5]
+
+    def test_chunks_are_numbered_one_after_the_other(self) -> None:
+        passes = [ChunkPass(Kind.F, 1, 0), ChunkPass(Kind.F, 0, 0)]
+        assert layer_order(passes, [[True] * 3, [True] * 2], 1) == [4, 5, 1, 2, 3]
+
+
+class _Store(JobStore):
+    def __init__(self) -> None:
+        """Be one of ours, of no layer."""
+
+
+class _Linear(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.wgrad_store = _Store()
+        self.weight.main_grad = self.bias.main_grad = torch.zeros(2)
+
+
+class TestCapture:
+    @pytest.mark.parametrize("called", [(0, 1), (1, 0)])
+    def test_jobs_of_a_w_run_in_the_order_of_b_whichever_layer_is_called_first(
+        self, monkeypatch: pytest.MonkeyPatch, called: tuple[int, ...]
+    ) -> None:
+        layer, ran = nn.Sequential(_Linear(), _Linear()), list[int]()
+        passes = [ChunkPass(kind, 0, 0) for kind in (Kind.F, Kind.B, Kind.W)]
+        capture = Capture([[layer]], {*layer.modules()}, passes, False)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with capture.active(StepState()):
+            capture._begin_backward((layer, 0), set(), layer(torch.ones(2)))
+            for at in (1, 0):
+                capture.put(layer[at], GatheringJob(partial(ran.append, at), [], []), [])
+            for at in called:
+                layer[at].backward_dw()
+        assert ran == [1, 0]
+        assert not hasattr(layer[0], "backward_dw")
+
+    def test_jobs_keep_copies_of_static_tensors_alone(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        layer = nn.Sequential(_Linear())
+        capture = Capture([[layer]], {*layer.modules()}, [], False)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        given, made, gradient = torch.ones(2), torch.ones(4), torch.ones(2)
+        job = GatheringJob(lambda *unused: None, [given[:1], made, [gradient]], [None] * 3)
+        with capture.active(StepState()):
+            capture._begin_backward((layer, 0), {given.data_ptr()}, gradient)
+            capture.put(layer[0], job, [])
+        given.zero_()
+        gradient.zero_()
+        assert [each.tolist() for each in (job.tensors[0], *job.tensors[2])] == [[1], [1, 1]]
+        assert job.tensors[1] is made
+        assert capture.copies == 2
+        assert capture.most_kept == 4 + 16 + 8
+
+    def test_a_parameter_without_main_grad(self) -> None:
+        layer = nn.Sequential(_Linear())
+        del layer[0].weight.main_grad
+        capture = Capture([[layer]], {*layer.modules()}, [], False)
+        with pytest.raises(StoreError, match="a parameter has none"):
+            capture.make(lambda *unused, **options: None, (layer,), [()])
+
+    def test_a_frozen_layer_has_no_w(self) -> None:
+        layer = nn.Sequential(_Linear().requires_grad_(False), _Linear())
+        capture = Capture([[layer]], {*layer.modules()}, [], False)
+        assert [capture.splits(each) for each in layer] == [False, True]
+
+
+class _Graph:
+    """A graphed callable whose W counts how often it is replayed."""
+
+    def __init__(self) -> None:
+        self.weights_run = 0
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x * 2, x.detach()
+
+    def backward_dw(self) -> None:
+        self.weights_run += 1
+
+    def reset(self) -> None: ...
+
+
+class TestReplays:
+    def test_b_leaves_w_to_the_schedule(self) -> None:
+        state, graph = StepState(), _Graph()
+        run = replayed(state, graph, [])
+        output, _ = run(torch.ones(2, requires_grad=True))
+        with state.jobs.collect("B"):
+            output.sum().backward()
+        assert graph.weights_run == 0
+        state.jobs.run("B")
+        assert graph.weights_run == 1
+
+    def test_a_whole_backward_runs_it_at_once(self) -> None:
+        graph = _Graph()
+        output, _ = replayed(StepState(), graph, [])(torch.ones(2, requires_grad=True))
+        output.sum().backward()
+        assert graph.weights_run == 1
+
+    def test_without_gradients_there_is_no_w(self) -> None:
+        graph = _Graph()
+        with torch.no_grad():
+            replayed(StepState(), graph, [])(torch.ones(2))
+        assert graph.weights_run == 0
+
+
+UNVERIFIED = "equal gradients have not been verified"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local: Transformer Engine alone"),
+        ({"transformer_impl": "local"}, "--transformer-impl local: Transformer Engine captures"),
+        ({"fp4": "e2m1"}, f"--fp4-format: {UNVERIFIED}"),
+        ({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, f"--fp8-recipe other than .*: {UNVERIFIED}"),
+        ({"tp_comm_overlap": True}, f"--tp-comm-overlap: {UNVERIFIED}"),
+        ({"use_transformer_engine_op_fuser": True}, f"op-fuser: {UNVERIFIED}"),
+        ({"hybrid_layer_pattern": "M*-|M*-"}, f"Mamba layers: {UNVERIFIED}"),
+        ({"num_moe_experts": 8}, "experts in CUDA graphs: their grouped GEMM"),
+        ({"num_experts": 8, "cuda_graph_modules": ["attn", "moe"]}, "experts in CUDA graphs"),
+    ],
+)
+def test_what_they_do_not_work_with(given: dict[str, object], said: str) -> None:
+    options = SimpleNamespace(**{"cuda_graph_impl": "transformer_engine"} | given)
+    with pytest.raises(UnsupportedError, match=f"auto does not work with .*{said}"):
+        check_split_graphs(options)
+
+
+def test_what_they_work_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = SimpleNamespace(
+        cuda_graph_impl="transformer_engine",
+        num_experts=8,
+        cuda_graph_modules=["attn"],
+        fp8="hybrid",
+        fp8_recipe="tensorwise",
+    )
+    check_split_graphs(options)
+    monkeypatch.setattr("megatron.core.utils._te_version", Version("2.10.0"))
+    with pytest.raises(UnsupportedError, match="Transformer Engine 2.10.0, which captures W right"):
+        check_split_graphs(options)
+
+
+@pytest.mark.parametrize(
+    ("given", "asked", "splits", "said"),
+    [
+        ({}, "auto", True, ""),
+        ({}, "off", False, ""),
+        ({"cuda_graph_impl": "none"}, "auto", False, ""),
+        ({"fp4": "e2m1"}, "auto", False, "captured layers compute their weight gradients in B"),
+    ],
+)
+def test_what_keeps_them_in_b_is_logged(
+    caplog: pytest.LogCaptureFixture,
+    given: dict[str, object],
+    asked: str,
+    splits: bool,
+    said: str,
+) -> None:
+    options = SimpleNamespace(**{"cuda_graph_impl": "transformer_engine"} | given)
+    assert _splits_graphs(options, Options(split_graphs=asked)) is splits
+    assert bool(said) == bool(caplog.text)
+    assert said in caplog.text
