@@ -16,7 +16,7 @@ fails. PYTHON sets the interpreter. On a GPU with less memory, models that are t
 TEXT
 }
 
-commands=(splitting graphs trainer nccl offload sizes)
+commands=(graph-weights splitting graphs trainer nccl offload sizes)
 
 run_command() {
     case $1 in
@@ -28,6 +28,10 @@ run_command() {
         graphs)
             about "a chunk in CUDA graphs: whose memory its results are in, and what is kept of them"
             bench 60 scripts/check_graphs.py
+            ;;
+        graph-weights)
+            about "CUDA graphs of F, B and W: gradients bit by bit, times of passes, memory, FP8"
+            bench 290 scripts/check_graph_weights.py --output "$folder/graph-weights.json"
             ;;
         trainer)
             about "Megatron's trainer with Transformer Engine, one rank at a time: memory and passes"

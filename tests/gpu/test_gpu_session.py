@@ -9,6 +9,7 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_session.sh"
 COMMANDS = [
+    "graph-weights",
     "splitting",
     "graphs",
     "trainer",
@@ -114,4 +115,5 @@ def test_what_fails_is_named(tmp_path: Path, fake: dict[str, str]) -> None:
 def test_an_unknown_command_is_one_sentence(tmp_path: Path) -> None:
     run = session(str(tmp_path), "ranks")
     assert run.returncode == 1
-    assert run.stderr.startswith("gpu_session.sh: there is no command ranks: choose from splitting")
+    start = "gpu_session.sh: there is no command ranks: choose from graph-weights"
+    assert run.stderr.startswith(start)

@@ -1,0 +1,746 @@
+#!/usr/bin/env python3
+"""Check on one GPU that CUDA graphs of F, B and W make the gradients of the passes they stand for.
+
+    python scripts/check_graph_weights.py [--output FILE.json] [--only PART ...]
+
+Parts, each a process with a time limit of its own; one that fails prints its traceback, and the
+others still run:
+
+layers           Four Transformer Engine layers of a 70B model at TP 8, as rank 0 of 4 ranks runs
+                 them under v-half: eagerly, by graphs that compute W in B, by graphs of F, B and
+                 W, and by those without the copies that a late W needs, which must differ.
+fp8-delayed      The same layers in FP8: graphs of F, B and W against graphs that compute W in B,
+fp8-current      in the same pass order, so that scales are updated alike.
+fp8-block
+trainer-eager    Megatron's trainer, one rank of a job whose other ranks are not there: without
+trainer-graphs   graphs, with --cuda-graph-impl transformer_engine and W in B, and with W apart.
+trainer-split    Received tensors depend on pass and microbatch alone.
+
+Sums of main_grad are compared bit by bit. Exits with 1 if a part fails or a comparison is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
+sys.path.insert(0, str(Path(__file__).parent))
+
+MIB = 2**20
+LIMITS_S = {
+    "layers": 110,
+    "trainer-eager": 80,
+    "trainer-graphs": 80,
+    "trainer-split": 80,
+    "fp8-delayed": 60,
+    "fp8-current": 60,
+    "fp8-block": 60,
+}
+AHEAD = 3  # parts that import while one runs
+TRAINER_STEPS = 4  # eager; eager and then captured; two that replay
+GRAPHS = "--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 1"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The layers of a rank."""
+
+    hidden: int = 8192
+    heads: int = 8
+    groups: int = 1
+    head_size: int = 128
+    ffn: int = 3584
+    tokens: int = 4096
+    layers: int = 2  # a chunk
+    ranks: int = 4
+    microbatches: int = 8
+    steps: int = 3
+    device: str = "cuda"
+
+
+# --- the layers, and their passes ---------------------------------------------------------------
+
+
+def build_chunks(sizes: Sizes) -> list[list[Any]]:
+    """Return the layers of the rank's two chunks, with main_grad as Megatron's DDP has it."""
+    import torch
+    import transformer_engine.pytorch as te
+    from torch import nn
+
+    common: dict[str, Any] = {
+        "bias": False,
+        "params_dtype": torch.bfloat16,
+        "device": sizes.device,
+        "fuse_wgrad_accumulation": True,
+    }
+    normed = common | {"normalization": "RMSNorm"}
+    h, d = sizes.hidden, sizes.head_size
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = te.LayerNormLinear(h, (sizes.heads + 2 * sizes.groups) * d, **normed)
+            self.attention = te.DotProductAttention(
+                sizes.heads,
+                d,
+                num_gqa_groups=sizes.groups,
+                attention_dropout=0.0,
+                qkv_format="sbhd",
+                attn_mask_type="causal",
+            )
+            self.proj = te.Linear(sizes.heads * d, h, **common)
+            self.fc1 = te.LayerNormLinear(h, 2 * sizes.ffn, **normed)
+            self.fc2 = te.Linear(sizes.ffn, h, **common)
+            self.cuda_graphs: list[Any] = []
+
+        def forward(self, x: Any) -> Any:
+            parts = self.qkv(x).split([n * d for n in (sizes.heads, sizes.groups, sizes.groups)], 2)
+            query, key, value = (each.unflatten(2, (-1, d)).contiguous() for each in parts)
+            x = x + self.proj(self.attention(query, key, value))
+            gate, up = self.fc1(x).chunk(2, -1)
+            return x + self.fc2(nn.functional.silu(gate) * up)
+
+    torch.manual_seed(1)
+    return [[_with_main_grad(Layer()) for _ in range(sizes.layers)] for _ in range(2)]
+
+
+def _with_main_grad(layer: Any) -> Any:
+    """Add a returned gradient to main_grad at once and drop it, as Megatron's DDP does."""
+    import torch
+    from transformer_engine.pytorch.graph import is_graph_capturing
+
+    def add(parameter: Any) -> None:
+        if is_graph_capturing():
+            return
+        if not parameter.grad_added_to_main_grad:
+            parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+
+    for each in layer.parameters():
+        each.main_grad = torch.zeros_like(each, dtype=torch.float32)
+        each.grad_added_to_main_grad = False
+        each.register_post_accumulate_grad_hook(add)
+    return layer
+
+
+class Rank:
+    """Runs a rank's passes and times them."""
+
+    def __init__(self, sizes: Sizes, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        from megatron_vshape.mcore.step_state import StepState
+
+        self.sizes, self.context = sizes, context
+        self.state = StepState(splits_backward=True)
+        self.chunks = build_chunks(sizes)
+        self.stores = {
+            each: each.wgrad_store
+            for layer in self.layers
+            for each in layer.modules()
+            if hasattr(each, "wgrad_store")
+        }
+        self.run_ms: dict[str, list[tuple[Any, Any, float]]] = defaultdict(list)
+
+    @property
+    def layers(self) -> list[Any]:
+        """Return the layers of all chunks."""
+        return [layer for chunk in self.chunks for layer in chunk]
+
+    def split(self, splits: bool) -> None:
+        """Have the layers leave weight gradients to W, or not."""
+        from megatron_vshape.mcore.split import te_layers
+
+        for each, store in self.stores.items():
+            each.wgrad_store = store
+        if splits:
+            te_layers.install(self.state, self.layers)
+
+    def steps(self, passes: Sequence[Any], replays: bool) -> tuple[list[Any], dict[str, Any]]:
+        """Run steps of different data; return what they add up, and medians of the last one."""
+        import torch
+
+        sums = []
+        for step in range(self.sizes.steps):
+            for layer in self.layers:
+                for each in layer.parameters():
+                    each.main_grad.zero_()
+            self.run_ms.clear()
+            inputs = self._step(passes, step, replays)
+            torch.cuda.synchronize()
+            sums.append([each.main_grad.clone() for la in self.layers for each in la.parameters()])
+            sums[-1] += inputs
+        return sums, {
+            kind: {
+                "number": len(found),
+                "gpu_ms": statistics.median(start.elapsed_time(end) for start, end, _ in found),
+                "host_us": statistics.median(1e6 * host for _, _, host in found),
+            }
+            for kind, found in self.run_ms.items()
+        }
+
+    def _step(self, passes: Sequence[Any], step: int, replays: bool) -> list[Any]:
+        import torch
+
+        data = {
+            (chunk, microbatch): [self._random(step, chunk, microbatch, each) for each in range(2)]
+            for _, chunk, microbatch in passes
+        }
+        given: dict[Any, Any] = {}
+        made: dict[Any, Any] = {}
+        gradients: dict[Any, Any] = {}
+        torch.cuda.synchronize()
+        for work in passes:
+            key = work.chunk, work.microbatch
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            begun = time.perf_counter()
+            if str(work.kind) == "F":
+                given[key] = data[key][0].requires_grad_()
+                made[key] = self._forward(*key, given[key], replays)
+            elif str(work.kind) == "W":
+                self.state.jobs.run(key)
+            else:
+                whole = str(work.kind) == "BW"
+                with nullcontext() if whole else self.state.jobs.collect(key):
+                    torch.autograd.backward(made.pop(key), data[key][1])
+            took = time.perf_counter() - begun
+            end.record()
+            self.run_ms[str(work.kind)].append((start, end, took))
+            if str(work.kind) in ("B", "BW"):  # a graph's own memory
+                gradients[key] = given.pop(key).grad.clone()
+        return [gradients[key] for key in sorted(gradients)]
+
+    def _forward(self, chunk: int, microbatch: int, x: Any, replays: bool) -> Any:
+        with self.context():
+            for layer in self.chunks[chunk]:
+                x = layer.cuda_graphs[microbatch](x) if replays else layer(x)
+        return x
+
+    def _random(self, *seeds: int) -> Any:
+        import torch
+
+        number = 0
+        for each in seeds:
+            number = 1009 * number + each + 1
+        size = (self.sizes.tokens, 1, self.sizes.hidden)
+        generator = torch.Generator(self.sizes.device).manual_seed(number)
+        made = torch.randn(size, generator=generator, device=self.sizes.device)
+        return made.to(torch.bfloat16)
+
+    def capture(
+        self, passes: Sequence[Any], kind: type | None, options: Mapping[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Capture as the product does, with graphs of W by a `kind` of Capture or without any."""
+        import torch
+        from megatron.core.transformer import cuda_graphs
+
+        from megatron_vshape.mcore.split import graph_weights
+
+        many = self.sizes.microbatches
+        helper = SimpleNamespace(
+            config=SimpleNamespace(gradient_accumulation_fusion=True),
+            model=[SimpleNamespace(ddp_config=None)],
+            flattened_callables=self.layers,
+        )
+        covered = {each for layer in self.layers for each in layer.modules()}
+        capture = None if kind is None else kind(self.chunks, covered, passes, False)
+        order = [(c + 1) * (1 if str(k) == "F" else -1) for k, c, _ in passes if str(k) != "W"]
+        shape = self.sizes.tokens, 1, self.sizes.hidden
+        before, begun = _memory(), time.perf_counter()
+        samples = [
+            (torch.ones(shape, dtype=torch.bfloat16, device=self.sizes.device).requires_grad_(),)
+            for _ in range(many * len(self.layers))
+        ]
+        with graph_weights.capturing(helper, capture, self.state):
+            graphs = cuda_graphs.make_graphed_callables(
+                tuple(self.layers),
+                samples,
+                num_warmup_iters=2,
+                allow_unused_input=True,
+                _order=order,
+                _num_layers_per_chunk=[len(each) for each in self.chunks],
+                _reuse_graph_input_output_buffers=True,
+                **options,
+            )
+            graphs = iter(graphs)
+            for chunk in self.chunks:
+                for layer in chunk:
+                    layer.cuda_graphs = []
+                for _ in range(many):
+                    for layer in chunk:
+                        layer.cuda_graphs.append(next(graphs))
+        del samples
+        torch.cuda.synchronize()
+        took = time.perf_counter() - begun
+        gc.collect()
+        torch.cuda.empty_cache()
+        after, count = _memory(), many * len(self.layers) * (2 if kind is None else 3)
+        driver = (before["free"] - after["free"]) - (after["reserved"] - before["reserved"])
+        figures = {
+            "capture_s": took,
+            "graphs": count,
+            "pool_mib": after["pool"] / MIB,
+            "reserved_before_mib": before["reserved"] / MIB,
+            "reserved_after_mib": after["reserved"] / MIB,
+            "driver_kib_a_graph": driver / count / 1024,
+        }
+        if capture is not None:
+            figures |= {
+                "most_kept_mib": capture.most_kept / MIB,
+                "copies": capture.copies,
+                "outside": getattr(capture, "outside", ""),
+            }
+        return capture, figures
+
+    def release(self) -> None:
+        """Drop the graphs."""
+        import torch
+
+        for layer in self.layers:
+            for graph in layer.cuda_graphs:
+                graph.reset()
+            layer.cuda_graphs = []
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _memory() -> dict[str, int]:
+    import torch
+
+    segments = torch.cuda.memory_snapshot()
+    own = (each["total_size"] for each in segments if tuple(each["segment_pool_id"]) != (0, 0))
+    return {
+        "free": torch.cuda.mem_get_info()[0],
+        "reserved": torch.cuda.memory_reserved(),
+        "pool": sum(own),
+    }
+
+
+def _passes(sizes: Sizes, whole: bool) -> list[Any]:
+    """Return the passes of rank 0 under v-half."""
+    from megatron_vshape.core.model.placement import stages_of
+    from megatron_vshape.mcore.setup.choice import Choice
+    from megatron_vshape.mcore.setup.plans import Planner
+    from megatron_vshape.mcore.split.graphs import passes_of
+
+    choice = Choice(sizes.ranks, "v-half")
+    if whole:
+        stages = frozenset(range(2 * sizes.ranks))
+        choice = Choice(sizes.ranks, "v-half", whole_stages=stages)
+    program = Planner(choice).training(sizes.microbatches).program
+    return passes_of(program, 0, stages_of(choice.placement, sizes.ranks)[0])
+
+
+def _wrong(found: Sequence[Any], wanted: Sequence[Any]) -> list[int]:
+    """Return of every step how many of its tensors differ in any bit."""
+    import torch
+
+    return [
+        sum(not torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+        for mine, theirs in zip(found, wanted, strict=True)
+    ]
+
+
+def _kinds() -> tuple[type, type]:
+    """Return a Capture that notes what its check would raise, and one that makes no copies."""
+    from megatron_vshape.mcore.split.graph_weights import Capture
+    from megatron_vshape.mcore.split.te_layers import StoreError
+
+    class Noting(Capture):
+        outside = ""
+
+        def check(self, memory: Any) -> None:
+            try:
+                super().check(memory)
+            except StoreError as error:
+                self.outside = str(error)
+
+    class Careless(Noting):
+        def _own(self, value: Any) -> Any:
+            return value
+
+    return Noting, Careless
+
+
+@contextmanager
+def guarded(found: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
+    """Keep the figures that are made inside, and the traceback if that fails."""
+    figures: dict[str, Any] = {}
+    found[name] = figures
+    try:
+        yield figures
+    except Exception:
+        from transformer_engine.pytorch import graph
+
+        figures["error"] = traceback.format_exc()
+        graph.set_capture_end()  # a capture that failed does not
+
+
+def check_layers(sizes: Sizes) -> dict[str, Any]:
+    """Compare the passes of layers in bf16."""
+    rank, found = Rank(sizes, nullcontext), {"sizes": asdict(sizes)}
+    noting, careless = _kinds()
+    split, whole = _passes(sizes, whole=False), _passes(sizes, whole=True)
+    wanted: list[Any] = []
+    with guarded(found, "eager") as figures:
+        rank.split(True)
+        wanted, figures["passes"] = rank.steps(split, replays=False)
+    for name, kind, passes in (
+        ("graphs of F, B and W", noting, split),
+        ("without copies", careless, split),
+        ("graphs, W in B", None, whole),
+    ):
+        with guarded(found, name) as figures:
+            rank.split(kind is not None)
+            _, memory = rank.capture(passes, kind, {})
+            figures |= memory
+            sums, figures["passes"] = rank.steps(passes, replays=True)
+            figures["wrong"] = _wrong(sums, wanted)
+            figures["of"] = len(wanted[0])
+            del sums
+            rank.release()
+    return found
+
+
+def check_fp8(sizes: Sizes, name: str) -> dict[str, Any]:
+    """Compare graphs of F, B and W with graphs that compute W in B, in FP8 and the same order."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe
+
+    kinds = {
+        "fp8-delayed": lambda: recipe.DelayedScaling(
+            fp8_format=recipe.Format.HYBRID, amax_history_len=16, amax_compute_algo="max"
+        ),
+        "fp8-current": lambda: recipe.Float8CurrentScaling(fp8_format=recipe.Format.HYBRID),
+        "fp8-block": lambda: recipe.Float8BlockScaling(),
+    }
+    made = kinds[name]()
+    context = getattr(te, "autocast", None)
+    if context is None:
+        entered = lambda: te.fp8_autocast(enabled=True, fp8_recipe=made)  # noqa: E731
+    else:
+        entered = lambda: context(enabled=True, recipe=made)  # noqa: E731
+    found: dict[str, Any] = {"sizes": asdict(sizes)}
+    noting, careless = _kinds()
+    passes = _passes(sizes, whole=False)
+    whole = [each for each in passes if str(each.kind) != "W"]
+    wanted: list[Any] = []
+    options = {"fp8_enabled": True, "fp8_recipe": made, "fp8_weight_caching": False}
+    for label, kind, ran in (
+        ("graphs, W in B", None, whole),
+        ("graphs of F, B and W", noting, passes),
+        ("without copies", careless, passes),
+    ):
+        rank = Rank(sizes, entered)  # whose scales are as at first
+        with guarded(found, label) as figures:
+            rank.split(kind is not None)
+            _, memory = rank.capture(ran, kind, options)
+            figures |= memory
+            sums, figures["passes"] = rank.steps(_as_whole(ran) if kind is None else ran, True)
+            if kind is None:
+                wanted = sums
+            figures["wrong"] = _wrong(sums, wanted)
+            figures["of"] = len(wanted[0])
+            rank.release()
+        del rank
+        gc.collect()
+    return found
+
+
+def _as_whole(passes: Sequence[Any]) -> list[Any]:
+    from megatron_vshape.core.model.kinds import Kind
+
+    return [each._replace(kind=Kind.BW) if str(each.kind) == "B" else each for each in passes]
+
+
+# --- Megatron's trainer -------------------------------------------------------------------------
+
+TRAINER = (
+    "--sequence-parallel --seq-length 4096 --max-position-embeddings 4096 --swiglu "
+    "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
+    "--group-query-attention --pipeline-model-parallel-size 4 --num-layers 16 --hidden-size 8192 "
+    "--ffn-hidden-size 28672 --num-attention-heads 64 --num-query-groups 8 --vocab-size 128256 "
+    "--tensor-model-parallel-size 8 --global-batch-size 8 --pipeline-schedule v-half --clip-grad 0"
+)
+TRAINER_WORLD = 32
+
+
+def import_trainer() -> Any:
+    """Import Megatron's trainer with exchanges that end as they begin."""
+    import measure_ranks
+
+    ranks: Any = measure_ranks
+    ranks._receive = lambda *unused, **options: None  # filled by the stage, by its microbatch
+    ranks.STEPS = TRAINER_STEPS
+    ranks.import_all()
+    return ranks
+
+
+def check_trainer(ranks: Any, flags: str) -> dict[str, Any]:
+    """Train for some steps; return checksums of main_grad after each, times and memory."""
+    import torch
+
+    seen: list[Any] = []
+
+    class Summed(ranks.Watched):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.sums: list[list[int]] = []
+            self.losses: list[Any] = []
+            self.host: dict[str, list[float]] = defaultdict(list)
+            self.memory: list[dict[str, int]] = []
+            seen.append(self)
+
+        def setup(self, call: Any, *args: Any, **kwargs: Any) -> Any:
+            made = super().setup(call, *args, **kwargs)
+            self.model = made[0]
+            return made
+
+        def train_step(self, call: Any, *args: Any, **kwargs: Any) -> Any:
+            if len(self.step_s) < TRAINER_STEPS:
+                self.host.clear()
+            self.memory.append(_memory())
+            made = super().train_step(call, *args, **kwargs)
+            self.losses.append(str(made[0]))
+            self.sums.append(
+                [checksum(p.main_grad) for chunk in self.model for p in chunk.parameters()]
+            )
+            return made
+
+        def watch(self, name: str, chunk: int, call: Any) -> Any:
+            begun = time.perf_counter()
+            made = super().watch(name, chunk, call)
+            self.host[f"{name}{chunk}"].append(1e6 * (time.perf_counter() - begun))
+            return made
+
+    watch = ranks._watch_ours
+
+    def watch_filled(watched: Any) -> None:
+        _fill_messages()
+        watch(watched)
+
+    ranks._watch_ours, ranks.Watched = watch_filled, Summed
+    common = ranks.COMMON.replace("--lr 1e-9 --min-lr 1e-9", "--lr 1e-4 --min-lr 1e-4")
+    told = " ".join(f"{common} {TRAINER} {flags}".split())
+    if not torch.cuda.is_available():
+        raise RuntimeError("there is no GPU")
+    report = ranks.run_rank({"flags": told, "rank": 0, "world": TRAINER_WORLD})
+    for each in report["kinds"]:
+        each["host_us"] = statistics.median(seen[0].host[f"{each['kind']}{each['chunk']}"])
+    memory = [{name: size / MIB for name, size in each.items()} for each in seen[0].memory]
+    return report | {"sums": seen[0].sums, "losses": seen[0].losses, "memory_mib": memory}
+
+
+def checksum(tensor: Any) -> int:
+    """Return a sum over the bits of a tensor, weighted by place."""
+    import torch
+
+    bits = tensor.detach().reshape(-1).view(torch.int32).to(torch.int64)
+    places = torch.arange(len(bits), device=bits.device) % 65521 + 1
+    return int((bits * places).sum().item())
+
+
+def _fill_messages() -> None:
+    """Have what a stage receives depend on its pass and microbatch alone."""
+    import torch
+
+    from megatron_vshape.core.model.kinds import PARTS, Kind
+    from megatron_vshape.mcore.step.stage import MegatronStage
+
+    def filled(seed: int, method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(stage: Any, microbatch: int, *args: Any, **options: Any) -> Any:
+            received = args[0] if args else None
+            if isinstance(received, torch.Tensor) and received.is_floating_point():
+                number = (seed * 64 + stage.stage) * 1024 + microbatch + 1
+                generator = torch.Generator(received.device).manual_seed(number)
+                received.detach().normal_(std=1e-2, generator=generator)
+            return method(stage, microbatch, *args, **options)
+
+        return run
+
+    stage: Any = MegatronStage
+    for seed, kind in enumerate((*PARTS, Kind.BW)):
+        # A B and a whole backward receive the same.
+        seed = 1 if str(kind) in ("B", "BW") else seed + 2
+        setattr(stage, kind.method, filled(seed, getattr(stage, kind.method)))
+
+
+# --- the parts ----------------------------------------------------------------------------------
+
+
+def serve(name: str) -> None:
+    """Import, wait for a line on stdin, run a part, and print what was found as the last line."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    found: dict[str, Any]
+    try:
+        if name.startswith("trainer"):
+            ranks = import_trainer()
+            flags = {
+                "trainer-eager": "",
+                "trainer-graphs": f"{GRAPHS} --pipeline-split-graphs off",
+                "trainer-split": GRAPHS,
+            }[name]
+            run: Callable[[], dict[str, Any]] = lambda: check_trainer(ranks, flags)  # noqa: E731
+        else:
+            from megatron_vshape.environment import complete
+
+            complete(os.environ, kernels=True, ordered=True)
+            import transformer_engine.pytorch  # noqa: F401
+            from megatron.core.transformer import cuda_graphs  # noqa: F401
+
+            from megatron_vshape.mcore.split import graph_weights  # noqa: F401
+
+            sizes = Sizes()
+            run = lambda: (  # noqa: E731
+                check_layers(sizes) if name == "layers" else check_fp8(sizes, name)
+            )
+        if not sys.stdin.readline():
+            return
+        begun = time.perf_counter()
+        found = run()
+        found["seconds"] = time.perf_counter() - begun
+    except BaseException:
+        found = {"error": traceback.format_exc()}
+    print(json.dumps(found), file=out, flush=True)
+    os._exit(0)  # some threads wait for other ranks
+
+
+def run_parts(names: Sequence[str], output: Path, seconds: float) -> dict[str, Any]:
+    """Run the parts one after the other, while the next ones import."""
+    ends = time.monotonic() + seconds
+    pipe = subprocess.PIPE
+    logs = {name: output.with_suffix(f".{name}.log") for name in names}
+
+    def start(name: str) -> subprocess.Popen[str]:
+        command = [sys.executable, __file__, "--part", name]
+        environment = os.environ | {"OMP_NUM_THREADS": "4"}
+        with open(logs[name], "w") as log:
+            return subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=log, text=True, env=environment
+            )
+
+    waiting = {name: start(name) for name in names[: AHEAD + 1]}
+    found: dict[str, Any] = {}
+    for at, name in enumerate(names):
+        process = waiting.pop(name)
+        limit = max(1.0, min(LIMITS_S[name], ends - time.monotonic()))
+        try:
+            text, _ = process.communicate("go\n", timeout=limit)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            text, _ = process.communicate()
+            text = text or json.dumps({"error": f"not done in {limit:.0f} s"})
+        if at + AHEAD + 1 < len(names):
+            following = names[at + AHEAD + 1]
+            waiting[following] = start(following)
+        lines = text.strip().splitlines()
+        found[name] = json.loads(lines[-1]) if lines else {"error": "it died"}
+        log = logs[name].read_text(errors="replace")
+        if "error" in found[name]:
+            found[name]["log"] = log[-3000:]
+        found[name]["told"] = [each for each in log.splitlines() if "CUDA graphs of W" in each]
+        output.write_text(json.dumps(found, indent=1))
+        print("\n".join(lines_of(name, found[name])), flush=True)
+    return found
+
+
+def lines_of(name: str, part: Mapping[str, Any]) -> Iterator[str]:
+    """Yield lines on what a part found."""
+    yield f"## {name} ({part.get('seconds', math.nan):.0f} s)"
+    if "error" in part:
+        yield part["error"]
+        yield part.get("log", "")
+        return
+    yield from part["told"]
+    if name.startswith("trainer"):
+        memory = part["memory_mib"][-1]
+        yield (
+            f"steps {' '.join(f'{each:.3f}' for each in part['step_s'])} s, peak "
+            f"{part['peak_bytes'] / MIB:.0f} MiB, reserved {part['reserved_bytes'] / MIB:.0f} MiB, "
+            f"graphs' pool {memory['pool']:.0f} MiB; losses {part['losses']}"
+        )
+        yield "| pass | number | GPU ms | host us | adds MiB |\n|---|---|---|---|---|"
+        for each in part["kinds"]:
+            yield (
+                f"| {each['kind']}{each['chunk']} | {each['number']} | {each['ms']:.3f} | "
+                f"{each['host_us']:.0f} | {each['adds_bytes'] / MIB:.0f} |"
+            )
+        return
+    for label, figures in part.items():
+        if not isinstance(figures, dict) or label == "sizes":
+            continue
+        yield f"**{label}**"
+        if "error" in figures:
+            yield figures["error"]
+            continue
+        plain = {key: value for key, value in figures.items() if key != "passes"}
+        yield json.dumps({k: round(v, 2) if isinstance(v, float) else v for k, v in plain.items()})
+        for kind, each in figures["passes"].items():
+            yield (
+                f"| {kind} | {each['number']} | {each['gpu_ms']:.3f} ms | "
+                f"{each['host_us']:.0f} us |"
+            )
+
+
+def verdicts(found: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Yield what must hold, and whether it does."""
+    layers = found.get("layers", {})
+    if "layers" in found:
+        own = layers.get("graphs of F, B and W", {})
+        yield "layers: graphs of F, B and W make eager gradients", not any(own.get("wrong", [1]))
+        careless = layers.get("without copies", {})
+        yield "layers: without copies gradients differ", any(careless.get("wrong", []))
+        yield "layers: captured W read graphs' memory alone", own.get("outside") == ""
+    for name in (each for each in found if each.startswith("fp8")):
+        own = found[name].get("graphs of F, B and W", {})
+        yield f"{name}: W late and W in B make equal gradients", not any(own.get("wrong", [1]))
+        yield f"{name}: captured W read graphs' memory alone", own.get("outside") == ""
+    eager = found.get("trainer-eager", {}).get("sums")
+    for name in ("trainer-graphs", "trainer-split"):
+        if name in found:
+            own = found[name].get("sums")
+            yield f"{name}: main_grad of {TRAINER_STEPS} steps equals eager", _same(own, eager)
+
+
+def _same(found: Any, wanted: Any) -> bool:
+    return wanted is not None and found == wanted
+
+
+def main() -> int:
+    """Run the parts, print what they found, and return 1 if something is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--output", type=Path, default=Path("graph_weights.json"))
+    parser.add_argument("--only", nargs="+", choices=LIMITS_S, default=list(LIMITS_S))
+    parser.add_argument("--seconds", type=float, default=280, help="Default: %(default)s")
+    parser.add_argument("--part", choices=LIMITS_S, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.part is not None:
+        serve(args.part)
+        return 0
+    found = run_parts([name for name in LIMITS_S if name in args.only], args.output, args.seconds)
+    holds = [*verdicts(found)]
+    for text, is_so in holds:
+        print(f"{'yes' if is_so else 'NO '}  {text}")
+    return int(not all(is_so for _, is_so in holds))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
