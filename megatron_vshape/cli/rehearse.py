@@ -301,6 +301,8 @@ def _print(
     print("\n".join(report.table(mine, gpu)))
     for each in mine:
         print(report.wrapped(report.when(each)))
+        if each.get("graph_bytes"):
+            print(report.wrapped(report.with_graphs(each)))
     for name, found in others.items():
         peaks = ", ".join(f"{report.gib(each['peak_bytes'])}" for each in found)
         stages = "" if len(found) == len(mine) else " on " + _stages(found)

@@ -52,6 +52,7 @@ class Record:
     shape: tuple[int, ...]
     what: str = ""  # weights, gradients, optimizer, logits; else an activation
     code: str = ""
+    graphed: bool = False  # in the memory pool of CUDA graphs
 
 
 class Ran(NamedTuple):
@@ -80,6 +81,8 @@ class Ledger(TorchDispatchMode):
         self.work = Work()
         self.phase = self.place = ""
         self.operations = 0
+        self.graphed = False  # what is made now lies in the pool of CUDA graphs
+        self.pool = self.pool_peak = self.other_peak = 0
         self._has_logits = False
         self._live: dict[int, tuple[Any, Record | None]] = {}
         self._inside = self._device = self._local = self._local_at = 0
@@ -103,6 +106,8 @@ class Ledger(TorchDispatchMode):
 
     def _record(self, size: int, shape: tuple[int, ...]) -> Record:
         record = Record(size, self.clock, NEVER, self.phase, self.place, shape)
+        record.graphed = self.graphed
+        self.pool += size * record.graphed
         if size >= LARGE:
             record.code = _code()
         self.records.append(record)
@@ -111,16 +116,19 @@ class Ledger(TorchDispatchMode):
     def _free(self, key: int, _: object = None) -> None:
         _, record = self._live.pop(key, (None, None))
         if record is not None and record is not _EMPTY:
-            record.died = self.clock
-            self._change(-record.size)
+            self._end(record)
+
+    def _end(self, record: Record) -> None:
+        record.died = self.clock
+        self.pool -= record.size * record.graphed
+        self._change(-record.size)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Count a storage anew whose size was changed."""
         reference, record = self._live.get(storage._cdata, (None, None))
         if record is None:
             return
-        self._change(-record.size)
-        record.died = self.clock
+        self._end(record)
         size = rounded(storage.nbytes())
         fresh = self._record(size, record.shape) if size else _EMPTY
         fresh.what = record.what
@@ -148,8 +156,7 @@ class Ledger(TorchDispatchMode):
             return
         record = self._record(sum(map(rounded, sizes)), ())
         self._change(record.size)
-        record.died = self.clock
-        self._change(-record.size)
+        self._end(record)
 
     def stay(self, size: int, what: str) -> None:
         """Count bytes that no tensor of Python holds, for good."""
@@ -164,6 +171,8 @@ class Ledger(TorchDispatchMode):
 
     def mark(self) -> None:
         """Compare what is there now with the peak."""
+        self.pool_peak = max(self.pool_peak, self.pool)
+        self.other_peak = max(self.other_peak, self.now - self.pool)
         if self.now > self._local:
             self._local, self._local_at = self.now, self.clock
         if self.now > self.peak:

@@ -25,10 +25,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_vshape.mcore.refusals import captures_graphs
 from megatron_vshape.rehearsal import adjustments, exchanges, ours, routing
 from megatron_vshape.rehearsal.adjustments import wrap
 from megatron_vshape.rehearsal.device import Current, on_host
 from megatron_vshape.rehearsal.gpus import GPUS
+from megatron_vshape.rehearsal.graph_pools import GraphPool
 from megatron_vshape.rehearsal.ledger import WORKSPACES, Ledger, Ran, Record, tensors_in
 from megatron_vshape.rehearsal.step_time import Scale, step_time
 from megatron_vshape.rehearsal.work import ExchangeKey, Work, repeated
@@ -134,6 +136,7 @@ class _Run:
         self.few = self.many = 0
         self.args: Any = None
         self.chunks: list[Any] = []
+        self.pool: GraphPool | None = None
         self.passes = _Passes(ledger)
         self.notices: list[str] = []  # of options that are translated or ignored
         ledger.seconds = self._seconds
@@ -194,6 +197,7 @@ class _Run:
         from megatron.training import get_args
 
         self.args = get_args()
+        self.args.cuda_graph_warmup_steps = sys.maxsize  # nothing can be captured here
         if self.args.num_experts:
             routing.install(self.args, self.job.imbalance)
         with self.ledger.during("model"):
@@ -203,6 +207,8 @@ class _Run:
         self.args.train_iters = max(self.args.train_iters or 0, STEPS + 1)
         self._name(optimizer)
         self.passes.know(self.chunks)
+        if captures_graphs(self.args):
+            self.pool = GraphPool(self.ledger, self.chunks)
         gc.collect()
         self.after_setup = self.ledger.now
         return model, optimizer, scheduler
@@ -281,6 +287,7 @@ class _Run:
             "rank": self.job.rank,
             "stage": self.job.stage,
             "peak_bytes": ledger.peak,
+            "graph_bytes": None if self.pool is None else self.pool.plain(),
             "held_bytes": self.held[-1],
             "held_parts": self.held_parts,
             "first_step_held_bytes": self.held[0],

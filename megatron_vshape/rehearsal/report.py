@@ -69,6 +69,20 @@ def when(found: Mapping[str, Any]) -> str:
     return text + (f"; {largest}" if largest else "")
 
 
+def with_graphs(found: Mapping[str, Any]) -> str:
+    """Format the memory that a rank with CUDA graphs reserves."""
+    pool, other, inputs = (gib(found["graph_bytes"][at]) for at in ("pool", "other", "inputs"))
+    return (
+        f"rank {found['stage']} reserves {gib(needed(found))} GiB: CUDA graphs' pool {pool}, their "
+        f"static inputs {inputs}, other memory {other}"
+    )
+
+
+def needed(found: Mapping[str, Any]) -> int:
+    """Compute the bytes that a rank needs: its peak, or the sum of peaks with CUDA graphs."""
+    return int(max(found["peak_bytes"], sum((found.get("graph_bytes") or {}).values())))
+
+
 def pass_in_words(phase: str) -> str:
     """Format a phase of a step, as in `F 0 7`: F of microbatch 7."""
     words = phase.split()
@@ -101,13 +115,13 @@ def _holder(holder: Mapping[str, Any]) -> str:
 
 def verdict(found: Sequence[Mapping[str, Any]], gpu: Gpu) -> str:
     """Format whether the ranks fit into the GPU, by how much, and the largest rank."""
-    most = max(found, key=lambda each: each["peak_bytes"])
-    peak, memory = most["peak_bytes"], gpu.memory_bytes
+    most = max(found, key=needed)
+    peak, memory = needed(most), gpu.memory_bytes
     text = f"rank {most['stage']} has the largest peak, {gib(peak)} GiB"
     of_gpu = f"the {gib(memory)} GiB of the {gpu.name.upper()}"
     if peak > memory:
         step = "" if most["first_peak_bytes"] > memory else " (from the second step on)"
-        others = [str(each["stage"]) for each in found if each["peak_bytes"] > memory]
+        others = [str(each["stage"]) for each in found if needed(each) > memory]
         too_large = f"; too large: ranks {', '.join(others)}" if len(others) > 1 else ""
         return f"Does not fit: {text}, {gib(peak - memory)} GiB above {of_gpu}{step}{too_large}."
     free = f"{gib(memory - peak)} GiB below {of_gpu}"

@@ -50,6 +50,32 @@ CASES = {
         assert (ledger.now, ledger.peak) == (0, 8 * MIB)
         assert gpu(1) is not None and ledger.peak == 8 * MIB
     """,
+    "what graphs cover lies in their pool": """
+        from torch import nn
+        from megatron_vshape.rehearsal import graph_pools
+        class Layer(nn.Module):  # keeps 4 MiB from F to B, and makes 4 MiB in B
+            def __init__(self):
+                super().__init__()
+                self.weight = nn.Parameter(gpu(1))
+            def forward(self, *, x):
+                return (x * x).view_as(x)
+        chunk = nn.Sequential(Layer(), Layer(), Layer())
+        graph_pools.graphs.covered = lambda chunks: {chunk[0], chunk[1]}
+        pool = graph_pools.GraphPool(ledger, [chunk])
+        x = gpu(MIB).requires_grad_()
+        for _ in range(2):
+            y = x
+            for layer in chunk:
+                y = layer(x=y)
+            outside = gpu(2 * MIB)
+            del outside
+            y.backward(torch.ones_like(y))
+            x.grad = None
+        found = {name: size // (4 * MIB) for name, size in pool.plain().items()}
+        assert (found["inputs"], found["pool"]) == (2, 3), found  # two outputs, and a gradient
+        assert ledger.pool == 0 and not ledger.graphed
+        assert ledger.pool_peak + ledger.other_peak > ledger.peak
+    """,
     "who holds what is told for every point of the curve": """
         from megatron_vshape.rehearsal.one_rank import _over_time
         weights, kept = gpu(MIB), []

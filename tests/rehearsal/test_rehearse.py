@@ -123,6 +123,27 @@ def test_w_gathers_what_b_keeps_a_part_of(warm: Warm, tmp_path: Path) -> None:
     assert ran["F"]["adds_bytes"] + ran["B"]["adds_bytes"] == two_bytes_a_part * values
 
 
+def test_memory_of_graphs_is_counted_apart(warm: Warm, tmp_path: Path) -> None:
+    """Captured in step 2 by its flags, which a rehearsal has none of."""
+    try:
+        find_te(None)
+    except ScheduleError as error:
+        pytest.skip(str(error))
+    own = ["--transformer-impl", "transformer_engine", "--pipeline-schedule", "v-half"]
+    graphs = ["--cuda-graph-impl", "transformer_engine", "--cuda-graph-warmup-steps", "1"]
+    printed, found = rehearse(warm, tmp_path, [*TINY, *own, *graphs], "--alone")
+    _, eager = rehearse(warm, tmp_path, [*TINY, *own], "--alone")
+    for rank, other in zip(found["ranks"], eager["ranks"], strict=True):
+        assert rank["peak_bytes"] == other["peak_bytes"]  # split alike
+        assert other["graph_bytes"] is None
+        parts = rank["graph_bytes"]
+        assert sum(parts.values()) > rank["peak_bytes"] > max(parts.values())
+        assert min(parts.values()) > 0
+        hidden = 2 * 2 * TOKENS * HIDDEN  # bytes of a layer's input
+        assert parts["inputs"] % hidden == 0
+    assert "CUDA graphs' pool" in printed
+
+
 def test_what_waits_in_host_memory_is_not_on_the_gpu(warm: Warm, tmp_path: Path) -> None:
     schedule = with_copies(make("v-half", 2, 8))
     plan = tmp_path / "plan.json"

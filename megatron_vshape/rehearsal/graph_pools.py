@@ -1,0 +1,62 @@
+"""Counts which memory of a rank would lie in the pool of its CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron_vshape.mcore.split import graphs
+from megatron_vshape.rehearsal.ledger import Ledger, tensors_in
+
+
+class GraphPool:
+    """Marks as of graphs what captured modules allocate in F and B; W allocates gathers alone.
+
+    The pool and other memory do not lend to each other, so that both peaks add up, whenever they
+    are. Of each F a copy of its input stays beside them until its B.
+    """
+
+    def __init__(self, ledger: Ledger, chunks: Iterable[nn.Module]) -> None:
+        """Watch the modules of `chunks` that graphs cover."""
+        self._ledger, self._running, self._inputs = ledger, nn.Module(), 0
+        self.most_inputs = 0
+        covered = graphs.covered(chunks)
+        inner = {child for module in covered for child in module.children()}
+        for module in covered - inner:
+            if next(module.parameters(), None) is not None:
+                module.register_forward_pre_hook(self._enter, with_kwargs=True)
+                module.register_forward_hook(self._leave)
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._ledger.graphed = True
+        for each in tensors_in((*args, *kwargs.values())):
+            if each.requires_grad:
+                self._keep_input(each.nbytes)
+                each.register_hook(partial(self._end_backward, module, each.nbytes))
+                break
+
+    def _leave(self, module: nn.Module, args: Any, made: Any) -> None:
+        self._ledger.graphed = False
+        for each in tensors_in((made,)):
+            if each.requires_grad:
+                each.register_hook(partial(self._begin_backward, module))
+
+    def _begin_backward(self, module: nn.Module, gradient: Tensor) -> None:
+        self._ledger.graphed, self._running = True, module
+
+    def _end_backward(self, module: nn.Module, size: int, gradient: Tensor) -> None:
+        self._keep_input(-size)
+        if self._running is module:  # the module below may have begun
+            self._ledger.graphed = False
+
+    def _keep_input(self, size: int) -> None:
+        self._inputs += size
+        self.most_inputs = max(self.most_inputs, self._inputs)
+
+    def plain(self) -> dict[str, int]:
+        """Return the bytes of the pool, of other memory, and of static inputs, at most each."""
+        ledger = self._ledger
+        return {"pool": ledger.pool_peak, "other": ledger.other_peak, "inputs": self.most_inputs}
