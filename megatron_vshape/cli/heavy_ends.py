@@ -122,7 +122,7 @@ def pieces_of(
         layer = replace(pieces.layer, saved_us=times.saved * chunks / layers)
         pieces = replace(pieces, layer=layer, first=first, last=last)
         if options.offload is not None:
-            pieces = pieces.with_copies(options.offload.forwards, options.offload.half_duplex)
+            pieces = pieces.with_copies(options.offload)
     else:
         layers = float(options.layers or sum(measured.layers or ()))
         _check_measured(options, measured, layers, what)

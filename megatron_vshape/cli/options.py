@@ -98,28 +98,12 @@ def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
-class OffloadLink(NamedTuple):
-    """How long a copy to the host takes: in F, one way, of all that a stage holds."""
-
-    forwards: float
-    half_duplex: bool
-    text: str  # of the argument
-
-
-_LINK_WORDS = {"": (1, False), "half": (1, True), "shared": (2, False)}
-
-
-def link(text: str) -> OffloadLink:
-    """Return the link that --offload names."""
-    number, _, word = text.partition(",")
-    value = float_or_nan(number)
-    if not 0 < value < math.inf or word not in _LINK_WORDS:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a time above 0, as in 1.5, which half or shared may follow, as in "
-            "1.5,half"
-        )
-    sharers, half_duplex = _LINK_WORDS[word]
-    return OffloadLink(sharers * value, half_duplex, text)
+def copy_time(text: str) -> float:
+    """Parse the time of a copy to host memory, in F."""
+    value = float_or_nan(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time above 0, as in 1.5")
+    return value
 
 
 def count(text: str) -> int:
@@ -316,7 +300,7 @@ def cut_of(
     measured: Costs | None,
     num_layers: int | None = None,
     ends: tuple[Piece, Piece] = (NOTHING, NOTHING),
-    offload: OffloadLink | None = None,
+    offload: float | None = None,
 ) -> Cut:
     """Return what gives the costs of any number of stages: measured if there are, else equal.
 
@@ -337,8 +321,6 @@ def cut_of(
             whole = times.whole * 2 * devices / num_stages
             costs = costs.having(whole_backward_us=(whole,) * num_stages)
         costs = costs if ends == (NOTHING, NOTHING) else with_ends(costs, *ends)
-        return (
-            costs if offload is None else costs.with_copies(offload.forwards, offload.half_duplex)
-        )
+        return costs if offload is None else costs.with_copies(offload)
 
     return cut

@@ -43,12 +43,12 @@ from megatron_vshape.cli.options import (
     add_cost_arguments,
     add_size_arguments,
     chunks,
+    copy_time,
     count,
     cut_of,
     ends_of,
     float_or_nan,
     headroom_of,
-    link,
     number_of,
     slice_counts,
 )
@@ -149,12 +149,11 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--offload",
-        type=link,
+        type=copy_time,
         metavar="T",
         brief="Allow offloading; time to copy a chunk, in F",
-        help="Allow offloading to host memory: time to copy the activations of a stage one way, in "
-        "F (a costs file contains it). T,half: half-duplex link; T,shared: link shared by two "
-        "ranks",
+        help="Allow offloading to host memory: time to copy the activations of a stage in one "
+        "direction, while others are copied back, in F (a costs file contains it)",
     )
     add(
         "--host-memory-limit",
@@ -697,7 +696,7 @@ def _recipe(options: argparse.Namespace) -> str:
     if options.proof_seconds != PROOF_SECONDS:
         words += ["--proof-seconds", argument(options.proof_seconds)]
     if options.offload is not None:
-        words += ["--offload", options.offload.text]
+        words += ["--offload", argument(options.offload)]
     known = ("costs", "embedding", "memory_limit", "headroom", "layers", "layer_split", "head")
     ends = ("vocab_parallel", "mtp_layers", "slices", "host")
     for name in (*known, *ends, "host_memory_limit", "hidden", "chunks", "seconds"):

@@ -49,7 +49,7 @@ from megatron_vshape.view.numbers import prices_told
 
 if TYPE_CHECKING:
     from megatron_vshape.mcore.one_device import Model
-    from megatron_vshape.sweep.files import HostLink, ModelFile
+    from megatron_vshape.sweep.files import ModelFile
 
 NEEDED = {
     "torch": "megatron",
@@ -164,13 +164,6 @@ def _add_features(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Measure copies of activations to host memory and back, for plan",
     )
-    memory.add_argument(
-        "--cluster",
-        type=Path,
-        metavar="FILE.yaml",
-        help="Cluster file, as in configs/clusters; if its GPUs share a host link, measured copy "
-        "times are scaled accordingly",
-    )
     schedule.add_argument(
         "--slices",
         type=_several,
@@ -255,7 +248,6 @@ def run(options: argparse.Namespace) -> int:
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = _model(options, sizes, device)
-    link = _host_link(options)
     model.alone()  # says what does not divide, before anything is made
     _check_slices(options)
     if device == "cpu":
@@ -273,7 +265,7 @@ def run(options: argparse.Namespace) -> int:
             columns = "".join(f"{kind + ' ms':>10}" for kind in (*PARTS, Kind.BW))
             print(f"{'':26}{columns}{'MiB after F':>13}{'after B':>10}")
         try:
-            costs = _measure_all(model, layers, options, link)
+            costs = _measure_all(model, layers, options)
             costs = _with_ends_told(costs, model, sizes, options)
         except torch.OutOfMemoryError:
             raise ScheduleError(
@@ -328,51 +320,12 @@ def _with_ends_told(
     return made
 
 
-def _host_link(options: argparse.Namespace) -> "HostLink | None":
-    """Return what --cluster says of the link to a device's host.
-
-    Raises:
-        ScheduleError: nothing would be done with it, or it says nothing.
-    """
-    if options.cluster is None:
-        return None
-    from megatron_vshape.sweep.files import Cluster, load
-
-    link = load(options.cluster, Cluster).host_link
-    why = None
-    if not options.offload:
-        why = "describes the host link, which only offloading uses: add --offload"
-    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        why = "is for one device, because ranks measure a shared link themselves: remove --cluster"
-    elif link is None:
-        why = "has no host_link: add host_link with gb_per_s and shared_by"
-    if why is not None:
-        raise ScheduleError(f"--cluster {options.cluster} {why}")
-    return link
-
-
-def _shared(costs: Costs, link: "HostLink | None") -> Costs:
-    """Return costs whose copies one device has measured, where others copy on the same link."""
-    if link is None:
-        return costs
-    copied = dict(costs.others)
-    out_us, back_us = (
-        tuple(link.shared_by * us for us in copied[kind.time]) for kind in (COPY_OUT, COPY_BACK)
-    )
-    half_duplex = costs.half_duplex or link.half_duplex
-    made = costs.with_copies_of(out_us, copied[RELEASE.frees], back_us, half_duplex)
-    told = f"{MEASURED} on one device, times {link.shared_by} ranks that share the link (--cluster)"
-    return made.with_source(told, COPY_OUT.time, COPY_BACK.time)
-
-
-def _measure_all(
-    model: "Model", layers: Sequence[int], options: argparse.Namespace, link: "HostLink | None"
-) -> Costs:
+def _measure_all(model: "Model", layers: Sequence[int], options: argparse.Namespace) -> Costs:
     """Return the costs of the stages, with a price list where they are to have other settings."""
     settings = _settings(options)
     model = _with_biases(model, settings)
     own, *others = (
-        _shared(_measure(replace(model, recompute=setting), layers, options), link)
+        _measure(replace(model, recompute=setting), layers, options)
         for setting in (NO_RECOMPUTE, *settings)
     )
     costs = price_list(own, dict(zip(settings, others, strict=True)))
@@ -608,10 +561,9 @@ def _copies_told(costs: Costs) -> str:
         f"{max(size / us for size, us in zip(sizes, copied[kind.time], strict=True)) / 1e3:.1f}"
         for kind in (COPY_OUT, COPY_BACK)
     ]
-    how = "one way at a time" if costs.half_duplex else "both ways at once"
     return (
         f"copies to host memory of up to {max(sizes) / MIB:.2f} MiB a microbatch and stage: "
-        f"{rates[0]} GB/s out, {rates[1]} GB/s back, {how}"
+        f"{rates[0]} GB/s out, {rates[1]} GB/s back, both ways at once"
     )
 
 

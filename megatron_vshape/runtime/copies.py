@@ -18,9 +18,6 @@ from megatron_vshape.runtime.program_runner import on_stream_of
 MOST_BYTES = 256 << 20
 """Maximum bytes of a measured copy: above, time is proportional to size."""
 
-ONE_WAY = 1.5
-"""Slowdown by a copy in the other direction from which a link counts as half duplex."""
-
 
 class Copies(NamedTuple):
     """What of a stage's microbatch may wait in host memory, and how long it is copied.
@@ -34,21 +31,6 @@ class Copies(NamedTuple):
     out_beside_us: float
     back_beside_us: float
 
-    @property
-    def half_duplex(self) -> bool:
-        """Return whether the link takes one direction at a time."""
-        beside_us = self.out_beside_us + self.back_beside_us
-        return beside_us > ONE_WAY * (self.out_us + self.back_us)
-
-    def times_us(self, half_duplex: bool) -> tuple[float, float]:
-        """Return what a copy there and one back are planned with.
-
-        Most of a step's are beside another, so on a link for both directions at once those count.
-        """
-        if half_duplex:
-            return self.out_us, self.back_us
-        return self.out_beside_us, self.back_beside_us
-
     def of(self, num_bytes: float) -> Copies:
         """Return what so many bytes take; of none, as long as a copy takes to begin."""
         factor = max(num_bytes, 1.0) / max(self.num_bytes, 1.0)
@@ -57,10 +39,11 @@ class Copies(NamedTuple):
 
 def priced(costs: Costs, stages: Sequence[Copies], source: str) -> Costs:
     """Return the costs with those of copies, of every stage, and where they are from."""
-    half_duplex = max(stages).half_duplex
-    out_us, back_us = zip(*(each.times_us(half_duplex) for each in stages), strict=True)
+    # Most copies of a step run while another goes in the other direction.
+    out_us = tuple(each.out_beside_us for each in stages)
+    back_us = tuple(each.back_beside_us for each in stages)
     moved = tuple(float(each.num_bytes) for each in stages)
-    costs = costs.with_copies_of(out_us, moved, back_us, half_duplex)
+    costs = costs.with_copies_of(out_us, moved, back_us)
     return costs.with_source(source, COPY_OUT.time, RELEASE.frees, COPY_BACK.time)
 
 

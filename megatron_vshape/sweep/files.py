@@ -154,9 +154,7 @@ class Device(_File):
 class HostLink(_File):
     """A device's link to the memory of its host, in which a plan may have activations wait."""
 
-    gb_per_s: Rate  # each way, as copies reach it
-    half_duplex: bool = False  # one way at a time
-    shared_by: Positive = 1  # so many neighbouring devices, all of which copy at once
+    gb_per_s: Rate  # in each direction, while all devices copy in both
     memory_gib: Rate | None = None  # of a device, for what waits; None: enough
 
 

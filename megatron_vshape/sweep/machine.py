@@ -75,15 +75,14 @@ class Machine:
     def copied(self, costs: Costs) -> Costs:
         """Return the costs where all that a stage holds may wait in host memory.
 
-        As they are where the cluster's file says nothing of a link there. Those who share a link
-        all copy, so that each has its part of the rate.
+        As they are where the cluster's file says nothing of a link there.
         """
         link = self.cluster.host_link
         if link is None:
             return costs
-        held, byte_us = costs.held_after_forward_bytes, link.shared_by / (1e3 * link.gb_per_s)
+        held, byte_us = costs.held_after_forward_bytes, 1 / (1e3 * link.gb_per_s)
         copied_us = tuple(byte_us * max(num_bytes, 1.0) for num_bytes in held)
-        return costs.with_copies_of(copied_us, held, copied_us, link.half_duplex)
+        return costs.with_copies_of(copied_us, held, copied_us)
 
     @property
     def in_host_bytes(self) -> float:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from megatron_vshape.cli.main import main
-from megatron_vshape.cli.profile import _shared, price_list, stage_layers
+from megatron_vshape.cli.profile import price_list, stage_layers
 from megatron_vshape.core.model.costs import Costs, Piece
-from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, PARTS, RELEASE, VOCABULARY, Kind
+from megatron_vshape.core.model.kinds import PARTS, VOCABULARY, Kind
 from megatron_vshape.core.planner.vocabulary import tells_shared
 
 MODEL = (
@@ -387,11 +387,6 @@ def test_a_rank_alone_computes_as_much_as_with_others() -> None:
             ["--sequence-parallel", "--tensor-parallel", "2"],
             "start this with torchrun --nproc-per-node 2",
         ),
-        (["--cluster", A100], "a100_80gb_40.yaml says what the link to the host is like, which on"),
-        (
-            ["--cluster", A100, "--offload"],
-            "has no host_link: add host_link with gb_per_s and shared_by",
-        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused(
@@ -425,20 +420,6 @@ def test_what_cannot_fit_is_told_before_the_system_ends_it(
     long = ["--model", str(model), "--devices", "1", "--seq-length", "99999999999", *output]
     assert main(["profile", *long]) == 2
     assert "what may fit is --seq-length 8192" in capsys.readouterr().err
-
-
-def test_copies_on_a_link_that_others_share_take_longer() -> None:
-    pytest.importorskip("pydantic")
-    from megatron_vshape.sweep.files import HostLink
-
-    costs = Costs.uniform(1, 2, 1.0).with_copies(1.5)
-    assert _shared(costs, None) is costs
-    ours = _shared(costs, HostLink(gb_per_s=50, shared_by=2, half_duplex=True))
-    assert ours.half_duplex
-    assert [ours.time_us(kind, 0) for kind in (COPY_OUT, COPY_BACK)] == [3.0, 3.0]
-    assert dict(ours.others)[RELEASE.frees] == dict(costs.others)[RELEASE.frees]
-    told = dict(ours.sources)[COPY_OUT.time]
-    assert told == "measured on one device, times 2 ranks that share the link (--cluster)"
 
 
 def test_what_is_exchange_is_told_from_the_rest() -> None:

@@ -162,7 +162,7 @@ class Recorder:
             limit = f"{draw.uniform(0.7, 2.2) * devices * stages / 2 / devices:.2f}GiB"
         else:
             arguments += ["--cost", draw.choice(("1,1,1,0", "1,1.15,.85,.05", "1,2,1,.1"))]
-            arguments += draw.choice(([], ["--offload", draw.choice(("0.5", "1,half"))]))
+            arguments += draw.choice(([], ["--offload", draw.choice(("0.5", "1"))]))
             if draw.random() < 0.4:
                 arguments += ["--layers", str(4 * devices), "--head", "3"]
                 arguments += draw.choice(([], ["--layer-split", "auto"], ["--vocab-parallel"]))
