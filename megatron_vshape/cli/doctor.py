@@ -279,7 +279,8 @@ def _options() -> str:
             rows["--" + name.replace("_", "-")] = rule.becomes
     for each in (each for name in BY_SCHEDULE for each in REFUSALS[By[name]]):
         name = f"{each.option} (some values)" if each.shows_value else each.option
-        rows.setdefault(name, f"rejected: {each.why}")
+        fix = f". {each.fix}" if each.fix else ""
+        rows.setdefault(name, f"rejected: {each.why}{fix}")
     if not has_transformer_engine():
         rows["--transformer-impl transformer_engine"] = "rejected: not installed"
     lines = []

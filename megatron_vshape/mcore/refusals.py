@@ -1,4 +1,8 @@
-"""What a schedule of this package does not work with, told before anything is built."""
+"""Combinations that a schedule of this package rejects, before anything is built.
+
+A message has the problem, the reason and the fix. `REFUSALS` is the table of reasons and fixes;
+without a fix of its own, an entry advises to remove the feature of this package.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from megatron_vshape.mcore.options import UnsupportedError as UnsupportedError
 
 
 class MissingError(UnsupportedError):
-    """What an option needs is not installed here."""
+    """A library that an option needs is not installed."""
 
 
 class RefusedError(SystemExit):
@@ -70,38 +74,42 @@ def refusing_together() -> Iterator[None]:
 
 
 class By(StrEnum):
-    """What refuses options."""
+    """The feature that rejects options."""
 
     SCHEDULE = "every schedule"
-    LATE = "every schedule, of a config"  # what is turned off where it is seen in time
-    CHUNKS = "schedules with several chunks a rank, or none in the order of the ranks"
+    LATE = "every schedule, of a config"  # turned off if seen in time
+    CHUNKS = "schedules with several chunks per rank, or with reordered ranks"
     RECORDING = "CUDA graphs and the paged stash"
-    LAYER_PLANS = "Megatron's layer plans, under a schedule"  # or Megatron itself beside them
+    LAYER_PLANS = "Megatron's layer plans, with a schedule"  # or Megatron itself with them
     POST_VALIDATION = "post-validation"
-    VOCABULARY = "a shared vocabulary"
-    SLICES = "microbatches in slices"
-    SPLIT_GRAPHS = "weight gradients in CUDA graphs of their own"  # not the run: they stay in B
+    VOCABULARY = "vocabulary parallelism"
+    SLICES = "sequence slices"
+    SPLIT_GRAPHS = "CUDA graphs of weight gradients"  # the run goes on: they stay in B
 
 
 class Refusal(NamedTuple):
-    """An option that is refused while `is_set(value)`, or while `holds`, where that is given."""
+    """An option that is rejected if `is_set(value)`, or if `holds(options)`.
+
+    `why` is the reason, `fix` what to change; None: remove the feature that rejects the option.
+    """
 
     name: str  # of the attribute of Megatron's arguments or config
     why: str
-    flag: str | None = None  # as the user knows it, where that is not the name with dashes
+    flag: str | None = None  # if it is not the name with dashes
     is_set: Callable[[Any], bool] = bool
-    in_config: bool = True  # a script may set it in the TransformerConfig alone, by the same name
-    shows_value: bool = False  # only some of the option's values are refused
-    is_derived: bool = False  # known once Megatron has validated its arguments, not before
-    holds: Callable[[Any], bool] | None = None  # of all options together
+    in_config: bool = True  # also a field of the TransformerConfig
+    shows_value: bool = False  # only some values are rejected
+    is_derived: bool = False  # known only after Megatron has validated its arguments
+    holds: Callable[[Any], bool] | None = None  # for all options
+    fix: str | None = None
 
     @property
     def option(self) -> str:
-        """Return the option as the user knows it."""
+        """Return the option as a flag."""
         return self.flag or f"--{self.name.replace('_', '-')}"
 
     def said_of(self, options: Any) -> str | None:
-        """Return how arguments or a config give the option, if they do; what they lack is not."""
+        """Return the option as given in arguments or a config, None if it is not."""
         if self.holds is not None:
             return self.option if self.holds(options) else None
         value = getattr(options, self.name, None)
@@ -111,7 +119,7 @@ class Refusal(NamedTuple):
 
 
 def _each(why: str, *names: str, **alike: Any) -> tuple[Refusal, ...]:
-    """Return refusals for one reason, which are alike but for their names."""
+    """Return refusals with one reason that differ by name."""
     return tuple(Refusal(name, why, **alike) for name in names)
 
 
@@ -169,7 +177,7 @@ def _is_hybrid(options: Any) -> bool:
 
 
 GRAPH_SCOPES = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated")
-"""How releases of Megatron name what of a layer CUDA graphs cover; the last is the parser's."""
+"""Names of the scope of CUDA graphs in releases of Megatron; the last is the parser's."""
 
 
 def graph_scope(options: Any) -> set[str]:
@@ -193,95 +201,91 @@ def _captures_experts(options: Any) -> bool:
 
 
 BESIDE = "overlap_moe_expert_parallel_comm"
-"""Megatron's option that lets an F run beside a backward, by its layer plans."""
+"""Megatron's option for overlapped forward-backward passes, by its layer plans."""
+
+_OVERLAP = f"--{BESIDE.replace('_', '-')}"
 
 ENGINE = "transformer_engine"
-"""What --transformer-impl is unless it is given."""
+"""Default of --transformer-impl."""
 
 BATCH_SIZES = ("rampup_batch_size", "step_batch_size_schedule")
 """Megatron's options that change the number of microbatches of a training step."""
 
 ROUTER_REPLAY = ("moe_enable_routing_replay", "enable_routing_replay", "use_routing_replay")
-"""How Megatron, verl before Megatron had it, and slime and miles name router replay."""
+"""Names of router replay in Megatron, in verl before Megatron had it, and in slime and miles."""
 
-_LOOKS_AT_DEVICE = (
-    "the host looks at the device within a step, where losses are checked and brought to the last "
-    "rank, and where sent messages are let go of: use --cuda-graph-impl transformer_engine"
-)
-_OWN_ORDER = "it assumes the order of Megatron's own schedules: leave it out"
-_UNSPLIT = "its weight gradients cannot be put off yet: leave it out"
-_SECOND_MODEL = (
-    "a second model for inference would get the stages of the schedule: leave it out, and the "
-    "model that trains generates"
-)
-_TOO_LATE = (
-    "its layers are built with it by now: set it where the config is made, and it is turned off"
-)
-_NEW_ORDER = (
-    "what is recorded once for every microbatch of a step has another number of them later: leave "
-    "it out"
-)
-_LEAVE_OUT = "leave it out, or the other"
-_OUTSIDE = f"Megatron's plans run outside its context: {_LEAVE_OUT}"
-_NO_RUN = f"no run has had both yet: {_LEAVE_OUT}"
-_REDOES = "an iteration begun early would be run, and counted, twice: leave it out"
-_NO_COPY = "a step of this optimizer cannot be undone yet: leave it out"
-_WANTS_LOGITS = "it wants the logits, which no rank has whole: leave it out"
-_WIDE_LOGITS = "each rank computes its rows of the logits in the dtype of the parameters: remove it"
-_LOGITS_OF_SLICES = "it pairs logits with whole microbatches, and these are of slices: remove it"
-_UNTRIED = "that has not been built: leave one of the two out"
-_OF_F_B_W = "graphs are captured of F, B and W alone: leave it out"
-_NO_STATE = "what goes from slice to slice there has not been built: leave it out"
-_OF_A_SLICE = "it would be of a slice's tokens, and not of a microbatch's: leave it out"
-_OF_WHOLE = (
-    "it replays the expert choices of a microbatch at once, and not of a slice: set "
-    "--pipeline-slices 1"
-)
-_OWN_KEYS = "every slice has keys of its own number: leave it out"
+_USE_TE_GRAPHS = "Use --cuda-graph-impl transformer_engine"
+_HOST_SYNC = "a schedule synchronizes host and GPU within a step (loss checks, P2P messages)"
+_OWN_ORDER = "it supports only Megatron's schedules"
+_UNSPLIT = "its weight gradients cannot be computed in W"
+_SECOND_MODEL = "a second model for inference would get the stages of the schedule"
+_GENERATE = "Remove it, so that the trained model generates"
+_TOO_LATE = "the layers are already built with it"
+_SET_EARLY = "Set it where the config is created; it is then turned off"
+_NEW_ORDER = "graphs and stash are recorded for a fixed number of microbatches"
+_NO_RAMP = "Remove it, or train without CUDA graphs and --moe-paged-stash"
+_OUTSIDE = "Megatron's layer plans run outside of its context"
+_NO_RUN = "the combination is untested"
+_REDOES = "an iteration that is undone would be run and counted twice"
+_NO_COPY = "a step of this optimizer cannot be undone"
+_WANTS_LOGITS = "it needs the full logits, which no rank has"
+_WIDE_LOGITS = "each rank computes its rows of the logits in the dtype of the parameters"
+_LOGITS_OF_SLICES = "it pairs logits with full microbatches, and these are of slices"
+_OF_FULL = "it replays the expert choices of a full microbatch, and not of a slice"
+_UNVERIFIED = "equal gradients have not been verified with it"
+_TO_CAPTURE = "Remove it to capture weight gradients separately"
+_UNTRIED = "the combination is not implemented"
+_OF_F_B_W = "graphs capture only F, B and W"
+_NO_STATE = "the state between slices is not implemented"
+_OF_A_SLICE = "it would be computed per slice instead of per microbatch"
+_OWN_KEYS = "every slice has a different number of keys"
 
-_UNVERIFIED = "equal gradients have not been verified with it: remove it to have W apart"
-
-_LENGTHS = "variable_seq_lengths (microbatches of unlike length)"
+_LENGTHS = "variable_seq_lengths (variable-length microbatches)"
 _GRAPHS: dict[str, Any] = {
     "flag": "--cuda-graph-impl (CUDA graphs)",
     "is_set": _other_than(None, "none"),
 }
 _FP8: dict[str, Any] = {"flag": "--fp8-format", "is_set": _other_than(None, "none")}
 _FP4: dict[str, Any] = {"flag": "--fp4-format", "is_set": _other_than(None, "none")}
-_DDP = "use DDP, with or without --use-distributed-optimizer"
+_NO_FSDP = "it supports DDP only"
+_DDP = "Use DDP, with or without --use-distributed-optimizer"
 
 REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
     By.SCHEDULE: (
         Refusal(
             "cuda_graph_impl",
-            _LOOKS_AT_DEVICE,
+            _HOST_SYNC,
+            fix=_USE_TE_GRAPHS,
             is_set=_is_one_of("full_iteration"),
             shows_value=True,
         ),
         *_each(
-            _LOOKS_AT_DEVICE,
+            _HOST_SYNC,
             *GRAPH_SCOPES,
+            fix=_USE_TE_GRAPHS,
             flag="--cuda-graph-scope full_iteration",
             is_set=_has("full_iteration"),
         ),
         *_each(
-            "Megatron captures these graphs for the pass order of its own schedules; use "
-            "--cuda-graph-impl transformer_engine",
+            "Megatron captures these graphs for the pass order of its own schedules",
             *("cuda_graph_impl", "enable_cuda_graph"),
+            fix=_USE_TE_GRAPHS,
             flag="--cuda-graph-impl local",
             is_set=_is_one_of("local", True),
         ),
-        *_each(_DDP, "use_megatron_fsdp", "use_torch_fsdp2"),
+        *_each(_NO_FSDP, "use_megatron_fsdp", "use_torch_fsdp2", fix=_DDP),
         Refusal(
             "num_microbatches_with_partial_activation_checkpoints",
             _OWN_ORDER,
+            fix="Remove num_microbatches_with_partial_activation_checkpoints",
             flag="num_microbatches_with_partial_activation_checkpoints",
             is_set=_is_given,
         ),
-        Refusal("hybrid_context_parallel", _OWN_ORDER),
+        Refusal("hybrid_context_parallel", _OWN_ORDER, fix="Remove --hybrid-context-parallel"),
         Refusal(
             "gtp_weight_remat_size",
             _UNSPLIT,
+            fix="Make the two sizes equal",
             flag="--tensor-parallel-num-weight-shards above --tensor-model-parallel-size",
             is_set=_above_one,
             is_derived=True,
@@ -289,32 +293,44 @@ REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
         Refusal(
             "expert_gtp_weight_remat_size",
             _UNSPLIT,
+            fix="Make the two sizes equal",
             flag="--expert-tensor-parallel-num-weight-shards above --expert-tensor-parallel-size",
             is_set=_above_one,
             is_derived=True,
         ),
         Refusal(
             "pipeline_model_parallel_comm_backend",
-            "messages go over --distributed-backend: leave it out, or make it nccl",
+            "P2P messages use --distributed-backend",
+            fix="Remove it, or set it to nccl",
             is_set=_other_than(None, "nccl"),
             shows_value=True,
         ),
         *(
-            Refusal(f"rl_inference_{what}_model_parallel_size", _SECOND_MODEL, is_set=_is_given)
+            Refusal(
+                f"rl_inference_{what}_model_parallel_size",
+                _SECOND_MODEL,
+                fix=_GENERATE,
+                is_set=_is_given,
+            )
             for what in ("tensor", "pipeline", "expert", "expert_tensor")
         ),
         Refusal(
             "transformer_impl",
-            "use local or transformer_engine",
+            "its layers are not supported",
+            fix="Use local or transformer_engine",
             is_set=_other_than(None, "local", "transformer_engine"),
             in_config=False,
             shows_value=True,
         ),
     ),
     By.LATE: (
-        *_each(_TOO_LATE, "fine_grained_activation_offloading", "delay_wgrad_compute"),
+        *_each(
+            _TOO_LATE,
+            *("fine_grained_activation_offloading", "delay_wgrad_compute"),
+            fix=_SET_EARLY,
+        ),
         *(
-            Refusal(name, _TOO_LATE, flag=name)
+            Refusal(name, _TOO_LATE, fix=_SET_EARLY, flag=name)
             for name in (
                 "defer_embedding_wgrad_compute",
                 "overlap_dispatch_backward_with_experts_wgrad",
@@ -324,32 +340,41 @@ REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
     By.CHUNKS: (
         Refusal(
             "perform_rl_step",
-            "its loop takes a rank's first chunk for all of the rank's model, and generates with "
-            "the stages in the order of the ranks: choose a schedule with one chunk, such as zb-h1",
+            "its loop uses only the first chunk of each rank, in the order of the ranks",
+            fix="Use a schedule with one chunk per rank, such as zb-h1",
         ),
     ),
-    By.RECORDING: _each(_NEW_ORDER, *BATCH_SIZES, is_set=_is_given),
+    By.RECORDING: _each(_NEW_ORDER, *BATCH_SIZES, fix=_NO_RAMP, is_set=_is_given),
     By.SPLIT_GRAPHS: (
         Refusal(
             "transformer_impl",
-            "Transformer Engine captures W of its own layers alone: use transformer_engine",
+            "Transformer Engine captures weight gradients only of its own layers",
+            fix="Use --transformer-impl transformer_engine to capture them",
             is_set=_is_one_of("local"),
             shows_value=True,
         ),
-        Refusal("fp4", _UNVERIFIED, **_FP4),
+        Refusal("fp4", _UNVERIFIED, fix=_TO_CAPTURE, **_FP4),
         Refusal(
             "fp8_recipe",
             _UNVERIFIED,
+            fix="Use one of these to capture weight gradients separately",
             holds=lambda options: bool(getattr(options, "fp8", None)) and not _verified(options),
             flag="--fp8-recipe other than delayed, tensorwise and blockwise",
         ),
-        *_each(_UNVERIFIED, "tp_comm_overlap", "use_transformer_engine_op_fuser"),
-        Refusal("experimental_attention_variant", _UNVERIFIED, is_set=_is_given),
-        Refusal("hybrid_layer_pattern", _UNVERIFIED, "Mamba layers", holds=_has_mamba),
+        *_each(_UNVERIFIED, "tp_comm_overlap", "use_transformer_engine_op_fuser", fix=_TO_CAPTURE),
+        Refusal("experimental_attention_variant", _UNVERIFIED, fix=_TO_CAPTURE, is_set=_is_given),
+        Refusal(
+            "hybrid_layer_pattern",
+            _UNVERIFIED,
+            "Mamba layers",
+            fix="No option captures them separately",
+            holds=_has_mamba,
+        ),
         Refusal(
             "num_experts",
-            "their grouped GEMM is not captured apart: restrict --cuda-graph-modules to other "
-            "parts, such as attn moe_router moe_preprocess",
+            "their grouped GEMM is not captured separately",
+            fix="Restrict --cuda-graph-modules to other parts, such as attn moe_router "
+            "moe_preprocess",
             flag="experts in CUDA graphs",
             holds=_captures_experts,
         ),
@@ -357,59 +382,63 @@ REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
     By.LAYER_PLANS: (
         Refusal(
             "expert_model_parallel_size",
-            "there is no exchange that could be hidden: leave it out",
+            "there is no all-to-all to overlap",
+            fix=f"Remove {_OVERLAP}, or increase EP",
             flag="--expert-model-parallel-size 1",
             is_set=_is_one_of(None, 1),
         ),
         Refusal(
             "moe_token_dispatcher_type",
-            "use alltoall or flex",
+            "Megatron's layer plans need an all-to-all",
+            fix="Use alltoall or flex",
             flag="--moe-token-dispatcher-type allgather",
             is_set=_is_one_of("allgather"),
         ),
         Refusal(
             "bf16",
-            "add --bf16 or --fp16",
-            flag="numbers of 32 bits",
+            "Megatron's layer plans need 16-bit training",
+            fix="Add --bf16 or --fp16",
+            flag="fp32 training",
             holds=lambda options: hasattr(options, "bf16") and not (options.bf16 or options.fp16),
         ),
         Refusal(
             "recompute_granularity",
-            "a layer's exchanges would come again within its backward: recompute modules, or "
-            "nothing",
+            "a layer's all-to-all would be repeated in its backward",
+            fix="Use --recompute-granularity selective, or no recomputation",
             flag="--recompute-granularity full",
             is_set=_is_one_of("full"),
         ),
         Refusal(
             "recompute_modules",
-            "the experts' exchanges would come again within their backward: leave moe out of them",
+            "the all-to-all would be repeated in the backward of the experts",
+            fix="Remove moe from --recompute-modules",
             flag="--recompute-modules moe",
             is_set=lambda modules: "moe" in (modules or ()),
         ),
-        Refusal("moe_shared_expert_overlap", f"both hide the exchanges: {_LEAVE_OUT}"),
+        Refusal("moe_shared_expert_overlap", "both overlap the all-to-all"),
         Refusal(
             "mtp_num_layers",
-            f"Megatron's plans have one such layer at most: {_LEAVE_OUT}",
+            "Megatron's layer plans support one such layer",
             flag="--mtp-num-layers above 1",
             is_set=_above_one,
         ),
         Refusal(
             "moe_layer_freq",
-            "Megatron's plans leave the model's last norm out then: give it experts",
-            flag="--moe-layer-freq, by which the last layer has no experts",
+            "Megatron's layer plans omit the final norm after a dense layer",
+            flag="--moe-layer-freq with a dense last layer",
             holds=_last_is_dense,
         ),
         Refusal(
             "sequence_parallel",
-            "in Megatron's plans all tensor-parallel ranks would drop out alike: set "
-            "--hidden-dropout 0 and --attention-dropout 0",
+            "in Megatron's layer plans all tensor-parallel ranks use the same dropout mask",
+            fix="Set --hidden-dropout 0 and --attention-dropout 0",
             flag="--sequence-parallel and dropout",
             holds=_drops_out_alike,
         ),
         Refusal(
             "fp8_recipe",
-            "Megatron's plans would enter its context around an F and another's B: use another "
-            "recipe",
+            "Megatron's layer plans would use one FP8 context for F and another pass's B",
+            fix="Use another recipe",
             flag="--fp8-recipe delayed",
             holds=lambda options: (
                 bool(getattr(options, "fp8", None))
@@ -418,13 +447,13 @@ REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
         ),
         Refusal(
             "first_last_layers_bf16",
-            "Megatron's plans free what the experts of such layers save, unless it is permuted: "
-            f"{_LEAVE_OUT}",
+            "Megatron's layer plans free activations that experts of such layers need",
             flag="--first-last-layers-bf16 with FP8",
             holds=_frees_what_is_saved,
         ),
         Refusal(
-            "fp32_residual_connection", f"Megatron's plans do not widen the residual: {_LEAVE_OUT}"
+            "fp32_residual_connection",
+            "Megatron's layer plans do not support fp32 residuals",
         ),
         Refusal("enable_autocast", _OUTSIDE, flag="enable_autocast"),
         Refusal("cpu_offloading", _OUTSIDE, flag="cpu_offloading"),
@@ -432,12 +461,11 @@ REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
         *_each(_NO_RUN, "moe_latent_size", "moe_paged_stash", "use_transformer_engine_op_fuser"),
         Refusal(
             "moe_ncclep_zero_copy",
-            "its buffer would hold one microbatch's tokens while another's are computed: "
-            f"{_LEAVE_OUT}",
+            "its buffer is needed by two microbatches at once",
         ),
         Refusal(
             "hybrid_layer_pattern",
-            f"it has no layer plans: {_LEAVE_OUT}",
+            "it has no layer plans",
             flag="a hybrid model",
             holds=_is_hybrid,
         ),
@@ -445,14 +473,15 @@ REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
     By.POST_VALIDATION: (
         Refusal(
             "rerun_mode",
-            "it holds all ranks up at the end of every iteration: set --rerun-mode disabled",
+            "it synchronizes all ranks at the end of every iteration",
+            fix="Set --rerun-mode disabled",
             is_set=_other_than(None, "disabled"),
             in_config=False,
             shows_value=True,
         ),
         Refusal(
             "variable_seq_lengths",
-            "a message whose length is not known yet would be under way between two iterations",
+            "the length of the first message of an iteration would not be known in time",
             flag=_LENGTHS,
         ),
         Refusal("num_experts", _REDOES, is_set=_is_given),
@@ -464,22 +493,20 @@ REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
             for what in ("activations", "wgrads", "dgrads")
         ),
         *_each(
-            "the next iteration begins before its size is decided: leave it out",
+            "the next iteration starts before its batch size is decided",
             *BATCH_SIZES,
             is_set=_is_given,
         ),
         Refusal(
             "cuda_graph_impl",
-            "graphs are captured between two iterations, and the next has begun by then: leave it "
-            "out",
+            "graphs are captured between two iterations, when the next one has started",
             **_GRAPHS,
         ),
-        Refusal(
-            "perform_rl_step", "what it trains on is made between two iterations: leave it out"
-        ),
+        Refusal("perform_rl_step", "its training data is generated between two iterations"),
         Refusal(
             "optimizer",
-            "use adam or sgd",
+            _NO_COPY,
+            fix="Use adam or sgd",
             is_set=_other_than(None, "adam", "sgd"),
             in_config=False,
             shows_value=True,
@@ -493,7 +520,8 @@ REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
         ),
         Refusal(
             "overlap_param_gather_with_optimizer_step",
-            "it sends parameters off before a step can be undone: leave it out",
+            "it sends parameters before a step can be undone",
+            fix="Remove --overlap-param-gather-with-optimizer-step",
         ),
         Refusal("reuse_grad_buf_for_mxfp8_param_ag", _NO_COPY),
     ),
@@ -520,13 +548,11 @@ REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
         Refusal(BESIDE, _UNTRIED),
         Refusal(
             "context_parallel_size",
-            "no attention of Transformer Engine takes a slice's queries with it: leave it out",
+            "Transformer Engine's attention does not support it with slices",
             is_set=_above_one,
             shows_value=True,
         ),
-        Refusal(
-            "variable_seq_lengths", "every slice is as long as the others: leave it out", _LENGTHS
-        ),
+        Refusal("variable_seq_lengths", "all slices have one length", flag=_LENGTHS),
         Refusal("cuda_graph_impl", _OWN_KEYS, **_GRAPHS),
         *_each(_OWN_KEYS, "external_cuda_graph", "enable_cuda_graph"),
         Refusal("experimental_attention_variant", _UNTRIED, is_set=_is_given),
@@ -534,12 +560,12 @@ REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
         Refusal("moe_router_load_balancing_type", _OF_A_SLICE, is_set=_has("sinkhorn")),
         Refusal(
             "mtp_use_repeated_layer",
-            "one layer would have keys of several depths: give each depth its own",
+            "one layer would have keys of several depths",
+            fix="Remove --mtp-use-repeated-layer",
         ),
         Refusal(
             "mtp_hsm",
-            "it reads hidden states of tokens behind the slice, which have not been computed: "
-            "remove --mtp-hsm",
+            "it reads hidden states of tokens after the slice, which have not been computed",
         ),
         Refusal("hybrid_layer_pattern", _NO_STATE, is_set=_is_given),
         Refusal("is_hybrid_model", _NO_STATE, flag="a hybrid model"),
@@ -553,12 +579,12 @@ REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
             _UNTRIED,
             *("reset_attention_mask", "fp8_dot_product_attention", "fp8_multi_head_attention"),
         ),
-        *_each(_OF_WHOLE, *ROUTER_REPLAY),
-        Refusal("perform_rl_step", "it wants logits, and slices make losses: leave it out"),
+        *_each(_OF_FULL, *ROUTER_REPLAY),
+        Refusal("perform_rl_step", "it needs logits, and slices compute losses"),
         *_each(_LOGITS_OF_SLICES, "logits_save_dir", "logits_load_dir", in_config=False),
     ),
 }
-"""Every option of Megatron that is refused, why, and by what."""
+"""Every rejected option of Megatron by feature, with reason and fix."""
 
 
 def conflicts(options: Any, placement: Placement) -> Iterator[UnsupportedError]:
@@ -568,11 +594,11 @@ def conflicts(options: Any, placement: Placement) -> Iterator[UnsupportedError]:
     for refusal in REFUSALS[By.LAYER_PLANS]:
         said = refusal.said_of(options)
         if said is not None:
-            yield UnsupportedError(f"{_OVERLAP} does not work with {said}: {refusal.why}", BESIDE)
+            yield UnsupportedError(_message(_OVERLAP, said, refusal), BESIDE)
     if len(placement) == max(placement) + 1:
         yield UnsupportedError(
-            f"{_OVERLAP} does not work with a schedule with one stage a rank: choose a schedule "
-            "with several, such as v-half, or leave the other out",
+            f"{_OVERLAP} does not work with a schedule with one chunk per rank: passes of two "
+            f"chunks overlap. Use a schedule such as v-half, or remove {_OVERLAP}",
             BESIDE,
         )
 
@@ -590,12 +616,9 @@ def check_script(forward_step_func: Callable[..., Any]) -> None:
         name = getattr(forward_step_func, "__name__", type(forward_step_func).__name__)
         raise UnsupportedError(
             f"{_OVERLAP} does not work with this script: its forward step {name} takes no "
-            "return_schedule_plan, with which it would return the model's build_schedule_plan: add "
-            "that, or leave the option out"
+            "return_schedule_plan, which returns the model's build_schedule_plan. Add it, or "
+            f"remove {_OVERLAP}"
         )
-
-
-_OVERLAP = f"--{BESIDE.replace('_', '-')}"
 
 
 def check_slices(
@@ -611,7 +634,10 @@ def check_slices(
     _check(REFUSALS[By.SLICES], options, "--pipeline-slices")
     for option, value in others.items():
         if value:
-            raise UnsupportedError(f"--pipeline-slices does not work with {option}: {_UNTRIED}")
+            raise UnsupportedError(
+                f"--pipeline-slices does not work with {option}: {_UNTRIED}. Remove "
+                "--pipeline-slices"
+            )
     if alike:
         check_sequence(slices, getattr(options, "seq_length", None), options)
 
@@ -635,10 +661,10 @@ def check_sequence(slices: int, length: int | None, options: Any) -> None:
         return
     fine = [each for each in range(1, length // unit + 1) if not length % (each * unit)]
     nearest = min(fine, key=lambda each: abs(each - slices)) if fine else 1
-    beside = f", each a multiple of the {unit} tensor-parallel ranks" if unit > 1 else ""
+    multiple = f", each a multiple of {unit} tensor-parallel ranks" if unit > 1 else ""
     raise UnsupportedError(
-        f"--pipeline-slices {slices} does not cut {length} tokens into equal slices{beside}; the "
-        f"nearest number that does is {nearest}"
+        f"--pipeline-slices {slices} does not divide {length} tokens into equal "
+        f"slices{multiple}. Use --pipeline-slices {nearest}"
     )
 
 
@@ -667,15 +693,16 @@ def check_arguments(args: Namespace, schedule: str, placement: Placement) -> Non
     if getattr(args, "perform_rl_step", False) and _above_one(contexts):
         raise UnsupportedError(
             f"--pipeline-schedule {schedule} does not work with --perform-rl-step and "
-            f"--context-parallel-size {contexts} together: {_SECOND_MODEL}",
+            f"--context-parallel-size {contexts} together: {_SECOND_MODEL}. Set "
+            "--context-parallel-size 1",
             "perform_rl_step",
         )
     on_gpus = getattr(args, "distributed_backend", "nccl") == "nccl"
     if on_gpus and _above_one(getattr(args, "timing_log_level", None)):
         raise UnsupportedError(
             f"--pipeline-schedule {schedule} does not work with --timing-log-level "
-            f"{args.timing_log_level} on GPUs: its timers wait within a pass for all that the GPU "
-            "does, and that includes messages which only later passes send; use 0 or 1",
+            f"{args.timing_log_level} on GPUs: its timers synchronize the GPU within a pass, which "
+            "waits for P2P messages of later passes. Use 0 or 1",
             "timing_log_level",
         )
     if getattr(args, "transformer_impl", ENGINE) == ENGINE and not has_transformer_engine():
@@ -706,7 +733,7 @@ def check_split_graphs(options: Any) -> None:
     if release != "0.0.0" and not is_te_min_version(TE_OF_SPLIT_GRAPHS):  # 0: not installed
         raise UnsupportedError(
             f"{what} does not work with Transformer Engine {release}, which captures W right "
-            f"after B at best: use {TE_OF_SPLIT_GRAPHS} or later"
+            f"after B at best. Use {TE_OF_SPLIT_GRAPHS} or later"
         )
 
 
@@ -760,8 +787,8 @@ def check_one_module(schedule: str, *given: Any) -> None:
 def refused_model(schedule: str, name: str) -> UnsupportedError:
     """Return the error that refuses a model which is not one stack of layers."""
     return UnsupportedError(
-        f"schedule {schedule} does not work with {name}: stages are parts of one stack of layers, "
-        "and such a model has several: leave the schedule out, and Megatron runs its own"
+        f"schedule {schedule} does not work with {name}: it needs one stack of layers, and this "
+        "model has several. Remove the schedule, and Megatron runs its own"
     )
 
 
@@ -769,5 +796,10 @@ def _check(refusals: Iterable[Refusal], options: Any, flag: str) -> None:
     for refusal in refusals:
         said = refusal.said_of(options)
         if said is not None:
-            text = f"{flag} does not work with {said}: {refusal.why}"
-            raise UnsupportedError(text, refusal.name)
+            raise UnsupportedError(_message(flag, said, refusal), refusal.name)
+
+
+def _message(flag: str, said: str, refusal: Refusal) -> str:
+    """Format problem, reason and fix; `flag` is that of the feature, maybe with a value."""
+    fix = refusal.fix or f"Remove {flag.split()[0]}"
+    return f"{flag} does not work with {said}: {refusal.why}. {fix}"

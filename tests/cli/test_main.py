@@ -98,8 +98,7 @@ def test_a_directory_that_is_gone():
     done = in_shell("cd $(mktemp -d) && rmdir $PWD && $RUN doctor")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "megatron-vshape: the directory that this was started in has been deleted: change to one "
-        "that exists\n"
+        "megatron-vshape: the current directory has been deleted: change to another one\n"
     )
 
 

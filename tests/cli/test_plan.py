@@ -65,7 +65,7 @@ def test_slices_are_planned_and_exported(
     assert re.search(r"^1f1b in 4 slices ", shown, re.M)
     # At a price of a pass that nothing regains there is one slice.
     assert main([*arguments, "--slices", "auto", "--host", "2"]) == 0
-    assert "slices a microbatch" not in capsys.readouterr().out
+    assert "slices per microbatch" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_slices_are_planned_and_exported(
         (["--slices", "2,x"], "--slices: "),
         (
             ["--slices", "2", "--vocab-parallel", "--head", "1,1,1"],
-            "a shared vocabulary, with which no plan has slices",
+            "slices do not support a shared vocabulary",
         ),
         (["--host", "-1"], "--host -1 must be finite, at least 0"),
     ],
@@ -570,7 +570,7 @@ def test_headroom_is_a_share_however_it_is_written(capsys: pytest.CaptureFixture
     assert "limit 7.6 chunks" in told[0]
     assert told[0] == told[1]
     assert main(["plan", *SIZE, "--memory-limit", "8", "--headroom", "5"]) == 2
-    assert "--headroom '5' has no unit: say 5%" in capsys.readouterr().err
+    assert "--headroom '5' has no unit: use 5%" in capsys.readouterr().err
 
 
 REJECTED = ["--devices", "6", "--microbatches", "3", "--layers", "12"]

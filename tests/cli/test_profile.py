@@ -236,7 +236,7 @@ def test_a_price_of_slices_is_measured(
     sizes = ["--devices", "2", "--seq-length", "64", "--device", "cpu", "--repeats", "3"]
     measured = ["--model", str(model), *sizes, "--output", str(path), "--slices"]
     printed = profiled([*measured, "2", "4"])
-    line = r"^(\d) slices of (\d+) tokens: a pass takes ([\d.]+) us"
+    line = r"^(\d) slices of (\d+) tokens: ([\d.]+) us of overhead per pass"
     told = re.findall(line, printed, re.M)
     assert [each[:2] for each in told] == [("2", "32"), ("4", "16")]
     costs, price = Costs.load(path), max(float(each[2]) for each in told)
@@ -414,12 +414,12 @@ def test_what_cannot_fit_is_told_before_the_system_ends_it(
     assert main(["profile", *few]) == 2
     # 4 layers of 128 experts with two matrices of 2048 x 1024, 8 bytes a parameter
     assert (
-        "a stage of 4 layers takes 16.9 GiB at least, and 12.0 GiB are free here for a rank: "
-        "what may fit is --devices 2 or --expert-parallel 2"
+        "a stage of 4 layers needs at least 16.9 GiB, and 12.0 GiB are free per rank: "
+        "try --devices 2 or --expert-parallel 2"
     ) in capsys.readouterr().err
     long = ["--model", str(model), "--devices", "1", "--seq-length", "99999999999", *output]
     assert main(["profile", *long]) == 2
-    assert "what may fit is --seq-length 8192" in capsys.readouterr().err
+    assert "try --seq-length 8192" in capsys.readouterr().err
 
 
 def test_what_is_exchange_is_told_from_the_rest() -> None:

@@ -435,7 +435,7 @@ def test_stages_a_device_may_stand_in_the_name(capsys):
     rows = capsys.readouterr().out.splitlines()
     assert [row.split()[0] for row in rows[1:]] == ["v-half", *compared]
     assert main(["schedule", "v-half:4", *sizes]) == 2
-    assert "'v-half:4' names no schedule: a whole number of" in capsys.readouterr().err
+    assert "'v-half:4' is not a schedule: a number of chunks" in capsys.readouterr().err
 
 
 def test_slices_are_drawn_and_kept_in_the_file(tmp_path, capsys):

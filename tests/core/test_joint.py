@@ -138,7 +138,9 @@ def test_a_pair_waits_for_both_inputs_and_ends_as_one() -> None:
 
 def test_what_is_no_pair_is_refused() -> None:
     for text in ("F0.0&B0.0", "B0.0&F0.1", "F0.0&F0.1", "F0.0&B0.1&B0.2", "F0.0&W0.1"):
-        with pytest.raises(ScheduleError, match="is no joint pass: expected an F beside a B or BW"):
+        with pytest.raises(
+            ScheduleError, match="is not an overlapped pass: expected an F with a B or BW"
+        ):
             Schedule.from_csv(f"{text}\n")
     schedule = make("1f1b", 2, 4)
     for marked, words in (

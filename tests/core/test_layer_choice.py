@@ -59,7 +59,7 @@ def test_every_schedule_is_compared_with_its_own_layers_balanced() -> None:
 
 
 def test_what_layers_cost_must_be_said() -> None:
-    with pytest.raises(ScheduleError, match="must say what they cost"):
+    with pytest.raises(ScheduleError, match="needs the costs of a layer"):
         choose_layers(QUESTION, best_order(QUESTION))
 
 

@@ -185,7 +185,7 @@ def test_without_a_limit_it_is_what_1f1b_really_holds() -> None:
 
 @pytest.mark.parametrize("text", ["v-half:2", "interleaved-1f1b:", "interleaved-1f1b:x"])
 def test_a_name_with_a_wrong_number_of_stages_is_told(text: str) -> None:
-    with pytest.raises(ScheduleError, match="a whole number of stages a device"):
+    with pytest.raises(ScheduleError, match="a number of chunks per rank"):
         known_as(text, Question(AUTO, 4, 8))
 
 

@@ -191,7 +191,7 @@ def test_costs_are_of_whole_microbatches() -> None:
 
 @pytest.mark.parametrize("name", JOINT_NAMES)
 def test_joint_passes_and_slices_do_not_go_together(name: str) -> None:
-    with pytest.raises(ScheduleError, match=f"{name} runs passes beside each other"):
+    with pytest.raises(ScheduleError, match=f"{name} overlaps forward and backward"):
         make(name, 2, 4, slices=2)
 
 

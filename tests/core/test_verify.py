@@ -187,9 +187,9 @@ def test_bytes_a_little_beyond_a_limit_are_told_apart() -> None:
             "the schedule has orders for 2 devices and num_devices 3; the two must be equal",
         ),
         ({"placement": (0, 2)}, "the placement puts stage 1 on device 2; there are 2 devices"),
-        ({"placement": (0, 1, 1)}, "the placement has 3 stages for 2 devices; every device must"),
+        ({"placement": (0, 1, 1)}, "the placement has 3 stages for 2 devices; all devices"),
         ({"placement": (0, 0)}, "the placement puts 2 of 2 stages on device 0; every one of the"),
-        ({"placement": ()}, "the placement has 0 stages for 2 devices; every device must hold"),
+        ({"placement": ()}, "the placement has 0 stages for 2 devices; all devices need"),
     ],
 )
 def test_sizes_that_do_not_fit(changes: dict[str, object], message: str) -> None:

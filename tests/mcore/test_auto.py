@@ -143,4 +143,4 @@ def test_auto_without_costs(farm: Farm) -> None:
 
 def test_a_limit_for_a_published_schedule(farm: Farm) -> None:
     text = refused(farm, "--pipeline-schedule", "v-half", "--pipeline-memory-limit", "1")
-    assert "--pipeline-memory-limit is for --pipeline-schedule auto" in text
+    assert "--pipeline-memory-limit requires --pipeline-schedule auto" in text

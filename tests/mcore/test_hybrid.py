@@ -113,8 +113,8 @@ def test_multi_token_prediction_comes_after_the_stages() -> None:
     [
         ("M*|-M", None, "has 2 parts and the schedule 4 stages: put 3 times | into it, or none"),
         ("M*||-|M", None, "leaves stage 1 without layers"),
-        ("M|*|-|M", "1,1,1,1", "so does --pipeline-layer-split: leave one of them out"),
-        ("M*-M", "auto", "put a | into the pattern wherever a stage begins"),
+        ("M|*|-|M", "1,1,1,1", "as --pipeline-layer-split does: remove one of them"),
+        ("M*-M", "auto", "mark the start of each stage in the pattern with |"),
         ("M*-M*", None, "5 layers do not divide among 4 stages"),
         ("M*-M*", "1,1,1,1", "adds up to 4 layers and the model has 5"),
     ],

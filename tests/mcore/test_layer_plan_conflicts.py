@@ -38,19 +38,19 @@ FINE: dict[str, Any] = {
 REFUSED = {
     "--expert-model-parallel-size 1": {"expert_model_parallel_size": 1},
     "--moe-token-dispatcher-type allgather": {"moe_token_dispatcher_type": "allgather"},
-    "numbers of 32 bits": {"bf16": False},
+    "fp32 training": {"bf16": False},
     "--recompute-granularity full": {"recompute_granularity": "full"},
     "--recompute-modules moe": {"recompute_modules": ["moe"]},
     "--moe-shared-expert-overlap": {"moe_shared_expert_overlap": True},
     "--mtp-num-layers above 1": {"mtp_num_layers": 2},
-    "--moe-layer-freq, by which the last layer has no experts": {"moe_layer_freq": 2},
+    "--moe-layer-freq with a dense last layer": {"moe_layer_freq": 2},
     "--sequence-parallel and dropout": {"hidden_dropout": 0.1},
     "--fp8-recipe delayed": {"fp8_recipe": "delayed"},
     "--first-last-layers-bf16 with FP8": {"first_last_layers_bf16": True},
     "--fp32-residual-connection": {"fp32_residual_connection": True},
     "enable_autocast": {"enable_autocast": True},
     "cpu_offloading": {"cpu_offloading": True},
-    "variable_seq_lengths (microbatches of unlike length)": {"variable_seq_lengths": True},
+    "variable_seq_lengths (variable-length microbatches)": {"variable_seq_lengths": True},
     "--moe-latent-size": {"moe_latent_size": 64},
     "--moe-paged-stash": {"moe_paged_stash": True},
     "--use-transformer-engine-op-fuser": {"use_transformer_engine_op_fuser": True},
@@ -72,7 +72,7 @@ def test_every_conflict_is_told() -> None:
 
 
 def test_a_stage_a_rank_is_too_few() -> None:
-    with pytest.raises(UnsupportedError, match="a schedule with one stage a rank: choose a"):
+    with pytest.raises(UnsupportedError, match="a schedule with one chunk per rank: passes"):
         check_layer_plans(SimpleNamespace(**FINE), looping(4, 1))
 
 

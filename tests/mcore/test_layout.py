@@ -84,7 +84,7 @@ def test_layers_may_differ_between_stages() -> None:
 def test_layers_that_route_by_tokens_stay_with_the_embedding() -> None:
     stage_map.check_hash_layers(StageMap(v_shape(2), (3, 1, 3, 2)), 3)
     with pytest.raises(
-        ScheduleError, match="moe_n_hash_layers 3 needs so many layers in the first"
+        ScheduleError, match="moe_n_hash_layers 3 needs that many layers in the first"
     ):
         stage_map.check_hash_layers(StageMap(v_shape(2), (2, 3, 3, 1)), 3)
 

@@ -313,7 +313,7 @@ def test_ends_on_ranks_that_cannot_share(farm: Farm, tmp_path: Path) -> None:
     assert told.endswith(
         "the first stage is on rank 0 and the last on rank 2, and Megatron gives multi-token "
         "prediction its embedding only between ranks 0 and 3: number the devices of the schedule "
-        "anew, or leave mtp_num_layers out"
+        "differently, or remove mtp_num_layers"
     )
 
 

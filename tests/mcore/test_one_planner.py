@@ -18,7 +18,7 @@ from megatron_vshape.mcore.setup.choice import Choice
 from megatron_vshape.mcore.setup.one_planner import OnePlanner
 from megatron_vshape.mcore.setup.plans import Planner
 
-NOTHING = "rank 0, which plans for all ranks, has sent no plan within 0.1 s: see what it says"
+NOTHING = "rank 0, which plans for all ranks, has sent no plan within 0.1 s: see its log"
 
 
 class Simulated(OnePlanner):

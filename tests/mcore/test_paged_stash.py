@@ -74,5 +74,5 @@ def test_what_the_stash_does_not_go_with_is_refused() -> None:
     )
     with pytest.raises(UnsupportedError, match="v-half with --moe-paged-stash does not work with"):
         check_arguments(args, "v-half", v_shape(2))
-    with pytest.raises(UnsupportedError, match="wait in the stash: take one without copies"):
+    with pytest.raises(UnsupportedError, match="which --moe-paged-stash stores itself"):
         check_copies(copies=True, options=args, schedule="v-half")

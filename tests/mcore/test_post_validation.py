@@ -210,8 +210,8 @@ def test_where_it_gains_nothing_the_run_says_so_once(farm: Farm) -> None:
 
 def test_what_does_not_go_with_it_is_refused(farm: Farm) -> None:
     assert refused(farm, *V_ZB[:2]) == (
-        "--optimizer-post-validation does not work with --rerun-mode validate_results: it holds "
-        "all ranks up at the end of every iteration: set --rerun-mode disabled"
+        "--optimizer-post-validation does not work with --rerun-mode validate_results: it "
+        "synchronizes all ranks at the end of every iteration. Set --rerun-mode disabled"
     )
     assert refused(farm, "--pipeline-schedule", "1f1b") == (
         "--optimizer-post-validation needs a schedule of this package: add --pipeline-schedule, "

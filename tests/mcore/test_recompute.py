@@ -112,7 +112,7 @@ def test_a_stage_that_has_nothing_of_the_kind_ends_all_ranks(farm: Farm, tmp_pat
     )
     run = farm.run(2, "--pipeline-schedule", str(file), UNTIED)
     assert run.codes == [1, 1]
-    assert "stage 2 is to recompute moe, and none of its layers can: take a" in run.output[0]
+    assert "stage 2 is to recompute moe, which none of its layers supports" in run.output[0]
 
 
 def model(**options: Any) -> Namespace:
@@ -122,14 +122,14 @@ def model(**options: Any) -> Namespace:
 @pytest.mark.parametrize(
     ("setting", "options", "why"),
     [
-        ("mlp", {"add_bias_linear": True}, "recomputes mlp, whose biases .* --disable-bias-linear"),
+        ("mlp", {"add_bias_linear": True}, "recomputes mlp, which requires --disable-bias-linear"),
         ("moe_act", {"moe_grouped_gemm": False}, "moe_act, which only grouped experts have"),
-        ("layernorm", {"fp8": "hybrid"}, "layernorm, which under FP8 and FP4 prepares layers"),
-        ("mlp,moe_act", {"fp4": "e2m1"}, "moe_act, which under FP8 and FP4 prepares layers"),
+        ("layernorm", {"fp8": "hybrid"}, "layernorm, which FP8 and FP4 support only for all"),
+        ("mlp,moe_act", {"fp4": "e2m1"}, "moe_act, which FP8 and FP4 support only for all"),
         (
             "shared_experts",
             {"moe_shared_expert_overlap": True},
-            "shared_experts, which cannot run beside others then: leave --moe-shared-expert-over",
+            "shared_experts, which excludes overlap: remove --moe-shared-expert-over",
         ),
     ],
 )
@@ -219,5 +219,7 @@ def test_each_stack_has_a_config_of_its_own_and_goes_back_to_it() -> None:
     assert stacks[0].config is config
     assert switched() == (True, False, False)
     other.set("none")
-    with pytest.raises(UnsupportedError, match="^stage 3 is to recompute moe_act, and none of its"):
+    with pytest.raises(
+        UnsupportedError, match="^stage 3 is to recompute moe_act, which none of its"
+    ):
         other.set("moe_act", "stage 3")

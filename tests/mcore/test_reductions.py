@@ -64,10 +64,10 @@ def test_recomputed_layers_have_the_same_gradients(train: Train, options: tuple[
     recomputed, kept = train(4, *flags, *options), train(4, *flags)
     mine, theirs = recomputed.merged("gradients"), kept.merged("gradients")
     assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
-    says_so = "backward passes run whole (BW)" in recomputed.output[0]
+    says_so = "backward passes are not split (BW)" in recomputed.output[0]
     assert says_so == ("full" in options)
     holds_more = (
-        "recomputes of mlp (--recompute-modules) is held until its W" in recomputed.output[0]
+        "recomputes for mlp (--recompute-modules) are stored until W" in recomputed.output[0]
     )
     assert holds_more == ("mlp" in options)
 

@@ -27,7 +27,7 @@ from megatron_vshape.mcore.hooks import registry, replacements, training
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError, check_one_module
 
-SAID = "megatron-vshape: schedule zb-h1 does not work with {}: stages are parts of one stack of "
+SAID = "megatron-vshape: schedule zb-h1 does not work with {}: it needs one stack of layers"
 MODELS = [each for each in registry.HOOKS if each.replacement is replacements.several_stacks_init]
 STACKS = [each for each in MODELS if not each.attribute.startswith("GPTModel")]
 

@@ -302,13 +302,13 @@ def test_nothing_is_refused_of_a_plain_model() -> None:
 @pytest.mark.parametrize(
     ("slices", "length", "tensor", "told"),
     [
-        (3, 32, 1, "3 does not cut 32 tokens into equal slices; the nearest number that does is 2"),
+        (3, 32, 1, "3 does not divide 32 tokens into equal slices. Use --pipeline-slices 2"),
         (
             16,
             32,
             4,
-            "16 does not cut 32 tokens into equal slices, each a multiple of the 4 tensor-parallel "
-            "ranks; the nearest number that does is 8",
+            "16 does not divide 32 tokens into equal slices, each a multiple of 4 tensor-parallel "
+            "ranks. Use --pipeline-slices 8",
         ),
     ],
 )
@@ -330,7 +330,7 @@ def test_a_file_says_its_slices(tmp_path: Path) -> None:
     file.write_text(make("v-zb", 2, 3, slices=4).to_json())
     choice = choice_for(options(schedule=str(file), slices=1), 2)
     assert (choice.slices, Planner(choice).training(3).schedule.num_microbatches) == (4, 12)
-    with pytest.raises(ScheduleError, match="has 4 slices a microbatch, not the 2 of"):
+    with pytest.raises(ScheduleError, match="has 4 slices per microbatch, not the 2 of"):
         choice_for(options(schedule=str(file), slices=2), 2)
     with pytest.raises(ScheduleError, match="is for 3 microbatches, this run has 12 in a step"):
         Planner(choice).training(12)
@@ -340,7 +340,7 @@ def test_a_file_says_its_slices(tmp_path: Path) -> None:
     ("given", "told"),
     [
         ({"slices": 0}, "--pipeline-slices 0 is not a whole number of at least 1"),
-        ({"slices": "auto"}, "auto chooses with --pipeline-schedule auto, and v-zb has as many as"),
+        ({"slices": "auto"}, "auto chooses with --pipeline-schedule auto, and v-zb has no choice"),
     ],
 )
 def test_numbers_of_slices_that_are_none(given: dict[str, Any], told: str) -> None:
@@ -397,7 +397,7 @@ def test_a_script_must_return_what_the_model_does() -> None:
     def step(iterator: Any, model: Any) -> Any:
         return model(torch.zeros(1, 8)) + 1, None
 
-    with pytest.raises(UnsupportedError, match="must call the model once and return what that "):
+    with pytest.raises(UnsupportedError, match="must call the model once and return its"):
         Slices(2, 8).forward(0, False, 0, step)(None, Plain())
 
 

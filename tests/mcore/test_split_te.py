@@ -321,7 +321,7 @@ def test_a_quantized_gathered_tensor_is_kept_with_a_warning(
                 [quantized, torch.ones(2)], lambda x, dy: (torch.ones(6, 6), None)
             )
     assert len(caplog.records) == 1
-    assert "holds more than predicted" in caplog.text
+    assert "stores more than predicted" in caplog.text
     state.jobs.run(0)
 
 
@@ -547,8 +547,8 @@ def test_no_job_keeps_a_buffer_of_the_dispatchers() -> None:
         ({"ub_bulk_dgrad": True}, None, None),
         ({"ub_overlap_ag_dgrad": True}, None, None),
         ({"ub_bulk_wgrad": True}, None, "its userbuffers hide an exchange behind it"),
-        ({"ub_bulk_dgrad": True}, "e4m3", "what userbuffers gather for it quantized"),
-        ({"ub_overlap_ag_dgrad": True}, "hybrid", "what userbuffers gather for it quantized"),
+        ({"ub_bulk_dgrad": True}, "e4m3", "userbuffers overwrite its quantized"),
+        ({"ub_overlap_ag_dgrad": True}, "hybrid", "userbuffers overwrite its quantized"),
         ({"ub_overlap_rs_dgrad": True}, "hybrid", None),
     ],
 )

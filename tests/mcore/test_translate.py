@@ -360,7 +360,7 @@ class TestTheRest:
             translate(options, v_shape(2))
         assert str(error.value) == (
             "account_for_loss_in_pipeline_split and pipeline_model_parallel_layout Et*4|t*4L each "
-            "say which stage has which layers: leave all but one out"
+            "define the layers of each stage: remove all but one"
         )
 
     def test_the_layers_must_be_known(self) -> None:
@@ -388,7 +388,7 @@ class TestTheRest:
         check_splits_nothing_else(Namespace(num_virtual_stages_per_pipeline_rank=2), "1f1b")
         for rule in TRANSLATIONS:
             if rule.layers is not None:
-                with pytest.raises(UnsupportedError, match=f"does not work with {rule.names[0]}"):
+                with pytest.raises(UnsupportedError, match=f"does not support {rule.names[0]}"):
                     check_splits_nothing_else(Namespace(**{rule.names[0]: 3}), "1f1b")
 
 

@@ -220,7 +220,7 @@ def test_what_it_does_not_go_with(farm: Farm, flags: str) -> None:
 
 def test_megatrons_own_schedule_has_none(farm: Farm) -> None:
     ended = farm.run(2, "--pipeline-schedule", "1f1b", SHARED)
-    assert "--pipeline-vocab-parallel does nothing with 1f1b" in ended.output[0]
+    assert "--pipeline-vocab-parallel has no effect with 1f1b" in ended.output[0]
 
 
 def test_a_vocabulary_that_does_not_divide_is_padded(farm: Farm) -> None:

@@ -86,14 +86,17 @@ def test_what_is_not_split_is_told_with_the_reason(caplog: pytest.LogCaptureFixt
 @pytest.mark.parametrize(
     ("option", "text"),
     [
-        ({"cuda_graph_impl": "full_iteration"}, "--cuda-graph-impl full_iteration: the host looks"),
+        (
+            {"cuda_graph_impl": "full_iteration"},
+            "--cuda-graph-impl full_iteration: a schedule synchronizes",
+        ),
         (
             {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]},
-            "--cuda-graph-scope full_iteration: the host looks",
+            "--cuda-graph-scope full_iteration: a schedule synchronizes",
         ),
         ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
         ({"transformer_impl": "inference_optimized"}, "--transformer-impl inference_optimized"),
-        ({"perform_rl_step": True}, "--perform-rl-step: its loop takes a rank's first chunk"),
+        ({"perform_rl_step": True}, "--perform-rl-step: its loop uses only the first chunk"),
         (
             {"rl_inference_tensor_model_parallel_size": 1},
             "--rl-inference-tensor-model-parallel-size: a second model",
@@ -124,9 +127,9 @@ def test_megatrons_rl_has_one_chunk_in_the_order_of_the_ranks() -> None:
     )
     check_arguments(args, "zb-h1", looping(4, 1))
     for placement in (V, (3, 2, 1, 0)):
-        with pytest.raises(UnsupportedError, match="with one chunk, such as zb-h1"):
+        with pytest.raises(UnsupportedError, match="with one chunk per rank, such as zb-h1"):
             check_arguments(args, "mine.json", placement)
-    with pytest.raises(UnsupportedError, match="--perform-rl-step: what it trains on is made"):
+    with pytest.raises(UnsupportedError, match="--perform-rl-step: its training data is generated"):
         check_post_validation(args)
     args.context_parallel_size = 2  # Megatron then builds a model without it to generate with
     with pytest.raises(UnsupportedError, match="--context-parallel-size 2 together: a second"):

@@ -58,7 +58,11 @@ def test_a_request():
         ({"schedule": {"source": "plan"}}, "limit", "enter a number above 0"),
         ({"schedule": {"source": "plan", "limit": 8, "seconds": 1e9}}, "seconds", "at most 600"),
         ({"schedule": {"source": "plan", "limit": 8, "objective": "x"}}, "objective", "none of"),
-        ({"schedule": {"source": "plan", "limit": 8, "chunks": 3}}, "chunks", "or up to 4 stages"),
+        (
+            {"schedule": {"source": "plan", "limit": 8, "chunks": 3}},
+            "chunks",
+            "or 4 chunks per rank",
+        ),
         ({"schedule": {"source": "plan", "limit": 8, "chunks": "4"}}, "chunks", "a whole number"),
         (
             {"schedule": {"source": "name", "name": "interleaved-1f1b", "chunks": 0}},

@@ -88,7 +88,7 @@ def test_planned_and_measured_in_one_file():
     ("text", "said"),
     [
         ("{}", "no list of traceEvents"),
-        ("[]", "holds a JSON list"),
+        ("[]", "contains a JSON list"),
         ('{"traceEvents": []}', "no event of it is a pass"),
         ('{"traceEvents": [{"ph": "X", "name": "matmul"}]}', "no event of it is a pass"),
         ('{"traceEvents": [{"ph": "X", "name": "F0.0"}]}', "needs pid, ts and dur"),

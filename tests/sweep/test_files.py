@@ -111,7 +111,7 @@ def test_wrong_sweep(tmp_path: Path, over: dict[str, Any], text: str) -> None:
     ("text", "message"),
     [
         ("a: [", "is not YAML"),
-        ("- 1", "must hold keys with values, not \\[1\\]"),
+        ("- 1", "must have keys with values, not \\[1\\]"),
         (
             "!!python/object/apply:os.system [true]",
             "sweep.yaml: line 1 has the tag tag:yaml.org,2002:python/object/apply:os.system, and ",

@@ -73,7 +73,9 @@ def test_stages_a_device_stand_in_a_name_of_a_sweep(tmp_path: Path) -> None:
     command = trainer_command(loaded, found[names[1]])
     assert command[command.index("--pipeline-schedule") + 1] == "interleaved-1f1b:4"
     loaded = load_sample(tmp_path, sweep={"grid": {**SWEEP["grid"], "schedule": ["v-half:4"]}})
-    with pytest.raises(SweepError, match="'v-half:4' names no schedule: a whole number of stages"):
+    with pytest.raises(
+        SweepError, match="'v-half:4' is not a schedule: a number of chunks per rank"
+    ):
         expand(loaded)
 
 
