@@ -462,7 +462,7 @@ def test_the_least_limit_is_told_in_gib_and_is_enough(
             ["plan", *SIZE, "--layer-split", "auto", "--layers", "1"],
             "1 layer is too few for 4 stages",
         ),
-        (["plan", *SIZE, "--chunks", "99999"], "99999: a device may hold up to 128 stages"),
+        (["plan", *SIZE, "--chunks", "99999"], "99999: a rank can have at most 128 chunks"),
         (
             ["plan", *SIZE, "--memory-limit", "interleaved-1f1b:999"],
             "num_chunks of interleaved-1f1b is 999; a device may hold up to 128 stages",

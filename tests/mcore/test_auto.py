@@ -10,6 +10,7 @@ from mcore.farm import Ended, Farm
 from mcore.test_bad_input import refused
 from mcore.test_training import TWO, assert_equal_training
 
+from megatron_vshape.core.compiling import processors
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.schedule import load_schedule
 from megatron_vshape.playground.answer import make_answer
@@ -93,10 +94,13 @@ def test_profiled_and_planned_anew(train: Train, farm: Farm, tmp_path: Path) -> 
     assert 0.1 < float(ratio[1]) < 10  # on one clock; the machine may be busy
     table = ours.output[0].partition("tokens/s; peak activation memory")[2].splitlines()[1:]
     assert table[0].split() == ["auto", "predicted", "measured", "ratio"]
-    labels = ["step, ms", "  passes, ms", "  gradients, optimizer, ..., ms", "bubble, %"]
-    labels += [f"activations of rank {rank}, MiB" for rank in range(4)]
-    assert [line[:33].rstrip() for line in table[1:9]] == labels
-    for line in table[5:9]:
+    labels = [f"activations of rank {rank}, MiB" for rank in range(4)]
+    if processors() >= 4:  # else ranks share cores, and times are not comparable
+        times = ["step, ms", "  passes, ms", "  gradients, optimizer, ..., ms", "bubble, %"]
+        labels = times + labels
+    rows = table[1 : 1 + len(labels)]
+    assert [line[:33].rstrip() for line in rows] == labels
+    for line in rows[-4:]:
         assert float(line.split()[-1]) == pytest.approx(1, rel=0.05)
     assert ours.output[0].count("GiB per rank: parameters, gradients, optimizer") == 1
     costs = Costs.load(tmp_path / "costs.json")

@@ -315,7 +315,6 @@ UNVERIFIED = "equal gradients have not been verified"
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local: Transformer Engine alone"),
         ({"transformer_impl": "local"}, "--transformer-impl local: Transformer Engine captures"),
         ({"fp4": "e2m1"}, f"--fp4-format: {UNVERIFIED}"),
         ({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, f"--fp8-recipe other than .*: {UNVERIFIED}"),

@@ -117,7 +117,7 @@ class TestSchedulesOfBatchSizes:
                 "0:4 128:6",
                 "6 microbatches, the number in training step 2 (--st",
             ),
-            ("dualpipev", "0:6 192:8", "dualpipev takes at least twice as many"),
+            ("dualpipev", "0:6 192:8", "dualpipev requires at least 2 x ranks microbatches"),
         ],
     )
     def test_a_size_that_cannot_run(self, farm: Farm, schedule: str, sizes: str, said: str) -> None:

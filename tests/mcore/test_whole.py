@@ -74,8 +74,8 @@ def test_what_is_not_split_is_told_with_the_reason(caplog: pytest.LogCaptureFixt
         "put off: chunk 0 embedding": logging.INFO,
         "the weight gradients of 1 TopKRouter stay in B, as it should: a router's product is "
         "small: chunk 0 router": logging.INFO,
-        "the weight gradients of 1 GroupedLinear stay in B, its experts' weights are one grouped "
-        "tensor: chunk 0 experts": logging.WARNING,
+        "the weight gradients of 1 GroupedLinear stay in B, its experts' weights or biases are one "
+        "grouped tensor: chunk 0 experts": logging.WARNING,
         "the weight gradients of 1 Linear stay in B, because it is not computed by one of "
         "Megatron's or Transformer Engine's linear layers: chunk 0 gate": logging.WARNING,
         "the weight gradients of 1 Linear stay in B, as it should: fused operations of Transformer "
@@ -175,7 +175,7 @@ def test_what_a_script_sets_in_the_config_alone_is_refused() -> None:
     check_config(config, post_validates=True)
     for name, value, option in (
         ("delay_wgrad_compute", True, "--delay-wgrad-compute"),
-        ("defer_embedding_wgrad_compute", True, "defer_embedding_wgrad_compute: its layers are"),
+        ("defer_embedding_wgrad_compute", True, "defer_embedding_wgrad_compute: the layers are"),
         ("num_microbatches_with_partial_activation_checkpoints", 2, "num_microbatches_with_"),
     ):
         config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)

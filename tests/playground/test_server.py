@@ -110,7 +110,7 @@ def test_a_plan_says_its_bound_and_tells_of_its_progress(client):
 def test_a_limit_that_nothing_fits_marks_the_limit(client):
     wrong = refusal(client, request(schedule={"source": "plan", "limit": 0.5}))
     assert wrong["field"] == "limit"
-    assert "least" in wrong["text"]
+    assert "the minimum limit" in wrong["text"]
 
 
 def test_a_file_that_deadlocks_says_where(client):

@@ -23,7 +23,7 @@ from megatron_vshape.mcore.step_state import unwrapped
 logger = logging.getLogger(__name__)
 
 RECORD = "pipeline_rank_layers"
-"""The attribute of the saved arguments that keeps the layers; plain lists, for torch.load."""
+"""The attribute of the saved arguments that keeps the layers, as plain lists."""
 
 Layers = list[list[list[int]]]
 """By rank and chunk: the numbers of its layers; 0 before them is the embedding, -1 behind them the

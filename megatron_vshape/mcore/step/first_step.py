@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ logger = logging.getLogger(__name__)
 PACKED = "packed_seq_params"
 
 
-class _Found(NamedTuple):
+class _StageFindings(NamedTuple):
     """The findings of one stage."""
 
     stage: int
@@ -51,7 +50,7 @@ class FirstStep(Capability):
         look, self._look, self._is_over = self._look, None, True
         if look is not None:
             look.close()
-            everyones: list[list[_Found]] = [[]] * look.group.size()
+            everyones: list[list[_StageFindings]] = [[]] * look.group.size()
             dist.all_gather_object(everyones, look.found(), group=look.group)
             if dist.get_rank() == 0:
                 for text in warnings([each for found in everyones for each in found]):
@@ -64,20 +63,17 @@ class FirstStep(Capability):
         self._look = None
 
 
-@dataclass(eq=False)
 class _Look(Part):
     """What the passes of a rank's stages show."""
 
-    beginning: Beginning
-    _cut_off: set[int] = field(default_factory=set)
-    _packed: dict[int, set[bool]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
+    def __init__(self, beginning: Beginning) -> None:
         """Look at how each chunk with attention is called."""
-        self.group = self.beginning.groups.pp
-        self._chunks = dict(
-            zip(self.beginning.stages, map(unwrapped, self.beginning.chunks), strict=True)
-        )
+        # Without `beginning` itself: its step has this part, and the circle would keep the
+        # trainer's data iterators, whose processes then outlive the trainer.
+        self.group = beginning.groups.pp
+        self._cut_off: set[int] = set()
+        self._packed: dict[int, set[bool]] = {}
+        self._chunks = dict(zip(beginning.stages, map(unwrapped, beginning.chunks), strict=True))
         self._hooks = []
         for stage, chunk in self._chunks.items():
             names = list(inspect.signature(chunk.forward).parameters)
@@ -99,10 +95,10 @@ class _Look(Part):
         for hook in self._hooks:
             hook.remove()
 
-    def found(self) -> list[_Found]:
+    def found(self) -> list[_StageFindings]:
         """Return the findings, by stage."""
         return [
-            _Found(
+            _StageFindings(
                 stage,
                 _num_trainable(chunk) if stage in self._cut_off else 0,
                 frozenset(self._packed.get(stage, ())),
@@ -119,7 +115,7 @@ def _num_trainable(chunk: nn.Module) -> int:
     return sum(each.numel() for each in chunk.parameters() if each.requires_grad)
 
 
-def warnings(found: Iterable[_Found]) -> list[str]:
+def warnings(found: Iterable[_StageFindings]) -> list[str]:
     """Return a text for each mistake of a pipeline's stages."""
     stages = sorted(set(found), key=lambda each: each.stage)
     texts = [

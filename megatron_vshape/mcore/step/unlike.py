@@ -27,7 +27,7 @@ Lengths = Callable[[Any], Sequence[int]]
 """Returns the lengths of the sequences in a microbatch, as the data iterator gives it."""
 
 
-class _Found(NamedTuple):
+class _FoundOrder(NamedTuple):
     """What one rank finds for all that share the microbatches."""
 
     knows: bool  # whether batches tell lengths
@@ -173,32 +173,32 @@ class Places:
 
     def _attempted(
         self, plan: PlannedStep, iterators: Sequence[Any], count: int
-    ) -> tuple[list[Any], _Found]:
+    ) -> tuple[list[Any], _FoundOrder]:
         """Decide; a fault is a result too, since the other ranks wait for one."""
         try:
             return self._decided(plan, iterators, count)
         except UnsupportedError as error:
-            return list(iterators), _Found(True, fault=str(error))
+            return list(iterators), _FoundOrder(True, fault=str(error))
 
     def _decided(
         self, plan: PlannedStep, iterators: Sequence[Any], count: int
-    ) -> tuple[list[Any], _Found]:
+    ) -> tuple[list[Any], _FoundOrder]:
         """Return what gives again the microbatches that are looked at, and what is found."""
         first = next((each for each in iterators if hasattr(each, "__next__")), None)
         if first is None:
-            return list(iterators), _Found(False)
+            return list(iterators), _FoundOrder(False)
         ahead = Ahead(first)
         read = [ahead if each is first else each for each in iterators]
         return read, self._found(plan, count, ahead.look)
 
-    def _found(self, plan: PlannedStep, count: int, look: Callable[[int], Any]) -> _Found:
+    def _found(self, plan: PlannedStep, count: int, look: Callable[[int], Any]) -> _FoundOrder:
         lengths: list[list[int]] = []
         for number in range(count):
             own = self._lengths(look(number))
             if own is None and not lengths:  # nor would the others tell
-                return _Found(False)
+                return _FoundOrder(False)
             lengths.append(own or [])
-        return _Found(True, self._chosen(plan, lengths))
+        return _FoundOrder(True, self._chosen(plan, lengths))
 
     def _lengths(self, item: Any) -> list[int] | None:
         if self._given is None:
