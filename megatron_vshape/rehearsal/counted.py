@@ -62,7 +62,7 @@ def counted_costs(
         kind: [_pass(found[rank], kind, chunk, gpu, rates) for rank, chunk in stages]
         for kind in (Kind.F, Kind.B, Kind.W, Kind.BW)
     }
-    beside, first = min(map(_beside, found)), found[0]
+    beside, first = min(map(_beside, found)) + max(map(_unshared, found)), found[0]
     held, left = zip(*map(_held, *(passes[kind] for kind in PARTS)), strict=True)
     least = max(held) * 1e-6
     amounts: dict[str, Any] = {
@@ -157,6 +157,7 @@ def _held(forward: Pass, backward: Pass, weight: Pass) -> tuple[float, float]:
     """
     adds, freed, last = (float(each["adds_bytes"]) for each in (forward, backward, weight))
     held = max(0.0, min(adds, -freed - last)) if freed + last < 0 else adds
+    held += float(forward.get("static_bytes", 0.0))  # of CUDA graphs, until B
     return held, max(0.0, -last if last else adds + freed)
 
 
@@ -173,6 +174,15 @@ def _state(rank: Mapping[str, Any], chunk: int) -> float:
 
 def _beside(rank: Mapping[str, Any]) -> float:
     return float(rank["held_bytes"]) - _states(rank)
+
+
+def _unshared(rank: Mapping[str, Any]) -> float:
+    """Compute what the pool of CUDA graphs needs beyond the peak of all memory.
+
+    The pool and other memory peak at different times and do not lend to each other.
+    """
+    apart = rank.get("graph_bytes")
+    return float(max(0, apart["pool"] + apart["other"] - rank["peak_bytes"])) if apart else 0.0
 
 
 def _states(rank: Mapping[str, Any]) -> float:

@@ -23,6 +23,8 @@ class GraphPool:
         """Watch the modules of `chunks` that graphs cover."""
         self._ledger, self._running, self._inputs = ledger, nn.Module(), 0
         self.most_inputs = 0
+        self._inputs_of: dict[int, int] = {}  # bytes of a microbatch, by chunk
+        self._pass, self._of_pass = "", 0
         covered = graphs.covered(chunks)
         inner = {child for module in covered for child in module.children()}
         for module in covered - inner:
@@ -35,6 +37,7 @@ class GraphPool:
         for each in tensors_in((*args, *kwargs.values())):
             if each.requires_grad:
                 self._keep_input(each.nbytes)
+                self._count_of_pass(each.nbytes)
                 each.register_hook(partial(self._end_backward, module, each.nbytes))
                 break
 
@@ -55,6 +58,19 @@ class GraphPool:
     def _keep_input(self, size: int) -> None:
         self._inputs += size
         self.most_inputs = max(self.most_inputs, self._inputs)
+
+    def _count_of_pass(self, size: int) -> None:
+        phase = self._ledger.phase
+        if phase != self._pass:
+            self._pass, self._of_pass = phase, 0
+        self._of_pass += size
+        kind, *chunk = phase.split()[:2] or [""]
+        if kind == "F":
+            self._inputs_of[int(chunk[0])] = self._of_pass
+
+    def inputs_of(self, chunk: int) -> int:
+        """Compute the bytes of the static inputs that a microbatch of a chunk has from F to B."""
+        return self._inputs_of.get(chunk, 0)
 
     def plain(self) -> dict[str, int]:
         """Return the bytes of the pool, of other memory, and of static inputs, at most each."""

@@ -348,6 +348,8 @@ class _Run:
                 "waited_seconds": parts["exchanges"],
                 "work": work.plain(),
             }
+            if self.pool is not None and kind == "F":
+                entry["static_bytes"] = self.pool.inputs_of(chunk)
             made.append(entry)
         return made
 

@@ -14,6 +14,7 @@ from megatron_vshape import Costs, ScheduleError, load_schedule, make, peak_held
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.program.lowering import fuse
 from megatron_vshape.rehearsal.counted import MICROBATCHES, both_backwards
+from megatron_vshape.rehearsal.report import needed
 from megatron_vshape.rehearsal.sources import find_te
 
 pytest.importorskip("megatron.core")
@@ -142,6 +143,29 @@ def test_memory_of_graphs_is_counted_apart(warm: Warm, tmp_path: Path) -> None:
         hidden = 2 * 2 * TOKENS * HIDDEN  # bytes of a layer's input
         assert parts["inputs"] % hidden == 0
     assert "CUDA graphs' pool" in printed
+    run = [*TINY, *own[:2]]
+    counted, plain = (costs_of(warm, tmp_path, [*run, *more]) for more in (graphs, []))
+    for with_graphs, without in zip(
+        counted.held_after_forward_bytes, plain.held_after_forward_bytes, strict=True
+    ):
+        assert with_graphs - without == hidden * LAYERS // 4
+    assert counted.held_after_backward_bytes == plain.held_after_backward_bytes
+    schedule = make("v-half", 2, found["ranks"][0]["microbatches"])
+    more = [
+        captured - uncaptured
+        for captured, uncaptured in zip(
+            peak_held(schedule, counted), peak_held(schedule, plain), strict=True
+        )
+    ]
+    for rank, planned in zip(found["ranks"], more, strict=True):
+        assert 0 < needed(rank) - rank["peak_bytes"] <= 1.05 * planned < 4 * 2**20
+
+
+def costs_of(warm: Warm, tmp_path: Path, command: list[str]) -> Costs:
+    """Count the costs of a command's stages."""
+    file = tmp_path / "costs.json"
+    warm(tmp_path, "rehearse", "--costs", str(file), "--", "pretrain_gpt.py", *command)
+    return Costs.load(file)
 
 
 def test_what_waits_in_host_memory_is_not_on_the_gpu(warm: Warm, tmp_path: Path) -> None:
