@@ -425,7 +425,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
             )
         if getattr(event, "tag", None) is not None:
             raise _NotReadError(
-                f"line {line} has the tag {event.tag:.60}, and tags are not read: leave it out"
+                f"line {line} has the tag {event.tag:.60}, and tags are not read: remove it"
             )
         return super().compose_node(parent, index)
 

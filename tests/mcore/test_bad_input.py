@@ -153,7 +153,7 @@ class TestScheduleFiles:
         # Up to Megatron 0.17 a batch may ramp up only where training is counted in samples.
         flags = ("--rampup-batch-size", "4", "2", "8", "--train-samples", "24")
         text = refused(farm, "--pipeline-schedule", str(file), *flags, without=("--train-iters",))
-        assert "leave --rampup-batch-size out" in text
+        assert "remove --rampup-batch-size" in text
 
     def test_that_deadlocks(self, farm: Farm, file: Path) -> None:
         data = json.loads(make("v-half", 4, 8).to_json())

@@ -409,8 +409,8 @@ class Plain(torch.nn.Module):
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"labels": torch.zeros(1, 6)}, r"how to cut labels, \(1, 6\), with which"),
-        ({"labels": "whole"}, "how to cut labels, str, with which the model was called for 8 "),
+        ({"labels": torch.zeros(1, 6)}, r"cannot slice labels, \(1, 6\), with which"),
+        ({"labels": "whole"}, "cannot slice labels, str, with which the model was called for 8 "),
     ],
 )
 def test_what_cannot_be_cut_is_told(given: dict[str, Any], told: str) -> None:
@@ -442,7 +442,7 @@ def test_a_loss_of_balance_that_is_made_again_is_refused() -> None:
         config=SimpleNamespace(recompute_granularity="full", recompute_modules=None),
         is_aux_loss_enabled=lambda: True,
     )
-    with pytest.raises(UnsupportedError, match="a loss of balance and --recompute-granularity ful"):
+    with pytest.raises(UnsupportedError, match="a load-balancing loss and --recompute"):
         sliced_router._check(router)
     router.is_aux_loss_enabled = lambda: False
     sliced_router._check(router)

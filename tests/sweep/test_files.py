@@ -116,9 +116,9 @@ def test_wrong_sweep(tmp_path: Path, over: dict[str, Any], text: str) -> None:
             "!!python/object/apply:os.system [true]",
             "sweep.yaml: line 1 has the tag tag:yaml.org,2002:python/object/apply:os.system, and ",
         ),
-        ("name: !!bool x", "line 1 has the tag tag:yaml.org,2002:bool, and tags are not read: lea"),
-        ("name: !!timestamp x", "tags are not read: leave it out"),
-        ("name: !!int ''", "tags are not read: leave it out"),
+        ("name: !!bool x", "line 1 has the tag tag:yaml.org,2002:bool, and tags are not read: rem"),
+        ("name: !!timestamp x", "tags are not read: remove it"),
+        ("name: !!int ''", "tags are not read: remove it"),
         (
             "name: &a x\nmodel: *a",
             "sweep.yaml: line 2 has the alias \\*a, and aliases are not read",

@@ -192,8 +192,8 @@ class Session:
         if limit is not None:
             if self.optimizer is None:
                 raise UnsupportedError(
-                    "a memory limit needs the optimizer that megatron.core.optimizer makes, whose "
-                    "state it has to leave room for: leave the limit out, or make it that way"
+                    "a memory limit requires an optimizer from megatron.core.optimizer, whose "
+                    "state it includes. Create the optimizer there, or remove the limit"
                 )
             config = get_model_config(model[0])
             shards = config.context_parallel_size * (

@@ -121,8 +121,8 @@ def check_stages(
     multi_token.check_ends(stage_map)
     if choice.shares and (choice.copies or may_offload):
         raise UnsupportedError(
-            "--pipeline-vocab-parallel does not work with activations that wait in host memory: "
-            "that has not been built, so leave one of the two out"
+            "--pipeline-vocab-parallel does not work with offloading of activations: the "
+            "combination is not implemented. Remove one of the two"
         )
     check_hash_layers(stage_map, getattr(model, HASH_LAYERS, None) or 0)
     if ties_ends:
@@ -135,5 +135,5 @@ def check_batch_size(choice: Choice, args: Any) -> None:
     if choice.from_file is not None and option is not None:
         raise ScheduleError(
             f"the schedule file {choice.name} is for one number of microbatches, and this run "
-            f"changes it: leave --{option.replace('_', '-')} out"
+            f"changes it: remove --{option.replace('_', '-')}, or use a schedule by name"
         )

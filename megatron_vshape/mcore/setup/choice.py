@@ -211,8 +211,8 @@ def _host_limit_bytes(limit_gib: float | None, choice: Choice) -> float:
         return math.inf
     if file is None and choice.name != AUTO:
         raise ScheduleError(
-            f"{option} is for --pipeline-schedule auto, or a schedule file with copies to host "
-            f"memory; {choice.name} has none: leave it out"
+            f"{option} requires --pipeline-schedule auto, or a schedule file with offloading; "
+            f"{choice.name} has none. Remove {option}"
         )
     limit_bytes = limit_gib * GIB
     if file is None or costs is None or not (choice.copies and costs.copies):

@@ -125,8 +125,8 @@ def install(state: StepState, chunks: Sequence[nn.Module]) -> None:
                 core.forward = _sliced(state, core, kept)
             elif type(module).__name__ in ("MambaMixer", "GatedDeltaNet"):
                 raise UnsupportedError(
-                    f"--pipeline-slices does not work with {type(module).__name__} layers, whose "
-                    "state would have to go from slice to slice: leave it out"
+                    f"--pipeline-slices does not work with {type(module).__name__} layers: "
+                    "their state is not passed from slice to slice. Remove --pipeline-slices"
                 )
 
 
@@ -137,9 +137,9 @@ def _check(attention: nn.Module, core: nn.Module) -> None:
     if not plain or mask not in (AttnMaskType.causal, AttnMaskType.causal_bottom_right):
         raise UnsupportedError(
             f"--pipeline-slices does not work with {type(attention).__name__} by "
-            f"{type(core).__name__} with the mask {getattr(mask, 'name', mask)}: it does with "
-            f"causal SelfAttention or MLASelfAttention by DotProductAttention or {FUSED}; leave "
-            "slices out"
+            f"{type(core).__name__} with the mask {getattr(mask, 'name', mask)}: it requires "
+            f"causal SelfAttention or MLASelfAttention by DotProductAttention or {FUSED}. Remove "
+            "--pipeline-slices"
         )
 
 

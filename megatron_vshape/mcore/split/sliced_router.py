@@ -169,8 +169,8 @@ def _balance(inner: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor
     slices = slices_of(state.slice)
     if options.get("padding_mask") is not None:
         raise UnsupportedError(
-            "--pipeline-slices does not work with a padding mask of a mixture of experts: a slice "
-            "does not know how many tokens the others have; leave slices out"
+            "--pipeline-slices does not work with a padding mask in MoE layers: a slice "
+            "does not know the number of tokens of the others. Remove --pipeline-slices"
         )
     total = options["total_num_tokens"] * slices
     weight = options["num_experts"] * options["moe_aux_loss_coeff"]
@@ -201,8 +201,7 @@ def _check(router: Any) -> None:
     )
     if again and router.is_aux_loss_enabled():
         raise UnsupportedError(
-            "--pipeline-slices does not work with a loss of balance and "
-            f"--recompute-granularity {config.recompute_granularity}, which makes it in the "
-            "backward, of one slice: set --moe-aux-loss-coeff 0, or recompute parts of layers "
-            "without the router"
+            "--pipeline-slices does not work with a load-balancing loss and "
+            f"--recompute-granularity {config.recompute_granularity}, which would compute it again "
+            "per slice. Set --moe-aux-loss-coeff 0, or recompute modules other than the router"
         )

@@ -220,7 +220,7 @@ def why_whole(layer: nn.Module) -> str | None:
     if missing or not names:
         return "its parameters are not those of any TE layer this package knows"
     if getattr(layer, "ub_bulk_wgrad", False):
-        return "its userbuffers hide an exchange behind it: leave tp_comm_bulk_wgrad out"
+        return "its userbuffers overlap communication with it: remove tp_comm_bulk_wgrad"
     if _quantizes(layer) and any(getattr(layer, name, False) for name in _GATHER_IN_B):
         return f"{AS_IT_SHOULD}: userbuffers overwrite its quantized gathered input"
     return None
@@ -316,8 +316,8 @@ class JobStore:
     def pop(self) -> None:
         """Refuse: TE's own backward_dw does not know which microbatch it is for."""
         raise StoreError(
-            "backward_dw() of a Transformer Engine layer was called; weight gradients run in the "
-            "schedule's W passes: leave --delay-wgrad-compute out"
+            "backward_dw() of a Transformer Engine layer was called, but weight gradients run "
+            "in the schedule's W passes. Remove --delay-wgrad-compute"
         )
 
     def enable_delay_wgrad_compute(self) -> None:

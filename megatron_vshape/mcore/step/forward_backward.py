@@ -531,7 +531,7 @@ def _check_captured(captured: Program | None, program: Program) -> None:
         had, has = captured.schedule.num_microbatches, program.schedule.num_microbatches
         raise ScheduleError(
             f"CUDA graphs were captured for the passes of {had} microbatches in one order, and a "
-            f"step of {has} would run in another: keep the batch size, or leave CUDA graphs out"
+            f"step of {has} would run in another: keep the batch size, or train without CUDA graphs"
         )
 
 

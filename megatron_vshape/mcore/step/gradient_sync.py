@@ -131,8 +131,8 @@ class GradientSync:
         model: Any = self._model[chunk]
         if not hasattr(model, "bucket_groups"):
             raise UnsupportedError(
-                "--overlap-grad-reduce needs Megatron's DistributedDataParallel around chunk "
-                f"{chunk}, which is a {type(model).__name__}: leave it out"
+                "--overlap-grad-reduce requires Megatron's DistributedDataParallel around chunk "
+                f"{chunk}, which is a {type(model).__name__}. Remove --overlap-grad-reduce"
             )
         for groups in (model.bucket_groups, model.expert_parallel_bucket_groups):
             queue: deque[_Reduction] = deque()

@@ -134,7 +134,7 @@ def _planned(forward_step_func: Callable[..., Any], *args: Any, **options: Any) 
         if getattr(getattr(plan, "state", None), name, None) is not None:
             raise UnsupportedError(
                 f"--overlap-moe-expert-parallel-comm does not work with {name}, which Megatron's "
-                "layer plans do not hand to every layer: leave it out"
+                "layer plans do not pass to every layer. Remove the option, or the data with it"
             )
     return plan, loss_func
 

@@ -33,7 +33,7 @@ from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.step.late_checks import LateFaults, unlike
 from megatron_vshape.mcore.step_state import StepState, unwrapped
 
-_LEAVE_OUT = "leave --pipeline-vocab-parallel out"
+_LEAVE_OUT = "remove --pipeline-vocab-parallel"
 
 
 class _WantsLogits(BaseException):

@@ -78,8 +78,7 @@ class Slices(Part):
         if noting.arguments is None or output is not noting.output:
             raise UnsupportedError(
                 "--pipeline-slices does not support this script: its forward step must call the "
-                "model "
-                "once and return its result. Change it, or remove --pipeline-slices"
+                "model once and return its result. Change it, or remove --pipeline-slices"
             )
         self._calls[stage, part.microbatch] = _Called(noting.arguments, loss_function)
         return output, self._loss_function(stage, part)
@@ -191,6 +190,6 @@ def _cut(name: str, value: Any, part: Slice, cut: Callable[[Tensor, Slice], Tens
     if name == MASK and shape[-2:] == (part.total, part.total):
         return value[..., part.begin : part.end, : part.end]
     raise UnsupportedError(
-        f"--pipeline-slices does not know how to cut {name}, {tuple(shape) or type(value).__name__}"
-        f", with which the model was called for {part.total} tokens: leave slices out"
+        f"--pipeline-slices cannot slice {name}, {tuple(shape) or type(value).__name__}"
+        f", with which the model was called for {part.total} tokens. Remove --pipeline-slices"
     )

@@ -251,7 +251,7 @@ class SharedVocabulary(Part):
             if self.stage_map.predicting:
                 raise UnsupportedError(
                     "multi-token prediction learns from labels, and the model was called without: "
-                    "give it labels, or leave --pipeline-vocab-parallel out"
+                    "pass labels, or remove --pipeline-vocab-parallel"
                 )
             return hidden, None
 
@@ -438,9 +438,9 @@ class SharedVocabulary(Part):
         ):
             found = "none" if tokens is None else list(tokens.shape)
             raise UnsupportedError(
-                f"a shared vocabulary looks up microbatches of {list(self.tokens_shape or 'bs')} "
-                f"tokens, and the model was called with {found}: leave --pipeline-vocab-parallel "
-                "out"
+                "--pipeline-vocab-parallel requires microbatches of "
+                f"{list(self.tokens_shape or 'bs')} tokens, and the model was called with {found}. "
+                "Pad them, or remove --pipeline-vocab-parallel"
             )
         sequences, packed = [tokens], bound.arguments.get("packed_seq_params")
         for _ in range(self.stage_map.predicting):
@@ -487,8 +487,8 @@ class SharedVocabulary(Part):
         if self._device == self._loss_device and has_labels == self._wants_logits:
             raise UnsupportedError(
                 "the model was called with labels in one microbatch of a step and without in "
-                "another, which a shared vocabulary does not serve: leave "
-                "--pipeline-vocab-parallel out"
+                "another. Pass labels in all or in none, or remove "
+                "--pipeline-vocab-parallel"
             )
 
     def _read_embedding_gradient(self, microbatch: int) -> None:
