@@ -33,7 +33,7 @@ def rows(devices: int, only: str | None, in_host: float) -> Iterator[list[str]]:
         costs = costs_of(devices, t)
         row = [str(microbatches), str(chunks), f"{t:g}"]
         gap = ""
-        for each in (costs.in_order_alone(), costs):
+        for each in (costs.without_copies(), costs):
             begin, worked = time.monotonic(), time.process_time()
             made = plan(each, devices, microbatches, chunks, trades=True, in_host=in_host)
             seconds, worked = time.monotonic() - begin, time.process_time() - worked

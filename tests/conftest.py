@@ -109,9 +109,6 @@ SLOW = {
     "mcore/test_paged_stash.py": {
         "test_a_step_is_stashed_and_tried_again": ["zb-h1-False"],
     },
-    "mcore/test_recompute.py": {
-        "test_settings_by_stage_change_no_bit": ["1f1b-v"],
-    },
     "mcore/test_reductions.py": {
         "test_a_bucket_is_reduced_in_the_w_that_completes_it": [
             "tied-v-min",

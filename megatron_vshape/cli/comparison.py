@@ -88,12 +88,10 @@ def _worth_showing(rows: Sequence[_TableRow], best: float) -> list[_TableRow]:
 
 def _tried_rows(answer: Planned, time: Text) -> Iterator[_TableRow]:
     """Yield what was planned in the other ways to hold less, or why it was not."""
-    placement, best = answer.schedule.placement, answer.plan
+    best = answer.plan
     by_words: dict[str, tuple[float, bool]] = {}
     for way, value, bound in best.tried:
-        if value is None and len(set(way.settings)) > 1:  # many, of which none was worth a plan
-            continue
-        words = f"plan: {way_text(way, placement)}"
+        words = f"plan: {way_text(way)}"
         found = (bound, True) if value is None else (value, False)
         by_words[words] = min(found, by_words.get(words, found))
     for words, (value, least) in by_words.items():

@@ -143,8 +143,8 @@ def _check_measured(options: argparse.Namespace, measured: Costs, layers: float,
         raise ScheduleError(f"{options.costs} does not contain the number of layers: add --layers")
     if measured.trades and changed(options):
         raise ScheduleError(
-            f"{what}: the copies and the recompute in {options.costs} are of the "
-            "stages that were measured, not of layers; leave one of the two out"
+            f"{what}: {options.costs} has copy times of the measured stages, not of single "
+            f"layers; leave one of the two out"
         )
     if not tells_shared(measured):
         return

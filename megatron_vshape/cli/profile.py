@@ -9,11 +9,10 @@ import argparse
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +28,6 @@ from megatron_vshape.core.model.kinds import (
     LOGITS,
     LOOKED_UP,
     LOSS,
-    NO_RECOMPUTE,
     PARTS,
     RELEASE,
     VOCABULARY,
@@ -152,14 +150,6 @@ def _add_features(parser: argparse.ArgumentParser) -> None:
     """Add options for features that a plan may use, or that the planned run has."""
     memory, schedule = group(parser, MEMORY), group(parser, SCHEDULE)
     memory.add_argument(
-        "--recompute",
-        nargs="+",
-        default=[NO_RECOMPUTE],
-        metavar="SETTING",
-        help="Recomputation settings to measure too: full, or Megatron's modules, as in "
-        "layernorm,mlp; plan then chooses one per stage (default: none)",
-    )
-    memory.add_argument(
         "--offload",
         action="store_true",
         help="Measure copies of activations to host memory and back, for plan",
@@ -259,7 +249,6 @@ def run(options: argparse.Namespace) -> int:
     check_ranks(model)
     with _megatron_quiet():
         prepare(device)
-        _check_settings(model, _settings(options))
         is_first = torch.distributed.get_rank() == 0
         if is_first:
             columns = "".join(f"{kind + ' ms':>10}" for kind in (*PARTS, Kind.BW))
@@ -321,14 +310,8 @@ def _with_ends_told(
 
 
 def _measure_all(model: "Model", layers: Sequence[int], options: argparse.Namespace) -> Costs:
-    """Return the costs of the stages, with a price list where they are to have other settings."""
-    settings = _settings(options)
-    model = _with_biases(model, settings)
-    own, *others = (
-        _measure(replace(model, recompute=setting), layers, options)
-        for setting in (NO_RECOMPUTE, *settings)
-    )
-    costs = price_list(own, dict(zip(settings, others, strict=True)))
+    """Measure the costs of the stages, and the fixed overhead per pass if slices are given."""
+    costs = _measure(model, layers, options)
     if options.slices is None:
         return costs
     from megatron_vshape.mcore.price_of_slices import with_price
@@ -344,58 +327,16 @@ def _check_slices(options: argparse.Namespace) -> None:
             )
 
 
-def _settings(options: argparse.Namespace) -> list[str]:
-    return [each for each in options.recompute if each != NO_RECOMPUTE]
-
-
-def _with_biases(model: "Model", settings: Sequence[str]) -> "Model":
-    """Return the model without biases where Megatron would hand them out of what comes again."""
-    return replace(model, biases=not any("mlp" in each.split(",") for each in settings))
-
-
-def _check_settings(model: "Model", settings: Sequence[str]) -> None:
-    """Raise ScheduleError for what cannot be computed again, before anything is measured."""
-    from megatron_vshape.mcore.one_device import check_settings
-    from megatron_vshape.mcore.refusals import UnsupportedError
-
-    try:
-        check_settings(_with_biases(model, settings), settings)
-    except (ScheduleError, UnsupportedError) as error:
-        told = str(error).replace("the schedule's recompute", "--recompute")
-        told = told.replace("schedule to be measured recomputes", "--recompute:")
-        raise ScheduleError(told) from None
-
-
-def price_list(costs: Costs, others: Mapping[str, Costs]) -> Costs:
-    """Return the costs with those of the same stages under other settings of recompute beside."""
-    every = [costs, *others.values()]
-    if any(each.whole_backward_us is not None for each in every):
-        every = [_with_whole(each) for each in every]
-    own, *rest = every
-    priced = tuple(
-        (setting, own.with_prices(setting, each.lists()))
-        for setting, each in zip(others, rest, strict=True)
-    )
-    return replace(own, recompute=priced)
-
-
-def _with_whole(costs: Costs) -> Costs:
-    """Return the costs with what a whole backward takes said, where it saves nothing."""
-    both = tuple(map(add, costs.backward_us, costs.weight_us))
-    return costs.having(whole_backward_us=costs.whole_backward_us or both)
-
-
 def _measure(model: "Model", layers: Sequence[int], options: argparse.Namespace) -> Costs:
     """Return the costs, of which what these ranks cannot measure is assumed."""
     from megatron_vshape.mcore import on_ranks, one_device
 
-    tell = partial(_tell, model.recompute)
     if on_ranks.num_ranks() > 1:
-        costs = on_ranks.measure(model, layers, options.repeats, tell)
+        costs = on_ranks.measure(model, layers, options.repeats, _tell)
     else:
         link = on_ranks.Link(*options.link)
         own = model.alone()
-        found = one_device.profile_stages(own, layers, options.repeats, tell)
+        found = one_device.profile_stages(own, layers, options.repeats, _tell)
         stages = [found[name] for name in one_device.names_of(layers)]
         host_us = on_ranks.host_us_of(own, options.repeats)
         costs = Costs.of(stages, link.message_us(model.message_bytes), layers, host_us)
@@ -458,15 +399,13 @@ def _model(options: argparse.Namespace, sizes: "ModelFile", device: str) -> "Mod
             f"--expert-parallel {options.expert_parallel}: {options.model} has no experts; add "
             "experts: with count, per_token and ffn_hidden_size, or leave the option out"
         )
-    if options.joint and (options.offload or options.recompute != [NO_RECOMPUTE]):
-        raise ScheduleError(
-            "--joint goes with neither --offload nor --recompute: measure one or the other"
-        )
-    alone = not (options.joint or options.offload or options.recompute != [NO_RECOMPUTE])
+    if options.joint and options.offload:
+        raise ScheduleError("--joint does not support --offload: measure one or the other")
+    alone = not (options.joint or options.offload)
     if (options.vocab_parallel or sizes.mtp_layers) and not alone:
         what = "--vocab-parallel" if options.vocab_parallel else f"mtp_layers in {options.model}"
         raise ScheduleError(
-            f"{what} goes with none of --joint, --offload and --recompute: measure one or the other"
+            f"{what} supports neither --joint nor --offload: measure one or the other"
         )
     if options.sequence_parallel and options.tensor_parallel == 1:
         raise ScheduleError("--sequence-parallel needs --tensor-parallel of at least 2")
@@ -524,14 +463,13 @@ def _link(text: str) -> tuple[float, float]:
     return values
 
 
-def _tell(setting: str, what: str, costs: Piece) -> None:
+def _tell(what: str, costs: Piece) -> None:
     forward_us = costs.forward_us + costs.forward_exchange_us
     backward_us = costs.backward_us + costs.backward_exchange_us
     whole_us = backward_us + costs.weight_us - costs.saved_us - costs.hidden_exchange_us
     times = (forward_us, backward_us, costs.weight_us, whole_us)
     held = (costs.held_after_forward_bytes, costs.held_after_backward_bytes)
     row = "".join(f"{each / 1000:10.2f}" for each in times)
-    what += "" if setting == NO_RECOMPUTE else f", {setting}"
     print(f"{what:26}{row}{held[0] / MIB:13.2f}{held[1] / MIB:10.2f}", flush=True)
 
 
@@ -547,7 +485,7 @@ def _tell_written(costs: Costs) -> None:
         alike.setdefault(key, []).append(stage)
     for (layers, piece), stages in alike.items():
         which = f"stage {', '.join(map(str, stages))}" if len(alike) > 1 else "every stage"
-        _tell(NO_RECOMPUTE, f"{which}: {layers} layer{'s' if layers != 1 else ''}", piece)
+        _tell(f"{which}: {layers} layer{'s' if layers != 1 else ''}", piece)
     others = dict(costs.others)
     for kind in VOCABULARY:
         print(f"{kind.label + ', ms':40}{max(others[kind.time]) / 1000:10.3f}")

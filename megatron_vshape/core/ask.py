@@ -24,7 +24,6 @@ from megatron_vshape.core.check.bounds import (
     each_limit,
     fits,
 )
-from megatron_vshape.core.check.relax import least_of
 from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs, regroup
@@ -559,7 +558,7 @@ def _shared(question: Question, limits: tuple[float, ...]) -> Planned:
 
 
 def _plain(costs: Costs) -> Costs:
-    return costs.in_order_alone().never_joined()
+    return costs.without_copies().never_joined()
 
 
 def _dealt_anew(question: Question, best: Planned) -> Planned:
@@ -623,7 +622,7 @@ def _split(
     if chooses:
         starts = [made.schedule, found[0].schedule]
         whole = whole_backwards(planned(whole=True).schedule)
-        sizes = attrgetter("placement", "recompute", "slices")
+        sizes = attrgetter("placement", "slices")
         alike = sizes(whole) == sizes(made.schedule)
         for each in [[*starts, whole]] if alike else [starts, [whole]]:
             own = question.costs_of(each[0].placement, "the plan")
@@ -696,12 +695,9 @@ def _bound_anywhere(
     costs: Costs, num_microbatches: int, limits: Sequence[float], goal: Objective
 ) -> float:
     """Return a value that no order is below, wherever the stages lie and whatever they choose."""
-    span = goal is Objective.SPAN
-    if not costs.trades:
-        return bound_of_any_placement(costs, num_microbatches, limits, span)
-    least = least_of([costs, *(each for _, each in costs.recompute)])
-    unlimited = (math.inf,) * len(limits) if costs.copies else limits
-    return bound_of_any_placement(least, num_microbatches, unlimited, span)
+    if costs.copies:  # any activations may be offloaded
+        limits = (math.inf,) * len(limits)
+    return bound_of_any_placement(costs, num_microbatches, limits, goal is Objective.SPAN)
 
 
 def _cuts(question: Question) -> Iterator[Costs]:
@@ -748,7 +744,7 @@ def _possible(question: Question, limits: Sequence[float]) -> Iterator[Possible]
         slices, placement = rival.slices, block.placement
         numbers = slices * question.num_microbatches
         possible = may_fit(block, costs.sliced(slices), numbers, limits)
-        alone, whole = costs.in_order_alone(), question.num_microbatches
+        alone, whole = costs.without_copies(), question.num_microbatches
         least = _least(alone, placement, whole, tuple(limits), question.objective, slices)
         yield Possible(rival, block.placement, possible, least)
 

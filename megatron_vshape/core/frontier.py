@@ -68,15 +68,7 @@ def families(question: Question) -> dict[str, Question]:
     costs = question.whole()
     if not costs.trades:
         return {"all": question}
-    less: dict[str, Callable[[Costs], Costs]] = {"order alone": Costs.in_order_alone}
-    if costs.copies and costs.recompute:
-        less["recompute"] = Costs.without_copies
-        less["copies"] = _without_recompute
-    return {"all": question} | {name: question.changed(each) for name, each in less.items()}
-
-
-def _without_recompute(costs: Costs) -> Costs:
-    return replace(costs, recompute=())
+    return {"all": question, "order alone": question.changed(Costs.without_copies)}
 
 
 def _of_both(before: Plan | None, made: Plan) -> Plan | None:

@@ -24,7 +24,7 @@ TRIALS = 24
 """Splits that are planned for."""
 
 TRIALS_OF_TRADES = 8
-"""With offloading or recompute, which are slower to evaluate."""
+"""With offloading, which is slower to evaluate."""
 
 TRIAL_STEPS = 100_000
 """The budget of each."""

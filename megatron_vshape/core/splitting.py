@@ -73,7 +73,7 @@ def joined(schedule: Schedule, costs: Costs, objective: Objective) -> Schedule:
     no time. First those that delay nobody, then all, and if that is too much, those of one stage
     after the other.
     """
-    if costs.at(schedule.recompute).whole_us is None and not costs.joint:
+    if costs.whole_us is None and not costs.joint:
         return schedule
     best = fuse(simulate(schedule, costs))
     value = objective.of(simulate(best, costs))
@@ -91,11 +91,11 @@ def _better_apart(schedule: Schedule, costs: Costs) -> set[Pass]:
 
     Where nobody waits for them the time would not tell.
     """
-    at = costs.at(schedule.recompute)
     stages = {
         stage
         for stage in range(schedule.num_stages)
-        if at.time_us(Kind.BW, stage) > at.time_us(Kind.B, stage) + at.time_us(Kind.W, stage) + 1e-9
+        if costs.time_us(Kind.BW, stage)
+        > costs.time_us(Kind.B, stage) + costs.time_us(Kind.W, stage) + 1e-9
     }
     dear = cache(
         lambda f, b: (
@@ -143,7 +143,7 @@ def split_where_it_pays(
 ) -> Schedule:
     """Return the best order found from these, of one placement, with as many walking steps.
 
-    None of these, which fit the limits and have the same settings of recompute, is faster.
+    None of these, which fit the limits, is faster.
 
     Raises:
         ScheduleError: the costs are of other stages.

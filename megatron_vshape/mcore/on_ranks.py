@@ -157,10 +157,7 @@ def assumed(costs: Costs, model: Model, within: Link) -> Costs:
         told += [f"all-to-alls over {ranks[1]} ranks"] * (ranks[1] > 1)
     layers = [count * layer_us for count in costs.layers]
     forward = [layers[0] + sum_us, *layers[1:]]
-    again_us = {"full": layer_us, "mlp": mlp_us, "moe": mlp_us}
-    more_us = sum(again_us.get(module, 0.0) for module in model.recompute.split(","))
-    backward = [own + count * more_us for own, count in zip(layers, costs.layers, strict=True)]
-    backward[-1] += sum_us
+    backward = [*layers[:-1], layers[-1] + sum_us]
     left = [max(0.0, b - w) for b, w in zip(backward, costs.weight_us, strict=True)]
     found = dict(zip(EXCHANGES, map(tuple, (forward, backward, left)), strict=True))
     text = f"{ASSUMED}: {' and '.join(told)} at {within}"

@@ -28,7 +28,6 @@ from megatron_vshape.core.model.kinds import (
     COPY_BACK,
     COPY_OUT,
     KINDS,
-    NO_RECOMPUTE,
     PARTS,
     RELEASE,
     RELOAD,
@@ -105,8 +104,6 @@ class Model:
     tensor_parallel: int = 1
     expert_parallel: int = 1
     sequence_parallel: bool = False  # the tensor-parallel ranks share the tokens of the rest
-    biases: bool = True  # in linear layers
-    recompute: str = NO_RECOMPUTE  # what backwards compute again
     joint: bool = False  # passes run by Megatron's layer plans, some beside others
 
     @property
@@ -274,8 +271,6 @@ def build(model: Model, state: Any, num_layers: int, is_first: bool, is_last: bo
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
 
-    from megatron_vshape.mcore.setup.recompute import Recompute
-    from megatron_vshape.mcore.setup.recompute_checks import check_recompute
     from megatron_vshape.mcore.split import te_layers
 
     config = _config(model, num_layers)
@@ -291,24 +286,9 @@ def build(model: Model, state: Any, num_layers: int, is_first: bool, is_last: bo
     )
     chunk = chunk.to(model.device, model.torch_dtype)
     te_layers.install(state, [chunk])
-    if model.recompute != NO_RECOMPUTE:
-        check_recompute([model.recompute], config, "to be measured")
-        Recompute(chunk).set(model.recompute, "the model")
     options = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     chunk = DistributedDataParallel(config, options, chunk)
     return chunk
-
-
-def check_settings(model: Model, settings: Sequence[str]) -> None:
-    """Check that the model's layers can compute again what the settings name; call after `prepare`.
-
-    Raises:
-        ScheduleError: there is no such setting.
-        UnsupportedError: one does not go with the model.
-    """
-    from megatron_vshape.mcore.setup.recompute_checks import check_recompute
-
-    check_recompute(settings, _config(model, 1), "to be measured")
 
 
 def _config(model: Model, num_layers: int) -> Any:
@@ -329,7 +309,7 @@ def _config(model: Model, num_layers: int) -> Any:
         pipeline_dtype=model.torch_dtype,
         attention_dropout=0.0,
         hidden_dropout=model.dropout,
-        add_bias_linear=model.biases and model.experts is None,
+        add_bias_linear=model.experts is None,
         gradient_accumulation_fusion=True,
         masked_softmax_fusion=False,
         deallocate_pipeline_outputs=True,

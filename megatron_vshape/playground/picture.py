@@ -139,7 +139,7 @@ def _header(picture: Picture) -> dict[str, object]:
         "counts": [sum(work.kind in KINDS for work in row) for row in schedule.order],
         "needs": [table.needs[part] for part in table.parts],
         "parts": [table.parts_of[kind] for kind in KINDS],
-        "held_after_forward": costs.at(schedule.recompute).held_after_forward_bytes,
+        "held_after_forward": costs.held_after_forward_bytes,
         "send": costs.send_us,
         "has_late": picture.late is not None,
         "numbers": _numbers(picture),

@@ -39,7 +39,7 @@ def load_measured(loaded: Loaded) -> MeasuredCosts:
             )
         even = (entry.layers_per_stage,) * costs.num_stages
         # what copies take, the cluster's file says
-        pieces[key_of_shapes(entry)] = Pieces.of(costs.in_order_alone(), costs.layers or even)
+        pieces[key_of_shapes(entry)] = Pieces.of(costs.without_copies(), costs.layers or even)
     return pieces
 
 

@@ -1,7 +1,5 @@
 """What a device holds over time: the curve that figures and traces share."""
 
-from dataclasses import replace
-
 from megatron_vshape.core.check.simulate import costs_of, held_curve
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import PROCESSOR
@@ -55,4 +53,4 @@ def costs_up_to(timeline: Timeline, costs: Costs, chunk: int) -> Costs:
         )
 
     held = {name: early(each) for name, each in costs.amounts if not name.endswith("_us")}
-    return replace(costs, recompute=()).having(**held)
+    return costs.having(**held)

@@ -1,52 +1,27 @@
-"""Offloading and recomputation of a plan, in words."""
+"""Offloading of a plan, in words."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from megatron_vshape.core.check.simulate import peak_in_host
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import FROM_HOST, NO_RECOMPUTE, TO_HOST
-from megatron_vshape.core.model.placement import Placement, chunks_of
+from megatron_vshape.core.model.kinds import FROM_HOST, TO_HOST
+from megatron_vshape.core.model.placement import chunks_of
 from megatron_vshape.core.model.schedule import Timeline, Way
 from megatron_vshape.view.numbers import percent
 
 
-def way_text(way: Way, placement: Placement) -> str:
-    """Return a way to hold less, such as `copies, recompute mlp in chunk 0`."""
-    words = []
+def way_text(way: Way) -> str:
+    """Describe a strategy to save memory, such as `offload all of chunk 0`."""
     if way.copies:
-        words.append("offload all of chunk 0" if way.throughout else "offload")
-    settings = settings_text(way.settings, placement)
-    if settings:
-        words.append(f"recompute {settings}")
-    return ", ".join(words) or "schedule only"
-
-
-def settings_text(settings: Sequence[str], placement: Placement) -> str:
-    """Return the settings of recompute by chunk, empty if there is none."""
-    used = dict.fromkeys(each for each in settings if each != NO_RECOMPUTE)
-    if len(set(settings)) == 1:
-        return "".join(used)
-    chunks = chunks_of(placement)
-    told = []
-    for setting in used:
-        stages = [stage for stage, own in enumerate(settings) if own == setting]
-        of = sorted({chunks[stage] for stage in stages})
-        if all(settings[stage] == setting for stage, chunk in enumerate(chunks) if chunk in of):
-            noun = "chunk" if len(of) == 1 else "chunks"
-            told.append(f"{setting} in {noun} {', '.join(map(str, of))}")
-        else:
-            told.append(f"{setting} in stages {', '.join(map(str, stages))}")
-    return ", ".join(told)
+        return "offload all of chunk 0" if way.throughout else "offload"
+    return "schedule only"
 
 
 def trades_told(
     timeline: Timeline, costs: Costs, held: Callable[[float], str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield a label and a line for each: what is copied to the host, and what is computed again.
-
-    Nothing where the costs offer neither. `held` writes an amount of memory.
-    """
+    """Yield a label and a line about offloading, if the costs have it; `held` formats memory."""
     schedule = timeline.schedule
     if costs.copies:
         copied = Counter(work.stage for work in schedule.copied())
@@ -64,8 +39,6 @@ def trades_told(
         line = f"{percent(share)} of the activations ({each}); at most {most} of host memory per "
         line += f"rank; host link busy {busy}"
         yield "offloading", line if copied else "none (no gain)"
-    if costs.recompute:
-        yield "recompute", settings_text(schedule.recompute, schedule.placement) or NO_RECOMPUTE
 
 
 def link_share(timeline: Timeline) -> float:

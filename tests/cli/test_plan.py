@@ -201,14 +201,6 @@ def test_activations_may_wait_in_host_memory(
     assert re.search(r"^1 chunk more *([0-9.]+ \([0-9.]+ % faster\)|no gain)", shown, re.M)
     assert re.search(r"^plan: schedule only .* slower", shown, re.M)
     assert page.stat().st_size > 10_000
-    recompute = tmp_path / "costs.json"
-    own = Costs.uniform(2, 4, 1000, 1150, 850, 50)
-    full = {"backward_us": (2150.0,) * 4, "held_after_forward_bytes": (0.0625,) * 4}
-    prices = (("full", own.with_prices("full", full)),)
-    recompute.write_text(replace(own, recompute=prices).to_json())
-    sizes = ["--devices", "2", "--microbatches", "6", "--costs", str(recompute)]
-    assert main(["plan", *sizes, "--memory-limit", "1.5"]) == 0
-    assert "recompute       full" in capsys.readouterr().out
 
 
 def test_host_memory_may_have_a_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

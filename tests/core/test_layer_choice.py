@@ -71,9 +71,6 @@ def test_layers_are_chosen_beside_copies(seed: int) -> None:
     times = tuple(luck.uniform(0.5, 2) for _ in range(3))
     pieces = Pieces.estimated(luck.uniform(0, 4), num_layers / (2 * devices), (*times, 0.05))
     pieces = pieces.with_copies(luck.uniform(0.3, 2), luck.random() < 0.5)
-    if luck.random() < 0.5:
-        layer = replace(pieces.layer, held_after_forward_bytes=0.4 * pieces.layer.forward_us)
-        pieces = replace(pieces, recompute=(("mlp", replace(pieces, layer=layer)),))
     limit, in_host = luck.uniform(1.5, 2) * devices, luck.choice([1.0, 2.0, 100.0])
     first = pieces.costs(pieces.balanced(num_layers, looping(devices, 2)))
     sizes = devices, microbatches

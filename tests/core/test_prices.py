@@ -88,31 +88,6 @@ def test_files_have_them_and_their_sources_and_old_ones_have_none() -> None:
     assert made.time_us(Kind.BW, 0) == 2 * 2.0 + 0.125
 
 
-def test_stages_cost_what_their_settings_of_recompute_do() -> None:
-    """A price list says what differs; copies to the host take their share of what is held."""
-    own = Costs.uniform(2, 4, *REAL, kinds=OFFLOAD)
-    cheap = {"backward_us": (1.2,) * 4, "held_after_forward_bytes": (0.5,) * 4}
-    costs = replace(own, recompute=(("mlp", own.with_prices("mlp", cheap)),))
-    assert Costs.from_json(costs.to_json()) == costs
-    schedule = make("v-half", 2, 6)
-    mixed = replace(schedule, recompute=("mlp", "none", "none", "mlp"))
-    at = costs.at(mixed.recompute)
-    assert at.backward_us == (1.2, 1.15, 1.15, 1.2)
-    assert at.time_us(OFFLOAD[0], 3) == 0.5
-    assert at.recompute == ()
-    assert simulate(mixed, costs) == replace(simulate(schedule, at), schedule=mixed)
-    assert peak_held(mixed, costs) == peak_held(schedule, at) < peak_held(schedule, costs)
-    assert simulate(schedule, costs) == simulate(schedule, own)
-    assert simulate(mixed, own) == replace(simulate(schedule, own), schedule=mixed)
-    # of two stages of the file added up, and without the list in what bounds are made of
-    assert dict(regroup(costs, 2, "1F1B").recompute)["mlp"].backward_us == (2.4, 2.4)
-    assert lower_bound(costs, schedule.placement, 2, 6, (6, 6)) > 0
-    with pytest.raises(ScheduleError, match="no prices of recompute 'full'; they have none, mlp"):
-        simulate(replace(schedule, recompute=("full",) * 4), costs)
-    with pytest.raises(ScheduleError, match="2 settings of recompute and 4 stages"):
-        verify(replace(schedule, recompute=("mlp", "mlp")))
-
-
 def test_a_link_that_copies_one_way_at_a_time() -> None:
     """On it both copies are one lane; where the costs say so, of any schedule."""
     copies = [Pass(kind, 0, 0) for kind in OFFLOAD]
@@ -243,7 +218,6 @@ def everything(num_stages: int) -> Costs:
     return replace(
         own,
         sources=(("send_us", "measured here"),),
-        recompute=(("full", own.having(backward_us=tuple(2 * us for us in forward_us))),),
         half_duplex=True,
         joint=pairs,
         hidden_share=0.5,
@@ -277,9 +251,6 @@ def test_nothing_that_costs_say_is_lost(change: Callable[[Costs], Costs]) -> Non
             assert bool(getattr(made, each.name)) == bool(getattr(costs, each.name)), each.name
     for name in ("send_us", "host_us", "hidden_share", "half_duplex", "by_microbatch", "sources"):
         assert getattr(made, name) == getattr(costs, name), name
-    ((setting, own),) = made.recompute
-    assert setting == "full"
-    assert own.lists().keys() == costs.lists().keys()
 
 
 def test_ends_lengthen_the_joint_passes_of_their_stages() -> None:

@@ -1,6 +1,5 @@
 """Plans of slices: ranks, bounds, the reference's figures, and the choice of how many."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -225,20 +224,3 @@ def test_what_has_no_slices_yet_is_told() -> None:
     with pytest.raises(ScheduleError, match="slices do not support joint passes"):
         ask(asked)
     assert ask(replace(asked, slices=(1, 2))).schedule.slices == 1
-
-
-def test_recompute_and_slices_are_chosen_together() -> None:
-    """Below what slices alone need, stages that compute again still fit."""
-    bare = Costs.uniform(2, 4, 1, 1, 1)
-    dear = replace(bare).having(
-        backward_us=(2.0,) * 4,
-        held_after_forward_bytes=(0.25,) * 4,
-        held_after_backward_bytes=(1.0,) * 4,
-    )
-    costs = replace(bare, recompute=(("full", dear),))
-    asked = Question(AUTO, 2, 2, costs, limit=1.8, steps=500, slices=(1, 2))
-    answer = ask(asked)
-    assert answer.schedule.slices == 2
-    assert "full" in answer.schedule.recompute
-    verify(answer.schedule, answer.limits, answer.costs)
-    assert not math.isinf(answer.plan.value)

@@ -1,13 +1,11 @@
-"""Memory is traded for time: what waits in host memory and what is computed again, chosen.
+"""Memory is traded for time: the planner chooses activations to offload.
 
 Plans are judged by `link_replay`, which knows nothing of the package.
 """
 
 import math
 import random
-from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -15,15 +13,12 @@ from link_replay import Found, Prices, replay
 
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.choices import bound_of_choices
-from megatron_vshape.core.check.simulate import peak_held, peak_in_host, simulate
+from megatron_vshape.core.check.simulate import peak_in_host, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import (
-    BUT_LAST,
     COPY_BACK,
     COPY_OUT,
-    FULL,
-    NO_RECOMPUTE,
     OFFLOAD,
     PARTS,
     RELOAD,
@@ -33,48 +28,29 @@ from megatron_vshape.core.model.kinds import (
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import looping, v_shape
 from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, Timeline, Way
-from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.planner import improve, job_shop
-from megatron_vshape.core.planner.choosing import computing_less
 from megatron_vshape.core.planner.offload_search import OffloadSearch
 from megatron_vshape.core.planner.search import plan
-from megatron_vshape.core.program.lowering import whole_backwards
 
 REAL = (1.0, 1.15, 0.85, 0.05)
 
 
-def costs_of(
-    devices: int,
-    t: float,
-    half_duplex: bool = False,
-    settings: Mapping[str, tuple[float, float]] = MappingProxyType({}),
-) -> Costs:
-    """Return costs of two stages a device; settings are what is held after F, and longer in B."""
-    own = Costs.uniform(devices, 2 * devices, *REAL).with_copies(t, half_duplex)
-    each = 2 * devices
-    prices = (
-        (name, {"backward_us": (1.15 + more,) * each, "held_after_forward_bytes": (held,) * each})
-        for name, (held, more) in settings.items()
-    )
-    return replace(
-        own, recompute=tuple((name, own.with_prices(name, given)) for name, given in prices)
-    )
+def costs_of(devices: int, t: float, half_duplex: bool = False) -> Costs:
+    """Return costs of two stages a device, whose copies take `t` F."""
+    return Costs.uniform(devices, 2 * devices, *REAL).with_copies(t, half_duplex)
 
 
 def judged(made: Plan, costs: Costs, limit: float) -> Found:
     """Return what the replay says of a plan; raise unless the plan says the same and fits."""
-    schedule, sliced = made.schedule, costs.sliced(made.schedule.slices)
-    by_name = {NO_RECOMPUTE: sliced} | dict(sliced.recompute)
-    names = schedule.recompute or (NO_RECOMPUTE,) * schedule.num_stages
+    schedule, own = made.schedule, costs.sliced(made.schedule.slices)
     stages = []
-    for stage, name in enumerate(names):
-        own = by_name[name]
+    for stage in range(schedule.num_stages):
         kinds = (*PARTS, COPY_OUT, COPY_BACK) if own.copies else PARTS
         times = {str(kind): own.time_us(kind, stage) for kind in kinds}
         moved = own.held(RELOAD)[0][stage] if own.copies else 0.0
         held = own.held_after_forward_bytes[stage], own.held_after_backward_bytes[stage]
         stages.append(Prices(times, *held, moved))
-    found = replay(schedule.to_json(), stages, sliced.send_us, costs.half_duplex)
+    found = replay(schedule.to_json(), stages, own.send_us, costs.half_duplex)
     verify(schedule, limit, costs)
     assert found.makespan == pytest.approx(made.value)
     assert found.peak == pytest.approx(made.peak)
@@ -83,30 +59,14 @@ def judged(made: Plan, costs: Costs, limit: float) -> Found:
     return found
 
 
-CELLS = [
-    (32, 10, 1.0, False, {}, 10.7),
-    (32, 8, 1.0, False, {}, 12.4),
-    (32, 4, 1.0, False, {}, 15.4),
-    (64, 8, 1.0, False, {}, 13.2),
-    (64, 4, 1.0, False, {}, 15.3),
-    (32, 4, 2.0, True, {"cheap": (0.625, 0.04)}, 19.1),
-]
-"""Microbatches, chunks, F of a copy, half duplex, settings, and the overhead to reach."""
+CELLS = [(32, 10, 10.7), (32, 8, 12.4), (32, 4, 15.4), (64, 8, 13.2), (64, 4, 15.3)]
+"""Microbatches, chunks, and the overhead to reach if a copy takes one F."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("microbatches", "limit", "t", "half_duplex", "settings", "most"), CELLS, ids=map(str, CELLS)
-)
-def test_the_overheads_asked_for(
-    microbatches: int,
-    limit: float,
-    t: float,
-    half_duplex: bool,
-    settings: Mapping[str, tuple[float, float]],
-    most: float,
-) -> None:
-    costs = costs_of(8, t, half_duplex, settings)
+@pytest.mark.parametrize(("microbatches", "limit", "most"), CELLS, ids=map(str, CELLS))
+def test_the_overheads_asked_for(microbatches: int, limit: float, most: float) -> None:
+    costs = costs_of(8, 1.0)
     made = plan(costs, 8, microbatches, limit, trades=True)
     assert judged(made, costs, limit).makespan - 6 * microbatches <= most + 1e-6
     for each in made.tried:
@@ -115,19 +75,16 @@ def test_the_overheads_asked_for(
 
 @pytest.mark.parametrize("half_duplex", [False, True])
 @pytest.mark.parametrize("limit", [2.5, 4.0, 6.0])
-def test_no_worse_than_order_alone_or_the_first_chunk_or_full_recompute(
-    limit: float, half_duplex: bool
-) -> None:
-    costs = costs_of(4, 1.0, half_duplex, {"full": (0.0625, 1.0)})
+def test_no_worse_than_order_alone_or_the_first_chunk(limit: float, half_duplex: bool) -> None:
+    costs = costs_of(4, 1.0, half_duplex)
     made = plan(costs, 4, 12, limit, trades=True, steps=60_000)
     judged(made, costs, limit)
     ways = {each.way: each for each in made.tried}
-    full = Way(("full",) * 8)
     first = Way(copies=True, throughout=(0, 1, 2, 3))
-    assert {Way(), full, first} <= set(ways)
+    assert {Way(), first} <= set(ways)
     for each in made.tried:
         assert (each.value or each.lower_bound) >= made.value * (1 - 1e-6)
-    alone = costs.in_order_alone()
+    alone = costs.without_copies()
     if limit > 2.5:
         assert made.value <= plan(alone, 4, 12, limit, steps=60_000).value + 1e-6
 
@@ -140,7 +97,7 @@ def test_what_is_copied_is_chosen() -> None:
         for limit in (2.5, 5.0)
     ]
     assert 96 >= copied[0] > copied[1] > 0
-    alone = plan(costs.in_order_alone(), 4, 12, 24.0, steps=40_000)
+    alone = plan(costs.without_copies(), 4, 12, 24.0, steps=40_000)
     roomy = plan(costs, 4, 12, 24.0, trades=True, steps=40_000)
     assert roomy.value <= alone.value + 0.5
 
@@ -161,7 +118,7 @@ def test_host_memory_has_a_limit(half_duplex: bool) -> None:
             assert waiting_at_once(timeline) <= max(peaks)
     assert made.schedule.kinds <= set(PARTS)  # half a chunk is too little for any
     assert values[0] < values[1] < values[2] < values[3]
-    alone = plan(costs.in_order_alone(), 4, 12, 3.0, steps=40_000)
+    alone = plan(costs.without_copies(), 4, 12, 3.0, steps=40_000)
     assert values[3] == pytest.approx(alone.value)
 
 
@@ -215,13 +172,13 @@ def test_copies_that_take_for_ever_buy_nothing() -> None:
     costs = costs_of(3, 500.0)
     made = plan(costs, 3, 8, 4.0, trades=True, steps=30_000)
     assert made.schedule.kinds <= set(PARTS)
-    alone = plan(costs.in_order_alone(), 3, 8, 4.0, steps=30_000)
+    alone = plan(costs.without_copies(), 3, 8, 4.0, steps=30_000)
     assert made.value == pytest.approx(alone.value, rel=0.02)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_bounds_hold_whatever_is_chosen(seed: int) -> None:
-    """Of stages that all differ, in settings that do: no plan is below the bound for its choice."""
+    """With stages that all differ, no plan is below the bound."""
     luck = random.Random(seed)
     devices, microbatches = luck.choice([(2, 5), (3, 6)])
     each = range(2 * devices)
@@ -231,25 +188,14 @@ def test_bounds_hold_whatever_is_chosen(seed: int) -> None:
 
     times = some(0.5, 2), some(0.5, 2), some(0.3, 1.5)
     held = some(0.5, 2)
-    own = Costs(*times, 0.1, held, held).with_copies(luck.uniform(0.3, 2), luck.random() < 0.5)
-    prices = {
-        "backward_us": tuple(time + luck.uniform(0, 1) for time in own.backward_us),
-        "held_after_forward_bytes": tuple(luck.uniform(0.1, 1) * each for each in held),
-    }
-    costs = replace(own, recompute=(("mlp", own.with_prices("mlp", prices)),))
+    costs = Costs(*times, 0.1, held, held).with_copies(luck.uniform(0.3, 2), luck.random() < 0.5)
     limit = luck.uniform(1.3, 2.5) * max(held) * 2
     for objective in Objective:
         made = plan(costs, devices, microbatches, limit, objective, trades=True, steps=20_000)
         verify(made.schedule, limit, costs)
         sizes = made.schedule.placement, devices, microbatches, (limit,) * devices
-        settings = [own, dict(costs.recompute)["mlp"]]
-        bound = bound_of_choices(settings, True, *sizes, span=objective is Objective.SPAN)
+        bound = bound_of_choices([costs], True, *sizes, span=objective is Objective.SPAN)
         assert 0 < bound <= made.value * (1 + 1e-9)
-        # of one choice alone it is no weaker
-        fixed = costs.at(made.schedule.recompute)
-        own_bound = bound_of_choices([fixed], True, *sizes, span=objective is Objective.SPAN)
-        assert bound <= own_bound * (1 + 1e-6)
-        assert own_bound <= made.value * (1 + 1e-9)
 
 
 def test_the_bound_knows_the_link_and_the_memory() -> None:
@@ -313,15 +259,6 @@ def test_links_are_part_of_the_proof() -> None:
         verify(lacking)
 
 
-def test_settings_that_the_costs_offer_are_planned_without_copies_too() -> None:
-    costs = costs_of(4, 1.0, settings={"cheap": (0.5, 0.04)}).without_copies()
-    made = plan(costs, 4, 12, 4.0, trades=True, steps=40_000)
-    assert made.schedule.recompute
-    assert made.value < plan(costs.in_order_alone(), 4, 12, 4.0, steps=40_000).value
-    assert peak_held(made.schedule, costs) == made.peak
-    assert simulate(made.schedule, costs).makespan == pytest.approx(made.value)
-
-
 @pytest.mark.parametrize(
     ("slices", "limit", "in_host"), [(2, 1.5, math.inf), (4, 1.25, math.inf), (4, 1.5, 1.0)]
 )
@@ -335,57 +272,3 @@ def test_slices_wait_too(slices: int, limit: float, in_host: float) -> None:
     assert plan(replace(costs, host_us=0.01), 2, 4, limit, **asked).schedule.slices == slices
     with pytest.raises(LimitError):
         plan(costs.without_copies(), 2, 4, limit, placements=[v_shape(2)], slices=slices)
-
-
-def under_full_recompute(name: str, devices: int, layers: int) -> tuple[Schedule, Costs]:
-    """Return a named order whose stages all compute their layers again, and what that costs."""
-    schedule = whole_backwards(make(name, devices, 4 * devices))
-    stages = schedule.num_stages
-    each = (layers * 1.0,) * stages
-    own = Costs(each, each, each, 0.1, each, each, (layers,) * stages)
-    own = own.having(whole_backward_us=(2.0 * layers,) * stages, whole_work_bytes=(0.25,) * stages)
-    prices = {
-        "whole_work_bytes": (1.25,) * stages,  # a layer is there again
-        "whole_backward_us": (3.0 * layers,) * stages,
-        "backward_us": (2.0 * layers,) * stages,
-        "held_after_forward_bytes": (layers / 16,) * stages,
-    }
-    costs = replace(own, recompute=((FULL, own.with_prices(FULL, prices)),))
-    return replace(schedule, recompute=(FULL,) * stages), costs
-
-
-@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "1f1b-v", "zb-h1"])
-@pytest.mark.parametrize("layers", [1, 4, 8])
-def test_what_there_is_room_for_is_not_computed_again(name: str, layers: int) -> None:
-    alike, costs = under_full_recompute(name, 4, layers)
-    most = max(peak_held(alike, costs))
-    kept = computing_less(alike, costs, (most,) * 4)
-    assert max(peak_held(kept, costs)) == most
-    assert simulate(kept, costs).makespan <= simulate(alike, costs).makespan
-    for stage, setting in enumerate(kept.recompute):  # and no more would fit
-        for other in (NO_RECOMPUTE, BUT_LAST)[: (NO_RECOMPUTE, BUT_LAST, FULL).index(setting)]:
-            changed = (*kept.recompute[:stage], other, *kept.recompute[stage + 1 :])
-            assert max(peak_held(replace(kept, recompute=changed), costs)) > most
-    everything = computing_less(alike, costs, (math.inf,) * 4)
-    assert set(everything.recompute) == {NO_RECOMPUTE}
-    assert kept.recompute[-1] != FULL
-
-
-def test_all_but_the_last_layer_costs_its_share() -> None:
-    alike, costs = under_full_recompute("1f1b", 4, 4)
-    settings = (FULL, BUT_LAST, NO_RECOMPUTE, BUT_LAST)
-    at = costs.at(settings)
-    assert at.whole_backward_us == (12.0, 11.0, 8.0, 11.0)
-    assert at.held_after_forward_bytes == (0.25, 0.25 + 3.75 / 4, 4.0, 0.25 + 3.75 / 4)
-    assert at.works(Kind.BW) == (1.25, 1.25 - 3.75 / 4, 0.25, 1.25 - 3.75 / 4)
-    with pytest.raises(ScheduleError, match="no prices of recompute 'full_but_last'; they have"):
-        replace(costs, layers=None).at(settings)
-
-
-def test_the_last_stage_may_keep_what_the_others_compute_again() -> None:
-    """Its B follow their F at once: a plan by chunk alone has 137.4 here."""
-    costs = costs_of(4, 1.0, settings={FULL: (1 / 16, 1.0)}).without_copies()
-    made = plan(costs, 4, 16, 2.0, trades=True, steps=200_000)
-    assert made.schedule.recompute == (FULL,) * 7 + (NO_RECOMPUTE,)
-    assert made.value < 136
-    judged(made, costs, 2.0)

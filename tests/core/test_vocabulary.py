@@ -321,11 +321,8 @@ def test_an_evaluation_can_share_it(placement: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("joint", [False, True])
-@pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("half_duplex", [None, False, True])
-def test_it_is_shared_beside_whatever_a_plan_has(
-    joint: bool, recomputed: bool, half_duplex: bool | None
-) -> None:
+def test_it_is_shared_beside_whatever_a_plan_has(joint: bool, half_duplex: bool | None) -> None:
     """What runs beside the processor holds up nobody, and a step of two stays one."""
     plain = make("dualpipev", 4, 12) if joint else make("v-zb", 4, 12)
     own = costs_of(plain)
@@ -335,36 +332,24 @@ def test_it_is_shared_beside_whatever_a_plan_has(
         bare = without_shared(own)
         plain = plan(bare, *sizes, trades=True, steps=20_000).schedule
         assert COPY_OUT in plain.kinds
-    if recomputed:
-        prices = {"backward_us": tuple(2 * each for each in own.backward_us)}
-        own = replace(own, recompute=(("full", own.with_prices("full", prices)),))
-        plain = replace(plain, recompute=("full", "none") * 4)
     shared = share_vocabulary(plain, own)
     verify(shared, costs=own)
     assert shared.joint == plain.joint
-    assert (shared.recompute, shared.half_duplex) == (plain.recompute, plain.half_duplex)
+    assert shared.half_duplex == plain.half_duplex
     assert shared.beside() == plain.beside()
     assert without_passes(shared).kinds == plain.kinds
     timeline = simulate(shared, own)
     assert waits_for_ever(lower(shared, timeline, kernels=True)) == {}
-    slower = replace(own, recompute=()).at(()) if recomputed else own
-    assert timeline.makespan >= simulate(shared, slower).makespan
 
 
-def test_three_currencies_in_one_plan_are_no_slower_than_each_alone() -> None:
+def test_two_currencies_in_one_plan_are_no_slower_than_each_alone() -> None:
     pieces = Pieces.estimated(HEAD, 2.0, (1, 1.15, 0.85, 0.05))
     costs = shared_pieces(pieces, 4, 0.1, 0.25).costs((2,) * 8)
     stages = costs.num_stages
     costs = costs.having(forward_exchange_us=(0.3,) * stages, backward_exchange_us=(0.3,) * stages)
-    held = {"backward_us": (1.7,) * stages, "held_after_forward_bytes": (0.4,) * stages}
-    costs = replace(costs.with_copies(1.0), hidden_share=1.0)
-    every = replace(costs, recompute=(("mlp", costs.with_prices("mlp", held)),))
-    alone = (
-        every.in_order_alone().never_joined(),
-        every.in_order_alone(),
-        every.without_copies().never_joined(),
-        replace(every, recompute=()).never_joined(),
-    )
+    every = replace(costs.with_copies(1.0), hidden_share=1.0)
+    bare = every.without_copies()
+    alone = bare.never_joined(), bare, every.never_joined()
     question = Question(AUTO, 4, 12, limit=4.5, steps=10_000)
     values = []
     for each in (*alone, every):

@@ -95,7 +95,7 @@ def costs_data(draw: random.Random, family: str, stages: int) -> dict[str, Any]:
             "whole_backward_us": values(240, 300),
             "held_after_forward_bytes": values(0.05 * 2**30, 0.2 * 2**30),
         }
-        data["recompute"] = {"full": full}
+        data["recompute"] = {"full": full}  # of 0.2.0: ignored
     return data | (_shared(draw, stages) if family == "shared" else {})
 
 
@@ -252,9 +252,6 @@ class Recorder:
         pieces = Pieces.of(costs, layered)
         self.keep(name + "pieces", pieces.costs((3, *(2,) * (2 * devices - 2), 1)).to_json())
         self.keep(name + "whole", costs.with_source("measured here").to_json())
-        if costs.recompute:
-            settings = ("full", "none") * (2 * devices)
-            self.keep(name + "at", costs.at(settings).to_json())
         lacking = {key: each for key, each in data.items() if key != draw.choice(list(data))}
         self.keep(name + "lacking", told(lambda: Costs.from_json(json.dumps(lacking)).to_json()))
         wrong = dict(data)

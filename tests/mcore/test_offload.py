@@ -1,6 +1,7 @@
 """Microbatches that wait in host memory: the same numbers, and the memory that was promised."""
 
 import re
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
 from megatron_vshape.mcore.options import MEGATRONS_OWN, Options
+from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.setup.checks import check_copies
 from megatron_vshape.mcore.setup.choice import GIB, choice_for, choice_of
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.runtime.copies import Copies, priced
@@ -261,3 +264,11 @@ def test_slices_wait_and_their_keys_and_values_stay(
     measured, predicted = figures(ours)
     assert measured == pytest.approx(predicted, rel=0.05)
     assert max(measured) < 0.9 * max(figures(alone)[0])
+
+
+def test_offloading_and_cuda_graphs_exclude_each_other() -> None:
+    graphs = Namespace(cuda_graph_impl="transformer_engine")
+    check_copies(True, Namespace(), "plan.json")
+    check_copies(False, graphs, "plan.json")
+    with pytest.raises(UnsupportedError, match="offloads activations, which CUDA graphs do not"):
+        check_copies(True, graphs, "plan.json")

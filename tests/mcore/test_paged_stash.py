@@ -16,7 +16,7 @@ from mcore.test_graphs import assert_same_numbers, rows_of
 
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.mcore.refusals import UnsupportedError, check_arguments
-from megatron_vshape.mcore.setup.recompute_checks import check_copies
+from megatron_vshape.mcore.setup.checks import check_copies
 
 PLUGIN = Path(__file__).with_name("stash_on_cpu.py")
 MODEL = f"--train-iters 3 --clip-grad 0 {EXPERTS} {UNTIED} --eval-iters 1 --eval-interval 2"
@@ -75,4 +75,4 @@ def test_what_the_stash_does_not_go_with_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="v-half with --moe-paged-stash does not work with"):
         check_arguments(args, "v-half", v_shape(2))
     with pytest.raises(UnsupportedError, match="which --moe-paged-stash stores itself"):
-        check_copies(copies=True, options=args, schedule="v-half")
+        check_copies(copies=True, model=args, schedule="v-half")

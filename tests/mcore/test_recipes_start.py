@@ -19,7 +19,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.mcore import refusals
 from megatron_vshape.mcore.options import add_arguments, options_from
 from megatron_vshape.mcore.refusals import UnsupportedError
-from megatron_vshape.mcore.setup import configure, recompute_checks
+from megatron_vshape.mcore.setup import configure
 from megatron_vshape.mcore.setup.library import prepare_config
 from megatron_vshape.mcore.setup.recipes import (
     DEFAULTS,
@@ -107,8 +107,7 @@ TABLE: list[tuple[dict[str, Any], str | None]] = [
 
 @pytest.fixture(autouse=True)
 def _no_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (refusals, recompute_checks):
-        monkeypatch.setattr(module, "has_transformer_engine", lambda: False)
+    monkeypatch.setattr(refusals, "has_transformer_engine", lambda: False)
 
 
 def examined(options: dict[str, Any]) -> Examined:

@@ -1,14 +1,11 @@
 """What a plan trades for memory, told in words."""
 
-from dataclasses import replace
-
 import pytest
 
 from megatron_vshape.core.check.simulate import peak_in_host, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import OFFLOAD, Kind
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.schedule import ORDER_ALONE, Schedule, Way
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.view.trades import link_share, trades_told, way_text
@@ -20,14 +17,10 @@ from megatron_vshape.view.trades import link_share, trades_told, way_text
         (ORDER_ALONE, "schedule only"),
         (Way(copies=True), "offload"),
         (Way(copies=True, throughout=(0, 1)), "offload all of chunk 0"),
-        (Way(("mlp",) * 4, copies=True), "offload, recompute mlp"),
-        (Way(("full", "full", "none", "none")), "recompute full in chunk 0"),
-        (Way(("mlp", "mlp", "full", "full")), "recompute mlp in chunk 0, full in chunk 1"),
-        (Way(("full", "none", "none", "full")), "recompute full in stages 0, 3"),
     ],
 )
 def test_ways_in_words(way: Way, told: str) -> None:
-    assert way_text(way, v_shape(2)) == told
+    assert way_text(way) == told
 
 
 def test_what_the_host_holds_and_how_busy_the_link_is() -> None:
@@ -53,7 +46,5 @@ def test_nothing_is_told_of_what_the_costs_do_not_offer() -> None:
     timeline = simulate(schedule, costs)
     assert not list(trades_told(timeline, costs, str))
     offered = costs.with_copies(1.0)
-    prices = offered.with_prices("mlp", {"backward_us": (1.5,) * 4})
-    offered = replace(offered, recompute=(("mlp", prices),))
     told = dict(trades_told(simulate(schedule, offered), offered, str))
-    assert told == {"offloading": "none (no gain)", "recompute": "none"}
+    assert told == {"offloading": "none (no gain)"}

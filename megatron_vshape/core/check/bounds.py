@@ -156,8 +156,7 @@ def bound_at(
         return lower_bound(costs, *sizes, limits, span, slices)
     from megatron_vshape.core.check.choices import bound_of_choices  # which begins from this
 
-    settings = [costs, *(each for _, each in costs.recompute)]
-    return bound_of_choices(settings, costs.copies, *sizes, limits, span)
+    return bound_of_choices([costs], costs.copies, *sizes, limits, span)
 
 
 def lower_bound(

@@ -32,15 +32,15 @@ def _with_shares(costs: Costs, of_all: Callable[[Sequence[float]], float]) -> Co
 def in_passes(costs: Costs) -> Costs:
     """Return the costs with all that a pass takes in its own time, exchanges and host too.
 
-    Without the price list, so `at` comes before, and without joint passes.
+    Without joint passes.
     """
     if costs.joins:
         return in_passes(costs.never_joined())
     if not costs.host_us and all(getattr(costs, name) is None for name in EXCHANGES):
-        return replace(costs, recompute=()) if costs.recompute else costs
+        return costs
     stages = range(costs.num_stages)
     times = {kind.time: tuple(costs.time_us(kind, stage) for stage in stages) for kind in PARTS}
-    bare = replace(costs, host_us=0.0, recompute=())
+    bare = replace(costs, host_us=0.0)
     return bare.having(**times, whole_backward_us=costs.whole_us, **dict.fromkeys(EXCHANGES))
 
 

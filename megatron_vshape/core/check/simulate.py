@@ -41,12 +41,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 
 def costs_of(schedule: Schedule, costs: Costs | None = None) -> Costs:
-    """Return what the schedule's passes cost: of slices, with its settings of recompute.
-
-    `costs` are those of whole microbatches; without them, unit costs.
+    """Scale costs of whole microbatches to the slices of a schedule; without costs, unit costs.
 
     Raises:
-        ScheduleError: the costs are for another number of stages, or lack a setting.
+        ScheduleError: the costs are for another number of stages.
     """
     if costs is None:
         return unit_costs(schedule).sliced(schedule.slices)
@@ -57,7 +55,7 @@ def costs_of(schedule: Schedule, costs: Costs | None = None) -> Costs:
             raise ScheduleError(
                 f"the costs have {name} of {len(shares)} microbatches, the schedule has {whole}"
             )
-    return costs.at(schedule.recompute).sliced(schedule.slices)
+    return costs.sliced(schedule.slices)
 
 
 def unit_costs(schedule: Schedule) -> Costs:

@@ -61,11 +61,6 @@ def verify(
         )
     check_slices(schedule.slices, schedule.num_microbatches)
     check_placement(schedule.placement, schedule.num_devices)
-    if len(schedule.recompute) not in (0, schedule.num_stages):
-        raise ScheduleError(
-            f"the schedule has {len(schedule.recompute)} settings of recompute and "
-            f"{schedule.num_stages} stages; there must be one of each"
-        )
     _check_places(schedule)
     _check_counts(schedule)
     _check_joint(schedule)

@@ -2,10 +2,10 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
-from operator import add, mul, sub
+from operator import add, sub
 from pathlib import Path
 from statistics import median
 from typing import Any, Generic, Self, TypeVar, cast
@@ -14,17 +14,14 @@ from megatron_vshape.core.model.costs_file import read_costs, text_of
 from megatron_vshape.core.model.files import read_text
 from megatron_vshape.core.model.kinds import (
     BESIDE,
-    BUT_LAST,
     COPY_BACK,
     COPY_OUT,
     DEVICE,
     DUMMY,
     EXCHANGES,
-    FULL,
     HELD,
     KINDS,
     KNOWN_ALONE,
-    NO_RECOMPUTE,
     OFFLOAD,
     PARTS,
     PROCESSOR,
@@ -35,7 +32,6 @@ from megatron_vshape.core.model.kinds import (
     Kind,
     ScheduleError,
     amount_names,
-    is_setting,
     other_amounts,
 )
 
@@ -173,7 +169,6 @@ class Costs:
     layers: tuple[int, ...] | None
     host_us: float  # of a pass of the processor: what launching and running it takes beside
     sources: tuple[tuple[str, str], ...]  # "measured ..." or "assumed ...", by name
-    recompute: tuple[tuple[str, "Costs"], ...]
     half_duplex: bool
     joint: tuple[tuple[str, float], ...]
     hidden_share: float | None
@@ -204,7 +199,6 @@ class Costs:
         amounts: tuple[tuple[str, Amounts], ...] = (),
         host_us: float = 0.0,
         sources: tuple[tuple[str, str], ...] = (),
-        recompute: tuple[tuple[str, "Costs"], ...] = (),
         half_duplex: bool = False,
         joint: tuple[tuple[str, float], ...] = (),
         hidden_share: float | None = None,
@@ -226,7 +220,7 @@ class Costs:
             raise ScheduleError(f"no kind of pass has {min(unknown)!r:.40}")
         known = ((name, own.get(name)) for name in names)
         in_turn = tuple((name, each) for name, each in known if each is not None)
-        values = in_turn, send_us, layers, host_us, sources, recompute, half_duplex, joint
+        values = in_turn, send_us, layers, host_us, sources, half_duplex, joint
         more_values = hidden_share, by_microbatch, more_send_us, device_bytes
         for each, value in zip(fields(self), (*values, *more_values), strict=True):
             object.__setattr__(self, each.name, value)
@@ -308,16 +302,8 @@ class Costs:
         return replace(self, amounts=made.amounts, **own)
 
     def having(self, **amounts: Amounts | None) -> "Costs":
-        """Return the costs with these amounts by name; None takes one out.
-
-        Settings of recompute then have what they had not, and no longer what is taken out.
-        """
-        settings = []
-        for setting, each in self.recompute:
-            own = {name for name, _ in each.amounts}
-            changed = {n: to for n, to in amounts.items() if to is None or n not in own}
-            settings.append((setting, each.having(**changed)))
-        more: dict[str, Any] = {"recompute": tuple(settings), **amounts}
+        """Return the costs with these amounts by name; None removes one."""
+        more: dict[str, Any] = dict(amounts)
         return replace(self, **more)
 
     def stages(self) -> list[Piece]:
@@ -463,7 +449,6 @@ class Costs:
                 for name, values in self.amounts
             ),
             "joint": tuple((name, price / slices) for name, price in self.joint),
-            "recompute": tuple((name, each.sliced(slices)) for name, each in self.recompute),
             "by_microbatch": tuple(
                 (name, tuple(value for value in shares for _ in range(slices)))
                 for name, shares in self.by_microbatch
@@ -493,14 +478,12 @@ class Costs:
         own = self.without_copies()
         names = COPY_OUT.time, RELEASE.frees, COPY_BACK.time
         copies: dict[str, Any] = dict(zip(names, (out_us, moved_bytes, back_us), strict=True))
-        made = replace(own, recompute=(), half_duplex=half_duplex, **copies)
-        settings = ((name, made.with_prices(name, each.lists())) for name, each in own.recompute)
-        return replace(made, recompute=tuple(settings))
+        return replace(own, half_duplex=half_duplex, **copies)
 
     @property
     def trades(self) -> bool:
         """Return whether these say what memory may be traded for, beside the order."""
-        return self.copies or bool(self.recompute)
+        return self.copies
 
     @property
     def copies(self) -> bool:
@@ -521,97 +504,7 @@ class Costs:
         there = {name: None for name in other_amounts(OFFLOAD) if name in self.lists()}
         if not there and not self.half_duplex:
             return self
-        left = self.having(**there)
-        settings = tuple((setting, each.without_copies()) for setting, each in left.recompute)
-        return replace(left, recompute=settings, half_duplex=False)
-
-    def in_order_alone(self) -> "Costs":
-        """Return the costs without copies to the host and without a price list of recompute."""
-        return (replace(self, recompute=()) if self.recompute else self).without_copies()
-
-    def with_prices(self, setting: str, prices: Mapping[str, tuple[float, ...]]) -> "Costs":
-        """Return the costs where `prices`, by name and with a value per stage, replace these.
-
-        The same share of what is held is copied to the host and back, unless they say otherwise.
-
-        Raises:
-            ScheduleError: a name that these lack, or a whole backward that may differ is missing.
-        """
-        known = self.lists()
-        for name in prices:
-            if name not in known:
-                raise ScheduleError(
-                    f"recompute {setting!r:.60} has {name!r:.40}, which is not allowed "
-                    f"in recompute; supported keys: {', '.join(known)}"
-                )
-        splits = {"backward_us", "weight_us"}.intersection(prices)
-        if splits and "whole_backward_us" in known and "whole_backward_us" not in prices:
-            raise ScheduleError(
-                f"recompute {setting!r:.60} lacks whole_backward_us, which recompute needs"
-            )
-        held = prices.get("held_after_forward_bytes", self.held_after_forward_bytes)
-        pairs = zip(held, self.held_after_forward_bytes, strict=False)
-        share = [new / old if old else 1.0 for new, old in pairs]
-        moved = {name: known[name] for name in other_amounts(OFFLOAD) if name in known}
-        changed = {name: tuple(map(mul, each, share)) for name, each in moved.items()}
-        return replace(self, recompute=()).having(**changed | dict(prices))
-
-    def with_prices_of(self, setting: str, other: "Costs") -> "Costs":
-        """Return the costs where those of the same stages with a setting replace these."""
-        known, prices = self.lists(), other.lists()
-        whole_us = tuple(map(add, other.backward_us, other.weight_us))
-        prices.setdefault("whole_backward_us", whole_us)
-        return self.with_prices(setting, {name: prices[name] for name in known if name in prices})
-
-    def at(self, settings: Sequence[str]) -> "Costs":
-        """Return the costs of stages that have these settings; of none, or of `none` alone, these.
-
-        Costs without a price list are of whatever the stages do, and are taken as they are.
-
-        Raises:
-            ScheduleError: the list lacks a setting, or there are more or fewer than stages.
-        """
-        if not self.recompute or not settings:
-            return self
-        if len(settings) != self.num_stages:
-            raise ScheduleError(
-                f"the costs are for {self.num_stages} stages, {len(settings)} have a setting of "
-                "recompute"
-            )
-        by_name = self.by_setting()
-        missing = next((each for each in settings if each not in by_name), None)
-        if missing is not None:
-            raise ScheduleError(
-                f"the costs have no prices of recompute {missing!r:.60}; they have "
-                f"{', '.join(by_name)}"
-            )
-        given = [dict(by_name[setting].amounts) for setting in settings]
-        amounts = (
-            (name, tuple(each[name][stage] for stage, each in enumerate(given)))
-            for name, _ in self.amounts
-        )
-        return replace(self, recompute=(), amounts=tuple(amounts))
-
-    def by_setting(self) -> dict[str, "Costs"]:
-        """Return the costs of stages that are all of one setting, by every one that has a price.
-
-        Where layers are told, `full` says what keeping a layer takes, so that of all but the last
-        follows. A backward first works with that one, and lets go of it before it makes another.
-        """
-        found = {NO_RECOMPUTE: self} | dict(self.recompute)
-        if FULL not in found or BUT_LAST in found or self.layers is None:
-            return found
-        full, kept = found[FULL], [1 / max(count, 1) for count in self.layers]
-        held = zip(full.held_after_forward_bytes, self.held_after_forward_bytes, kept, strict=True)
-        layer = [(none - every) * share for every, none, share in held]
-        works = {kind.works for kind in KINDS if kind is not Kind.F}
-        mixed = {
-            name: tuple(map(max, none, map(sub, every, layer)))
-            if name in works
-            else tuple(a + (b - a) * share for a, b, share in zip(every, none, kept, strict=True))
-            for (name, every), (_, none) in zip(full.amounts, self.amounts, strict=True)
-        }
-        return found | {BUT_LAST: full.having(**mixed)}
+        return replace(self.having(**there), half_duplex=False)
 
     def changes(self, kind: Kind) -> tuple[Sequence[float], Sequence[float]]:
         """Return, by stage, how much more is held when such a pass starts, and when it ends."""
@@ -736,10 +629,7 @@ class Costs:
         Raises:
             ScheduleError: not JSON, a key is missing or unknown, or a value is not a cost.
         """
-        given, recompute = read_costs(text)
-        made = cls(**given)
-        settings = ((name, made.with_prices(name, each)) for name, each in recompute.items())
-        return replace(made, recompute=tuple(settings))
+        return cls(**read_costs(text))
 
     @classmethod
     def load(cls, path: str | Path) -> "Costs":
@@ -764,7 +654,6 @@ class Costs:
             for stage, value in enumerate(values):
                 _check_value(name, f"{name} of stage {stage}", value, name in EXCHANGES)
         self._check_layers()
-        self._check_recompute()
         self._check_joint()
         self._check_microbatches()
         _check_value("send_us", "send_us", self.send_us, may_be_zero=True)
@@ -786,22 +675,6 @@ class Costs:
                 f"the times reach from {shortest} to {longest}; none may be more than "
                 f"{MAX_RATIO:g} times another"
             )
-
-    def _check_recompute(self) -> None:
-        for setting, each in self.recompute:
-            if not is_setting(setting) or setting == NO_RECOMPUTE:
-                raise ScheduleError(
-                    f"recompute has prices of {setting!r:.40}; a setting is full, or modules with "
-                    f"commas, as in layernorm,mlp, and outside the list it is "
-                    f"{NO_RECOMPUTE}"
-                )
-            own, other = self.lists(), each.lists()
-            if own.keys() != other.keys() or self.num_stages != each.num_stages:
-                raise ScheduleError(
-                    f"the prices of recompute {setting} are {', '.join(other)} of "
-                    f"{each.num_stages} stages, those without it {', '.join(own)} of "
-                    f"{self.num_stages}; they must be of the same"
-                )
 
     def _check_joint(self) -> None:
         for name, price in self.joint:
@@ -903,13 +776,11 @@ def regroup(costs: Costs, num_stages: int, name: str) -> Costs:
         else (name, tuple(_groups(values, size, max if name in WORKS else math.fsum)))
         for name, values in costs.amounts
     )
-    settings = ((setting, regroup(each, num_stages, name)) for setting, each in costs.recompute)
     return replace(
         costs,
         amounts=tuple(amounts),
         layers=None if costs.layers is None else tuple(map(int, _groups(costs.layers, size, sum))),
         joint=tuple(_joint_sums(costs, num_stages)),
-        recompute=tuple(settings),
         more_send_us=costs.more_send_us[size - 1 :: size],
     )
 

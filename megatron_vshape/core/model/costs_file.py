@@ -1,7 +1,7 @@
 """The costs file: JSON with a list of every stage's amounts for each name that the kinds give."""
 
 import json
-from collections.abc import Mapping
+import logging
 from typing import TYPE_CHECKING, Any
 
 from megatron_vshape.core.model.files import check_keys, is_number, is_whole, parse_object
@@ -18,9 +18,13 @@ from megatron_vshape.core.model.kinds import (
 if TYPE_CHECKING:
     from megatron_vshape.core.model.costs import Costs
 
+logger = logging.getLogger(__name__)
+
 _FIELDS = (*TIMES, "send_us", *HELD)
 _DEVICE = "device_bytes"
-_ALONE = "layers host_us sources recompute half_duplex joint hidden_share".split() + [_DEVICE]
+_ALONE = "layers host_us sources half_duplex joint hidden_share".split() + [_DEVICE]
+_FORMER = "recompute"
+"""Costs of stages that recompute, in files of 0.2.0 and before: the other fields do without."""
 _UNLIKE, _MORE = "by_microbatch", "more_send_us"
 
 MEASURED, COUNTED, ASSUMED = "measured", "counted", "assumed"
@@ -40,15 +44,14 @@ def text_of(costs: "Costs") -> str:
         "hidden_share": costs.hidden_share,
         _UNLIKE: dict(costs.by_microbatch) or None,
         _MORE: costs.more_send_us or None,
-        "recompute": {name: each.lists() for name, each in costs.recompute} or None,
     }
     optional = {"layers": costs.layers} | {name: lists.get(name) for name in KNOWN_ALONE}
     given = known | optional | beside | dict(costs.others)
     return json.dumps({name: each for name, each in given.items() if each is not None}, indent=1)
 
 
-def read_costs(text: str) -> tuple[dict[str, Any], dict[str, Mapping[str, tuple[float, ...]]]]:
-    """Return what a costs file holds as the fields of `Costs`, and the prices of its settings.
+def read_costs(text: str) -> dict[str, Any]:
+    """Parse the text of a costs file into the fields of `Costs`.
 
     Raises:
         ScheduleError: not JSON, a key is missing or unknown, or a value is not a number.
@@ -59,7 +62,13 @@ def read_costs(text: str) -> tuple[dict[str, Any], dict[str, Mapping[str, tuple[
     for name in ("host_us", _DEVICE):
         (made[name],) = _numbers(name, [data.pop(name, 0.0)])
     made["sources"] = _sources(data.pop("sources", {}))
-    recompute, half_duplex = data.pop("recompute", {}), data.pop("half_duplex", False)
+    if data.pop(_FORMER, None):
+        logger.warning(
+            "the costs file has costs with recomputation (%s), which plans no longer choose: "
+            "ignored",
+            _FORMER,
+        )
+    half_duplex = data.pop("half_duplex", False)
     if not isinstance(half_duplex, bool):
         raise ScheduleError(f"half_duplex is {half_duplex!r:.40}; it must be true or false")
     joint, hidden = _joint(data.pop("joint", {})), data.pop("hidden_share", None)
@@ -78,7 +87,7 @@ def read_costs(text: str) -> tuple[dict[str, Any], dict[str, Mapping[str, tuple[
     made |= {name: _numbers(name, data[name]) for name in (*TIMES, *HELD)}
     if not any(made[HELD[0]]):
         raise ScheduleError(f"{HELD[0]} is 0 for every stage: at least one must be above 0")
-    return made, _settings(recompute)
+    return made
 
 
 def _joint(given: object) -> tuple[tuple[str, float], ...]:
@@ -92,7 +101,7 @@ def _sources(given: object) -> tuple[tuple[str, str], ...]:
     """Return the sources read from JSON; raises ScheduleError unless they are of figures here."""
     if not isinstance(given, dict):
         raise ScheduleError(f"sources is {given!r:.60}; it must be an object with a text per name")
-    known = (*amount_names(KINDS), "send_us", *_ALONE)
+    known = (*amount_names(KINDS), "send_us", *_ALONE, _FORMER)
     for name, text in given.items():
         if name not in known:
             raise ScheduleError(f"sources names {name!r:.40}, which no costs file has")
@@ -102,27 +111,6 @@ def _sources(given: object) -> tuple[tuple[str, str], ...]:
                 f"{MEASURED}, {COUNTED} or {ASSUMED}"
             )
     return tuple(given.items())
-
-
-def _settings(given: object) -> dict[str, Mapping[str, tuple[float, ...]]]:
-    """Return the prices of every setting read from JSON, by name.
-
-    Raises:
-        ScheduleError: not an object of objects, or a value is not a number.
-    """
-    if not isinstance(given, dict):
-        raise ScheduleError(
-            f"recompute is {given!r:.60}; it must be an object with the prices of each setting"
-        )
-    for setting, prices in given.items():
-        if not isinstance(prices, dict):
-            raise ScheduleError(
-                f"recompute {setting!r:.60} is {prices!r:.60}; it must be an object with prices"
-            )
-    return {
-        setting: {name: _numbers(name, values) for name, values in prices.items()}
-        for setting, prices in given.items()
-    }
 
 
 def _numbers(name: str, values: object) -> tuple[float, ...]:

@@ -16,7 +16,6 @@ devices join in that pass; it is no message, and every device has to come to it 
 (`program.lowering` proves that it does).
 """
 
-import re
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import ClassVar, NamedTuple
@@ -304,23 +303,6 @@ OFFLOAD = (COPY_OUT, RELEASE, RELOAD, COPY_BACK)
 def resource_of(kind: Kind, half_duplex: bool) -> str:
     """Return where passes of this kind run, if the link to the host may go one way at a time."""
     return TO_HOST if half_duplex and kind.resource == FROM_HOST else kind.resource
-
-
-NO_RECOMPUTE = "none"
-"""The setting of a stage whose backward computes nothing again."""
-
-FULL, BUT_LAST = "full", "full_but_last"
-"""Those of one that computes all of its layers again, and all but the last, which B reads first.
-
-Where B follows F at once, what such a stage keeps B would have made again before all else.
-"""
-
-_SETTING = re.compile(r"[a-z][a-z0-9_]{0,30}(,[a-z][a-z0-9_]{0,30}){0,15}", re.ASCII)
-
-
-def is_setting(text: str) -> bool:
-    """Return whether a text may say what is computed again: `none`, `full` or `layernorm,mlp`."""
-    return _SETTING.fullmatch(text) is not None
 
 
 # A vocabulary that is shared out (arXiv 2411.05288, its Algorithm 2): every device has rows of the

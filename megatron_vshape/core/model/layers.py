@@ -35,7 +35,6 @@ class Pieces:
     hidden_share: float | None = None  # of what layers wait for, in a joint pass
     others: tuple[tuple[str, float], ...] = ()  # what passes of no stage take and hold, by name
     half_duplex: bool = False  # of the copies
-    recompute: tuple[tuple[str, "Pieces"], ...] = ()  # with each setting, by name
     by_microbatch: tuple[tuple[str, tuple[float, ...]], ...] = ()  # as costs have it
     more_send_us: float | None = None  # of a boundary between stages
     device_bytes: float = 0.0  # as costs have it
@@ -75,7 +74,6 @@ class Pieces:
             costs.share_hidden,
             costs.of_no_stage(),
             costs.half_duplex,
-            tuple((setting, cls.of(each, layers)) for setting, each in costs.recompute),
             costs.by_microbatch,
             median(costs.more_send_us) if costs.more_send_us else None,
             costs.device_bytes,
@@ -115,11 +113,7 @@ class Pieces:
         others["device_bytes"] = self.device_bytes
         if self.more_send_us is not None:
             others["more_send_us"] = (self.more_send_us,) * (len(stages) - 1)
-        made = Costs.of(stages, self.send_us, *of_layers, **others)
-        settings = (
-            (name, made.with_prices_of(name, each.costs(layers))) for name, each in self.recompute
-        )
-        return replace(made, recompute=tuple(settings))
+        return Costs.of(stages, self.send_us, *of_layers, **others)
 
     def with_copies(self, forwards: float, half_duplex: bool = False) -> "Pieces":
         """Return the pieces where all that a layer holds may be copied, in so many F one way."""
@@ -193,11 +187,11 @@ def recut(
 def without_ends(pieces: Pieces) -> Pieces:
     """Return the pieces of a model whose embedding and head are no stage's.
 
-    Without copies and recompute, which beside a shared vocabulary costs files alone tell of.
+    Without copies: with vocabulary parallelism, only costs files contain their times.
     """
     nothing = pieces.layer.times(0.0)
     layer = replace(pieces.layer, copy_out_us=0.0, copy_back_us=0.0, offloaded_bytes=0.0)
-    alone = replace(pieces, layer=layer, half_duplex=False, recompute=())
+    alone = replace(pieces, layer=layer, half_duplex=False)
     return replace(alone, first=nothing, last=nothing, others=())
 
 
@@ -232,8 +226,7 @@ def with_ends(costs: Costs, first: Piece, last: Piece) -> Costs:
         (stage, kind, other) = pair_of(name)
         ends = (Kind.F, more.get(stage)), (kind, more.get(other))
         joint.append((name, price + sum(each.pass_us(k) for k, each in ends if each is not None)))
-    settings = ((setting, with_ends(each, first, last)) for setting, each in costs.recompute)
-    return replace(made, joint=tuple(joint), recompute=tuple(settings))
+    return replace(made, joint=tuple(joint))
 
 
 def check_stages(num_layers: int, least: int, num_stages: int) -> None:

@@ -17,13 +17,11 @@ from megatron_vshape.core.model.files import check_keys, is_whole, parse_object,
 from megatron_vshape.core.model.kinds import (
     BESIDE,
     KINDS,
-    NO_RECOMPUTE,
     PARTS,
     PROCESSOR,
     TO_HOST,
     Kind,
     ScheduleError,
-    is_setting,
     resource_of,
 )
 from megatron_vshape.core.model.passes import Pass, parse_step
@@ -70,8 +68,7 @@ class Schedule:
     """The order in which every device runs its passes; it holds no times.
 
     `placement[stage]` is the device of a stage, `order[device]` the passes of a device.
-    `recompute[stage]` is what the stage's backward computes again, such as `mlp` or `full`; without
-    it no stage does. With `half_duplex` a device's copies to and from its host share one link,
+    With `half_duplex` a device's copies to and from its host share one link,
     which runs them in the order of the device's passes. An F in `joint` runs as one with the B or
     BW right behind it: the device begins both when the inputs of both are there, and has the
     results of both when both are done. In text and in files such a joint pass is `F0.3&B7.1`.
@@ -92,7 +89,6 @@ class Schedule:
     num_microbatches: int
     placement: Placement
     order: tuple[tuple[Pass, ...], ...]
-    recompute: tuple[str, ...] = ()
     half_duplex: bool = False
     joint: frozenset[Pass] = frozenset()
     slices: int = 1
@@ -187,8 +183,6 @@ class Schedule:
             "placement": list(self.placement),
             "order": [self._cells(device) for device in range(self.num_devices)],
         }
-        if self.recompute:
-            data["recompute"] = list(self.recompute)
         if self.half_duplex:
             data["half_duplex"] = True
         if self.slices > 1:
@@ -217,7 +211,8 @@ class Schedule:
             raise ScheduleError(
                 f"the format is {data.get('format')!r:.40}; this version reads {FORMAT}"
             )
-        recompute, half_duplex = data.pop("recompute", []), data.pop("half_duplex", False)
+        _check_recompute(data.pop("recompute", []))
+        half_duplex = data.pop("half_duplex", False)
         slices = _count("slices", data.pop("slices", 1))
         check_keys(data, ("format", *_KEYS), "the schedule file")
         name, devices, microbatches, placement, order = (data[key] for key in _KEYS)
@@ -241,10 +236,9 @@ class Schedule:
         _check_lengths(order, simple * len(placement) // devices * microbatches)
         if not isinstance(half_duplex, bool):
             raise ScheduleError(f"half_duplex is {half_duplex!r:.40}; it must be true or false")
-        settings = _settings(recompute, len(placement))
         rows, joint = _parse_rows(order)
         sizes = devices, microbatches, tuple(placement)
-        return cls(name, *sizes, rows, settings, half_duplex, joint, slices)
+        return cls(name, *sizes, rows, half_duplex, joint, slices)
 
     @classmethod
     def from_csv(
@@ -500,13 +494,12 @@ class Objective(StrEnum):
 
 
 class Way(NamedTuple):
-    """How less is held, beside the order: what stages compute again, and what is copied.
+    """How a plan saves memory, besides the pass order.
 
-    `settings` are of every stage, or none. With `copies` those of the activations are copied to the
-    host that are chosen; those of the stages `throughout`, if there are any.
+    With `copies`, activations of some microbatches are offloaded to host memory; those of the
+    stages `throughout` of every microbatch, if any.
     """
 
-    settings: tuple[str, ...] = ()
     copies: bool = False
     throughout: tuple[int, ...] = ()
 
@@ -582,21 +575,15 @@ def _filled(line: Sequence[str]) -> list[str]:
     return cells
 
 
-def _settings(recompute: object, num_stages: int) -> tuple[str, ...]:
-    """Return the setting of every stage; raises ScheduleError unless there is a text for each."""
-    if not isinstance(recompute, list) or len(recompute) not in (0, num_stages):
-        found = f"{len(recompute)} values" if isinstance(recompute, list) else f"{recompute!r:.40}"
-        raise ScheduleError(
-            f"recompute is {found}; it must be a list with the setting of each of the {num_stages} "
-            f'stages, as in "{NO_RECOMPUTE}" or "mlp"'
-        )
-    for stage, setting in enumerate(recompute):
-        if not isinstance(setting, str) or not is_setting(setting):
-            raise ScheduleError(
-                f"recompute of stage {stage} is {setting!r:.40}; it must be {NO_RECOMPUTE}, full "
-                'or modules with commas, as in "layernorm,mlp"'
-            )
-    return tuple(recompute)
+def _check_recompute(settings: object) -> None:
+    """Reject a file of 0.2.0 or before whose plan relies on stages that recompute."""
+    if isinstance(settings, list) and set(map(str, settings)) <= {"none"}:
+        return
+    raise ScheduleError(
+        f"the schedule file recomputes by stage (recompute: {settings!r:.60}), which is no longer "
+        "supported: plan again, and use Megatron's --recompute-granularity to recompute in all "
+        "stages"
+    )
 
 
 def _check_lengths(order: Sequence[object], most: int) -> None:

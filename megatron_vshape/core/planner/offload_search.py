@@ -13,8 +13,8 @@ import numpy as np
 
 from megatron_vshape.core.check.bounds import bound_at, least_memory
 from megatron_vshape.core.model.kinds import OFFLOAD, PARTS, ScheduleError
-from megatron_vshape.core.model.placement import Placement, stages_of
-from megatron_vshape.core.model.schedule import Way
+from megatron_vshape.core.model.placement import Placement, chunks_of, stages_of
+from megatron_vshape.core.model.schedule import ORDER_ALONE, Way
 from megatron_vshape.core.planner.job_shop import Problem, make_problem
 from megatron_vshape.core.planner.offloading import with_copies
 from megatron_vshape.core.planner.orders import (
@@ -55,7 +55,19 @@ class _Base(NamedTuple):
 
 
 Bases = dict[tuple[Placement, int], list[_Base]]
-"""By placement and slices, the orders that copies are put into: as good for other settings."""
+"""By placement and slices, the orders that copies are put into."""
+
+
+def ways_to_save(copies: bool, placement: Placement) -> Iterator[Way]:
+    """Yield the strategies to compare: the schedule alone and, with `copies`, two that offload.
+
+    The first chunks live longest, so published schedules offload all of these.
+    """
+    yield ORDER_ALONE
+    if copies:
+        first = tuple(stage for stage, chunk in enumerate(chunks_of(placement)) if not chunk)
+        yield Way(copies=True, throughout=first)
+        yield Way(copies=True)
 
 
 class OffloadSearch(PlacementSearch):

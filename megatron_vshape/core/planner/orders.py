@@ -131,7 +131,7 @@ class PlacementSearch:
 
     def __init__(self, problem: Problem, seed: int, way: Way = ORDER_ALONE) -> None:
         self.problem = problem
-        self.way = way  # with whose settings the stages cost what they do
+        self.way = way
         self.parts = problem if problem.kinds == PARTS else with_parts_alone(problem)
         self.seed = seed
         self.shops: dict[int, improve.Shop] = {}
@@ -395,4 +395,4 @@ class PlacementSearch:
         order, _ = Codec(m, problem.kinds, problem.slices).order(rows)
         one_way = problem.costs.half_duplex and self.parts is not problem
         sizes = problem.num_devices, m, problem.placement
-        return Schedule("plan", *sizes, order, self.way.settings, one_way, slices=problem.slices)
+        return Schedule("plan", *sizes, order, one_way, slices=problem.slices)

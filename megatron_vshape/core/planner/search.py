@@ -15,7 +15,7 @@
    anew in between. A placement whose bound is above the best order drops out too.
 5. All of it again with other random numbers; then a long walk from the best orders of both turns.
    Every order is walked by itself: cores share the work, and the plan is the same on any number.
-6. With `trades` each way to hold less (`choosing`) is a search of its own, on each placement: those
+6. With `trades` each way to save memory is a search of its own, on each placement: those
    with copies begin from orders planned for more memory (`offload_search`). They share one budget,
    and what a bound leaves nothing to gain never begins.
 
@@ -86,9 +86,8 @@ from megatron_vshape.core.compiling import CORES, say_if_slow
 from megatron_vshape.core.model.costs import Costs, regroup
 from megatron_vshape.core.model.placement import Placement, default_placements
 from megatron_vshape.core.model.schedule import ORDER_ALONE, Objective, Plan, Tried
-from megatron_vshape.core.planner.choosing import ways_to_save
 from megatron_vshape.core.planner.job_shop import Problem, make_problem
-from megatron_vshape.core.planner.offload_search import Bases, OffloadSearch
+from megatron_vshape.core.planner.offload_search import Bases, OffloadSearch, ways_to_save
 from megatron_vshape.core.planner.orders import FEW, MOST_AT_ONCE, Candidate, PlacementSearch
 from megatron_vshape.core.planner.race import better_half, race
 
@@ -121,7 +120,7 @@ LONGER = 24
 """A turn that goes on has so many times the budget: old orders still gain where new ones do not."""
 
 TURNS_OF_TRADES = 8
-"""With copies or recompute, where there is more to walk; only the first begins anew."""
+"""With copies, where there is more to walk; only the first begins anew."""
 
 NEAR, ENOUGH = 0.003, 0.001
 """So near the bound no further turn of the default budget begins, and one under way ends.
@@ -169,9 +168,8 @@ def plan(
     placement has are added up. Every microbatch is cut in so many `slices` along its sequence, of
     several numbers in the best; `costs` are those of whole ones. With `whole` every B stands for a
     BW and takes its time, and no W counts: the order is meant to run without.
-    With `trades` activations may wait in host memory, where the costs say what copies take, and
-    stages may compute them again, where the costs have prices of that: chosen by microbatch and by
-    stage, and never worse than the order alone. Of a device at most `in_host` waits there at once.
+    With `trades`, activations may be offloaded if the costs contain the times of copies: chosen by
+    microbatch and stage, and never worse than without. At most `in_host` per device at once.
     `begun` is called with what returns the best plan so far, from any thread.
 
     >>> from megatron_vshape import Costs, plan
@@ -223,8 +221,8 @@ def _searches(
     bases: Bases = {}
     devices, microbatches, limit, goal = sizes
     for (placement, own), cut in product(owns, slices):
-        for way in ways_to_save(own, placement) if trades else [ORDER_ALONE]:
-            priced = own.at(way.settings).sliced(cut)
+        for way in ways_to_save(own.copies, placement) if trades else [ORDER_ALONE]:
+            priced = own.sliced(cut)
             priced = never_split(priced) if whole else priced
             kinds = (OffloadSearch if way.copies else PlacementSearch).kinds
             try:

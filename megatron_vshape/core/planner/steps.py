@@ -165,14 +165,14 @@ class StepSearch:
         objective: Objective,
         in_host: float = math.inf,
     ) -> None:
-        """Take costs of whole microbatches and of every setting of recompute.
+        """Take costs of whole microbatches.
 
         Raises:
             LimitError: a W that comes later than its B fits nowhere.
             ScheduleError: the costs are of other stages.
         """
         self.like, slices = like, like.slices
-        costs, kinds = costs.at(like.recompute).sliced(slices), simple_kinds((*PARTS, *like.kinds))
+        costs, kinds = costs.sliced(slices), simple_kinds((*PARTS, *like.kinds))
         sizes = like.num_devices, like.num_microbatches, limits, objective, like.placement
         self.problem = make_problem(costs, *sizes, kinds, in_host, slices)
         self.codec = Codec(like.num_microbatches, kinds, slices)
@@ -377,7 +377,7 @@ def best_steps(
 ) -> Schedule | None:
     """Return the best that walks over these orders, and joining and parting W, lead to.
 
-    They are of one placement, one number of slices and the same settings of recompute. None where
+    They are of one placement, one number of slices. None where
     none of them runs, or no order with a W of its own fits.
 
     Raises:

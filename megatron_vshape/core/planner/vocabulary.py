@@ -257,7 +257,7 @@ def share_vocabulary(
     if any(kind.of for kind in schedule.kinds):
         raise ScheduleError(f"{schedule.name} has passes of a shared vocabulary already")
     verify(schedule)
-    alone = costs.at(schedule.recompute).without_state()
+    alone = costs.without_state()
     limits = [peak + more for peak in peak_held(schedule, alone)]
     patience = PATIENCE if schedule.num_stages == schedule.num_devices else PATIENCE[:1]
     ways = itertools.product(waiting, LATE, patience)

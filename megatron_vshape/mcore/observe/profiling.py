@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import pairwise
-from operator import add
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -19,7 +18,6 @@ import torch.distributed as dist
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs, Piece
 from megatron_vshape.core.model.costs_file import MEASURED
-from megatron_vshape.core.model.kinds import NO_RECOMPUTE
 from megatron_vshape.core.model.schedule import Schedule, Slot, Timeline
 from megatron_vshape.core.planner.vocabulary import holding_logits
 from megatron_vshape.core.program.instructions import Program
@@ -127,8 +125,7 @@ class Profiler:
             if self.report.moved:
                 moved = self.report.moved
                 costs = with_copies(costs, moved, message.device)
-            known, ran = self.pipeline.choice.costs, program.schedule.recompute
-            self._costs = with_settings(costs, known, ran)
+            self._costs = costs
             self._rest_us = _rest_us([rows for _, rows in gathered], timelines)
             self._keep_free(group)
             self._prediction = self._predict(program, self._costs, self._rest_us)
@@ -377,44 +374,6 @@ def with_copies(costs: Costs, moved: Mapping[int, int], device: torch.device) ->
         for stage in range(costs.num_stages)
     ]
     return priced(costs, found, f"{MEASURED} on {dist.get_world_size()} ranks at once")
-
-
-def with_settings(measured: Costs, known: Costs | None, settings: Sequence[str]) -> Costs:
-    """Return measured costs with the price list of those known before, in the same proportions.
-
-    The passes measured had these settings of recompute, and none has been run with the others.
-    """
-    if known is None or not known.recompute or known.num_stages != measured.num_stages:
-        return measured
-    ran = known.at(settings)
-    own = measured.with_prices(NO_RECOMPUTE, _in_proportion(measured, known, ran))
-    others = (
-        (name, own.with_prices(name, _in_proportion(measured, each, ran)))
-        for name, each in known.recompute
-    )
-    return replace(own, recompute=tuple(others))
-
-
-def _in_proportion(measured: Costs, price: Costs, ran: Costs) -> dict[str, tuple[float, ...]]:
-    """Return by name what is to the measured as one price is to that of what ran."""
-    lists = [_lists(each) for each in (measured, price, ran)]
-    if measured.whole_backward_us is None:
-        del lists[0]["whole_backward_us"]
-    return {
-        name: tuple(
-            value * other / was if was else value
-            for value, other, was in zip(values, lists[1][name], lists[2][name], strict=True)
-        )
-        for name, values in lists[0].items()
-    }
-
-
-def _lists(costs: Costs) -> dict[str, tuple[float, ...]]:
-    """Return what a setting of recompute changes, by name."""
-    names = ("forward_us", "backward_us", "weight_us")
-    held = ("held_after_forward_bytes", "held_after_backward_bytes")
-    whole = costs.whole_backward_us or tuple(map(add, costs.backward_us, costs.weight_us))
-    return {"whole_backward_us": whole} | {name: getattr(costs, name) for name in (*names, *held)}
 
 
 def write_trace_files(folder: Path, planned: Timeline, measured: Timeline, costs: Costs) -> None:

@@ -20,7 +20,6 @@ from megatron_vshape.core.check.simulate import peak_in_host
 from megatron_vshape.core.compiling import processors
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import LOGITS, RELEASE, ScheduleError
-from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.planner.vocabulary import holding_logits
 from megatron_vshape.figures import tell
 from megatron_vshape.mcore.setup.choice import GIB
@@ -283,9 +282,7 @@ def opening_lines(pipeline: Pipeline, num_microbatches: int, local_ranks: int | 
     if pipeline.by_layers:
         notes += f"\n{_layers_told(pipeline)}"
     notes += _learned_told(pipeline)
-    notes += _recompute_told(pipeline, schedule) + _copies_told(
-        plan, pipeline.planner.costs, local_ranks
-    )
+    notes += _recompute_told(pipeline) + _copies_told(plan, pipeline.planner.costs, local_ranks)
     if pipeline.choice.whole_stages:
         notes += (
             "\nbackward passes are not split (BW) except on the last stage: CUDA graphs cover all "
@@ -335,15 +332,8 @@ def _learned_told(pipeline: Pipeline) -> str:
     return f"\n{path} was {source}: use it with --pipeline-costs {path}"
 
 
-def _recompute_told(pipeline: Pipeline, schedule: Schedule) -> str:
-    """Return what backwards compute again and what follows from it, a line each."""
-    if schedule.recompute:
-        named = bool(pipeline.choice.recomputes)
-        why = "only where memory is short" if named else "ignored"
-        return (
-            "\nrecomputation by stage: "
-            f"{', '.join(schedule.recompute)} (--recompute-granularity: {why})"
-        )
+def _recompute_told(pipeline: Pipeline) -> str:
+    """Format the effects of Megatron's recomputation flags, a line each."""
     lines = ""
     if pipeline.choice.keeps_backward_whole:
         lines += (

@@ -27,14 +27,15 @@ from megatron_vshape.mcore.refusals import (
     BATCH_SIZES,
     BESIDE,
     UnsupportedError,
+    captures_graphs,
     check_layer_plans,
     check_post_validation,
     check_slices,
     check_vocabulary,
     even_slices,
+    uses_stash,
 )
 from megatron_vshape.mcore.setup.choice import Choice, not_sliced
-from megatron_vshape.mcore.setup.recompute_checks import check_copies, check_recompute
 from megatron_vshape.mcore.setup.translate import Translated, translate
 
 logger = logging.getLogger(__name__)
@@ -60,13 +61,26 @@ def take_options(
     if options.post_validates:
         check_post_validation(model)
     check_vocabulary(choice.shares, model)
-    check_recompute(choice.recompute, model, choice.name)
     may_copy = translated.may_offload and choice.name == AUTO
     check_copies(choice.copies or may_copy, model, choice.name)
     if isinstance(choice.slices, int):
         check_slices(choice.slices, model, not_sliced(choice, options, translated.may_offload))
     choice = with_slices(model, choice, options, translated.may_offload)
     return choice, replace(translated, warnings=tuple(known_to_lose(model, choice)))
+
+
+def check_copies(copies: bool, model: Any, schedule: str) -> None:
+    """Raise UnsupportedError if offloaded activations belong to a CUDA graph or a stash."""
+    if copies and captures_graphs(model):
+        raise UnsupportedError(
+            f"schedule {schedule} offloads activations, which CUDA graphs do not support: use a "
+            "schedule without offloading, or remove --cuda-graph-impl"
+        )
+    if copies and uses_stash(model):
+        raise UnsupportedError(
+            f"schedule {schedule} offloads activations, which --moe-paged-stash stores itself: "
+            "use a schedule without offloading, or remove --moe-paged-stash"
+        )
 
 
 def known_to_lose(model: Any, choice: Choice) -> Iterator[str]:

@@ -37,7 +37,6 @@ class Choice:
     host_limit_bytes: float = math.inf  # of what waits in host memory of a device
     num_layers: int | None = None  # of the model, where its layers are all alike
     keeps_backward_whole: bool = False  # every B takes its W along, as where layers are recomputed
-    recomputes: str = ""  # by Megatron's options by all stages, where the order does not say
     whole_stages: frozenset[int] = frozenset()  # the same of these: no W is left of their B
     hides: bool = False  # a B that waits for tensor-parallel ranks runs jobs of the W after it
     ties_ends: bool = False  # the first and the last stage add to one gradient
@@ -57,14 +56,6 @@ class Choice:
     def plans_by_costs(self) -> bool:
         """Return whether the adaptive scheduler makes the order."""
         return self.name == AUTO or self.name in PLUS_NAMES
-
-    @property
-    def recompute(self) -> tuple[str, ...]:
-        """Return the settings of recompute that stages have, or that a plan may give them."""
-        if self.from_file is not None:
-            return self.from_file.recompute
-        priced = () if self.costs is None or self.name != AUTO else self.costs.recompute
-        return tuple(setting for setting, _ in priced)
 
     @property
     def copies(self) -> bool:

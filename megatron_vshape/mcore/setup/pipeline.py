@@ -23,7 +23,6 @@ from megatron_vshape.mcore.setup.checks import Check, check_stages, take_options
 from megatron_vshape.mcore.setup.choice import Choice, choice_for
 from megatron_vshape.mcore.setup.one_planner import OnePlanner
 from megatron_vshape.mcore.setup.plans import Planner
-from megatron_vshape.mcore.setup.recompute_checks import setting_of
 from megatron_vshape.mcore.setup.translate import tell
 from megatron_vshape.mcore.split import graphs
 
@@ -183,7 +182,6 @@ def _of_model(
         limit_of=split.limits or choice.limit_of,
         num_layers=model.num_layers,
         keeps_backward_whole=getattr(model, "recompute_granularity", None) == "full",
-        recomputes="" if choice.plans_by_costs or choice.recompute else setting_of(model),
         # Where costs make the order they say how short those W are, and `lower` joins the rest.
         whole_stages=(
             frozenset()

@@ -20,7 +20,6 @@ from megatron_vshape.core.model.layers import recut
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Schedule, Timeline
-from megatron_vshape.core.planner.choosing import computing_less
 from megatron_vshape.core.planner.joint_orders import joint_orders
 from megatron_vshape.core.planner.vocabulary import (
     WAITING,
@@ -185,29 +184,16 @@ class Planner:
         return self._made(self._schedule(num_microbatches))
 
     def _made(self, schedule: Schedule) -> PlannedStep:
-        if self.choice.keeps_backward_whole and not schedule.recompute:
+        if self.choice.keeps_backward_whole:
             schedule = whole_backwards(schedule)
         elif self.choice.whole_stages:
             schedule = whole_backwards(schedule, self.choice.whole_stages)
         costs = self._costs_of(schedule)
         if costs is not None:
-            schedule = self._keeping(shared_if_told(schedule, costs), costs)
+            schedule = shared_if_told(schedule, costs)
         timeline = simulate(schedule, costs)
         program = lower(schedule, timeline, kernels=self.choice.kernels, takes=self._takes)
         return PlannedStep(schedule, timeline, program, costs, self._beside(program, costs))
-
-    def _keeping(self, schedule: Schedule, costs: Costs) -> Schedule:
-        """Return an order by name or file with stages that keep what they have room for.
-
-        Where Megatron's options have all of them compute it again, and the costs say what that
-        takes. No device then holds more than the one that holds most does otherwise.
-        """
-        setting = self.choice.recomputes
-        if setting not in dict(costs.recompute):
-            return schedule
-        alike = replace(schedule, recompute=(setting,) * schedule.num_stages)
-        most = max(peak_held(alike, costs))
-        return computing_less(alike, costs, (most,) * schedule.num_devices)
 
     def run(self, plan: PlannedStep) -> None:
         """Have steps of as many microbatches run this plan from now on, as all ranks do."""

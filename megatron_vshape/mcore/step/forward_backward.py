@@ -44,7 +44,6 @@ from megatron_vshape.mcore.step.loss_reporting import Courier
 from megatron_vshape.mcore.step.microbatches import given_iterators, read_again, shared_out
 from megatron_vshape.mcore.step.paged_stash import begin_step
 from megatron_vshape.mcore.step.parts import Beginning, Capability, Step, device_of, parts_of
-from megatron_vshape.mcore.step.recomputing import Recomputing
 from megatron_vshape.mcore.step.run_ahead import RandomState, Replay
 from megatron_vshape.mcore.step.same_plan import Agreement
 from megatron_vshape.mcore.step.slices import Slicing
@@ -145,7 +144,6 @@ class PipelineRunner:
         self._keeps_order: bool | None = None  # of them, by what all ranks have; asked for once
         self.local_ranks: int | None = None  # of this host, once all have been asked
         self._capabilities: tuple[Capability, ...] = (
-            Recomputing(),
             HostMemoryWaiting(self.report),
             VocabularySharing(),
             Slicing(),

@@ -36,7 +36,7 @@ class Agreement:
         if any(program is each for each in self._agreed):
             return
         schedule = program.schedule
-        settings = f"{schedule.placement} {schedule.recompute} {schedule.half_duplex}"
+        settings = f"{schedule.placement} {schedule.half_duplex}"
         text = f"{settings} {program.text()} {sorted((beside or {}).items())}"
         own = hashlib.sha256(text.encode()).hexdigest()
         everyones = [own] * dist.get_world_size()
