@@ -1,12 +1,11 @@
-"""The part of docs/evidence.md on steps predicted from counted work, beside the published ones.
+"""The section of docs/evidence.md on estimated and published step times.
 
-`scripts/count_runs.py` counted the work, `scripts/fit_rates.py` fitted the rates and wrote what
-each system's errors are where it is left out of the fit.
+`scripts/count_runs.py` counted the work; `scripts/fit_rates.py` fitted the rates and wrote the
+errors of the runs left out of the fit.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -14,49 +13,62 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
-from fit_rates import LEFT_OUT, errors, told, told_pairs
+from fit_rates import ratios_of, summary
+from fit_rates import told as told_errors
 from published_runs import Row, is_counted, key_of, predicted, published
 
-HEAD = """\
-## Steps predicted, and measured by others
+from megatron_vshape.rehearsal.fitted import LEFT_OUT, PAIRS, RELEASES
 
-The work of one microbatch is counted by a rehearsal of the run's own flags
-([models.yaml](../benchmarks/evidence/models.yaml); `python scripts/count_runs.py`): products by
-shape and format, attention, bytes that other kernels move, kernels, exchanges by group and reach.
-Time follows from
-what the hardware states and from a dozen shares for each generation of GPU
-(`megatron_vshape/rehearsal/step_time.py`), fitted to all of these runs at once by
-`python scripts/fit_rates.py`, none for a run or a model. Idle time is the textbook's, (p - 1) / v
-microbatches. The runs are NVIDIA's of Megatron-Bridge, MLPerf's of Llama 3.1 405B, and those of
-Kwai's ATC '24 paper without offload and recompute.
+HEAD = """\
+## Step times: published, and estimated
+
+The work of one microbatch is counted by a dry run of the run's own flags
+([models.yaml](../benchmarks/evidence/models.yaml); `python scripts/count_runs.py`): matrix products
+by shape and format, attention, bytes that other kernels move, kernels, collectives by group. The
+time of a collective follows from its bytes per hop: NVLink and network transfer at the same time,
+DeepEP and HybridEP send a token once to each node, a plain all-to-all once to each rank
+(`megatron_vshape/rehearsal/hops.py`). All else follows from the data sheet, six shares for each
+generation of GPU and twelve constants shared by all (`megatron_vshape/rehearsal/fitted.py`), fitted
+to all runs at once by `python scripts/fit_rates.py`. No constant belongs to a run or a model. Idle
+time is the textbook's, (p - 1) / v microbatches. The runs are NVIDIA's of Megatron-Bridge, MLPerf's
+of Llama 3.1 405B, and those of Kwai's ATC '24 paper without offload and recompute.
+
+**The error of an estimate is the one of runs that were left out of the fit**: all runs of one model
+on one system at a time. `advise` prints the row of the user's case.
 """
 
 
 def table() -> list[str]:
     """Return the lines of the section."""
     rows = [row for row in published() if is_counted(row)]
-    return [HEAD, *_summary(rows), "", *_systems(), "", *_rows(rows), "", WRONG]
+    return [HEAD, *_left_out(), "", *_notes(rows), "", *_rows(rows), "", WRONG]
 
 
-def _summary(rows: Sequence[Row]) -> Iterator[str]:
-    yield "| set | runs | off by |"
-    yield "|---|---:|---|"
-    for name in dict.fromkeys(row["set"] for row in rows):
-        own = [row for row in rows if row["set"] == name]
-        piped = [row for row in own if row["pp"] > 1]
-        yield f"| {name}, with a pipeline | {len(piped)} | {told(errors(piped, None))} |"
-        if len(piped) < len(own):
-            yield f"| {name}, all | {len(own)} | {told(errors(own, None))} |"
-    yield f"| all | {len(rows)} | {told(errors(rows, None))} |"
+def _left_out() -> Iterator[str]:
+    yield "| left out of the fit | runs | median | 90% within | worst |"
+    yield "|---|---:|---:|---:|---:|"
+    for name, errors in LEFT_OUT.items():
+        runs, median, ninth, worst = errors
+        yield f"| {name} | {runs} | {median:g}% | {ninth:g}% | {worst:g}x |"
+
+
+def _notes(rows: Sequence[Row]) -> Iterator[str]:
+    yield (
+        f"Ratio of two configurations of one model on one system in one release, left out of the "
+        f"fit: {PAIRS.pairs} pairs, median error {PAIRS.median_percent:g}%, "
+        f"{PAIRS.right_percent:g}% in the right order."
+    )
     yield ""
-    yield f"Two configurations of one model on one system: {told_pairs(rows)}."
-
-
-def _systems() -> Iterator[str]:
-    yield "| system | runs | off by | left out of the fit |"
-    yield "|---|---:|---|---|"
-    for system, (number, own, left) in json.loads(LEFT_OUT.read_text()).items():
-        yield f"| {system} | {number} | {own} | {left} |"
+    factors = ", ".join(f"{name}: {factor:g}" for name, factor in RELEASES.items())
+    yield (
+        f"A configuration's own time changes from release to release. Factors relative to NeMo "
+        f"26.04, fitted with the rest: {factors}. `advise` and `rehearse` estimate 26.04."
+    )
+    yield ""
+    yield (
+        f"In the table below the runs are part of the fit ({told_errors(summary(ratios_of(rows)))})"
+        ", so their errors are smaller than those of a new run."
+    )
 
 
 def _rows(rows: Sequence[Row]) -> Iterator[str]:
@@ -82,11 +94,10 @@ def _rows(rows: Sequence[Row]) -> Iterator[str]:
 
 
 WRONG = """\
-Where it is wrong: Qwen3 on B200 and B300 before 26.04.01 took twice what the same run takes since,
-which is the host's time and is not in the counts (no such row of GB200 and GB300, whose hosts are
-Grace). 405B on 5,120 GPUs is predicted slower: its gradients cross 80 replicas, and how much of
-that hides follows from one share for all runs. Llama3 70B of 26.02.01 names no virtual stages and
-takes as long as those with five. Of the pairs in wrong order nearly all are one, 405B on GB300 with
-TP 4 in FP8, which was the faster, and with TP 2 and CP 2. What varies from one release to the next,
-some 5 %, no configuration tells.
+Where it is wrong: GPT OSS on B200 in 26.02 and 25.11 needs 2.6 s per step beyond its microbatches,
+which no count explains. Llama3 70B of 26.02.01 names no virtual stages and is as fast as with five.
+One pair is in the wrong order: 405B on GB300 with TP 4 in FP8 was faster than with TP 2 and CP 2 in
+MXFP8. On hosts with x86 CPUs, experts and a pipeline, every virtual stage costs some 16 ms more
+per microbatch than its kernels (`pass_us`); the counts show no cause, and hosts with Grace CPUs
+show nothing of it.
 """

@@ -1,137 +1,302 @@
-"""Fit what kernels and links reach of the stated rates to published runs; prints them and errors.
+"""Fit the shares of the stated rates to published runs; write them and the left-out errors.
 
     python scripts/fit_rates.py
 
-One set for each generation of GPU, and never one for a run: the squares of the logarithms of
-predicted over measured are made small, one number after the other, each kept near where it starts.
-Beside each system's errors stand those with that system left out of the fit.
+Writes megatron_vshape/rehearsal/fitted.py: six shares for each generation of GPU, constants shared
+by all generations, one factor for each software release, none for a model or a run. Every
+constant is pulled towards its start (the defaults of `Rates`), so that the runs change only
+constants that they determine. The errors are those of runs that were left out of the fit: all runs
+of one model on one system at a time.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
-from statistics import mean, median
+from pathlib import Path
+from statistics import median
 
-from published_runs import EVIDENCE, Row, is_counted, key_of, predicted, published
+import numpy as np
+from published_runs import (
+    Row,
+    case_of,
+    is_counted,
+    key_of,
+    predicted,
+    published,
+    release_of,
+)
 
+from megatron_vshape.rehearsal import step_time
 from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.step_time import Rates
 
-LEFT_OUT = EVIDENCE / "left_out.json"
+FITTED = Path(step_time.__file__).with_name("fitted.py")
+OWN = "wide eight four attention attention_in_8_bits memory".split()
+SHARED = """
+    wire dispatch network kernel_us launch_us launch_on_grace_us exchange_us pass_us
+    shards_exposed experts_left context_exposed replicas_exposed
+""".split()
 START = Rates()
-LEAST = {"kernel_us": 0.5, "launch_us": 0.5, "exchange_us": 2.0, "replicas_exposed": 0.02}
-MOST = {"wide": 0.95, "eight": 0.9, "four": 0.9, "memory": 0.95, "wire": 0.95, "attention": 0.9}
-PULL = 0.01
-"""Of a number away from where it starts, against the runs: what they do not tell stays."""
+ATTENTION = {(9, 0): 0.5, (10, 0): 0.45, (10, 3): 0.6}
+"""Start of the share of attention: B300 has twice the exponentials per second of B200."""
 
-STEPS = (1.25, 0.8, 1.1, 0.91, 1.03, 0.97)
+MOST = dict.fromkeys(OWN, 0.9) | {"memory": 0.95}
+PULL = 0.3
+PULLS = {"memory": 1.0, "wire": 1.0, "network": 2.0, "exchange_us": 0.3, "release": 0.6}
+"""Strength of the pull to the start: cost of a factor of e, in runs that are 100% off."""
+
+CLIPPED = 0.2
+"""Errors beyond count less than their square: some published runs have other settings."""
+
+HEAD = '''\
+"""Rates and errors that scripts/fit_rates.py fitted to published runs. Do not edit."""
+
+from typing import NamedTuple
+
+
+class Errors(NamedTuple):
+    """Errors of predicted step times, of runs left out of the fit."""
+
+    runs: int
+    median_percent: float
+    ninth_percent: float  # 90% of the runs are within
+    worst_factor: float
+
+
+class Pairs(NamedTuple):
+    """Errors of the ratio of two configurations of a model on one system in one release."""
+
+    pairs: int
+    median_percent: float
+    right_percent: float  # pairs whose order is predicted right
+
+
+'''
+Values = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Fitted constants by name: `wide 9.0`, `wire`, `release 26.06`."""
+
+    values: Values
+
+    def rates(self, gpu: str) -> Rates:
+        """Return the rates of the GPU's generation."""
+        of_own = {name: self.values[f"{name} {_generation(gpu)}"] for name in OWN}
+        return Rates(**of_own, **{name: self.values[name] for name in SHARED})
+
+    def releases(self) -> Values:
+        """Return the factor of each release."""
+        return {
+            name.removeprefix("release "): value
+            for name, value in self.values.items()
+            if name.startswith("release ")
+        }
+
+    def logs(self, rows: Sequence[Row]) -> np.ndarray:
+        """Return the logarithms of predicted over measured."""
+        releases = self.releases()
+        by_gpu = {gpu: self.rates(gpu) for gpu in {row["gpu"] for row in rows}}
+        steps = [predicted(row, by_gpu[row["gpu"]], releases)["step_s"] for row in rows]
+        return np.array(
+            [math.log(step / row["step_s"]) for step, row in zip(steps, rows, strict=True)]
+        )
 
 
 def main() -> None:
-    """Fit each generation."""
-    runs = [row for row in published() if is_counted(row)]
-    by_generation = defaultdict(list)
-    for row in runs:
-        by_generation[GPUS[row["gpu"]].capability].append(row)
-    left = {}
-    for generation, rows in sorted(by_generation.items()):
-        found = fitted(rows)
-        values = ", ".join(f"{each.name}={getattr(found, each.name):.3g}" for each in fields(found))
-        print(f"{generation}: Rates({values})")
-        print(f"  {len(rows)} runs: {told(errors(rows, found))}")
-        for system in sorted({row["gpu"] for row in rows}):
-            own = [row for row in rows if row["gpu"] == system]
-            others = [row for row in rows if row["gpu"] != system]
-            left_out = told(errors(own, fitted(others))) if others else "no other system"
-            left[system.upper()] = [len(own), told(errors(own, found)), left_out]
-            print(f"  {system}, {len(own)}: {left[system.upper()][1]}; left out: {left_out}")
-    LEFT_OUT.write_text(json.dumps(left, indent=1) + "\n")
-    print(f"in use: {told(errors(runs, None))}; {told_pairs(runs)}")
+    """Fit, leave out, and write."""
+    rows = [row for row in published() if is_counted(row)]
+    found = fitted(rows, started(rows), rounds=25)
+    left = left_out(rows, found)
+    FITTED.write_text(written(found, rows, left))
+    for name, errors in table_of(rows, left).items():
+        print(f"{name}: {told(errors)}")
+    print(pairs_of(rows, left))
 
 
-def errors(rows: Iterable[Row], rates: Rates | None) -> list[float]:
-    """Return predicted over measured, less one, of each."""
-    return [predicted(row, rates)["step_s"] / row["step_s"] - 1 for row in rows]
+def left_out(rows: Sequence[Row], found: Fit) -> list[float]:
+    """Return predicted over measured of every row, its model on its system left out of the fit."""
+    made: dict[int, float] = {}
+    for model, gpu in sorted({(row["model"], row["gpu"]) for row in rows}):
+        others = [row for row in rows if (row["model"], row["gpu"]) != (model, gpu)]
+        at = [i for i, row in enumerate(rows) if (row["model"], row["gpu"]) == (model, gpu)]
+        logs = fitted(others, found, rounds=4).logs([rows[i] for i in at])
+        made |= zip(at, map(math.exp, logs), strict=True)
+    return [made[i] for i in range(len(rows))]
 
 
-def told(found: Sequence[float]) -> str:
-    """Return the median and the ninth tenth of the sizes."""
-    sizes = sorted(map(abs, found))
-    ninth = sizes[min(len(sizes) - 1, math.ceil(0.9 * len(sizes)) - 1)]
-    return f"median {100 * median(sizes):.1f} %, nine in ten within {100 * ninth:.1f} %"
+def started(rows: Sequence[Row]) -> Fit:
+    """Return the constants at their starts."""
+    values = {name: getattr(START, name) for name in SHARED}
+    for generation in sorted({GPUS[row["gpu"]].capability for row in rows}):
+        for name in OWN:
+            key = f"{name} {generation[0]}.{generation[1]}"
+            values[key] = ATTENTION[generation] if name == "attention" else getattr(START, name)
+    for release in sorted({release_of(row) for row in rows} - {"", "26.04"}):
+        values[f"release {release}"] = 1.0
+    return Fit(values)
 
 
-def told_pairs(rows: Sequence[Row]) -> str:
-    """Return how well two configurations of one model on one system are told apart, in words.
+def fitted(rows: Sequence[Row], first: Fit, rounds: int) -> Fit:
+    """Fit by damped Gauss-Newton steps on the logarithms of the constants."""
+    names, start = list(first.values), started(rows).values
+    start = {name: start.get(name, first.values[name]) for name in names}
+    pulls = np.array([PULLS.get(name.split()[0], PULL) for name in names])
+    weights, damping = _weights(rows), 0.01
 
-    What several releases measured counts once, by its median, and once for every release.
-    """
-    releases: dict[tuple[object, ...], list[Row]] = defaultdict(list)
-    for row in rows:
-        releases[key_of(row), row["gpu"], row.get("vpp"), row.get("global_batch")].append(row)
-    once = [{**own[0], "step_s": median(row["step_s"] for row in own)} for own in releases.values()]
-    off, right = _pairs(once)
-    _, every = _pairs(rows)
-    return (
-        f"{len(off)} pairs: ratios off by {100 * median(off):.1f} %, order right in "
-        f"{100 * mean(right):.0f} % ({len(every)} and {100 * mean(every):.0f} % with every release "
-        "that measured them by itself)"
-    )
+    def badness(fit: Fit) -> tuple[float, np.ndarray, np.ndarray]:
+        logs = fit.logs(rows)
+        away = pulls * np.array([math.log(fit.values[name] / start[name]) for name in names])
+        lost = weights * CLIPPED**2 * np.log1p((logs / CLIPPED) ** 2)
+        return float(lost.sum() + (away**2).sum()), logs, away
 
-
-def _pairs(rows: Sequence[Row]) -> tuple[list[float], list[bool]]:
-    """Return by how much the ratios of pairs are off, and whether the order is right."""
-    off, right = [], []
-    for one, other in combinations(rows, 2):
-        same = (one["model"], one["gpu"]) == (other["model"], other["gpu"])
-        if same and (key_of(one), one.get("vpp")) != (key_of(other), other.get("vpp")):
-            measured = math.log(one["step_s"] / other["step_s"])
-            guess = math.log(predicted(one)["step_s"] / predicted(other)["step_s"])
-            off.append(abs(guess - measured))
-            right.append((guess > 0) == (measured > 0))
-    return off, right
-
-
-def fitted(rows: Sequence[Row]) -> Rates:
-    """Return the rates whose predictions are nearest."""
-    weights = _weights(rows)
-    rates, least = START, _badness(rows, weights, START)
-    for _ in range(12):
+    fit = first
+    least, logs, away = badness(fit)
+    for _ in range(rounds):
+        slopes = np.stack([(_moved(fit, {n: 1e-3}).logs(rows) - logs) / 1e-3 for n in names], 1)
+        counts = weights / (1 + (logs / CLIPPED) ** 2)
+        square = slopes.T @ (counts[:, None] * slopes) + np.diag(pulls**2)
+        uphill = slopes.T @ (counts * logs) + pulls * away
         before = least
-        for each in fields(Rates):
-            for factor in STEPS:
-                value = getattr(rates, each.name) * factor
-                value = max(LEAST.get(each.name, 0.0), min(MOST.get(each.name, math.inf), value))
-                tried = replace(rates, **{each.name: value})
-                bad = _badness(rows, weights, tried)
-                if bad < least:
-                    rates, least = tried, bad
-        if least > 0.999 * before:
+        for _ in range(5):
+            step = -np.linalg.solve(square + damping * np.diag(np.diag(square)), uphill)
+            tried = _moved(fit, dict(zip(names, np.clip(step, -0.5, 0.5), strict=True)))
+            bad = badness(tried)
+            if bad[0] < least:
+                fit, (least, logs, away) = tried, bad
+                damping = max(damping / 3, 1e-4)
+                break
+            damping *= 4
+        if before - least < 1e-4 * before:
             break
-    return rates
+    return fit
 
 
-def _weights(rows: Sequence[Row]) -> list[float]:
-    """Return what each row counts: those of one model and system count as four at most."""
+def _moved(fit: Fit, by: Mapping[str, float]) -> Fit:
+    values = {
+        name: min(value * math.exp(by.get(name, 0.0)), MOST.get(name.split()[0], math.inf))
+        for name, value in fit.values.items()
+    }
+    return Fit(values)
+
+
+def _generation(gpu: str) -> str:
+    return "{}.{}".format(*GPUS[gpu].capability)
+
+
+def _weights(rows: Sequence[Row]) -> np.ndarray:
+    """Return the weights of the rows: those of one model and system count as four at most."""
     number: dict[tuple[str, str], int] = defaultdict(int)
     for row in rows:
         number[row["model"], row["gpu"]] += 1
-    return [min(1.0, 4 / number[row["model"], row["gpu"]]) for row in rows]
+    return np.array([min(1.0, 4 / number[row["model"], row["gpu"]]) for row in rows])
 
 
-def _badness(rows: Sequence[Row], weights: Sequence[float], rates: Rates) -> float:
-    total = sum(
-        weight * min(abs(math.log(predicted(row, rates)["step_s"] / row["step_s"])), 0.4) ** 2
-        for row, weight in zip(rows, weights, strict=True)
-    )
-    for each in fields(Rates):
-        total += PULL * math.log(getattr(rates, each.name) / getattr(START, each.name)) ** 2
-    return total
+def summary(ratios: Sequence[float]) -> tuple[int, float, float, float]:
+    """Return the number, median and ninth tenth (percent) and worst factor of the errors."""
+    sizes = sorted(abs(ratio - 1) for ratio in ratios)
+    ninth = sizes[min(len(sizes) - 1, math.ceil(0.9 * len(sizes)) - 1)]
+    worst = max(max(ratio, 1 / ratio) for ratio in ratios)
+    return len(sizes), round(100 * median(sizes), 1), round(100 * ninth, 1), round(worst, 2)
+
+
+def told(errors: tuple[int, float, float, float]) -> str:
+    """Format the errors."""
+    runs, middle, ninth, worst = errors
+    return f"{runs} runs, median {middle:g}%, 90% within {ninth:g}%, worst {worst:g}x"
+
+
+def table_of(
+    rows: Sequence[Row], ratios: Sequence[float]
+) -> dict[str, tuple[int, float, float, float]]:
+    """Return the errors by case, and by system."""
+    groups: dict[str, list[float]] = defaultdict(list)
+    for row, ratio in zip(rows, ratios, strict=True):
+        piped = "with a pipeline" if row["pp"] > 1 else "no pipeline"
+        for name in ("all", piped, case_of(row), row["gpu"].upper()):
+            groups[name].append(ratio)
+    return {name: summary(own) for name, own in groups.items()}
+
+
+def pairs_of(rows: Sequence[Row], ratios: Sequence[float]) -> tuple[int, float, float]:
+    """Compare two configurations of one model on one system in one release, as `Pairs`.
+
+    A pair that several releases measured counts once, by its medians.
+    """
+    found: dict[frozenset[tuple[object, ...]], list[tuple[float, float]]] = defaultdict(list)
+    for (one, guess), (other, second) in combinations(zip(rows, ratios, strict=True), 2):
+        kinds = sorted([_configuration(one), _configuration(other)], key=str)
+        if _same(one, other) and kinds[0] != kinds[1]:
+            sign = 1 if kinds[0] == _configuration(one) else -1
+            measured = sign * math.log(one["step_s"] / other["step_s"])
+            away = sign * math.log(guess / second)
+            found[frozenset(kinds)].append((measured, measured + away))
+    pairs = [tuple(map(median, zip(*each, strict=True))) for each in found.values()]
+    off = [abs(predicted - measured) for measured, predicted in pairs]
+    right = sum(measured * predicted > 0 for measured, predicted in pairs) / len(pairs)
+    return len(off), round(100 * median(off), 1), round(100 * right)
+
+
+def _same(one: Row, other: Row) -> bool:
+    return all(one[name] == other[name] for name in ("model", "gpu", "release", "set"))
+
+
+def _configuration(row: Row) -> tuple[object, ...]:
+    return key_of(row), row["gpu"], row["vpp"], row["global_batch"]
+
+
+def written(found: Fit, rows: Sequence[Row], left: Sequence[float]) -> str:
+    """Return the text of fitted.py."""
+    generations = dict.fromkeys(sorted({GPUS[row["gpu"]].capability for row in rows}))
+    own = {
+        generation: {
+            name: _short(found.values[f"{name} {generation[0]}.{generation[1]}"]) for name in OWN
+        }
+        for generation in generations
+    }
+    shared = {name: _short(found.values[name]) for name in SHARED}
+    releases = {name: _short(value) for name, value in found.releases().items()}
+    lines = [HEAD + _dict("BY_GENERATION: dict[tuple[int, int], dict[str, float]]", own)]
+    lines.append('"""By compute capability."""\n')
+    lines.append(_dict("SHARED: dict[str, float]", shared))
+    lines.append(_dict("RELEASES: dict[str, float]", releases))
+    lines.append('"""Step time relative to NeMo 26.04, by release of the image."""\n')
+    table = table_of(rows, left)
+    text = "".join(f"    {name!r}: Errors{table[name]},\n" for name in sorted(table))
+    lines.append("LEFT_OUT: dict[str, Errors] = {\n" + text.replace("'", '"') + "}")
+    lines.append('"""By case, and by system."""\n')
+    lines.append(f"PAIRS = Pairs{pairs_of(rows, left)}")
+    return "\n".join(lines) + "\n"
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def _dict(name: str, values: Mapping[object, object]) -> str:
+    text = "".join(f"    {_quoted(key)}: {_value(each)},\n" for key, each in values.items())
+    return f"{name} = {{\n{text}}}"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, dict):
+        inner = "".join(f"        {_quoted(key)}: {each},\n" for key, each in value.items())
+        return f"{{\n{inner}    }}"
+    return str(value)
+
+
+def _quoted(key: object) -> str:
+    return f'"{key}"' if isinstance(key, str) else str(key)
+
+
+def ratios_of(rows: Iterable[Row]) -> list[float]:
+    """Return predicted over measured, with the rates in use."""
+    return [predicted(row)["step_s"] / row["step_s"] for row in rows]
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from typing import Any
 
 import yaml
 
+from megatron_vshape.rehearsal import accuracy
+from megatron_vshape.rehearsal.fitted import RELEASES
 from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.step_time import Rates, Scale, step_time
 from megatron_vshape.rehearsal.work import Work
@@ -114,17 +116,41 @@ def counted() -> Row:
     return found
 
 
-def predicted(row: Row, rates: Rates | None = None) -> dict[str, float]:
-    """Return the parts of the predicted step of the rank that takes longest, and `step_s`."""
+def predicted(
+    row: Row, rates: Rates | None = None, releases: Mapping[str, float] = RELEASES
+) -> dict[str, float]:
+    """Estimate the step of the slowest counted rank by part, and `step_s`."""
     gpu = GPUS[row["gpu"]]
+    scale = _scale(row)
+    found = [step_time(work_of(row, stage), gpu, scale, rates) for stage in stages_of(row["pp"])]
+    slowest = max(found, key=lambda parts: parts["step_s"])
+    factor = releases.get(release_of(row), 1.0)
+    return {name: seconds * factor for name, seconds in slowest.items()}
+
+
+def _scale(row: Row) -> Scale:
     shards = row["tp"] * row["pp"] * (row["cp"])
     microbatches = row["global_batch"] * shards // (row["gpus"] * row["micro_batch"])
     how = {name: True for rule in _rules_of(row) for name in rule.get("how", ())}
-    if "--num-experts" in models()["models"][row["model"]] and "graphs" not in how:
+    if has_experts(row) and "graphs" not in how:
         how["host_waits"] = True
-    scale = Scale(microbatches, 1, row["pp"], row["vpp"], **how)
-    found = [step_time(work_of(row, stage), gpu, scale, rates) for stage in stages_of(row["pp"])]
-    return max(found, key=lambda parts: parts["step_s"])
+    return Scale(microbatches, 1, row["pp"], row["vpp"], **how)
+
+
+def release_of(row: Row) -> str:
+    """Return the release of NeMo that measured the row, without its patch level; "" if unknown."""
+    return "25" if row["release"].startswith("25") else row["release"][:5]
+
+
+def has_experts(row: Row) -> bool:
+    """Return whether the row's model has experts."""
+    return "--num-experts" in models()["models"][row["model"]]
+
+
+def case_of(row: Row) -> str:
+    """Return the case that the row's error counts for: a key of `fitted.LEFT_OUT`."""
+    ranks = row["ep"]
+    return accuracy.case_of(has_experts(row), ranks, ranks, GPUS[row["gpu"]])
 
 
 def is_counted(row: Row) -> bool:

@@ -24,12 +24,11 @@ from megatron_vshape.core.model.placement import Placement, looping, v_shape
 from megatron_vshape.core.planner.vocabulary import held_logits, shared_pieces
 from megatron_vshape.core.rivals import Known, judge
 from megatron_vshape.mcore.layout.given_layout import layers_in, layout_of
-from megatron_vshape.rehearsal import report, shapes
+from megatron_vshape.rehearsal import accuracy, report, shapes
 from megatron_vshape.rehearsal.counting import count_all
 from megatron_vshape.rehearsal.flags import Command, Sizes, read_command, sizes_of
 from megatron_vshape.rehearsal.gpus import BESIDE_GIB, GIB, GPUS, Gpu
 from megatron_vshape.rehearsal.shapes import Counted, Shape
-from megatron_vshape.rehearsal.step_time import ERRORS
 
 HEADROOM = 0.04
 """Of a GPU's memory, left free for fragments."""
@@ -177,6 +176,15 @@ def _gpus(text: str) -> tuple[int, Gpu]:
     return int(number), GPUS[name]
 
 
+def _case_of(command: Command, gpu: Gpu) -> str:
+    """Return the case whose published errors apply to the command."""
+    ranks = command.number("--expert-model-parallel-size", 1)
+    tensor = command.number("--tensor-model-parallel-size", 1)
+    shards = command.number("--expert-tensor-parallel-size", tensor)
+    span = (ranks - 1) * shards + 1
+    return accuracy.case_of(command.has("--num-experts"), ranks, span, gpu)
+
+
 def _kept(text: str) -> list[str]:
     found = [part for part in text.split(",") if part]
     for part in found:
@@ -201,6 +209,7 @@ class _Advice:
         self.counted: dict[Shape, Counted] = {}
         self.number = number
         self.limit = gpu.memory_bytes * (1 - HEADROOM) - BESIDE_GIB * GIB
+        self.case = _case_of(command, gpu)
 
     def count(self, wanted: Sequence[Shape], left_out: list[str]) -> None:
         """Count every shape; what cannot be goes to `left_out`, with the reason."""
@@ -468,12 +477,11 @@ def _print(advice: _Advice, lines: Mapping[str, Line | None], left_out: Sequence
         f"{advice.gpu.name.upper()}. Estimated, not measured."
     )
     print("\n".join(_table(advice, _shown(lines))))
-    runs, median, ninth, within = ERRORS
     for text in (
         _largest_rank(today),
-        f"Error of the step time on {runs} published runs: {median:g}% (median), 90% of the runs "
-        f"within {ninth:g}%. Differences below {within:g}% are not significant. Main uncertainty: "
-        "the cost of splitting the backward; megatron-vshape profile measures it on one GPU.",
+        *accuracy.sentences(advice.case, advice.gpu),
+        "The cost of splitting the backward is not in these errors; measure it with "
+        "megatron-vshape profile on one GPU.",
         "rehearse estimates a command with all layers and the textbook bubble, advise with one "
         "counted layer per stage and a simulated schedule: peaks differ by about 1%, step times "
         "by several percent.",
@@ -510,7 +518,7 @@ def _verdict(advice: _Advice, today: Line, stock: Line | None, best: Line | None
 
     Gains within the error of the estimate are no reason to change anything.
     """
-    within = ERRORS[3] / 100
+    within = accuracy.threshold(advice.case)
     if best is None:
         return [
             f"Recommendation: none. No evaluated configuration fits {report.gib(advice.limit)} GiB "
@@ -521,7 +529,7 @@ def _verdict(advice: _Advice, today: Line, stock: Line | None, best: Line | None
     if fits and gain <= within:
         return [
             "Recommendation: keep the current configuration. The best one found is "
-            f"{100 * gain:.1f}% faster, within the error of the estimate ({100 * within:g}%)."
+            f"{100 * gain:.1f}% faster, within the error of the estimate ({100 * within:.1f}%)."
         ]
     if stock is None or best.step_s <= (1 - within) * stock.step_s:
         beyond = ""
@@ -535,7 +543,7 @@ def _verdict(advice: _Advice, today: Line, stock: Line | None, best: Line | None
     return [
         *texts,
         f"This package: another {further:.0f}% faster than the best stock ({best.name}), within "
-        f"the error of the estimate ({100 * within:g}%).",
+        f"the error of the estimate ({100 * within:.1f}%).",
     ]
 
 

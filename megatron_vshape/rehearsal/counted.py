@@ -16,7 +16,7 @@ from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.rehearsal.gpus import Gpu
-from megatron_vshape.rehearsal.step_time import Rates, Scale, send_us, step_time
+from megatron_vshape.rehearsal.step_time import Rates, Scale, pass_us, send_us, step_time
 from megatron_vshape.rehearsal.work import Work, is_once
 
 MICROBATCHES = 3
@@ -85,6 +85,8 @@ def counted_costs(
     made = Costs(
         **amounts,
         send_us=send_us(float(first["message_bytes"]), gpu, apart, rates),
+        # Measured for F with BW; a separate W is charged, too, which is conservative.
+        host_us=pass_us(gpu, Scale(1, 1, 1, 1, **first["scale"]), rates) / 2,
         layers=tuple(int(found[rank]["chunk_layers"][chunk]) for rank, chunk in stages),
         device_bytes=beside,
     )

@@ -29,6 +29,11 @@ class Gpu:
     node: int  # GPUs that the fast links join
     host_rate: float  # bytes to the host's memory, one way, as copies reach it
 
+    @property
+    def on_grace(self) -> bool:
+        """Return whether the host's CPU is Grace, not x86."""
+        return self.name.startswith("gb")
+
     def workspace_bytes(self, environment: Mapping[str, str]) -> int:
         """Return torch's workspace for a cuBLAS handle: aten/src/ATen/cuda/CublasHandlePool.cpp."""
         text = environment.get("CUBLAS_WORKSPACE_CONFIG", "")

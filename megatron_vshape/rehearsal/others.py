@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_vshape.rehearsal import exchanges, mamba
 from megatron_vshape.rehearsal.device import Current
+from megatron_vshape.rehearsal.hops import DISPATCH
 from megatron_vshape.rehearsal.routing import Routing
 
 _SOFTMAXES = ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda")
@@ -112,11 +113,9 @@ class HybridBuffer:
         self._group = group
 
     def _sent(self, tokens: int, like: Tensor) -> None:
-        """Count what goes out: a token once to every rank that has some of its experts."""
-        ranks = self._group.size()
-        reached = ranks * (1 - (1 - 1 / ranks) ** Routing.topk)
-        size = tokens * like.shape[1] * like.element_size() * reached
-        exchanges.count("all_to_all_single", self._group, size)
+        """Count the bytes of the tokens; `hops` knows how often a token is sent."""
+        size = tokens * like.shape[1] * like.element_size()
+        exchanges.count(f"{DISPATCH}{Routing.topk}", self._group, size)
 
     def dispatch_with_permute(
         self,

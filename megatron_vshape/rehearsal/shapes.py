@@ -21,7 +21,13 @@ from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.rehearsal.counted import both_backwards, counted_costs
 from megatron_vshape.rehearsal.flags import Command, Sizes, sizes_of
 from megatron_vshape.rehearsal.gpus import Gpu
-from megatron_vshape.rehearsal.step_time import Rates, Scale, step_time
+from megatron_vshape.rehearsal.step_time import (
+    Rates,
+    data_parallel_s,
+    exposed_s,
+    optimizer_s,
+    rates_of,
+)
 from megatron_vshape.rehearsal.work import Work
 
 RECOMPUTE = ("granularity", "method", "num_layers", "modules")
@@ -198,41 +204,51 @@ def counting(num_devices: int) -> Iterator[Callable[[Command, Sizes], Command]]:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What a shape costs: a layer and the ends, what a step has once, and the work that counts."""
+    """Costs of a shape: a layer and both ends, and the work that a step has once."""
 
     pieces: Pieces
-    once_s_per_byte: float  # optimizer and data parallel exchanges, for a byte of a device's state
+    optimizer_s_per_byte: float  # for a byte of a device's weights, gradients and optimizer
+    data_s_per_byte: float  # data-parallel collectives that nothing overlaps
+    rates: Rates
     layer_flops: float  # of a microbatch's forward pass in a layer, on every rank that shares it
     ends_flops: float
 
     def after_us(self, costs: Costs, placement: Placement) -> float:
-        """Return the time after the passes: gradient reduction, optimizer, parameter gathering.
+        """Estimate the time after the passes: gradient reduction, optimizer, parameter gathering.
 
-        It is that of the device whose stages have most parameters.
+        It is that of the device whose stages have most parameters. Collectives of one of its
+        stages overlap the passes of the others, as in `step_time`.
         """
-        fixed = costs.fixed_bytes(placement, max(placement) + 1)
-        return 1e6 * self.once_s_per_byte * (max(fixed) - costs.device_bytes)
+        devices = max(placement) + 1
+        fixed = costs.fixed_bytes(placement, devices)
+        chunks = len(placement) // devices
+        microbatch_us = costs.busy_us(placement, devices, 1)
+        meanwhile_us = microbatch_us * (1 + devices * (chunks - 1) / chunks)
+        state = max(fixed) - costs.device_bytes
+        exposed = exposed_s(state * self.data_s_per_byte, 1e-6 * meanwhile_us, self.rates)
+        return 1e6 * (state * self.optimizer_s_per_byte + exposed)
 
 
 def counted(
     ranks: Sequence[Mapping[str, Any]], gpu: Gpu, world: int, pipeline: int, rates: Rates | None
 ) -> Counted:
-    """Return what `least_of` a command costs in a pipeline of so many ranks in such a world.
+    """Price `least_of` a command in a pipeline of so many ranks in such a world.
 
     Raises:
         ScheduleError: a rank lacks a pass.
     """
+    reached = rates or rates_of(gpu)
     apart = world // pipeline
     ratio = apart * PIPELINE / ranks[0]["sizes"]["world"]
     first, second = (_spread(each, ratio) for each in ranks)
     costs = counted_costs((first, second), gpu, PIPELINE, apart, rates)
     step = Work.of(second["work"]).spread(ratio, second["shards_optimizer"])
-    parts = step_time(step, gpu, Scale(1, 1, 1, 1), rates)
     state = sum(second["held_parts"][part] for part in ("weights", "gradients", "optimizer"))
     of_layer = _forward_flops(second, 0)
     ends = _forward_flops(first, 0) + _forward_flops(first, 1) - 2 * of_layer
     pieces = Pieces.of(replace(costs, layers=None), (1,) * costs.num_stages)
-    return Counted(pieces, (parts["optimizer"] + parts["data parallel"]) / state, of_layer, ends)
+    once = optimizer_s(step, gpu, reached) / state, data_parallel_s(step, gpu, reached) / state
+    return Counted(pieces, *once, reached, of_layer, ends)
 
 
 def _spread(rank: Mapping[str, Any], ratio: float) -> dict[str, Any]:

@@ -1,74 +1,70 @@
-"""Seconds of a step from counted work: what the hardware states, times what kernels reach of it.
+"""Estimate the seconds of a step: counted work divided by the rates that kernels and links reach.
 
-The shares and prices in `Rates` were fitted to published runs by `scripts/fit_rates.py`, a set for
-each generation of GPU and none per run; docs/evidence.md has the errors, those with each system
-left out of the fit beside them.
+`scripts/fit_rates.py` fits the constants to published runs and writes them to `fitted.py`, with the
+errors of the runs that were left out of the fit. docs/evidence.md has all of them.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from megatron_vshape.rehearsal.fitted import BY_GENERATION, SHARED
 from megatron_vshape.rehearsal.gpus import Gpu
-from megatron_vshape.rehearsal.work import Work, is_once, of_replicas
+from megatron_vshape.rehearsal.hops import DISPATCH, hops_of
+from megatron_vshape.rehearsal.work import ExchangeKey, Work, is_once, of_replicas
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What kernels and links reach of the rates that the maker states, by generation of GPU."""
+    """Shares of the data sheet's rates, and fixed times.
 
-    wide: float = 0.70  # large products in bf16
-    eight: float = 0.60  # in 8 bits
-    four: float = 0.45  # in 4 bits
-    attention: float = 0.45
-    attention_in_8_bits: float = 0.35  # of the products' rate in 8 bits
-    memory: float = 0.70
-    wire: float = 0.78  # of both kinds of links
-    kernel_us: float = 2.0  # start and end of a kernel that a graph starts
-    launch_us: float = 8.0  # that the host starts when it is not ahead
+    The first six depend on the generation of GPU, the others are shared by all generations. The
+    defaults are the starting point of the fit, with these sources:
+
+    * `wide`: cuBLAS reaches 0.6 to 0.75 of the peak in bf16 (ml-engineering, "Maximum Achievable
+      Matmul FLOPS"); `memory`: half of the peak, because the counts are of unfused kernels.
+    * `wire`: NVLink in NCCL's all-gather, 350 of 450 GB/s on H100 (nccl-tests).
+    * `network`: 43 to 47 of 50 GB/s per NIC between nodes (DeepEP's README).
+    * `dispatch`: HybridEP and all-to-all in a node also permute and reduce the tokens.
+    """
+
+    wide: float = 0.65  # large matrix products in bf16
+    eight: float = 0.63  # in 8 bits
+    four: float = 0.5  # in 4 bits
+    attention: float = 0.5
+    attention_in_8_bits: float = 0.4  # of the rate of 8-bit products
+    memory: float = 0.5
+    wire: float = 0.77  # of NVLink in rings
+    dispatch: float = 0.5  # of NVLink in all-to-alls
+    network: float = 0.85  # of the links between nodes
+    kernel_us: float = 2.0  # start and end of a kernel
+    launch_us: float = 60.0  # host time per counted kernel (an operation of PyTorch), x86 CPU
+    launch_on_grace_us: float = 40.0  # Grace CPU
     exchange_us: float = 15.0
-    shards_exposed: float = 1.0  # of tensor parallel exchanges, what is waited for
-    experts_exposed: float = 1.0
-    experts_left: float = 0.3  # where another microbatch computes beside them
+    pass_us: float = 12000.0  # F and B of a virtual stage: empty queue, experts, x86 CPU
+    shards_exposed: float = 0.8  # share of tensor-parallel collectives that nothing overlaps
+    experts_left: float = 0.3  # of all-to-alls with --overlap-moe-expert-parallel-comm
     context_exposed: float = 0.5
-    replicas_exposed: float = 0.3  # of data parallel ones
+    replicas_exposed: float = 0.4  # of data-parallel collectives
 
 
 _INSTINCT = Rates(wide=0.55, eight=0.40, attention=0.35, memory=0.6)
+_AMPERE = Rates(wide=0.72, attention=0.50, memory=0.6)
 
 RATES = {
-    (8, 0): Rates(wide=0.72, attention=0.50, memory=0.6),
+    (8, 0): _AMPERE,
     (9, 4): _INSTINCT,
     (9, 5): _INSTINCT,
-    (9, 0): Rates(
-        wide=0.543, eight=0.600, attention=0.662, memory=0.507, wire=0.742, kernel_us=2.28,
-        launch_us=14.1, exchange_us=15.1, shards_exposed=0.745, experts_exposed=0.91,
-        experts_left=0.342, replicas_exposed=0.339,
-    ),
-    (10, 0): Rates(
-        wide=0.616, eight=0.615, four=0.557, attention=0.298, memory=0.540, wire=0.552,
-        kernel_us=1.77, launch_us=19.8, exchange_us=18.3, shards_exposed=1.0,
-        experts_exposed=0.686, experts_left=0.225, replicas_exposed=0.666,
-    ),
-    (10, 3): Rates(
-        wide=0.675, eight=0.749, four=0.432, attention=0.492, attention_in_8_bits=0.373,
-        memory=0.412, wire=0.641, kernel_us=2.11, launch_us=8.48, exchange_us=20.7,
-        shards_exposed=1.0, experts_exposed=1.27, experts_left=0.186, replicas_exposed=0.226,
-    ),
-}  # fmt: skip
+    **{generation: Rates(**SHARED, **own) for generation, own in BY_GENERATION.items()},
+}
 """By compute capability.
 
-Those of A100 were set by hand, by the paper's grid search at 3072 tokens (three rows), not by
-`fit_rates.py`. Of MI300X (gfx942, as 9.4) the rate of products is 0.55 because the largest measured
-of any is 0.58 of the data sheet's (ml-engineering, "Maximum Achievable Matmul FLOPS"); the rest is
-a guess, as are those of MI355X (gfx950).
+A100's were set by hand, by the paper's grid search at 3072 tokens (three rows). Of MI300X (gfx942,
+as 9.4) the rate of products is 0.55 because the largest measured one is 0.58 of the data sheet's
+(ml-engineering, "Maximum Achievable Matmul FLOPS"); the rest is a guess, as are MI355X's (gfx950).
 """
-
-ERRORS = (139, 3.9, 14.7, 7.0)
-"""Of published runs, which `scripts/fit_rates.py` prints: how many, the median of the errors in
-percent, within how much nine in ten are, and the median error of the ratio of two runs of one model
-on one system."""
 
 _FREE = ("isend", "irecv", "send", "recv", "broadcast")
 _TILE = 128
@@ -77,58 +73,103 @@ _DEPTH_HALF = 64
 matrix multiplication."""
 
 
+_SHARPNESS = 4
+"""Exponent of the mean of GPU and host time: nearly the larger one, more where both are close."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How the traced step stands to the real one."""
+    """Relation of the traced step to the real one."""
 
     microbatches: int
     traced: int
     ranks: int  # of the pipeline
     chunks: int
     graphs: bool = False  # of a whole step: the host starts no kernels
-    host_waits: bool = False  # for numbers of tokens, so that it is not ahead of the GPU
+    host_waits: bool = False  # for numbers of tokens: the host cannot run ahead of the GPU
     experts_hidden: bool = False  # --overlap-moe-expert-parallel-comm
-    attention_in_8_bits: bool = False  # which no flag of Megatron-LM says, but a recipe may
+    attention_in_8_bits: bool = False  # no flag of Megatron-LM sets it, but a recipe may
 
 
 def rates_of(gpu: Gpu) -> Rates:
-    """Return what is reached on such a GPU."""
+    """Return the rates of the GPU's generation."""
     return RATES[gpu.capability]
 
 
 def step_time(work: Work, gpu: Gpu, scale: Scale, rates: Rates | None = None) -> dict[str, float]:
-    """Return seconds by part, and their sum as `step_s`."""
+    """Estimate the seconds of a step by part, and their sum as `step_s`."""
     reached = rates or rates_of(gpu)
-    if scale.experts_hidden:
-        reached = replace(reached, experts_exposed=reached.experts_left)
-    within, beside, data = _exchange_s(work, gpu, reached)
-    start_us = reached.launch_us if scale.host_waits else reached.kernel_us
     parts = {
         "products": products_s(work, gpu, reached),
         "attention": _attention_s(work, gpu, reached, scale.attention_in_8_bits),
         "memory": work.bytes_moved / gpu.memory_rate / reached.memory,
-        "kernels": work.kernels * start_us * 1e-6,
+        "kernels": work.kernels * reached.kernel_us * 1e-6,
     }
-    # FSDP hides exchanges behind the computation, and no more of them than that takes.
-    computes = parts["products"] + parts["attention"]
-    parts["exchanges"] = within + max(reached.replicas_exposed * beside, beside - computes)
-    parts = {name: took * scale.microbatches / scale.traced for name, took in parts.items()}
-    busy = sum(parts.values())
-    parts["idle"] = busy / max(scale.microbatches, 1) * (scale.ranks - 1) / scale.chunks
-    parts["optimizer"] = work.optimizer_bytes / gpu.memory_rate / reached.memory
-    parts["data parallel"] = reached.replicas_exposed * data
+    parts["exchanges"] = _waited_s(work, gpu, reached, scale, sum(parts.values()))
+    on_gpu = sum(parts.values())
+    host = 0.0 if scale.graphs else work.kernels * _launch_us(gpu, reached) * 1e-6
+    parts["host"] = (on_gpu**_SHARPNESS + host**_SHARPNESS) ** (1 / _SHARPNESS) - on_gpu
+    each = {name: took / scale.traced for name, took in parts.items()}
+    if scale.ranks > 1:
+        each["host"] += scale.chunks * pass_us(gpu, scale, reached) * 1e-6
+    microbatch = sum(each.values())
+    parts = {name: took * scale.microbatches for name, took in each.items()}
+    parts["idle"] = microbatch * (scale.ranks - 1) / scale.chunks
+    parts["optimizer"] = optimizer_s(work, gpu, reached)
+    # Gradients of a chunk are reduced while the chunks before it still run backward.
+    meanwhile = microbatch * (1 + scale.ranks * (scale.chunks - 1) / scale.chunks)
+    parts["data parallel"] = exposed_s(data_parallel_s(work, gpu, reached), meanwhile, reached)
     return {"step_s": sum(parts.values()), **parts}
 
 
-def send_us(size: float, gpu: Gpu, apart: int, rates: Rates | None = None) -> float:
-    """Return the time of a message of so many bytes to a rank so many GPUs away."""
+def pass_us(gpu: Gpu, scale: Scale, rates: Rates | None = None) -> float:
+    """Return the time that F and B of a virtual stage lose at their starts, in microseconds.
+
+    With experts, the host reads the number of tokens in each layer and cannot launch ahead, so the
+    GPU's queue is empty when a pass starts. On Grace the runs show nothing of it. An overlapped
+    forward-backward starts once for two passes.
+    """
+    if scale.graphs or not scale.host_waits or gpu.on_grace:
+        return 0.0
+    return (rates or rates_of(gpu)).pass_us * (0.5 if scale.experts_hidden else 1.0)
+
+
+def optimizer_s(work: Work, gpu: Gpu, rates: Rates) -> float:
+    """Estimate the seconds of the optimizer, which is bound by memory."""
+    return work.optimizer_bytes / gpu.memory_rate / rates.memory
+
+
+def data_parallel_s(work: Work, gpu: Gpu, rates: Rates | None = None) -> float:
+    """Estimate the seconds of the data-parallel collectives of a step if nothing overlaps them."""
     reached = rates or rates_of(gpu)
-    rate = (gpu.near_rate if apart < gpu.node else gpu.far_rate) * reached.wire
-    return size / rate * 1e6 + reached.exchange_us
+    return sum(
+        _took_s(key, sent, gpu, reached)
+        for key, sent in work.exchanges.items()
+        if _costs_time(key) and is_once(key[1])
+    )
+
+
+def exposed_s(full: float, meanwhile: float, rates: Rates) -> float:
+    """Return the exposed seconds of data-parallel collectives.
+
+    Args:
+        full: their time if nothing overlaps them.
+        meanwhile: computation that runs at the same time.
+        rates: `replicas_exposed` is the share of the first and last buckets, always exposed.
+    """
+    return max(rates.replicas_exposed * full, full - meanwhile)
+
+
+def send_us(size: float, gpu: Gpu, apart: int, rates: Rates | None = None) -> float:
+    """Estimate the microseconds of a P2P message between ranks that are `apart` GPUs apart."""
+    reached = rates or rates_of(gpu)
+    if apart < gpu.node:
+        return size / gpu.near_rate / reached.wire * 1e6 + reached.exchange_us
+    return size / gpu.far_rate / reached.network * 1e6 + reached.exchange_us
 
 
 def products_s(work: Work, gpu: Gpu, rates: Rates) -> float:
-    """Return the seconds of the matrix products: by their flops in tiles, or by what they move."""
+    """Estimate the seconds of the matrix products: FLOPs in tiles, or bytes moved if longer."""
     took = 0.0
     for (number_format, rows, inner, columns, at), number in work.products.items():
         width, peak, share = _of_format(number_format, gpu, rates)
@@ -161,29 +202,48 @@ def _of_format(name: str, gpu: Gpu, rates: Rates) -> tuple[float, float, float]:
     return 2.0, gpu.bf16_flops, rates.wide
 
 
-def _exchange_s(work: Work, gpu: Gpu, rates: Rates) -> tuple[float, float, float]:
-    """Price the exchanges, in seconds.
+def _launch_us(gpu: Gpu, rates: Rates) -> float:
+    return rates.launch_on_grace_us if gpu.on_grace else rates.launch_us
 
-    Returns the time waited for those within the model, and the full time of data-parallel ones:
-    that of every microbatch (FSDP), and that of the step.
+
+def _waited_s(work: Work, gpu: Gpu, rates: Rates, scale: Scale, computes: float) -> float:
+    """Estimate the exposed seconds of the collectives of every microbatch.
+
+    Args:
+        work: counts of all traced microbatches.
+        gpu: GPU and links.
+        rates: shares that they reach.
+        scale: whether all-to-alls overlap the computation of another microbatch.
+        computes: seconds of the computation.
     """
-    within = beside = data = 0.0
-    for (kind, group, ranks, span), (number, size) in work.exchanges.items():
-        if ranks < 2 or kind in _FREE:
+    within = experts = replicas = 0.0
+    for key, sent in work.exchanges.items():
+        if not _costs_time(key) or is_once(key[1]):
             continue
-        rate = (gpu.near_rate if span <= gpu.node else gpu.far_rate) * rates.wire
-        twice = 2 if kind == "all_reduce" else 1
-        took = twice * size * (ranks - 1) / ranks / rate + number * rates.exchange_us * 1e-6
-        if is_once(group):
-            data += took
-        elif of_replicas(group):
-            beside += took
+        took = _took_s(key, sent, gpu, rates)
+        if of_replicas(key[1]):
+            replicas += took  # FSDP, in every microbatch
+        elif "EXPERT" in key[1]:
+            experts += took
         else:
-            within += took * _exposed(group, rates)
-    return within, beside, data
+            within += took * _exposed(key[1], rates)
+    if scale.experts_hidden:
+        experts = max(rates.experts_left * experts, experts - computes)
+    return within + experts + exposed_s(replicas, computes, rates)
+
+
+def _costs_time(key: ExchangeKey) -> bool:
+    kind, _, ranks, _ = key
+    return ranks > 1 and kind not in _FREE
+
+
+def _took_s(key: ExchangeKey, sent: Sequence[float], gpu: Gpu, rates: Rates) -> float:
+    (kind, _, ranks, span), (number, size) = key, sent
+    hops = hops_of(kind, ranks, span, size, gpu.node)
+    near = rates.dispatch if kind.startswith((DISPATCH, "all_to_all")) else rates.wire
+    took = max(hops.near / gpu.near_rate / near, hops.far / gpu.far_rate / rates.network)
+    return took + number * rates.exchange_us * 1e-6
 
 
 def _exposed(group: str, rates: Rates) -> float:
-    if "EXPERT" in group:
-        return rates.experts_exposed
     return rates.context_exposed if "CONTEXT" in group else rates.shards_exposed

@@ -10,6 +10,7 @@ from megatron_vshape.rehearsal.counted import both_backwards
 from megatron_vshape.rehearsal.flags import read_command, sizes_of
 from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.shapes import Counted, least_of, shape_of, shapes_beside
+from megatron_vshape.rehearsal.step_time import Rates
 from megatron_vshape.rehearsal.work import Work
 
 EXPERTS = read_command(
@@ -77,7 +78,10 @@ def test_stock_megatron_may_deal_layers_out_by_their_work() -> None:
     advice = _Advice(command, Namespace(), 4, GPUS["h100"], 36)
     head = Piece(4.0, 4.0, 4.0, 0.0, 0.0)
     pieces = Pieces(layer, Piece(0.0, 0.0, 0.0, 0.0, 0.0), head, 0.0)
-    advice.counted[own], advice.sizes[own] = Counted(pieces, 0.0, 1.0, 0.0), sizes_of(command, 4)
+    advice.counted[own], advice.sizes[own] = (
+        Counted(pieces, 0.0, 0.0, Rates(), 1.0, 0.0),
+        sizes_of(command, 4),
+    )
     lines = {(line.name, line.is_even): line for line in advice._stock(own)}
     even, dealt = lines["1f1b", True], lines["1f1b", False]
     assert even.known.costs.layers == (9, 9, 9, 9)

@@ -6,6 +6,7 @@ from typing import Any
 from megatron_vshape.core.model.costs import Piece
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.rehearsal.shapes import Counted
+from megatron_vshape.rehearsal.step_time import Rates
 from megatron_vshape.sweep import counts
 from megatron_vshape.sweep.files import FULL, Loaded
 from megatron_vshape.sweep.grid import Combination
@@ -50,7 +51,7 @@ def counted(it: Combination, vocabulary: int = 1024, mtp_layers: int = 0) -> Cou
     pieces = Pieces(layer, first, last, 100.0, device_bytes=64 * MIB)
     if not it.vocab_parallel:
         pieces = pieces.predicting(mtp_layers)
-    return Counted(pieces, 1e-12, 1e9, 1e9)
+    return Counted(pieces, 1e-12, 0.0, Rates(), 1e9, 1e9)
 
 
 def predictor_of(loaded: Loaded) -> Predictor:
