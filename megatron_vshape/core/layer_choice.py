@@ -75,7 +75,8 @@ def choose_layers(question: Question, answer: Planned) -> Layered:
         except ScheduleError:  # nothing fits, or no order was found to
             return inf
 
-    lighter, _ = lighter_layers(answer.schedule, answer.costs)  # which leave an order more room
+    lighter, _ = lighter_layers(answer.schedule, answer.costs, pieces.shares)
+    # These leave an order more room.
     starts = dict.fromkeys((first, lighter or first))
     value, layers = min((value_of(each), each) for each in starts)
     draw = random.Random(1)

@@ -1,18 +1,27 @@
 """HybridModel, whose layers are a pattern of symbols: its stages, and the numbers of 1F1B."""
 
 import re
+from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mcore.conftest import UNTIED, needs_hybrid
 from mcore.farm import Ended, Farm
 from mcore.test_training import assert_equal_training
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.placement import linear, v_shape
-from megatron_vshape.mcore.layout.hybrid import cut, layers_of_stages
-from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.core.model.placement import Placement, linear, looping, v_shape
+from megatron_vshape.mcore.layout.hybrid import cut
+from megatron_vshape.mcore.layout.layer_split import split_layers
+from megatron_vshape.mcore.layout.sizes import options_of, sizes_of
+from megatron_vshape.mcore.setup.choice import choice_of
+from megatron_vshape.mcore.setup.configure import prepare
+from megatron_vshape.mcore.setup.plans import PlannedStep, Planner
+from megatron_vshape.mcore.setup.translate import translate
 
 Train = Callable[..., Ended]
 
@@ -26,6 +35,8 @@ RUNS = {
     "tied, split by the flag": ("v-half", PATTERN, "--pipeline-layer-split 0,2,1,2,2,2,1,0"),
     "untied, split by the pattern": ("v-zb", "*|-|*-|*|-*|-|*|-", UNTIED),
     "evenly": ("v-min", "*-*-*-*-", ""),
+    "stock's pattern": ("v-half", "*-*-|*-*-|*-*-|*-*-", ""),
+    "balanced": ("v-half", "*-*-*-*-*-*-", "--pipeline-layer-split auto"),
     "one chunk": ("zb-h1", "*-|*-*|-*-|*-", ""),
     "interleaved": ("interleaved-1f1b", "*-*-*-*-", ""),
     "experts": ("v-half", "*|E|*-|*|E*|-|*|E", EXPERTS),
@@ -95,32 +106,215 @@ def test_mamba_layers(farm: Farm) -> None:
     assert_equal_training(ours, theirs)
 
 
-def test_the_pattern_or_the_flag_says_where_stages_begin() -> None:
-    assert layers_of_stages("M*-M", v_shape(2), None) == (1, 1, 1, 1)
-    assert layers_of_stages("|M*|-M|", v_shape(2), None) == (0, 2, 2, 0)
-    assert layers_of_stages("M*-M", linear(2), "1,3") == (1, 3)
+def test_a_pattern_is_cut_between_any_two_layers() -> None:
     assert cut("M*-M", (0, 2, 2, 0)) == "|M*|-M|"
     assert cut("M|*-M", (3, 1)) == "M*-|M"
 
 
 def test_multi_token_prediction_comes_after_the_stages() -> None:
-    assert layers_of_stages("M*-M/M*/M*", v_shape(2), None) == (1, 1, 1, 1)
+    assert split_layers(model("M*-M/M*/M*"), v_shape(2), None, None).layers == (1, 1, 1, 1)
     assert cut("M*-M/M*/M*", (0, 2, 2, 0)) == "|M*|-M|/M*/M*"
+
+
+TWINS = {  # by what they have: the depths of MTP, the layers of stages of the GPT, a shared head
+    "even": (0, None, False),
+    "split": (0, "0,2,1,1,1,1,2,0", False),
+    "multi-token prediction": (2, None, False),
+    "shared vocabulary": (0, None, True),
+    "all of them": (1, "0,2,1,1,1,1,1,1", True),
+}
+
+
+@pytest.mark.parametrize("name", ["v-half", "v-half+", "v-zb", "1f1b-v", "v-min"])
+@pytest.mark.parametrize(("depths", "split", "shares"), TWINS.values(), ids=TWINS)
+def test_estimates_equal_those_of_the_gpt(
+    name: str, depths: int, split: str | None, shares: bool
+) -> None:
+    """The bubble, the peak and the pass order, of the same model as a GPT and as a pattern."""
+
+    def plan(given: Namespace, text: str | None) -> PlannedStep:
+        choice = replace(choice_of(name, 4), shares=shares)
+        found = split_layers(given, choice.placement, text, None, shares=shares)
+        return Planner(replace(choice, estimate=found.estimate)).training(8)
+
+    in_symbols = split and ",".join(str(2 * int(each)) for each in split.split(","))
+    gpt = plan(model(None, num_layers=8, mtp_num_layers=depths), split)
+    hybrid = plan(model("*-" * 8 + "/*-" * depths), in_symbols)
+    assert hybrid.timeline.bubble == gpt.timeline.bubble
+    assert hybrid.relative_peak == gpt.relative_peak
+    assert hybrid.schedule.order == gpt.schedule.order
+
+
+def model(pattern: str | None, **given: object) -> Namespace:
+    """Return Megatron's arguments of a small model, as far as they say its sizes."""
+    sizes: dict[str, object] = {
+        "num_layers": None,
+        "hybrid_layer_pattern": pattern,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "group_query_attention": False,
+        "seq_length": 64,
+        "vocab_size": 1000,
+    }
+    return Namespace(**(sizes | given))
+
+
+def test_costs_of_symbols() -> None:
+    """Layers with more products and activations count as more, and all together as their number."""
+    experts: dict[str, object] = {"num_experts": 8, "moe_router_topk": 4}
+    sizes = sizes_of(options_of(model("M*-E", **experts)), 0)
+    mamba, attention, mlp, routed = sizes.shares
+    assert attention.time + routed.time == pytest.approx(1)  # a layer of the GPT with experts
+    # Per token, with 64 = h: 5 h^2, 8 h^2 and 4 x 8 h^2; Mamba's projections are 6 h^2 and more.
+    assert mlp.time / attention.time == pytest.approx(8 / 5)
+    assert routed.time == pytest.approx(4 * mlp.time)
+    assert mamba.time > 6 / 5 * attention.time
+    assert mlp.held / attention.held == pytest.approx(10 / 6)
+    assert routed.state == pytest.approx(8 * mlp.state)  # of all experts
+
+
+BIG = {
+    "hidden_size": 8192,
+    "num_attention_heads": 64,
+    "group_query_attention": True,
+    "num_query_groups": 8,
+    "ffn_hidden_size": 28672,
+    "swiglu": True,
+    "seq_length": 8192,
+    "vocab_size": 128_256,
+}
+"""Llama-3 70B."""
+
+
+@pytest.mark.parametrize(
+    ("placement", "whole", "half"),
+    [
+        (v_shape(4), 1.036, 1.013),
+        (v_shape(8), 1.085, 1.039),
+        (v_shape(16), 1.184, 1.091),
+        (linear(8), 1.085, 1.062),
+        (linear(16), 1.184, 1.138),
+    ],
+    ids=["V, PP 4", "V, PP 8", "V, PP 16", "PP 8", "PP 16"],
+)
+def test_auto_cuts_within_blocks(placement: Placement, whole: float, half: float) -> None:
+    """The busiest rank over the mean of all, with cuts between blocks and between any layers."""
+
+    def busiest(given: Namespace) -> float:
+        costs = split_layers(given, placement, "auto", None).estimate
+        assert costs is not None
+        work = [0.0] * (max(placement) + 1)
+        for stage, rank in enumerate(placement):
+            work[rank] += costs.stages()[stage].time_us
+        return max(work) * len(work) / sum(work)
+
+    assert busiest(model(None, num_layers=80, **BIG)) == pytest.approx(whole, abs=0.001)
+    assert busiest(model("*-" * 80, **BIG)) <= half
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    blocks=st.integers(8, 20),
+    vocabulary=st.integers(100, 5000),
+    gated=st.booleans(),
+    placement=st.sampled_from([v_shape(2), v_shape(4), linear(4), looping(2, 3)]),
+)
+def test_auto_never_makes_a_rank_busier_than_of_the_gpt(
+    blocks: int, vocabulary: int, gated: bool, placement: Placement
+) -> None:
+    def busiest(given: Namespace) -> float:
+        costs = split_layers(given, placement, "auto", None, shares=False).estimate
+        if costs is None:
+            return 0.0
+        work = [0.0] * (max(placement) + 1)
+        for stage, rank in enumerate(placement):
+            work[rank] += costs.stages()[stage].time_us
+        return max(work)
+
+    sizes: dict[str, object] = {"vocab_size": vocabulary, "swiglu": gated}
+    gpt = busiest(model(None, num_layers=blocks, **sizes))
+    assert busiest(model("*-" * blocks, **sizes)) <= gpt * (1 + 1e-8) or not gpt
+
+
+@pytest.mark.parametrize(
+    ("pattern", "placement", "layers"),
+    [
+        ("*-*-|*-*-|*-*-|*-*-", v_shape(4), "2,2,2,2,2,2,2,2"),  # stock's, of one chunk
+        ("*-|*-|*-|*-|*-|*-|*-|*-", linear(4), "4,4,4,4"),  # and of two
+        ("|*-*-|*-*-|", v_shape(2), "0,4,4,0"),
+        ("*-*-*|-*-", linear(2), "5,3"),
+        ("*-*-|*-|*-/*-", v_shape(2), "auto"),  # no multiple or part
+    ],
+)
+def test_stages_of_a_pattern_are_regrouped(pattern: str, placement: Placement, layers: str) -> None:
+    given = model(pattern)
+    translated = translate(given, placement)
+    assert translated.layer_split == layers
+    assert given.hybrid_layer_pattern == pattern.replace("|", "")
+    (notice,) = translated.notices
+    assert str(notice).startswith(f"hybrid_layer_pattern {pattern}: its ")
+    assert str(notice).endswith(f"layers per stage {layers}")
+
+
+def test_the_flag_wins_over_the_pattern() -> None:
+    given = model("M|*|-|M")
+    translated = translate(given, v_shape(2), "1,1,1,1")
+    assert translated.layer_split == "1,1,1,1"
+    (notice,) = translated.notices
+    assert notice.said == "ignored, --pipeline-layer-split defines the layers of each stage"
 
 
 @pytest.mark.parametrize(
     ("pattern", "split", "said"),
     [
-        ("M*|-M", None, "has 2 parts and the schedule 4 stages: put 3 times | into it, or none"),
         ("M*||-|M", None, "leaves stage 1 without layers"),
-        ("M|*|-|M", "1,1,1,1", "as --pipeline-layer-split does: remove one of them"),
-        ("M*-M", "auto", "mark the start of each stage in the pattern with |"),
         ("M*-M*", None, "5 layers do not divide among 4 stages"),
         ("M*-M*", "1,1,1,1", "adds up to 4 layers and the model has 5"),
     ],
 )
 def test_patterns_that_do_not_fit(pattern: str, split: str | None, said: str) -> None:
-    with pytest.raises((ScheduleError, UnsupportedError)) as refused:
-        layers_of_stages(pattern, v_shape(2), split)
-    assert said in str(refused.value)
-    assert "\n" not in str(refused.value)
+    given = model(pattern)
+    with pytest.raises(ScheduleError) as rejected:
+        split_layers(given, v_shape(2), translate(given, v_shape(2), split).layer_split, None)
+    assert said in str(rejected.value)
+    assert "\n" not in str(rejected.value)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pattern", "fix"),
+    [
+        ("interleaved-1f1b", "*-*-|*-*-", "has 4 on 2 pipeline ranks: use 1f1b, or remove every |"),
+        ("1f1b", "*-|*-|*-|*-", "has 2 on 2 pipeline ranks: use interleaved-1f1b:2, or remove"),
+        ("interleaved-1f1b:3", "*-|*-|*-|*-", "has 6 on 2 pipeline ranks: use interleaved-1f1b:2"),
+        ("1f1b", "*-*-|*-|*-", "has 2 on 2 pipeline ranks: remove every | from the pattern"),
+    ],
+)
+def test_megatrons_own_schedules_need_a_pattern_with_their_stages(
+    schedule: str, pattern: str, fix: str
+) -> None:
+    """Before the first step, and not in the report at the end, which comes before the last save."""
+    args = model(
+        pattern,
+        pipeline_schedule=schedule,
+        pipeline_model_parallel_size=2,
+        num_virtual_stages_per_pipeline_rank=None,
+        num_layers_per_virtual_pipeline_stage=None,
+        distributed_timeout_minutes=10,
+        global_batch_size=8,
+        micro_batch_size=1,
+    )
+    with pytest.raises(ScheduleError) as rejected:
+        prepare(args)
+    assert fix in str(rejected.value)
+    assert str(rejected.value).startswith(f"--hybrid-layer-pattern {pattern} has ")
+
+
+@needs_hybrid
+def test_a_report_that_fails_does_not_lose_the_last_checkpoint(
+    train: Train, tmp_path: Path
+) -> None:
+    plugin = Path(__file__).with_name("failing_report.py")
+    saves = ("--save", str(tmp_path), "--save-interval", "100", "--ckpt-format", "torch_dist")
+    run = train(2, "--pipeline-schedule", "1f1b", *saves, plugin=plugin)
+    assert "no closing report: the costs are for 2 stages" in "".join(run.output)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"

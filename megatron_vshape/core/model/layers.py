@@ -1,12 +1,23 @@
 """How many layers every stage has: given, or balanced against what the model's ends cost."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate, pairwise
+from math import fsum
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from megatron_vshape.core.model.costs import Costs, Piece, pair_of, regroup
-from megatron_vshape.core.model.kinds import DUMMY, STATE, Kind, ScheduleError
+from megatron_vshape.core.model.cuts import balanced_cuts
+from megatron_vshape.core.model.kinds import (
+    COPY_BACK,
+    COPY_OUT,
+    DUMMY,
+    STATE,
+    WORKS,
+    Kind,
+    ScheduleError,
+)
 from megatron_vshape.core.model.placement import Placement, looping
 
 AUTO_SPLIT = "auto"
@@ -20,6 +31,60 @@ MERGING = 0.15
 
 
 AnyPiece = TypeVar("AnyPiece", bound=Piece)
+
+
+class Share(NamedTuple):
+    """Layers of a stage by time, activation memory and state, in the unit that `Pieces.layer` is.
+
+    The three are equal if all layers are identical. For a hybrid model, whose layers differ, the
+    unit is a GPT's layer, attention and MLP.
+    """
+
+    time: float
+    held: float
+    state: float
+
+    @classmethod
+    def of_stages(cls, layers: Sequence[float], shares: Sequence["Share"] = ()) -> list["Share"]:
+        """Compute the share of every stage.
+
+        Args:
+            layers: The number of layers of each stage, in model order.
+            shares: The share of each layer, in model order; empty if all are identical: one each.
+        """
+        if not shares:
+            return [cls(count, count, count) for count in layers]
+        ends = accumulate(map(int, layers), initial=0)
+        return [cls.total(shares[start:end]) for start, end in pairwise(ends)]
+
+    @classmethod
+    def total(cls, shares: Sequence["Share"]) -> "Share":
+        """Add up the shares of several layers; a block of equal parts is exactly their number."""
+        columns = zip(*shares, strict=True) if shares else ((), (), ())
+        return cls(*(float(f"{fsum(column):.12g}") for column in columns))
+
+    def over(self, units: "Share") -> "Share":
+        """Divide by a unit; rounded, so that the parts of a unit add up to it exactly."""
+        pairs = zip(self, units, strict=True)
+        return Share(*(float(f"{each / unit if unit else 0.0:.12g}") for each, unit in pairs))
+
+    def inverse(self) -> "Share":
+        """Compute the share that turns a stage of this share into one unit."""
+        return Share(*(1 / each if each else 0.0 for each in self))
+
+    def of(self, piece: AnyPiece) -> AnyPiece:
+        """Scale the costs of one unit to this share."""
+        made = piece.times(self.time)
+        if self.time == self.held == self.state:
+            return made
+        copies = COPY_OUT.time, COPY_BACK.time  # proportional to the copied bytes
+        for each in fields(piece):
+            name, value = each.name, getattr(piece, each.name)
+            if name in (STATE, DUMMY):
+                made = replace(made, **{name: value * self.state})
+            elif name in copies or not (name.endswith("_us") or name in WORKS):
+                made = replace(made, **{name: value * self.held})
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +103,14 @@ class Pieces:
     by_microbatch: tuple[tuple[str, tuple[float, ...]], ...] = ()  # as costs have it
     more_send_us: float | None = None  # of a boundary between stages
     device_bytes: float = 0.0  # as costs have it
+    shares: tuple[Share, ...] = ()  # of each layer, in model order; empty if all are identical
 
     @classmethod
-    def of(cls, costs: Costs, layers: Sequence[float]) -> "Pieces":
-        """Return the pieces of stages with so many layers each.
+    def of(cls, costs: Costs, layers: Sequence[float], shares: tuple[Share, ...] = ()) -> "Pieces":
+        """Compute the pieces of stages with `layers` layers each, of these shares.
 
-        A layer is the median of those in inner stages. Of two stages, the one that takes less
-        for a layer counts as having layers only.
+        A layer is the median over the inner stages. With two stages, the one with the lower time
+        per layer counts as having layers only.
 
         Raises:
             ScheduleError: there is another number of stages, or none has layers.
@@ -55,8 +121,9 @@ class Pieces:
                 f"{len(layers)}"
             )
         stages = costs.stages()
-        pairs = zip(stages, layers, strict=True)
-        each = [stage.times(1 / count) if count else None for stage, count in pairs]
+        parts = Share.of_stages(layers, shares)
+        pairs = zip(stages, parts, strict=True)
+        each = [part.inverse().of(stage) if part.time else None for stage, part in pairs]
         known = [piece for piece in each[1:-1] if piece is not None]
         if not known:
             ends = [piece for piece in each if piece is not None]
@@ -66,8 +133,8 @@ class Pieces:
         layer = Piece.middle(known)
         return cls(
             layer,
-            stages[0].over(layer.times(layers[0])),
-            stages[-1].over(layer.times(layers[-1])),
+            stages[0].over(parts[0].of(layer)),
+            stages[-1].over(parts[-1].of(layer)),
             costs.send_us,
             costs.host_us,
             costs.sources,
@@ -77,6 +144,7 @@ class Pieces:
             costs.by_microbatch,
             median(costs.more_send_us) if costs.more_send_us else None,
             costs.device_bytes,
+            shares,
         )
 
     @classmethod
@@ -101,7 +169,7 @@ class Pieces:
 
     def costs(self, layers: Sequence[int]) -> Costs:
         """Return the costs of stages with so many layers each."""
-        stages = [self.layer.times(count) for count in layers]
+        stages = [share.of(self.layer) for share in Share.of_stages(layers, self.shares)]
         stages[0] = stages[0].plus(self.first)
         stages[-1] = stages[-1].plus(self.last)
         least = LEAST * self.layer.time_us
@@ -121,9 +189,12 @@ class Pieces:
         layer = replace(self.layer, copy_out_us=time, copy_back_us=time, offloaded_bytes=held)
         return replace(self, layer=layer, half_duplex=half_duplex)
 
-    def predicting(self, count: int, merging_in_layers: float = MERGING) -> "Pieces":
-        """Return the pieces with so many layers of multi-token prediction in the last stage."""
-        return replace(self, last=with_predicting(self.last, self.layer, count, merging_in_layers))
+    def predicting(
+        self, count: int, merging_in_layers: float = MERGING, each: Share | None = None
+    ) -> "Pieces":
+        """Add `count` layers of multi-token prediction to the last stage, each of this share."""
+        layer = self.layer if each is None else each.of(self.layer)
+        return replace(self, last=with_predicting(self.last, layer, count, merging_in_layers))
 
     def balanced(self, num_layers: int, placement: Placement) -> tuple[int, ...]:
         """Return how many layers every stage gets so that the busiest device has least to do.
@@ -138,9 +209,14 @@ class Pieces:
         layers = [0, *(1,) * (len(placement) - 2), 0] if len(placement) > 1 else [0]
         check_stages(num_layers, sum(layers), len(placement))
         of_layer = self.layer.time_us or 1.0
+        least = LEAST * of_layer
+        ends_us = max(self.first.time_us, least), max(self.last.time_us, least)
+        if len({share.time for share in self.shares}) > 1:
+            times_us = [share.time * of_layer for share in self.shares]
+            return balanced_cuts(times_us, placement, ends_us, *self._in_blocks(placement))
         stage_us = [count * of_layer for count in layers]
-        stage_us[0] += max(self.first.time_us, LEAST * of_layer)
-        stage_us[-1] += max(self.last.time_us, LEAST * of_layer)
+        stage_us[0] += ends_us[0]
+        stage_us[-1] += ends_us[-1]
         device_us = [0.0] * (max(placement) + 1)
         for stage, device in enumerate(placement):
             device_us[device] += stage_us[stage]
@@ -156,6 +232,16 @@ class Pieces:
             device_us[placement[stage]] += of_layer
         return tuple(layers)
 
+    def _in_blocks(self, placement: Placement) -> Iterator[list[int]]:
+        """Yield the balanced layers of stages of whole blocks, if a block of layers repeats."""
+        shares, total = self.shares, len(self.shares)
+        sizes = (size for size in range(2, total // 2 + 1) if not total % size)
+        size = next((each for each in sizes if shares == shares[:each] * (total // each)), None)
+        if size is not None and total // size >= len(placement):
+            layer = Share.total(shares[:size]).of(self.layer)
+            blocks = replace(self, layer=layer, shares=()).balanced(total // size, placement)
+            yield [count * size for count in blocks]
+
 
 def _rounded(time_us: float) -> float:
     """Return the time without the last bits, in which sums of the same terms may differ."""
@@ -163,13 +249,19 @@ def _rounded(time_us: float) -> float:
 
 
 def recut(
-    costs: Costs, num_stages: int, num_devices: int, name: str, num_layers: int | None = None
+    costs: Costs,
+    num_stages: int,
+    num_devices: int,
+    name: str,
+    num_layers: int | None = None,
+    shares: tuple[Share, ...] = (),
 ) -> Costs:
     """Return the costs of the same model in another number of stages.
 
     Neighbouring stages are added up where that suffices. Else the layers are dealt out anew, which
     takes that their number is known: equally many to every stage if they were, and else balanced.
-    `num_layers` is what the costs do not say themselves, of stages that have equally many.
+    `num_layers` is what the costs do not say themselves, of stages that have equally many;
+    `shares` are those of the layers, if they are not identical.
 
     Raises:
         ScheduleError: the stages are no coarser cut, and the layers not known or not enough.
@@ -179,7 +271,7 @@ def recut(
     if total is None or costs.num_stages % num_stages == 0:
         return regroup(costs, num_stages, name)
     even = layers is None or len(set(layers)) == 1
-    pieces = Pieces.of(costs, layers or (total / costs.num_stages,) * costs.num_stages)
+    pieces = Pieces.of(costs, layers or (total / costs.num_stages,) * costs.num_stages, shares)
     placement = looping(num_devices, num_stages // num_devices)
     return pieces.costs((even_layers if even else pieces.balanced)(total, placement))
 
@@ -321,16 +413,28 @@ class Widths:
     @property
     def head_in_layers(self) -> float:
         """Return how many layers' products the output layer's take; tensor parallel or not."""
-        return self.hidden * self.vocabulary / self._layer
+        return self.hidden * self.vocabulary / self.layer
 
     @property
     def merging_in_layers(self) -> float:
         """Return what multi-token prediction takes to merge two hidden states into one."""
-        return 2 * self.hidden**2 / self._layer
+        return 2 * self.hidden**2 / self.layer
 
     @property
-    def _layer(self) -> float:
-        projections = self.hidden * (2 * self.attention + self.key_value)
-        feed_forward = self.hidden * self.feed_forward * (3 if self.gated else 2)
-        scores = self.sequence * self.attention  # the causal half of two products
-        return projections + feed_forward + scores
+    def layer(self) -> float:
+        """Return the products of a layer of a GPT: attention and feed-forward."""
+        return self.attention_layer + self.feed_forward_layer(self.feed_forward)
+
+    @property
+    def attention_weights(self) -> float:
+        """Return the weights of the projections of an attention layer."""
+        return self.hidden * (2 * self.attention + self.key_value)
+
+    @property
+    def attention_layer(self) -> float:
+        """Return the products of an attention layer, with the causal half of the scores' two."""
+        return self.attention_weights + self.sequence * self.attention
+
+    def feed_forward_layer(self, width: float) -> float:
+        """Return the products of a feed-forward layer of this width, which are its weights."""
+        return self.hidden * width * (3 if self.gated else 2)

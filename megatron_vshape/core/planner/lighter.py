@@ -6,20 +6,23 @@ from typing import Any
 from megatron_vshape.core.check.bounds import each_limit, least_memory
 from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.layers import Pieces, Share
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.model.schedule import Schedule
 
 
-def lighter_layers(schedule: Schedule, costs: Costs) -> tuple[tuple[int, ...], float]:
+def lighter_layers(
+    schedule: Schedule, costs: Costs, shares: tuple[Share, ...] = ()
+) -> tuple[tuple[int, ...], float]:
     """Return the layers of every stage with which the largest device needs least, and its peak.
 
     The order stays as it is, and what it takes is not looked at. A layer at a time moves from the
-    largest device to where it helps most. Costs that do not know their layers keep them.
+    largest device to where it helps most. Costs that do not know their layers keep them. `shares`
+    are those of the layers, if they are not identical.
     """
     if costs.layers is None:
         return (), max(peak_held(schedule, costs))
-    pieces = Pieces.of(costs, costs.layers)
+    pieces = Pieces.of(costs, costs.layers, shares)
 
     def needs(layers: tuple[int, ...]) -> list[float]:
         return sorted(peak_held(schedule, pieces.costs(layers)), reverse=True)

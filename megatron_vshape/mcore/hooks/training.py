@@ -20,6 +20,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args
 from megatron.training.utils import print_rank_0
 
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.mcore.early.post_validation import (
     PostValidation,
     check_optimizer,
@@ -303,7 +304,10 @@ def _tell_end(session: Session) -> None:
     if session.runner is not None:
         group = parallel_state.get_pipeline_model_parallel_group()
         copies = parallel_state.get_data_parallel_world_size()
-        _print_if_any(session.runner.report.closing_line(group, copies))
+        try:
+            _print_if_any(session.runner.report.closing_line(group, copies))
+        except ScheduleError as error:  # Megatron saves the last checkpoint after this report
+            logger.warning("no closing report: %s", error)
 
 
 def _print_if_any(line: str | None) -> None:

@@ -10,11 +10,8 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.layers import AUTO_SPLIT, check_layers, even_layers, parse_layers
-from megatron_vshape.core.model.placement import Placement
-from megatron_vshape.mcore.refusals import UnsupportedError
 
-FLAG = "--hybrid-layer-pattern"
+FLAG, OPTION = "--hybrid-layer-pattern", "hybrid_layer_pattern"
 BEGINS_STAGE, BEGINS_MTP = "|", "/"
 
 PLACES = (
@@ -24,54 +21,14 @@ PLACES = (
 """Where Megatron decides which part of the pattern a stage has, and from which release to which."""
 
 
-def pattern_of(model: Any) -> str | None:
-    """Return the pattern of arguments or a config; None where all layers are alike.
-
-    Where only the model's constructor is told the pattern, any one of so many layers does.
-    """
-    pattern: str | None = getattr(model, "hybrid_layer_pattern", None)
-    count, is_hybrid = getattr(model, "num_layers", None), getattr(model, "is_hybrid_model", False)
-    return "*" * count if not pattern and count and is_hybrid else pattern
+def parts(pattern: str) -> tuple[int, ...]:
+    """Count the layers between the `|` of a pattern; of all of them, if it has none."""
+    return tuple(map(len, pattern.partition(BEGINS_MTP)[0].split(BEGINS_STAGE)))
 
 
-def layers_of_stages(pattern: str, placement: Placement, split: str | None) -> tuple[int, ...]:
-    """Return how many of the pattern's layers every stage has.
-
-    Where the pattern has no `|`, `split` says, as `--pipeline-layer-split`, or all have equally
-    many. What a layer takes depends on its symbol, so auto has nothing to balance by.
-
-    Raises:
-        ScheduleError: the pattern does not fit the stages.
-        UnsupportedError: the flags contradict it.
-    """
-    segments = pattern.partition(BEGINS_MTP)[0].split(BEGINS_STAGE)
-    if len(segments) > 1:
-        _check_segments(pattern, segments, placement, split)
-        return tuple(map(len, segments))
-    if split == AUTO_SPLIT:
-        raise UnsupportedError(
-            f"--pipeline-layer-split {AUTO_SPLIT} requires identical layers, and those of "
-            f"{FLAG} differ: mark the start of each stage in the pattern with {BEGINS_STAGE}"
-        )
-    if split is not None:
-        return parse_layers(split, num_layers(pattern), placement)
-    return even_layers(num_layers(pattern), placement)
-
-
-def _check_segments(
-    pattern: str, segments: Sequence[str], placement: Placement, split: str | None
-) -> None:
-    if split is not None:
-        raise UnsupportedError(
-            f"{FLAG} {pattern:.80} defines the layers of each stage with {BEGINS_STAGE}, as "
-            "--pipeline-layer-split does: remove one of them"
-        )
-    if len(segments) != len(placement):
-        raise ScheduleError(
-            f"{FLAG} {pattern:.80} has {len(segments)} parts and the schedule {len(placement)} "
-            f"stages: put {len(placement) - 1} times {BEGINS_STAGE} into it, or none"
-        )
-    check_layers(f"{FLAG} {pattern:.80}", [len(segment) for segment in segments])
+def marks_stages(model: Any) -> bool:
+    """Check whether the pattern of arguments or a config has `|` between stages."""
+    return BEGINS_STAGE in (getattr(model, "hybrid_layer_pattern", None) or "")
 
 
 def num_layers(pattern: str) -> int:
@@ -82,6 +39,11 @@ def num_layers(pattern: str) -> int:
 def num_predicting(pattern: str) -> int:
     """Return how many parts for multi-token prediction the pattern has."""
     return sum(bool(part) for part in pattern.split(BEGINS_MTP)[1:])
+
+
+def without_stages(pattern: str) -> str:
+    """Remove the `|` of a pattern."""
+    return pattern.replace(BEGINS_STAGE, "")
 
 
 def cut(pattern: str, layers: Sequence[int]) -> str:

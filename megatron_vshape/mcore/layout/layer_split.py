@@ -16,14 +16,14 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import (
     AUTO_SPLIT,
     Pieces,
+    Share,
     even_layers,
     parse_layers,
     without_ends,
 )
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.planner.vocabulary import SUM, shared_pieces, tells_shared
-from megatron_vshape.mcore.layout import multi_token
-from megatron_vshape.mcore.layout.sizes import options_of, widths_of
+from megatron_vshape.mcore.layout.sizes import Sizes, options_of, sizes_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ class Split(NamedTuple):
     costs: Costs | None  # measured, if any were given
     estimate: Costs | None = None  # in chunks and their passes; None where all stages are alike
     limits: tuple[float, ...] | None = None  # that the order was chosen for, where it was
+    shares: tuple[Share, ...] = ()  # of each layer, if these are not identical
 
 
 _Chosen = tuple[tuple[int, ...], tuple[float, ...] | None]
@@ -63,27 +64,27 @@ def split_layers(
         ScheduleError: the layers do not fit the stages, or the costs do not.
     """
     layers, measured = given_layers(args, placement, text, costs)
-    limits = None
+    limits, sizes = None, _sizes(args)
     if layers is None:
-        pieces = measured or _estimated(args, len(placement))
+        pieces = measured or _estimated(sizes, len(placement))
         if shares:
-            pieces = _without_ends(args, pieces)
-        layers = pieces.balanced(args.num_layers, placement)
+            pieces = _without_ends(sizes, pieces)
+        layers = pieces.balanced(sizes.num_layers, placement)
         if question is not None and measured is not None:
             layers, limits = once(
-                partial(_choose, replace(question, layers=(pieces, args.num_layers)))
+                partial(_choose, replace(question, layers=(pieces, sizes.num_layers)))
             )
     if text is not None and os.environ.get("RANK", "0") == "0":
         told = ",".join(map(str, layers))
         logger.info("layers per stage, in model order: %s", told)
     if shares:
-        return _share(args, layers, placement, costs, limits)
-    unlike = len(set(layers)) > 1 or multi_token.num_predicting(args) > 0
-    estimate = _estimated(args, len(placement)).costs(layers) if unlike else None
+        return _share(args, sizes, layers, placement, costs)._replace(limits=limits)
+    unlike = len(set(Share.of_stages(layers, sizes.shares))) > 1 or sizes.predicting > 0
+    estimate = _estimated(sizes, len(placement)).costs(layers) if unlike else None
     if costs is not None and measured is not None and costs.layers != layers:
         if costs.layers is not None or text == AUTO_SPLIT:
             costs = measured.costs(layers)
-    return Split(layers, costs, estimate, limits)
+    return Split(layers, costs, estimate, limits, sizes.shares)
 
 
 def _choose(question: Question) -> _Chosen:
@@ -101,11 +102,12 @@ def given_layers(
         ScheduleError: the layers do not fit the stages, or the costs do not; or of what is to be
             balanced the sizes are not known.
     """
-    measured = None if costs is None else _pieces_of(args.num_layers, costs)
+    sizes = _sizes(args)
+    measured = None if costs is None else _pieces_of(sizes, costs)
     if text is None:
-        return even_layers(args.num_layers, placement), measured
+        return even_layers(sizes.num_layers, placement), measured
     if text != AUTO_SPLIT:
-        return parse_layers(text, args.num_layers, placement), measured
+        return parse_layers(text, sizes.num_layers, placement), measured
     if measured is None and _vocabulary(args) is None:
         raise ScheduleError(
             "--pipeline-layer-split auto needs the size of the vocabulary before the tokenizer "
@@ -115,28 +117,24 @@ def given_layers(
 
 
 def _share(
-    args: Any,
-    layers: tuple[int, ...],
-    placement: Placement,
-    costs: Costs | None,
-    limits: tuple[float, ...] | None,
+    args: Any, sizes: Sizes, layers: tuple[int, ...], placement: Placement, costs: Costs | None
 ) -> Split:
     """Return the split of a model whose ends no stage has."""
-    estimate = _shared(args, None, layers, placement)
+    estimate = _shared(args, sizes, None, layers, placement)
     if costs is not None:
-        measured, known = _pieces_of(args.num_layers, costs), tells_shared(costs)
-        others = costs.others if known else _shared(args, measured, layers, placement).others
-        costs = _without_ends(args, measured).costs(layers).having(**dict(others))
-    return Split(layers, costs, estimate, limits)
+        measured, known = _pieces_of(sizes, costs), tells_shared(costs)
+        others = costs if known else _shared(args, sizes, measured, layers, placement)
+        costs = _without_ends(sizes, measured).costs(layers).having(**dict(others.others))
+    return Split(layers, costs, estimate, shares=sizes.shares)
 
 
-def _without_ends(args: Any, pieces: Pieces) -> Pieces:
+def _without_ends(sizes: Sizes, pieces: Pieces) -> Pieces:
     """Return the pieces of a model whose vocabulary all share: what predicts further stays."""
-    return without_ends(pieces).predicting(*_predicting(args))
+    return _predicting(without_ends(pieces), sizes)
 
 
 def _shared(
-    args: Any, measured: Pieces | None, layers: Sequence[int], placement: Placement
+    args: Any, sizes: Sizes, measured: Pieces | None, layers: Sequence[int], placement: Placement
 ) -> Costs:
     """Return the costs of stages without ends, and of each rank's part of these.
 
@@ -144,9 +142,9 @@ def _shared(
     of an even stage; a chunk to hold 17 numbers for each of a layer's hidden ones.
     """
     stages, ranks = len(placement), max(placement) + 1
-    each, (count, merging) = args.num_layers / stages, _predicting(args)
-    pieces = measured or _estimated(args, stages)
-    further = without_ends(pieces).predicting(count, merging).last
+    each, count = sizes.blocks / stages, sizes.predicting
+    pieces = measured or _estimated(sizes, stages)
+    further = _without_ends(sizes, pieces).last
     pieces = replace(pieces, last=pieces.last.over(further).times(1 / (1 + count)))
     numbers = (_vocabulary(args) or 0) / ranks + args.hidden_size  # per token, from S to T
     held = (1 + count) * numbers / (17 * args.hidden_size * each)
@@ -154,29 +152,32 @@ def _shared(
         held *= each * measured.layer.held_after_forward_bytes
     sum_us = SUM * each * pieces.layer.forward_us
     shared = shared_pieces(pieces, ranks, sum_us, held, count)
-    return shared.predicting(count, merging).costs(layers)
+    return _predicting(shared, sizes).costs(layers)
 
 
-def _pieces_of(num_layers: int, costs: Costs) -> Pieces:
+def _pieces_of(sizes: Sizes, costs: Costs) -> Pieces:
     """Return the pieces of costs whose stages are alike where they do not say otherwise."""
-    even = (num_layers / costs.num_stages,) * costs.num_stages
-    return Pieces.of(costs, costs.layers or even)
+    even = (sizes.num_layers / costs.num_stages,) * costs.num_stages
+    divides = costs.layers is not None or not sizes.num_layers % costs.num_stages
+    return Pieces.of(costs, costs.layers or even, sizes.shares if divides else ())
 
 
-def _estimated(args: Any, num_stages: int) -> Pieces:
+def _estimated(sizes: Sizes, num_stages: int) -> Pieces:
     """Return what the products of the layers and of the head say; a unit is an even stage's.
 
     Each layer of multi-token prediction is one with a head of its own. A head of unknown size
     takes nothing.
     """
-    widths = widths_of(options_of(args), _vocabulary(args) or 0)
-    pieces = Pieces.estimated(widths.head_in_layers, args.num_layers / num_stages)
-    return pieces.predicting(*_predicting(args))
+    pieces = Pieces.estimated(sizes.head_in_layers, sizes.blocks / num_stages)
+    return _predicting(replace(pieces, shares=sizes.shares), sizes)
 
 
-def _predicting(args: Any) -> tuple[int, float]:
-    """Return how many layers of multi-token prediction there are, and what each takes to merge."""
-    return multi_token.num_predicting(args), widths_of(options_of(args), 0).merging_in_layers
+def _predicting(pieces: Pieces, sizes: Sizes) -> Pieces:
+    return pieces.predicting(sizes.predicting, sizes.merging_in_layers, sizes.predicted)
+
+
+def _sizes(args: Any) -> Sizes:
+    return sizes_of(options_of(args), _vocabulary(args) or 0)
 
 
 def _vocabulary(args: Any) -> int | None:

@@ -11,6 +11,7 @@ from megatron_vshape.core.check.bounds import fits
 from megatron_vshape.core.check.simulate import filled, peak_in_host
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.layers import Share
 from megatron_vshape.core.model.placement import Placement, looping, v_shape, with_loss_last
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import JOINT_NAMES
@@ -35,7 +36,8 @@ class Choice:
     limit_bytes: float | None = None  # of a device, for auto; None: activations as `limit_of` holds
     limit_of: str | tuple[float, ...] | None = None  # a schedule, or its peaks; None: 1F1B's
     host_limit_bytes: float = math.inf  # of what waits in host memory of a device
-    num_layers: int | None = None  # of the model, where its layers are all alike
+    num_layers: int | None = None  # of the model
+    layer_shares: tuple[Share, ...] = ()  # of each of these, if they are not identical
     keeps_backward_whole: bool = False  # every B takes its W along, as where layers are recomputed
     whole_stages: frozenset[int] = frozenset()  # the same of these: no W is left of their B
     hides: bool = False  # a B that waits for tensor-parallel ranks runs jobs of the W after it

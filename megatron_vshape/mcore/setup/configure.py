@@ -11,6 +11,8 @@ from megatron.core import parallel_state
 from torch import nn
 
 from megatron_vshape.core.ask import AUTO, with_chunks
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.layers import check_layers
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.paper.catalogue import JOINT_NAMES
 from megatron_vshape.core.rivals import Rival
@@ -114,7 +116,7 @@ def _tell_megatron(args: Namespace, pipeline: Pipeline) -> None:
     stage_map = pipeline.stage_map
     if pipeline.choice.shares:
         vocabulary.pad(args, stage_map.num_ranks)
-    pattern = getattr(args, "hybrid_layer_pattern", None)
+    pattern = getattr(args, hybrid.OPTION, None)
     if pattern is None:
         # Even of one chunk: Megatron then leaves the number of layers to the layout.
         args.num_virtual_stages_per_pipeline_rank = stage_map.num_chunks
@@ -204,8 +206,8 @@ def _prepare_megatrons_own(args: Namespace, name: str | None) -> None:
 def _split_megatrons_own(args: Namespace, options: Options) -> None:
     """Hand a split on to Megatron in its own form."""
     text, ranks = options.layer_split, args.pipeline_model_parallel_size
-    if ranks > 1 and options.schedule and getattr(args, "hybrid_layer_pattern", None) is not None:
-        _split_megatrons_own_hybrid(args, text)
+    if ranks > 1 and options.schedule and getattr(args, hybrid.OPTION, None) is not None:
+        _split_megatrons_own_hybrid(args, options)
         return
     if text is None or ranks == 1:
         return
@@ -222,16 +224,35 @@ def _split_megatrons_own(args: Namespace, options: Options) -> None:
     args.num_virtual_stages_per_pipeline_rank = None  # the text says how many
 
 
-def _split_megatrons_own_hybrid(args: Namespace, text: str | None) -> None:
-    """Mark the stages in the pattern of layers, where Megatron reads them."""
-    pattern = args.hybrid_layer_pattern
+def _split_megatrons_own_hybrid(args: Namespace, options: Options) -> None:
+    """Mark the stages in the pattern of layers, where Megatron reads them.
+
+    Raises:
+        ScheduleError: the pattern marks another number of stages than the schedule has.
+    """
+    pattern, ranks = args.hybrid_layer_pattern, args.pipeline_model_parallel_size
     chunks = args.num_virtual_stages_per_pipeline_rank or 1
     args.num_virtual_stages_per_pipeline_rank = None  # the pattern says how many
-    if hybrid.BEGINS_STAGE in pattern and text is None:
+    if not hybrid.marks_stages(args):
+        split = split_layers(args, looping(ranks, chunks), options.layer_split, options.costs())
+        args.hybrid_layer_pattern = hybrid.cut(pattern, split.layers)
         return
-    placement = looping(args.pipeline_model_parallel_size, chunks)
-    args.hybrid_layer_pattern = hybrid.cut(
-        pattern, hybrid.layers_of_stages(pattern, placement, text)
+    given = f"{hybrid.FLAG} {pattern:.80}"
+    if options.layer_split is not None:
+        raise UnsupportedError(
+            f"{given} defines the layers of each stage with {hybrid.BEGINS_STAGE}, as "
+            f"--pipeline-layer-split does: remove one of them"
+        )
+    parts = hybrid.parts(pattern)
+    if len(parts) == ranks * chunks:
+        check_layers(given, parts)
+        return
+    others = {ranks * each: f"interleaved-1f1b:{each}" for each in range(2, len(parts) + 1)}
+    fits = (others | {ranks: "1f1b"}).get(len(parts))
+    raise ScheduleError(
+        f"{given} has {len(parts)} stages, and --pipeline-schedule {options.schedule} has "
+        f"{ranks * chunks} on {ranks} pipeline ranks: {f'use {fits}, or ' if fits else ''}remove "
+        f"every {hybrid.BEGINS_STAGE} from the pattern"
     )
 
 

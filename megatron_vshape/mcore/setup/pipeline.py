@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_vshape.core.ask import AUTO, Question
-from megatron_vshape.mcore.layout import hybrid, multi_token
+from megatron_vshape.mcore.layout import multi_token
 from megatron_vshape.mcore.layout.layer_split import Split, split_layers
 from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.layout.stages import StageLayout
@@ -142,10 +142,7 @@ def _split(
     once: OnePlanner,
 ) -> Split:
     """Return the layers of every stage, and what such stages cost."""
-    pattern, text = hybrid.pattern_of(model), options.layer_split
-    if pattern is not None:
-        return Split(hybrid.layers_of_stages(pattern, choice.placement, text), choice.costs)
-    asked = _question(choice, options, microbatches)
+    text, asked = options.layer_split, _question(choice, options, microbatches)
     return split_layers(model, choice.placement, text, choice.costs, asked, choice.shares, once)
 
 
@@ -180,7 +177,8 @@ def _of_model(
         costs=split.costs,
         estimate=split.estimate,
         limit_of=split.limits or choice.limit_of,
-        num_layers=model.num_layers,
+        num_layers=sum(split.layers),
+        layer_shares=split.shares,
         keeps_backward_whole=getattr(model, "recompute_granularity", None) == "full",
         # Where costs make the order they say how short those W are, and `lower` joins the rest.
         whole_stages=(

@@ -362,7 +362,8 @@ class Planner:
         placements = (self.choice.planned,)
 
         def cut(num_stages: int, name: str) -> Costs:
-            return recut(costs, num_stages, question.num_devices, name, layers)
+            shares = self.choice.layer_shares
+            return recut(costs, num_stages, question.num_devices, name, layers, shares)
 
         within = replace(question, limit=limit, in_host=self.choice.in_host_bytes)
         return replace(within, costs=costs, cut=cut, placements=placements)

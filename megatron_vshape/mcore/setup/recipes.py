@@ -43,6 +43,7 @@ from megatron_vshape.mcore.setup.translate import (
     TranslationError,
     Treatment,
     UnknownLayersError,
+    count_layers,
     translate,
     written,
 )
@@ -214,21 +215,18 @@ def _layers(
 ) -> tuple[int, ...]:
     """Return the layers of every stage, as even as can be where they are to be balanced."""
     count = getattr(given, LAYERS, None)
-    pattern = hybrid.pattern_of(given)
-    if pattern is not None:
-        return hybrid.layers_of_stages(pattern, placement, text)
     if not _layers_known(given, text):  # enough for every check
         return (getattr(given, HASH_LAYERS, None) or 1,) * len(placement)
-    if count is None:
+    if count is None and getattr(given, hybrid.OPTION, None) is None:
         given = copy(given)
         given.num_layers = sum(map(int, str(text).split(",")))
     layers, _ = given_layers(given, placement, text, costs)
-    return layers or given_layout.nearest(given.num_layers, len(placement))
+    return layers or given_layout.nearest(count_layers(given) or 0, len(placement))
 
 
 def _layers_known(given: Any, text: str | None) -> bool:
     """Return whether it is known how many layers there are, or how many every stage has."""
-    names = (LAYERS, "hybrid_layer_pattern", "hybrid_override_pattern")
+    names = (LAYERS, hybrid.OPTION, "hybrid_override_pattern")
     counted = any(getattr(given, name, None) is not None for name in names)
     return counted or (text or AUTO) != AUTO
 

@@ -17,10 +17,9 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.layers import AUTO_SPLIT
+from megatron_vshape.core.model.layers import AUTO_SPLIT, check_layers
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.mcore.layout import given_layout, hybrid, multi_token
-from megatron_vshape.mcore.layout.hybrid import BEGINS_STAGE
 from megatron_vshape.mcore.layout.hybrid import FLAG as PATTERN
 from megatron_vshape.mcore.refusals import BESIDE, UnsupportedError, captures_graphs
 
@@ -69,6 +68,7 @@ class Translation(NamedTuple):
     only_if: Callable[[Any], Any] | None = None  # else the options are left as they are
     usual: str | None = None  # the option that Megatron takes its value from, if none is given
     offloads: bool = False  # the plan may have activations wait in host memory
+    left: Callable[[Any], Any] | None = None  # of a value, once it is translated; None: `off`
 
     @property
     def outcome(self) -> Treatment:
@@ -86,10 +86,14 @@ class Translation(NamedTuple):
             name: value for name, value in values.items() if _is_given(value) and value != usual
         }
 
+    def wins(self, flag: str) -> bool:
+        """Check whether a flag is one of the rule's options."""
+        return flag.removeprefix("--").replace("-", "_") in self.names
+
     def clear(self, options: Any) -> None:
         """Make the options that are given say nothing."""
-        for name in self.given(options):
-            setattr(options, name, self.off)
+        for name, value in self.given(options).items():
+            setattr(options, name, self.off if self.left is None else self.left(value))
 
 
 def _is_given(value: Any) -> bool:
@@ -117,9 +121,9 @@ def written(given: Mapping[str, Any]) -> str:
     )
 
 
-def _count_layers(options: Any) -> int | None:
+def count_layers(options: Any) -> int | None:
     """Return how many layers the model has, or None where that is not known yet."""
-    pattern = getattr(options, "hybrid_layer_pattern", None)
+    pattern = getattr(options, hybrid.OPTION, None)
     if pattern is not None:
         return hybrid.num_layers(pattern)
     layers: int | None = getattr(options, "num_layers", None)
@@ -127,7 +131,7 @@ def _count_layers(options: Any) -> int | None:
 
 
 def _needed_layers(options: Any, name: str) -> int:
-    layers = _count_layers(options)
+    layers = count_layers(options)
     if layers is None:
         raise UnknownLayersError(f"{name} needs the number of layers: add --num-layers", name)
     return layers
@@ -149,14 +153,10 @@ def _evened(options: Any, placement: Placement, layers: Sequence[int], why: str)
 
 
 def _can_be_balanced(options: Any) -> bool:
-    """Return whether the sizes of a model of like layers are known, as Megatron-LM's flags say."""
+    """Return whether the sizes of the model are known, as by Megatron-LM's flags."""
     sizes = ("padded_vocab_size", "vocab_size")
     has_vocabulary = any(getattr(options, name, None) for name in sizes)
-    return (
-        has_vocabulary
-        and hasattr(options, "group_query_attention")
-        and getattr(options, "hybrid_layer_pattern", None) is None
-    )
+    return has_vocabulary and hasattr(options, "group_query_attention")
 
 
 def _of_layout(options: Any, placement: Placement) -> Layers:
@@ -164,7 +164,7 @@ def _of_layout(options: Any, placement: Placement) -> Layers:
     layout = options.pipeline_model_parallel_layout
     layers, predicting = given_layout.layers_in(layout)
     told = f"{given_layout.OPTION} {given_layout.as_written(layout)}"
-    total, stages = _count_layers(options), len(placement)
+    total = count_layers(options)
     if total is not None and sum(layers) != total:
         raise ScheduleError(f"{told} has {sum(layers)} layers and the model {total}")
     predicts = multi_token.num_predicting(options)
@@ -173,6 +173,12 @@ def _of_layout(options: Any, placement: Placement) -> Layers:
             f"{told} has multi-token prediction of depth {predicting}, and {multi_token.OPTION} is "
             f"{predicts}: make them agree"
         )
+    return _regrouped(options, placement, layers)
+
+
+def _regrouped(options: Any, placement: Placement, layers: Sequence[int]) -> Layers:
+    """Translate the layers of stages that an option defines to the schedule's stages."""
+    stages = len(placement)
     ours = given_layout.regrouped(layers, stages)
     if ours is None:
         divides = not len(layers) % stages or not stages % len(layers)
@@ -182,6 +188,15 @@ def _of_layout(options: Any, placement: Placement) -> Layers:
         return _evened(options, placement, layers, why)
     how = f"its {len(layers)} stages as the schedule's {stages}"
     return Layers(_numbers(ours), how)
+
+
+def _of_pattern(options: Any, placement: Placement) -> Layers:
+    """Translate the `|` of a hybrid model's pattern, as a layout."""
+    pattern = getattr(options, hybrid.OPTION)
+    layers = hybrid.parts(pattern)
+    if len(layers) == len(placement):
+        check_layers(f"{PATTERN} {pattern:.80}", layers)
+    return _regrouped(options, placement, layers)
 
 
 def _of_counted_ends(options: Any, placement: Placement) -> Layers:
@@ -250,6 +265,13 @@ TRANSLATIONS = (
         _of_counted_ends,
     ),
     Translation(("pipeline_model_parallel_layout",), _COUNTED, None, _of_layout),
+    Translation(
+        (hybrid.OPTION,),
+        _COUNTED,
+        layers=_of_pattern,
+        only_if=hybrid.marks_stages,
+        left=hybrid.without_stages,
+    ),
     Translation((*FIRST, *LAST), _COUNTED, None, _of_ranks),
     Translation(
         ("microbatch_group_size_per_vp_stage",), _OWN_ORDER, usual="pipeline_model_parallel_size"
@@ -280,8 +302,8 @@ TRANSLATIONS = (
     ),
     Translation(
         ("hybrid_override_pattern",),
-        "renamed to hybrid_layer_pattern",
-        renames="hybrid_layer_pattern",
+        f"renamed to {hybrid.OPTION}",
+        renames=hybrid.OPTION,
     ),
     Translation(
         ("delay_wgrad_compute",),
@@ -339,7 +361,7 @@ def translate(options: Any, placement: Placement, layer_split: str | None = None
         if not given or (rule.for_one_chunk and chunks > 1):
             continue
         said, outcome = rule.becomes, rule.outcome
-        if rule.layers is not None and winner is not None:
+        if rule.layers is not None and winner is not None and not rule.wins(winner):
             said = f"ignored, {winner} defines the layers of each stage"
             outcome = Treatment.SET_ASIDE
         elif rule.layers is not None:
@@ -379,11 +401,10 @@ def _rename(options: Any) -> list[Notice]:
 
 
 def _winner(options: Any, layer_split: str | None) -> str | None:
-    """Return what says the layers of every stage by itself, whatever these options say."""
-    pattern = getattr(options, "hybrid_layer_pattern", None) or ""
-    if BEGINS_STAGE in pattern:
-        return PATTERN
-    return None if layer_split is None else SPLIT
+    """Return the flag that defines the layers of every stage, whatever other options say."""
+    if layer_split is not None:
+        return SPLIT
+    return PATTERN if hybrid.marks_stages(options) else None
 
 
 def _check_one_decides(options: Any) -> None:
