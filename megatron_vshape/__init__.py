@@ -91,7 +91,7 @@ def __dir__() -> list[str]:
 
 
 def register(**options: Any) -> None:
-    """Put the schedules into Megatron: by Megatron-LM's flags, or by `options` for any library.
+    """Add the schedules to Megatron, by flags of Megatron-LM or by `options` for any library.
 
     Without options it adds `--pipeline-schedule` and its companions to Megatron's parser; call it
     before Megatron parses its arguments and builds its model. With options, it is enough before
@@ -120,7 +120,7 @@ def register(**options: Any) -> None:
 
 
 def unregister() -> None:
-    """Leave every attribute of Megatron that `register` replaced as it was."""
+    """Restore every attribute of Megatron that `register` replaced."""
     from megatron_vshape.mcore.hooks import registry
 
     registry.uninstall()

@@ -51,7 +51,7 @@ class Edge(NamedTuple):
 
 
 class Transport:
-    """Carries the messages of this rank's pipeline; keeps its process groups across programs.
+    """P2P communication of this rank, with process groups that are reused by later programs.
 
     Received tensors have the shape and dtype given here or to `expect`. Everything sent stays
     alive until it has left: gloo holds the tensor object but not the memory that a caller

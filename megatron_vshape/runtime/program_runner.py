@@ -91,7 +91,7 @@ def run_program(
     place: Place | None = None,
     handlers: Mapping[Kind, Handler] = MappingProxyType({}),
 ) -> None:
-    """Run what `program` says for `device`, whose stages are `stages`, and send all its results.
+    """Run the passes and messages of `device` in a program with these `stages`.
 
     `place` follows what runs, and stays where something was raised; `handlers` run the passes of
     their kinds.

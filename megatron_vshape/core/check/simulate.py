@@ -20,7 +20,7 @@ unused."""
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Return when every pass runs if each starts as soon as its device and its inputs allow.
+    """Simulate a step: each pass starts once its device is free and its inputs are there.
 
     A resource of a device runs its passes in order, one at a time; where the schedule or the costs
     say half duplex, both links to the host are one. A joint pass starts when the inputs of both of
@@ -239,7 +239,7 @@ def _changes_of(work: Pass, costs: Costs) -> tuple[float, float]:
 
 
 def peak_held(schedule: Schedule, costs: Costs | None = None) -> tuple[float, ...]:
-    """Return the most that each device holds, in chunks or in the unit of the costs' memory.
+    """Compute the peak memory of each device, in chunks or in the unit of the costs.
 
     A chunk is 1 / (2 * num_devices) of the model's activations of one microbatch. Where the costs
     know of state and of what passes work with, that is all that a device needs.

@@ -37,7 +37,7 @@ def verify(
     max_held: float | Sequence[float] | None = None,
     costs: Costs | None = None,
 ) -> None:
-    """Return if every pass runs once, where its stage is, in an order that can run.
+    """Check that every pass runs once, on the right device and without deadlock.
 
     With `max_held`, one value or one per device, no device may hold more: chunks, or what the
     memory of `costs` is in.

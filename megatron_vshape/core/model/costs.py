@@ -131,7 +131,7 @@ class _Named(Generic[_Known]):
 
 @dataclass(frozen=True, slots=True, init=False)
 class Costs:
-    """Times and held memory of every stage, in model order.
+    """Times and activation memory of every stage, in model order.
 
     `amounts` are by the names that the kinds' rows give, and may be given so one by one; None is
     none. Times are in microseconds or any other unit used throughout, memory likewise in bytes or

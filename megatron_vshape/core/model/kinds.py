@@ -22,7 +22,7 @@ from typing import ClassVar, NamedTuple
 
 
 class ScheduleError(ValueError):
-    """A schedule, or what it is asked to be made from, cannot stand; the text says why."""
+    """Invalid schedule, costs or option; the message contains the reason."""
 
 
 PROCESSOR = "processor"

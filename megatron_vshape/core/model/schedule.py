@@ -65,7 +65,7 @@ class Lane(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The order in which every device runs its passes; it holds no times.
+    """Pass order of every device, without times.
 
     `placement[stage]` is the device of a stage, `order[device]` the passes of a device.
     With `half_duplex` a device's copies to and from its host share one link,
@@ -289,7 +289,7 @@ def check_slices(slices: int, num_microbatches: int) -> None:
 
 
 def load_schedule(path: str | Path) -> Schedule:
-    """Return the schedule in the JSON file at `path`, or in the CSV file if it ends in .csv.
+    """Load a schedule from a JSON file, or from a CSV file if `path` ends in .csv.
 
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
@@ -517,7 +517,7 @@ class Tried(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A schedule that fits, what it costs, and how far it may be from the best.
+    """Result of a search: schedule, step time, peak memory and lower bound.
 
     `value` is the makespan or span in the costs' unit; no order of the same placement within the
     limits is below `lower_bound`. `source` names what the search began from. `tried` are the ways

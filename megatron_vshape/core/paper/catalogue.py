@@ -159,7 +159,7 @@ def make(
     group_size: int | None = None,
     slices: int = 1,
 ) -> Schedule:
-    """Return the schedule called `name`; the options are those of `make_block`.
+    """Make the published schedule `name`; the options are those of `make_block`.
 
     >>> from megatron_vshape import make
     >>> schedule = make("v-half", num_devices=4, num_microbatches=8)

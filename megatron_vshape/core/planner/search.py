@@ -159,7 +159,7 @@ def plan(
     begun: Callable[[Callable[[], Plan]], None] | None = None,
     seed: int = 1,
 ) -> Plan:
-    """Return the best schedule found whose devices hold at most `limit` each.
+    """Search for the fastest schedule whose devices need at most `limit` memory each.
 
     `limit` is in the unit of the costs' memory, one value or one per device; infinity is none.
     With `steps` (by default what takes a few seconds at 8 devices) the same call gives the same

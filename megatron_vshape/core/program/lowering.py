@@ -46,7 +46,7 @@ def lower(
     kernels: bool = False,
     takes: bool = False,
 ) -> Program:
-    """Return the program of `schedule`, its message order proved.
+    """Add P2P messages to a schedule and prove that their order cannot deadlock.
 
     With a `timeline`, a B and the W right after it become one BW wherever nothing waits for B
     in the meantime: the split costs nothing then, and a whole backward hides collectives.
