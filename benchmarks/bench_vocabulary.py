@@ -5,7 +5,7 @@
 
 Trains a small GPT with a large vocabulary three times over gloo: with an even split of the layers,
 with `--pipeline-layer-split auto`, and with `--pipeline-vocab-parallel`. Each run measures its own
-costs and predicts from them what its later steps take (docs/costs.md); the medians of both are
+costs and predicts from them what its later steps take (docs/reference.md); the medians of both are
 printed, the ratios of the runs, and the MiB of the rank that holds most: activations, counted pass
 by pass, and what belongs to parameters.
 

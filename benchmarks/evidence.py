@@ -1,6 +1,6 @@
-"""Print docs/evidence.md: runs that others have published, beside what this package predicts.
+"""Print benchmarks/evidence.md: runs that others have published, beside what this package predicts.
 
-    python benchmarks/evidence.py > docs/evidence.md
+    python benchmarks/evidence.py > benchmarks/evidence.md
 
 The published figures and all inputs of their prediction are in evidence/published.yaml, and
 in configs/sweeps for the grid search. Prediction is the package's own: work that a rehearsal has
@@ -53,9 +53,9 @@ HEAD = """\
 # Evidence
 
 What others have measured and published, beside what this package predicts for the same runs, and
-where it is wrong. `python benchmarks/evidence.py > docs/evidence.md` makes this page, which
+where it is wrong. `python benchmarks/evidence.py > benchmarks/evidence.md` makes this page, which
 `python -m pytest benchmarks` checks. The published figures and all inputs stand in
-[published.yaml](../benchmarks/evidence/published.yaml); none of them is read by the package.
+[published.yaml](evidence/published.yaml); none of them is read by the package.
 
 Throughputs are compared within a set, as multiples of its first row, so that the rate of the
 hardware cancels; *ratio* is predicted / published. *Plan in its memory* is what the adaptive
@@ -363,7 +363,7 @@ def grid_search() -> Iterator[str]:
     yield wrap(
         "Source: arXiv 2405.15362, best MFU in percent of each method. Here each row is predicted "
         "at the configuration that was published as the best; which configuration is *predicted* "
-        "to be the best, and every assumption, stands in [the sweep's page](sweep.md)."
+        "to be the best, and every assumption, stands in [planning](../docs/planning.md)."
     )
     head = ["sequence", "schedule", "DP TP PP microbatch", "published", "predicted", "ratio"]
     yield "\n" + table([head, *cells], text_columns=3)
@@ -383,7 +383,7 @@ def trained_here() -> Iterator[str]:
             rows = list(csv.reader(stream))
         yield "## Losses, beside Megatron's own 1F1B\n"
         yield PARITY
-        for path in sorted((ROOT / "docs" / "figures").glob(PARITY_FIGURES)):
+        for path in sorted((ROOT / "benchmarks" / "figures").glob(PARITY_FIGURES)):
             about = "Losses, and their distance from those of Megatron's 1F1B"
             yield f"![{about}](figures/{path.name})\n"
         yield table(rows, text_columns=2)

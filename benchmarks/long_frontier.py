@@ -1,12 +1,12 @@
-"""Draw step time over memory: the order alone, with slices, with copies to the host, with all.
+"""Draw step time over memory limit: schedule only, with slices, with offloading, with both.
 
     python benchmarks/long_frontier.py [--devices 8] [--microbatches 8 24] [--steps N] [FOLDER]
 
-At 1, 1.15, .85 for F, B and W of one of two stages a device, messages of .05, copies as long as an
-F one way, and .01 for every pass whatever its size, which is what slices cost. It writes
-FOLDER/long-frontier-M.svg (docs/figures) and prints the table, in per cent over the work; what has
-slices, with how many. It takes some five minutes of processor time at 8 microbatches with --steps
-60000, and at 24 with 10000; without --steps every plan takes as long as `plan` does.
+F, B, W = 1, 1.15, 0.85 for one of two stages per rank, P2P messages of 0.05, copies as long as F in
+one direction, and an overhead of 0.01 per pass, which is the cost of slices. Writes
+FOLDER/long-frontier-M.svg (default: benchmarks/figures) and prints the table: idle time in percent
+of the work, with the number of slices. Needs about five minutes of CPU time for 8 microbatches with
+--steps 60000, and for 24 with 10000; without --steps, each plan needs as long as `plan`.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from megatron_vshape.view.figure import save
 from megatron_vshape.view.frontier import frontier_figure
 from megatron_vshape.view.numbers import table
 
-FIGURES = Path(__file__).resolve().parents[1] / "docs" / "figures"
+FIGURES = Path(__file__).resolve().parent / "figures"
 SHARES = (0.125, 0.1875, 0.25, 0.375, 0.5, 0.625, 0.75, 1.0)
 
 

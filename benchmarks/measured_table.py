@@ -1,4 +1,4 @@
-"""The part of docs/evidence.md on what was measured on a GPU: benchmarks/evidence/h200.json.
+"""The part of benchmarks/evidence.md on what was measured on a GPU: benchmarks/evidence/h200.json.
 
 `scripts/measure_ranks.py` writes the file, on a GPU, and adds to it what was rehearsed.
 """

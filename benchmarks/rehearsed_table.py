@@ -1,4 +1,4 @@
-"""The part of docs/evidence.md on rehearsals: evidence/rehearsed.csv, and how far off it is.
+"""The part of benchmarks/evidence.md on rehearsals: evidence/rehearsed.csv, and how far off it is.
 
 `benchmarks/rehearse_rows.py` writes the file.
 """
@@ -46,7 +46,7 @@ Row = dict[str, str]
 HEAD = """\
 ## Memory rehearsed, and measured by NVIDIA
 
-[`megatron-vshape rehearse`](rehearse.md) on the functional tests of Megatron-LM, whose golden
+[`megatron-vshape rehearse`](../docs/memory.md) on the functional tests of Megatron-LM, whose golden
 values hold what torch.cuda.memory_stats called allocated on the last rank: the largest peak of the
 run, and what is held between steps. Flags and environment are read from the tests' own files, main
 of the day; golden values are older, some by half a year. Routing is taken as balanced, attention as

@@ -1,4 +1,4 @@
-"""Ask `advise` about published recipes, once per model and system; makes docs/recipes.md.
+"""Ask `advise` about published recipes, once per model and system; makes benchmarks/recipes.md.
 
     python benchmarks/replan_recipes.py [RECIPES.json --megatron CHECKOUT --te DIRECTORY]
 
@@ -187,7 +187,7 @@ SIZES = {
 
 
 def page() -> str:
-    """Return docs/recipes.md."""
+    """Return benchmarks/recipes.md."""
     answered = json.loads(OUT.read_text())
     there = {name: each for name, each in answered.items() if "lines" in each}
     lines = [HEAD.format(within=PAIRS.median_percent)]

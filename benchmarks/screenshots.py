@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Takes the pictures of the playground that the README and docs/playground.md show.
+"""Takes the pictures of the playground that the README and docs/planning.md show.
 
     python benchmarks/screenshots.py [--out docs/figures] [NAME ...]
 

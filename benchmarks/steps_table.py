@@ -1,4 +1,4 @@
-"""The section of docs/evidence.md on estimated and published step times.
+"""The section of benchmarks/evidence.md on estimated and published step times.
 
 `scripts/count_runs.py` counted the work; `scripts/fit_rates.py` fitted the rates and wrote the
 errors of the runs left out of the fit.

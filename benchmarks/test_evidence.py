@@ -15,8 +15,8 @@ def small_budget() -> None:
 
 @pytest.mark.slow
 def test_the_page_is_what_the_script_prints() -> None:
-    page = (ROOT / "docs" / "evidence.md").read_text()
-    assert page == evidence.page(), "python benchmarks/evidence.py > docs/evidence.md"
+    page = (ROOT / "benchmarks" / "evidence.md").read_text()
+    assert page == evidence.page(), "python benchmarks/evidence.py > benchmarks/evidence.md"
 
 
 def test_a_published_figure_is_no_input_of_its_prediction() -> None:

@@ -5,7 +5,7 @@
 Part (a): every pass sleeps (20 / 23 / 17 ms for F / B / W), so that 8 ranks fit on any machine;
 the measured makespan stands beside the simulated one. Part (b): empty passes without
 communication, so that what is left is the runner itself; one rank, time per pass. Beside it the
-time of one label (see docs/profiling.md), which the runner's has for each pass and wait.
+time of one label (see docs/troubleshooting.md), which the runner's has for each pass and wait.
 Part (c), real training against other implementations, is `scripts/bench_training.py`.
 """
 

@@ -16,7 +16,7 @@ its TensorBoard files. `auto` measures its costs in steps 10 to 13 and goes on w
 | bf16-unclipped | both |
 | bf16-sliced | bf16, at most 300 steps, beside V-ZB with microbatches in 4 slices |
 
-It writes docs/figures/loss-parity-SETTINGS.svg and benchmarks/evidence/loss_parity.csv, which
+It writes benchmarks/figures/loss-parity-SETTINGS.svg and benchmarks/evidence/loss_parity.csv, which
 benchmarks/evidence.py shows. `--keep` takes over the runs that have ended; the folder then has to
 be of this state of the code. On two idle cores the runs take about an hour.
 """
@@ -43,7 +43,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_vshape.view.figure import save
 
 ROOT = Path(__file__).resolve().parents[1]
-FIGURES = ROOT / "docs" / "figures"
+FIGURES = ROOT / "benchmarks" / "figures"
 TABLE = ROOT / "benchmarks" / "evidence" / "loss_parity.csv"
 BASELINE = "Megatron's 1F1B"
 SCHEDULES: Mapping[str, str] = {

@@ -2,7 +2,7 @@
 
 A field of `Options` is the keyword of `register` and the key of the variable MEGATRON_VSHAPE; what
 is told with it makes the flag of Megatron's parser, reads its text, checks its value, and is the
-row of the table in docs/ways-in.md.
+row of the table in docs/reference.md.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Machine:
         """Yield what is assumed, by name, with its value and its source."""
         fitted = "a guess: no GPU of that name is known"
         if self.known:
-            fitted = f"{self.gpu.name.upper()}: rehearsal/step_time.py, docs/evidence.md"
+            fitted = f"{self.gpu.name.upper()}: rehearsal/step_time.py, benchmarks/evidence.md"
         values = {"beside_gib": (self.beside_gib, "an estimate: CUDA's context, NCCL's buffers")}
         values |= {
             each.name: (getattr(self.rates, each.name), fitted) for each in fields(self.rates)

@@ -1,8 +1,7 @@
-"""Every option of a run stands once, and flag, keyword, variable, words and table come of that."""
+"""Every option of a run is defined once; flag, keyword, variable and messages follow from it."""
 
 import re
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import megatron_vshape
 from megatron_vshape.mcore.options import (
     OPTIONS,
     TRACE_STEPS,
-    Option,
     Options,
     UnsupportedError,
     add_arguments,
@@ -20,7 +18,6 @@ from megatron_vshape.mcore.options import (
     options_of,
 )
 
-WAYS_IN = Path(__file__).parents[2] / "docs" / "ways-in.md"
 GIVEN: dict[str, tuple[str, Any]] = {
     "schedule": ("v-zb", "v-zb"),
     "timeout_seconds": ("90", 90.0),
@@ -54,17 +51,6 @@ NONE: dict[str, list[Any]] = {
     "lengths": ["long", 5],
     "split_graphs": ["on", True],
 }
-
-
-def row(name: str, option: Option) -> str:
-    """Return an option's row of the table."""
-    flag = f"{option.flag} {option.metavar}".strip().replace("|", r"\|")
-    return f"| `{flag}` | `{name}` | {option.help} |"
-
-
-def test_the_table_in_the_documents_is_that_of_the_options() -> None:
-    written = [line for line in WAYS_IN.read_text().splitlines() if line.startswith("| `--")]
-    assert written == [row(*each) for each in OPTIONS.items() if each[1].flag]
 
 
 def test_register_tells_of_every_keyword() -> None:

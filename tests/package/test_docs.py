@@ -1,0 +1,122 @@
+"""The documentation is short, current and complete, and its links are valid."""
+
+import doctest
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_vshape.core.model.costs_file import _ALONE, _FIELDS, _MORE, _UNLIKE
+from megatron_vshape.core.model.kinds import KINDS, KNOWN_ALONE, other_amounts
+
+ROOT = Path(__file__).parents[2]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "AGENTS", "CHANGELOG")),
+    *DOCS,
+    *sorted((ROOT / "benchmarks").glob("*.md")),
+    *sorted((ROOT / "configs").glob("**/*.md")),
+    *sorted((ROOT / "patches").glob("*.md")),
+]
+MOST_WORDS, MOST_PAGES = 14_000, 10
+NOT_DOCUMENTED = {"joint", "hidden_share", "recompute", "half_duplex"}
+"""Fields of costs files that are read, and that no command writes any more."""
+
+_FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)]+))?\)")
+_FILE = re.compile(r"`?\b((?:\w+/)+[\w-]+\.(?:py|sh|md|yaml|yml|sbatch|json|svg))\b")
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub and mkdocs make of a page's headings."""
+    text = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).strip().replace(" ", "-") for each in headings}
+
+
+def test_ten_pages_of_fourteen_thousand_words() -> None:
+    pages = [ROOT / "README.md", *DOCS]
+    assert len(pages) == MOST_PAGES
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= MOST_WORDS
+
+
+@pytest.mark.parametrize("page", DOCS, ids=name)
+def test_a_page_starts_with_a_command(page: Path) -> None:
+    first = page.read_text(encoding="utf-8").split("\n## ")[0]
+    assert re.search(r"^```(console|bash)$", first, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=name)
+def test_output_and_tables_are_current(page: Path) -> None:
+    if sys.version_info[:2] != (3, 12):
+        pytest.skip("other versions of Python format --help differently")
+    import docs
+
+    text = page.read_text(encoding="utf-8")
+    assert docs.current(text) == text, "run: python scripts/docs.py"
+
+
+def test_the_python_example_runs() -> None:
+    text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    example = "".join(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    assert ">>>" in example
+    test = doctest.DocTestParser().get_doctest(example, {}, "reference.md", None, 0)
+    assert doctest.DocTestRunner().run(test).failed == 0
+
+
+def test_every_field_of_a_costs_file_is_in_the_reference() -> None:
+    text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    fields = {*_FIELDS, *_ALONE, _UNLIKE, _MORE, *KNOWN_ALONE, *other_amounts(KINDS)}
+    assert {each for each in fields - NOT_DOCUMENTED if f"`{each}`" not in text} == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_are_valid(page: Path) -> None:
+    broken = []
+    for path, anchor in _LINK.findall(_FENCE.sub("", page.read_text(encoding="utf-8"))):
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(f"{path}#{anchor}")
+    assert broken == []
+
+
+def named_in(page: Path) -> Iterator[str]:
+    """Yield the files of the repository that a page names, in its text and in its commands."""
+    for path in _FILE.findall(page.read_text(encoding="utf-8")):
+        if path.split("/")[0] in {"scripts", "benchmarks", "configs", "tests", "docs"}:
+            yield path
+        elif path.split("/")[0] in {
+            "core",
+            "runtime",
+            "mcore",
+            "rehearsal",
+            "sweep",
+            "view",
+            "cli",
+        }:
+            yield f"megatron_vshape/{path}"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [each for each in PAGES if each.name != "CHANGELOG.md" and each.parent.name != "evidence"],
+    ids=name,
+)
+def test_files_named_in_the_documentation_exist(page: Path) -> None:
+    assert [path for path in named_in(page) if not (ROOT / path).exists()] == []
+
+
+def test_pages_named_in_the_code_exist() -> None:
+    missing = []
+    for folder in ("megatron_vshape", "scripts", "benchmarks", "configs", "tests", ".github"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in {".py", ".sh", ".yaml", ".yml", ".sbatch"}:
+                named = re.findall(r"\bdocs/[\w-]+\.md\b", path.read_text(encoding="utf-8"))
+                missing += [(name(path), page) for page in named if not (ROOT / page).exists()]
+    assert missing == []
