@@ -1,12 +1,12 @@
-"""Print benchmarks/evidence.md: runs that others have published, beside what this package predicts.
+"""Print benchmarks/evidence.md: published runs of other groups, compared with predictions.
 
     python benchmarks/evidence.py > benchmarks/evidence.md
 
-The published figures and all inputs of their prediction are in evidence/published.yaml, and
-in configs/sweeps for the grid search. Prediction is the package's own: work that a rehearsal has
-counted (counted_sets.json, which is counted anew where it lacks something), priced as `sweep` does,
-schedules, simulator and planner. What was trained here (loss_parity.csv of
-scripts/loss_parity.py, speed.md of scripts/bench_training.py) is taken as those scripts left it.
+The published figures and all inputs of the predictions are in evidence/published.yaml, and in
+configs/sweeps for the grid search. The work of a microbatch is counted by `rehearse`
+(counted_sets.json; missing counts are added) and converted to times as in `sweep`; then schedules
+are simulated and planned. loss_parity.csv of scripts/loss_parity.py and speed.md of
+scripts/bench_training.py are printed unchanged.
 """
 
 from __future__ import annotations
@@ -52,36 +52,36 @@ HOST_STEP_US, MOST_HOST_US = 10, 1000  # of a pass, that a fit tries
 HEAD = """\
 # Evidence
 
-What others have measured and published, beside what this package predicts for the same runs, and
-where it is wrong. `python benchmarks/evidence.py > benchmarks/evidence.md` makes this page, which
-`python -m pytest benchmarks` checks. The published figures and all inputs stand in
-[published.yaml](evidence/published.yaml); none of them is read by the package.
+Published measurements of other groups, compared with the predictions of this package for the same
+runs, and where these predictions are wrong. `python benchmarks/evidence.py >
+benchmarks/evidence.md` writes this page; `python -m pytest benchmarks` checks it. The published
+figures and all inputs are in [published.yaml](evidence/published.yaml). The package does not read
+them.
 
-Throughputs are compared within a set, as multiples of its first row, so that the rate of the
-hardware cancels; *ratio* is predicted / published. *Plan in its memory* is what the adaptive
-scheduler's order would reach, by the same prediction, if it may hold what the row holds; where V
-schedules are predicted too fast, plans are, too. Kendall's tau is 1 where the predicted order of
-the rows is the published one, and -1 where it is the reverse.
+Throughputs are relative to the first row of a table, so that the speed of the hardware cancels.
+*ratio* is predicted / published. *plan in its memory* is the predicted throughput of a plan within
+the memory of the row. If V-shaped schedules are predicted too fast, plans are too. Kendall's tau
+is 1 if the predicted order of the rows is the published one, and -1 if it is reversed.
 """
 
 
 SPEED = """\
-Each variant trains on two ranks with a processor each, over gloo, in turns of the same run
-(`scripts/bench_training.py`). A turn is quiet where other programs took less than a twentieth of
-the processors; where none was, the ratios are those of a disturbed machine.
+Each variant trains on two ranks over gloo with one CPU core each, and the variants alternate
+(`scripts/bench_training.py`). A round is *quiet* if other programs used less than 5% of the CPU.
+No round was quiet in this measurement.
 """
 
 PARITY = """\
-`python scripts/loss_parity.py` trains a small GPT in Megatron's own trainer on four pipeline ranks,
-on the documentation that ships with Python, from the same weights and data under every schedule:
-Megatron's 1F1B without this package's flags, V-Half, V-ZB, and `auto`, which measures its costs in
-steps 10 to 13 and goes on with its plan.
+`python scripts/loss_parity.py` trains a small GPT with Megatron's trainer on four pipeline ranks.
+The text is the documentation of Python. Weights and data are the same for every schedule:
+Megatron's 1F1B, V-Half, V-ZB, and `auto`, which measures its costs in steps 10 to 13 and then uses
+its plan.
 
-Without clipping every loss is 1F1B's to the last bit: what a pass computes, and the order in which
-the microbatches' gradients are added, are the same. The gradient norm is added up over other groups
-of layers on each rank, so it differs in its last bit at times, and where it clips, so do the
-weights; what grows from that is the difference of the other rows. In bfloat16 it grows as any
-other rounding does: the last losses then differ by less than 1F1B's do from its own in float32.
+Without clipping, every loss equals that of 1F1B bit for bit: passes compute the same values, and
+gradients of microbatches are added in the same order. The gradient norm is summed over other
+groups of layers on each rank, so its last bit can differ. If the norm clips gradients, the weights
+differ as well, and the difference grows with the steps. In bfloat16, the last losses differ by
+less than those of 1F1B in bfloat16 and float32.
 """
 PARITY_FIGURES = "loss-parity-*.svg"
 
@@ -304,20 +304,20 @@ def _columns(which: Set, microbatches: int) -> Iterator[list[str]]:
     published = [row.published / first.published for row in which.rows]
     yield ["schedule", *(row.name for row in which.rows)]
     yield ["published", *(f"{row.published:g}" for row in which.rows)]
-    yield ["against the first", *(f"{speed:.3f}" for speed in published)]
+    yield ["relative", *(f"{speed:.3f}" for speed in published)]
     yield ["predicted", *(f"{speed:.3f}" for speed in speeds)]
     yield ["ratio", *(f"{a / b:.3f}" for a, b in zip(speeds, published, strict=True))]
-    yield ["rank", *(str(rank(speed, published)) for speed in published)]
-    yield ["predicted", *(str(rank(speed, speeds)) for speed in speeds)]
+    yield ["published rank", *(str(rank(speed, published)) for speed in published)]
+    yield ["predicted rank", *(str(rank(speed, speeds)) for speed in speeds)]
     host_us = which.host_us(microbatches)
     if host_us is not None:
         times = [which.predict(row, microbatches, host_us).time_us for row in which.rows]
-        yield [f"with {host_us} us more a pass", *(f"{times[0] / each:.3f}" for each in times)]
+        yield [f"with {host_us} us more per pass", *(f"{times[0] / each:.3f}" for each in times)]
     if "memory_line" in given:
-        yield ["memory", *(f"{row.memory:g}" for row in which.rows)]
+        yield ["published memory", *(f"{row.memory:g}" for row in which.rows)]
         marks = [" (fitted)" * (row.schedule in given["memory_line"]) for row in which.rows]
         memory = zip(which.memory(predicted), marks, strict=True)
-        yield ["predicted", *(f"{each:.1f}{mark}" for each, mark in memory)]
+        yield ["predicted memory", *(f"{each:.1f}{mark}" for each, mark in memory)]
     if given.get("plan"):
         plans = [which.plan(microbatches, each.held_bytes) for each in predicted]
         speeds = [predicted[0].time_us / each.time_us if each else 0.0 for each in plans]
@@ -361,17 +361,17 @@ def grid_search() -> Iterator[str]:
         cells[-1].append(f"{mfu / each.mfu_percent:.3f}")
     yield "## The paper's grid search, 98.5B on 40 A100\n"
     yield wrap(
-        "Source: arXiv 2405.15362, best MFU in percent of each method. Here each row is predicted "
-        "at the configuration that was published as the best; which configuration is *predicted* "
-        "to be the best, and every assumption, stands in [planning](../docs/planning.md)."
+        "Source: arXiv 2405.15362, best MFU of each method in percent. Each row is predicted at "
+        "the configuration that was published as the best. `bash scripts/reproduce_grid_search.sh` "
+        "prints the configurations that are *predicted* to be the best, and all assumptions."
     )
     head = ["sequence", "schedule", "DP TP PP microbatch", "published", "predicted", "ratio"]
     yield "\n" + table([head, *cells], text_columns=3)
     tau = kendall_tau(ours, theirs, groups)
     yield "\n" + wrap(
-        f"Kendall's tau within a length {tau:.2f}. At 16384 the other two methods run out of "
-        "memory, in the prediction too, and V-Half fits. What kernels reach on A100 was set by the "
-        "rows at 3072; those at 1024 and 16384 are all predicted too fast."
+        f"Kendall's tau within a sequence length: {tau:.2f}. At 16384, only V-Half fits, also in "
+        "the prediction. The efficiency of kernels on A100 was fitted to the rows at 3072; all "
+        "rows at 1024 and 16384 are predicted too fast."
     )
 
 
@@ -381,10 +381,10 @@ def trained_here() -> Iterator[str]:
     if losses.exists():
         with losses.open(newline="") as stream:
             rows = list(csv.reader(stream))
-        yield "## Losses, beside Megatron's own 1F1B\n"
+        yield "## Losses compared with Megatron's 1F1B\n"
         yield PARITY
         for path in sorted((ROOT / "benchmarks" / "figures").glob(PARITY_FIGURES)):
-            about = "Losses, and their distance from those of Megatron's 1F1B"
+            about = "Losses, and their difference from those of Megatron's 1F1B"
             yield f"![{about}](figures/{path.name})\n"
         yield table(rows, text_columns=2)
     if speed.exists():

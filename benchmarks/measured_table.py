@@ -1,6 +1,6 @@
-"""The part of benchmarks/evidence.md on what was measured on a GPU: benchmarks/evidence/h200.json.
+"""The section of benchmarks/evidence.md on ranks measured on a GPU: evidence/h200.json.
 
-`scripts/measure_ranks.py` writes the file, on a GPU, and adds to it what was rehearsed.
+`scripts/measure_ranks.py` writes the file on a GPU, and adds the estimates to it.
 """
 
 from __future__ import annotations
@@ -18,27 +18,26 @@ KINDS = ("F", "B", "W", "BW")
 HEAD = """\
 ## Ranks measured on an H200
 
-One GPU, lent for a quarter of an hour: Megatron-Core's own trainer with Transformer Engine, run as
-one rank of a job whose other ranks are not there (`python scripts/measure_ranks.py measure`), and
-the same flags rehearsed without a GPU, with the same version of torch: by torch 2.15 the peaks of
-four ranks come out 75 or 143 MB lower, since its autograd lets go of a gradient earlier. Sizes: 7B
-is GPT-3-like with 8,192 tokens and PP 4, 70B Llama's with 4,096 tokens, TP 8 and PP 8, 8 experts a
-Mixtral of 16 layers with PP 4; the optimizer's state is not sharded among replicas. *Held* is
-between steps; both are what torch.cuda.memory_stats calls allocated. NCCL's buffers and waits for
-other ranks are not in it. What torch's sums and the embedding's gradient hold meanwhile is counted
-as its source has it since the allocator's trace pointed there; before, nine peaks were equal.
+One GPU, for 15 minutes. Megatron-Core's trainer with Transformer Engine ran as one rank of a job
+without the other ranks (`python scripts/measure_ranks.py measure`). The same flags were estimated
+with `rehearse` and the same version of torch. With torch 2.15, peaks of four ranks are 75 or 143
+MB lower, because autograd frees a gradient earlier. 7B: GPT-3-like, 8,192 tokens, PP 4. 70B:
+Llama, 4,096 tokens, TP 8, PP 8. 8 experts: Mixtral with 16 layers, PP 4. The optimizer state is
+not sharded over replicas. *States* is the memory between steps. All values are allocated bytes of
+torch.cuda.memory_stats; NCCL buffers are not included. Temporary memory of torch's reductions and
+of the embedding gradient was added to the estimate after these measurements; before, nine peaks
+agreed.
 """
 
 PASSES = """
 ### Their passes
 
-Milliseconds of a pass, median of the last step, and in brackets what the rehearsal counts for it,
-at rates that others' whole runs have shown; one rank alone, for two seconds, is faster. Exchanges
-took nothing there and are left out of both. B + W by BW says what splitting costs, where a schedule
-has both. At TP 8 the 70B's forward waits for Python, which launches it slower than the GPU runs it:
-its F takes nearly twice what is counted, and a microbatch's passes are longer under V-Half, whose
-chunks give the host less of a lead, than under 1F1B. Ranks that ran beside other programs are left
-out.
+Milliseconds per pass: median of the last step, and in parentheses the estimate, which uses rates
+of full runs of other groups. One rank alone is faster than a rank of a full run. Collectives are
+not included in either. (B + W) / BW is the cost of the split backward. With TP 8, Python launches
+the kernels of the 70B model more slowly than the GPU runs them: F needs almost twice the estimated
+time. V-Half needs more time per microbatch than 1F1B there, because its shorter passes leave less
+work queued on the GPU. Ranks that ran next to other programs are omitted.
 """
 
 Rank = Mapping[str, Any]
@@ -60,12 +59,12 @@ def _summary(ranks: Sequence[Rank]) -> Iterator[str]:
     peaks, held = ([_off(each, f"{what}_bytes") for each in ranks] for what in ("peak", "held"))
     adds = [_added(each) for each in ranks]
     passes = sum(number for number, _ in adds)
-    others = f", and the others' within {max(map(abs, peaks)):.2%}" if any(peaks) else ""
+    others = f"; the others are within {max(map(abs, peaks)):.2%}" if any(peaks) else ""
     yield (
-        f"{len(ranks)} ranks. What is held between steps is rehearsed to the byte in "
-        f"{held.count(0.0)}, the peak in {peaks.count(0.0)}{others}. What a pass leaves behind is "
-        f"the rehearsed number of bytes in {passes - sum(wrong for _, wrong in adds)} of {passes} "
-        "kinds of pass and chunk."
+        f"Of {len(ranks)} ranks, the estimate equals the measured memory between steps to the byte "
+        f"in {held.count(0.0)}, and the peak in {peaks.count(0.0)}{others}. The memory that a pass "
+        f"adds is equal in {passes - sum(wrong for _, wrong in adds)} of {passes} kinds of pass "
+        "and chunk."
     )
 
 
@@ -86,7 +85,7 @@ def _pairs(rank: Rank) -> Iterator[tuple[Rank, Rank]]:
 
 
 def _memory(ranks: Sequence[Rank]) -> Iterator[str]:
-    yield "| case | rank | peak GiB, measured | rehearsed | off | held GiB | off, bytes |"
+    yield "| case | rank | peak GiB, measured | estimated | error | states GiB | error, bytes |"
     yield "|---|---:|---:|---:|---:|---:|---:|"
     for each in ranks:
         sizes = (each["peak_bytes"], each["rehearsed"]["peak_bytes"])
@@ -123,8 +122,8 @@ def _passes(ranks: Sequence[Rank]) -> Iterator[str]:
     first, ours = (_microbatch_ms(ranks, f"70B {name}") for name in ("1f1b", "v-half"))
     yield ""
     yield (
-        f"Counted by measured, median: {told}. A microbatch of the 70B on rank 0: {first:.1f} ms "
-        f"under 1F1B, {ours:.1f} under V-Half."
+        f"Estimated / measured, median: {told}. All passes of a microbatch on rank 0 of the 70B "
+        f"model: {first:.1f} ms with 1F1B, {ours:.1f} ms with V-Half."
     )
 
 

@@ -1,4 +1,4 @@
-"""The part of benchmarks/evidence.md on rehearsals: evidence/rehearsed.csv, and how far off it is.
+"""The section of benchmarks/evidence.md on estimated peaks and their errors: rehearsed.csv.
 
 `benchmarks/rehearse_rows.py` writes the file.
 """
@@ -14,47 +14,49 @@ ROWS = Path(__file__).resolve().parents[1] / "benchmarks" / "evidence" / "rehear
 KWAI = ROWS.with_name("kwai.csv")
 GIB = 2**30
 LARGE = GIB
-"""Peaks from which on errors are counted: below it, a library's 32 MiB are per cents."""
+"""Smallest peak in the error statistics: below, the 32 MiB of a library are several percent."""
 
 FAR = 0.04
-"""From which error on a reason is told."""
+"""Smallest error for which the page gives a reason."""
 
 REASONS = {
-    "15b_8t_release_sm_gb200": "golden of another configuration: to within a per cent that of "
-    "15b_8t_release on A100, step time included; GB200's own is exact",
-    "cross_entropy_loss_fusion a100": "older golden: .46 GiB more of logits live in the compiled "
+    "15b_8t_release_sm_gb200": "golden value of another configuration (equal to 15b_8t_release on "
+    "A100 within 1%, step time included); GB200's own is exact",
+    "cross_entropy_loss_fusion a100": "older golden value: 0.46 GiB more logits in the compiled "
     "loss; H100 and GB200 are exact",
-    "deepseekv3_proxy_flex_tp1pp4": "two goldens of the same flags differ by 4.9 GiB, 2.4 logits "
-    "in fp32; the rehearsed peak lies between",
-    "deepseekv3_proxy_flex_tp2pp2": "older golden: two logits in fp32 of 7.9 GiB fewer live in the "
-    "compiled loss",
-    "mixtral_8x7b": "routing: fits with 9 % more tokens than the mean; A100's golden is older too, "
-    "before one dummy gradient per shape of weight was kept",
-    "ep4_etp1_memory_speed": "routing: the golden's peak grows by 4.7 GiB from step 1 to 39, what "
-    "is held stays",
-    "defer_embedding_wgrad": "older golden, before one dummy gradient per shape of weight was kept",
-    "scoped_cudagraph": "the graphs' own pools are not counted",
-    "nemotron3_super": "the graphs' own pools are not counted, and two goldens of the same flags "
-    "differ by 11 GiB",
-    "etp4_nondeterministic_dp_last gb200": "0.8 GiB in all",
+    "deepseekv3_proxy_flex_tp1pp4": "two golden values of the same flags differ by 4.9 GiB, 2.4 "
+    "logits in fp32; the estimated peak is between them",
+    "deepseekv3_proxy_flex_tp2pp2": "older golden value: two logits in fp32 of 7.9 GiB fewer in "
+    "the compiled loss",
+    "mixtral_8x7b": "routing: agrees with 9% more tokens than the mean; A100's golden value is "
+    "also older than the one dummy gradient per weight shape",
+    "ep4_etp1_memory_speed": "routing: the golden peak grows by 4.7 GiB from step 1 to 39, the "
+    "states do not",
+    "defer_embedding_wgrad": "golden value older than the one dummy gradient per weight shape",
+    "scoped_cudagraph": "memory pools of the graphs are not counted",
+    "nemotron3_super": "memory pools of the graphs are not counted, and two golden values of the "
+    "same flags differ by 11 GiB",
+    "etp4_nondeterministic_dp_last gb200": "0.8 GiB in total",
     "native_fp8_tp_sp_cp_tp_overlap gb200": "18 MiB of 0.4 GiB",
 }
-"""Why rows are further off than that, by a part of their names."""
+"""Reasons of larger errors, by a part of the row's name."""
+
+NAMES = {"peak": "peak", "held": "states"}
+"""Names on the page, by the columns of the file."""
 
 Row = dict[str, str]
 
 HEAD = """\
-## Memory rehearsed, and measured by NVIDIA
+## Peak memory measured by NVIDIA
 
-[`megatron-vshape rehearse`](../docs/memory.md) on the functional tests of Megatron-LM, whose golden
-values hold what torch.cuda.memory_stats called allocated on the last rank: the largest peak of the
-run, and what is held between steps. Flags and environment are read from the tests' own files, main
-of the day; golden values are older, some by half a year. Routing is taken as balanced, attention as
-fused unless the flags forbid it; nothing is fitted. The allocator leaves up to a MiB of a block
-unused rather than split it, which is not rehearsed: 0 to 16 MiB of what is held. Where nothing says
-how many GPUs a run had (\\*), it is the power of two at which what is held fits, so that of those
-rows only the peak is a prediction; small cases that do not say it (+) are taken to run on one node.
-`python benchmarks/rehearse_rows.py` makes the figures.
+[`megatron-vshape rehearse`](../docs/memory.md) with the functional tests of Megatron-LM. Their
+golden values contain the allocated memory of the last rank (torch.cuda.memory_stats): the largest
+peak, and the memory between steps (*states*). Flags and environment are those of the tests on
+main; golden values are up to half a year older. Assumptions: balanced routing, and fused attention
+unless the flags exclude it. Nothing is fitted. The allocator can leave up to 1 MiB of a block
+unused, which is not estimated (0 to 16 MiB of the states). \\*: the number of GPUs is not
+published and was chosen so that the states agree; only the peak is a prediction. +: assumed to run
+on one node. `python benchmarks/rehearse_rows.py` computes the estimates.
 """
 
 
@@ -84,17 +86,17 @@ def _summary(rows: Sequence[Row], ran: Sequence[Row]) -> Iterator[str]:
     held = [abs(_off(row, "held")) for row in large if row["gpus_from"] != "fitted"]
     times = [float(row["process_s"]) for row in ran]
     yield (
-        f"{len(ran)} of {len(rows)} rows run. Of the {len(large)} with a peak of 1 GiB or more the "
-        f"median error of the peak is {median(peaks):.2%}, nine in ten are within "
-        f"{_tenth(peaks):.1%}; of what is held between steps, GPUs not fitted, {median(held):.2%} "
-        f"and {_tenth(held):.1%}. A rank took {median(times):.0f} s (median, on a crowded machine) "
+        f"{len(ran)} of {len(rows)} rows run. For the {len(large)} rows with a peak of at least "
+        f"1 GiB, the median error of the peak is {median(peaks):.2%}, and 90% are within "
+        f"{_tenth(peaks):.1%}. For the states, with a published number of GPUs: {median(held):.2%} "
+        f"and {_tenth(held):.1%}. A rank needed {median(times):.0f} s (median, on a busy machine) "
         f"and at most {max(int(row['host_mib']) for row in ran) / 1024:.1f} GiB of host memory."
     )
 
 
 def _rows(ran: Sequence[Row]) -> Iterator[str]:
-    both = "measured | rehearsed | off"
-    yield f"| case | GPU | GPUs | peak, {both} | held, {both} |"
+    both = "measured | estimated | error"
+    yield f"| case | GPU | GPUs | peak GiB, {both} | states GiB, {both} |"
     yield "|---|---|---:|---:|---:|---:|---:|---:|---:|"
     marks = {"given": "", "fitted": " \\*", "assumed": " +"}
     for row in ran:
@@ -106,7 +108,7 @@ def _rows(ran: Sequence[Row]) -> Iterator[str]:
 
 
 def _far(ran: Sequence[Row]) -> Iterator[str]:
-    """Yield why rows are far off, and fail where nothing says so."""
+    """Yield the rows with large errors and their reasons; fail if a reason is missing."""
     found: dict[str, list[str]] = {}
     for row in ran:
         errors = {what: _off(row, what) for what in ("peak", "held")}
@@ -114,11 +116,11 @@ def _far(ran: Sequence[Row]) -> Iterator[str]:
             continue
         name = f"{row['case']} {row['platform']}"
         (reason,) = {why for part, why in REASONS.items() if part in name} or {"not known"}
-        told = ", ".join(f"{what} {error:+.1%}" for what, error in errors.items())
+        told = ", ".join(f"{NAMES[what]} {error:+.1%}" for what, error in errors.items())
         found.setdefault(reason, []).append(
             f"{row['case'].split('/')[1]} ({row['platform']}; {told})"
         )
-    yield f"Rows that are off by {FAR:.0%} or more, and why:"
+    yield f"Rows with an error of at least {FAR:.0%}, and the reason:"
     yield ""
     for reason, names in found.items():
         yield f"* {', '.join(names)}: {reason}."
@@ -139,14 +141,14 @@ def _reasons(rows: Sequence[Row]) -> Iterator[str]:
 
 
 KWAI_HEAD = """
-### Activations in host memory, measured by Kwai
+### Offloaded activations measured by Kwai
 
-LLaMA 65B on 256 H800, PP 8 interleaved with chunks of two layers, TP 2, CP 2, 8,192 tokens
-(USENIX ATC '24): the largest peak by the share of activations that waits in host memory, without
-recompute. There a share of every chunk is copied, by a Megatron of January 2024; rehearsed is
-today's, with this package's copies of whole chunks, that share of them: Megatron's own flags can
-copy no MLP. Kwai's activation function that is computed again has no flag either, so that half of
-the figures is not compared (`python benchmarks/rehearse_kwai.py`).
+LLaMA 65B on 256 H800, interleaved PP 8 with chunks of two layers, TP 2, CP 2, 8,192 tokens (USENIX
+ATC '24): largest peak by share of offloaded activations, without recomputation. Kwai offloads a
+share of every chunk, with a Megatron of January 2024. The estimate uses today's Megatron and
+offloads whole chunks, because Megatron's flags cannot offload an MLP. Kwai's recomputed activation
+function has no flag either, so half of its figures are not compared (`python
+benchmarks/rehearse_kwai.py`).
 """
 
 
@@ -158,7 +160,7 @@ def _kwai() -> Iterator[str]:
             {name: float(value) for name, value in row.items()} for row in csv.DictReader(stream)
         ]
     yield KWAI_HEAD
-    yield "| share in host memory | peak, measured | rehearsed | off |"
+    yield "| offloaded share | peak GiB, measured | estimated | error |"
     yield "|---:|---:|---:|---:|"
     for row in rows:
         measured, rehearsed = row["measured_peak"], row["rehearsed_peak"]
@@ -171,9 +173,9 @@ def _kwai() -> Iterator[str]:
     ]
     yield ""
     yield (
-        f"It falls by {falls[0]:.1f} GiB per whole share, measured, by {falls[1]:.1f}, rehearsed "
-        f"({falls[1] / falls[0] - 1:+.1%}). Asked for were 5 % and 3 %. A layer keeps of a "
-        "microbatch 514 MiB here, and a device holds 94 of them at most; the measured fall over "
-        f"as many is {falls[0] * 1024 / 94:.0f} MiB, which one hidden state (32 MiB) more in the "
-        "older code would explain; that has not been looked up there."
+        f"From share 0 to 1, the peak falls by {falls[0]:.1f} GiB (measured) and {falls[1]:.1f} "
+        f"GiB (estimated, {falls[1] / falls[0] - 1:+.1%}). A layer stores 514 MiB of a microbatch "
+        "here, and a rank at most 94 of them. The measured difference divided by 94 is "
+        f"{falls[0] * 1024 / 94:.0f} MiB. One more hidden state (32 MiB) in the older code would "
+        "explain it; this was not verified."
     )

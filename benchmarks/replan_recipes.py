@@ -165,18 +165,22 @@ up to 2.9x too slow, so recipes whose experts span nodes of 8 GPUs have to be as
 arguments prints this page.
 """
 BY_HAND = """\
-Looked at by hand, with half or twice of a size:
+Checked by hand, with one or two sizes halved or doubled:
 
-* GPT OSS 120B on H100: holds. Two sequences a microbatch halve the kernels that the host starts;
-  stock Megatron has room for that with selective recompute and 1F1B alone (10.1 s).
-* 405B on GB300: holds. Without context parallelism the memory is what an order has to save; of the
-  runs published there the one without is the faster as well (46.9 to 49.8 s beside 50.8 to 52.8).
-* Kimi K2 on B200, 65 %: do not count on it. What it saves is experts' exchanges between nodes of 8,
-  for which no run on B200 or B300 is published; the same goes for DeepSeek V3 there.
-* Qwen3 235B on GB200: needs no package. A microbatch of 2 fits under stock Megatron.
-* Llama 3 70B on H100: a toss-up, with a plan as with V-ZB and a shared vocabulary.
+* GPT OSS 120B on H100: plausible. Two sequences per microbatch halve the kernel launches. Stock
+  Megatron has memory for them only with selective recomputation and 1F1B (10.1 s).
+* 405B on GB300: plausible. Without context parallelism, the schedule must save memory. Of the
+  published runs, the one without is also faster (46.9 to 49.8 s instead of 50.8 to 52.8 s).
+* Kimi K2 on B200, 65%: not reliable. The gain is expert communication between nodes of 8, for which
+  no run on B200 or B300 is published. The same applies to DeepSeek V3.
+* Qwen3 235B on GB200: no package needed. A microbatch of 2 fits with stock Megatron.
+* Llama 3 70B on H100: a tie between a plan and V-ZB with vocabulary parallelism.
 """
-WHERE = {"lines": "the recipe's own parallelism", "anywhere": "half or twice of a size"}
+WHERE = {
+    "lines": "the sizes of the recipe",
+    "anywhere": "one or two sizes halved or doubled",
+}
+NO_RECOMPUTE = "no recomputation"
 SIZES = {
     "tensor": "TP",
     "pipeline": "PP",
@@ -213,23 +217,24 @@ def page() -> str:
 def _counts(there: list[Row], words: str, within: float) -> str:
     """Return the sentences about how many gain, and by what."""
     told = []
-    for past, name in (("today", "today's schedule"), ("stock", "the best of stock")):
+    for past, name in (("today", "today's schedule"), ("stock", "the best stock schedule")):
         gains = [
             1 - each["best"]["step_s"] / each[past]["step_s"] for each in there if past in each
         ]
         own = ", ".join(
-            f"{sum(gain > least for gain in gains)} more than {100 * least:g} %"
+            f"{sum(gain > least for gain in gains)} gain more than {100 * least:g}%"
             for least in (0.05, within, 0.1)
         )
-        told.append(f"over {name} {own}")
+        told.append(f"over {name}, {own}")
     gained = [
         each for each in there if each["best"]["step_s"] < each["today"]["step_s"] * (1 - within)
     ]
     by = Counter(what for each in gained for what in changed(each["today"], each["best"]))
     what = ", ".join(f"{name} {times}" for name, times in by.most_common())
     return (
-        f"With {words}, of {len(there)} gain {'; '.join(told)}. "
-        f"What those above {100 * within:g} % over today's change: {what or 'nothing'}."
+        f"With {words}, {len(there)} recipes: {'; '.join(told)}. "
+        f"Changes of the recipes that gain more than {100 * within:g}% over today: "
+        f"{what or 'none'}."
     )
 
 
@@ -237,16 +242,21 @@ def changed(today: Row, best: Row) -> Iterator[str]:
     """Yield what a line does otherwise than today's run."""
     old, new = today["shape"], best["shape"]
     if old["recompute"] != new["recompute"]:
-        yield f"{new['recompute']} recompute" if new["recompute"] != "none" else "no recompute"
+        yield f"{new['recompute']} recomputation" if new["recompute"] != "none" else NO_RECOMPUTE
     for name, words in SIZES.items():
         if new[name] != old[name]:
             yield f"{words.split()[0]} {'lowered' if new[name] < old[name] else 'raised'}"
     if best["schedule"] != today["schedule"]:
-        yield "another order" if best["schedule"].startswith("planned") else "a known schedule"
+        yield "a plan" if best["schedule"].startswith("planned") else "a published schedule"
     if "copies" in best["schedule"]:
-        yield "copies"
+        yield "offloading"
     if best.get("shares_vocabulary"):
-        yield "vocabulary shared"
+        yield "vocabulary parallelism"
+
+
+def _schedule(name: str) -> str:
+    """Return the name of a schedule as the page shows it."""
+    return name.replace("planned order", "plan").replace("with copies", "with offloading")
 
 
 def _line(model: str, gpus: str, lines: Row) -> str:
@@ -254,14 +264,14 @@ def _line(model: str, gpus: str, lines: Row) -> str:
         if line is None:
             return "nothing fits"
         new, old = line["shape"], lines["today"]["shape"]
-        parts = [line["schedule"]]
-        parts += ["vocabulary shared"] if line.get("shares_vocabulary") else []
-        parts += [f"{new['recompute']} recompute"] if new["recompute"] != "none" else []
+        parts = [_schedule(line["schedule"])]
+        parts += ["vocabulary parallelism"] if line.get("shares_vocabulary") else []
+        parts += [f"{new['recompute']} recomputation"] if new["recompute"] != "none" else []
         parts += [f"{own} {new[name]}" for name, own in SIZES.items() if new[name] != old[name]]
         return f"{line['step_s']:.3g} s, {line['peak_gib']:.0f} GiB: {', '.join(parts)}"
 
     today, stock, best = (lines.get(what) for what in ("today", "stock", "best"))
-    gain = "" if stock is None else f"{100 * (1 - best['step_s'] / stock['step_s']):.0f} %"
+    gain = "" if stock is None else f"{100 * (1 - best['step_s'] / stock['step_s']):.0f}%"
     return f"| {model}, {gpus} | {told(today)} | {told(stock)} | {told(best)} | {gain} |"
 
 
