@@ -1,4 +1,4 @@
-"""How long copies between a device and its host take, alone and beside one the other way."""
+"""Measured times of copies between a GPU and host memory, in one or both directions at once."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ MOST_BYTES = 256 << 20
 
 
 class Copies(NamedTuple):
-    """What of a stage's microbatch may wait in host memory, and how long it is copied.
+    """Bytes of one microbatch and stage that can be offloaded, and their copy times.
 
-    The times `beside` are those of copies there while another goes back.
+    The `beside` times are those of a copy while another copy runs in the other direction.
     """
 
     num_bytes: float
@@ -32,13 +32,13 @@ class Copies(NamedTuple):
     back_beside_us: float
 
     def of(self, num_bytes: float) -> Copies:
-        """Return what so many bytes take; of none, as long as a copy takes to begin."""
+        """Return the copies scaled to a number of bytes; the minimum is the time of one byte."""
         factor = max(num_bytes, 1.0) / max(self.num_bytes, 1.0)
         return Copies(num_bytes, *(factor * each for each in self[1:]))
 
 
 def priced(costs: Costs, stages: Sequence[Copies], source: str) -> Costs:
-    """Return the costs with those of copies, of every stage, and where they are from."""
+    """Add the copies of every stage to the costs, with their source."""
     # Most copies of a step run while another goes in the other direction.
     out_us = tuple(each.out_beside_us for each in stages)
     back_us = tuple(each.back_beside_us for each in stages)
@@ -48,9 +48,9 @@ def priced(costs: Costs, stages: Sequence[Copies], source: str) -> Costs:
 
 
 def measure_copies(device: torch.device, num_bytes: int, rounds: int = 5) -> Copies:
-    """Return the median times of copies of so many bytes, made on streams as those of a step are.
+    """Measure the median times of copies of `num_bytes`, on streams as in a training step.
 
-    Takes up to MOST_BYTES twice of the device's memory, and of the host's, and gives them back.
+    Temporarily allocates up to 2 * MOST_BYTES on the device and in host memory.
     """
     size = max(1, min(num_bytes, MOST_BYTES))
     pinned = device.type == "cuda"
@@ -68,16 +68,16 @@ def measure_copies(device: torch.device, num_bytes: int, rounds: int = 5) -> Cop
             found = [outward.submit(run, *out).result(), homeward.submit(run, *back).result()]
             both = outward.submit(run, *out), homeward.submit(run, *back)
             found += [each.result() for each in both]
-            if at:  # the first finds caches cold
+            if at:  # the first round has cold caches
                 for kept, each in zip(times, found, strict=True):
                     kept.append(each)
     return Copies(size, *map(median, times)).of(num_bytes)
 
 
 def _copier(device: torch.device) -> Callable[[Tensor, Tensor], float]:
-    """Return what copies, on its thread's stream, and returns for how many us."""
+    """Return a function that copies on the stream of its thread and returns the time in us."""
     if device.type == "cuda":
-        torch.cuda.synchronize()  # what is to be copied has been made on another stream
+        torch.cuda.synchronize()  # the data was written on another stream
 
     def run(target: Tensor, source: Tensor) -> float:
         start = time.perf_counter()

@@ -1,7 +1,7 @@
-"""Which rank failed first, and of what: told where others look when their messages fail.
+"""The first failure of a run, shared among ranks through torch.distributed's store.
 
-A rank that dies takes its connections along, and those that wait for it would tell of nothing else.
-The cause lies in the store by which the ranks have met, before the process ends.
+A rank that dies closes its connections, and its peers would report only these. So a failing rank
+writes the cause to the rendezvous store before its process ends.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 KEY = "megatron_vshape/first cause"
 PATIENCE_S = 2.0
-"""Seconds that a rank with a failed connection waits for the cause."""
+"""Seconds for which a rank with a failed connection waits for the cause."""
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 def tell(error: BaseException, where: str = "") -> None:
-    """Say now why this rank fails, here and to the others, unless another one has failed before."""
+    """Log why this rank fails, and publish it unless another rank has failed before."""
     if getattr(error, "_told_as_cause", False):
         return
     error._told_as_cause = True  # type: ignore[attr-defined]
@@ -38,9 +38,10 @@ def tell(error: BaseException, where: str = "") -> None:
 
 
 def found() -> str:
-    """Return another rank's first failure, to be put behind this one's; empty if none is known.
+    """Format another rank's first failure, to append to an error message; empty if unknown.
 
-    Waits for a moment: a connection ends before the process at its other end has told all.
+    Waits up to `PATIENCE_S`: a connection closes before the process at its other end has published
+    the cause.
     """
     until = time.monotonic() + PATIENCE_S
     while time.monotonic() < until:
@@ -53,14 +54,14 @@ def found() -> str:
 
 
 def forget() -> None:
-    """Let another try in this process tell of causes of its own."""
+    """Delete the published failure, before this process tries again."""
     with suppress(Exception):
         _store().delete_key(KEY)
 
 
 @contextmanager
 def telling(follows: type[Exception]) -> Iterator[None]:
-    """Tell of what fails inside, unless it `follows` from another rank's failure."""
+    """Report an exception raised inside, unless its type `follows` from another rank's failure."""
     try:
         yield
     except Exception as error:
@@ -70,12 +71,13 @@ def telling(follows: type[Exception]) -> Iterator[None]:
 
 
 def watch_the_end(follows: type[Exception]) -> None:
-    """Have an error that ends this process told first, wherever it is raised; once is enough."""
+    """Report exceptions that end this process before its usual traceback. Installed once."""
     before = sys.excepthook
     if getattr(before, "tells_first_cause", False):
         return
 
     def say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        # Errors of type `follows` are consequences; reporting them would hide the cause.
         if (
             isinstance(error, Exception)
             and not isinstance(error, follows)

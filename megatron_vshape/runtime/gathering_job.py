@@ -1,4 +1,4 @@
-"""Weight jobs that keep a rank's part of the sequence, and gather the rest when they run."""
+"""Weight-gradient jobs that save a sequence-parallel shard and all-gather the rest at run time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def plain_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors that a product reads of tensors, quantized ones, and lists of both.
+    """Yield the plain tensors of tensors, quantized tensors and nested lists of both.
 
-    Of a quantized one its scales, too, which `get_data_tensors` of most leaves out.
+    For a quantized tensor this includes its scales, which most `get_data_tensors` omit.
     """
     if isinstance(value, list | tuple):
         for each in value:
@@ -26,21 +26,21 @@ def plain_tensors(value: Any) -> Iterator[Tensor]:
 
 @dataclass(eq=False)
 class GatheringJob:
-    """Gathers some of its tensors over their groups, then computes with all of them.
+    """All-gather some tensors over their groups, then compute with all of them.
 
-    The gather may begin while the job before it computes (see `WeightJobs.run`). So two gathered
-    tensors live at a time, and each has memory of its own: in one shared buffer, such as Megatron
-    keeps, the later would overwrite what the GEMM of the earlier still reads.
+    The all-gather may start while the previous job computes (see `WeightJobs.run`). So two gathered
+    tensors are alive at a time, each in separate memory: in one shared buffer, as Megatron uses,
+    the second would overwrite the first while its GEMM still reads.
     """
 
     compute: Callable[..., None]
-    tensors: list[Any]  # its arguments; of one to gather this rank's part, along dimension 0
-    groups: Sequence[dist.ProcessGroup | None]  # for each the group to gather it over, if any
+    tensors: list[Any]  # arguments; a tensor to gather is this rank's shard along dimension 0
+    groups: Sequence[dist.ProcessGroup | None]  # of each tensor; None: not gathered
     _has_begun: bool = False
     _under_way: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
 
     def begin(self) -> None:
-        """Start to gather, unless it has been; does not wait. All ranks of the groups do so."""
+        """Start the all-gathers once, without waiting; collective over the groups."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -51,11 +51,11 @@ class GatheringJob:
                 work = dist.all_gather_into_tensor(whole, part, group=group, async_op=True)
                 if work is None:
                     raise RuntimeError("a weight job gathers over a group that this rank is not in")
-                self._under_way.append((work, part))  # the part is read until the work has ended
+                self._under_way.append((work, part))  # alive until the all-gather ends
                 self.tensors[at] = whole
 
     def __call__(self) -> None:
-        """Wait for what is gathered, and compute."""
+        """Wait for the all-gathers and compute."""
         self.begin()
         for work, _ in self._under_way:
             work.wait()

@@ -1,4 +1,4 @@
-"""Whose the memory is that torch has allocated: a captured CUDA graph's, or another stream's."""
+"""Attribute allocated memory to captured CUDA graphs or to other CUDA streams."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from torch import Tensor
 
 
 class Segments:
-    """Some of the segments of memory that torch's allocator has taken from the device."""
+    """Address ranges of selected segments of torch's caching allocator."""
 
     def __init__(self, is_wanted: Callable[[Mapping[str, Any]], bool] | None = None) -> None:
-        """Ask the allocator for those that `is_wanted`, of what it tells of each; None: for none.
+        """Select the allocator's segments for which `is_wanted` is true; None selects none.
 
-        It tells of `stream` the number, and of `segment_pool_id` (0, 0) where no graph has it.
+        `is_wanted` receives an entry of `torch.cuda.memory_snapshot`: `stream` is the stream's
+        number, and `segment_pool_id` is (0, 0) for memory outside CUDA graphs.
         """
         found = [] if is_wanted is None else filter(is_wanted, torch.cuda.memory_snapshot())
         ranges = sorted((each["address"], each["address"] + each["total_size"]) for each in found)
@@ -24,41 +25,41 @@ class Segments:
         self._ends = [end for _, end in ranges]
 
     def __bool__(self) -> bool:
-        """Return whether there are any."""
+        """Return whether any segment is selected."""
         return bool(self._starts)
 
     def __contains__(self, address: int) -> bool:
-        """Return whether the address is in one of them."""
+        """Return whether the address is in a selected segment."""
         at = bisect_right(self._starts, address) - 1
         return at >= 0 and address < self._ends[at]
 
 
 class GraphMemory:
-    """Knows the memory that replays write to; none while nothing has been captured.
+    """Memory of captured CUDA graphs; empty before any capture.
 
-    A replay leaves its results in that memory, and the next one that has been captured there may
-    use it again. When a result is read by is known to the capture only where a graph reads it. So
-    what waits longer, a message to be sent or a weight gradient's job, is a copy.
+    A replay leaves its results in graph memory, and the next graph captured in the same pool may
+    overwrite them. The capture knows only readers inside graphs. So a result with a later reader,
+    such as a P2P send or a weight-gradient job, has to be copied.
     """
 
     def __init__(self) -> None:
-        """Know of no graph."""
+        """Start without graphs."""
         self._segments = Segments()
 
     def look(self) -> None:
-        """Ask the allocator which memory is graphs' own, once they have been captured."""
+        """Read the graphs' memory from the allocator, after capture."""
         self._segments = Segments(lambda each: tuple(each["segment_pool_id"]) != (0, 0))
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether the tensor's data is in a graph's memory."""
+        """Return whether the tensor's data is in graph memory."""
         return self.owns(tensor.data_ptr())
 
     def owns(self, address: int) -> bool:
-        """Return whether an address is in a graph's memory."""
+        """Return whether the address is in graph memory."""
         return address in self._segments
 
     def kept(self, value: Any) -> Any:
-        """Return what can be kept: a tensor, or a list of them, with a copy of what graphs hold."""
+        """Return a tensor, or a list of tensors, with copies of those in graph memory."""
         if not self._segments:
             return value
         if isinstance(value, list | tuple):

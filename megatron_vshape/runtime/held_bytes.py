@@ -1,10 +1,10 @@
-"""What activation memory a rank really holds, counted without an allocator's help.
+"""Activation memory of a rank, counted from saved tensors instead of an allocator.
 
-Counted are the storages of tensors that autograd saved for a backward to come or that a weight
-job keeps: each storage once, with its full size, from the pass that made it known until it is
-freed. Parameters and gradient buffers do not count; neither do messages in flight, nor what a
-pass allocates and frees again while it runs. The graph is read, not hooked: saved-tensor hooks
-would hand custom Functions other weight objects than Megatron put in.
+The count includes the storages of tensors that autograd saved for a backward or that a
+weight-gradient job references: each storage once, with its full size, from the pass after which it
+is first found until it is freed. It excludes parameters, gradient buffers, messages in flight and
+temporary memory of a pass. The autograd graph is read without saved-tensor hooks, which would
+replace the weight objects that Megatron passes to custom Functions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_vshape.runtime.gathering_job import plain_tensors
 
 
 class Census:
-    """Follows the storages of saved tensors through one step, and what each pass adds to them."""
+    """Activation tracker: storages of saved tensors in one step, and the bytes that passes add."""
 
     def __init__(self, not_counted: Iterable[Tensor]) -> None:
         given = plain_tensors(list(not_counted))
@@ -34,10 +34,10 @@ class Census:
         self._held = 0
         self._added: dict[tuple[Kind, int], list[int]] = {}
         self.peak_bytes = 0
-        self.shared: dict[int, tuple[int, int]] = {}  # by chunk: what `shares` has told
+        self.shared: dict[int, tuple[int, int]] = {}  # by chunk: the sums of `shares`
 
     def add(self, tensor: Tensor) -> None:
-        """Count the storage as long as it lives; of a quantized tensor, those of its parts."""
+        """Count the storage while it is alive; for a quantized tensor, those of its parts."""
         for each in plain_tensors(tensor):
             storage = each.untyped_storage()
             key = storage._cdata
@@ -45,20 +45,21 @@ class Census:
                 self._known[key] = StorageWeakRef(storage)
 
     def add_graph(self, output: Tensor) -> None:
-        """Count all that the graph behind `output` saves."""
+        """Count all tensors saved by the graph of `output`."""
         if output.grad_fn is not None:
             for node in nodes_behind(output.grad_fn):
                 for _, tensor in saved_by(node):
                     self.add(tensor)
 
     def shares(self, chunk: int, sizes_bytes: tuple[int, int]) -> None:
-        """Note what slices of a microbatch share in a layer of a chunk, and owe each other."""
+        """Add the bytes that slices of a microbatch share in a layer, and the bytes they owe."""
         both = zip(self.shared.get(chunk, (0, 0)), sizes_bytes, strict=True)
         kept, owed = map(sum, both)
         self.shared[chunk] = kept, owed
 
     def ends(self, work: Pass) -> None:
-        """Take stock after a pass."""
+        """Update the counts after a pass."""
+        # Freed storages first: their keys may be reused by new storages.
         dead = [key for key, reference in self._known.items() if reference.expired()]
         for key in dead:
             del self._known[key]
@@ -68,24 +69,25 @@ class Census:
         self.peak_bytes = max(self.peak_bytes, held)
 
     def held_bytes(self, stage: int, slices: int = 1) -> tuple[float, float]:
-        """Return what a microbatch holds of the stage after F, and what remains of it after B.
+        """Return the bytes of a microbatch and stage after F, and after B.
 
-        Medians over the microbatches. Where no B stands alone, all is counted as remaining.
+        Medians over the microbatches. If no separate B ran, the bytes after B equal the bytes after
+        F.
         """
         after_forward = self.added_bytes(Kind.F, stage, slices)
         return after_forward, max(after_forward + self.added_bytes(Kind.B, stage, slices), 0.0)
 
     def added_bytes(self, kind: Kind, stage: int, slices: int = 1) -> float:
-        """Return what such passes of a microbatch add to what is held, the median over them."""
+        """Return the bytes that these passes of a microbatch add (median over microbatches)."""
         added = self._added.get((kind, stage), [0])
-        if slices > 1 and kind is not Kind.F:  # some of a microbatch's may run as BW
+        if slices > 1 and kind is not Kind.F:  # some slices of a microbatch may run as BW
             return slices * fmean(added)
         starts = range(0, len(added), slices)
         return float(median(sum(added[start : start + slices]) for start in starts))
 
 
 def size_now(reference: StorageWeakRef) -> int:
-    """Return the bytes that a storage has now, which may have been emptied, or filled again."""
+    """Return the current size of a storage in bytes; offloading may have emptied or refilled it."""
     storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
     return 0 if storage is None else storage.nbytes()
 
@@ -103,10 +105,10 @@ def nodes_behind(root: Node) -> Iterator[Node]:
 
 
 def saved_by(node: Node) -> Iterator[tuple[str, Tensor]]:
-    """Yield what a node saves, by the name of the attribute; a tensor can come more than once."""
+    """Yield the tensors saved by a node with the attribute's name; a tensor can occur twice."""
     for name in _saving_attributes(type(node)):
         yield from ((name, each) for each in _tensors_in(getattr(node, name)))
-    # A custom Function may keep tensors on its context beside the saved ones.
+    # A custom Function may store tensors on its context without save_for_backward.
     for name, value in getattr(node, "__dict__", {}).items():
         yield from ((name, each) for each in _tensors_in(value))
 

@@ -1,4 +1,4 @@
-"""Host memory that activations wait in: blocks of one size, kept for the steps to come."""
+"""Pool of host memory for offloaded activations, in blocks of one size that steps reuse."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from megatron_vshape.runtime.hosts import told_ranks
 logger = logging.getLogger(__name__)
 
 MOST_BLOCK_BYTES = 64 << 20
-"""A block is no larger. torch pins powers of two, so that a block of one wastes nothing."""
+"""Maximum block size. torch pins powers of two, so blocks of such sizes waste nothing."""
 
 
 LONGEST_LAUNCH_SECONDS = 1.0
-"""How long blocks that are to come back are waited for before more are made."""
+"""Time for which `take` waits for blocks that are about to return, before it allocates more."""
 
 KEPT_FREE = 0.1
 """Share of free host memory for data loading and checkpoints."""
 
 
 class Moment(NamedTuple):
-    """Where a stream was; on a CPU, where all is done when the call returns, there is none."""
+    """Position in a CUDA stream; empty on a CPU, where every call completes before it returns."""
 
     event: torch.cuda.Event | None
 
     @classmethod
     def of(cls, device: torch.device) -> Moment:
-        """Return where the stream of this thread is now, behind all that it has been given."""
+        """Return the end of all work submitted so far to the stream of this thread."""
         if device.type != "cuda":
             return cls(None)
         event = torch.cuda.Event()
@@ -46,46 +46,47 @@ class Moment(NamedTuple):
         return cls(event)
 
     def wait(self) -> None:
-        """Have the stream of this thread wait for it; the host does not."""
+        """Make the stream of this thread wait for this position; the host does not wait."""
         if self.event is not None:
             torch.cuda.current_stream().wait_event(self.event)
 
 
 class HostMemory:
-    """Blocks of host memory, pinned where a GPU copies to them.
+    """Blocks of host memory, pinned for copies to and from a GPU.
 
-    It grows as long as copies find no free block, so that its size is what the schedule has waiting
-    at once: after the first steps there is nothing more to make, which on a GPU waits for the whole
-    device. So the thread that runs the program takes blocks, and those that copy give them back.
-    `nbytes` is its size.
+    The pool grows while copies find no free block, up to the peak that the schedule requires. After
+    the first steps it no longer grows; growing synchronizes the whole GPU. So the thread of the
+    program allocates blocks, and the copying threads return them. `nbytes` is the size of the pool.
     """
 
     def __init__(
         self, device: torch.device, most_bytes: float = math.inf, ranks: int | None = None
     ) -> None:
-        """Make memory for copies from and to this device, at most so much.
+        """Create an empty pool for copies to and from this device, of at most `most_bytes`.
 
-        So many `ranks` share what this host has free; None: as many as a launcher says.
+        `ranks` is the number of ranks that share this host's free memory; None: read from the
+        launcher.
         """
         self._device = device
         self._ranks = ranks
         self._most_bytes = most_bytes
         self._lock = Condition()
-        self._returning = 0  # copies that are to give blocks back, and have not been launched yet
+        self._returning = 0  # launches pending of copies that return blocks
         self._free: deque[tuple[Tensor, Moment]] = deque()
         self._block_bytes = 0
         self._is_full = False
         self.nbytes = 0
 
     def take(self, num_bytes: int) -> list[tuple[Tensor, Moment]] | None:
-        """Return blocks of at least so many bytes together, or None where there is no more memory.
+        """Allocate blocks of at least `num_bytes` in total; None if host memory is exhausted.
 
-        Each with the moment up to which it is still read from. What is about to be given back is
-        waited for. That there is no more is told once.
+        Each block comes with the position until which a copy still reads it. The call waits for
+        blocks that are about to return. Exhausted memory is logged once.
         """
         with self._lock:
             size = self._size_of_block(num_bytes)
             count = -(-num_bytes // size)
+            # Waiting is cheaper than growing, which synchronizes the GPU.
             self._lock.wait_for(
                 lambda: len(self._free) >= count or not self._returning, LONGEST_LAUNCH_SECONDS
             )
@@ -95,19 +96,19 @@ class HostMemory:
             return [self._free.popleft() for _ in range(count)]
 
     def expect_back(self) -> None:
-        """Note that some thread is going to give blocks back."""
+        """Announce that a thread will return blocks."""
         with self._lock:
             self._returning += 1
 
     def give_back(self, blocks: Sequence[Tensor], moment: Moment) -> None:
-        """Take blocks back, which others may write to from that moment on."""
+        """Return blocks to the pool; they can be overwritten from that position on."""
         with self._lock:
             self._free.extend((block, moment) for block in blocks)
             self._returning = max(self._returning - 1, 0)
             self._lock.notify()
 
     def clear(self) -> None:
-        """Let go of all that is free, and forget what has been taken."""
+        """Free all unused blocks, and forget the allocated ones."""
         with self._lock:
             self._free.clear()
             self.nbytes = 0
@@ -119,7 +120,7 @@ class HostMemory:
         return self._block_bytes
 
     def _grow(self, count: int) -> bool:
-        """Make so many blocks more; return whether there was memory for them."""
+        """Allocate `count` more blocks; return False if there is not enough memory."""
         wanted = count * self._block_bytes
         left = free_host_bytes(self._ranks)
         try:
@@ -151,9 +152,9 @@ class HostMemory:
 
 
 def free_host_bytes(ranks: int | None = None) -> int | None:
-    """Return what each of the host's ranks may take of the memory that is free; None if unknown.
+    """Return the free host memory per rank in bytes; None if unknown.
 
-    Where `ranks` is None, they are as many as a launcher says.
+    If `ranks` is None, the number of ranks is read from the launcher.
     """
     found = list(_free_by_source())
     share = (1 - KEPT_FREE) / (ranks or told_ranks() or 1)
@@ -161,7 +162,7 @@ def free_host_bytes(ranks: int | None = None) -> int | None:
 
 
 def _free_by_source() -> Iterator[int]:
-    """Yield what the system and what the container says is free."""
+    """Yield the free memory according to the system and to the container."""
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         line = next(each for each in lines if each.startswith("MemAvailable:"))
@@ -169,4 +170,4 @@ def _free_by_source() -> Iterator[int]:
     with suppress(OSError, ValueError):
         group = Path("/sys/fs/cgroup")
         most, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
-        yield max(0, int(most) - int(used))  # "max" says that there is no limit
+        yield max(0, int(most) - int(used))  # int("max") fails: no limit

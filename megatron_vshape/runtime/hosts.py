@@ -1,4 +1,4 @@
-"""How many ranks share a host: what its memory and its processors are divided by."""
+"""Number of ranks per host, to divide the host's memory and processors."""
 
 import os
 import re
@@ -19,20 +19,20 @@ _REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # as in 8(x2),4: of three nodes
 
 
 def told_ranks(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return the ranks of this host by what started them; None where that says nothing."""
+    """Read the number of ranks on this host from the launcher's environment; None if not set."""
     return _by_launcher(environ) or _by_slurm(environ)
 
 
 def ranks_of_this_host() -> int:
-    """Return the ranks of this host; all ranks of the world call this together.
+    """Return the number of ranks on this host; collective over the world.
 
-    Where no launcher says so, as under srun without a number a node or where each was started by
-    hand, those whose host has the same name are counted.
+    If no launcher provides the number (srun without --ntasks-per-node, ranks started by hand), it
+    counts the ranks with the same host name.
     """
     name = socket.gethostname()
     everyones = [name] * dist.get_world_size()
     dist.all_gather_object(everyones, name)
-    # SLURM's number may be the allocation's, in which something else has started more.
+    # SLURM's number may be that of the allocation, in which other processes may run.
     return _by_launcher(os.environ) or max(_by_slurm(os.environ) or 1, everyones.count(name))
 
 

@@ -1,7 +1,7 @@
-"""Names for what runs, in the traces of torch's profiler and of Nsight Systems.
+"""Labels of passes and jobs in traces of torch's profiler and Nsight Systems.
 
-A label is torch's `record_function`. Under `torch.autograd.profiler.emit_nvtx`, which Megatron's
-`--profile` turns on, torch makes an NVTX range of it.
+A label is a `record_function`. Under `torch.autograd.profiler.emit_nvtx`, which Megatron's
+`--profile` enables, torch emits it as an NVTX range.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +16,10 @@ _NAME = "vshape_name"
 
 
 def label(text_of: Callable[..., str], *args: object) -> AbstractContextManager[object]:
-    """Return a context that is recorded under the name `text_of(*args)`.
+    """Return a context that the profiler records under the name `text_of(*args)`.
 
-    The name is made only when something records: a record_function takes microseconds even when
-    nothing does, and this well under one.
+    The name is formatted only while a profiler records: `record_function` costs microseconds even
+    without a profiler, this check well under one.
     """
     if _profiler_enabled():
         return record_function(text_of(*args))
@@ -27,15 +27,12 @@ def label(text_of: Callable[..., str], *args: object) -> AbstractContextManager[
 
 
 def name_weights(model: nn.Module) -> None:
-    """Have `job_text` know every weight by the name that it has in `model`."""
+    """Store the names of a model's weights for `job_text`."""
     for name, parameter in model.named_parameters():
         setattr(parameter, _NAME, name.removesuffix(".weight"))
 
 
 def job_text(weights: Sequence[Tensor]) -> str:
-    """Return the label of a job that adds to the gradients of `weights`: the first one's layer.
-
-    It is the weight's shape where nobody has named it.
-    """
+    """Return the label of a weight-gradient job: the name of its first weight, or the shape."""
     names = (getattr(each, _NAME, "x".join(map(str, each.shape))) for each in weights)
     return f"job {next(names, '')}".rstrip()

@@ -1,4 +1,4 @@
-"""What a process says when it is ended from outside, while its main thread may be stuck."""
+"""Report the state of a process that is ended by a signal, even if its main thread is blocked."""
 
 import faulthandler
 import logging
@@ -11,13 +11,13 @@ from contextlib import contextmanager, suppress
 
 logger = logging.getLogger(__name__)
 
-ENDED_BY_SIGTERM = 128 + signal.SIGTERM  # what a shell reports of a process that SIGTERM ended
+ENDED_BY_SIGTERM = 128 + signal.SIGTERM  # exit status that a shell reports for SIGTERM
 
-_END = 0  # no signal has this number
+_END = 0  # not the number of a signal
 
 
 def say_and_exit(text: str, code: int) -> None:
-    """Log `text` and end the process at once, whatever its other threads are in."""
+    """Log `text` and end the process at once, whatever its other threads do."""
     logger.critical("%s", text)
     logging.shutdown()
     for child in multiprocessing.active_children():  # Megatron's writers of checkpoints
@@ -27,17 +27,18 @@ def say_and_exit(text: str, code: int) -> None:
 
 @contextmanager
 def last_words(tell: Callable[[], str]) -> Iterator[None]:
-    """Have SIGTERM end the process inside only after it has said what `tell` returns.
+    """Log the text of `tell` when SIGTERM ends the process inside this context.
 
-    A launcher ends all ranks as soon as one has died, which is sooner than a rank that waits for
-    it learns of that by itself. A rank waits inside torch, where no handler written in Python
-    runs, so a thread reads the signal from a pipe. Where SIGTERM is taken already (Megatron's
-    --exit-signal-handler), or outside the main thread, nothing is changed.
+    A launcher ends all ranks as soon as one has died, before the other ranks notice it. A rank
+    waits inside torch, where no Python signal handler runs, so a thread reads the signal from a
+    pipe. Nothing changes outside the main thread, or if SIGTERM has a handler already (Megatron's
+    --exit-signal-handler).
 
-    A process that crashes (SIGSEGV, SIGABRT) shows from here on where each of its threads was.
+    This also enables faulthandler: a process that crashes (SIGSEGV, SIGABRT) prints the stack of
+    each thread.
     """
     if not faulthandler.is_enabled():
-        with suppress(OSError, AttributeError):  # stderr is no file, as in a notebook
+        with suppress(OSError, AttributeError):  # stderr is not a file, as in a notebook
             faulthandler.enable()
     if not _is_free():
         yield
@@ -52,28 +53,28 @@ def last_words(tell: Callable[[], str]) -> Iterator[None]:
         yield
     finally:
         handler.remove()
-        os.write(writer, bytes([_END]))  # children may hold the pipe open, so closing is not enough
+        os.write(writer, bytes([_END]))  # children may have the pipe open: closing is not enough
         thread.join()
         os.close(writer)
         os.close(reader)
 
 
 class _Handler:
-    """Takes SIGTERM for this process and not for its children.
+    """SIGTERM handler of this process, not of its children.
 
-    A forked child, such as a writer of checkpoints, would report its own signals to the parent.
+    A forked child, such as a checkpoint writer, would report its own signals to the parent.
     """
 
     def __init__(self) -> None:
         self._masks: list[set[int | signal.Signals]] = []
 
     def __call__(self, number: int, frame: object) -> None:
-        """Do nothing: the byte that Python has put into the pipe by now does."""
+        """Do nothing: Python has already written the signal number into the wakeup pipe."""
 
     def install(self, writer: int) -> None:
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self)
-        # What comes between the fork and the child's own disposition must wait for that.
+        # A signal between the fork and the child's reset of the handler must wait for the reset.
         os.register_at_fork(
             before=self._block, after_in_parent=self._unblock, after_in_child=self._leave
         )
@@ -100,7 +101,7 @@ class _Handler:
 
 
 def _is_free() -> bool:
-    """Return whether this thread may take SIGTERM, and nobody else has, nor the wakeup pipe."""
+    """Check that this is the main thread and that SIGTERM and the wakeup pipe are unused."""
     if threading.current_thread() is not threading.main_thread():
         return False
     other = signal.set_wakeup_fd(-1)

@@ -1,7 +1,7 @@
-"""The timeline of a real step, and the costs that follow from it.
+"""Measured timeline of a training step, and the costs derived from it.
 
-Nothing waits while a step runs: a pass leaves two stamps (the clock's on a CPU, events of the
-CUDA stream on a GPU), which are read when the step is over.
+Measurement does not synchronize: each pass records two stamps (the clock on a CPU, CUDA events on a
+GPU), which are read after the step.
 """
 
 import itertools
@@ -29,10 +29,10 @@ Held = Mapping[int, tuple[float, float]]
 
 
 class PassTimer:
-    """An observer of the program runner that stamps its own making and every pass.
+    """Observer that records its creation time and the start and end of every pass.
 
-    Stamps that are not aligned with the host's clock say how long, and not when: a GPU then need
-    not be waited for to begin.
+    With `aligned=False`, the stamps give durations but no times on the host's clock; then the
+    constructor does not synchronize the GPU.
     """
 
     def __init__(self, torch_device: torch.device, aligned: bool = True) -> None:
@@ -41,13 +41,13 @@ class PassTimer:
         self._passes: list[Pass] = []
         self._starts: list[object] = []
         self._ends: list[object] = []
-        self._spent: list[tuple[float, float]] = []  # of its thread's processor, before and after
-        self._open: dict[int, list[int]] = {}  # by thread: which of its passes run, as one
-        self._lock = Lock()  # what belongs to one pass stands at one place of all lists
+        self._spent: list[tuple[float, float]] = []  # CPU time of the thread, before and after
+        self._open: dict[int, list[int]] = {}  # by thread: indices of its running passes
+        self._lock = Lock()  # one pass has the same index in all lists
         self._made = self._clock.stamp()
 
     def begins(self, *works: Pass) -> None:
-        """Stamp the start."""
+        """Record the start."""
         with self._lock:
             first, spent = len(self._passes), time.thread_time()
             self._open[get_ident()] = [*range(first, first + len(works))]
@@ -57,38 +57,38 @@ class PassTimer:
             self._starts += [self._clock.stamp()] * len(works)
 
     def ends(self, *works: Pass) -> None:
-        """Stamp the end."""
+        """Record the end."""
         end, spent = self._clock.stamp(), time.thread_time()
         for at in self._open[get_ident()]:
             self._ends[at] = end
             self._spent[at] = (self._spent[at][0], spent)
 
     def busy_and_whole(self) -> tuple[float, float]:
-        """Return the processor's time, and from making this to the last pass's end, in us."""
+        """Return the processor's busy time and the time from creation to the last end, in us."""
         slots = self.slots()
-        # Two that run as one have the same times.
+        # The two passes of an F&B pair have the same times; count them once.
         own = {slot[1:] for slot in slots if slot.work.kind.resource == PROCESSOR}
         busy = sum(end - start for start, end in own)
         (made,) = self._clock.read([self._made])
         return busy, max(slot.end for slot in slots) - made if slots else 0.0
 
     def slots(self) -> list[Slot]:
-        """Return every pass with its times, in us on this process's clock; waits for a GPU."""
+        """Return every pass with its times, in us on this process's clock; synchronizes the GPU."""
         starts, ends = self._clock.read(self._starts), self._clock.read(self._ends)
         return list(map(Slot, self._passes, starts, ends))
 
     def processor_slots(self) -> list[Slot]:
-        """Return every pass with its times on its thread's own clock, which waits run not on.
+        """Return every pass with its CPU time, in us; waiting does not count.
 
-        Only their lengths mean something. Of passes on a GPU it is the time to launch them, and of
-        passes that use several threads only the first one's.
+        Only durations are meaningful. For passes on a GPU they are launch times; for passes with
+        several threads they include only the first.
         """
         times = [(start * US, end * US) for start, end in self._spent]
         return [Slot(work, *pair) for work, pair in zip(self._passes, times, strict=True)]
 
 
 class _HostClock:
-    """Stamps moments; a stamp becomes a time, in us on this process's clock, when it is read."""
+    """Stamps of the host's clock, in us when read."""
 
     def stamp(self) -> float:
         return time.perf_counter()
@@ -98,7 +98,7 @@ class _HostClock:
 
 
 class _CudaClock:
-    """Events; if aligned, tied to the host's clock by one event that both have seen end."""
+    """CUDA events, optionally aligned with the host's clock by one synchronized event."""
 
     def __init__(self, aligned: bool) -> None:
         if aligned:
@@ -127,10 +127,10 @@ class _CudaClock:
 def merge(
     schedule: Schedule, rows: Sequence[Sequence[Slot]], ahead_us: Sequence[float] | None = None
 ) -> Timeline:
-    """Return the timeline of a step from every device's slots; it begins at zero.
+    """Merge the slots of all pipeline ranks into the timeline of a step that starts at zero.
 
-    `ahead_us` is how far each device's clock is ahead (see `clocks_ahead_us`); by default the
-    clocks are one, as on one host.
+    `ahead_us` is the offset of each rank's clock (see `clocks_ahead_us`); the default is a common
+    clock, as on one host.
     """
     ahead = (0.0,) * len(rows) if ahead_us is None else ahead_us
     first = min(row[0].start - by for row, by in zip(rows, ahead, strict=True) if row)
@@ -144,15 +144,15 @@ def merge(
 
 
 DISTURBED = 1.1
-"""Slowdown of a device's passes from which a step counts as disturbed."""
+"""Slowdown of a rank's passes from which a step counts as disturbed."""
 
 
 def slowdowns(
     timelines: Sequence[Timeline], usual: Mapping[tuple[Kind, int], float]
 ) -> list[tuple[float, ...]]:
-    """Return of every step, by device, how many times the `usual` of its passes these took.
+    """Return the slowdown of every step per rank: the time of its passes relative to `usual`.
 
-    Joint passes do not count, nor what has no usual time.
+    Overlapped F&B passes and passes without a usual time do not count.
     """
     found = []
     for each in timelines:
@@ -170,10 +170,10 @@ def slowdowns(
 def undisturbed(
     timelines: Sequence[Timeline],
 ) -> tuple[Sequence[Timeline], list[tuple[int, int, float]]]:
-    """Return the steps to take costs from, and those left out: number, device, how many times.
+    """Split steps into those to derive costs from, and disturbed ones (step, rank, slowdown).
 
-    A step is left out where a device's passes took longer than in the median step by more than
-    `DISTURBED`; half of the steps are kept whatever they took.
+    A step is disturbed if a rank's passes exceed those of the median step by a factor of
+    `DISTURBED`. At least half of the steps are used.
     """
     by_step = [
         {key: statistics.median(values) for key, values in times_in([each])[0].items()}
@@ -186,6 +186,7 @@ def undisturbed(
         for step, row in enumerate(slowdowns(timelines, usual))
     ]
     left_out = sorted((each for each in worst if each[0] > DISTURBED), reverse=True)
+    # Bad measurements are better than none, so at most half of the steps are dropped.
     del left_out[len(timelines) // 2 :]
     numbers = {step for _, _, step in left_out}
     kept = [each for step, each in enumerate(timelines) if step not in numbers]
@@ -197,13 +198,15 @@ def measured_costs(
     send_us: float,
     held: Held,
 ) -> Costs:
-    """Return each stage's median pass times over measured steps, with its bytes.
+    """Derive costs from measured steps: median pass times of each stage, and its bytes.
 
-    A stage that ran whole backwards beside split ones has a price for either. Where it ran none
-    split, a whole one is divided as those of all stages together are; where there are none at
-    all, in half. A joint pass has a price by its stages; a stage that ran a kind of pass in such
-    alone has that of the other stages. What the host takes for a pass is what lies between a W and
-    the pass before it: a W waits for no message.
+    - A stage with both full and split backwards has a cost for each.
+    - A stage with full backwards only is divided in the ratio of all stages; without any split
+      backward, in half.
+    - Overlapped F&B passes have a cost per pair of stages. A stage that ran a pass type only in
+      pairs has the median cost of the other stages.
+    - The host time per pass is the gap between a W and the pass before it, because a W waits for no
+      message.
     """
     gaps: list[float] = []
     times, joint = times_in(timelines)
@@ -214,6 +217,7 @@ def measured_costs(
             )
             gaps += [each.start - before.end for before, each in pairs if each.work.kind is Kind.W]
     middle = {key: statistics.median(values) for key, values in times.items()}
+    # Pass types that ran only in F&B pairs have no separate time.
     middle |= {
         (kind, at): statistics.median(alone)
         for kind, at in {key for each in timelines for key in _in_joint_passes(each)} - set(middle)
@@ -237,9 +241,10 @@ def measured_costs(
 def _joint_prices(
     schedule: Schedule, costs: Costs, known: Mapping[str, float]
 ) -> tuple[tuple[str, float], ...]:
-    """Return the prices of all pairs on a device, of the kinds that ran.
+    """Return the costs of all F&B pairs on a rank, for the pass types that ran.
 
-    A pair that did not run takes as much of its two passes' time as those that did.
+    A pair that did not run has the median ratio of the pairs that did, relative to two separate
+    passes.
     """
     placement, joint = schedule.placement, dict(known)
     for kind in (Kind.B, Kind.BW):
@@ -257,7 +262,7 @@ def _joint_prices(
 
 
 def _in_joint_passes(timeline: Timeline) -> set[tuple[Kind, int]]:
-    """Return the kinds and stages of what ran as part of a joint pass."""
+    """Return the pass types and stages that ran in F&B pairs."""
     pairs = timeline.schedule.beside().items()
     return {work[:2] for pair in pairs for work in pair}
 
@@ -265,10 +270,10 @@ def _in_joint_passes(timeline: Timeline) -> set[tuple[Kind, int]]:
 def _shared_times(
     times: Mapping[tuple[Kind, int], Sequence[float]], stages: Sequence[int]
 ) -> Iterator[tuple[str, tuple[float, ...]]]:
-    """Yield what passes of a shared vocabulary took, by name and for every stage.
+    """Yield the times of vocabulary-parallel passes, by name and for every stage.
 
-    The median of a device's passes; of others' stages, the devices' mean. A sum counts from this
-    device's own part on, so that the shortest is the one that waited least for others' parts.
+    This is the median over a rank's passes, and the mean over ranks for stages of other ranks. A
+    collective starts at this rank's part, so its minimum has the shortest wait for other ranks.
     """
     for kind in (each for each in KINDS if each.of):
         middle = statistics.median if kind.resource == PROCESSOR else min
@@ -291,9 +296,9 @@ def _share_of_b(middle: Mapping[tuple[Kind, int], float]) -> float:
 
 
 def _saved(middle: Mapping[tuple[Kind, int], float], stage: int) -> float:
-    """Return what a whole backward saves of B + W; 0 where not all three have run.
+    """Return the time that a full backward saves over B + W; 0 unless all three have run.
 
-    Below 0 it would be noise: it may do both in turn.
+    A negative value would be noise, because a full backward can run B and W one after the other.
     """
     if not all((kind, stage) in middle for kind in (Kind.B, Kind.W, Kind.BW)):
         return 0.0
@@ -313,11 +318,11 @@ def _divide(
 def measure_send_us(
     program: Program, device: int, mail: Carrier, tensor: torch.Tensor, rounds: int = 8
 ) -> float | None:
-    """Return the median time of a message of this size to a neighbour, in us, or None.
+    """Measure the median time of a P2P message of this size to a neighbor, in us; None without one.
 
-    For every pair of neighbours with streams both ways, a message goes there and another comes
-    back, `rounds` times, the pairs one after the other; half a round counts. All ranks of the
-    pipeline call this together, between steps. None where this device has no such neighbour.
+    Each pair of neighbors with streams in both directions exchanges `rounds` messages there and
+    back, one pair after the other; the time is half of a round trip. All ranks of the pipeline must
+    call this together, between steps.
     """
     found: list[float] = []
     for there, back in _round_trips(program):
@@ -325,11 +330,11 @@ def measure_send_us(
             for at in range(rounds):
                 start = time.perf_counter()
                 mail.send(there, tensor)
-                mail.post(back)  # after the send: a message of any length is taken here
+                mail.post(back)  # after the send: a variable-length receive blocks here
                 mail.wait(back)
                 if tensor.is_cuda:
                     torch.cuda.synchronize()
-                if at:  # the first finds caches cold
+                if at:  # the first round has cold caches
                     found.append((time.perf_counter() - start) * US / 2)
         elif device == there.target:
             for _ in range(rounds):
@@ -347,12 +352,12 @@ def clocks_ahead_us(
     group: "dist.ProcessGroup",
     rounds: int = 32,
 ) -> list[float]:
-    """Return how far the clock of every device is ahead of the first one's, in us.
+    """Measure how far each rank's clock is ahead of the first rank's, in us.
 
-    A process's clock counts from the start of its host. Between two neighbours a message goes
-    there and another comes back; the neighbour stamps in between, and in the quickest of `rounds`
-    that was the middle, but for half of what the two ways differ. All ranks of the pipeline call
-    this together, between steps; a small tensor is the most accurate.
+    A process's clock starts with its host. For each pair of neighbors, a message goes there and
+    another comes back; the neighbor's stamp is taken as the middle of the fastest of `rounds` round
+    trips. The error is half of the difference between the two directions. All ranks of the pipeline
+    must call this together, between steps. A small tensor gives the best accuracy.
     """
     stamps: dict[tuple[int, int], list[float]] = {}
     for there, back in _round_trips(program):
@@ -374,15 +379,15 @@ def clocks_ahead_us(
 
 
 def _arrived_us(received: torch.Tensor) -> float:
-    """Return when what this rank has waited for is there, on a GPU too."""
+    """Return the time at which the received tensor is complete, on a GPU too."""
     if received.is_cuda:
-        # Not the whole device: there a receive that is posted ahead would be waited for as well.
+        # Synchronizing the whole device would also wait for receives that are posted ahead.
         torch.cuda.current_stream().synchronize()
     return time.perf_counter() * US
 
 
 def _ahead_of_first(everyones: Sequence[Mapping[tuple[int, int], list[float]]]) -> list[float]:
-    """Return how far each clock is ahead, from what both ends of every pair have stamped."""
+    """Return how far each clock is ahead, from the stamps of both ranks of every pair."""
     apart = {}
     for source, target in everyones[0]:
         begun_and_ended = everyones[source][source, target]
@@ -395,7 +400,7 @@ def _ahead_of_first(everyones: Sequence[Mapping[tuple[int, int], list[float]]]) 
         begun, met, ended = min(trips, key=lambda trip: trip[2] - trip[0])
         apart[source, target] = met - (begun + ended) / 2
     ahead = {0: 0.0}
-    for _ in everyones:  # each time at least one device more, by a neighbour that is known
+    for _ in everyones:  # each round reaches at least one more rank
         for (source, target), by in apart.items():
             if source in ahead:
                 ahead.setdefault(target, ahead[source] + by)
@@ -405,7 +410,7 @@ def _ahead_of_first(everyones: Sequence[Mapping[tuple[int, int], list[float]]]) 
 
 
 def _round_trips(program: Program) -> list[tuple[Message, Message]]:
-    """Return a message and one that comes back, for every pair of devices that has both."""
+    """Return a message in each direction for every pair of ranks that has both."""
     messages: dict[tuple[int, int], Message] = {}
     for row in program.instructions:
         for each in row:
@@ -420,7 +425,7 @@ def _round_trips(program: Program) -> list[tuple[Message, Message]]:
 
 
 def gather_slots(own: Sequence[Slot], group: "dist.ProcessGroup") -> list[list[Slot]]:
-    """Return the slots of every device of the pipeline, on every one of its ranks."""
+    """Gather the slots of every pipeline rank, on all ranks; collective over `group`."""
     rows: list[list[Slot]] = [[]] * group.size()
     dist.all_gather_object(rows, list(own), group=group)
     return rows

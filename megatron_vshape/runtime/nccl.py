@@ -1,10 +1,10 @@
-"""Communicators of pairs over NCCL: their settings, whichever class of torch's they are made by.
+"""Settings of the two-rank NCCL communicators, for both of torch's NCCL classes.
 
-Up to torch 2.14 "nccl" is ProcessGroupNCCL. From 2.15 on it is ProcessGroupNCCL2, unless
-TORCH_DIST_USE_NCCL2=0. That one makes a communicator as soon as a device is bound, out of the
-world's, together with all ranks of the world, unless it is told to be lazy; the first one does so
-where a device was bound to the world's group. A pair that is made lazily is made by its two ranks
-alone, when they first meet.
+Up to torch 2.14, "nccl" is ProcessGroupNCCL; from 2.15 it is ProcessGroupNCCL2, unless
+TORCH_DIST_USE_NCCL2=0. Both can split a communicator off the world's, which is collective over the
+world: ProcessGroupNCCL2 as soon as a device is bound, unless it is set to be lazy; ProcessGroupNCCL
+if a device is bound to the world's group. A lazy communicator of a pair is created by its two ranks
+only, at their first message.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,20 +18,20 @@ import torch.distributed as dist
 from megatron_vshape.runtime.hosts import told_ranks
 
 CLASSES = ("ProcessGroupNCCL", "ProcessGroupNCCL2")
-"""Known classes of the backend "nccl"; others are used alike, with a log line."""
+"""Known classes of the backend "nccl". Others are used in the same way, with a log line."""
 
 THREAD_BLOCKS = 4
 """Maximum thread blocks of a P2P kernel, which occupies them until its peer arrives.
 
-NCCL's own choice is up to 32, of 132 multiprocessors of an H100. Not measured yet; max_ctas of `pp`
-in Megatron's --nccl-communicator-config-path sets another number.
+NCCL's default is up to 32, of 132 multiprocessors of an H100. Not measured. To set another number,
+use max_ctas of `pp` in Megatron's --nccl-communicator-config-path.
 """
 
 THREAD_BLOCKS_IN_NODE = 8
-"""The same within a node, whose links are several times faster. Not measured."""
+"""The same within a node, where links are several times faster. Not measured."""
 
 _TORCHS = ("blocking", "split_share", "comm_name")
-"""Settings that torch itself writes into a group's options when it makes the communicator."""
+"""Settings that torch writes into the options of a group when it creates the communicator."""
 
 _UNSET = -(2**31)
 """NCCL_CONFIG_UNDEF_INT."""
@@ -40,17 +40,17 @@ _UNSET = -(2**31)
 def pair_options(
     like: dist.ProcessGroup | None, timeout: timedelta, ranks: Sequence[int] = ()
 ) -> Any:
-    """Return the options of these ranks' communicator; `timeout` is what torch's watchdog allows.
+    """Return the communicator options of these ranks; `timeout` is the limit of torch's watchdog.
 
-    If the user has given the group `like` settings of its own, they are taken over. Else a pair has
-    a stream of high priority, so that a message does not wait behind what is computed, and few
-    thread blocks.
+    Settings that the user has given the group `like` are copied. Otherwise the communicator uses
+    few thread blocks and a high-priority stream, so that messages do not queue behind computation.
     """
     theirs = None if like is None else _options_of(like)
     own = {} if theirs is None else _set_fields(theirs.config)
     is_high = True if theirs is None or not own else theirs.is_high_priority_stream
     options = dist.ProcessGroupNCCL.Options(is_high)
-    # One by one: the whole would share a name's memory, which NCCL frees with each communicator.
+    # Copy field by field: a copied config would share the name's memory, which NCCL frees with
+    # each communicator.
     most = THREAD_BLOCKS_IN_NODE if _are_of_one_node(ranks) else THREAD_BLOCKS
     for name, value in (own or {"max_ctas": most}).items():
         setattr(options.config, name, value)
@@ -61,7 +61,7 @@ def pair_options(
 
 
 def _are_of_one_node(ranks: Sequence[int]) -> bool:
-    """Return whether the ranks share a node, as far as the launcher has told how many do."""
+    """Return whether the ranks share a node, according to the launcher's ranks per node."""
     size = told_ranks() or 1
     return len({rank // size for rank in ranks}) == 1 < len(ranks)
 
@@ -71,7 +71,7 @@ def _options_of(group: dist.ProcessGroup) -> Any:
 
 
 def _set_fields(config: Any) -> dict[str, int | str]:
-    """Return the settings of a communicator that its user has not left to NCCL."""
+    """Return the user's settings of a communicator, without the defaults."""
     names = [each for each in dir(config) if not each.startswith("_") and each not in _TORCHS]
     values = {name: getattr(config, name) for name in names}
     return {
@@ -83,10 +83,10 @@ def _set_fields(config: Any) -> dict[str, int | str]:
 
 @contextmanager
 def made_by_pairs() -> Iterator[None]:
-    """Have groups made meanwhile be made by their own ranks alone, when they first meet.
+    """Return a context in which new groups are created by their ranks only, at the first message.
 
-    An older class would split them off the world's communicator if a device is bound to that, all
-    ranks of the world for every pair in turn.
+    The older class would split each pair off the world's communicator if a device is bound to it:
+    all ranks of the world, for one pair after the other.
     """
     world = dist.group.WORLD
     bound = getattr(world, "bound_device_id", None)
@@ -106,10 +106,9 @@ def class_of(group: dist.ProcessGroup) -> str:
 
 
 def outside_allocator(device: torch.device) -> int:
-    """Return the bytes of the device's memory that are taken, and not by torch's allocator.
+    """Return the GPU memory used outside torch's allocator, in bytes; 0 on a CPU.
 
-    NCCL's buffers, the CUDA context, loaded kernels, and whatever else runs on the device. 0 for a
-    device that is no GPU.
+    This includes NCCL's buffers, the CUDA context, loaded kernels and other processes.
     """
     if device.type != "cuda":
         return 0

@@ -1,21 +1,25 @@
-"""Activations that wait in host memory between F and B (PipeOffload, arXiv 2503.01328).
+"""Offload activations to host memory between F and B (PipeOffload, arXiv 2503.01328).
 
-After F the graph is read for what it saves, as `held_bytes` reads it. What belongs to this
-microbatch alone is copied to the host (pass D), its storages are emptied (L), later made as large
-as they were (R) and filled again (H), before B. Tensors, views, contexts of custom Functions and
-weight jobs see their data again, as if nothing had been: no version of a tensor changes, and what
-B computes is the same to the last bit. There are no saved-tensor hooks: what those return has lost
-Megatron's attributes of parameters, and torch no longer sees what is changed in place.
+After F, the tensors saved by its graph are found as in `held_bytes`. Storages that belong to this
+microbatch alone are offloaded in four passes before B:
 
-On a GPU, D and H are launched by threads of their own on streams of their own (see
-`program_runner`), and the streams wait for each other at the markers L and R, which the stream that
-computes runs: so memory is given back and taken in its order alone, and follows from the device's
-row however far the host is ahead. Nothing needs `record_stream`, whose memory comes back when the
-host next allocates after the copy.
+- COPY_OUT (D) copies the storages to host memory.
+- RELEASE (L) empties them.
+- RELOAD (R) gives them memory again.
+- COPY_BACK (H) fills them again.
 
-What was allocated on another stream, such as that of shared experts beside the others, stays where
-it is: made large again it would be memory of the stream that computes, which hands it out anew
-while the other may still read it in B. So R gives every storage memory of the stream it was of.
+Tensors, views, contexts of custom Functions and weight-gradient jobs then see their data again.
+Tensor versions do not change, and B is bitwise equal. Saved-tensor hooks are not used: their
+results lack Megatron's attributes of parameters, and torch no longer detects in-place changes.
+
+On a GPU, separate threads launch D and H on separate streams (see `program_runner`). The streams
+synchronize at the passes L and R, which run on the compute stream. So memory is freed and allocated
+in the order of the compute stream, and follows the schedule however far the host runs ahead. This
+avoids `record_stream`, which returns memory only when the host next allocates after the copy.
+
+Storages allocated on another stream, such as that of overlapped shared experts, are not offloaded.
+R would give them memory of the compute stream, and the compute stream could reuse it while the
+other stream still reads it in B.
 """
 
 from __future__ import annotations
@@ -42,15 +46,15 @@ SMALL = 1 / 64
 """Share of the largest storage of a microbatch below which a storage is not offloaded."""
 
 WALKS = 2
-"""Microbatches of a stage whose graphs are compared before anything of it is emptied."""
+"""Number of microbatches of a stage whose graphs are compared before any storage is emptied."""
 
 
 class OffloadError(RuntimeError):
-    """A pass found activations elsewhere than it needs them; the text says which and where."""
+    """A pass found activations in the wrong place; the text names the pass and the place."""
 
 
 class _At(StrEnum):
-    """Where the activations of a microbatch are."""
+    """Location of the activations of a microbatch."""
 
     MADE = "on the device"
     COPIED = "on the device and in host memory"
@@ -60,7 +64,7 @@ class _At(StrEnum):
 
 
 class _Name(NamedTuple):
-    """What a storage is in every microbatch of a stage: the how-manieth node of a type saves it."""
+    """Identity of a storage in every microbatch of a stage: the n-th node of a type saves it."""
 
     node: str
     number: int
@@ -70,29 +74,31 @@ class _Name(NamedTuple):
 
 @dataclass(eq=False)
 class _Activations:
-    """The activations of one microbatch of one stage."""
+    """Activations of one microbatch of one stage."""
 
-    root: Node | None  # of its graph, until that has been read
-    output: int  # the storage of F's output, which belongs to its reader
+    root: Node | None  # of the graph, until it has been read
+    output: int  # key of the storage of F's output, which belongs to its reader
     made: Moment
-    stays: bool  # as it is not known yet what belongs to this microbatch alone
-    shared: frozenset[int]  # storages that others of the same microbatch read
+    stays: bool  # not offloaded: shared storages are not known yet
+    shared: frozenset[int]  # keys of storages that other slices read
+    # The remaining fields are set as the passes D, L, R and H run.
     at: _At = _At.MADE
-    storages: list[tuple[UntypedStorage, int]] = field(default_factory=list)  # and their bytes
+    storages: list[tuple[UntypedStorage, int]] = field(default_factory=list)  # with bytes
     blocks: list[Tensor] = field(default_factory=list)
-    free: list[Moment] = field(default_factory=list)  # from when on each block may be written to
-    moment: Moment = Moment(None)  # of the last copy, or of the room for it
+    free: list[Moment] = field(default_factory=list)  # from when each block can be written
+    moment: Moment = Moment(None)  # end of the last copy, or of the allocation for it
 
 
 class Offload:
-    """What of this rank's stages waits in host memory, by stage and microbatch."""
+    """Offloaded activations of this rank's stages, by stage and microbatch."""
 
     def __init__(
         self, device: torch.device, most_bytes: float = math.inf, ranks: int | None = None
     ) -> None:
-        """Take the device that computes, and how many ranks share the host.
+        """Create an empty pool of host memory for copies from and to `device`.
 
-        What does not fit in `most_bytes` of host memory stays on the device.
+        Activations beyond `most_bytes` of host memory stay on the device. `ranks` is the number of
+        ranks that share the host (see `HostMemory`).
         """
         self.host = HostMemory(device, most_bytes, ranks)
         self._device = device
@@ -100,29 +106,30 @@ class Offload:
         self._waiting: dict[tuple[int, int], _Activations] = {}
         self._walks: dict[int, int] = {}
         self._seen: dict[int, tuple[StorageWeakRef, tuple[int, int], _Name]] = {}
-        self._stays: set[tuple[int, _Name]] = set()  # as others share it, or another stream has it
+        self._stays: set[tuple[int, _Name]] = set()  # shared, or on another stream
         self._bytes: dict[int, int] = {}
 
     @property
     def bytes_by_stage(self) -> Mapping[int, int]:
-        """Return what of a microbatch waits, or could, of the stages of which that is known."""
+        """Bytes per microbatch that can be offloaded, by stage; only stages with known graphs."""
         return self._bytes
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Never touch these: parameters, gradients, buffers, as long as they live."""
+        """Exclude these tensors (parameters, gradients, buffers) as long as they live."""
         self._kept = frozenset(each.untyped_storage()._cdata for each in tensors)
 
     def has_learned(self, stages: Collection[int]) -> bool:
-        """Return whether it is known what belongs to one microbatch alone, of all these stages."""
+        """Return whether the shared storages of all these stages are known."""
         return all(self._walks.get(stage, 0) >= WALKS for stage in stages)
 
     def ends_forward(
         self, stage: int, microbatch: int, output: Tensor, shared: Iterable[Tensor] = ()
     ) -> None:
-        """Take note of what F has left behind; `output` still has its data, and `shared` stays.
+        """Register the activations of F, before `output` is freed, except `shared` tensors.
 
-        The graphs of a stage's first microbatches are compared: what two of them save, such as the
-        table of a rotary embedding, belongs to neither. Until that is known, all stays.
+        The graphs of a stage's first microbatches are compared: a storage that two of them save,
+        such as the table of a rotary embedding, is shared. Until this is known, nothing is
+        offloaded.
         """
         if output.grad_fn is None:
             return
@@ -136,10 +143,10 @@ class Offload:
             waiting.stays = self._walks[stage] < WALKS
 
     def prepare(self, copy: Pass) -> None:
-        """Do for D or H what the thread that runs the program has to, where that has the copy.
+        """Prepare D or H in the thread of the program, at the position of the pass.
 
-        Host memory is made here: on a GPU that waits for the whole device, its messages too, and
-        that such a wait never hangs is proved for this place (see `program.kernels`).
+        Host memory is allocated here. On a GPU this waits for the whole device and its messages;
+        `program.kernels` proves that such a wait at this position never deadlocks.
         """
         if copy.kind is COPY_OUT:
             self._choose(copy.stage, self._find(*copy, _At.MADE))
@@ -147,7 +154,7 @@ class Offload:
             self.host.expect_back()
 
     def handlers(self) -> dict[Kind, Handler]:
-        """Return what runs D, L, R and H."""
+        """Return the handlers of the passes D, L, R and H."""
         return {
             COPY_OUT: Handler(lambda work: self.copy_out(*work[1:]), prepare=self.prepare),
             RELEASE: Handler(lambda work: self.release(*work[1:])),
@@ -156,7 +163,7 @@ class Offload:
         }
 
     def copy_out(self, stage: int, microbatch: int) -> None:
-        """Run D: copy what is to wait, on the stream of this thread."""
+        """Run D: copy the activations to host memory, on the stream of this thread."""
         waiting = self._find(COPY_OUT, stage, microbatch, _At.MADE)
         self._choose(stage, waiting)
         for each in (waiting.made, *waiting.free):
@@ -167,7 +174,7 @@ class Offload:
         waiting.at = _At.COPIED
 
     def release(self, stage: int, microbatch: int) -> None:
-        """Run L: empty what has been copied."""
+        """Run L: empty the copied storages."""
         waiting = self._find(RELEASE, stage, microbatch, _At.COPIED)
         waiting.moment.wait()
         for storage, _ in waiting.storages:
@@ -175,7 +182,7 @@ class Offload:
         waiting.at = _At.RELEASED
 
     def make_room(self, stage: int, microbatch: int) -> None:
-        """Run R: make what was emptied as large as it was."""
+        """Run R: allocate the emptied storages at their old size."""
         waiting = self._find(RELOAD, stage, microbatch, _At.RELEASED)
         for storage, size in waiting.storages:
             storage.resize_(size)
@@ -183,7 +190,7 @@ class Offload:
         waiting.at = _At.MADE_ROOM
 
     def copy_back(self, stage: int, microbatch: int) -> None:
-        """Run H: fill it again, on the stream of this thread."""
+        """Run H: fill the storages again, on the stream of this thread."""
         blocks: list[Tensor] = []
         try:
             waiting = self._find(COPY_BACK, stage, microbatch, _At.MADE_ROOM)
@@ -193,16 +200,16 @@ class Offload:
             waiting.moment = Moment.of(self._device)
             blocks, waiting.blocks = waiting.blocks, []
             waiting.at = _At.BACK
-        finally:  # whoever takes blocks waits for this
+        finally:  # a thread in HostMemory.take may wait for this
             self.host.give_back(blocks, waiting.moment if blocks else Moment(None))
 
     def begins_backward(self, work: Pass) -> None:
-        """Have B, or a whole backward, find what it reads.
+        """Make the stream wait for the activations that B or BW reads.
 
-        An emptied storage has no address, so a backward that read one would end the process.
+        An emptied storage has no address, so a backward that reads one would crash the process.
 
         Raises:
-            OffloadError: it is not there.
+            OffloadError: the activations are not on the device.
         """
         waiting = self._waiting.pop(work[1:], None)
         if waiting is None:
@@ -213,27 +220,28 @@ class Offload:
         waiting.moment.wait()
 
     def begins_weights(self, work: Pass) -> None:
-        """Check that W finds what it reads: its B has, so nothing of it may wait any more."""
+        """Check that the activations of W are on the device: B ran, so none may be offloaded."""
         waiting = self._waiting.get(work[1:])
         if waiting is not None:
             raise OffloadError(_where(work, waiting.at))
 
     def forget(self) -> None:
-        """Let go of what waits; after a step that failed, or that is undone."""
+        """Forget the offloaded activations, after a step that failed or was rolled back."""
         self._waiting.clear()
 
     def clear(self) -> None:
-        """Let go of all host memory too."""
+        """Free all host memory too."""
         self.forget()
         self.host.clear()
 
     def _choose(self, stage: int, waiting: _Activations) -> None:
-        """Choose what is to wait, and where, unless that has been."""
+        """Choose the storages to offload and allocate host memory for them, once per microbatch."""
         root, waiting.root = waiting.root, None
         if waiting.stays or root is None:
             return
         chosen = self._chosen(stage, root, waiting)
         taken = self.host.take(sum(size for _, size in chosen)) if chosen else None
+        # Without host memory, the activations stay on the device, and D to H do nothing.
         if taken is not None:
             waiting.storages = chosen
             waiting.blocks = [block for block, _ in taken]
@@ -247,9 +255,9 @@ class Offload:
         return waiting
 
     def _learn(self, stage: int, waiting: _Activations, root: Node) -> None:
-        """Compare a microbatch's storages with those of others that are still there.
+        """Find shared storages by comparison with other live microbatches.
 
-        And look which are another stream's, as those of the same name are in every microbatch.
+        This also finds storages of other streams; they have the same names in every microbatch.
         """
         walk = stage, self._walks.get(stage, 0)
         self._walks[stage] = walk[1] + 1
@@ -268,7 +276,7 @@ class Offload:
     def _chosen(
         self, stage: int, root: Node, waiting: _Activations
     ) -> list[tuple[UntypedStorage, int]]:
-        """Return what of a microbatch is to wait, with its bytes; what was saved first is first."""
+        """Return the storages to offload with their bytes, in the order in which F saved them."""
         names: dict[int, tuple[UntypedStorage, list[_Name]]] = {}
         for name, storage in self._saved(root, waiting):
             names.setdefault(storage._cdata, (storage, []))[1].append(name)
@@ -276,6 +284,7 @@ class Offload:
             (storage, storage.nbytes())
             for storage, known_as in names.values()
             if not any((stage, name) in self._stays for name in known_as)
+            # Small storages are not worth a copy.
         ]
         least = SMALL * max((size for _, size in own), default=0)
         return [(storage, size) for storage, size in own if size >= least]
@@ -289,7 +298,7 @@ class Offload:
             places: dict[str, int] = {}
             for attribute, tensor in saved_by(node):
                 places[attribute] = places.get(attribute, -1) + 1
-                # A subclass may hold its data elsewhere, and a CPU's tensor is on the host.
+                # A subclass may have its data elsewhere; a CPU tensor is in host memory already.
                 if type(tensor) is not Tensor or tensor.device.type != self._device.type:
                     continue
                 storage = tensor.untyped_storage()
@@ -300,11 +309,11 @@ class Offload:
                     yield _Name(kind, numbers[kind], attribute, places[attribute]), storage
 
     def _parts(self, waiting: _Activations) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield parts of the storages and of the blocks that they fill one after the other."""
+        """Yield pairs of storage part and block part: storages fill blocks consecutively."""
         blocks = iter(waiting.blocks)
         left = torch.empty(0, dtype=torch.uint8)
         for storage, _ in waiting.storages:
-            # Through a tensor of our own, so that no other's version counter moves.
+            # A new tensor on the storage, so that no existing tensor's version counter changes.
             rest = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
             while rest.numel():
                 if not left.numel():
@@ -315,7 +324,7 @@ class Offload:
 
 
 def _memory_of_other_streams() -> Segments:
-    """Return what was allocated on other streams than this thread runs on."""
+    """Return the memory allocated on streams other than the current stream."""
     if not torch.cuda.is_initialized():
         return Segments()
     own = torch.cuda.current_stream().cuda_stream

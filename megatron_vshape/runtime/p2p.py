@@ -1,7 +1,7 @@
-"""One transport of messages over torch.distributed, for gloo and for NCCL.
+"""P2P transport over torch.distributed, for gloo and NCCL.
 
-A message of a stream travels in a process group of its two ranks and of one direction, so that none
-queues behind another that it has nothing to do with, and each is matched by its order alone.
+Each stream of messages has a process group for each pair of ranks and direction. So a message never
+queues behind an unrelated one, and messages are matched by their order alone.
 """
 
 import math
@@ -30,15 +30,15 @@ from megatron_vshape.runtime.watch import Watch, no_progress
 GIB = 2.0**30
 
 A_DAY = timedelta(days=1)
-"""Timeout of NCCL, counted from the posting of a receive."""
+"""NCCL timeout, counted from the posting of a receive; the watchdog uses `timeout_s`."""
 
 
 class TransportError(RuntimeError):
-    """A message did not come, or did not leave; the text says which, and whose it is."""
+    """A send or receive failed; the text names the message and the rank."""
 
 
 class Edge(NamedTuple):
-    """A stream between two devices: what one pair of sender and receiver shares."""
+    """A stream between two pipeline ranks: one direction of one pair of sender and receiver."""
 
     stream: Stream
     source: int
@@ -46,16 +46,16 @@ class Edge(NamedTuple):
 
     @classmethod
     def of(cls, message: Message) -> "Edge":
-        """Return the edge that a message goes along."""
+        """Return the edge of a message."""
         return cls(message.stream, message.source, message.target)
 
 
 class Transport:
-    """P2P communication of this rank, with process groups that are reused by later programs.
+    """P2P messages of this rank's pipeline; process groups are reused across programs.
 
-    Received tensors have the shape and dtype given here or to `expect`. Everything sent stays
-    alive until it has left: gloo holds the tensor object but not the memory that a caller
-    may swap under it, NCCL neither.
+    Received tensors have the shape and dtype given here or to `expect`. Sent tensors stay alive
+    until the send has completed: gloo keeps the tensor object alive, but not memory that the caller
+    replaces under it; NCCL keeps neither alive.
     """
 
     def __init__(
@@ -67,14 +67,20 @@ class Transport:
         timeout_s: float = 600.0,
         like: "dist.ProcessGroup | None" = None,
     ) -> None:
-        """Prepare nothing yet; `prepare` makes what a program needs.
+        """Store the settings. `prepare` creates the process groups that a program needs.
 
-        `pipelines` lists, for the whole world and in the same order on every rank, the ranks of
-        every pipeline, device by device: making a group takes all ranks of the world. On NCCL the
-        groups have the settings of the group `like`, where its user has given it any.
+        Args:
+            pipelines: the ranks of every pipeline, in pipeline order. It must be the same on all
+                ranks of the world, since creating a group is collective over the world.
+            shape: shape of the messages, [s, b, h].
+            dtype: dtype of the messages.
+            torch_device: device of the received tensors; a CPU uses gloo, a GPU uses NCCL.
+            timeout_s: time limit of a message, in seconds.
+            like: on NCCL, the group whose user-defined settings the new groups copy.
 
         Raises:
-            TransportError: this rank is not in just one of the pipelines, or they differ in length.
+            TransportError: this rank is in none or several of the pipelines, or they differ in
+                length.
         """
         self._pipelines = tuple(map(tuple, pipelines))
         self._rank = dist.get_rank()
@@ -84,44 +90,45 @@ class Transport:
         self._like = like
         self._lanes: dict[Edge, int] = {}
         self._channels: dict[Edge, tuple[dist.ProcessGroup, int]] = {}
-        self._took_bytes = 0  # of the device, by communicators
+        self._took_bytes = 0  # GPU memory of the communicators
         self._posted: dict[Message, tuple[dist.Work, Tensor]] = {}
-        # gloo blocks in wait; NCCL's wait only orders CUDA streams, and must not get a timeout,
-        # for then it blocks too.
+        # gloo blocks in wait. NCCL's wait only orders CUDA streams, and must not get a timeout:
+        # with a timeout it blocks too.
         self._waits_block = self._torch_device.type == "cpu"
         self._sends: _PolledSends | _WaitedSends = (
             _WaitedSends(timeout_s, self._tell_send)
             if self._waits_block
             else _PolledSends(self._tell_send)
         )
-        self.together: Together | None = None  # once a program has passes that all devices join
-        self._meeting: list[str] = []  # whom this rank meets for the first time just now
-        self._last: Message | None = None  # that was posted, sent or waited for
+        self.together: Together | None = None  # created once a program has passes with collectives
+        self._meeting: list[str] = []  # the peer of the first message that is being exchanged now
+        self._last: Message | None = None  # the last message that was posted, sent or waited for
         self._watch = None if self._waits_block else self._begin_watch()
         self.expect(shape, dtype)
 
     @property
     def device(self) -> int:
-        """Return which device of its pipeline this rank is."""
+        """Index of this rank in its pipeline."""
         return self._ranks.index(self._rank)
 
     def expect(self, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Set the shape, [s, b, h], and the dtype of all messages posted from now on."""
+        """Set the shape, [s, b, h], and the dtype of all messages that are posted later."""
         self._shape = tuple(shape)
         self._dtype = dtype
 
     def blank(self) -> Tensor:
-        """Return a tensor like those that messages carry, to measure with."""
+        """Return a zero tensor with the shape and dtype of the messages, for measurements."""
         return torch.zeros(self._shape, dtype=self._dtype, device=self._torch_device)
 
     def prepare(self, program: Program) -> None:
-        """Make the process groups that the program needs beyond those there, and warm them up.
+        """Create the missing process groups of a program and connect their ranks.
 
-        All ranks of the world call this with the same programs in the same order. The first use
-        of a communicator blocks until both ends are there, so it may not happen in a schedule.
+        All ranks of the world must call this with the same programs in the same order. The first
+        use of a communicator blocks until both ranks have arrived, so it must not happen within a
+        schedule.
 
         Raises:
-            TransportError: the program is for another number of devices.
+            TransportError: the program is for another number of pipeline ranks.
         """
         if program.schedule.num_devices != len(self._ranks):
             raise TransportError(
@@ -137,8 +144,9 @@ class Transport:
         fresh = sorted(used - self._lanes.keys())
         for edge in fresh:
             self._lanes[edge] = _free_lane(edge, self._lanes)
-        # All pairs of a lane connect at once, and not one after the other along the pipeline.
+        # All pairs of a group connect at the same time, not one after the other along the pipeline.
         fresh.sort(key=lambda edge: (edge.stream, self._lanes[edge], edge))
+        # Memory of communicators is invisible to torch's allocator, so compare before and after.
         before_bytes = nccl.outside_allocator(self._torch_device)
         with nullcontext() if self._waits_block else nccl.made_by_pairs():
             for edge in fresh:
@@ -151,7 +159,7 @@ class Transport:
         self._took_bytes += nccl.outside_allocator(self._torch_device) - before_bytes
 
     def summary(self) -> str | None:
-        """Return what carries messages over NCCL in a line, or None where they go over gloo."""
+        """Format the NCCL class, number and memory of the communicators; None over gloo."""
         if self._waits_block or not self._channels:
             return None
         name = nccl.class_of(next(iter(self._channels.values()))[0])
@@ -163,7 +171,7 @@ class Transport:
         )
 
     def post(self, message: Message) -> None:
-        """Post the receive of a message; does not wait."""
+        """Post the receive of a message without waiting."""
         self._receive(message, self._shape, self._dtype)
 
     def _receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -175,11 +183,12 @@ class Transport:
         self._posted[message] = (_work(work, message), tensor)
 
     def wait(self, message: Message) -> Tensor:
-        """Return a posted message's tensor, there for all that this rank computes from now on.
+        """Return a posted message's tensor, ready for all later computation of this rank.
 
         Raises:
-            TransportError: it did not come in time, or its sender is gone.
+            TransportError: the message did not arrive in time, or its sender is gone.
         """
+        # On a GPU, this only orders streams; a timeout would block the host.
         work, tensor = self._posted[message]
         with _failing(self._tell_receive, message, self._timeout_s):
             if self._waits_block:
@@ -188,13 +197,13 @@ class Transport:
                 work.wait()
         if self._watch is not None:
             self._watch.add(_recorded_event(), partial(self._tell_receive, message))
-        del self._posted[message]  # not earlier: the watch may never lose sight of it
+        del self._posted[message]  # not earlier: the watch must always see the message
         return tensor
 
     def send(self, message: Message, tensor: Tensor) -> None:
-        """Start to send; does not wait. The tensor's memory is kept until the send has ended."""
-        # An alias, so that the caller may swap the memory of its own tensor (Megatron's
-        # deallocate_output_tensor does) while gloo still reads.
+        """Start a send without waiting. The tensor stays alive until the send has completed."""
+        # An alias, because the caller may replace the memory of its tensor while gloo still reads
+        # it, as Megatron's deallocate_output_tensor does.
         alias = tensor.detach().contiguous()
         if alias.shape != self._shape or alias.dtype != self._dtype:
             raise TransportError(
@@ -212,14 +221,14 @@ class Transport:
         return work
 
     def release(self, message: Message) -> None:
-        """Let go of what was sent (NCCL: what is computed from now on waits until it has left).
+        """Free a sent tensor. On NCCL, later computation waits until the send has completed.
 
-        So the memory that sends keep is what the program says, however far the host is ahead.
+        So the memory of sends follows the program, however far the host runs ahead.
         """
         self._sends.release(message)
 
     def poll(self) -> None:
-        """Let go of what has been sent; does not wait.
+        """Free completed sends without waiting.
 
         Raises:
             TransportError: a send has failed since the last call.
@@ -227,17 +236,17 @@ class Transport:
         self._sends.poll()
 
     def drain(self) -> None:
-        """Wait until all that was sent has left (on NCCL: have the CUDA stream wait).
+        """Wait for the completion of all sends; on NCCL, the CUDA stream waits.
 
         Raises:
-            TransportError: a receiver did not take its message in time, or is gone.
+            TransportError: a receiver did not accept its message in time, or is gone.
         """
         self._sends.drain()
 
     def tell(self, place: Place) -> str:
-        """Return what this rank does or waits for at `place`; any thread may ask."""
-        # The host runs ahead of the device, so what the device waits for tells more. It is not
-        # asked here: while a call holds the driver's lock, it would not answer.
+        """Format the activity of this rank or the message that it waits for. Thread-safe."""
+        # The host runs ahead of the GPU, so the GPU's wait is more informative. This reads the
+        # watch's last result: the driver does not answer while another call has its lock.
         stuck = None if self._watch is None else self._watch.waits_for()
         if stuck is not None:
             return stuck
@@ -256,19 +265,19 @@ class Transport:
         return self._tell_send(unsent[0]) if unsent else doing + f"after {place.last_pass}"
 
     def rest(self) -> None:
-        """Let go of all that has left, on a device that has nothing to do, and ask it no more.
+        """Free completed sends and stop queries of the idle GPU until the next message.
 
-        So CUDA graphs can be captured before the next message.
+        CUDA graph capture requires this: any query from another thread during capture is an error.
         """
         self._sends.poll()
         if self._watch is not None:
             self._watch.forget()
 
     def close(self, quietly: bool = False) -> None:
-        """End the threads of this transport, once all that it has sent and posted has ended.
+        """End the threads of this transport once its sends and receives have completed.
 
-        What never ends ends the process, or `quietly` only the threads, where the process is to
-        train again. Its process groups end with torch.distributed.
+        A transfer that never completes ends the process. With `quietly` it ends only the threads,
+        for a process that is to train again. The process groups end with torch.distributed.
         """
         self._sends.close()
         if self.together is not None:
@@ -277,7 +286,7 @@ class Transport:
             self._watch.close(quietly)
 
     def _under_way(self) -> list[str]:
-        """Return what is sent or posted and has not ended; any thread may ask."""
+        """Format the sends and receives that have not completed. Thread-safe."""
         sent = [self._tell_send(message) for message in self._sends.left()]
         posted = [
             self._tell_receive(message)
@@ -296,17 +305,17 @@ class Transport:
         return Watch(self._timeout_s, self._under_way, self._tell_last, name_device=name_device)
 
     def _index(self) -> int:
-        """Return the GPU's number: that of a device which is just called cuda is this thread's."""
+        """Return the GPU's index; "cuda" without an index is this thread's current GPU."""
         index = self._torch_device.index
         return torch.cuda.current_device() if index is None else index
 
     def _tell_last(self) -> str:
-        """Return what this rank did last with a message, without asking the device."""
+        """Format the last message of this rank, without a query to the GPU."""
         last = "before its first message" if self._last is None else f"at {self._last.work}"
         return f"rank {self._rank} (device {self.device}): {last}, or in a pass after it"
 
     def _make_group(self, ranks: Sequence[int], description: str) -> Any:
-        # gloo itself says less, so it speaks a minute after this transport has spoken.
+        # gloo's own error has less detail, so it comes a minute after the one of this transport.
         timeout = timedelta(seconds=self._timeout_s + 60) if self._waits_block else A_DAY
         options = None if self._waits_block else nccl.pair_options(self._like, timeout, ranks)
         return dist.new_group(
@@ -314,12 +323,12 @@ class Transport:
         )
 
     def _make_pipelines_group(self, description: str) -> Any:
-        """Make a group of all ranks of every pipeline, and return this rank's own."""
+        """Create a group of all ranks of every pipeline, and return the one of this rank."""
         made = [self._make_group(ranks, f"{description}, {ranks}") for ranks in self._pipelines]
         return made[self._pipelines.index(self._ranks)]
 
     def _connect(self, edge: Edge) -> None:
-        """Make the group of an edge in every pipeline, and keep this rank's own."""
+        """Create the group of an edge in every pipeline, and store the one of this rank."""
         (kind, chunk, upward), source, target = edge
         content = "activations" if kind is Kind.F else "gradients"
         way = "up" if upward else "down"
@@ -330,7 +339,7 @@ class Transport:
                 self._channels[edge] = made, pair[1] if self._rank == pair[0] else pair[0]
 
     def _warm_up(self, edges: Sequence[Edge]) -> None:
-        """Send one number along every edge, all ranks in the same order, so that none can wait."""
+        """Send one number along every edge, in the same order on all ranks to avoid deadlock."""
         for edge in edges:
             if edge not in self._channels:
                 continue
@@ -341,7 +350,7 @@ class Transport:
                 dist.send(number, dst=peer, group=group)
             else:
                 dist.recv(number, src=peer, group=group)
-            met = int(number)  # on a GPU this waits until the number has arrived, or left
+            met = int(number)  # on a GPU this waits for the completion of the transfer
             if self.device == edge.target and met != peer:
                 raise TransportError(
                     f"rank {self._rank} expected rank {peer} on stream {edge.stream} and met rank "
@@ -376,7 +385,7 @@ class Transport:
 def _failing(
     tell: Callable[[Message], str], message: Message, timeout_s: float = math.inf
 ) -> Iterator[None]:
-    """Tell of the message whose transfer fails inside: late, or the peer is gone."""
+    """Convert a failed transfer to a TransportError with the reason: timeout or lost peer."""
     since = time.monotonic()
     try:
         yield
@@ -398,10 +407,10 @@ def _own_pipeline(pipelines: Sequence[tuple[int, ...]], rank: int) -> tuple[int,
 
 
 def _free_lane(edge: Edge, lanes: dict[Edge, int]) -> int:
-    """Return the least lane in which neither end has a peer yet on this stream.
+    """Return the lowest round in which both ranks have no other peer on this stream.
 
-    Two ranks connect when both are there; the pairs of a lane do so all at once. In a linear or V
-    placement two lanes alternate.
+    The pairs of a round connect at the same time. A linear or V placement alternates between two
+    rounds.
     """
     ends = {edge.source, edge.target}
     taken = {
@@ -438,18 +447,18 @@ def _recorded_event() -> torch.cuda.Event:
 class _Sent(NamedTuple):
     message: Message
     work: dist.Work
-    tensor: Tensor | None  # only held, so that its memory lives until the send has ended
+    tensor: Tensor | None  # keeps the memory alive until the send has completed
 
 
 class _PolledSends:
-    """Keeps what is sent until that has ended; for NCCL, which can be asked whether it has."""
+    """Sends over NCCL. Completion can be polled."""
 
     def __init__(self, tell: Callable[[Message], str]) -> None:
         self._tell = tell
         self._left: dict[Edge, deque[_Sent]] = {}
 
     def left(self) -> list[Message]:
-        """Return what has not left yet, in the order of each channel; any thread may ask."""
+        """Return the messages of incomplete sends, in the order of each channel. Thread-safe."""
         kept = [each for queue in self._left.copy().values() for each in queue.copy()]
         return [each.message for each in kept if not each.work.is_completed()]
 
@@ -459,12 +468,12 @@ class _PolledSends:
     def poll(self) -> None:
         for left in self._left.values():
             while left and left[0].work.is_completed():
-                self._wait(left.popleft())  # one that failed has completed too; this tells
+                self._wait(left.popleft())  # a failed send has completed too; this raises its error
 
     def release(self, message: Message) -> None:
         queue = self._left.get(Edge.of(message), deque())
         last = max((at for at, sent in enumerate(queue) if sent.message == message), default=-1)
-        self._let_go(queue, last + 1)  # those before it have left before it
+        self._let_go(queue, last + 1)  # earlier sends of the channel completed before this one
 
     def drain(self) -> None:
         self.poll()
@@ -473,8 +482,8 @@ class _PolledSends:
 
     def _let_go(self, queue: deque[_Sent], number: int) -> None:
         for at in range(number):
-            # Orders the CUDA stream, on which alone the memory can be used again. The watch
-            # still has to see whether the send ends.
+            # This orders the CUDA stream, the only stream that can reuse the memory. The entry
+            # stays, because the watch has to see whether the send completes.
             if queue[at].tensor is not None:
                 self._wait(queue[at])
                 queue[at] = queue[at]._replace(tensor=None)
@@ -487,9 +496,9 @@ class _PolledSends:
 
 
 class _WaitedSends:
-    """The same for gloo, whose sends do not tell that they have ended until they are waited for.
+    """Sends over gloo. Completion is known only by waiting.
 
-    So a thread per channel waits for them, in the order in which they were started and end.
+    A thread per channel waits for its sends in the order in which they start and complete.
     """
 
     def __init__(self, timeout_s: float, tell: Callable[[Message], str]) -> None:
@@ -497,7 +506,7 @@ class _WaitedSends:
         self._tell = tell
         self._queues: dict[Edge, SimpleQueue[_Sent | None]] = {}
         self._ended = threading.Condition()
-        self._left: list[Message] = []  # in the order in which they were started
+        self._left: list[Message] = []  # in the order of their start
         self._failure: str | None = None
 
     def left(self) -> list[Message]:
@@ -515,7 +524,7 @@ class _WaitedSends:
             self._left.append(sent.message)
         queue.put(sent)
 
-    def release(self, message: Message) -> None: ...  # each goes by itself, as soon as it has left
+    def release(self, message: Message) -> None: ...  # freed by the channel's thread
 
     def poll(self) -> None:
         if self._failure is not None:
@@ -539,7 +548,7 @@ class _WaitedSends:
                     sent.work.wait(timedelta(seconds=self._timeout_s))
             except TransportError as error:
                 failure = str(error)
-            sent = None  # not held while the thread waits for the next
+            sent = None  # drops the reference while the thread waits for the next send
             with self._ended:
                 self._left.remove(message)
                 self._failure = self._failure or failure

@@ -1,4 +1,4 @@
-"""Run a Program on this rank: one match over its instructions, and nothing else."""
+"""Program runner: execute the instructions of a Program on this rank."""
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,51 +29,52 @@ from megatron_vshape.runtime.stage import Handler, Stage
 
 
 class Carrier(Protocol):
-    """What carries messages between ranks; `p2p.Transport` over torch.distributed."""
+    """P2P message interface of the runner, implemented by `p2p.Transport`."""
 
     def post(self, message: Message) -> None:
-        """Make ready to receive a message; does not wait."""
+        """Post the receive of a message without waiting."""
 
     def wait(self, message: Message) -> Tensor:
-        """Return a posted message's tensor once it is there."""
+        """Wait for a posted message and return its tensor."""
 
     def send(self, message: Message, tensor: Tensor) -> None:
-        """Start to send; keeps what it needs of the tensor until that has ended."""
+        """Start a send. The tensor's memory stays alive until the send has completed."""
 
     def release(self, message: Message) -> None:
-        """Let go of what was sent; what is computed from now on waits until it has been taken."""
+        """Free a sent tensor. Later computation waits until the message has been received."""
 
     def poll(self) -> None:
-        """Let go of what has left already; does not wait."""
+        """Free the tensors of completed sends without waiting."""
 
     def drain(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait until all sends have completed."""
 
 
 class Observer(Protocol):
-    """Is told of every pass, to measure or to trace it; from the thread that runs it.
+    """Callbacks around each pass, for measurement and tracing.
 
-    Of two that run as one it is told at once.
+    They run in the thread that runs the pass. An overlapped forward-backward (F&B) pair makes a
+    single call with both passes.
     """
 
     def begins(self, *works: Pass) -> None:
-        """Called when the pass's input is there, right before it runs."""
+        """Called when the input of the pass has arrived, right before the pass runs."""
 
     def ends(self, *works: Pass) -> None:
         """Called right after the pass has run, before its result is sent."""
 
 
 class Place:
-    """Where a program stands, for whoever must tell of it when the run ends from outside."""
+    """Current position in a program, for error reports when the run is ended from outside."""
 
     def __init__(self) -> None:
-        """Stand before the first pass."""
+        """Initialize to the position before the first pass."""
         self.instruction: Instruction | None = None  # None: no program runs
         self.last_pass: Pass | None = None
 
 
 class _Silent:
-    """The observer of a run that nobody observes."""
+    """Null observer."""
 
     def begins(self, *works: Pass) -> None:
         pass
@@ -91,10 +92,16 @@ def run_program(
     place: Place | None = None,
     handlers: Mapping[Kind, Handler] = MappingProxyType({}),
 ) -> None:
-    """Run the passes and messages of `device` in a program with these `stages`.
+    """Run the instructions of `program` for pipeline rank `device`, and complete all its sends.
 
-    `place` follows what runs, and stays where something was raised; `handlers` run the passes of
-    their kinds.
+    Args:
+        program: the lowered schedule of all pipeline ranks.
+        device: index of this rank in the pipeline.
+        stages: the model stages of this rank, by stage number.
+        transport: P2P messages.
+        observer: called around each pass, for measurement and tracing.
+        place: updated to the current instruction; after an exception it shows where it was raised.
+        handlers: run the passes of their kinds in place of the stages.
 
     On every rank, for example of one device:
 
@@ -128,10 +135,10 @@ def run_program(
 
 @dataclass(eq=False)
 class ProgramRun:
-    """A program under way on one device.
+    """State of a program that runs on one pipeline rank.
 
-    Results that the same device reads wait in a table; every tensor is let go of as soon as its
-    reader has it, so that memory is what the schedule says.
+    Results read on the same rank are stored in a table. Each tensor is freed as soon as its reader
+    has received it, so that activation memory follows the schedule.
     """
 
     program: Program
@@ -153,7 +160,7 @@ class ProgramRun:
         self._at = 0
 
     def finish(self) -> None:
-        """Run on to the end, and until all has been sent. Raises what `run_program` raises."""
+        """Run the remaining instructions and complete all sends. Raises as `run_program`."""
         self.advance(len(self._row))
         if self._beside is not None:
             self._beside.finish()
@@ -161,18 +168,22 @@ class ProgramRun:
         self._place.instruction = None
 
     def advance(self, upto: int) -> None:
-        """Run on, up to but not including instruction `upto`, where the program is cut.
+        """Run up to but not including instruction `upto`, where the program is cut.
 
-        It does not wait for what has been sent. Raises what `run_program` raises.
+        Does not wait for the completion of sends. Raises as `run_program`.
         """
         place = self._place
-        received: dict[Kind, Tensor] = {}  # by the kind of pass that has made it
+        received: dict[Kind, Tensor] = {}  # by the kind of the pass that produced it
         results: dict[Pass, Tensor | None] = {}
         for instruction in self._row[self._at : upto]:
+            # Updated before the instruction runs, so that an error report names a wait that never
+            # ends.
             place.instruction = instruction
             match instruction:
                 case Run(work):
                     place.last_pass = work
+                    # Drop all references to results of the last step before the next pass
+                    # allocates.
                     results.clear()
                     results = self._run_step(instruction.passes, received)
                     self.transport.poll()
@@ -194,11 +205,11 @@ class ProgramRun:
     def _run_step(
         self, works: tuple[Pass, ...], received: dict[Kind, Tensor]
     ) -> dict[Pass, Tensor | None]:
-        """Run a pass, or two as one, and return what they leave for other devices.
+        """Run a pass or an F&B pair, and return the results to send to other ranks.
 
-        Takes what they read out of `received`.
+        Removes the inputs of the passes from `received`.
         """
-        # In a list, which the passes empty, so that only their stages hold what they read.
+        # A list that the passes empty, so that only their stages keep references to the inputs.
         handed = [self._input_of(each, received, alone=len(works) == 1) for each in works]
         if self._beside is None:
             made = self._run(works, handed)
@@ -211,17 +222,19 @@ class ProgramRun:
         }
 
     def _input_of(self, work: Pass, received: dict[Kind, Tensor], alone: bool) -> Tensor | None:
-        """Return what a pass reads and forget it: a message, or a result of this device."""
+        """Return and remove the input of a pass: a received message or a result of this rank."""
         if alone and received:
             return received.popitem()[1]
-        # Of the two that run as one, F reads an F, and B or BW a B.
+        # In an F&B pair, F reads the result of an F, and B or BW the result of a B.
         kind = Kind.F if work.kind is Kind.F else Kind.B
         return received.pop(kind) if kind in received else self._local.take(work)
 
     def _run(self, works: tuple[Pass, ...], handed: list[Tensor | None]) -> list[Tensor | None]:
-        """Run a pass, or two as one, and return what they make; takes inputs out of `handed`."""
+        """Run a pass or an F&B pair and return the results; removes the inputs from `handed`."""
         try:
-            handler = self.handlers.get(works[0].kind)  # such a pass runs by itself
+            handler = self.handlers.get(works[0].kind)  # never part of a pair
+            # A collective needs its inputs now; the wait is excluded from the measured time of the
+            # pass.
             if handler is not None and handler.join is not None:
                 with label(_WAIT, works[0]):
                     handler.join(works[0])
@@ -240,7 +253,10 @@ class ProgramRun:
 
 
 def run_drain(instructions: Iterable[Instruction], transport: Carrier, blank: Tensor) -> None:
-    """Bring messages to rest (see `program.early_start.drain`); every Send carries `blank`."""
+    """Complete the messages in flight (see `program.early_start.drain`).
+
+    Every Send carries `blank`.
+    """
     for each in instructions:
         match each:
             case Receive(message):
@@ -254,7 +270,7 @@ def run_drain(instructions: Iterable[Instruction], transport: Carrier, blank: Te
 
 
 def describe(*works: Pass) -> str:
-    """Return a pass, or two that run as one, in text and in words."""
+    """Format a pass or an F&B pair with its stage and microbatch, for messages."""
     return ", beside ".join(
         f"{work}, {work.kind.words} of stage {work.stage} for microbatch {work.microbatch}"
         for work in works
@@ -271,10 +287,11 @@ def _name_of(works: tuple[Pass, ...]) -> str:
 def _call_stages(
     stages: Mapping[int, Stage], works: tuple[Pass, ...], handed: list[Tensor | None]
 ) -> list[Tensor | None]:
-    """Return the results of passes that run as one, or where a stage cannot, one by one."""
+    """Run passes and return their results; a pair runs overlapped if its stage supports it."""
     if len(works) == 1:
         return [_call_stage(stages[works[0].stage], works[0], handed)]
     joint = getattr(stages[works[0].stage], "forward_beside", None)
+    # Without an overlapped implementation the two passes run one after the other.
     if joint is None:
         return [_call_stage(stages[each.stage], each, handed) for each in works]
     work, other = works
@@ -296,7 +313,7 @@ def _no_result(work: Pass) -> str:
 
 
 class _Local:
-    """Results whose reader is on the same device: the turn of a V, or a single device."""
+    """Results read on the same rank: at the turn of the V placement, or with a single rank."""
 
     def __init__(self, schedule: Schedule, device: int) -> None:
         placement, stages = schedule.placement, range(len(schedule.placement))
@@ -305,19 +322,19 @@ class _Local:
             work[:2]: need[:2]
             for work in passes
             for need in work.needs(len(placement))
-            if not work.kind.of  # what that reads of others comes by a collective
+            if not work.kind.of  # their inputs from other stages arrive by a collective
             and need.stage != work.stage
             and placement[need.stage] == device
             if placement[work.stage] == device
         }
-        # By kind and stage of the result: what is left of it, by microbatch.
+        # By kind and stage of the result: the unread results, by microbatch.
         left: dict[tuple[Kind, int], dict[int, Tensor]] = {need: {} for need in reads.values()}
         self._takes = {work: left[need] for work, need in reads.items()}
         results = {work[:2]: result_of(work)[:2] for work in passes}
         self._keeps = {work: left[made] for work, made in results.items() if made in left}
 
     def keep(self, work: Pass, result: Tensor | None) -> bool:
-        """Keep the result if its reader is on this device; return whether it is."""
+        """Store the result if its reader is on this rank; return whether it is."""
         kind, stage, microbatch = work
         left = self._keeps.get((kind, stage))
         if left is None:
@@ -328,14 +345,14 @@ class _Local:
         return True
 
     def take(self, work: Pass) -> Tensor | None:
-        """Return the pass's input and forget it; None if it did not stay on this device."""
+        """Return and remove the input of a pass; None if it was not produced on this rank."""
         kind, stage, microbatch = work
         left = self._takes.get((kind, stage))
         return None if left is None else left.pop(microbatch, None)
 
 
 class _Beside:
-    """What other resources than the processor run: a thread for each, in the program's order."""
+    """Passes of resources other than the processor: one thread per resource, in program order."""
 
     def __init__(self, schedule: Schedule, handlers: Mapping[Kind, Handler]) -> None:
         self._handlers = handlers
@@ -352,9 +369,10 @@ class _Beside:
     def run(
         self, works: tuple[Pass, ...], run: Callable[[], list[Tensor | None]]
     ) -> list[Tensor | None]:
-        """Run passes once what they read from other resources is there, or begin to beside us.
+        """Run passes on the processor after their inputs from other resources, or submit them.
 
-        What the whole device would be waited for by is done here, where the program has the pass.
+        A pass of another resource is submitted to the thread of that resource and does not block.
+        Its `prepare`, which may synchronize the whole GPU, runs here, in the thread of the program.
         """
         reads = [
             self._under_way[need]
@@ -370,6 +388,7 @@ class _Beside:
 
         (work, *_) = works
         if work.kind.resource == PROCESSOR:
+            # The processor runs in the caller's thread, and only waits for the reads.
             return run_in_turn()
         handler = self._handlers.get(work.kind)
         if handler is not None and handler.prepare is not None:
@@ -378,7 +397,7 @@ class _Beside:
         return [None]
 
     def finish(self) -> None:
-        """Wait for all of them, and raise what one has raised."""
+        """Wait for all submitted passes and raise their first exception."""
         for each in self._under_way.values():
             each.result()
         self._under_way.clear()
@@ -387,9 +406,10 @@ class _Beside:
 
 
 def on_stream_of(resource: str) -> Callable[[], None]:
-    """Return what makes a new thread use this one's GPU, and a stream that is the resource's.
+    """Return a thread initializer that selects the current GPU and the resource's stream.
 
-    Else it would begin with the first GPU, and launch behind the passes it is to run beside.
+    Without it, a new thread would use GPU 0, and would launch on the stream of the passes that its
+    work is to overlap with.
     """
     if not torch.cuda.is_initialized():
         return lambda: None
@@ -404,5 +424,5 @@ def on_stream_of(resource: str) -> Callable[[], None]:
 
 @cache
 def stream_of(resource: str, device: int) -> torch.cuda.Stream:
-    """Return the one stream of a resource; torch has few, and hands them out again."""
+    """Return the stream of a resource, created once: torch reuses a small pool of streams."""
     return torch.cuda.Stream(device)

@@ -1,4 +1,4 @@
-"""What the program runner asks of a stage of the model, and of what else a program runs."""
+"""Interfaces between the program runner and the model stages."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -9,10 +9,11 @@ from megatron_vshape.core.model.passes import Pass
 
 
 class Handler(NamedTuple):
-    """Runs the passes of a kind that a model's stages know nothing of.
+    """Runs all passes of a kind that the model stages do not implement.
 
-    What runs beside the processor runs in another thread; `prepare` is called where the program
-    has the pass. Before a pass that all devices join `join` returns when what it reads is there.
+    - run: runs the pass, in a separate thread if its resource is not the processor.
+    - join: called before a pass with collectives; returns when the inputs of the pass are ready.
+    - prepare: called in the program's thread at the position of the pass.
     """
 
     run: Callable[[Pass], None]
@@ -23,16 +24,18 @@ class Handler(NamedTuple):
 class Stage(Protocol):
     """One stage of the model on this rank.
 
-    The runner calls the passes in the program's order; what a pass must keep for a later one of
-    the same microbatch, the stage keeps itself, and drops as soon as that has run. A pass of
-    another kind that has no `Handler` calls the method that its row names, with the microbatch
-    alone. A stage may have a method `forward_beside(microbatch, received, other, work, gradient)`,
-    which runs F beside `work`, a B or BW of the stage `other` that receives `gradient`, and returns
-    both results; else the two of a joint pass run one after the other.
+    The runner calls the passes in program order. The stage saves the state that a later pass of the
+    same microbatch needs, and frees it right after that pass. For a pass of another kind without a
+    `Handler`, the runner calls the method named by the kind, with the microbatch only.
+
+    A stage may implement `forward_beside(microbatch, received, other, work, gradient)` for
+    overlapped F&B: it runs F overlapped with `work`, a B or BW of the stage `other` with the output
+    gradient `gradient`, and returns both results. Without that method the two passes run one after
+    the other.
     """
 
     def forward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
-        """Run F and return the output, detached; None from the last stage, which keeps its loss.
+        """Run F and return the detached output; None from the last stage, which stores its loss.
 
         `received` is the input, [s, b, h]; None for the first stage, which reads the data.
         """
@@ -47,4 +50,4 @@ class Stage(Protocol):
         """Run W: add this microbatch's weight gradients."""
 
     def backward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
-        """Run B and W at once and return the gradient of the input, as `backward_inputs` does."""
+        """Run a full backward (B and W) and return the input's gradient, as `backward_inputs`."""

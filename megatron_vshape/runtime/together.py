@@ -1,9 +1,10 @@
-"""What all devices of a pipeline do together in passes that they join: collectives.
+"""Collectives over all ranks of a pipeline.
 
-Every device comes to these passes in one order, which lowering has proved, and begins all its
-collectives in them; so each of the two process groups sees one order everywhere. One group carries
-what all read of one device, and is waited for at once, but by that device. The other carries sums,
-which are put together beside the passes that follow: by a thread, or on a GPU by a stream.
+All ranks reach the passes with collectives in the same order, as lowering has proved, and start all
+collectives in these passes. So each of the two process groups has one order on all ranks. The first
+group carries broadcasts, which the receivers wait for immediately. The second group carries
+reductions and gathers, which overlap with the following passes: in a thread on a CPU, on a CUDA
+stream on a GPU.
 """
 
 import threading
@@ -28,7 +29,7 @@ Result = TypeVar("Result")
 
 
 class Pending(Generic[Result]):
-    """What is put together beside the passes."""
+    """Result of a job that overlaps with the passes."""
 
     def __init__(self, together: "Together", future: "Future[Result]") -> None:
         self._together = together
@@ -36,9 +37,11 @@ class Pending(Generic[Result]):
         self.event: torch.cuda.Event | None = None
 
     def wait(self) -> None:
-        """Wait until it is there; raises what it raised, and RuntimeError once the run has ended.
+        """Wait for the job; on a GPU the host does not wait.
 
-        On a GPU the host does not wait.
+        Raises:
+            RuntimeError: the run has ended before the job.
+            Exception: the job's exception.
         """
         while True:
             try:
@@ -49,7 +52,7 @@ class Pending(Generic[Result]):
                     raise RuntimeError("the run has ended while devices were to meet") from None
 
     def result(self) -> Result:
-        """Return it, there for all that this thread computes from now on; raises as `wait`."""
+        """Return the job's result, ready for later computation of this thread; raises as `wait`."""
         self.wait()
         made = self._future.result()
         if self.event is not None:
@@ -62,7 +65,7 @@ class Pending(Generic[Result]):
 
 
 class Together:
-    """The collectives of this rank's pipeline; keeps two process groups of all its ranks."""
+    """Collectives of this rank's pipeline, over two process groups of all its ranks."""
 
     def __init__(
         self,
@@ -71,33 +74,34 @@ class Together:
         torch_device: torch.device,
         timeout_s: float,
     ) -> None:
-        """Make the groups, and connect all ranks; all of the world call this in one order.
+        """Create the groups and connect all ranks; collective over the world, in one order.
 
-        `ranks` are those of the pipeline, device by device; `make_group` makes a group of them.
+        `ranks` are the ranks of this pipeline, in pipeline order. `make_group` creates a group of
+        them.
         """
         self._ranks = tuple(ranks)
         self.device = self._ranks.index(dist.get_rank())
         self._read, self._summed = make_group("what all devices read"), make_group("sums")
         self._torch_device, self._timeout_s = torch_device, timeout_s
         self._blocks = torch_device.type == "cpu"
-        self._leaving: deque[tuple[dist.Work, Tensor]] = deque()  # what others read of this one
-        self._waits: dict[int, str] = {}  # by thread
+        self._leaving: deque[tuple[dist.Work, Tensor]] = deque()  # broadcasts of this rank
+        self._waits: dict[int, str] = {}  # descriptions, by thread
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._failure: Exception | None = None  # of a job, which nobody here may ask for
+        self._failure: Exception | None = None  # of a job whose result this rank may never read
         self.is_closed = False
         for group in (self._read, self._summed):
             dist.all_reduce(torch.zeros(1, device=torch_device), group=group)
-        if self._blocks:  # a daemon: a run that fails does not wait for what it waits for
+        if self._blocks:  # a daemon, so that a failed run can end while it waits
             threading.Thread(target=self._work, name=COLLECTIVES, daemon=True).start()
 
     def tell(self) -> list[str]:
-        """Return what this rank waits for; any thread may ask."""
+        """Format the pending waits of this rank. Thread-safe."""
         return list(self._waits.copy().values())
 
     def from_one(self, device: int, tensor: Tensor, what: str) -> Tensor:
-        """Return what the device has of a tensor; on the others it is written into theirs.
+        """Broadcast a tensor from pipeline rank `device`; the other ranks receive into `tensor`.
 
-        There it leaves by itself, and its memory is kept until it has.
+        The sender does not wait, and keeps the memory until the broadcast has completed.
         """
         source = self._ranks[device]
         work = dist.broadcast(tensor, source, group=self._read, async_op=True)
@@ -111,9 +115,9 @@ class Together:
         return tensor
 
     def begin(self, job: Callable[[], Result], inputs: Sequence[Tensor]) -> Pending[Result]:
-        """Begin a job, which sums; jobs run in the order in which they are begun.
+        """Start a job with collectives. Jobs run in the order of their start.
 
-        `inputs` are what it reads of tensors that passes have made.
+        `inputs` are the tensors from passes that the job reads.
         """
         future: Future[Result] = Future()
         pending = Pending(self, future)
@@ -125,6 +129,7 @@ class Together:
                 self._failure = error
                 future.set_exception(error)
             else:
+                # The inputs were made on the stream of the passes.
                 future.set_result(made)
 
         if self._blocks:
@@ -141,32 +146,29 @@ class Together:
         return pending
 
     def gather(self, part: Tensor, what: str) -> Tensor:
-        """Return the parts of all devices, [devices, ...]; only in a job."""
+        """Gather the parts of all ranks, [ranks, ...]. Call only from a job."""
         whole = part.new_empty((len(self._ranks), *part.shape))
         work = dist.all_gather(list(whole.unbind()), part, group=self._summed, async_op=True)
         self._wait(work, what)
         return whole
 
     def sum_to(self, device: int, part: Tensor, what: str) -> Tensor:
-        """Return the sum of all devices' parts on this device, in the memory of its part.
+        """Reduce (sum) the parts to the pipeline rank `device`, in place. Call only from a job.
 
-        What is in the others' then is of no use. Only in a job.
+        The tensors of the other ranks have no defined content afterwards.
         """
         work = dist.reduce(part, self._ranks[device], group=self._summed, async_op=True)
         self._wait(work, what)
         return part
 
     def tell_all(self, device: int, tensor: Tensor, what: str) -> Tensor:
-        """Return what the device has of a tensor, as `from_one`; only in a job."""
+        """Broadcast a tensor from pipeline rank `device`, as `from_one`. Call only from a job."""
         work = dist.broadcast(tensor, self._ranks[device], group=self._summed, async_op=True)
         self._wait(work, what)
         return tensor
 
     def drain(self) -> None:
-        """Wait until what others read of this device has left, and all jobs have run.
-
-        Raises what one of them has raised.
-        """
+        """Wait for the broadcasts of this rank and all jobs. Raises the exception of a job."""
         self.begin(lambda: None, ()).wait()
         if self._failure is not None:
             raise self._failure
@@ -175,14 +177,14 @@ class Together:
             self._leaving.popleft()
 
     def close(self) -> None:
-        """End what waits here, after the last step or a step that has failed."""
+        """End the thread, after the last step or a failed step."""
         self.is_closed = True
         self._jobs.put(None)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None and not self.is_closed:
             job()
-            job = None  # not held while the thread waits for the next
+            job = None  # drops the reference while the thread waits for the next job
 
     def _wait(self, work: "dist.Work | None", what: str) -> None:
         assert work is not None  # this rank is in the group
@@ -196,7 +198,7 @@ class Together:
 
     @contextmanager
     def _telling(self, text: str) -> Iterator[None]:
-        """Let others know what this thread waits for inside, and say it where that fails."""
+        """Register the wait for `tell`, and add the description to an error raised inside."""
         thread, since = threading.get_ident(), time.monotonic()
         self._waits[thread] = text
         try:

@@ -1,4 +1,4 @@
-"""The transport for microbatches of unlike length: every message is preceded by its shape."""
+"""Transport for variable-length microbatches: each message is preceded by its shape."""
 
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
@@ -15,34 +15,36 @@ DIMENSIONS = 3  # [s, b, h]
 
 
 class VariableTransport(Transport):
-    """Carries messages of any shape [s, b, h]; `expect` sets their dtype and the blank's shape.
+    """P2P messages of any shape [s, b, h]; `expect` sets their dtype and the shape of `blank`.
 
-    A receive cannot be posted before its shape is there, and a message takes two transfers, as
-    under Megatron's own schedules. On gloo, whose sends do not wait for their receives, nothing is
-    received ahead of its use. On NCCL posting takes the message, and the host waits for its shape,
-    but for no pass: the program is lowered for that (`takes`). Of the two transfers the first is
-    too short to last.
+    A receive cannot be posted before its shape has arrived, so each message requires two transfers,
+    as in Megatron's own schedules.
+
+    - gloo: sends do not wait for their receives, so `post` only records the message, and `wait`
+      receives it.
+    - NCCL: `post` receives the message. The host waits for its shape, but for no pass: the program
+      is lowered for that. The transfer of the shape is too short to matter.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self._ahead: dict[Edge, deque[Message]] = {}  # posted and not received, as they are sent
-        self._arrived: dict[Message, Tensor] = {}  # received before their turn
-        self._streams: dict[Edge, torch.cuda.Stream] = {}  # of shapes, on NCCL
+        self._ahead: dict[Edge, deque[Message]] = {}  # posted, not received; in send order
+        self._arrived: dict[Message, Tensor] = {}  # received before the runner reads them
+        self._streams: dict[Edge, torch.cuda.Stream] = {}  # of the shapes, on NCCL
         self._shapes: dict[Edge, dist.Work] = {}  # the last shape's send, on NCCL
         super().__init__(*args, **options)
 
     def post(self, message: Message) -> None:
-        """Note that a message is going to come; on NCCL take it."""
+        """Record an expected message; on NCCL, receive it."""
         if not self._waits_block:
             self._arrived[message] = self._take(message)
             return
         self._ahead.setdefault(Edge.of(message), deque()).append(message)
 
     def wait(self, message: Message) -> Tensor:
-        """Return a posted message's tensor, and keep those that were sent before it.
+        """Return a posted message's tensor. Messages sent before it are received and stored.
 
         Raises:
-            TransportError: it did not come in time, or its sender is gone.
+            TransportError: the message did not arrive in time, or its sender is gone.
         """
         while message not in self._arrived:
             sooner = self._ahead[Edge.of(message)].popleft()
@@ -57,14 +59,14 @@ class VariableTransport(Transport):
         return super().wait(message)
 
     def send(self, message: Message, tensor: Tensor) -> None:
-        """Start to send the shape and the tensor; does not wait."""
+        """Start to send the shape and the tensor without waiting."""
         alias = tensor.detach().contiguous()
         if alias.dim() != DIMENSIONS or alias.dtype != self._dtype:
             raise TransportError(
                 f"the result of {message.work} is {list(alias.shape)} of {alias.dtype}; the "
                 f"receiver expects [s, b, h] of {self._dtype}"
             )
-        # From memory of the host that is not pinned, the copy to a GPU would wait for the stream.
+        # A copy to a GPU from host memory that is not pinned would wait for the stream.
         shape = torch.tensor(alias.shape, dtype=torch.int64, pin_memory=not self._waits_block)
         self._start_shape(message, shape)
         self._start(message, alias)
@@ -73,17 +75,17 @@ class VariableTransport(Transport):
         edge = Edge.of(message)
         with self._aside(edge):
             if edge in self._shapes:
-                self._shapes[edge].wait()  # the stream: it may use the memory of that one again
+                self._shapes[edge].wait()  # then the stream may reuse the last shape's memory
             work = self._start(message, shape.to(self._torch_device, non_blocking=True))
         if not self._waits_block:
             self._shapes[edge] = work
 
     def _aside(self, edge: Edge) -> AbstractContextManager[None]:
-        """Have the shapes of an edge travel on a stream of their own.
+        """Return a context in which the shapes of an edge use a separate CUDA stream.
 
-        NCCL's transfers follow the stream that is current. On that of the passes a shape would
-        leave only when its pass has ended, and the host that reads it would wait until all passes
-        launched before have ended too. Edges wait for each other no more than their groups do.
+        NCCL's transfers follow the current stream. On the stream of the passes, a shape would leave
+        only after its pass, and the host that reads the shape would wait for all passes launched
+        before. An edge waits for other edges no more than its process group does.
         """
         if self._waits_block:
             return nullcontext()

@@ -1,15 +1,19 @@
-"""One device's part of a vocabulary: its rows of the embedding and of the output layer.
+"""Vocabulary parallelism: one rank's rows of the embedding and of the output layer.
 
-Every device makes its part of the logits and keeps their softmax over its own rows; what the parts
-are to the whole is known once all have told each token's maximum, sum and logit of the label
-(arXiv 2411.05288, Algorithm 2). For device i with rows W_i, and m, l the whole's maximum and sum:
-P_i = alpha_i softmax(X W_i^T) with alpha_i = exp(m_i - m) l_i / l, which is at most 1; the loss is
-log l - (y - m); dX = g (sum_i alpha_i softmax_i W_i - W[label]); dW_i = softmax_i^T (g alpha_i X),
-less g X in the labels' rows. g, the gradient of the loss function, is one number per token, so that
-nothing here depends on what that does with masks, scales and averages.
+Every rank computes its part of the logits and saves their softmax over its own rows. All ranks then
+exchange the maximum, the sum and the label's logit of each token (arXiv 2411.05288, Algorithm 2).
+For rank i with rows W_i, and the global maximum m and sum l:
 
-As in Megatron's own loss the logits have the dtype of the weight, and maximum, sum and loss are in
-fp32; the softmax is kept in the weight's dtype. The sums have another order than on one device.
+    P_i = alpha_i softmax(X W_i^T) with alpha_i = exp(m_i - m) l_i / l <= 1
+    loss = log l - (y - m)
+    dX = g (sum_i alpha_i softmax_i W_i - W[label])
+    dW_i = softmax_i^T (g alpha_i X), minus g X in the labels' rows
+
+g, the gradient of the loss function, is one number per token, so nothing here depends on its masks,
+scales and averages.
+
+As in Megatron's loss, the logits have the dtype of the weight, and maximum, sum and loss are fp32.
+The softmax is saved in the weight's dtype. The order of summation differs from that of one rank.
 """
 
 from typing import NamedTuple
@@ -24,34 +28,34 @@ WIDE_NUMBERS = 2**26
 
 
 class Rows(NamedTuple):
-    """Which of some numbers of tokens are a device's, and its rows of them; 0 for all others."""
+    """Map token numbers to the rows of one rank; row 0 for tokens of other ranks."""
 
-    own: Tensor  # as the numbers, whether it has the row
+    own: Tensor  # mask: whether this rank has the row
     row: Tensor
 
     @classmethod
     def of(cls, numbers: Tensor, first: int, count: int) -> "Rows":
-        """Return the rows of the `numbers` on the device that has `count` from `first` on."""
+        """Map `numbers` to the rows of the rank with `count` rows from `first` on."""
         own = (numbers >= first) & (numbers < first + count)
         return cls(own, torch.where(own, numbers - first, 0))
 
     def only_own(self, values: Tensor) -> Tensor:
-        """Return the values, one or one row per number, with zeros where the row is not own."""
+        """Zero the values of other ranks' tokens; one value or one row per token."""
         own = self.own if values.dim() == self.own.dim() else self.own.unsqueeze(-1)
         return values.masked_fill(~own, 0)
 
 
 def look_up(weight: Tensor, tokens: Tensor, first: int) -> Tensor:
-    """Return the embeddings of the tokens [...] whose rows are own, [..., h], zeros elsewhere.
+    """Look up the embeddings of tokens [...], as [..., h] with zeros for rows of other ranks.
 
-    Over all devices one is not zero, so their sum is exact in any dtype.
+    Only one rank has a nonzero value, so the sum over ranks is exact in any dtype.
     """
     rows = Rows.of(tokens, first, weight.shape[0])
     return rows.only_own(weight[rows.row])
 
 
 def add_rows(weight: Tensor, rows: Rows, gradients: Tensor) -> None:
-    """Add the gradients, [n, h] for n numbers, to those of the own rows among them."""
+    """Add the gradients [n, h] of n tokens to this rank's rows of the weight gradient."""
     total = getattr(weight, "main_grad", None)
     if total is None:
         if weight.grad is None:
@@ -61,19 +65,19 @@ def add_rows(weight: Tensor, rows: Rows, gradients: Tensor) -> None:
 
 
 class Statistics(NamedTuple):
-    """Of each token, [n]: the maximum of logits, the sum of exp(logit - maximum), the label's."""
+    """Per token, [n]: maximum logit, sum of exp(logit - maximum), and the label's logit."""
 
     most: Tensor
     total: Tensor
-    label: Tensor  # 0 where no row of the part is the label's
-    best: Tensor  # which row has the maximum, the first where several have; 0 if nobody asks
+    label: Tensor  # 0 if the label is in another rank's rows
+    best: Tensor  # row of the maximum, the first of equals; 0 if not requested
 
     @classmethod
     def whole(cls, parts: Tensor, labels: Tensor, vocabulary: int) -> "Statistics":
-        """Return those of all rows from the parts' [k, 4, n], added up in their order.
+        """Combine the parts of all ranks, [k, 4, n], in rank order.
 
-        A label that is no token's, as of what is ignored, counts as the maximum: Megatron's own
-        loss of it is log l too.
+        An invalid label, as of ignored tokens, counts as the maximum: Megatron's loss for it is log
+        l too.
         """
         most, part = parts[:, 0].max(0)
         total = torch.zeros_like(most)
@@ -87,16 +91,16 @@ class Statistics(NamedTuple):
 
     @property
     def losses(self) -> Tensor:
-        """Return the cross entropy of each token."""
+        """Cross entropy of each token."""
         return torch.log(self.total) - (self.label - self.most)
 
     def share(self, part: "Statistics") -> Tensor:
-        """Return what each token's softmax over a part's rows is to that over all rows."""
+        """Return the share of a part's rows in each token's softmax."""
         return torch.exp(part.most - self.most) * part.total / self.total
 
 
 class Logits(NamedTuple):
-    """What a device keeps of a microbatch's n tokens until the output layer's weight gradient."""
+    """State of a microbatch's n tokens until the weight gradient of the output layer."""
 
     hidden: Tensor  # [n, h], the input
     softmax: Tensor  # [n, rows], over the own rows
@@ -107,7 +111,7 @@ class Logits(NamedTuple):
     def of(
         cls, weight: Tensor, hidden: Tensor, labels: Tensor, first: int, asks_best: bool = False
     ) -> "Logits":
-        """Return the part of the logits for the rows of `weight`, which begin at `first`."""
+        """Compute the logits for the rows of `weight`, which start at `first`."""
         rows = Rows.of(labels, first, weight.shape[0])
         softmax = hidden @ weight.t()  # logits until a block of tokens has its softmax in place
         at_once = max(1, WIDE_NUMBERS // len(weight))
@@ -119,25 +123,25 @@ class Logits(NamedTuple):
         return cls(hidden, softmax, rows, Statistics(most, total, rows.only_own(label), best))
 
     def input_gradient(self, weight: Tensor, product: Tensor, whole: Statistics) -> Tensor:
-        """Return this part of dX / g, [n, h]; `product` is `softmax` times the weight."""
+        """Return this rank's part of dX / g, [n, h]; `product` is `softmax` times the weight."""
         scaled = whole.share(self.statistics).unsqueeze(-1).to(product.dtype) * product
         return scaled - self.labels.only_own(weight[self.labels.row])
 
     def add_weight_gradient(
         self, weight: Tensor, whole: Statistics, gradient: Tensor, kernel: WeightGradKernel
     ) -> None:
-        """Add dW of the own rows, for the gradient g [n] of the losses."""
+        """Add dW of this rank's rows, for the gradient g [n] of the losses."""
         wide = gradient.unsqueeze(-1) * self.hidden
         scaled = _scaled(wide, whole.share(self.statistics), weight.dtype)
         accumulate_weight_grad(weight, self.softmax, scaled, kernel)
-        del scaled  # before the rows, in fp32 too
+        del scaled  # free before the rows, in fp32 too, are made
         add_rows(weight, self.labels, wide.neg_())
 
 
 def _soften(logits: Tensor, row: Tensor, first: int, asks_best: bool) -> Statistics:
-    """Turn logits [n, rows] into their softmax, in place, and return what they were.
+    """Replace logits [n, rows] by their softmax in place, and return their statistics.
 
-    `label` is what stands in each token's `row`, [n], whosever that is.
+    `label` is the logit in each token's `row`, [n], even if the row is of another rank.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     most = wide.amax(-1)
@@ -149,7 +153,7 @@ def _soften(logits: Tensor, row: Tensor, first: int, asks_best: bool) -> Statist
 
 
 def _scaled(wide: Tensor, share: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [n, h] times each token's share, in this dtype, made a block of tokens at a time."""
+    """Return [n, h] times each token's share in this dtype, one block of tokens at a time."""
     made = torch.empty_like(wide, dtype=dtype)
     at_once = max(1, WIDE_NUMBERS // 8 // wide.shape[1])  # h is less than the own rows
     blocks = (each.split(at_once) for each in (made, share.unsqueeze(-1), wide))

@@ -1,4 +1,4 @@
-"""The watch over a GPU's messages: ends a process in which nothing moves, and says for what."""
+"""Watchdog over a GPU's messages: ends a process without progress, and reports the reason."""
 
 import threading
 import time
@@ -12,73 +12,73 @@ from megatron_vshape.runtime.last_words import say_and_exit
 
 
 def no_progress(timeout_s: float) -> str:
-    """Return the end of the sentence about what has waited too long."""
+    """Format the end of a timeout message."""
     return f", and nothing has moved for {timeout_s:g} s"
 
 
 def _say_and_exit(text: str) -> None:
-    # The main thread stands in a CUDA call that never returns, so no exception can end it.
+    # The main thread is in a CUDA call that never returns, so no exception can end it.
     say_and_exit(text, 1)
 
 
 @dataclass(eq=False)
 class Watch:
-    """Ends the process when nothing has moved here for too long, and something should (NCCL).
+    """End the process if the GPU's messages make no progress for `timeout_s` (NCCL).
 
-    The host only orders streams and runs ahead, so it does not notice by itself. What it has
-    ordered to wait is watched by events rather than by the receives' own handles, which would
-    keep the received tensors alive; what it has only posted or sent, `under_way` tells.
+    The host only orders streams and runs ahead, so it does not notice a hang. Ordered waits are
+    watched by events rather than by the handles of the receives, which would keep the received
+    tensors alive. `under_way` lists the messages that are only posted or sent.
 
-    One thread asks the device. The driver answers no question while a call of another thread holds
-    its lock, as loading a kernel does that waits for a device which never rests. So a second
-    thread, which asks the device nothing, sees whether the first is still answered.
+    One thread queries the GPU. The driver does not answer while a call of another thread has its
+    lock; loading a kernel does that, and waits for the whole device. So a second thread, without
+    any queries, checks that the first still gets answers.
     """
 
     timeout_s: float
     under_way: Callable[[], list[str]]
-    doing: Callable[[], str]  # what the host did last, without a question to the device
+    doing: Callable[[], str]  # the last action of the host, without a query to the GPU
     stuck: Callable[[str], None] = _say_and_exit
-    # Called first in the thread that asks: a new one is on device 0, and would make a context there
-    # of some hundred MiB.
+    # Called first in the thread that queries: a new thread uses GPU 0, and would create a context
+    # of some hundred MiB there.
     name_device: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        """Begin to watch."""
+        """Start the two threads."""
         self._ahead: deque[tuple[torch.cuda.Event, Callable[[], str]]] = deque()
         self._added = 0
         self._is_closed = self._has_ended = self._is_quiet = False
         self._asks_since: float | None = None
         self._waiting: list[str] = []
-        self._asks = threading.Lock()  # while the device is asked
+        self._asks = threading.Lock()  # locked while the GPU is queried
         for run in (self._ask, self._guard):
             threading.Thread(target=run, daemon=True, name=f"watch{run.__name__}").start()
 
     def add(self, event: torch.cuda.Event, tell: Callable[[], str]) -> None:
         """Watch an event that follows a receive.
 
-        `tell` formats which pass waits for which message; only the watch's thread calls it, and
+        `tell` formats the waiting pass and its message. Only the watchdog's thread calls it, and
         only while the event is pending.
         """
         self._ahead.append((event, tell))
         self._added += 1
 
     def forget(self) -> None:
-        """Watch no event that has been added, since the device has reached them all.
+        """Remove all events; the GPU must have reached them.
 
-        After this no thread asks it anything until the next is added, so that CUDA graphs can be
-        captured: there a question of any thread is an error.
+        No thread queries the GPU after this call until the next event is added. CUDA graph capture
+        requires that: any query from another thread during capture is an error.
         """
         with self._asks:
             self._ahead.clear()
 
     def waits_for(self) -> str | None:
-        """Return what the device waited for when it was asked last, if for anything."""
+        """Format the oldest pending wait of the GPU at the last query; None if there is none."""
         return next(iter(self._waiting), None)
 
     def close(self, quietly: bool = False) -> None:
-        """End the watching as soon as there is nothing to watch.
+        """End the watchdog as soon as nothing is pending.
 
-        Where that takes too long, it ends the process all the same; `quietly`, only the watching.
+        If that exceeds the timeout, it ends the process; with `quietly`, only the watchdog.
         """
         self._is_closed, self._is_quiet = True, quietly
 
@@ -98,7 +98,8 @@ class Watch:
             self._waiting = waiting
             if self._is_closed and not waiting:
                 break
-            now = self._added, waiting  # two steps have the same texts, and not the same number
+            now = self._added, waiting  # two steps have the same texts, but different numbers
+            # The clock restarts whenever the list of pending messages changes.
             if not waiting or now != before:
                 before, moved_s = now, time.monotonic()
             elif time.monotonic() - moved_s > self.timeout_s:
@@ -108,6 +109,7 @@ class Watch:
     def _guard(self) -> None:
         while not self._has_ended:
             time.sleep(self._period_s)
+            # Set while the first thread is in a query; a query that never returns is reported here.
             since = self._asks_since
             if since is not None and time.monotonic() - since > self.timeout_s:
                 self._end(
@@ -122,7 +124,7 @@ class Watch:
             self.stuck(text)
 
     def _find_waiting(self) -> list[str]:
-        """Return what the device has yet to reach, then what else has not ended."""
+        """Return the pending waits of the GPU, then the other incomplete messages."""
         with self._asks:
             while self._ahead and self._ahead[0][0].query():
                 self._ahead.popleft()

@@ -1,8 +1,8 @@
-"""Weight gradients that wait: B leaves jobs behind, W runs them.
+"""Deferred weight gradients: B stores jobs, W runs them.
 
-A bucket is opened around B; every linear that runs its backward inside leaves a job there
-instead of computing its weight gradient. W runs the bucket's jobs, in order. Where no bucket is
-open (a whole backward) the linear computes its weight gradient at once.
+A bucket is open during B. Every linear layer whose backward runs meanwhile stores a job instead of
+computing its weight gradient. W runs the jobs of the bucket in order. Without an open bucket (a
+full backward), the layer computes its weight gradient at once.
 """
 
 import functools
@@ -23,35 +23,35 @@ from megatron_vshape.runtime.labels import job_text, label
 logger = logging.getLogger(__name__)
 
 Job = Callable[[], None]
-"""Computes and accumulates one weight gradient; references only the tensors that it needs."""
+"""Compute and accumulate one weight gradient; references only the tensors that it needs."""
 
 
 class _Waiting(NamedTuple):
     """A job in its bucket."""
 
     job: Job
-    begin: Callable[[], None] | None  # starts what the job waits for; the second time does nothing
+    begin: Callable[[], None] | None  # starts the job's all-gather; a second call does nothing
     weights: Sequence[Tensor]
-    kept: list[Tensor]  # of a stream's memory, until the job's own stream is known
-    stream: torch.cuda.Stream | None  # on which it was made, and its tensors with it
+    kept: list[Tensor]  # tensors to record on the job's stream, once known
+    stream: torch.cuda.Stream | None  # on which the job and its tensors were made
 
 
 class _Open:
-    """The bucket of the B that runs now.
+    """The bucket of the running B.
 
-    The one piece of module state here: a linear deep in the model has no other way to its
-    bucket. It is a plain attribute and neither a ContextVar nor thread-local, because autograd
-    runs the backward of CUDA tensors on a thread of its own, where those would read empty. One
-    process runs one pass at a time, so one attribute is enough; `collect` refuses a second.
+    This is module state because a linear layer has no other access to its bucket. It is neither a
+    ContextVar nor thread-local: autograd runs the backward of CUDA tensors in a separate thread,
+    where those would be empty. One process runs one pass at a time, so one attribute is enough;
+    `collect` rejects a second bucket.
     """
 
     bucket: deque[_Waiting] | None = None
-    beside: deque[_Waiting] | None = None  # of a W of which that B may run jobs,
-    may_run: int = 0  # and so many of them
+    beside: deque[_Waiting] | None = None  # bucket of a W whose jobs may overlap with this B
+    may_run: int = 0  # maximum number of these jobs
 
 
 def is_open() -> bool:
-    """Return whether a linear is to leave its weight gradient to a later W."""
+    """Return whether a linear layer must defer its weight gradient to W."""
     return _Open.bucket is not None
 
 
@@ -62,15 +62,19 @@ def defer(
     weights: Sequence[Tensor] = (),
     kept: Sequence[Tensor] = (),
 ) -> None:
-    """Leave a job in the open bucket; traces name it after the first of its `weights`.
+    """Store a job in the open bucket.
 
-    `begin` starts what the job waits for itself, a gather from other ranks, and does not wait. It
-    is called before the job, and may be called once more. The `kept` tensors are those that the job
-    reads: where it runs on another stream than it is left on, that one waits, and memory of theirs
-    is not used anew before the job has read it, whatever stream it was allocated on.
+    Args:
+        job: computes one weight gradient.
+        begin: starts the job's all-gather without waiting. It is called before the job, and may be
+            called twice.
+        weights: the weights of the job; traces use the name of the first.
+        kept: the tensors that the job reads. If the job runs on another stream, that stream waits
+            for this one, and the tensors' memory is not reused before the job has read it,
+            whichever stream allocated it.
 
     Raises:
-        RuntimeError: no bucket is open; ask `is_open` first.
+        RuntimeError: no bucket is open; check `is_open` first.
     """
     if _Open.bucket is None:
         raise RuntimeError("no B collects weight gradients for later; ask is_open() first")
@@ -80,9 +84,9 @@ def defer(
 
 
 def run_beside() -> None:
-    """Run a job of the W beside the B that runs now, if there is one and B has time for it.
+    """Run one job of the overlapped W within the running B, if any is left for this B.
 
-    For whoever has started, inside B, what has to be waited for.
+    Call this inside B after the start of a communication that the job can hide.
     """
     if _Open.beside is None or not _Open.may_run:
         return
@@ -91,14 +95,15 @@ def run_beside() -> None:
         first = _Open.beside.popleft()
         _begin(first)
         _compute(first)
-        # After the job, unlike in W: in front of it, with CUDA_DEVICE_MAX_CONNECTIONS=1, the job
-        # too would wait for what it is to hide, since the gather has to.
+        # After the job, not before it as in W: the gather queues behind the communication in
+        # progress. With CUDA_DEVICE_MAX_CONNECTIONS=1, a job launched after the gather would queue
+        # as well, instead of hiding the communication.
         if _Open.may_run:
             _begin(_Open.beside[0])
 
 
 class WeightJobs:
-    """The buckets of jobs that wait for their W, by key: stage and microbatch."""
+    """Buckets of deferred jobs, by key: stage and microbatch."""
 
     def __init__(self) -> None:
         self._buckets: dict[Hashable, deque[_Waiting]] = {}
@@ -107,14 +112,14 @@ class WeightJobs:
     def collect(
         self, key: Hashable, beside: Hashable | None = None, share: float = 1.0
     ) -> Iterator[None]:
-        """Open the bucket of `key` around its B.
+        """Open the bucket of `key` for its B.
 
-        Up to a `share` of the jobs of the key `beside` may run inside (see `run_beside`), in their
-        order; `run` has the others left. If B fails, the bucket is dropped with it.
+        Up to a `share` of the jobs of the key `beside` may run inside, in order (see `run_beside`);
+        `run` runs the rest. If B fails, its bucket is dropped.
 
         Raises:
-            RuntimeError: another bucket is open, or the key's jobs have not run yet; or there are
-                none of the key `beside`.
+            RuntimeError: another bucket is open, the jobs of `key` have not run yet, or `beside`
+                has no jobs.
         """
         if _Open.bucket is not None or key in self._buckets:
             why = "another B is running" if _Open.bucket is not None else "its W has not run yet"
@@ -140,10 +145,10 @@ class WeightJobs:
                 _begin(bucket[0])
 
     def run(self, key: Hashable) -> None:
-        """Run the key's jobs in the order in which B left them, letting go of each in turn.
+        """Run the jobs of the key in the order in which B stored them, and free each after it ran.
 
-        What a job waits for is started before the job in front of it runs, which hides it. Not
-        earlier: what is gathered takes memory.
+        The all-gather of a job starts before the previous job runs, which hides it. It does not
+        start earlier, because the gathered tensor requires memory.
 
         Raises:
             RuntimeError: B of the key has not run, or its W has run already.
@@ -151,20 +156,20 @@ class WeightJobs:
         bucket = self._buckets.pop(key, None)
         if bucket is None:
             raise RuntimeError(_no_jobs(key))
-        # Gradients that require grad themselves (vocabulary-parallel cross entropy makes such)
-        # would otherwise record a graph, or fail on the accumulation in place.
+        # Gradients that require grad (as from vocabulary-parallel cross entropy) would otherwise
+        # record a graph, or fail at the in-place accumulation.
         with torch.no_grad():
             while bucket:
                 first = bucket.popleft()
                 _begin(first)
-                # In front of the job, since with CUDA_DEVICE_MAX_CONNECTIONS=1 what is launched
-                # after a GEMM may start after it.
+                # Before the job: with CUDA_DEVICE_MAX_CONNECTIONS=1, a kernel launched after a GEMM
+                # may start only after it.
                 if bucket:
                     _begin(bucket[0])
                 _compute(first)
 
     def clear(self) -> None:
-        """Drop every job that waits; after a step that failed."""
+        """Drop all jobs, after a failed step."""
         self._buckets.clear()
 
 
@@ -180,13 +185,13 @@ def _begin(waiting: _Waiting) -> None:
 
 
 def _follow(waiting: _Waiting) -> None:
-    """Have the stream that runs now wait for the one on which the job was left.
+    """Make the current stream wait for the stream on which the job was stored.
 
-    Autograd runs a backward on the stream of its forward, so a layer that Megatron runs beside the
-    others, a shared expert, leaves jobs on a stream of its own. What a job keeps may have been
-    allocated on yet another, an exchange's, whichever the job was left on. Memory that torch's
-    allocator has not handed out itself (an output that Megatron discards and computes again, a
-    buffer of NCCL's) cannot be marked so; such is always of the stream that B and W run on.
+    Autograd runs a backward on the stream of its forward. So a layer that Megatron overlaps with
+    others (shared experts) stores jobs on a separate stream. A job's tensors may come from a third
+    stream, such as that of an all-to-all. Memory that torch's allocator has not allocated directly
+    (an output that Megatron discards and recomputes, a buffer of NCCL) cannot be recorded on a
+    stream; such memory always belongs to the stream of B and W.
     """
     running = _current_stream()
     if waiting.stream is not None and running is not None:
@@ -194,11 +199,11 @@ def _follow(waiting: _Waiting) -> None:
             running.wait_stream(waiting.stream)
         for tensor in waiting.kept:
             tensor.record_stream(running)
-    waiting.kept.clear()  # the job lets go of them when it can
+    waiting.kept.clear()  # the job frees them
 
 
 def _current_stream() -> torch.cuda.Stream | None:
-    """Return the stream on which this thread launches, or None where nothing is on a GPU."""
+    """Return the stream on which this thread launches; None without a GPU."""
     return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
 
@@ -207,26 +212,26 @@ def _no_jobs(key: Hashable) -> str:
 
 
 class WeightGradKernel(StrEnum):
-    """How a weight gradient, grad_output^T @ input, gets into the sum over the microbatches."""
+    """Implementation of the accumulation of a weight gradient, grad_output^T @ input."""
 
     MATMUL_ADD = "matmul_add"
-    """GEMM in the dtype of the inputs, then an addition: bitwise as Megatron without fusion."""
+    """GEMM in the inputs' dtype, then an addition: bitwise equal to Megatron without fusion."""
 
     ADDMM = "addmm"
-    """One GEMM that adds in place; product and sum have the inputs' dtype."""
+    """One GEMM that accumulates in place; the GEMM and the sum have the inputs' dtype."""
 
     ADDMM_WIDE = "addmm_wide"
-    """One GEMM of 16-bit inputs that adds to fp32 in place: CUDA, torch 2.10 or later."""
+    """One GEMM of 16-bit inputs that accumulates to fp32 in place: CUDA, torch 2.10 or later."""
 
     APEX = "apex"
-    """NVIDIA apex's fused_weight_gradient_mlp_cuda, wherever it is installed."""
+    """NVIDIA apex's fused_weight_gradient_mlp_cuda, if installed."""
 
     TE_GEMM = "te_gemm"
     """Transformer Engine's general_gemm: as ADDMM_WIDE, for torch before 2.10 without apex."""
 
 
 def weight_grad(grad_output: Tensor, input: Tensor) -> Tensor:
-    """Return grad_output^T @ input, [out, in], in the dtype of the two."""
+    """Return grad_output^T @ input, [out, in], in the inputs' dtype."""
     return _two_dimensional(grad_output).t().matmul(_two_dimensional(input))
 
 
@@ -238,7 +243,7 @@ def accumulate_weight_grad(
 ) -> None:
     """Add grad_output^T @ input to `weight.main_grad`, or to `weight.grad` if it has none.
 
-    `grad_output` is [..., out], `input` [..., in], with equal leading dimensions, [s, b].
+    `grad_output` is [..., out] and `input` is [..., in], with equal leading dimensions, [s, b].
     """
     total: Tensor | None = getattr(weight, "main_grad", None)
     if total is None:
@@ -252,18 +257,18 @@ def accumulate_weight_grad(
 def add_product(
     total: Tensor, grad_output: Tensor, input: Tensor, kernel: WeightGradKernel
 ) -> None:
-    """Add grad_output^T @ input to `total`, whose shape is [out, in]."""
+    """Add grad_output^T @ input to `total`, [out, in]."""
     _KERNELS[kernel](total, _two_dimensional(grad_output), _two_dimensional(input))
 
 
 @functools.cache
 def fused_kernel(device_type: str, total: torch.dtype, inputs: torch.dtype) -> WeightGradKernel:
-    """Return the kernel for these dtypes on this device; for gradient_accumulation_fusion.
+    """Choose the kernel for gradient_accumulation_fusion with these dtypes on this device.
 
-    Apex's where it is installed, since Megatron's whole backward calls that: so which backward runs
-    changes no bit. Else the fastest there is, which a whole backward is then given, too. Its sums
-    differ in the last bits from the unfused ones wherever a 16-bit product would have been rounded
-    before the addition. The choice is made, and logged, once for all layers.
+    If apex is installed, it is used, because Megatron's full backward uses it: so split and full
+    backward are bitwise equal. Otherwise the fastest kernel is used, for full backwards too. Fused
+    sums differ in the last bits from unfused sums if a 16-bit result would be rounded before the
+    addition. The choice is made and logged once for all layers.
     """
     kernel = _kernel(device_type, total, inputs)
     logger.info(
@@ -286,7 +291,7 @@ def _kernel(device_type: str, total: torch.dtype, inputs: torch.dtype) -> Weight
 
 
 def _two_dimensional(tensor: Tensor) -> Tensor:
-    # As Megatron's prepare_input_tensors_for_wgrad_compute: the GEMM sees the same strides.
+    # As in Megatron's prepare_input_tensors_for_wgrad_compute, for a GEMM with the same strides.
     return tensor.contiguous().view(-1, tensor.shape[-1])
 
 
@@ -329,7 +334,7 @@ _KERNELS: dict[WeightGradKernel, Callable[[Tensor, Tensor, Tensor], None]] = {
 
 @functools.cache
 def _addmm_has_out_dtype() -> bool:
-    # From 2.8 on there is the overload, which at first refuses a sum wider than what it adds.
+    # The overload exists since 2.8, but at first it rejected a sum wider than the inputs.
     if torch.__version__ < (2, 10):  # type: ignore[operator]
         return False
     return "dtype_out" in torch.ops.aten.addmm.overloads()
@@ -345,7 +350,7 @@ def _apex() -> Any | None:
 
 @functools.cache
 def _te_gemm() -> Callable[..., Any] | None:
-    """Return general_gemm, called with TE's own workspace where it wants one: before TE 2.10."""
+    """Return general_gemm, with TE's workspace if it requires one (before TE 2.10)."""
     try:
         extensions = importlib.import_module("transformer_engine.pytorch.cpp_extensions")
         gemm: Callable[..., Any] = extensions.general_gemm
@@ -354,5 +359,5 @@ def _te_gemm() -> Callable[..., Any] | None:
         workspace = importlib.import_module("transformer_engine.pytorch.module.base").get_workspace
     except (ImportError, AttributeError):
         return None
-    # Asked for when it is used: the memory is on the GPU, and TE shares it between its layers.
+    # Get the workspace at the call: it is GPU memory that TE shares among its layers.
     return lambda x, dy, **options: gemm(x, dy, workspace=workspace(), **options)
