@@ -1,1 +1,1 @@
-"""What is true of a schedule: its times, what it holds, that it can run, and how good it is."""
+"""Analysis of schedules: simulation, verification, deadlocks, memory and lower bounds."""

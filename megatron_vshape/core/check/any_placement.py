@@ -1,7 +1,8 @@
-"""A lower bound for every placement of the same stages: which stages share a device is left open.
+"""Lower bound over all placements of the same stages.
 
-Weaker than a placement's own bound, and what the others may still gain. Where stages lie does not
-change their work, the way of a microbatch through all of them, or how long it is held at least.
+This is weaker than the bound of one placement, and shows the possible gain of other placements. A
+placement does not change the work of stages, the path of a microbatch, or the minimum lifetime of
+its activations.
 """
 
 from collections.abc import Sequence
@@ -14,14 +15,14 @@ from megatron_vshape.core.model.costs import Costs
 def bound_of_any_placement(
     costs: Costs, num_microbatches: int, limits: Sequence[float], span: bool = False
 ) -> float:
-    """Return a value that no order within the limits is below, wherever the stages lie.
+    """Return a lower bound over all schedules within the limits and all placements.
 
-    * The devices share the work of all microbatches. The one after k others begins with a stage
-      after k others, k messages later; for the span that counts for nothing.
-    * A microbatch passes all stages forward and back, and every device once at least.
-    * A stage works for all microbatches.
-    * A microbatch is held on a stage for as long as it takes to the last stage and back; all
-      devices together can give their limits, all the time.
+    * The devices share the work of all microbatches. The device after k others starts after k
+      stages and k messages (this does not count for the span).
+    * A microbatch passes all stages forward and backward, and every device at least once.
+    * A stage works on all microbatches.
+    * Activations of a stage live at least until the last stage and back. All devices together
+      provide their limits over time.
     """
     costs, devices = split_no_slower(costs), len(limits)
     stages = range(costs.num_stages)

@@ -1,15 +1,16 @@
-"""Proven lower bounds of makespan and span, and the least memory that anything fits.
+"""Proven lower bounds of makespan and span, and the minimum memory of any schedule.
 
-Each bound holds for every order within the limits; the greatest one counts. Notation: stage s of
-device i, h = what a microbatch holds there, M = the device's limit, m microbatches.
+Each bound applies to every schedule within the limits; the greatest bound counts. Notation: stage s
+of device i, h = activation memory of a microbatch there, M = memory limit of the device, m
+microbatches.
 
-* Resource and start-up: a device works for all microbatches, not before the first one comes.
-* Memory over time: a microbatch holds h at least as long as its way from F(s) to the last stage
-  and back takes; the device can give M all the time and no more.
-* Both ends: what a device idles in warm-up and in drain, `ends`, beside its work.
+* Resource and start-up: a device works on all microbatches, and starts after the first arrives.
+* Memory over time: a microbatch allocates h at least from F(s) to the last stage and back. The
+  device provides M over time.
+* Warm-up and cool-down: the idle time of a device in both (`ends`) adds to its work.
 
-They are for the placement they are asked for, whatever order runs on it; for several placements
-the least of theirs holds.
+The bounds are for one placement, with any schedule on it. For several placements, the least of
+their bounds applies.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,20 +27,21 @@ _ROUNDING = 1e-9
 
 
 class LimitError(ScheduleError):
-    """Nothing fits: on a device, one microbatch alone needs more than the device may hold.
+    """No schedule fits: one microbatch alone exceeds the memory limit of a device.
 
-    All devices may hold `least`, and something fits. All in the unit of the costs' memory.
+    `least` is the minimum limit, the same for all devices, with a feasible schedule. All amounts
+    are in the unit of the costs' memory.
     """
 
     def __init__(self, device: int, limit: float, need: float, least: float) -> None:
-        super().__init__(device, limit, need, least)  # as it is pickled
+        super().__init__(device, limit, need, least)  # arguments as required by pickle
         self.device, self.limit, self.need, self.least = device, limit, need, least
 
     def __str__(self) -> str:
         return self.told(held_text)
 
     def told(self, text: Callable[[float], str]) -> str:
-        """Return the sentence, in which `text` writes what is held, such as in GiB."""
+        """Format the message; `text` formats an amount of memory, for example in GiB."""
         return (
             f"no schedule fits: the limit of rank {self.device} is {text(self.limit)}, and one "
             f"microbatch needs {text(self.need)} there; the minimum limit for all ranks is "
@@ -48,7 +50,7 @@ class LimitError(ScheduleError):
 
 
 def each_limit(limits: float | Sequence[float], num_devices: int) -> tuple[float, ...]:
-    """Return the limit of every device; raises ScheduleError if there are more or fewer."""
+    """Return the limit of every device; raises ScheduleError for a wrong number of limits."""
     if isinstance(limits, int | float):
         return (limits,) * num_devices
     if len(limits) != num_devices:
@@ -61,7 +63,7 @@ def each_limit(limits: float | Sequence[float], num_devices: int) -> tuple[float
 def room_in(
     costs: Costs, placement: Placement, limits: Sequence[float]
 ) -> tuple[Costs, tuple[float, ...]]:
-    """Return the costs without state, and what the limits leave each device beside its own."""
+    """Return the costs without state, and the limits minus the state of each device."""
     fixed = costs.fixed_bytes(placement, len(limits))
     return costs.without_state(), tuple(map(sub, limits, fixed))
 
@@ -69,11 +71,11 @@ def room_in(
 def least_memory(
     costs: Costs, placement: Placement, num_devices: int, slices: int = 1
 ) -> tuple[float, ...]:
-    """Return what each device holds when microbatches run one after the other.
+    """Return the memory of each device if microbatches run one after the other.
 
-    No order of split backwards needs less: before the first B of a microbatch on a device, all its
-    F there have run, of all of its `slices`, of each of which `costs` are. A W may come when
-    nothing else is held.
+    This is the minimum for split backwards: before the first B of a microbatch on a device, all its
+    F there have run, for all of its `slices` (`costs` are per slice). W may run when nothing else
+    is allocated.
     """
     costs = of_largest(costs)
     fixed = costs.fixed_bytes(placement, num_devices)
@@ -102,12 +104,14 @@ def check_limits(
     limits: Sequence[float],
     slices: int = 1,
 ) -> None:
-    """Raise LimitError unless every device may hold what one microbatch alone needs there.
+    """Raise LimitError unless one microbatch alone fits on every device.
 
-    That has so many `slices`, of each of which `costs` are.
+    A microbatch has `slices` slices, and `costs` are per slice.
 
     Raises:
-        ScheduleError: the placement is none for so many devices, or the costs for other stages.
+        LimitError: one microbatch alone exceeds the limit of a device.
+        ScheduleError: the placement is invalid for `num_devices`, or the costs are for other
+            stages.
     """
     check_placement(placement, num_devices)
     if len(placement) != costs.num_stages:
@@ -116,20 +120,19 @@ def check_limits(
         )
     needs = least_memory(costs, placement, num_devices, slices)
     for device, (need, limit) in enumerate(zip(needs, limits, strict=True)):
-        if not need <= limit * (1 + _ROUNDING):  # so, as nan fits nothing
+        if not need <= limit * (1 + _ROUNDING):  # negated, so that nan is rejected
             raise LimitError(device, limit, need, max(needs))
 
 
 def fits(peak: Sequence[float], limits: Sequence[float]) -> bool:
-    """Return whether no device holds more than its limit, but for rounding."""
+    """Return whether each peak is within its limit, up to rounding."""
     return all(held <= most * (1 + _ROUNDING) for held, most in zip(peak, limits, strict=True))
 
 
 def least_limit(costs: Costs, num_devices: int, placements: Sequence[Placement]) -> float:
-    """Return the least limit, the same for all devices, that something fits on one placement.
+    """Return the minimum memory limit, the same for all devices, that is feasible on any placement.
 
-    Costs of more stages than a placement has are added up; raises ScheduleError where they
-    cannot be.
+    Costs of more stages than a placement has are added up; raises ScheduleError if they cannot be.
     """
     return min(
         max(least_memory(regroup(costs, len(placement), "a plan"), placement, num_devices))
@@ -145,16 +148,16 @@ def bound_at(
     goal: Objective,
     slices: int = 1,
 ) -> float:
-    """Return a value that no order of this placement is below, whatever the costs let it choose.
+    """Return a lower bound for this placement, over all choices that the costs allow.
 
-    `costs` are those of whole microbatches, each of which is cut in so many `slices`.
+    `costs` are per microbatch; each microbatch has `slices` slices.
     """
     costs, limits = room_in(costs, placement, limits)
     costs, span = costs.sliced(slices), goal is Objective.SPAN
     sizes = placement, len(limits), num_microbatches * slices
     if not costs.trades:
         return lower_bound(costs, *sizes, limits, span, slices)
-    from megatron_vshape.core.check.choices import bound_of_choices  # which begins from this
+    from megatron_vshape.core.check.choices import bound_of_choices  # circular import
 
     return bound_of_choices([costs], costs.copies, *sizes, limits, span)
 
@@ -168,16 +171,16 @@ def lower_bound(
     span: bool = False,
     slices: int = 1,
 ) -> float:
-    """Return a value that no order within the limits is below, which are beside all state.
+    """Return a lower bound over all schedules within the limits, which exclude state.
 
-    For the span, each device's own first start is subtracted: when the first microbatch can be
-    there, and no order that runs at once what it can starts later.
+    For the span, each device's first start is subtracted: the earliest arrival of the first
+    microbatch. A schedule that does not delay any pass starts then.
 
-    With `slices`, of each of which `costs` are and which `num_microbatches` counts, the n-th B of a
-    stage is behind its n-th F: so all that holds of as many microbatches holds of them. But more
-    does, for the first B of a microbatch waits for its last F (`_apart`).
+    With `slices`, `costs` are per slice and `num_microbatches` counts slices. The n-th B of a stage
+    comes after its n-th F, so bounds for that number of microbatches apply. They are stronger,
+    because the first B of a microbatch waits for its last F (`_apart`).
     """
-    # With numpy, which the names of schedules do not need.
+    # Imported here because it requires numpy, which `import megatron_vshape` must not load.
     from megatron_vshape.core.check.ends import end_with_idle
 
     costs = split_no_slower(costs)
@@ -208,10 +211,10 @@ def _work_us(costs: Costs, stage: int) -> float:
 
 
 def _apart(costs: Costs, slices: int) -> list[float]:
-    """Return how much longer, from each stage, a microbatch's first slice is on its way than alone.
+    """Return the extra time between F and B of a microbatch's first slice, for each stage.
 
-    From its F to its B: a stage behind runs the F of all other slices in between, and one their B,
-    which descend. Of all slices the mean is half of that.
+    In between, some later stage runs F of all other slices, and one runs their B, in descending
+    order. The mean over all slices is half of that.
     """
     return [
         (slices - 1) * (max(costs.forward_us[stage:]) + max(costs.backward_us[stage:]))
@@ -227,7 +230,7 @@ def _over_time(
     limit: float,
     apart: Sequence[float],
 ) -> float:
-    """Return how long the device's memory is needed, all of it all the time."""
+    """Return the bound from memory over time: the total demand divided by the limit."""
     if limit <= 0:
         return 0.0
     area = sum(

@@ -1,13 +1,15 @@
-"""A proven lower bound where it is open what is computed again and what waits in host memory.
+"""Lower bound for schedules with free choices of recomputation and offloading.
 
-Every other bound of `core/check` takes it that a microbatch holds the same from F to W, which no
-longer is so. Here a stage has choices for each microbatch, a setting of recompute, and with it that
-the activations stay or are copied: they take so much of a device's time, of its memory over time
-and of its link's time. In a step of T a device has T of time, its limit x T of memory, and T of
-each link. So for all prices a, b, c >= 0 of these three, T (a + b x limit + c x links) is at least
-what the microbatches cost if each stage takes what is cheapest for it; the prices for which this
-says most are looked for. With one stage and copies alone that is the line of a knapsack in which
-what lives longest per copied byte goes first.
+The other bounds of `core/check` assume constant activation memory from F to W, which these choices
+change. Here each stage has choices for each microbatch: a recomputation setting, and whether its
+activations are offloaded. A choice uses compute time of the device, memory over time, and time on
+the host link.
+
+A step of time T provides each device with compute time T, limit x T of memory over time, and T per
+link direction. So for all weights a, b, c >= 0 of these resources (Lagrange multipliers), T (a + b
+x limit + c x links) is at least the cost of the microbatches if each stage uses its cheapest
+choice. The search maximizes this bound over the weights. With one stage and offloading alone, this
+is a fractional knapsack by lifetime per copied byte.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,13 +25,13 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.placement import Placement, stages_of
 
 FINENESS = 24
-"""Costs of each kind per trial, repeated between the neighbours of the best one."""
+"""Number of weights per axis and round; each round refines around the best weight."""
 
 ROUNDS = 3
 
 
 class StageChoice(NamedTuple):
-    """What a stage takes of its device for one microbatch."""
+    """Resources of one device that one microbatch of a stage uses."""
 
     work: float
     area: float  # memory x time
@@ -45,10 +47,12 @@ def bound_of_choices(
     limits: Sequence[float],
     span: bool = False,
 ) -> float:
-    """Return a value that no order within the limits is below, whatever is chosen.
+    """Return a lower bound over all schedules within the limits and all choices.
 
-    `settings` are the costs of the same stages, of which each may have any; with `copies` each may
-    be copied to the host and back. For the span see `lower_bound`.
+    Args:
+        settings: the costs of the same stages for each recomputation setting.
+        copies: whether activations can be offloaded.
+        span: bound the span instead of the makespan (see `lower_bound`).
     """
     least = least_of(settings)
     nothing = [inf if limit > 0 else 0.0 for limit in limits]
@@ -57,6 +61,7 @@ def bound_of_choices(
     links = 1 if settings[0].half_duplex else 2
     split = [split_no_slower(costs) for costs in settings]
     for device, stages in enumerate(stages_of(placement, num_devices)):
+        # Without a limit, or with an impossible one, memory and links give no bound.
         if isinf(limits[device]) or limits[device] <= 0:
             continue
         choices = [list(_choices(split, stage, paths, copies)) for stage in stages]
@@ -84,8 +89,8 @@ def _choices(
 
 
 def _priced(choices: Sequence[Sequence[StageChoice]], limit: float, links: int) -> float:
-    """Return the most that any prices say of a device's time for one microbatch."""
-    # of time over memory, and of links over both
+    """Return the best bound per microbatch on a device's time over all weights."""
+    # exponents: memory relative to time, and links relative to both
     low, high = np.array([-6.0, -6.0]), np.array([6.0, 6.0])
     best = 0.0
     for _ in range(ROUNDS):

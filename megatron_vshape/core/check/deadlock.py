@@ -1,4 +1,4 @@
-"""Why a schedule that is stuck cannot go on: the cycle of its waits, in words."""
+"""Explanation of a deadlock: the cycle of waits, in words."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -13,16 +13,16 @@ LISTED = 12
 def explain_deadlock(
     lanes: Sequence[Lane], table: NeedTable, stuck: Mapping[int, int], beside: Mapping[Pass, Pass]
 ) -> str:
-    """Return the message about a schedule of which each lane in `stuck` stands at a place.
+    """Format the error for a schedule with stuck resource queues; `stuck` maps queues to indices.
 
-    One line per wait: who waits for whom, and whether it reads its result or must run after it
-    on their device. `beside` are the pairs that run as one, by their F.
+    Each line is one wait: the two passes, and whether the first reads the result of the second or
+    runs after it on the same device. `beside` has the F&B pairs, by their F.
     """
     return _Stuck(lanes, table, stuck, beside).explain()
 
 
 class _Stuck:
-    """A schedule that cannot go on."""
+    """State of a deadlocked schedule."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class _Stuck:
         return self.lanes[self.home[work._replace(kind=work.parts()[0])][0]]
 
     def _find_absent(self) -> str | None:
-        """Return who waits for a pass that no device runs; None where the schedule is complete."""
+        """Format a wait for a pass that no device runs; None if the schedule is complete."""
         for at in self.stuck:
             work = self._current(at)
             for need in self._needs_of(work):
@@ -73,18 +73,18 @@ class _Stuck:
         return None
 
     def _find_cycle(self) -> list[Pass]:
-        """Return passes of which each waits for the next, and the last for the first."""
+        """Return a cycle of passes; each waits for the next, and the last for the first."""
         work = self._current(min(self.stuck))
         seen: dict[Pass, int] = {}
         while work not in seen:
             seen[work] = len(seen)
             at, place = self.home[work._replace(kind=work.parts()[0])]
-            # The first pass of a stuck lane waits for a result that comes later.
+            # The first pass of a stuck queue waits for a result that comes later.
             work = self._current(at) if place > self.stuck[at] else next(self._missing(work))
         return list(seen)[seen[work] :]
 
     def _missing(self, work: Pass) -> Iterator[Pass]:
-        """Yield what `work`, or the pass beside it, reads from and that has not run."""
+        """Yield the passes that have not run among the inputs of `work` or of its F&B partner."""
         for need in self._needs_of(work):
             at, place = self.home.get(need, (-1, -1))
             if at in self.stuck and place >= self.stuck[at]:

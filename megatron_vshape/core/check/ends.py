@@ -1,15 +1,19 @@
-"""Proven idle time of a device at the two ends of a step: warm-up and drain, under its memory.
+"""Proven idle time of a device in warm-up and cool-down, under its memory limit.
 
-Until a time t after the start, a device can have done no more work than the microbatches that are
-there by then, and that its memory has room for, bring along. What is missing to t is idle. As much
-holds backwards from the end, where W comes before B and B before F. Where the two times do not
-overlap, their idle times add up.
+Until a time t after the start, the work of a device is limited by the microbatches that can have
+arrived by then and that fit its memory. The remaining time to t is idle. The same applies backwards
+from the end of the step, with W before B and B before F. If the two intervals do not overlap, their
+idle times add up.
 
-Of each sort of pass counts how many have begun by t: no more than their ways from the start, and
-the passes before them, allow; no more than of the pass before in a microbatch; and what the begun
-ones hold fits the memory. With a price on memory (Lagrange), the most work of such counts is a sum
-over single microbatches, and any price gives a bound. Nothing here asks that passes of a sort keep
-the order of the microbatches.
+For each pass type, the count of passes started by t is limited by
+
+* the path from the start of the step, and the earlier passes on the device;
+* the count of the previous pass type of the microbatch;
+* the memory limit.
+
+With a weight on memory (a Lagrange multiplier), the maximum work is a sum over single microbatches,
+and each weight gives a bound. The bound does not assume that passes of a type run in microbatch
+order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,21 +31,21 @@ MOST_TIMES = 24
 """Maximum times evaluated at warm-up and cool-down."""
 MOST_PRICES = 8
 MOST_INSIDE = 64
-"""Microbatches beyond are counted as if they could bring all their work at once."""
+"""Further microbatches count as if all their work could run at once."""
 _ROUNDING = 1e-9
 
 
 class _Line(NamedTuple):
-    """The passes of a microbatch on a device, as they follow each other from one end of the step.
+    """Passes of a microbatch on a device, in order from one end of the step.
 
-    A W stands with its B: forwards it may follow from the end of B on, backwards it precedes.
+    A W belongs to its B: forwards it may follow after the end of B, backwards it precedes B.
     """
 
-    start: Floats  # [pass, microbatch] the earliest, counted from that end
+    start: Floats  # [pass, microbatch] earliest, from that end of the step
     ticks: Floats  # [pass]
-    weight: Floats  # [pass] time of the W; 0 of an F
+    weight: Floats  # [pass] time of the W; 0 for F
     held: Floats  # [pass] from the start of F to the end of B
-    kept: Floats  # [pass] from there to the end of W; 0 of an F
+    kept: Floats  # [pass] from the end of B to the end of W; 0 for F
     backwards: bool
 
 
@@ -54,11 +58,11 @@ def end_with_idle(
     known: float,
     span: bool,
 ) -> float:
-    """Return a time that no order ends before: the device's work and its idle time at both ends.
+    """Return a lower bound of the end: the device's work plus idle time in warm-up and cool-down.
 
-    The device holds `stages`; `limits` are its own and that of the one that holds stage 0. `known`
-    is such a time too, and the greater, the more of both ends it keeps apart. For the span, time
-    ends with the device's own last pass.
+    `stages` are the stages of the device. `limits` are its memory limit and that of the device with
+    stage 0. `known` is a known lower bound; a greater one separates warm-up and cool-down more. For
+    the span, time ends with the device's last pass.
     """
     lines = [
         _line(costs, ways, stages, num_microbatches, limits, backwards, span)
@@ -70,9 +74,10 @@ def end_with_idle(
     for line in lines:
         times = _times(line, 2 * known)
         idle = np.maximum(times - _most_work(line, times, num_microbatches, limit), 0.0)
-        found.append((times, np.maximum.accumulate(idle)))  # idle time does not come back
+        found.append((times, np.maximum.accumulate(idle)))  # idle time never decreases
     (early, first), (late, last) = found
     both, ends = first[:, None] + last[None, :], early[:, None] + late[None, :]
+    # A better bound separates the two intervals more, so repeat until nothing improves.
     while True:
         end = work + float(np.max(np.where(ends <= known, both, 0.0)))
         if end <= known:
@@ -81,7 +86,7 @@ def end_with_idle(
 
 
 def _whole(costs: Costs, stages: Sequence[int], limit: float) -> float:
-    """Return the limit without what no pass can use, where all that is held comes in one size."""
+    """Round the limit down to a multiple of the activation size, if there is only one size."""
     each = {costs.held_after_forward_bytes[stage] for stage in stages}
     each |= {costs.held_after_backward_bytes[stage] for stage in stages}
     sizes = [size for size in each if size > 0]
@@ -122,7 +127,7 @@ def _line(
         kept = np.concatenate([nothing, kept[::-1]])
     count = min(num_microbatches, MOST_INSIDE)
     number = np.arange(count)
-    # all devices run a sort one pass at a time, this one all its sorts
+    # All devices run one pass of a type at a time; this device, one pass of any type.
     before = np.concatenate([[0.0], np.cumsum(ticks)])
     starts = np.maximum(
         start[:, None] + number * _pace(costs, own, backwards)[:, None],
@@ -139,7 +144,7 @@ def _line(
 
 
 def _pace(costs: Costs, stages: Sequence[int], backwards: bool) -> Floats:
-    """Return the longest pass on the way to each pass: the least between two microbatches."""
+    """Return the minimum interval of microbatches at each pass: the longest pass up to it."""
     there, back = (
         (costs.backward_us, costs.forward_us)
         if backwards
@@ -151,7 +156,7 @@ def _pace(costs: Costs, stages: Sequence[int], backwards: bool) -> Floats:
 
 
 def _entries(soonest: Floats, limit: float, held: float, trip: float) -> Floats:
-    """Return when microbatches can enter a stage that each of them leaves after `trip`."""
+    """Return the earliest times to enter a stage that each microbatch leaves after `trip`."""
     times = soonest.copy()
     if held > 0 and limit / held < len(times):
         inside = max(1, int(limit / held * (1 + _ROUNDING) + _ROUNDING))
@@ -161,7 +166,7 @@ def _entries(soonest: Floats, limit: float, held: float, trip: float) -> Floats:
 
 
 def _times(line: _Line, known: float) -> Floats:
-    """Return the times to look at: those just before new work can begin."""
+    """Return the times to evaluate: those right before new work can start."""
     times = np.unique(line.start)
     times = times[times <= known]
     if len(times) > MOST_TIMES:
@@ -171,13 +176,13 @@ def _times(line: _Line, known: float) -> Floats:
 
 
 def _most_work(line: _Line, times: Floats, num_microbatches: int, limit: float) -> Floats:
-    """Return, for each time, work that no order has done more of by then."""
+    """Return, for each time, an upper bound of the work done by then."""
     since = times[:, None, None] - line.start[None, :, :]  # [time, pass, microbatch]
     ticks, weight = line.ticks[None, :, None], line.weight[None, :, None]
     held, kept = line.held[None, :, None], line.kept[None, :, None]
     work, ended = np.clip(since, 0.0, ticks), since >= ticks
     has_weight = line.weight > 0
-    if line.backwards:  # W before B, its memory taken with it
+    if line.backwards:  # W before B, with the memory of B
         work = np.where(has_weight[:, None], work + weight, work)
         takes = np.where(has_weight[:, None], held, -held * ended)
     else:
@@ -190,7 +195,7 @@ def _most_work(line: _Line, times: Floats, num_microbatches: int, limit: float) 
     best = np.full(len(times), np.inf)
     for price in _prices(line, limit):
         gain, sure = work - price * takes, price * limit if price else 0.0
-        if line.backwards:  # before the B of others, as many W as pay for their memory
+        if line.backwards:  # W of other microbatches, if worth their memory
             ahead = np.maximum(0.0, line.weight - price * line.kept)
             gain -= ahead[:, None]
             sure += float(ahead.sum()) * num_microbatches
@@ -201,7 +206,7 @@ def _most_work(line: _Line, times: Floats, num_microbatches: int, limit: float) 
 
 
 def _prices(line: _Line, limit: float) -> Iterator[float]:
-    """Yield prices of memory, in time per unit of it, at which the most work may change."""
+    """Yield weights of memory (time per unit of memory) at which the maximum work may change."""
     yield 0.0
     if not np.isfinite(limit):
         return

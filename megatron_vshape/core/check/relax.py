@@ -1,7 +1,7 @@
-"""Costs at which nothing takes longer: what bounds are proved for, and searches begin with.
+"""Relaxed costs for lower bounds and for the start of a search.
 
-What runs at the costs that each of these is given runs at those it returns, no later and holding no
-more, but for `never_split`, which is a search's.
+A schedule that is feasible at the given costs is feasible at the relaxed costs, no slower and with
+no more memory. The exception is `never_split`, which is for searches.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,12 +12,12 @@ from megatron_vshape.core.model.kinds import EXCHANGES, HELD, PARTS, TIMES, Kind
 
 
 def of_shortest(costs: Costs) -> Costs:
-    """Return the costs with every microbatch as short as the shortest of each pass, or as told."""
+    """Scale every microbatch to the shortest of each pass, and at most to the given cost."""
     return _with_shares(costs, lambda shares: min(1.0, *shares))
 
 
 def of_largest(costs: Costs) -> Costs:
-    """Return the costs with every microbatch as long as the longest, which must fit alone."""
+    """Scale every microbatch to the longest of each pass, which must fit alone."""
     return _with_shares(costs, max)
 
 
@@ -30,10 +30,7 @@ def _with_shares(costs: Costs, of_all: Callable[[Sequence[float]], float]) -> Co
 
 
 def in_passes(costs: Costs) -> Costs:
-    """Return the costs with all that a pass takes in its own time, exchanges and host too.
-
-    Without joint passes.
-    """
+    """Move collectives and host time into the times of the passes, and remove F&B costs."""
     if costs.joins:
         return in_passes(costs.never_joined())
     if not costs.host_us and all(getattr(costs, name) is None for name in EXCHANGES):
@@ -45,11 +42,11 @@ def in_passes(costs: Costs) -> Costs:
 
 
 def joined_no_slower(costs: Costs) -> Costs:
-    """Return costs without joint passes at which none would be faster than its two passes.
+    """Relax the costs so that no F&B pair is faster than its two passes, and remove F&B costs.
 
-    What runs at these costs runs at those, every joint pass as its F and then its backward, no
-    later and holding no more. Each pass is spared what may hide of its exchange, and half of
-    what a measured pair saves beyond that.
+    A schedule at the given costs then runs with each pair as its F and then its backward, no slower
+    and with no more memory. Each pass is shortened by the part of its collective that can be
+    hidden, and by half of any further gain of a measured pair.
     """
     if not costs.joins:
         return costs
@@ -76,15 +73,13 @@ def joined_no_slower(costs: Costs) -> Costs:
 
 
 def split_no_slower(costs: Costs) -> Costs:
-    """Return costs at which a split backward loses nothing to a whole one, if these differ.
+    """Relax the costs so that full backwards and F&B pairs are no faster than separate passes.
 
-    Nor do an F and a backward one after the other to a joint pass.
-
-    What runs at these costs runs at those, every BW as B and W, no later and holding no more:
-    so bounds for these hold.
+    A schedule at the given costs then runs with each BW as B and W, no slower and with no more
+    memory. So bounds for the relaxed costs apply.
     """
     priced = in_passes(joined_no_slower(of_shortest(costs)))
-    # a BW holds what its F left until it ends, even if a B left more for its W
+    # BW retains F's activations until it ends, even if B would retain more for its W.
     held = map(min, costs.held_after_forward_bytes, costs.held_after_backward_bytes)
     priced = priced.having(held_after_backward_bytes=tuple(held))
     if priced.whole_backward_us is None:
@@ -93,7 +88,7 @@ def split_no_slower(costs: Costs) -> Costs:
     for b, w, whole in zip(
         priced.backward_us, priced.weight_us, priced.whole_backward_us, strict=True
     ):
-        weight.append(min(w, max(whole - b, whole / 1000)))  # above 0, as a time is
+        weight.append(min(w, max(whole - b, whole / 1000)))  # positive, as times must be
         backward.append(min(b, whole - weight[-1]))
     return priced.having(
         backward_us=tuple(backward), weight_us=tuple(weight), whole_backward_us=None
@@ -101,9 +96,9 @@ def split_no_slower(costs: Costs) -> Costs:
 
 
 def never_split(costs: Costs) -> Costs:
-    """Return costs at which B is a whole backward, and W next to nothing, as a time is."""
+    """Return costs for schedules without split backwards: B is the full backward, W negligible."""
     whole = [costs.time_us(Kind.BW, stage) for stage in range(costs.num_stages)]
-    rest = 1e-6  # of it
+    rest = 1e-6  # share of W; times must be positive
     return in_passes(costs).having(
         backward_us=tuple(each * (1 - rest) for each in whole),
         weight_us=tuple(max(each * rest, LEAST) for each in whole),
@@ -113,7 +108,7 @@ def never_split(costs: Costs) -> Costs:
 
 
 def least_of(settings: Sequence[Costs]) -> Costs:
-    """Return costs of which none of these has less of anything."""
+    """Return the elementwise minimum of all costs."""
     split = [dict(split_no_slower(costs).amounts) for costs in settings]
     least = {
         name: tuple(map(min, zip(*(each[name] for each in split), strict=True)))

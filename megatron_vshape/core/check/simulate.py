@@ -1,4 +1,4 @@
-"""The event simulator: a schedule and costs become a timeline."""
+"""Discrete-event simulator: computes the timeline of a schedule from costs."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,17 +15,21 @@ from megatron_vshape.core.model.passes import NeedTable, Pass
 from megatron_vshape.core.model.schedule import Lane, Schedule, Timeline
 
 HOST_BLOCKS = 16
-"""Minimum blocks of host memory for offloaded activations, so that little of the last one is
-unused."""
+"""Minimum number of blocks of host memory for offloaded activations, to limit the unused part of
+the last block."""
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Simulate a step: each pass starts once its device is free and its inputs are there.
+    """Simulate a schedule: each pass starts as soon as its device and its inputs are ready.
 
-    A resource of a device runs its passes in order, one at a time; where the schedule or the costs
-    say half duplex, both links to the host are one. A joint pass starts when the inputs of both of
-    its passes are there, and both end when it does. A result that crosses devices arrives so long
-    after its pass has ended as a message takes there; sending occupies no device. Without `costs`
+    * A resource of a device runs its passes in order, one at a time. With half duplex, both
+      directions of the host link are one resource.
+    * An overlapped forward-backward (F&B) pair starts when the inputs of both passes are ready;
+      both passes end at the same time.
+    * A result for another device arrives one message time after its pass has ended. Sending
+      occupies no device.
+    * Without `costs`, every pass takes one unit and messages take none.
+    * A slice has its share of the cost of a microbatch.
     every chunk pass takes one unit and messages take none. Slices take their share of a
     microbatch's.
 
@@ -59,9 +63,9 @@ def costs_of(schedule: Schedule, costs: Costs | None = None) -> Costs:
 
 
 def unit_costs(schedule: Schedule) -> Costs:
-    """Return costs of one unit for a pass of one of 2 * num_devices stages, as the paper has it.
+    """Return costs of one unit per pass of one of 2 * num_devices stages, as in the paper.
 
-    What passes of other kinds than the paper's take and hold is one unit, too.
+    Time and memory of other pass types are one unit, too.
     """
     return Costs.uniform(schedule.num_devices, schedule.num_stages, kinds=schedule.kinds)
 
@@ -75,7 +79,7 @@ def check_costs(costs: Costs, num_stages: int) -> None:
 
 
 class _Simulation:
-    """Runs every lane until it must wait, and wakes it when what it waits for is there."""
+    """Run each resource queue until it must wait, and resume it when its input is ready."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         stages, microbatches = schedule.num_stages, schedule.num_microbatches
@@ -83,7 +87,8 @@ class _Simulation:
         self.costs = costs
         one_way = costs.half_duplex and not schedule.half_duplex
         self.lanes = (replace(schedule, half_duplex=True) if one_way else schedule).lanes()
-        kinds = [kind for kind in KINDS if kind in schedule.kinds]  # one is the first to be lacking
+        # In table order, so that an error names the first missing kind.
+        kinds = [kind for kind in KINDS if kind in schedule.kinds]
         self.table = NeedTable(stages, kinds)
         self.parts_of = self.table.parts_of
         self.joint = schedule.joint
@@ -102,7 +107,7 @@ class _Simulation:
         self.waiting: dict[tuple[int, int, int], list[int]] = {}
 
     def _end_what_is_not_there(self) -> None:
-        """Let nobody wait for passes that a microbatch may do without, and does."""
+        """Set the end of omitted optional passes to 0, so that no pass waits for them."""
         at_will = {self.table.parts[at]: self.end[at] for at in self.table.at_will}
         for ends in at_will.values():
             for row in ends:
@@ -114,7 +119,7 @@ class _Simulation:
     def _inputs(
         self, stage: int, needs: Iterable[tuple[int, int]]
     ) -> list[tuple[int, int, list[float | None], float]]:
-        """Return what a pass of this stage reads: part, stage, ends, and how long it is sent."""
+        """Return the inputs of a pass of this stage: part, stage, end times, and message time."""
         placement, sends_us = self.schedule.placement, self.costs.message_us
         return [
             (part, other, self.end[part][other], sends_us(stage, other) if away else 0.0)
@@ -132,9 +137,11 @@ class _Simulation:
         return Timeline(self.schedule, starts, ends, send_us, whole_us)
 
     def _run_lanes(self) -> tuple[Rows, Rows]:
-        """Run every lane; raises ScheduleError with the circle of waits if the order deadlocks."""
+        """Run all queues to the end; raises ScheduleError with the cycle of waits if deadlocked."""
         awake = list(range(len(self.lanes)))
         while awake:
+            # The order of `awake` does not change any time, because each queue has a fixed pass
+            # order.
             self._advance(awake.pop(), awake)
         stuck = {
             at: len(self.ends[at])
@@ -148,13 +155,14 @@ class _Simulation:
         return starts, ends
 
     def _advance(self, at: int, awake: list[int]) -> None:
-        """Run the lane's passes up to the first whose inputs are not there yet."""
+        """Run passes of a queue up to the first pass without its inputs."""
         passes, starts, ends = self.lanes[at].passes, self.starts[at], self.ends[at]
         clock = ends[-1] if ends else 0.0
         while len(ends) < len(passes):
             work = passes[len(ends)]
             start = self._start(at, work, clock)
             length_us = self.time_us[work.kind][work.stage]
+            # An F&B pair waits for the inputs of both passes, and has its own measured cost.
             beside = passes[len(ends) + 1] if work in self.joint else None
             if beside is not None and start is not None:
                 start = self._start(at, beside, start)
@@ -170,10 +178,11 @@ class _Simulation:
                 self._finish(each, clock, awake)
 
     def _start(self, at: int, work: Pass, start: float) -> float | None:
-        """Return when the lane's pass can start, from `start` on; None if that is not known yet."""
+        """Return the start time of a pass, at least `start`; None if an input has not ended yet."""
         for part, other, ends, send_us in self.inputs[work.kind][work.stage]:
             done = ends[work.microbatch]
             if done is None:
+                # Register the queue, so that `_finish` of the input resumes it.
                 self.waiting.setdefault((part, other, work.microbatch), []).append(at)
                 return None
             if done + send_us > start:
@@ -188,8 +197,8 @@ class _Simulation:
 
 
 def _by_device(schedule: Schedule, lanes: Sequence[Lane], times: Iterable[Sequence[float]]) -> Rows:
-    """Return the times of all lanes in the order of the devices' passes."""
-    if len(lanes) == len(schedule.order):  # every device has its processor's alone
+    """Merge the times of all queues into the pass order of the devices."""
+    if len(lanes) == len(schedule.order):  # processor queues only
         return tuple(map(tuple, times))
     rows = [[0.0] * len(passes) for passes in schedule.order]
     for lane, own in zip(lanes, times, strict=True):
@@ -199,10 +208,10 @@ def _by_device(schedule: Schedule, lanes: Sequence[Lane], times: Iterable[Sequen
 
 
 def held_curve(schedule: Schedule, costs: Costs, device: int) -> list[float]:
-    """Return what the device holds while each of its passes runs, in the unit of the costs.
+    """Return the memory of a device during each of its passes, in the unit of the costs.
 
-    All that the costs know of: what microbatches hold, the pass itself while it runs, the state of
-    the device's stages. Of a joint pass the second of its passes has what both work with.
+    This includes activations, the workspace of the running pass, and the state of the device's
+    stages (if the costs have these). In an F&B pair, the second pass has the workspace of both.
     """
     return next(_curves(schedule, costs_of(schedule, costs), [device]))
 
@@ -222,6 +231,8 @@ def _curves(schedule: Schedule, costs: Costs, devices: Iterable[int]) -> Iterato
             if unlike:
                 at_start, at_end = _changes_of(work, costs)
             held += at_start
+            # The first pass of an F&B pair is still running, so its workspace counts for the second
+            # too.
             curve.append(held + works + beside)
             held += at_end
             beside = works if joint and work in joint else 0.0
@@ -229,7 +240,7 @@ def _curves(schedule: Schedule, costs: Costs, devices: Iterable[int]) -> Iterato
 
 
 def _changes_of(work: Pass, costs: Costs) -> tuple[float, float]:
-    """Return how much more is held when a pass starts, and when it ends, of its microbatch."""
+    """Return the memory allocated at the start, and retained minus freed at the end of a pass."""
     kind, amounts = work.kind, costs.held(work.kind)
     takes, keeps, frees = (
         own[work.stage] * costs.share_of(name, work.microbatch)
@@ -239,10 +250,10 @@ def _changes_of(work: Pass, costs: Costs) -> tuple[float, float]:
 
 
 def peak_held(schedule: Schedule, costs: Costs | None = None) -> tuple[float, ...]:
-    """Compute the peak memory of each device, in chunks or in the unit of the costs.
+    """Return the peak memory of each device, in chunks or in the unit of the costs' memory.
 
-    A chunk is 1 / (2 * num_devices) of the model's activations of one microbatch. Where the costs
-    know of state and of what passes work with, that is all that a device needs.
+    A chunk is 1 / (2 * num_devices) of the model's activation memory of one microbatch. If the
+    costs have state and workspace, the peak includes them.
 
     >>> from megatron_vshape import make, peak_held
     >>> peak_held(make("1f1b", 4, 8)), peak_held(make("v-half", 4, 8))
@@ -255,11 +266,11 @@ def peak_held(schedule: Schedule, costs: Costs | None = None) -> tuple[float, ..
 def peak_shared(
     schedule: Schedule, costs: Costs, shared: Mapping[int, tuple[float, float]]
 ) -> tuple[float, ...]:
-    """Return `peak_held` where slices of a microbatch share and owe so much of every stage.
+    """Return `peak_held` with the memory that slices of a microbatch share, by stage.
 
-    What they share, keys and values, is in `costs` too, a slice's part with each slice; but it is
-    there as a whole from F of the first slice to its B. The gradients that later slices owe to
-    earlier ones are there from B of the last slice to B of the first.
+    The shared keys and values are part of `costs`, split over the slices. But all of them stay
+    allocated from F of the first slice to its B. The gradients that later slices owe to earlier
+    slices exist from B of the last slice to B of the first.
     """
     return tuple(
         max(map(add, held_curve(schedule, costs, device), _shared_curve(row, schedule, shared)))
@@ -270,7 +281,7 @@ def peak_shared(
 def _shared_curve(
     row: Sequence[Pass], schedule: Schedule, shared: Mapping[int, tuple[float, float]]
 ) -> Iterator[float]:
-    """Yield what is there beyond each slice's own part while each pass runs."""
+    """Yield the shared memory beyond the running slices' own parts, during each pass."""
     beyond, slices = dict[tuple[int, int], float](), schedule.slices
     for work in row:
         microbatch, at = divmod(work.microbatch, slices)
@@ -285,18 +296,17 @@ def _shared_curve(
 
 
 def peak_in_host(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
-    """Return the most that host memory holds of each device, in the unit of the costs' memory.
+    """Return the peak host memory of each device, in the unit of the costs' memory.
 
-    It follows from the device's row, like what the device holds, so that slower copies never make
-    it more: a microbatch is there from where its copy may begin until its backward, for which it
-    must be back.
+    A microbatch counts from the position of its copy in the device's pass order until its backward.
+    So slower copies never increase the peak, as for device memory.
     """
     moved = costs_of(schedule, costs).offloaded_bytes
     return tuple(_peak_in_host(passes, moved) for passes in schedule.order)
 
 
 def filled(num_bytes: float) -> float:
-    """Return how much may wait in so much host memory, as the last block is not always full."""
+    """Return the usable part of this host memory: the last block may be partly empty."""
     return num_bytes / (1 + 1 / HOST_BLOCKS)
 
 
@@ -314,7 +324,7 @@ def _peak_in_host(passes: Sequence[Pass], moved: Sequence[float]) -> float:
 def times_in(
     timelines: Iterable[Timeline],
 ) -> tuple[dict[tuple[Kind, int], list[float]], dict[str, list[float]]]:
-    """Return what passes took, by kind and stage, and joint passes, by name."""
+    """Return the durations of passes by kind and stage, and of F&B pairs by name."""
     times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     joint: dict[str, list[float]] = defaultdict(list)
     for timeline in timelines:
@@ -322,6 +332,7 @@ def times_in(
         joined = set(beside.values())
         for device in range(timeline.schedule.num_devices):
             for work, start, end in timeline.slots(device):
+                # Only pairs have a joint time; their passes have no separate ones.
                 if (other := beside.get(work)) is not None:
                     joint[joint_name(work.stage, other.kind, other.stage)].append(end - start)
                 elif work not in joined:

@@ -1,4 +1,4 @@
-"""Proofs about a schedule before it runs: complete, rightly placed, within memory, no deadlock."""
+"""Verify a schedule before it runs: complete, correctly placed, within memory, deadlock-free."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ ROWS, COLUMNS = 2, 3
 """Devices above and below the invalid pass in a picture, and passes before and after it."""
 
 _ROUNDING = 1e-9
-"""Sums of fractions may exceed a limit that they just meet by this share of it."""
+"""Relative tolerance of memory limits, for rounded sums of fractions."""
 
 
 def verify(
@@ -37,10 +37,10 @@ def verify(
     max_held: float | Sequence[float] | None = None,
     costs: Costs | None = None,
 ) -> None:
-    """Check that every pass runs once, on the right device and without deadlock.
+    """Check that every pass runs once, on the device of its stage, in a feasible order.
 
-    With `max_held`, one value or one per device, no device may hold more: chunks, or what the
-    memory of `costs` is in.
+    With `max_held` (one value or one per device), also check the peak memory per device: in chunks,
+    or in the unit of the memory of `costs`.
 
     >>> from megatron_vshape import make, verify
     >>> verify(make("1f1b", 4, 8), max_held=6)
@@ -67,12 +67,13 @@ def verify(
     simulate(schedule)  # raises if it deadlocks
     _check_rows(schedule)
     if max_held is not None:
+        # Completeness comes first: the simulation requires every pass.
         limits = each_limit(max_held, schedule.num_devices)
         _check_memory(schedule, limits, unit_costs(schedule) if costs is None else costs)
 
 
 def _check_places(schedule: Schedule) -> None:
-    """Raise ScheduleError at a pass that does not exist or stands on the wrong device."""
+    """Raise ScheduleError for a pass that does not exist or is on the wrong device."""
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
     only = {FIRST: 0, LAST: stages - 1}
     for device, passes in enumerate(schedule.order):
@@ -93,7 +94,7 @@ def _check_places(schedule: Schedule) -> None:
 
 
 def _check_joint(schedule: Schedule) -> None:
-    """Raise ScheduleError at a joint pass that is no F beside a B or BW of another microbatch."""
+    """Raise ScheduleError for an F&B pair that is not an F and a B or BW of another microbatch."""
     for device, row in enumerate(schedule.order if schedule.joint else ()):
         for at, work in enumerate(row):
             step = row[at : at + 2]
@@ -109,7 +110,8 @@ def _check_joint(schedule: Schedule) -> None:
 
 
 def _check_counts(schedule: Schedule) -> None:
-    """Raise ScheduleError unless every stage and microbatch has every pass it needs, once."""
+    """Raise ScheduleError unless every stage and microbatch has each required pass once."""
+    # Fast path: nearly all schedules have only F, B, W and BW.
     if _has_all_once(schedule):
         return
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
@@ -142,7 +144,7 @@ def _check_counts(schedule: Schedule) -> None:
 
 
 def _has_all_once(schedule: Schedule) -> bool:
-    """Return whether there is every F, B and W once, by itself or in a BW, and nothing else."""
+    """Return whether every F, B and W exists once, separately or in a BW, without other passes."""
     bits = {kind: sum(1 << PARTS.index(part) for part in kind.does) for kind in (*PARTS, Kind.BW)}
     if not schedule.kinds.issubset(bits):
         return False
@@ -158,7 +160,7 @@ def _has_all_once(schedule: Schedule) -> bool:
 
 
 def _times_told(schedule: Schedule, culprit: Pass) -> str:
-    """Return how often a pass runs, by the names that stand in the order: a BW runs B and W."""
+    """Format how often a pass runs, with the names in the schedule: a BW runs B and W."""
     row = schedule.order[schedule.placement[culprit.stage]]
     same = (work for work in row if work[1:] == culprit[1:])
     found = [str(work) for work in same if culprit.kind in work.parts()]
@@ -170,7 +172,7 @@ def _times_told(schedule: Schedule, culprit: Pass) -> str:
 
 
 def _check_reads(schedule: Schedule, count: Counter[Pass]) -> None:
-    """Raise ScheduleError where a pass reads one that a microbatch may do without, and does."""
+    """Raise ScheduleError if a pass reads an optional pass that its microbatch omits."""
     for device, passes in enumerate(schedule.order):
         for at, work in enumerate(passes):
             for need in work.needs(schedule.num_stages):
@@ -190,19 +192,19 @@ def _check_reads(schedule: Schedule, count: Counter[Pass]) -> None:
 
 
 def _group_of(kind: Kind) -> tuple[Kind, ...]:
-    """Return the kinds of which a microbatch has all that has one of this kind, if there are."""
+    """Return the kinds that a microbatch must have together with this kind."""
     return next((group for group in ALL_OR_NONE if kind in group), ())
 
 
 def _is_of_another(need: Pass, work: Pass) -> bool:
-    """Return whether a pass may do without this need, as its device has one of another stage."""
+    """Return whether `need` may be missing, because its device has the pass for another stage."""
     return need.kind.of == DEVICE and any(
         read.at == EVERY for read in work.kind.reads if read.kind == need.kind
     )
 
 
 def _check_shared(schedule: Schedule) -> None:
-    """Raise ScheduleError unless each device has every part of the work that they share, once."""
+    """Raise ScheduleError unless each device has every vocabulary-parallel pass once."""
     shared = [kind for kind in KINDS if kind in schedule.kinds and kind.of]
     count = Counter(
         (work.kind, device, work.microbatch)
@@ -226,18 +228,19 @@ def _check_shared(schedule: Schedule) -> None:
 
 
 def _check_rows(schedule: Schedule) -> None:
-    """Raise ScheduleError unless every pass stands behind what it reads on its device.
+    """Raise ScheduleError unless every pass comes after the passes that it reads on its device.
 
-    Of whatever microbatch that is, and on whatever resource: a device begins a copy, or joins a
-    sum, where it stands in the row. F of a microbatch's slices ascend, as a slice reads the keys
-    and values of those before it, and B descend, as it owes them their gradients.
+    This applies to all microbatches and resources: a device starts a copy, or enters a collective,
+    at the position of the pass in its order. F of a microbatch's slices ascend, because a slice
+    reads the keys and values of earlier slices. B descend, because a slice owes them their
+    gradients.
     """
     microbatches = range(schedule.num_microbatches)
     plain = schedule.slices == 1 and not any(kind.of for kind in schedule.kinds)
     for device, row in enumerate(schedule.order):
         places = _places(row, len(microbatches))
         if plain and all(_stands_behind(schedule, each, places, len(row)) for each in places):
-            continue  # so are nearly all, which this sees several times as fast
+            continue  # fast path: several times faster, and covers nearly all rows
         laws = {
             each: [
                 (places[need], later, slices, need[0] in each[0].does)
@@ -258,7 +261,7 @@ def _check_rows(schedule: Schedule) -> None:
 
 
 def _turns(schedule: Schedule, kind: Kind) -> str:
-    """Return the sentence for the order in which a stage runs the passes of one kind."""
+    """Format the rule for the order in which a stage runs the passes of one kind."""
     text = f"each stage runs its {kind} passes in the order of the microbatches, 0, 1, 2, ..."
     if schedule.slices == 1:
         return f"{text}, in which the trainer reads them"
@@ -268,7 +271,7 @@ def _turns(schedule: Schedule, kind: Kind) -> str:
 
 
 def _places(row: Sequence[Pass], num_microbatches: int) -> dict[tuple[Kind, int], list[int]]:
-    """Return where each part of each microbatch stands in a row, -1 if it is not there."""
+    """Return the index of each part of each microbatch in a row; -1 if missing."""
     places: dict[tuple[Kind, int], list[int]] = {}
     parts: dict[tuple[Kind, int], list[list[int]]] = {}
     for at, (kind, stage, microbatch) in enumerate(row):
@@ -288,9 +291,9 @@ def _stands_behind(
     places: Mapping[tuple[Kind, int], Sequence[int]],
     end: int,
 ) -> bool:
-    """Return whether this part of all microbatches, one slice each, stands behind what it reads."""
+    """Return whether this part of all microbatches (one slice each) comes after its inputs."""
     own = places[part]
-    if min(own) < 0:  # what is not there stands behind all
+    if min(own) < 0:  # a missing pass counts as last
         own = [end if at < 0 else at for at in own]
     for need, later, _ in _laws(schedule, *part):
         there = places.get(need)
@@ -303,17 +306,17 @@ def _stands_behind(
 
 
 def _part_of(kind: Kind, stage: int) -> tuple[Kind, int]:
-    """Return a part of a stage; of what each device has once, that of no stage."""
+    """Return the key of a part: kind and stage, or -1 for a kind that each device has once."""
     return kind, -1 if kind.of == DEVICE else stage
 
 
 def _laws(
     schedule: Schedule, kind: Kind, stage: int
 ) -> Iterator[tuple[tuple[Kind, int], int, int]]:
-    """Yield what is before such a pass where both are on one device, and how much later.
+    """Yield the parts before this pass on the same device, the microbatch offset, and the slices.
 
-    That counts in turn, in which so many slices descend. Not what one resource has anyhow, as it
-    runs its passes in order.
+    The offset counts in execution order, in which that number of slices descends. Parts on the same
+    resource are omitted if the simulation enforces them.
     """
     for part in kind.does:
         slices = schedule.slices if part.descends else 1
@@ -328,7 +331,10 @@ def _laws(
 
 
 def _place_of(schedule: Schedule, culprit: Pass) -> tuple[int, int]:
-    """Return the device of a pass and where it stands last, or its microbatch does, or its end."""
+    """Return a pass's device and its last index there, or a substitute index.
+
+    The substitute is the last pass of the same microbatch and stage, or the end of the row.
+    """
     device = schedule.placement[culprit.stage]
     passes = schedule.order[device]
     same = [at for at, work in enumerate(passes) if work[1:] == culprit[1:]]
@@ -350,7 +356,7 @@ def _check_memory(schedule: Schedule, limits: Sequence[float], costs: Costs) -> 
 
 
 def excerpt(schedule: Schedule, device: int, at: int) -> str:
-    """Return a picture of the orders around position `at` of a device, that pass marked."""
+    """Format the orders around index `at` of a device, with that pass marked."""
     first, last = max(0, at - COLUMNS), at + COLUMNS + 1
     devices = range(max(0, device - ROWS), min(schedule.num_devices, device + ROWS + 1))
     rows = [[str(work) for work in schedule.order[each][first:last]] for each in devices]

@@ -1,7 +1,7 @@
-"""The simulation of a long schedule on many devices: all devices' next passes at a time.
+"""Vectorized simulation of a long schedule: the next passes of all devices at once.
 
-The times are those of `simulate`, to the last bit: the same sums, of which a pass of every device
-is made at once. That pays where there are many devices; few are faster one pass after another.
+The times are bitwise equal to those of `simulate`: the same sums, computed for all devices in one
+operation. This is faster for many devices, and slower for few.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,13 +14,13 @@ from megatron_vshape.core.model.passes import NeedTable
 from megatron_vshape.core.model.schedule import Schedule
 
 LEAST_DEVICES = 24
-"""Below this, calls on short arrays cost more than they save."""
+"""With fewer devices, the overhead of calls on short arrays exceeds the gain."""
 
 Rows = tuple[tuple[float, ...], ...]
 
 
 def pays(schedule: Schedule, table: NeedTable) -> bool:
-    """Return whether this is possible and faster: each device one lane of passes that must be."""
+    """Return whether vectorization applies (one queue per device, no optional pass) and pays."""
     long = sum(map(len, schedule.order)) >= COMPILED_FROM
     alike = not (schedule.joint or table.at_will)
     return long and alike and schedule.num_devices >= LEAST_DEVICES
@@ -32,9 +32,9 @@ def run(
     time_us: Mapping[Kind, Sequence[float]],
     send_us: Callable[[int, int], float],
 ) -> tuple[Rows, Rows] | None:
-    """Return when every pass starts and ends; None if the order deadlocks, or has a pass twice.
+    """Return the start and end times of all passes; None for a deadlock or a repeated pass.
 
-    `send_us` is what a result takes from one stage, the second, to another.
+    `send_us(stage, other)` is the message time from stage `other` to `stage`.
     """
     import numpy as np
 
@@ -42,7 +42,7 @@ def run(
     if arrays is None:
         return None
     lengths, needs, begin = arrays
-    never = len(lengths)  # the place of a pass that never starts; the one behind it has ended
+    never = len(lengths)  # index of a pass that never starts; the next has ended
     following = np.append(np.arange(1, never + 1), never)
     following[begin[1:] - 1] = never
     lengths = np.append(lengths, 0.0)
@@ -51,10 +51,12 @@ def run(
     at, clock = np.where(begin[:-1] < begin[1:], begin[:-1], never), np.zeros(len(begin) - 1)
     while True:
         start = clock.copy()
+        # A pass starts at the latest of its inputs; an input that has not ended is infinitely late.
         for read, sent_us in needs:
             np.maximum(start, ends.take(read.take(at)) + sent_us.take(at), out=start)
         ready = start < np.inf
         if not ready.any():
+            # No device can go on: either all passes have run, or the order deadlocks.
             break
         end = start + lengths.take(at)
         starts[at], ends[at] = start, end
@@ -74,11 +76,10 @@ def _arrays(
     time_us: Mapping[Kind, Sequence[float]],
     send_us: Callable[[int, int], float],
 ) -> tuple[Any, list[tuple[Any, Any]], Any] | None:
-    """Return the lengths of all passes, what each reads and when that is there, and the lanes.
+    """Return the passes' durations, their inputs with message times, and the rows' first indices.
 
-    None if a pass is there twice.
-
-    What reads less than others do reads what has ended, and of a pass that is not there, never.
+    None if a pass is repeated. Missing inputs are padded with a pass that has already ended; inputs
+    that no device runs, with one that never ends.
     """
     import numpy as np
 

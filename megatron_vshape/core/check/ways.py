@@ -1,4 +1,4 @@
-"""How long one microbatch is on its way: what bounds begin from."""
+"""Critical path of one microbatch, as the basis of lower bounds."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from megatron_vshape.core.model.placement import Placement
 
 
 class Ways(NamedTuple):
-    """Shortest times along the way of one microbatch, per stage."""
+    """Shortest times on the path of one microbatch, by stage."""
 
     forward: tuple[float, ...]  # until F(s) can start
     round_trip: tuple[float, ...]  # from the start of F(s) to the end of B(s)
@@ -15,7 +15,7 @@ class Ways(NamedTuple):
 
 
 def ways_of(costs: Costs, placement: Placement) -> Ways:
-    """Return the shortest times of a placement's stages."""
+    """Return the shortest times for a placement's stages."""
     stages = len(placement)
     away = [placement[stage] != placement[stage - 1] for stage in range(1, stages)]
     hop = [costs.message_us(s, s + 1) if far else 0.0 for s, far in enumerate(away)]
