@@ -1,1 +1,1 @@
-"""What every device does: a schedule with the messages between its passes, and their proofs."""
+"""Programs: the instructions of every device, with P2P messages, and proofs of deadlock freedom."""

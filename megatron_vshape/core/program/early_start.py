@@ -1,8 +1,8 @@
-"""Where all devices can stop a program together, and how its messages come to rest there.
+"""Points at which all devices can stop a program together, with messages drained.
 
-With post-validation a step begins before the step before it is known to stand. What runs that
-early must be such that it can be thrown away on every device alike, if the parameters turn out
-to be wrong: a prefix of every device's instructions that waits for nothing beyond the prefixes.
+With post-validation, a step starts before the previous optimizer step is validated. If validation
+fails, all devices must be able to discard the passes that ran early. So these are a prefix of every
+device's instructions that waits for nothing beyond the prefixes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,16 +22,17 @@ from megatron_vshape.core.program.instructions import (
 from megatron_vshape.core.program.kernels import lower_to_kernels
 
 Cut = tuple[int, ...]
-"""How many instructions every device has run."""
+"""Number of instructions that every device has run."""
 
 
 def cut(program: Program, stops: Callable[[Pass], bool]) -> Cut:
-    """Return the latest cut before all passes that `stops`.
+    """Return the latest cut before all passes for which `stops` is true.
 
-    Every message that is awaited before it is sent before it, so devices that run up to it never
-    wait for each other beyond it; it follows a pass and what that sends, so no result is in hand.
+    Every message awaited before the cut is sent before it, so devices never wait beyond the cut.
+    The cut of a device comes right after a pass and its sends, so no result is pending.
     """
     ends = tuple(len(row) for row in program.instructions)
+    # Shortening one row removes sends, which may shorten other rows, so repeat until it is stable.
     while True:
         parts = [row[:end] for row, end in zip(program.instructions, ends, strict=True)]
         sent = {each.message.work for row in parts for each in row if isinstance(each, Send)}
@@ -42,20 +43,21 @@ def cut(program: Program, stops: Callable[[Pass], bool]) -> Cut:
 
 
 def forward_cut(program: Program) -> Cut:
-    """Return the latest cut before all that is no forward and every forward of the last stage.
+    """Return the latest cut before any non-forward pass and any forward of the last stage.
 
-    So nothing before it adds to a gradient or reports a loss, and no copy to the host is under way.
+    So no pass before it changes a gradient or reports a loss, and no copy to the host is in
+    progress.
     """
     last = program.schedule.num_stages - 1
     return cut(program, lambda work: work.kind is not Kind.F or work.stage == last)
 
 
 def begun_early(program: Program) -> tuple[Program, Cut]:
-    """Return the program so that no message is under way at its forward cut, and that cut.
+    """Rearrange the program so that no message is in flight at its forward cut; return both.
 
-    What is sent before the cut is posted before it, and nothing else is. On a GPU a message is a
-    kernel at either end that lasts until the other end is there. Megatron waits for all kernels
-    between two steps (its timers do), and so may wait for none that the next step has to end.
+    Messages sent before the cut are posted before it, and no others. On a GPU, a message is a
+    kernel at both ends that runs until the peer arrives. Megatron's timers synchronize all kernels
+    between two steps, so no kernel may depend on the next step.
     """
     ends = forward_cut(program)
     if program.planned is not None:
@@ -79,9 +81,9 @@ def begun_early(program: Program) -> tuple[Program, Cut]:
 
 
 def _after_passes(program: Program, passes: Sequence[int]) -> Cut:
-    """Return the cut after so many passes of every device, what they send and the receives of that.
+    """Return the cut after these passes of every device, with their sends and the receives.
 
-    Nothing that is sent later is posted before it; `lower_to_kernels` has seen to that.
+    No later message is posted before it; `lower_to_kernels` ensures that.
     """
     found = []
     for row, number in zip(program.instructions, passes, strict=True):
@@ -104,10 +106,10 @@ def _after_passes(program: Program, passes: Sequence[int]) -> Cut:
 
 
 def drain(program: Program, ends: Cut, device: int) -> tuple[Instruction, ...]:
-    """Return what brings every stream of `device` to rest that `ends` has cut through.
+    """Return the instructions that complete the messages of `device` that `ends` cuts through.
 
-    A message of which only one end is before the cut gets its other end, in the stream's order;
-    what a Send here carries is never read. All devices of the pipeline run theirs.
+    If only one end of a message is before the cut, the other end follows in the stream's order. The
+    data of a Send here is never read. All devices of the pipeline must run their instructions.
     """
     sent = set(_messages(program, ends, Send))
     posted = set(_messages(program, ends, Receive))
@@ -116,7 +118,7 @@ def drain(program: Program, ends: Cut, device: int) -> tuple[Instruction, ...]:
     sends: list[Instruction] = []
     awaits: list[Instruction] = []
     everything = tuple(map(len, program.instructions))
-    # Receives are posted in the order in which their sender sends, so this is both ends' order.
+    # Receives are posted in the order of their sends, so this is the order at both ends.
     for message in _messages(program, everything, Send):
         if message not in sent and message not in posted:
             continue

@@ -1,4 +1,4 @@
-"""Which weight gradients a B may compute while it waits for the other ranks of its stage."""
+"""Weight gradients that a B can compute while it waits for other ranks of its stage."""
 
 import itertools
 import math
@@ -11,25 +11,25 @@ from megatron_vshape.core.program.lowering import needed_us
 
 
 class Beside(NamedTuple):
-    """The W right after a B, and the share of its jobs for which that B has time."""
+    """The W right after a B, and the share of its jobs that B can run without delay."""
 
     weights: Pass
     share: float  # above 0, at most 1
 
 
 def weights_beside(timeline: Timeline, ties_ends: bool = False) -> dict[Pass, Beside]:
-    """Return, by B, the W right after it of which it may run jobs between its own kernels.
+    """Return for each B the next W whose jobs it can run between its own kernels.
 
-    With tensor parallelism B waits in every layer for a sum over ranks, which a whole backward
-    hides behind its own weight gradients. The W is of another microbatch or stage, so that its
-    jobs are there. B ends later by what it runs of them, and by the timeline never so late that
-    its reader would wait for it; so nobody is delayed, and W is over sooner.
+    With tensor parallelism, B waits in every layer for an all-reduce, which a full backward hides
+    behind its weight gradients. The W is of another microbatch or stage, so its jobs exist. B ends
+    later by the jobs that it runs, but according to the timeline its reader does not wait. So no
+    pass is delayed, and W ends earlier.
 
-    Every sum keeps its order: a B adds to gradients of norms and biases, a W to those of linear
-    layers. But with `ties_ends` the first stage's B and the last stage's W both add to that of the
-    embedding, so those two do not mix.
+    Every sum keeps its order: B adds to gradients of norms and biases, W to those of linear layers.
+    With `ties_ends` (tied embeddings), B of the first stage and W of the last both add to the
+    embedding's gradient, so these two are not combined.
 
-    The W right before a B has no part in this: it stands there because B's input is not there yet.
+    The W right before a B is not used: it runs there because B's input has not arrived yet.
     """
     schedule = timeline.schedule
     ends = (0, schedule.num_stages - 1)
@@ -42,7 +42,7 @@ def weights_beside(timeline: Timeline, ties_ends: bool = False) -> dict[Pass, Be
             work, after = one.work, other.work
             if (work.kind, after.kind) != (Kind.B, Kind.W) or work[1:] == after[1:]:
                 continue
-            if work in joint:  # an F runs while it waits
+            if work in joint:  # its F already fills the wait
                 continue
             if ties_ends and (work.stage, after.stage) == ends:
                 continue

@@ -1,4 +1,4 @@
-"""Program: what every device does in order, its passes and the messages between them."""
+"""Program: instructions of every device in order, its passes and P2P messages."""
 
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -10,21 +10,21 @@ from megatron_vshape.core.model.schedule import Schedule, Timeline
 
 
 class Stream(NamedTuple):
-    """The messages of one kind from the stages of one chunk, in one direction along the devices.
+    """Messages of one kind from the stages of one chunk, in one direction along the devices.
 
-    It holds no devices: the messages from one to another are its share, first in, first out. In
-    any but the usual placements a device may have the same stream from several others. `upward`
-    tells the two directions of a device pair apart, so that a stream's process group never
-    carries messages both ways between the same two devices.
+    A stream does not name devices: the messages between two devices are a FIFO part of it. Except
+    in the usual placements, a device may receive the same stream from several others. `upward`
+    separates the two directions of a pair, so that a process group never carries messages both
+    ways.
     """
 
     kind: Kind  # F: activations, B: gradients
-    chunk: int  # of the stage that sends
+    chunk: int  # of the sending stage
     upward: bool  # from a lower to a higher device
 
 
 class Message(NamedTuple):
-    """The result of pass `work`, sent from device `source` to device `target`."""
+    """Result of the pass `work`, sent from device `source` to device `target`."""
 
     work: Pass  # kind F: the stage's output; kind B: the gradient of its input
     source: int
@@ -34,9 +34,9 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run a pass, or at once the two of a joint pass: `work`, an F, and the B or BW `beside` it.
+    """Run a pass, or an overlapped forward-backward (F&B) pair: F `work` and B or BW `beside`.
 
-    Both have been awaited before, and what both send follows: F's first.
+    Both inputs have been awaited before. The sends of both follow, F's first.
     """
 
     work: Pass
@@ -44,7 +44,7 @@ class Run:
 
     @property
     def passes(self) -> tuple[Pass, ...]:
-        """Return the pass, or both."""
+        """Passes of this instruction."""
         return (self.work,) if self.beside is None else (self.work, self.beside)
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class _OfMessage:
-    """What is done with a message; `verb` is how a program's text says it."""
+    """Instruction on a message; `verb` is its name in the program's text."""
 
     message: Message
     verb: ClassVar[str]
@@ -63,27 +63,27 @@ class _OfMessage:
 
 
 class Receive(_OfMessage):
-    """Post the receive of a message; does not wait."""
+    """Post the receive of a message without waiting."""
 
     __slots__, verb = (), "post"
 
 
 class Await(_OfMessage):
-    """Wait until a posted message is there; the next pass reads it."""
+    """Wait for a posted message, which the next pass reads."""
 
     __slots__, verb = (), "await"
 
 
 class Send(_OfMessage):
-    """Start to send the result of the pass just run; does not wait."""
+    """Start to send the result of the previous pass, without waiting."""
 
     __slots__, verb = (), "send"
 
 
 class Release(_OfMessage):
-    """Let go of what was sent: what the device runs from here on waits until it has been taken.
+    """Free a sent result; later passes of the device wait until it has been received.
 
-    Only where messages are kernels; elsewhere a sent result goes when it has left.
+    Used only if messages are kernels. Otherwise a sent result is freed when its send has ended.
     """
 
     __slots__, verb = (), "release"
@@ -95,7 +95,7 @@ Rows = tuple[tuple[Instruction, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What every device does, in order; made by `lower`, run by `runtime.program_runner`."""
+    """Instructions of every device; made by `lower`, run by `runtime.program_runner`."""
 
     schedule: Schedule
     instructions: Rows
@@ -105,22 +105,22 @@ class Program:
     )
 
     def text(self) -> str:
-        """Return the instructions, a line for each device."""
+        """Format the instructions, one line per device."""
         return "\n".join(", ".join(map(str, row)) for row in self.instructions)
 
     def most_posted(self, device: int) -> int:
-        """Return the most receives that a device has posted and not yet read at any time."""
+        """Return the peak number of posted and unread receives of a device."""
         return self._most(device, Receive, Await)
 
     def most_kept(self, device: int) -> int:
-        """Return the most results that a device has sent and not let go of at any time.
+        """Return the peak number of sent and not released results of a device.
 
-        That is a bound only where there is a Release, however far the host is ahead of the device.
+        This is a bound only for programs with Release, however far the host runs ahead.
         """
         return self._most(device, Send, Release)
 
     def most_messages(self, device: int) -> int:
-        """Return for how many messages a device needs memory at most, besides what passes hold."""
+        """Return the peak number of message buffers of a device, besides the passes' memory."""
         leaving = 1 if self.planned is None else self.most_kept(device)
         return self.most_posted(device) + leaving
 
@@ -133,16 +133,16 @@ class Program:
 
 
 Source = tuple[Stream, int]
-"""Stream and sending device: a first-in, first-out channel."""
+"""Stream and sending device: a FIFO channel."""
 
 
 def source_of(message: Message) -> Source:
-    """Return what the message's receiver tells it by: it is matched by its order there alone."""
+    """Return the channel of a message; within a channel, messages are matched by order alone."""
     return message.stream, message.source
 
 
 def result_of(work: Pass) -> Pass:
-    """Return the simple pass whose result other stages read: of a whole backward, its B."""
+    """Return the simple pass whose result other stages read; for a full backward, its B."""
     parts = work.kind.does
     if len(parts) == 1:
         return work
@@ -150,10 +150,10 @@ def result_of(work: Pass) -> Pass:
 
 
 class Messages:
-    """The messages of a schedule: which pass reads which, and in which order they are sent."""
+    """Messages of a schedule: their readers, and the order of sends."""
 
     def __init__(self, schedule: Schedule) -> None:
-        """Find them by what every pass reads from a stage on another device."""
+        """Derive the messages from inputs of passes on other devices."""
         self.schedule = schedule
         self.chunks = chunks_of(schedule.placement)
         self.read_by: dict[Pass, Message] = {}
@@ -170,12 +170,12 @@ class Messages:
                     self.sent[message.target].setdefault(source_of(message), []).append(message)
 
     def sent_after(self, work: Pass) -> Message | None:
-        """Return the message that brings the pass's result to another device, if one does."""
+        """Return the message that sends the pass's result to another device, if any."""
         return self.made_by.get(result_of(work))
 
     def _add_input(self, work: Pass) -> None:
-        """Note the message that brings the pass what a stage on another device has made."""
-        if work.kind.of:  # what it reads of others comes by a collective
+        """Register the message for an input of the pass from another device."""
+        if work.kind.of:  # inputs from other devices arrive by a collective
             return
         placement, chunks = self.schedule.placement, self.chunks
         target = placement[work.stage]

@@ -1,26 +1,28 @@
-"""Programs whose messages are kernels, as on NCCL: when to post a receive, and why none can hang.
+"""Programs for transports whose messages are kernels (NCCL): placement of receives.
 
-A posted receive, and a send, occupy their device until the other end is there. Whatever waits for
-the whole device inside a pass waits for them too: the allocator's cudaFree, the first launch of a
-kernel that is loaded lazily, a tuner that measures. Two devices that wait so for each other's next
-pass wait for ever. So a program must end even where every device waits, in every pass, until
-nothing of its own is outstanding; `waits_for_ever` walks through it so. What ends then ends under
-any waits, for fewer waits leave more orders open. Threads that run copies beside must not wait so,
-since they would anywhere: host memory is page-locked, for which the device is waited for, where the
-program has the copy (`Offload.prepare`), a place like any pass. Ranks side by side (data, tensor or
-expert parallel) run the same program and meet in its passes, so that what holds for one pipeline
-holds for all of them together.
+A posted receive, like a send, occupies its device until the peer arrives. An operation inside a
+pass that synchronizes the device waits for them too: cudaFree of the allocator, the first launch of
+a lazily loaded kernel, an autotuner. If two devices synchronize while each waits for the other's
+next pass, they deadlock. So a program must complete even if every device, in every pass, waits for
+all of its own transfers; `waits_for_ever` simulates this. A program that completes then completes
+with any subset of these waits, since fewer waits allow more orders.
 
-Between two passes of a device is a *gap*, numbered by the pass after it. There it sends what the
-pass before has made, posts receives, and lets go of what has been taken. A message joins a gap of
-its sender and one of its receiver: where all wait, neither device's next pass begins before both
-gaps are reached.
+Threads that run copies must not synchronize the device, since they would do it at any position.
+Page-locking host memory does, so it happens at the position of the copy in the program
+(`Offload.prepare`), as in a pass. Data, tensor and expert parallel ranks run the same program and
+meet in its passes, so the proof for one pipeline applies to all of them together.
 
-A receive is posted in the first gap after its message is sent, by the plan, so that it waits for
-nothing, or one pass before its reader where that is sooner and safe. What is posted later than it
-is sent holds its sender up where all wait, and so rules out posting others early: with receives
-posted as late as can be but for those, messages of .3 of a pass cost V-ZB on 8 devices 7 % of its
-step; so they cost nothing beside a transport that need not post (`benchmarks/bench_posting.py`).
+Between two passes of a device is a *gap*, numbered by the pass after it. In a gap, the device sends
+the result of the previous pass, posts receives, and frees completed sends. A message connects a gap
+of its sender and a gap of its receiver: if all devices wait, neither device starts its next pass
+before both gaps are reached.
+
+A receive is posted in the first gap after its message is sent according to the plan, so that it
+waits for nothing; or one pass before its reader, if that is earlier and safe. A receive that is
+posted after the send delays the sender if all devices wait, and so prevents early posting of
+others. With all other receives posted as late as possible, messages of 0.3 of a pass cost V-ZB on 8
+devices 7% of its step (simulated). Posted as described, they cost nothing relative to a transport
+without posting (`benchmarks/bench_posting.py`).
 """
 
 from bisect import bisect_left
@@ -45,37 +47,39 @@ from megatron_vshape.core.program.instructions import (
 from megatron_vshape.core.program.stuck import Meetings, explain_stuck_messages
 
 AHEAD = 1
-"""How many passes before its reader a receive is posted, where that is safe.
+"""Number of passes before its reader at which a receive is posted, if that is safe.
 
-Such a kernel spins until its message is there. One pass hides the latency; more would keep the
-device's processors busy with spinning, and hold more memory.
+The receive's kernel spins until the message arrives. One pass hides the latency; more would occupy
+the device's multiprocessors and more memory.
 """
 
 SLACK = 1
-"""Passes by which a device may be early, or its neighbour late, before a Release waits."""
+"""Passes by which a device may be early, or its neighbor late, before a Release waits."""
 
 
 @dataclass(slots=True)
 class _Transfer:
-    """A message and its two gaps."""
+    """A message with its gaps."""
 
     message: Message
-    sent: int  # the gap of its source
-    read: int  # the pass of its target that reads it
-    least: int  # the first gap of its target in which it may be posted
-    posted: int  # the gap of its target
-    order: int = -1  # its send's place among all sends, where all devices wait
+    sent: int  # gap of the sender
+    read: int  # pass of the receiver that reads it
+    least: int  # first gap of the receiver in which it can be posted
+    posted: int  # gap of the receiver
+    order: int = -1  # index of its send among all sends, if all devices wait
 
 
 def lower_to_kernels(
     planned: Timeline, early: Sequence[int] | None = None, *, takes: bool = False
 ) -> Program:
-    """Return the program of the planned schedule in which no wait for a device can hang.
+    """Lower the planned schedule to a program in which no synchronization of a device can deadlock.
 
-    With `takes` a message's length is not known before it is there, so that posting takes it, and
-    waits for it: then none is posted before it is sent, but for the next pass. With `early`, how
-    many passes every device runs before all of them stop together, what is sent before that is
-    posted before it, and nothing else is.
+    Args:
+        planned: timeline of the schedule.
+        early: number of passes that every device runs before all devices stop together. Messages
+            sent before that point are posted before it, and no others.
+        takes: the length of a message is unknown until it arrives, so that posting also receives it
+            and blocks. Then no receive is posted before its send, except for the next pass.
 
     Raises:
         ScheduleError: the schedule itself deadlocks.
@@ -91,15 +95,15 @@ def lower_to_kernels(
 
 
 def waits_for_ever(program: Program, *, takes: bool = False) -> dict[int, Instruction]:
-    """Return who never ends, and where, if every device waits in every pass for its own kernels.
+    """Return the blocked devices, with their instructions, if every device waits in every pass.
 
-    Those are the receives that it has posted and the sends that it has begun. All streams share one
-    queue of the hardware (CUDA_DEVICE_MAX_CONNECTIONS=1, as tensor parallelism has it): what comes
-    after another of its stream holds up all that is launched later until that has ended. Empty for
-    a program that may run where messages are kernels. It reads the instructions alone.
+    Each device waits for its own posted receives and started sends. All streams share one hardware
+    queue (CUDA_DEVICE_MAX_CONNECTIONS=1, as for tensor parallelism): a transfer behind another of
+    its stream blocks all later launches until that one has ended. The result is empty for a program
+    that may run with messages as kernels. Only the instructions are used.
     """
     at = [0] * len(program.instructions)
-    is_open: list[set[Message]] = [set() for _ in at]  # of which a device has reached its end alone
+    is_open: list[set[Message]] = [set() for _ in at]  # transfers that only this device has reached
     sent: set[Message] = set()
     meetings = Meetings(len(at))
     awake = list(range(len(at)))
@@ -108,16 +112,19 @@ def waits_for_ever(program: Program, *, takes: bool = False) -> dict[int, Instru
         row = program.instructions[device]
         while at[device] < len(row):
             each = row[at[device]]
+            # A pass may synchronize the device, so all transfers of the device must have ended.
             if isinstance(each, Run):
                 if is_open[device] or not meetings.comes(device, each.work, awake):
                     break
             elif isinstance(each, Send | Receive):
                 if takes and isinstance(each, Receive) and each.message not in sent:
                     break
+                # Behind another transfer of its stream, this one would block the hardware queue.
                 if any(_share_a_stream(each.message, other) for other in is_open[device]):
                     break
                 sent |= {each.message} if isinstance(each, Send) else set()
                 other = each.message.source + each.message.target - device
+                # The peer has arrived, so the transfer ends for both devices.
                 if each.message in is_open[other]:
                     is_open[other].remove(each.message)
                 else:
@@ -135,7 +142,7 @@ def _share_a_stream(one: Message, other: Message) -> bool:
 
 
 class _Placed:
-    """The gaps of all messages; `program` writes them down."""
+    """Placement of all messages in gaps; `program` converts it to instructions."""
 
     def __init__(self, planned: Timeline, early: Sequence[int] | None) -> None:
         self._given, self._planned = planned, _by_step(planned)
@@ -145,9 +152,10 @@ class _Placed:
         self._walk.run()
 
     def post_early(self) -> None:
-        """Post every receive AHEAD of its use unless a wait for its device could then hang.
+        """Post every receive AHEAD passes early unless a synchronization could then deadlock.
 
-        Those first that gain most by it: in a crossing, one of two receives can be posted.
+        Receives with the greatest gain go first, because two receives that cross exclude each
+        other.
         """
         order = _EventOrder(self._planned, self._walk.ran, self._transfers)
         before = {
@@ -162,7 +170,7 @@ class _Placed:
         ]
         left.sort(key=lambda each: (-self._gain_us(each), each.order))
         moved = True
-        while moved:  # again, for those whose stream had an earlier one posted later
+        while moved:  # repeat for receives whose stream predecessor has moved
             still = []
             for each in left:
                 sooner, wanted = before[id(each)], each.read - AHEAD
@@ -176,18 +184,18 @@ class _Placed:
             each.order = order.place_of_send(each)
 
     def _gain_us(self, each: _Transfer) -> float:
-        """Return how much of the message's way the pass before its reader would hide."""
+        """Return the part of the message time that the pass before its reader can hide."""
         planned, (_, source, target, _) = self._planned, each.message
         at = each.read - AHEAD
         begins = max(planned.starts[target][at], planned.ends[source][each.sent - 1])
         return min(planned.send_us, max(planned.ends[target][at] - begins, 0.0))
 
     def program(self) -> Program:
-        """Return the program that sends and posts so."""
+        """Return the program with this placement."""
         rows = self._messages.steps
         posts: list[dict[int, list[Message]]] = [{} for _ in rows]
         releases: list[dict[int, list[Message]]] = [{} for _ in rows]
-        # Where devices stop together, what was sent before that is posted before it.
+        # If devices stop together, messages sent before the stop are posted before it.
         for each in sorted(self._transfers, key=lambda each: (each.least, each.order)):
             message = each.message
             posts[message.target].setdefault(each.posted, []).append(message)
@@ -198,7 +206,7 @@ class _Placed:
         return Program(self._messages.schedule, instructions, AHEAD, self._given)
 
     def _released(self, each: _Transfer) -> int:
-        """Return the gap of its source in which what was sent is surely gone, by the plan."""
+        """Return the first gap of the sender by which the send has ended according to the plan."""
         planned, (_, source, target, _) = self._planned, each.message
         posted_us = planned.ends[target][each.posted - 1] if each.posted else 0.0
         gone_us = max(posted_us, planned.ends[source][each.sent - 1]) + planned.send_us
@@ -215,9 +223,9 @@ class _Placed:
     ) -> Iterator[Instruction]:
         """Yield the instructions of a device.
 
-        In a gap the send comes first, and the receives in the order in which all is sent where all
-        wait: where all streams share one queue of the hardware, a receive that waits behind another
-        of its stream holds up all that is launched after it.
+        In a gap the sends come first, then the receives in the order of their sends (if all devices
+        wait). Since all streams share one hardware queue, a receive behind another one of its
+        stream blocks all later launches.
         """
         steps, messages = self._messages.steps[device], self._messages
         for gap in range(len(steps) + 1):
@@ -225,14 +233,14 @@ class _Placed:
                 yield from map(Send, filter(None, map(messages.sent_after, steps[gap - 1])))
             yield from map(Receive, posts.get(gap, ()))
             if gap == len(steps):
-                return  # the end of the step waits for all that is sent
+                return  # the end of the step waits for all sends
             yield from map(Release, releases.get(gap, ()))
             yield from map(Await, filter(None, map(messages.read_by.get, steps[gap])))
             yield Run(*steps[gap])
 
 
 def _by_step(planned: Timeline) -> Timeline:
-    """Return the timeline with the times of a joint pass once: its gaps are around both."""
+    """Merge the times of each overlapped forward-backward (F&B) pair: gaps are around pairs."""
     if not planned.schedule.joint:
         return planned
     rows = [
@@ -249,11 +257,11 @@ def _by_step(planned: Timeline) -> Timeline:
 def _transfers(
     messages: Messages, planned: Timeline, early: Sequence[int] | None
 ) -> list[_Transfer]:
-    """Return every message with its receive posted in the first gap after it is sent, by the plan.
+    """Place each receive in the first gap after its send according to the plan.
 
-    That is right before its reader at the latest. Waits then agree with the plan's times, but for
-    those of senders, which the walk settles. What is sent between two passes that all devices join
-    is posted between these, too.
+    That is at the latest right before its reader. Waits then agree with the planned times, except
+    waits of senders, which `_Walk` resolves. A message sent between two collectives is also posted
+    between them.
     """
     sent, read = {}, {}
     joins = [[at for at, step in enumerate(row) if step[0].kind.joins] for row in messages.steps]
@@ -268,7 +276,7 @@ def _transfers(
     for row, streams in zip(messages.steps, messages.sent, strict=True):
         for stream in streams.values():
             posted, found = len(row), []
-            for message in reversed(stream):  # none is posted before those sent earlier
+            for message in reversed(stream):  # not before receives of earlier sends
                 sent_us = planned.ends[message.source][sent[message] - 1]
                 gap = bisect_left(planned.starts[message.target], sent_us)
                 joined = bisect_left(joins[message.source], sent[message])
@@ -286,7 +294,7 @@ def _transfers(
 
 
 def _by_stream(transfers: Sequence[_Transfer]) -> Iterator[list[_Transfer]]:
-    """Yield the transfers of one stream between two devices after the other, in their order."""
+    """Yield the transfers of each stream between two devices, in order."""
     found: dict[tuple[Source, int], list[_Transfer]] = {}
     for each in transfers:
         key = source_of(each.message), each.message.target
@@ -295,25 +303,25 @@ def _by_stream(transfers: Sequence[_Transfer]) -> Iterator[list[_Transfer]]:
 
 
 class _Walk:
-    """Runs all devices where each waits before every pass until nothing of its own is outstanding.
+    """Simulate all devices; each waits before every pass until all of its transfers have ended.
 
-    Where none can go on, the receives that a device's sends wait for are posted where their device
-    stands. So it ends for every schedule that does not itself deadlock: a device is in a pass,
-    which ends, or in a gap, where it can take whatever is sent to it.
+    If no device can go on, the receives that a device's sends wait for are posted in the current
+    gaps of their devices. So the simulation completes for every schedule that does not itself
+    deadlock: a device is in a pass, which ends, or in a gap, where it can receive any message.
     """
 
     def __init__(self, messages: Messages, transfers: Sequence[_Transfer]) -> None:
         rows = messages.steps
         self._lengths = [len(row) for row in rows]
         self._gap = [-1] * len(rows)
-        self._open = [0] * len(rows)  # messages of which a device has reached its end alone
+        self._open = [0] * len(rows)  # transfers that only this device has reached
         self._sends: list[dict[int, list[_Transfer]]] = [{} for _ in rows]
         self._posts: list[dict[int, list[_Transfer]]] = [{} for _ in rows]
         self._untaken: list[dict[int, _Transfer]] = [{} for _ in rows]  # by device, in send order
-        self._awaited: list[dict[int, _Transfer]] = [{} for _ in rows]
+        self._awaited: list[dict[int, _Transfer]] = [{} for _ in rows]  # by device, in send order
         self._num_sent = 0
         self.ran: list[tuple[int, int]] = []  # device and pass, in an order in which they can run
-        for each in transfers:
+        for each in transfers:  # device and pass, in a feasible order
             self._sends[each.message.source].setdefault(each.sent, []).append(each)
             self._posts[each.message.target].setdefault(each.posted, []).append(each)
 
@@ -327,22 +335,23 @@ class _Walk:
                 self.ran.append((device, self._gap[device]))
                 awake += self._arrive(device)
             if not awake:
+                # Nothing moves with the planned posts, so post receives earlier for one sender.
                 awake += self._post_for_a_sender()
 
     def _arrive(self, device: int) -> list[int]:
-        """Go to the device's next gap; return the devices that this lets go on."""
+        """Move a device to its next gap; return the devices that can go on."""
         self._gap[device] += 1
         gap, freed = self._gap[device], []
         for sent in self._sends[device].get(gap, ()):
             sent.order, self._num_sent = self._num_sent, self._num_sent + 1
             freed += self._meet(sent, device, self._awaited[sent.message.target])
         for each in self._posts[device].get(gap, ()):
-            if each.posted == gap:  # and not sooner, for its sender
+            if each.posted == gap:  # not posted earlier for its sender
                 freed += self._meet(each, device, self._untaken[each.message.source])
         return freed
 
     def _meet(self, each: _Transfer, device: int, others: dict[int, _Transfer]) -> list[int]:
-        """Reach one end of a message; return the device that has waited for it at the other."""
+        """Reach one end of a transfer; return the peer if it can go on."""
         other = each.message.source + each.message.target - device
         if others.pop(id(each), None) is None:
             self._open[device] += 1
@@ -353,10 +362,10 @@ class _Walk:
         return [] if self._open[other] else [other]
 
     def _post_for_a_sender(self) -> list[int]:
-        """Post the receives that one device's sends wait for; return who can go on then."""
+        """Post the receives that one device's sends wait for; return the devices that can go on."""
         for device, untaken in enumerate(self._untaken):
             if self._gap[device] == self._lengths[device]:
-                continue  # it has run all, and its last sends end with the others' last passes
+                continue  # has run all; its last sends end with the others' last passes
             freed: list[int] = []
             for each in list(untaken.values()):
                 at = self._gap[each.message.target]
@@ -369,17 +378,18 @@ class _Walk:
 
 
 class _EventOrder:
-    """The gaps and the passes of all devices in an order that every wait agrees with.
+    """Gaps and passes of all devices in an order that is consistent with every wait.
 
-    It is kept while receives are moved, each move refused that would close a cycle (the order is
-    mended locally, as D. J. Pearce and P. H. J. Kelly do it, doi:10.1145/1187436.1210590).
+    The order is maintained while receives are moved; a move that would close a cycle is rejected.
+    The incremental topological sort is by D. J. Pearce and P. H. J. Kelly
+    (doi:10.1145/1187436.1210590).
     """
 
     def __init__(
         self, planned: Timeline, ran: Sequence[tuple[int, int]], transfers: Sequence[_Transfer]
     ) -> None:
         first = 0
-        self._first: list[int] = []  # by device: its gap 0; its pass 0, gap 1, ... follow
+        self._first: list[int] = []  # by device: gap 0; then pass 0, gap 1, ...
         for row in planned.starts:
             self._first.append(first)
             first += 2 * len(row) + 1
@@ -393,23 +403,23 @@ class _EventOrder:
         self._at = self._in_time(planned, ran, first)
 
     def posts_at(self, each: _Transfer, gap: int) -> bool:
-        """Note that the message is posted in this gap, if all can then wait; return whether so."""
+        """Try to post the message in this gap; return False if it could deadlock."""
         sent, *posted = self._waits(each, gap)
         if not self._orders(*sent):
             return False
         for each_wait in posted:
-            self._add(*each_wait)  # for an earlier gap than before; it closes no cycle
+            self._add(*each_wait)  # earlier than before, so it closes no cycle
         return True
 
     def place_of_send(self, each: _Transfer) -> int:
-        """Return where the message is sent, among all events."""
+        """Return the index of the message's send among all events."""
         return self._at[self._gap(each.message.source, each.sent)]
 
     def _gap(self, device: int, gap: int) -> int:
         return self._first[device] + 2 * gap
 
     def _waits(self, each: _Transfer, posted: int) -> list[tuple[int, int]]:
-        """Return (gap, pass): the passes at either end wait for the other's gap."""
+        """Return (gap, pass) pairs: the passes at both ends wait for the gap of the other end."""
         _, source, target, _ = each.message
         sends, posts = self._gap(source, each.sent), self._gap(target, posted)
         waits = [(sends, posts + 1)]
@@ -434,7 +444,7 @@ class _EventOrder:
     def _in_time(
         self, planned: Timeline, ran: Sequence[tuple[int, int]], num_events: int
     ) -> list[int]:
-        """Return the place of every event: by its time where all wait, so that moves are local."""
+        """Return the index of every event by its time, so that moves stay local."""
         times = [0.0] * num_events
         for device, at in ran:
             work = self._gap(device, at) + 1
@@ -451,7 +461,7 @@ class _EventOrder:
         return places
 
     def _orders(self, sooner: int, later: int) -> bool:
-        """Have `sooner` come before `later`; return False where it comes after, and must."""
+        """Move `sooner` before `later`; return False if that closes a cycle."""
         at = self._at
         low, high = at[later], at[sooner]
         if low < high:
@@ -460,6 +470,7 @@ class _EventOrder:
                 return False
             lead = self._reach(sooner, self._leaders, lambda place: place >= low)
             events = [*sorted(lead, key=at.__getitem__), *sorted(follow, key=at.__getitem__)]
+            # Only the events between the two change their indices.
             for event, place in zip(events, sorted(at[each] for each in events), strict=True):
                 at[event] = place
         self._add(sooner, later)

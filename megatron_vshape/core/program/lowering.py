@@ -1,10 +1,10 @@
-"""Schedule -> Program: the passes of every device with the messages between them.
+"""Lower a Schedule to a Program: the passes of every device with the messages between them.
 
-Every stream of messages has process groups of its own at run time; what one device sends another
-of it is first in, first out. Receives are posted in the order in which the sender sends, ahead of
-their use but within a window. The order is proved under rendezvous semantics, with sends that
-block their device until the receive is posted: what finishes then finishes under any progress of
-a real transport. Where messages are kernels, as on NCCL, `program.kernels` says when to post.
+Every stream of messages has its process groups at run time, and is FIFO between two devices.
+Receives are posted in the sender's order, ahead of their use but within a window. The order is
+proved under rendezvous semantics, in which a send blocks its device until the receive is posted: a
+program that completes then completes under any progress of a real transport. If messages are
+kernels, as on NCCL, `program.kernels` places the receives.
 """
 
 import math
@@ -34,7 +34,7 @@ from megatron_vshape.core.program.stuck import Meetings, explain_stuck_messages
 WINDOW = 2
 """Receives posted ahead per stream and sender.
 
-Two hide the latency, each costs one activation's memory.
+Two hide the latency; each costs the memory of one activation tensor.
 """
 
 
@@ -46,13 +46,15 @@ def lower(
     kernels: bool = False,
     takes: bool = False,
 ) -> Program:
-    """Add P2P messages to a schedule and prove that their order cannot deadlock.
+    """Lower `schedule` to a program with a proved message order.
 
-    With a `timeline`, a B and the W right after it become one BW wherever nothing waits for B
-    in the meantime: the split costs nothing then, and a whole backward hides collectives.
-    `window` receives per stream and sender are posted ahead; more where the proof needs more.
-    With `kernels` they are posted as `program.kernels` has it; of messages whose length is not
-    known before they are there it `takes` each when it has been sent.
+    Args:
+        schedule: the schedule.
+        timeline: if given, a B and the W right after it become one BW wherever nothing waits for B
+            in the meantime: splitting has no benefit there, and a full backward hides collectives.
+        window: receives posted ahead per stream and sender; increased if the proof requires it.
+        kernels: messages are kernels, so place receives as in `program.kernels`.
+        takes: the length of a message is unknown until it arrives, so it is received once sent.
 
     >>> from megatron_vshape import lower, make
     >>> print(lower(make("1f1b", 2, 1)).text())
@@ -77,16 +79,17 @@ def lower(
         stuck = _stuck(rows)
         if not stuck:
             return Program(schedule, rows, window)
+        # A window over all microbatches posts every receive at the start; more cannot help.
         if window > 2 * schedule.num_microbatches:
             raise ScheduleError(explain_stuck_messages(stuck))
         window *= 2
 
 
 def forward_wave(placement: Placement, num_devices: int, num_microbatches: int) -> Schedule:
-    """Return what an evaluation runs: forwards alone, on each device as they can arrive.
+    """Return the schedule of an evaluation: forwards only, each device in arrival order.
 
-    A device with c stages takes c passes per microbatch, so microbatch m reaches stage s at
-    about c * m + s. A pass and what it reads stand in this order too, so it cannot deadlock.
+    A device with c stages runs c passes per microbatch, so microbatch m reaches stage s at about c
+    * m + s. A pass comes after its inputs in this order too, so it cannot deadlock.
     """
     chunks = len(placement) // num_devices
     passes = sorted(
@@ -98,10 +101,10 @@ def forward_wave(placement: Placement, num_devices: int, num_microbatches: int) 
 
 
 def whole_backwards(schedule: Schedule, stages: Container[int] | None = None) -> Schedule:
-    """Return the schedule with every B made BW, and no W; of these stages, if any are given.
+    """Replace B and W by BW, for these stages or for all.
 
-    For what is planned so, and for recomputed layers: between B and W all activations of a layer
-    would be there, which recomputing is to avoid. No pass waits for a W, so the order stays legal.
+    For schedules planned with full backwards, and for recomputed layers: a split would keep all
+    recomputed activations of a layer from B to W. No pass waits for a W, so the order stays valid.
     """
 
     def is_whole(work: Pass) -> bool:
@@ -119,11 +122,11 @@ def whole_backwards(schedule: Schedule, stages: Container[int] | None = None) ->
 
 
 def fuse(timeline: Timeline) -> Schedule:
-    """Return the schedule with B W made BW where B's reader starts late enough for all of BW.
+    """Fuse B and W to BW wherever the reader of B starts late enough.
 
-    The times decide, so that fusing delays nobody: a BW hands its gradient on when all is done,
-    and where it has a price of its own it ends no later than W did. A joint pass stays what it is,
-    which has a price for either.
+    The times decide, so that fusing delays no pass: a BW sends its gradient at its end, and with a
+    separate cost it ends no later than W. Overlapped F&B pairs do not change, as they have costs
+    for either.
     """
     schedule, whole_us = timeline.schedule, timeline.whole_backward_us
     deadline = needed_us(timeline)
@@ -151,7 +154,7 @@ def fuse(timeline: Timeline) -> Schedule:
 
 
 def needed_us(timeline: Timeline) -> dict[Pass, float]:
-    """Return, by result that another stage reads, until when it must be made to be there."""
+    """Return the latest end of each result with readers on other stages, without any delay."""
     placement = timeline.schedule.placement
     needed: dict[Pass, float] = {}
     for device in range(timeline.schedule.num_devices):
@@ -166,9 +169,9 @@ def needed_us(timeline: Timeline) -> dict[Pass, float]:
 
 
 def _fused(timeline: Timeline) -> Timeline:
-    """Return the timeline of the fused schedule: a BW begins where its B did, and ends with its W.
+    """Return the timeline of the fused schedule; a BW spans the times of its B and W.
 
-    That is later than it could end, and nobody waits for it.
+    This is later than a BW could end, but no pass waits for it.
     """
     schedule = fuse(timeline)
     slots = [
@@ -182,7 +185,7 @@ def _fused(timeline: Timeline) -> Timeline:
 
 
 def _launched(timeline: Timeline) -> Timeline:
-    """Return the timeline in which what runs beside the processor is over when it is launched."""
+    """Return the timeline in which passes of other resources end when they are launched."""
     if all(kind.resource == PROCESSOR for kind in timeline.schedule.kinds):
         return timeline
     starts, ends = [], []
@@ -199,8 +202,8 @@ def _launched(timeline: Timeline) -> Timeline:
 def _instructions(messages: Messages, device: int, window: int) -> Iterator[Instruction]:
     """Yield the instructions of one device, with `window` receives posted ahead per source.
 
-    Receives are posted in the sender's order; a pass that reads a later message than the
-    window reaches has all the messages before it posted too.
+    Receives are posted in the sender's order. A pass that reads a message beyond the window also
+    posts all messages before it.
     """
     incoming = dict(sorted(messages.sent[device].items()))
     position = {each.work: at for stream in incoming.values() for at, each in enumerate(stream)}
@@ -224,7 +227,7 @@ def _instructions(messages: Messages, device: int, window: int) -> Iterator[Inst
 
 
 def _stuck(rows: Rows) -> dict[int, Instruction]:
-    """Return the devices that cannot go on, and at what, where sends wait for their receive."""
+    """Return the blocked devices with their instructions, if sends wait for their receives."""
     at = [0] * len(rows)
     posted: set[Pass] = set()
     sent: set[Pass] = set()
@@ -237,6 +240,7 @@ def _stuck(rows: Rows) -> dict[int, Instruction]:
                 posted.add(each.message.work)
                 awake.append(each.message.source)
             elif isinstance(each, Send):
+                # Rendezvous: the send blocks until its receive is posted.
                 if each.message.work not in posted:
                     break
                 sent.add(each.message.work)

@@ -1,4 +1,4 @@
-"""Why messages that are stuck cannot go on, in words."""
+"""Explanation of a deadlock of messages."""
 
 import itertools
 from collections.abc import Mapping
@@ -11,14 +11,14 @@ LISTED_DEVICES = 8
 
 
 class Meetings:
-    """Who has come to the passes that all devices join, in a walk over what each does in turn."""
+    """Devices that have reached each collective, in a simulation of all devices."""
 
     def __init__(self, num_devices: int) -> None:
         self._num_devices = num_devices
         self._come: dict[tuple[str, int], set[int]] = {}
 
     def comes(self, device: int, work: Pass, awake: list[int]) -> bool:
-        """Return whether the device may go on, which has come to this pass; wake who may then."""
+        """Register the device at this pass; if it may go on, return True and wake the others."""
         if not work.kind.joins:
             return True
         come = self._come.setdefault((work.kind, work.microbatch), set())
@@ -30,7 +30,7 @@ class Meetings:
 
 
 def explain_stuck_messages(stuck: Mapping[int, Instruction]) -> str:
-    """Return the message about messages that wait for each other, one line a device."""
+    """Format the error for messages that wait for each other, one line per device."""
     lines = [
         f"    device {device} {_tell_instruction(instruction)}"
         for device, instruction in itertools.islice(stuck.items(), LISTED_DEVICES)
