@@ -1,1 +1,1 @@
-"""The method (arXiv 2405.15362): a building block, and the four steps from it to a schedule."""
+"""Schedules from building blocks in four steps (arXiv 2405.15362)."""

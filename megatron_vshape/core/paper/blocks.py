@@ -1,9 +1,9 @@
-"""The building blocks of the catalogue, each from the few numbers that tell it from the others.
+"""Building blocks of the catalogue, each from a few offsets.
 
-`loop_block` makes every block whose devices all run the stages in the same direction (1F1B, its
-interleaved forms, ZB-H1 and ZB-H2), `v_block` those that go there and back. d stands for the
-number of devices. The V blocks are those of arXiv 2405.15362, ZB-H1 and ZB-H2 of 2401.10241,
-interleaved 1F1B is that of 2104.04473, GPipe of 1811.06965.
+`loop_block` makes the blocks whose devices all run the stages in the same direction (1F1B,
+interleaved 1F1B, ZB-H1 and ZB-H2). `v_block` makes the V-shaped ones. d is the number of devices.
+The V blocks are from arXiv 2405.15362, ZB-H1 and ZB-H2 from 2401.10241, interleaved 1F1B from
+2104.04473, GPipe from 1811.06965.
 """
 
 import itertools
@@ -17,17 +17,17 @@ from megatron_vshape.core.model.placement import Placement, linear, looping, v_s
 from megatron_vshape.core.paper.building_block import BlockPass, BuildingBlock
 
 WORK = 3
-"""Slots of work that one stage has per microbatch: F, B and W."""
+"""Slots of one stage per microbatch: F, B and W."""
 
 
 def sliced(block: BuildingBlock, slices: int) -> BuildingBlock:
-    """Return the block of which every microbatch is cut in so many slices along its sequence.
+    """Split every microbatch of the block into slices along the sequence.
 
-    A slice runs where the block has a microbatch: F of the slices one after another, B and W in
-    reverse and later, when all F of the microbatch have run. Modulo the interval nothing has moved:
-    the n-th B has the slot of the one `slices` - 1 behind it, so that a lifespan of l slots becomes
-    one of l + (slices - 1) T on average. Where groups pass a chunk before the next, all of B and W
-    may be later by less: if all slots of a kind are alike modulo that of one stage's work.
+    A slice runs in the slot of a microbatch: F of the slices in order, B and W in reverse order and
+    later, after all F of the microbatch. Modulo the interval, no slot changes: the n-th B has the
+    slot of the B that is `slices` - 1 later, so a lifespan of l slots becomes l + (slices - 1) T on
+    average. If groups pass a chunk before the next, a smaller delay of all B and W may be enough:
+    if all slots of a kind are equal modulo the slots of one stage.
     """
     if slices == 1:
         return block
@@ -41,7 +41,7 @@ def sliced(block: BuildingBlock, slices: int) -> BuildingBlock:
 
 
 def _latest(block: BuildingBlock) -> int:
-    """Return by how many slots a B of the last stage begins before its F is over, at most."""
+    """Return the maximum slots by which a B of the last stage starts before the end of its F."""
     last = len(block.placement) - 1
     own = [each for each in block.passes if each.work.stage == last]
     ends = {each.work.microbatch: each.end for each in own if each.work.kind is Kind.F}
@@ -51,7 +51,7 @@ def _latest(block: BuildingBlock) -> int:
 
 
 def _with_slices(block: BuildingBlock, slices: int, late: int, slots: int = 0) -> BuildingBlock:
-    """Return the block of slices with B and W of a number `late` behind, and `slots` after it."""
+    """Return the block of slices, with B and W delayed by `late` numbers and `slots` slots."""
     passes, within = [], block.num_microbatches
     for (kind, stage, first), start, length in block.passes:
         behind, later = (0, 0) if kind is Kind.F else (late, slots)
@@ -69,9 +69,9 @@ def _with_slices(block: BuildingBlock, slices: int, late: int, slots: int = 0) -
 
 
 def gpipe(num_devices: int, num_microbatches: int) -> BuildingBlock:
-    """Return GPipe's block: all forwards, then all backwards; it is the whole schedule.
+    """GPipe: all forwards, then all backwards; the block is the complete schedule.
 
-    Lifespans grow with the batch, so that no block of fewer microbatches repeats.
+    Lifespans grow with the batch, so a block of fewer microbatches cannot repeat.
     """
     d, m = num_devices, num_microbatches
     passes = []
@@ -83,17 +83,17 @@ def gpipe(num_devices: int, num_microbatches: int) -> BuildingBlock:
 
 
 def one_f_one_b(num_devices: int) -> BuildingBlock:
-    """Return 1F1B's block: hops of one slot forward, two backward, the backward whole."""
+    """1F1B: hops of one slot forward and two backward, with full backwards."""
     return loop_block("1f1b", num_devices, forward_hop=1, split=False)
 
 
 def eager_one_f_one_b(num_devices: int) -> BuildingBlock:
-    """Return the block of 1F1B with forwards ahead: every message has a slot or more to arrive."""
+    """Eager 1F1B: forwards move ahead, so that every message has at least one slot to arrive."""
     return loop_block("eager-1f1b", num_devices, forward_hop=3, backward_hop=3, split=False)
 
 
 def interleaved(num_devices: int, num_chunks: int) -> BuildingBlock:
-    """Return interleaved 1F1B's block of d microbatches: they pass a chunk, then the next."""
+    """Interleaved 1F1B: d microbatches pass a chunk before the next chunk."""
     return loop_block(
         "interleaved-1f1b",
         num_devices,
@@ -106,20 +106,20 @@ def interleaved(num_devices: int, num_chunks: int) -> BuildingBlock:
 
 
 def grouped_interleaved(num_devices: int, num_chunks: int, group_size: int) -> BuildingBlock:
-    """Return the interleaved block of lower memory: `group_size` microbatches, hops as in 1F1B.
+    """Interleaved 1F1B with less memory: groups of `group_size` microbatches, hops as in 1F1B.
 
-    With 2 chunks it holds d + `group_size` stage activations where interleaved 1F1B holds 3 d - 1.
+    With 2 chunks, its peak is d + `group_size` stage activations; interleaved 1F1B has 3 d - 1.
     """
     return loop_block("grouped-interleaved-1f1b", num_devices, num_chunks, group_size, split=True)
 
 
 def zb_h1(num_devices: int) -> BuildingBlock:
-    """Return ZB-H1's block: that of 1F1B with the backward split."""
+    """ZB-H1: 1F1B with split backwards."""
     return loop_block("zb-h1", num_devices, split=True)
 
 
 def zb_h2(num_devices: int) -> BuildingBlock:
-    """Return ZB-H2's block: twice the hops and twice the memory, no idle time but at the ends."""
+    """ZB-H2: longer hops and twice the memory of 1F1B, idle only in warm-up and cool-down."""
     return loop_block("zb-h2", num_devices, forward_hop=3, backward_hop=3, split=True)
 
 
@@ -136,8 +136,8 @@ def loop_block(
     """Return the block of `group` microbatches that loop over the devices `num_chunks` times.
 
     Each device starts a forward every 3 slots and a backward right after it, so that it is never
-    idle; from one device to the next they move by the hops, in slots. The hops must add up to a
-    multiple of 3, or the passes of two microbatches meet.
+    idle. The hops are the slots from one device to the next. They must add up to a multiple of 3,
+    or passes of two microbatches would overlap.
     """
     d, v = num_devices, num_chunks
     interval = WORK * v * group
@@ -163,8 +163,9 @@ def _laps(
 ) -> tuple[list[int], list[int], int]:
     """Return the slots of F after i hops, of B after i hops, and from one chunk to the next.
 
-    A lap is as long as the group's passes of one chunk. Small groups need longer laps, by whole
-    intervals; before that, hops of B are made shorter and as many of F longer.
+    A lap is the time of the group's passes of one chunk. Small groups require longer laps, by
+    complete intervals. Before that, hops of B are shortened, and the same number of hops of F
+    lengthened.
     """
     hops, both = num_devices - 1, forward_hop + backward_hop
     lap = WORK * group
@@ -179,10 +180,11 @@ def _laps(
 
 
 def two_thirds(num_devices: int) -> BuildingBlock:
-    """Return the block of 2/3 of 1F1B's memory: hops of 1 both ways, the backward split.
+    """V-2/3: 2/3 of 1F1B's memory; hops of 1 in both directions, with split backwards.
 
-    One microbatch alone would meet its copies; a second one 2 slots later makes an interval of 6
-    in which forwards take even slots after their device's first, and backwards odd ones.
+    One microbatch alone would collide with its copies. A second one, 2 slots later, makes an
+    interval of 6 in which forwards use even slots after their device's first, and backwards odd
+    ones.
     """
     d = num_devices
     late_forward, late_backward = (3, 3) if d == 1 else (2, 4 if d % 3 == 0 else 2)
@@ -198,10 +200,10 @@ def two_thirds(num_devices: int) -> BuildingBlock:
 
 
 def one_f_one_b_v(num_devices: int) -> BuildingBlock:
-    """Return the V block of whole backwards, at 2/3 of 1F1B's memory: hops of 1 forward.
+    """1F1B-V: full backwards at 2/3 of 1F1B's memory; forward hops of 1.
 
-    Two whole backwards meet on some device whatever their hop is. So two of three hops wait
-    3 slots, one of chunk 1 and one of chunk 0 in turn: 2, 2, 5 and 2, 5, 2.
+    With any constant hop, two full backwards collide on some device. So two of three hops are 3
+    slots longer, alternately one of chunk 1 and one of chunk 0: 2, 2, 5 and 2, 5, 2.
     """
     turns = {0: (3, 1, 3), 1: (1, 1, 2), 2: (5, 1, 4)}[num_devices % 3]
     hops = ((1,), (1,), (2, 2, 5), (2, 5, 2))
@@ -209,29 +211,29 @@ def one_f_one_b_v(num_devices: int) -> BuildingBlock:
 
 
 def v_min(num_devices: int) -> BuildingBlock:
-    """Return the block that needs about a third of 1F1B's activation memory: hops of 1."""
+    """V-Min: about a third of 1F1B's activation memory; hops of 1."""
     middle = 3 if num_devices % 3 == 0 else 1
     return v_block("v-min", num_devices, hops=((1,), (1,), (1,), (1,)), turns=(1, middle, 1))
 
 
 def v_half(num_devices: int) -> BuildingBlock:
-    """Return the block that needs about half of 1F1B's activation memory: hops of 2 and 1."""
+    """V-Half: about half of 1F1B's activation memory; hops of 2 and 1."""
     middle = 4 if num_devices % 2 == 0 else 1
     return v_block("v-half", num_devices, hops=((2,), (1,), (2,), (1,)), turns=(2, middle, 1))
 
 
 def v_zb(num_devices: int) -> BuildingBlock:
-    """Return the zero-bubble block, at 1F1B's activation memory: hops of 4 and 2."""
+    """V-ZB: zero bubble at 1F1B's activation memory; hops of 4 and 2."""
     return v_block("v-zb", num_devices, hops=((4,), (2,), (4,), (2,)), turns=(1, 1, 1))
 
 
 def dualpipev(num_devices: int, num_microbatches: int) -> BuildingBlock:
-    """Return DualPipeV's block: hops of a joint pass, an F with the whole backward beside it.
+    """DualPipeV: hops of an overlapped F&B pair, an F with a full backward.
 
-    In slots its two passes follow each other, and hand both results over at the end of both.
+    In slots, the two passes of a pair follow each other, and both results are sent at the end.
 
     Raises:
-        ScheduleError: there are fewer microbatches than its ends take.
+        ScheduleError: there are fewer than 2 * num_devices microbatches.
     """
     if num_microbatches < 2 * num_devices:
         raise ScheduleError(
@@ -243,9 +245,9 @@ def dualpipev(num_devices: int, num_microbatches: int) -> BuildingBlock:
 
 
 def overlapped_interleaved(num_devices: int, num_chunks: int) -> BuildingBlock:
-    """Return the block of interleaved 1F1B as Megatron runs it with experts' exchanges hidden.
+    """Interleaved 1F1B with overlapped expert-parallel communication, as in Megatron.
 
-    With one more forward of warm-up, which the block does not show.
+    Its additional warm-up forward is not part of the block.
     """
     block = interleaved(num_devices, num_chunks)
     return replace(block, name="overlapped-interleaved-1f1b")
@@ -261,10 +263,15 @@ def v_block(
 ) -> BuildingBlock:
     """Return the V block with these offsets (arXiv 2405.15362, section 3).
 
-    `hops`: slots from one device to the next for F of chunk 0, F of chunk 1, B of chunk 1 and
-    B of chunk 0, each a cycle that starts between devices 0 and 1; `turns`: slots from F0 to F1
-    on the last device, from F1 to B1 on device 0 and from B1 to B0 on the last device. Each W
-    goes where a slot is free soonest for both chunks; without `split`, into its backward.
+    Args:
+        name: name of the block.
+        num_devices: number of devices.
+        hops: slots from one device to the next for F of chunk 0, F of chunk 1, B of chunk 1 and B
+            of chunk 0; each a cycle that starts between devices 0 and 1.
+        turns: slots from F0 to F1 on the last device, from F1 to B1 on device 0, and from B1 to B0
+            on the last device.
+        split: each W is in the first free slot for both chunks; otherwise it is part of its
+            backward.
     """
     d = num_devices
     backward, length = (Kind.B, 1) if split else (Kind.BW, 2)
@@ -295,7 +302,7 @@ def _with_weights(
     interval: int,
     num_microbatches: int = 1,
 ) -> BuildingBlock:
-    """Return the block with each device's W in its free slots, dealt out for the least peak."""
+    """Add the W of each device to its free slots, assigned for the lowest peak."""
     num_devices = max(placement) + 1
     passes = list(starts)
     for device in range(num_devices):
@@ -305,7 +312,7 @@ def _with_weights(
 
 
 def _weights_of(mine: Sequence[BlockPass], interval: int) -> Iterator[BlockPass]:
-    """Yield the W of one device, whose other passes are `mine`, each as soon as its slot comes."""
+    """Yield the W of one device with the other passes `mine`, in the best free slots."""
     free = set(range(interval)) - {each.start % interval for each in mine}
     forwards = {each.work[1:]: each.start for each in mine if each.work.kind is Kind.F}
     ready = {each.work[1:]: each.end for each in mine if each.work.kind is Kind.B}
@@ -317,6 +324,7 @@ def _weights_of(mine: Sequence[BlockPass], interval: int) -> Iterator[BlockPass]
         spans = [start + 1 - forwards[key] for key, start in zip(ready, starts(slots), strict=True)]
         return sum(math.ceil(span / interval) for span in spans), sum(spans)
 
+    # A device has few W per interval, so trying all assignments is cheap.
     best = min(itertools.permutations(sorted(free)), key=cost)
     for key, start in zip(ready, starts(best), strict=True):
         yield BlockPass(Pass(Kind.W, *key), start)

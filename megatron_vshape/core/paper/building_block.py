@@ -1,8 +1,8 @@
 """Step 1: the building block, the passes of one or a few microbatches at fixed slots.
 
-A block says in which slot every pass starts; repeated every `interval` slots it is a pipeline.
-Its lifespans alone bound the activation memory (arXiv 2405.15362, section 2). The blocks of the
-catalogue are in `blocks.py`.
+A block specifies the start slot of every pass; repeated every `interval` slots, it forms a
+pipeline. Its lifespans alone bound the activation memory (arXiv 2405.15362, section 2). The blocks
+of the catalogue are in `blocks.py`.
 """
 
 import math
@@ -18,7 +18,7 @@ from megatron_vshape.core.model.placement import Placement
 
 
 class BlockPass(NamedTuple):
-    """A pass of the block; `work.microbatch` counts within the block. Times are slots."""
+    """A pass of the block; `work.microbatch` counts within the block. Times are in slots."""
 
     work: Pass
     start: int
@@ -26,16 +26,16 @@ class BlockPass(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Return the slot after the pass's last."""
+        """Slot after the last slot of the pass."""
         return self.start + self.length
 
 
 @dataclass(frozen=True, slots=True)
 class BuildingBlock:
-    """The passes of `num_microbatches` microbatches, repeated every `interval` slots.
+    """Passes of `num_microbatches` microbatches, repeated every `interval` slots.
 
-    A slot is one F, B or W of one stage; a whole backward takes two. With `slices` microbatches are
-    numbered as those of a `Schedule` that has slices.
+    A slot is one F, B or W of one stage; a full backward needs two. With `slices`, microbatches are
+    numbered as in a `Schedule` with slices.
     """
 
     name: str
@@ -47,7 +47,9 @@ class BuildingBlock:
     slices: int = 1
 
     def lives(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """Return, by stage and microbatch, from which to which slot activations are held."""
+        """Return the lifespan of activations by stage and microbatch: first slot, and slot after
+        the end.
+        """
         lives: dict[tuple[int, int], tuple[int, int]] = {}
         for each in self.passes:
             key = each.work[1:]
@@ -56,9 +58,10 @@ class BuildingBlock:
         return lives
 
     def peak_bounds(self) -> tuple[int, ...]:
-        """Return the most stage activations every device can hold: the sum of ceil(l / T).
+        """Return an upper bound of each device's activation memory, sum of ceil(l / T), in stages.
 
-        A stage's activations of one microbatch count 1, whatever share of the model it is.
+        The activations of one microbatch and stage count 1, whatever the stage's share of the
+        model.
         """
         return tuple(
             sum(math.ceil((end - start) / self.interval) for start, end in lives)
@@ -66,15 +69,15 @@ class BuildingBlock:
         )
 
     def peaks(self) -> tuple[int, ...]:
-        """Return the most stage activations every device holds in the stable phase.
+        """Return the peak activation memory of each device in the steady phase, in stage
+        activations.
 
-        At most `peak_bounds`, which counts every lifespan at its worst moment, as if all came at
-        once.
+        At most `peak_bounds`, which adds up the peaks of all lifespans as if they coincided.
         """
         return tuple(map(self._peak, self._lives_by_device()))
 
     def _peak(self, lives: Sequence[tuple[int, int]]) -> int:
-        """Return the most that is held of these lives and their repeats at once."""
+        """Return the peak number of overlapping lifespans, including those of repeated blocks."""
         interval, change = self.interval, Counter[int]()
         for start, end in lives:
             change[start % interval] += 1
@@ -89,7 +92,7 @@ class BuildingBlock:
         return held
 
     def __post_init__(self) -> None:
-        """Raise ScheduleError if two repeated passes of a device would run at once."""
+        """Raise ScheduleError if two repeated passes of a device would overlap."""
         taken: dict[tuple[int, int], Pass] = {}
         for each in self.passes:
             device = self.placement[each.work.stage]

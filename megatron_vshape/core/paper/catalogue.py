@@ -1,4 +1,4 @@
-"""The schedules by name, each made from its block in the four steps of arXiv 2405.15362."""
+"""Schedules by name, each made from its block in the four steps of arXiv 2405.15362."""
 
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
@@ -20,13 +20,13 @@ from megatron_vshape.core.paper.squeezing import squeeze
 def make_schedule(
     block: BuildingBlock, num_microbatches: int, max_held: int | None = None
 ) -> Schedule:
-    """Return the schedule that `block` stands for, in the paper's four steps.
+    """Make the schedule of `block` in the paper's four steps.
 
-    `num_microbatches` counts every slice. Without `max_held`, in stage activations, the last step
-    is left out.
+    `num_microbatches` counts every slice. Without `max_held` (in stage activations), the reordering
+    step is skipped.
 
     Raises:
-        ScheduleError: the block's schedule cannot run, or does not fit `max_held`.
+        ScheduleError: the block's schedule is infeasible, or exceeds `max_held`.
     """
     schedule = squeeze(repeat(block, num_microbatches))
     if max_held is not None:
@@ -51,7 +51,7 @@ _BLOCKS: dict[str, Callable[..., BuildingBlock]] = {
     "dualpipev": blocks.dualpipev,
     "overlapped-interleaved-1f1b": blocks.overlapped_interleaved,
 }
-"""Keyword arguments: those of devices, microbatches and `OPTIONS` that the block depends on."""
+"""Keyword arguments: devices, microbatches and those of `OPTIONS` that the block depends on."""
 
 JOINT_NAMES = ("dualpipev", "overlapped-interleaved-1f1b")
 """Schedules with overlapped forward-backward passes: they need costs or a trainer with support."""
@@ -61,21 +61,21 @@ EVERY_NAME = tuple(_BLOCKS)
 NAMES = tuple(name for name in _BLOCKS if name not in JOINT_NAMES)
 
 NOT_REORDERED = frozenset({"gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b"})
-"""Those that the last step leaves out: without W there is little to fill idle slots with."""
+"""Schedules without the reordering step: without W, few passes can fill idle slots."""
 
 OPTIONS: dict[str, frozenset[str]] = {
     "interleaved-1f1b": frozenset({"num_chunks"}),
     "grouped-interleaved-1f1b": frozenset({"num_chunks", "group_size"}),
     "overlapped-interleaved-1f1b": frozenset({"num_chunks"}),
 }
-"""Options besides devices and microbatches."""
+"""Options in addition to devices and microbatches."""
 
 MOST_STAGES_A_DEVICE = 128
 """Maximum chunks per rank: the layers per rank of the deepest models."""
 
 
 def no_such_schedule(name: str, names: Sequence[str], more: str = "") -> ScheduleError:
-    """Return the error that tells what is nearest among `names`, all of them, and what else is."""
+    """Return the error for an unknown name, with the nearest of `names`, all names and `more`."""
     near = get_close_matches(name, names, n=1)
     hint = f"; did you mean {near[0]}?" if near else "."
     return ScheduleError(
@@ -85,7 +85,7 @@ def no_such_schedule(name: str, names: Sequence[str], more: str = "") -> Schedul
 
 @lru_cache
 def usual_chunks(name: str) -> int:
-    """Return how many stages a device has in the schedule called `name`, if nobody says."""
+    """Return the default number of stages per device of the schedule `name`."""
     sizes = {"num_devices": 2, "num_microbatches": 4, "num_chunks": 2, "group_size": 2}
     block = _BLOCKS[name](**{each: sizes[each] for each in signature(_BLOCKS[name]).parameters})
     return len(block.placement) // block.num_devices
@@ -100,11 +100,16 @@ def make_block(
     group_size: int | None = None,
     slices: int = 1,
 ) -> BuildingBlock:
-    """Return the building block of the schedule called `name`.
+    """Return the building block of the schedule `name`.
 
-    `num_chunks` is how many stages every device holds (2), `group_size` how many microbatches
-    pass a chunk before the next (as many as devices); each only where `OPTIONS` has it. With
-    `slices` every microbatch is cut in so many, and what holds of microbatches holds of slices.
+    Args:
+        name: name of the schedule.
+        num_devices: number of devices.
+        num_microbatches: number of microbatches.
+        num_chunks: stages per device (default: 2), if in `OPTIONS`.
+        group_size: microbatches that pass a chunk before the next chunk (default: the number of
+            devices), if in `OPTIONS`.
+        slices: slices per microbatch; the block then treats slices as microbatches.
 
     Raises:
         ScheduleError: no schedule has this name or this option, or a count is impossible.
@@ -192,10 +197,10 @@ def make(
 
 
 def _make_one_f_one_b_v(block: BuildingBlock, num_microbatches: int) -> Schedule:
-    """Return the schedule with its warm-up filled, the only idle time that fits its backwards.
+    """Return 1F1B-V with its warm-up filled, the only idle time that fits its full backwards.
 
-    How far forwards may get ahead for the least bubble is about d, and the slices of a microbatch
-    but one; a short batch shows it.
+    The best number of forwards that may move ahead is about d, plus the slices of a microbatch
+    minus 1. A short batch is enough to find it.
     """
     d, max_held = block.num_devices, max(block.peaks())
     short = squeeze(repeat(block, min(num_microbatches, 3 * d + -3 * d % block.slices)))

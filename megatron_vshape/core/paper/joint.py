@@ -1,4 +1,4 @@
-"""Published orders in which a forward runs beside a backward, to hide the exchanges of experts."""
+"""Published schedules with overlapped forward-backward (F&B), to hide the all-to-alls of MoE."""
 
 from collections import Counter
 from dataclasses import replace
@@ -10,10 +10,10 @@ from megatron_vshape.core.model.schedule import Schedule
 
 
 def dualpipev(num_devices: int, num_microbatches: int, *, apart: bool = False) -> Schedule:
-    """Return DualPipeV's order (github.com/deepseek-ai/DualPipe, dualpipev.py, 3da1bbe).
+    """Make the DualPipeV schedule (github.com/deepseek-ai/DualPipe, dualpipev.py, 3da1bbe).
 
-    It takes at least 2 * num_devices microbatches. Its pairs are F with the whole backward; with
-    `apart` every W is a pass of its own, right behind the pair, which so is over sooner.
+    It requires at least 2 * num_devices microbatches. Its pairs are F with a full backward. With
+    `apart`, every W is a separate pass right after the pair, so that the pair ends earlier.
     """
     devices = range(num_devices)
     rows = [_DualPipeV(num_devices, num_microbatches, device, apart) for device in devices]
@@ -28,7 +28,7 @@ def dualpipev(num_devices: int, num_microbatches: int, *, apart: bool = False) -
 
 
 class _DualPipeV:
-    """One device's passes, in the eight steps that the published code has."""
+    """Passes of one device, in the eight steps of the published code."""
 
     def __init__(self, num_devices: int, num_microbatches: int, device: int, apart: bool) -> None:
         self.stages = device, 2 * num_devices - 1 - device
@@ -36,8 +36,9 @@ class _DualPipeV:
         self.row: list[Pass] = []
         self.joint: set[Pass] = set()
         self._begun: Counter[tuple[Kind, int]] = Counter()
-        self._late: list[Pass] = []  # W of a B that was split off
+        self._late: list[Pass] = []  # deferred W of split backwards
         after, own = num_devices - device - 1, device + 1
+        # Steps 1 to 8, as numbered in the published code, are the eight loops below.
         for _ in range(2 * after):
             self._forward(0)
         for _ in range(own):
@@ -48,7 +49,7 @@ class _DualPipeV:
             self._weight()
             self._forward(1)
         for turn in range(num_microbatches - 2 * num_devices + own):
-            # of the last device the first two are not joined: it would begin later
+            # The first pair on the last device is not overlapped: it would start later.
             self._both(0, 1, joins=bool(turn or after))
             self._both(1, 0)
         for _ in range(after):
@@ -90,10 +91,10 @@ class _DualPipeV:
 
 
 def overlapped(schedule: Schedule) -> Schedule:
-    """Return an interleaved 1F1B as Megatron runs it with --overlap-moe-expert-parallel-comm.
+    """Convert an interleaved 1F1B to Megatron's with --overlap-moe-expert-parallel-comm.
 
-    Every device has one more warm-up forward, so that an F is never of the microbatch of the
-    backward beside it.
+    Every device has one more warm-up forward, so that an F never overlaps with the backward of its
+    own microbatch.
     """
     rows, joint = [], set[Pass]()
     for row in schedule.order:

@@ -1,11 +1,11 @@
-"""Step 4: passes move into the idle slots of warm-up and cool-down, within the memory.
+"""Step 4 (reorder): move passes into idle slots of warm-up and cool-down, within the memory limit.
 
-The devices run in simulated time. One that would idle takes a later pass that is ready, if this
-delays nothing and never makes it hold more than it may. Once a device has few forwards left, it
-cools down: what nothing waits for but memory, as W, waits until nothing else can run.
+The devices run in simulated time. A device that would idle runs a later ready pass, if that delays
+no other pass and never exceeds the memory limit. A device with few forwards left is in cool-down:
+passes that only free memory, such as W, then wait until no other pass can run.
 
-`fill` is written for lists of whole numbers as for arrays: the planner compiles it and all that it
-calls, for its own units of time and memory.
+`fill` accepts lists of integers as well as arrays: the planner compiles it and its callees for its
+units of time and memory.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -31,25 +31,24 @@ from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.model.schedule import Schedule
 
 LATE = 1 << 62
-"""A start that is never."""
+"""Start time of a pass that cannot start."""
 
 FIRST, BACKWARD, OTHER, WEIGHT = 0, 1, 2, 3
-"""Of passes that can start at the same time, the least goes first."""
+"""Priority of passes that can start at the same time: the lowest goes first."""
 
 EIGHTHS = 8
 """Unit of the delay that a pass may cause: an eighth of its time."""
 
 _KINDS = (*PARTS, Kind.BW)
-"""Those that the paper's schedules have."""
+"""Kinds in the paper's schedules."""
 
 
 def reorder(schedule: Schedule, max_held: int) -> Schedule:
-    """Return the schedule with idle slots filled from later in each device's order.
+    """Fill idle slots with later passes of each device.
 
-    All simple passes take the same time, and no device ever holds more than `max_held` stage
-    activations. Once it has at most `max_held` forwards left, so few that all could be held at
-    once, it cools down. Where there is no idle time, as in a stable phase that repeats cleanly,
-    nothing moves.
+    All simple passes take the same time, and no device exceeds `max_held` stage activations. A
+    device with at most `max_held` forwards left (which fit in memory together) is in cool-down.
+    Without idle time, as in a steady phase that repeats cleanly, nothing moves.
 
     Raises:
         ScheduleError: a forward does not fit `max_held`, or a pass waits for one that never runs.
@@ -58,10 +57,10 @@ def reorder(schedule: Schedule, max_held: int) -> Schedule:
 
 
 def fill_warm_up(schedule: Schedule, max_held: int, ahead: int) -> Schedule:
-    """Return the schedule with idle slots filled until a device first lets go of its first stage.
+    """Fill idle slots until a device first frees an activation of its first stage.
 
-    As in `reorder`, but forwards of the first stage move up only while fewer than `ahead` of
-    them are held: they would take the memory that the forwards of the last stage need.
+    As in `reorder`, but forwards of the first stage move up only while fewer than `ahead` of them
+    are allocated; more would use the memory that forwards of the last stage need.
 
     Raises:
         ScheduleError: a forward does not fit `max_held`, or a pass waits for one that never runs.
@@ -89,14 +88,14 @@ def _order_of(schedule: Schedule, max_held: int) -> "Order":
         limit=[max_held] * schedule.num_devices,
         lag=0,
         num_microbatches=schedule.num_microbatches,
-        slices=1,  # these numbers are those of the slices, which do not change their turns
+        slices=1,  # the numbers are those of slices, whose order does not change
         strict=False,
     )
 
 
 @lru_cache(maxsize=4)
 def _equal_sorts(placement: Placement) -> "Sorts":
-    """Return that every simple pass takes 1, and that a stage's activation is held from F to W."""
+    """Return unit costs: every simple pass takes 1; a stage's activation lives from F to W."""
 
     def amounts(kind: Kind, _stage: int) -> tuple[int, int, int]:
         takes = bool(kind.takes)
@@ -106,73 +105,74 @@ def _equal_sorts(placement: Placement) -> "Sorts":
 
 
 def _explain(schedule: Schedule, order: "Order", run: "Refill") -> None:
-    """Raise ScheduleError for what is stuck: only the memory stops what has its inputs."""
+    """Raise ScheduleError for blocked passes: only memory blocks a pass with all its inputs."""
     heads = [
         (device, place) for device, place in enumerate(run.first) if place < order.begin[device + 1]
     ]
     full = [(device, place) for device, place in heads if ready(order, run, place, 0) < LATE]
     if full:
-        device, place = min(full, key=lambda each: order.microbatch[each[1]])  # others wait for it
+        # The lowest microbatch, because the others wait for it.
+        device, place = min(full, key=lambda each: order.microbatch[each[1]])
         work = schedule.order[device][place - order.begin[device]]
         raise ScheduleError(
             f"{work} does not fit on device {device}, which holds {run.held[device]} "
             f"stage activations then and its limit is {order.limit[device]}"
         )
-    simulate(schedule)  # raises: what a pass waits for never runs
+    simulate(schedule)  # raises: a pass waits for one that never runs
 
 
 class Sorts(NamedTuple):
-    """What passes of one sort, a kind and a stage, have in common; a sort is a number.
+    """Properties of pass types; a pass type is the number of a kind and a stage.
 
-    A lane is a resource of a device, as in `Schedule.lanes`. Sequences are lists or arrays.
+    A lane is a resource queue of a device, as in `Schedule.lanes`. Sequences are lists or arrays.
     """
 
     lane: Numbers
     ticks: Numbers
-    needs: Lists  # sorts that it reads, but what another of them waits for
-    away: Numbers  # of a need: whether its result comes from another device
-    turns: Numbers  # of a need: whether slices of a microbatch are in turn there, and not here
-    wakes: Lists  # other lanes that may go on when it has run
-    most: Numbers  # what a lane holds more at most while such a pass runs
-    change: Numbers  # and when it has run
+    needs: Lists  # pass types of the inputs, without inputs of these inputs
+    away: Numbers  # of an input: whether it is on another device
+    turns: Numbers  # of an input: whether its slices have the opposite order
+    wakes: Lists  # other lanes that may go on after it
+    most: Numbers  # maximum increase of a lane's memory while such a pass runs
+    change: Numbers  # and after it has run
     rank: Numbers
-    forward: Numbers  # whether a microbatch comes in with it
+    forward: Numbers  # whether it is the first pass of a microbatch
     leads: Numbers  # whether its stage is the first of its device
     of_lane: Lists
 
 
 class Order(NamedTuple):
-    """The order to fill; a pass is its place in it, lane after lane."""
+    """The pass order to fill; a pass is its index, lane after lane."""
 
     sorts: Sorts
-    begin: Numbers  # of a lane; at last where all end
+    begin: Numbers  # first index of a lane; the last entry is the total
     sort: Numbers
     microbatch: Numbers
-    place_of: Numbers  # [sort * num_microbatches + microbatch], NONE or WITHOUT if there is none
-    limit: Numbers  # of a lane
-    lag: int  # ticks that a result takes to another device
+    place_of: Numbers  # [sort * num_microbatches + microbatch]; NONE or WITHOUT if missing
+    limit: Numbers  # memory limit of a lane
+    lag: int  # ticks of a message to another device
     num_microbatches: int
-    slices: int  # of a microbatch; of what has the last first, the number is that of its turn
-    strict: bool  # whether even what takes no memory moves up only where all it passes still fits
-    delay: int = 0  # by how many eighths of its time what moves up may delay what it passes
+    slices: int  # per microbatch; kinds with descending slices are numbered in execution order
+    strict: bool  # whether passes without memory may only overtake passes that still fit
+    delay: int = 0  # maximum delay of overtaken passes, in eighths of the time of a pass
 
 
 class Refill(NamedTuple):
-    """What has run so far, changed in place."""
+    """State of the simulation, changed in place."""
 
     end: Numbers  # of a pass; LATE until it has run
-    following: Numbers  # of a pass: the next of its sort
-    waiting: Numbers  # of a sort: its first pass left
-    first: Numbers  # of a lane: its first pass left
+    following: Numbers  # of a pass: the next of its type
+    waiting: Numbers  # of a pass type: its first remaining pass
+    first: Numbers  # of a lane: its first remaining pass
     clock: Numbers
     held: Numbers
-    forwards: Numbers  # left to run
-    ran: Numbers  # so many passes
-    led: Numbers  # held of the first stage
-    warm: Numbers  # whether it has let go of any of that
-    start: Numbers  # of what it runs next
+    forwards: Numbers  # remaining forwards
+    ran: Numbers  # number of passes that have run
+    led: Numbers  # allocated by the first stage
+    warm: Numbers  # whether any of that has been freed
+    start: Numbers  # of the next pass
     chosen: Numbers
-    stale: Numbers  # whether these two must be looked at again
+    stale: Numbers  # whether the start and choice must be recomputed
 
 
 def make_sorts(
@@ -181,10 +181,10 @@ def make_sorts(
     amounts: Callable[[Kind, int], tuple[int, int, int]],
     half_duplex: bool = False,
 ) -> Sorts:
-    """Return the sorts of all stages, in lists; a sort is len(kinds) * stage + place in `kinds`.
+    """Return the pass types of all stages; the number is len(kinds) * stage + index in `kinds`.
 
-    `amounts` are, of a kind and a stage, the ticks of a pass, what is held more while it runs, and
-    what is when it has ended. Lane d is the processor of device d.
+    `amounts` returns, for a kind and a stage, the ticks of a pass, the increase of memory while it
+    runs, and the change after it has ended. Lane d is the processor of device d.
     """
     table = NeedTable(len(placement), kinds)
     direct = table.direct_needs()
@@ -236,7 +236,7 @@ def _rank(kind: Kind, kinds: Iterable[Kind]) -> int:
 
 
 def new_run(order: Order, zeros: Callable[[int], Numbers]) -> Refill:
-    """Return what `fill` works with, made of `zeros`, which makes so many numbers."""
+    """Return an empty state for `fill`; `zeros(n)` makes n zeros."""
     passes, lanes = len(order.sort), len(order.limit)
     return Refill(
         zeros(passes), zeros(passes), zeros(len(order.sorts.ticks)), *map(zeros, [lanes] * 10)
@@ -244,10 +244,10 @@ def new_run(order: Order, zeros: Callable[[int], Numbers]) -> Refill:
 
 
 def fill(order: Order, run: Refill, made: Numbers, cool: int, ahead: int) -> int:
-    """Let the lanes run in the order of their next starts; return how many passes have run.
+    """Run the lanes in the order of their next starts; return the number of passes that have run.
 
-    `made` is the new order, of places in the old one. A lane cools down when it has at most `cool`
-    forwards left. With `ahead` other than NONE, `fill_warm_up` says what may move.
+    `made` receives the new order, as indices of the old one. A lane is in cool-down with at most
+    `cool` forwards left. With `ahead` other than NONE, passes move as in `fill_warm_up`.
     """
     begin_run(order, run)
     starts, stale, lanes = run.start, run.stale, len(order.limit)
@@ -263,7 +263,8 @@ def fill(order: Order, run: Refill, made: Numbers, cool: int, ahead: int) -> int
                     now, lane = starts[each], each
             if now == LATE:
                 break
-        # what ran before it now is ready later, and at most keeps others from passing its first
+        # A pass that ran since the choice enables others only later; at most it prevents overtaking
+        # the first pass of the lane. So only a choice that overtakes is recomputed.
         if stale[lane] and starts[lane] == now and run.chosen[lane] != run.first[lane]:
             starts[lane], run.chosen[lane] = _choose(order, run, lane, cool, ahead)
             stale[lane] = 0
@@ -275,13 +276,13 @@ def fill(order: Order, run: Refill, made: Numbers, cool: int, ahead: int) -> int
         done += 1
         finish(order, run, lane, place)
         _advance(order, run, lane, place)
-        # what takes no time may have woken a lane before it for now
+        # A pass of zero length may have woken an earlier lane for the same time.
         lane = lane + 1 if order.sorts.ticks[order.sort[place]] else lanes
     return done
 
 
 def begin_run(order: Order, run: Refill) -> None:
-    """Let nothing have run yet."""
+    """Reset the state: no pass has run."""
     for sort in range(len(run.waiting)):
         run.waiting[sort] = NONE
     for lane in range(len(order.limit)):
@@ -296,7 +297,7 @@ def begin_run(order: Order, run: Refill) -> None:
 
 
 def ready(order: Order, run: Refill, place: int, start: int) -> int:
-    """Return when the pass can start, from `start` on; LATE while what it reads has not run."""
+    """Return the start time of a pass, at least `start`; LATE if an input has not run."""
     needs, sort, microbatch = order.sorts.needs, order.sort[place], order.microbatch[place]
     for at in range(needs.begin[sort], needs.begin[sort + 1]):
         own = microbatch
@@ -314,7 +315,7 @@ def ready(order: Order, run: Refill, place: int, start: int) -> int:
 
 
 def finish(order: Order, run: Refill, lane: int, place: int) -> None:
-    """Run a pass from `run.start` on, and have all lanes looked at that may go on then."""
+    """Run a pass at `run.start`, and mark the lanes that may go on as stale."""
     sorts, sort = order.sorts, order.sort[place]
     run.clock[lane] = run.start[lane] + sorts.ticks[sort]
     run.end[place] = run.clock[lane]
@@ -326,7 +327,7 @@ def finish(order: Order, run: Refill, lane: int, place: int) -> None:
 
 
 def _advance(order: Order, run: Refill, lane: int, place: int) -> None:
-    """Leave the pass, which has run, out of what is left."""
+    """Remove a pass that has run from the remaining passes."""
     sort = order.sort[place]
     run.waiting[sort] = run.following[place]
     run.forwards[lane] -= order.sorts.forward[sort]
@@ -342,7 +343,7 @@ def _advance(order: Order, run: Refill, lane: int, place: int) -> None:
 
 
 def _choose(order: Order, run: Refill, lane: int, cool: int, ahead: int) -> tuple[int, int]:
-    """Return the start and the place of what the lane runs next; LATE and NONE if nothing."""
+    """Return the start and the index of the lane's next pass; LATE and NONE if there is none."""
     first, clock, sorts = run.first[lane], run.clock[lane], order.sorts
     if first == order.begin[lane + 1]:
         return LATE, NONE
@@ -350,6 +351,7 @@ def _choose(order: Order, run: Refill, lane: int, cool: int, ahead: int) -> tupl
     leads, sort = LATE, order.sort[first]
     if run.held[lane] + sorts.most[sort] <= order.limit[lane]:
         leads = ready(order, run, first, clock)
+    # Fast path: the first pass can start at once, so overtaking it gains nothing.
     if leads == clock and not (cooling and sorts.rank[sort] == WEIGHT):
         return clock, first
     best_start, best_rank, best = LATE, NONE, NONE
@@ -368,7 +370,7 @@ def _choose(order: Order, run: Refill, lane: int, cool: int, ahead: int) -> tupl
 
 
 def _may_move(order: Order, run: Refill, lane: int, place: int, ahead: int) -> bool:
-    """Return whether a pass may move up where only the warm-up is filled."""
+    """Return whether a pass may move up if only the warm-up is filled."""
     if place == run.first[lane]:
         return True
     sort = order.sort[place]
@@ -377,7 +379,7 @@ def _may_move(order: Order, run: Refill, lane: int, place: int, ahead: int) -> b
 
 
 def _fits(order: Order, run: Refill, lane: int, place: int) -> bool:
-    """Return whether the pass at `place` can run now, and those left before it still after it."""
+    """Return whether the pass fits now, and the remaining passes before it still fit after it."""
     most, change, limit = order.sorts.most, order.sorts.change, order.limit[lane]
     held, sort = run.held[lane], order.sort[place]
     if most[sort] <= 0 and not order.strict:
@@ -397,7 +399,7 @@ def _fits(order: Order, run: Refill, lane: int, place: int) -> bool:
 def _rank_of(
     order: Order, run: Refill, lane: int, place: int, start: int, leads: int, cooling: bool
 ) -> int:
-    """Return how the pass stands among those of its start; NONE if it must wait."""
+    """Return the priority of a pass among those with the same start; NONE if it must wait."""
     sorts, sort = order.sorts, order.sort[place]
     rank = sorts.rank[sort]
     if cooling and rank == WEIGHT:
@@ -405,6 +407,7 @@ def _rank_of(
     first = run.first[lane]
     if place == first or (cooling and _only_weights(order, run, first, place)):
         return FIRST
+    # Overtaking must not delay the first pass by more than the allowed share.
     if start + sorts.ticks[sort] <= leads + order.delay * sorts.ticks[sort] // EIGHTHS:
         return min(rank, OTHER)
     return NONE

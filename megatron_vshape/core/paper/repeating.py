@@ -1,4 +1,4 @@
-"""Step 2: copies of the building block, one every interval."""
+"""Step 2 (repeat): copies of the building block at every interval."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -13,10 +13,10 @@ _Item = TypeVar("_Item")
 
 
 def repeat(block: BuildingBlock, num_microbatches: int) -> Timeline:
-    """Return the block repeated until `num_microbatches` are in, slices counted; times are slots.
+    """Repeat the block for `num_microbatches`, counting slices; times are in slots.
 
-    A block cannot collide with its copies: `BuildingBlock` refuses one that would. So a device runs
-    one copy of each of its passes in every interval, always in the same turn.
+    Copies of a block cannot collide: `BuildingBlock` rejects such a block. So in every interval a
+    device runs one copy of each of its passes, always in the same order.
     """
     own: list[list[BlockPass]] = [[] for _ in range(block.num_devices)]
     for each in block.passes:
@@ -33,7 +33,7 @@ def repeat(block: BuildingBlock, num_microbatches: int) -> Timeline:
 def _row(
     passes: Sequence[BlockPass], block: BuildingBlock, num_microbatches: int
 ) -> tuple[tuple[Pass, ...], tuple[float, ...], tuple[float, ...]]:
-    """Return the copies of a device's passes, in their turn, with their starts and ends."""
+    """Return the copies of a device's passes in order, with their start and end times."""
     late = [each.start // block.interval for each in passes]
     copies: list[list[Pass]] = []
     starts: list[list[float]] = []
@@ -41,7 +41,8 @@ def _row(
     for (kind, stage, within), start, length in passes:
         microbatches = range(within, num_microbatches, block.num_microbatches)
         works = zip(itertools.repeat(kind), itertools.repeat(stage), microbatches, strict=False)
-        copies.append(list(map(partial(tuple.__new__, Pass), works)))  # no call of Python's each
+        # Faster than a Python call per pass.
+        copies.append(list(map(partial(tuple.__new__, Pass), works)))
         begin, interval = float(start), float(block.interval)
         starts.append([begin + copy * interval for copy in range(len(microbatches))])
         ends.append([each + length for each in starts[-1]])
@@ -49,7 +50,7 @@ def _row(
 
 
 def _in_turn(columns: Iterable[Sequence[_Item]], late: Sequence[int]) -> tuple[_Item, ...]:
-    """Return one of each column, then the next of each; those `late` begin so many rounds later."""
+    """Interleave the columns round by round; `late` is the first round of each column."""
     first = min(late, default=0)
     moved = [
         itertools.chain(itertools.repeat(None, rounds - first), column)

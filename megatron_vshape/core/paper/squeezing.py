@@ -1,12 +1,12 @@
-"""Step 3: redundant idle time is dropped, the order of passes stays."""
+"""Step 3 (squeeze): remove redundant idle time, and keep the pass order."""
 
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 
 
 def squeeze(timeline: Timeline) -> Schedule:
-    """Return the timeline's order without its times.
+    """Return the timeline's pass order without its times.
 
-    An order alone is what every pass starting as early as it can means, for any costs: when that
-    is, `simulate` says.
+    In a schedule without times, every pass starts as early as it can, for any costs; `simulate`
+    computes the times.
     """
     return timeline.schedule
