@@ -1,1 +1,1 @@
-"""Pictures and traces of timelines, simulated and measured alike."""
+"""Figures and traces of simulated and measured timelines."""

@@ -1,7 +1,7 @@
-"""A timeline as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""Chrome trace of a timeline, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-One process per device with one thread of passes, a counter of what the device holds, and an
-arrow for every message. Simulated and measured timelines become the same kind of trace.
+Each device is a process with a thread of passes, a memory counter, and an arrow for every message.
+Simulated and measured timelines have the same format.
 """
 
 import json
@@ -20,7 +20,7 @@ COMPUTE = 0
 """Thread of the passes; parallel resources use the following threads."""
 
 _INSIDE = 0.01
-"""Arrows begin and end by this share of a pass inside it, so that they belong to no neighbour."""
+"""Arrows start and end inside a pass by this share, so that viewers assign them correctly."""
 
 _compact = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -31,9 +31,9 @@ Event = dict[str, Value]
 def write_trace(
     timeline: Timeline, stream: TextIO, costs: Costs | None = None, held_unit: str = "chunks"
 ) -> None:
-    """Write a trace for Perfetto to `stream`; one unit of time is a microsecond.
+    """Write the trace to `stream`, one event per line; one unit of time is a microsecond.
 
-    `costs` say what a pass holds, in `held_unit`; without them every chunk counts one.
+    `costs` give the memory of passes, in `held_unit`; without costs, every chunk counts as one.
 
     >>> import io, json
     >>> from megatron_vshape import make, simulate, write_trace
@@ -49,7 +49,7 @@ def write_trace(
 def write_planned_and_measured(
     planned: Timeline, measured: Timeline, stream: TextIO, costs: Costs
 ) -> None:
-    """Write both timelines of a step into one trace, the measured devices under the planned.
+    """Write a planned and a measured timeline of a step to one trace, planned first.
 
     `costs` are in bytes.
     """
@@ -62,7 +62,7 @@ def write_planned_and_measured(
 
 
 def _write(stream: TextIO, name: str, written: Iterable[Event]) -> None:
-    """Write the events of the schedule called `name`, one a line."""
+    """Write the events of the schedule `name`, one per line."""
     head = {"displayTimeUnit": "ms", "otherData": {"schedule": name}}
     stream.write(_compact(head)[:-1] + ',"traceEvents":[\n')
     for at, event in enumerate(written):
@@ -71,7 +71,7 @@ def _write(stream: TextIO, name: str, written: Iterable[Event]) -> None:
 
 
 def _moved(event: Event, word: str, place: int, timeline: Timeline) -> Event:
-    """Return the event among the processes of its timeline, with a name of its own."""
+    """Move an event to the processes of its timeline, with a distinct name and id."""
     process = int(str(event["pid"])) + place * timeline.schedule.num_devices
     moved: Event = {**event, "pid": process}
     if event["name"] == "process_name":
@@ -86,7 +86,7 @@ def _moved(event: Event, word: str, place: int, timeline: Timeline) -> Event:
 def events(
     timeline: Timeline, costs: Costs | None = None, held_unit: str = "chunks"
 ) -> Iterator[Event]:
-    """Yield the trace's events, device by device, then the arrows."""
+    """Yield the events, device by device, then the arrows."""
     costs = unit_costs(timeline.schedule) if costs is None else costs
     for device in range(timeline.schedule.num_devices):
         yield from _names(timeline, device)
@@ -96,7 +96,7 @@ def events(
 
 
 def _resources(timeline: Timeline, device: int) -> list[str]:
-    """Return the device's resources; a resource's place is the number of its thread."""
+    """Return the device's resources; the index is the number of the thread."""
     return [lane.resource for lane in timeline.schedule.lanes() if lane.device == device]
 
 
@@ -119,7 +119,7 @@ def _passes(timeline: Timeline, device: int) -> Iterator[Event]:
     beside = timeline.schedule.beside()
     joined = set(beside.values())
     for work, start, end in timeline.slots(device):
-        if work in joined:  # its F's event is that of both
+        if work in joined:  # part of the event of its F
             continue
         step = (work, beside[work]) if work in beside else (work,)
         yield {
@@ -139,7 +139,7 @@ def _passes(timeline: Timeline, device: int) -> Iterator[Event]:
 
 
 def _number(work: Pass, slices: int) -> dict[str, int]:
-    """Return a pass's microbatch, and its slice where there are several."""
+    """Return a pass's microbatch, and its slice if there are several."""
     microbatch, own = divmod(work.microbatch, slices)
     return {"microbatch": microbatch} | ({"slice": own} if slices > 1 else {})
 
@@ -151,7 +151,7 @@ def _held(timeline: Timeline, costs: Costs, device: int, held_unit: str) -> Iter
 
 
 def _arrows(timeline: Timeline) -> Iterator[Event]:
-    """Yield two events per message: its start in the pass that makes it, its end in the reader."""
+    """Yield two events per message: a start in the sending pass, an end in the reading pass."""
     placement = timeline.schedule.placement
     made = {
         slot.work._replace(kind=kind): slot
@@ -163,7 +163,7 @@ def _arrows(timeline: Timeline) -> Iterator[Event]:
     for device in range(timeline.schedule.num_devices):
         for reader in timeline.slots(device):
             for need in reader.work.needs(len(placement)):
-                maker = made.get(need)  # none: of what devices share, a device has one stage's
+                maker = made.get(need)  # None: a vocabulary pass of another stage
                 if maker is None or placement[need.stage] == device:
                     continue
                 leaves = maker.end - _INSIDE * (maker.end - maker.start)

@@ -1,7 +1,7 @@
-"""Figures of paper quality: one schedule with its block and its memory, or several compared.
+"""Publication-quality figures: one schedule with its block and memory, or several schedules.
 
-Simulated and measured timelines are drawn alike. Figures are made without pyplot, so nothing
-outlives them, and the same input gives the same bytes.
+Simulated and measured timelines are drawn in the same way. Figures do not use pyplot, so they have
+no global state, and equal input gives equal bytes.
 """
 
 import io
@@ -32,7 +32,7 @@ from megatron_vshape.view.names import display_name, plain
 from megatron_vshape.view.palette import shade
 
 FORMATS = (".svg", ".png", ".pdf")
-"""The file suffixes that `save` writes."""
+"""File suffixes that `save` supports."""
 
 DOTS_PER_INCH = 200
 
@@ -41,7 +41,7 @@ _FONTS = ", ".join([*(f"'{name}'" for name in _FONT_NAMES), "sans-serif"])
 _STYLE: dict[Any, Any] = {
     "font.family": ["sans-serif"],
     "font.sans-serif": _FONT_NAMES,
-    "svg.fonttype": "none",  # text stays text: small, searchable, read aloud
+    "svg.fonttype": "none",  # text stays text: small, searchable, accessible
     "svg.hashsalt": "megatron-vshape",
     "pdf.fonttype": 42,
     "path.simplify": False,
@@ -49,7 +49,7 @@ _STYLE: dict[Any, Any] = {
     "xtick.major.width": 0.5,
     "xtick.major.size": 2.5,
     "xtick.labelsize": 7,
-    "text.parse_math": False,  # a schedule file's name may hold a dollar sign
+    "text.parse_math": False,  # a schedule file's name may contain a dollar sign
 }
 _METADATA: dict[str, dict[str, str | None]] = {
     ".svg": {"Date": None, "Creator": None},
@@ -60,12 +60,12 @@ _METADATA: dict[str, dict[str, str | None]] = {
 # All lengths are points, 1/72 inch.
 _LEFT, _RIGHT = 30.0, 34.0
 _NARROWEST, _WIDEST = 430.0, 1150.0
-_PASS_WIDTH = 8.2  # of a typical pass, where the figure does not become too wide
+_PASS_WIDTH = 8.2  # of a typical pass, unless the figure becomes too wide
 _HEADING = 15.0
 _GAP = 9.0
 _AXIS = 26.0
-_LOWEST_NOTED = 7.0  # rows lower than this have no room for a note
-_HELD_ROW = 1.4  # of a device's memory, in rows of passes
+_LOWEST_NOTED = 7.0  # lower rows have no space for a note
+_HELD_ROW = 1.4  # height of a memory row, in rows of passes
 
 
 _LIFESPANS = "lifespans / T bound the stored chunks"
@@ -73,7 +73,7 @@ _LIFESPANS = "lifespans / T bound the stored chunks"
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """How times and held memory are scaled and called in a figure."""
+    """Scales and labels of times and memory in a figure."""
 
     time_label: str = "time, in passes of one chunk"
     time_scale: float = 1.0
@@ -103,7 +103,7 @@ def schedule_figure(
     limit: Limit | None = None,
     units: Units = CHUNKS,
 ) -> Figure:
-    """Draw a schedule, the memory of its devices and, if given, its building block.
+    """Draw the building block (if given), the full schedule, and the memory of each device.
 
     >>> from megatron_vshape import make, schedule_figure, simulate
     >>> schedule_figure(simulate(make("v-half", 4, 8)))
@@ -129,7 +129,7 @@ def comparison_figure(
     notes: Sequence[str],
     units: Units = CHUNKS,
 ) -> Figure:
-    """Return the schedules one above the other on the same time axis, each with its note."""
+    """Draw schedules one above the other on a common time axis, each with its note."""
     with _style():
         longest = max(each.makespan for each in timelines) * units.time_scale
         page = _Page(longest, timelines, units)
@@ -141,7 +141,7 @@ def comparison_figure(
 
 
 def save(figure: Figure, path: str | Path) -> None:
-    """Write the figure to a .svg, .png or .pdf file.
+    """Write the figure; the path's suffix, one of FORMATS, specifies the format.
 
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
@@ -152,7 +152,7 @@ def save(figure: Figure, path: str | Path) -> None:
     ['mine.svg']
 
     Raises:
-        ScheduleError: the suffix is another.
+        ScheduleError: the suffix is not supported.
     """
     path = Path(path)
     suffix = path.suffix.lower()
@@ -172,7 +172,7 @@ def save(figure: Figure, path: str | Path) -> None:
 
 
 def _lighten(svg: str) -> str:
-    """Return the SVG with what all of its texts have in common said once: half the size."""
+    """Move attributes that all texts of the SVG share into its style; this halves the size."""
     svg = re.sub(r'<g id="text_\d+">\s*(<text [^\n]*</text>)\s*</g>', r"\1", svg)
     svg = re.sub(r'(<text [^>]*) transform="rotate\(-0 [^"]*"', r"\1", svg)
     svg = svg.replace(f"font-family: {_FONTS}; ", "")
@@ -181,7 +181,7 @@ def _lighten(svg: str) -> str:
 
 @contextmanager
 def _style() -> Iterator[None]:
-    """Set the figures' style, whatever the user's own is, and put that back at the end."""
+    """Set the figures' style regardless of the user's style, and restore that at the end."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_STYLE)
@@ -189,7 +189,7 @@ def _style() -> Iterator[None]:
 
 
 class _Page:
-    """Stacks panels from the top down; all lengths are points."""
+    """Stack panels from top to bottom; all lengths are in points."""
 
     def __init__(self, end: float, timelines: Sequence[Timeline], units: Units) -> None:
         self.end = end
@@ -213,7 +213,7 @@ class _Page:
         FigureCanvasAgg(self._figure)
 
     def figure(self) -> Figure:
-        """Return the figure, its panels put in their places."""
+        """Return the figure with all panels in their positions."""
         width, height = self.width + _LEFT + _RIGHT, self.depth + 4
         self._figure.set_size_inches(width / 72, height / 72)
         for axes, depth, wide, high in self.items:
@@ -222,16 +222,16 @@ class _Page:
         return self._figure
 
     def heading(self, title: str, note: str) -> None:
-        """Write the title and, under it, what the figure is of."""
+        """Write the title and a note below."""
         axes = self._panel(self.width, 26.0, (0, self.width), 26.0)
         axes.text(-_LEFT + 6, 6, title, size=11, weight="bold", va="center_baseline")
         axes.text(-_LEFT + 6, 20, note, size=7, color=panels.QUIET, va="center_baseline")
         self.depth += 3
 
     def legend(self, num_chunks: int, beside: str = "") -> None:
-        """Draw a swatch per kind and shade with its name: right of the title `beside` if it fits.
+        """Draw a labeled swatch per kind and shade, to the right of the title `beside` if it fits.
 
-        Without a title it has a row of its own.
+        Otherwise the legend has a separate row.
         """
         note = f"chunk 0 dark to chunk {num_chunks - 1} light:" if num_chunks > 1 else ""
         swatches = 8 * num_chunks + 3 + 12
@@ -247,7 +247,7 @@ class _Page:
             at -= 3
             for chunk in reversed(range(num_chunks)):
                 at -= 8
-                high = 7.6 / len(kind.does)  # one above the other, as in the picture
+                high = 7.6 / len(kind.does)  # stacked, as in the figure
                 for place, part in enumerate(kind.does):
                     colour = shade(part, chunk, num_chunks)
                     box = Rectangle((at, 2.2 + place * high), 8, high, facecolor=colour)
@@ -257,7 +257,7 @@ class _Page:
         axes.text(at + 4, 6, note, size=7, ha="right", va="center_baseline", color=panels.QUIET)
 
     def block(self, block: BuildingBlock) -> None:
-        """Draw the building block, its lifespans and bounds at the right of its rows."""
+        """Draw the building block, with lifespans and bounds to the right of its rows."""
         slots = max(each.end for each in block.passes)
         notes = panels.lifespan_notes(block)
         room = max(_text_width(text, 6.5) for text in (*notes, _LIFESPANS)) + 8
@@ -274,7 +274,7 @@ class _Page:
         self.depth += _GAP
 
     def schedule(self, timeline: Timeline, title: str, note: str = "", end: bool = False) -> None:
-        """Draw the passes of every device, the whole time; `end` marks when the last one ends."""
+        """Draw the passes of every device; `end` marks the end of the last pass."""
         if title:
             self._section(title, note)
         rows = timeline.schedule.num_devices
@@ -292,10 +292,10 @@ class _Page:
         self.depth += _GAP
 
     def held(self, timeline: Timeline, costs: Costs, limit: Limit | None) -> None:
-        """Draw what every device holds, its peak at the right."""
+        """Draw the memory of every device, with its peak at the right."""
         peaks = [peak * self.units.held_scale for peak in peak_held(timeline.schedule, costs)]
         reach = None if limit is None else limit.held * self.units.held_scale
-        top = max([*peaks, reach or 0.0]) or 1.0  # rows need a height where nothing is held
+        top = max([*peaks, reach or 0.0]) or 1.0  # rows need a height even without memory
         label = self.units.held_label
         note = f"{label}, every row as high as {top:.4g}"
         if limit is not None and reach is not None:
@@ -317,7 +317,7 @@ class _Page:
         self.depth += 4
 
     def time_axis(self) -> None:
-        """Draw the axis of the panels above."""
+        """Draw the time axis of the panels above."""
         axes = self._panel(self.width, 1.0, (0, self.end), 1)
         axes.axis("on")
         axes.patch.set_visible(False)
@@ -341,7 +341,7 @@ class _Page:
         rows: float,
         overlap: bool = False,
     ) -> Axes:
-        """Return bare axes at the present depth, y downward from 0 to `rows`."""
+        """Add axes without decoration at the current depth, y downward from 0 to `rows`."""
         axes = self._figure.add_axes((0, 0, 1, 1), label=str(len(self.items)))
         axes.axis("off")
         axes.set_xlim(*across)
@@ -363,7 +363,7 @@ def _text_width(text: str, size: float, bold: bool = False) -> float:
 def _note_rows(
     axes: Axes, notes: Sequence[str], heading: Sequence[str], row: float, at: float | None = None
 ) -> None:
-    """Write a note right of every row, or right of `at`, and a heading above them."""
+    """Write a note to the right of every row, or of `at`, and a heading above them."""
     place = axes.get_xlim()[1] if at is None else at
     lines = [*((-0.35, text) for text in heading), *((i + 0.5, t) for i, t in enumerate(notes))]
     for y, text in lines:

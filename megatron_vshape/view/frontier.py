@@ -1,4 +1,4 @@
-"""The picture of the frontier: step time over memory, the published schedules as points."""
+"""Figure of the memory-time frontier, with the published schedules as points."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -13,12 +13,12 @@ from megatron_vshape.view.labels import Mark, name_marks
 from megatron_vshape.view.names import display_name
 from megatron_vshape.view.palette import HELD_COLOUR
 
-_REACH = 2.0  # schedules that hold more than so many times the highest limit are left out
+_REACH = 2.0  # omit schedules with more memory than this multiple of the highest limit
 
 _TICKS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500)
-"""Per cent."""
+"""Percent."""
 
-_LESS = (Kind.B, Kind.W, COPY_OUT)  # whose colours the plans with less have
+_LESS = (Kind.B, Kind.W, COPY_OUT)  # colors of the plans in `less`
 
 
 def frontier_figure(
@@ -28,12 +28,11 @@ def frontier_figure(
     scale: float = 1.0,
     less: Mapping[str, Sequence[Point]] = MappingProxyType({}),
 ) -> Figure:
-    """Return the plans as steps, since more memory never hurts, and each schedule as a mark.
+    """Draw the plans as steps, since more memory never hurts, and each schedule as a point.
 
-    `less` are plans that may do less to hold less, by name. `scale` turns the points' unit of
-    memory into the label's. Times are told by what they are above the fastest, of plans and
-    schedules alike: a bubble is a share of a device's own work, and the work of the busiest device
-    differs from placement to placement.
+    `less` has plans with strategies that save memory, by name. `scale` converts the points' unit of
+    memory to the label's. Times are relative to the fastest plan or schedule rather than bubbles: a
+    bubble is relative to the work of the busiest device, which depends on the placement.
     """
     fastest = min(point.value for point in (*planned, *published))  # plans with less are no faster
 
@@ -57,7 +56,7 @@ def frontier_figure(
     axes.plot([], [], "D", color=HELD_COLOUR, markersize=4, label="published schedules")
     axes.set_xlabel(memory_label)
     axes.set_ylabel("step time, % above the fastest")
-    # The least memory takes several times as long; what is worth having lies close to the fastest.
+    # The lowest limits are several times slower; most useful plans are close to the fastest.
     axes.set_yscale("symlog", linthresh=1, linscale=0.5, subs=range(2, 10))
     axes.set_yticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
     slowest = max(map(slower, (*planned, *near, *chain.from_iterable(less.values()))))

@@ -1,4 +1,4 @@
-"""Names beside the marks of a picture, where they cover neither each other nor what is drawn."""
+"""Placement of labels next to the points of a figure, without any overlap."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,22 +8,22 @@ import numpy as np
 from matplotlib.axes import Axes
 
 SIZE = 7.0
-"""Of a name, in points."""
+"""Font size in points."""
 
 _RADII = (7.0, 12.0, 18.0, 26.0, 36.0, 48.0, 62.0)
 _ANGLES = (20, -20, 160, -160, 90, -90, 50, -50, 130, -130)
-"""Where a name is tried, the best first: points from its mark, and degrees around it."""
+"""Tried offsets of a label, best first: points from the mark, and degrees around it."""
 
 _MARK = 4.0
 _LED = 15.0
-"""Half the size of a mark, and distance from which a line leads to it, in points."""
+"""Half the size of a mark, and the distance from which a line connects it to its label (points)."""
 
 _CROSSED = 3.0
 """Penalty for covering a line, in points of distance per covered point."""
 
 
 class Mark(NamedTuple):
-    """A mark's place in the axes' data, and its name."""
+    """Position of a mark in data coordinates, and its label."""
 
     x: float
     y: float
@@ -56,10 +56,9 @@ class _Box(NamedTuple):
 def name_marks(
     axes: Axes, marks: Sequence[Mark], others: Sequence[tuple[float, float]] = ()
 ) -> None:
-    """Write the names beside their marks once all else is drawn; a thin line leads to far ones.
+    """Label the marks after all else is drawn; a thin line connects a distant label to its mark.
 
-    A name for which there is no room beside all others, and beside `others`, marks without a name,
-    is left out: none covers another.
+    A label without free space among the others, and among the unlabeled marks `others`, is omitted.
     """
     axes.figure.draw_without_rendering()  # type: ignore[union-attr]
     scale = 72 / axes.figure.dpi
@@ -89,7 +88,7 @@ def name_marks(
             (mark.x, mark.y),
             textcoords="offset points",
             xytext=(box.left - x, box.bottom - y),
-            va="bottom",  # of all of it, as it was measured
+            va="bottom",  # of all lines, as measured
             fontsize=SIZE,
             arrowprops=led if distance > _LED else None,
         )
@@ -100,18 +99,18 @@ def _around(x: float, y: float) -> _Box:
 
 
 def _candidates(x: float, y: float, wide: float, high: float) -> Iterator[tuple[float, _Box]]:
-    """Yield the boxes that a name may have, with their distance from its mark."""
+    """Yield the possible boxes of a label with their distances from its mark."""
     for radius in _RADII:
         for angle in _ANGLES:
             dx, dy = math.cos(math.radians(angle)), math.sin(math.radians(angle))
-            # its nearest corner, or the middle of its nearest side, is that far from the mark
+            # The distance is that of the nearest corner, or of the middle of the nearest side.
             left = x + radius * dx - wide * (1 - round(dx)) / 2
             bottom = y + radius * dy - high * (1 - round(dy)) / 2
             yield radius, _Box(left, bottom, left + wide, bottom + high)
 
 
 def _size(axes: Axes, name: str, scale: float) -> tuple[float, float]:
-    """Return how wide and high a name is, in points."""
+    """Return the width and height of a label in points."""
     text = axes.text(0, 0, name, fontsize=SIZE, transform=None)
     extent = text.get_window_extent()
     text.remove()
@@ -119,7 +118,7 @@ def _size(axes: Axes, name: str, scale: float) -> tuple[float, float]:
 
 
 def _line_points(axes: Axes) -> np.ndarray:
-    """Return points close to one another along all lines, in pixels; marks have none between."""
+    """Return closely spaced points along all lines, in pixels; marks without a line have none."""
     found = [np.empty((0, 2))]
     for line in axes.lines:
         if line.get_linestyle() == "None":

@@ -1,4 +1,4 @@
-"""What a device holds over time: the curve that figures and traces share."""
+"""Memory of a rank over time, as a step curve for figures and traces."""
 
 from megatron_vshape.core.check.simulate import costs_of, held_curve
 from megatron_vshape.core.model.costs import Costs
@@ -8,14 +8,15 @@ from megatron_vshape.core.model.schedule import Timeline
 
 
 def held_steps(timeline: Timeline, costs: Costs, device: int) -> list[tuple[float, float]]:
-    """Return (time, held from then on), only where it changes; in the unit of the costs.
+    """Return (time, memory from then on) at each change, in the unit of the costs.
 
-    A simulated and a measured timeline have the same steps at other times: what a pass holds and
-    lets go follows from the order. The last step is to zero.
+    A simulated and a measured timeline have the same steps at different times, because allocation
+    and freeing follow from the pass order. The last step is to zero.
     """
     costs = costs_of(timeline.schedule, costs)
     curve = held_curve(timeline.schedule, costs, device)
-    beside = set(timeline.schedule.beside().values())  # what begins with its F
+    # The second pass of an F&B pair starts with its F, so it is not a separate step.
+    beside = set(timeline.schedule.beside().values())
     pairs = [
         (slot, held)
         for slot, held in zip(timeline.slots(device), curve, strict=True)
@@ -35,7 +36,7 @@ def held_steps(timeline: Timeline, costs: Costs, device: int) -> list[tuple[floa
         if at + 1 == len(slots):
             step(slot.end, 0.0)
             break
-        # until the next pass starts, all that it will hold is there but what is its own
+        # Between two passes, the memory is that of the next pass without its new allocations.
         work = slots[at + 1].work
         new = costs.changes(work.kind)[0][work.stage] + costs.works(work.kind)[work.stage]
         step(slot.end, during[at + 1] - new)
@@ -43,7 +44,7 @@ def held_steps(timeline: Timeline, costs: Costs, device: int) -> list[tuple[floa
 
 
 def costs_up_to(timeline: Timeline, costs: Costs, chunk: int) -> Costs:
-    """Return the costs with no memory but that of the chunks up to `chunk`."""
+    """Return the costs with the memory of the chunks up to `chunk` only."""
     chunks = chunks_of(timeline.schedule.placement)
     costs = costs_of(timeline.schedule, costs)
 

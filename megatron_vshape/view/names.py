@@ -1,4 +1,4 @@
-"""How schedules are called in pictures."""
+"""Display names of schedules."""
 
 from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.core.model.schedule import Schedule
@@ -10,7 +10,7 @@ _LONGEST = 60
 
 
 def display_name(name: str) -> str:
-    """Return the paper's spelling of a catalogue name; another name as it is, made plain."""
+    """Return the paper's spelling of a catalogue name; another name is only made printable."""
     own, colon, chunks = name.partition(":")
     bare = own.rstrip("+")
     if bare not in EVERY_NAME:
@@ -20,20 +20,20 @@ def display_name(name: str) -> str:
 
 
 def plain(name: str) -> str:
-    """Return a name that is safe on a terminal and in a figure: printable, one line, short."""
+    """Make a name safe for a terminal and a figure: printable, one line, short."""
     text = "".join(each if each.isprintable() else "?" for each in name)
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
 
 
 def placement_text(schedule: Schedule) -> str:
-    """Return how many stages a device has and how they lie, in words."""
+    """Format the number of stages per rank and the placement."""
     chunks = schedule.num_chunks
     each = "chunk" if chunks == 1 else "chunks"
     return f"{chunks} {each} per rank, {shape_text(schedule)}"
 
 
 def shape_text(schedule: Schedule) -> str:
-    """Return how the stages lie on the devices, in words."""
+    """Format the placement of the stages."""
     devices, chunks = schedule.num_devices, schedule.num_chunks
     shapes = {
         linear(devices): "linear",

@@ -1,4 +1,4 @@
-"""The numbers of a schedule, and their text form."""
+"""Key figures of a schedule, and their text form."""
 
 import math
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ WORTH_TELLING = 0.02
 
 @dataclass(frozen=True, slots=True)
 class RunNumbers:
-    """What a timeline costs beside its times; a chunk is 1 / (2 * devices) of the model.
+    """Memory of a timeline; a chunk is 1 / (2 * devices) of the model.
 
-    Chunks are of activations alone, bytes of all that a device needs if the costs know it.
+    Chunks count activations only; bytes count all memory of a rank that the costs include.
     """
 
     timeline: Timeline
@@ -37,9 +37,10 @@ class RunNumbers:
 
 
 def numbers_of(timeline: Timeline, costs: Costs | None = None) -> RunNumbers:
-    """Return the numbers of a timeline; `costs` of the schedule's stages are in bytes if given.
+    """Compute the memory of a timeline; `costs` of the schedule's stages, if given, are in bytes.
 
-    Bytes are of the order that runs: a W that is one with its B has other ones to work with.
+    Bytes are those of the executed order, in which B and W may be fused and so have another
+    workspace.
     """
     schedule = timeline.schedule if costs is None else fuse(timeline)
     held, base = peak_held(schedule, costs), base_peak(schedule.num_devices, costs)
@@ -52,12 +53,12 @@ def numbers_of(timeline: Timeline, costs: Costs | None = None) -> RunNumbers:
 
 
 def base_peak(num_devices: int, costs: Costs | None = None) -> float:
-    """Return the most that 1F1B holds once it has as many microbatches as devices.
+    """Return the peak of 1F1B with as many microbatches as devices.
 
-    In chunks, or in the unit of the costs' memory; costs of several stages a device are added up.
+    In chunks, or in the unit of the costs' memory. Costs of several stages per device are added up.
 
     Raises:
-        ScheduleError: the costs' stages cannot be dealt to the devices.
+        ScheduleError: the stages of the costs cannot be distributed over the devices.
     """
     schedule = make("1f1b", num_devices, num_devices)
     if costs is None:
@@ -66,9 +67,9 @@ def base_peak(num_devices: int, costs: Costs | None = None) -> float:
 
 
 def peaks_told(schedule: Schedule, costs: Costs) -> list[str]:
-    """Return what each device needs at its peak, and what would help where that is too much.
+    """Format the peak memory of each rank, with remedies if it is too high.
 
-    Too much is more than the largest needs under 1F1B. Nothing of costs that do not know it all.
+    The limit is the peak of 1F1B's largest rank. Empty if the costs do not include all memory.
     """
     if not costs.knows_all:
         return []
@@ -78,7 +79,7 @@ def peaks_told(schedule: Schedule, costs: Costs) -> list[str]:
         for values in (peaks, costs.fixed_bytes(schedule.placement, devices))
     )
     lines = [f"{each} GiB, including model states of {fixed_bytes} GiB"]
-    if is_shared(schedule):  # 1F1B has the ends whole, of which these costs know nothing
+    if is_shared(schedule):  # no costs for 1F1B's embedding and output layer
         return lines
     base, most = base_peak(devices, costs), max(peaks)
     if most <= base * (1 + WORTH_TELLING):
@@ -98,9 +99,9 @@ def peaks_told(schedule: Schedule, costs: Costs) -> list[str]:
 
 
 def messages_per_microbatch(schedule: Schedule) -> tuple[int, float]:
-    """Return how many activations and gradients of a microbatch cross from device to device.
+    """Return the number of P2P messages per microbatch, and its ratio to 1F1B's.
 
-    And of 1F1B's; 1 on one device, where none has any.
+    The ratio is 1 on one device, where 1F1B has no messages.
     """
     pairs = zip(schedule.placement, schedule.placement[1:], strict=False)
     messages, least = (
@@ -111,7 +112,7 @@ def messages_per_microbatch(schedule: Schedule) -> tuple[int, float]:
 
 
 def prices_told(costs: Costs) -> list[str]:
-    """Return lines on what a pass takes beside its work, and on what was measured or assumed."""
+    """Format the overheads of a pass, and the sources of the costs (measured or assumed)."""
     exchanges = [
         sum(costs.exchanges_us(kind, stage) for stage in range(costs.num_stages))
         for kind in (Kind.F, Kind.B, Kind.BW)
@@ -137,18 +138,18 @@ def prices_told(costs: Costs) -> list[str]:
 
 
 def joint_told(schedule: Schedule) -> str:
-    """Return how many forwards run beside a backward."""
+    """Format the number of forwards that overlap with a backward."""
     forwards = schedule.num_stages * schedule.num_microbatches
     return f"{len(schedule.joint):,} of {forwards:,} forwards overlap with a backward"
 
 
 def argument(value: float) -> str:
-    """Return the shortest text of a number that reads back equal, for a command line."""
+    """Format a number as the shortest text that reads back equal, for a command line."""
     return repr(float(value)).removesuffix(".0")
 
 
 def note(numbers: RunNumbers) -> str:
-    """Return the numbers that stand beside a schedule's title."""
+    """Format the key figures next to a schedule's title."""
     peak = f"{fixed(max(numbers.peak_chunks))} chunks"
     if numbers.peak_bytes is not None:
         peak = f"{fixed(max(numbers.peak_bytes) / GIB)} GiB"
@@ -160,10 +161,10 @@ def note(numbers: RunNumbers) -> str:
 
 
 def idle_told(timeline: Timeline, costs: Costs | None = None) -> list[str]:
-    """Return what devices idle on average, which one holds the others up, and what would help.
+    """Format the mean idle time, the bottleneck rank and a better layer split.
 
-    The bubble counts against the busiest device alone, and hides what others wait for it; nothing
-    is told where they work alike.
+    The bubble compares with the busiest rank only, and does not show that others wait for it. Empty
+    if the ranks have equal work.
     """
     work = timeline.work
     mean, most = sum(work) / len(work), max(work)
@@ -187,14 +188,14 @@ def idle_told(timeline: Timeline, costs: Costs | None = None) -> list[str]:
 
 
 def enough(held: float) -> str:
-    """Return what must be held in 6 digits, rounded up, so that it fits the limit they say."""
-    # less what a limit may be exceeded by, or sums of fractions would be rounded up a digit
+    """Format memory with 6 digits, rounded up, so that the printed value is a sufficient limit."""
+    # Minus the tolerance of limits; otherwise sums of fractions would be rounded up by a digit.
     rounded = Context(prec=6, rounding=ROUND_CEILING).create_decimal(held * (1 - 1e-9))
     return f"{float(rounded):.6g}"
 
 
 def fixed(value: float, digits: int = 4) -> str:
-    """Return a number with so many digits and no exponent, thousands apart: 14,570 or 0.0123."""
+    """Format a number with `digits` digits and no exponent, as 14,570 or 0.0123."""
     if not value or not math.isfinite(value):
         return f"{value:g}"
     decimals = max(digits - 1 - math.floor(math.log10(abs(value))), 0)
@@ -203,12 +204,12 @@ def fixed(value: float, digits: int = 4) -> str:
 
 
 def time_text(value: float, in_us: bool) -> str:
-    """Return a time of the costs: in ms where those are in us, else as it is."""
+    """Format a time: in ms if the costs are in us, otherwise without unit."""
     return f"{fixed(value / 1000, 5)} ms" if in_us else fixed(value, 6)
 
 
 def percent(share: float) -> str:
-    """Return a share as text; what rounds to nothing is nothing."""
+    """Format a share as a percentage, without a negative zero."""
     return f"{100 * share:.1f} %".replace("-0.0", "0.0")
 
 
@@ -218,7 +219,7 @@ def labelled(label: str, lines: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return the rows under the first as a plain table: names left, numbers right."""
+    """Format rows as a plain table: names left-aligned, numbers right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -1,32 +1,32 @@
-"""Shades of the kinds' colours, the same in a figure and in its legend."""
+"""Shades of the passes' colors, the same in a figure and in its legend."""
 
 from megatron_vshape.core.model.kinds import Kind
 
 HELD_COLOUR = "#6a6699"
-"""Colour of the memory of chunk 0: grey, unlike any pass."""
+"""Memory color of chunk 0: grey, as no pass has it."""
 
 LIGHTEST = 0.62
-"""The share of white in the last chunk's shade; dark text reads well on it."""
+"""Share of white in the shade of the last chunk; dark text is readable on it."""
 
 _WHITE = 255
 
 
 def shade(kind: Kind, chunk: int, num_chunks: int) -> str:
-    """Return the colour `#rrggbb` of a simple pass; later chunks are lighter."""
+    """Return the color `#rrggbb` of a simple pass; later chunks are lighter."""
     return tint(kind.colour, chunk, num_chunks)
 
 
 def tint(colour: str, chunk: int, num_chunks: int) -> str:
-    """Return the colour mixed with more white the later the chunk; chunk 0's is the colour."""
+    """Return the color mixed with white, more for later chunks; chunk 0 has the color itself."""
     white = LIGHTEST * chunk / max(num_chunks - 1, 1)
     levels = _levels(colour)
     return "#" + "".join(f"{round(level + (_WHITE - level) * white):02x}" for level in levels)
 
 
 def ink(colour: str) -> str:
-    """Return the text colour, near-black or white, that reads better on `colour`."""
+    """Return the text color, near-black or white, with better contrast on `colour`."""
     luminance = _luminance(colour)
-    on_white = (1.05) / (luminance + 0.05)  # contrast of white text, as WCAG 2 defines it
+    on_white = (1.05) / (luminance + 0.05)  # contrast of white text according to WCAG 2
     return "#ffffff" if on_white >= 4 else "#1a1a1a"
 
 

@@ -1,7 +1,7 @@
-"""The parts of a figure: rows of passes, a building block, what devices hold, the legend.
+"""Parts of a figure: rows of passes, building block, memory, legend.
 
-A panel draws into axes whose y runs downward from 0, one unit a device. Passes of one colour
-are one path, however many they are, so that tens of thousands of them stay fast and small.
+A panel draws into axes with y downward from 0, one unit per device. Passes of one color form one
+path, so that figures with tens of thousands of passes stay fast and small.
 """
 
 import math
@@ -31,18 +31,18 @@ QUIET = "#6b6b6b"
 LIMIT = "#b3001b"
 
 SMALLEST_TEXT = 4.0
-"""Points; smaller numbers would be ink without meaning and are left out."""
+"""Points; smaller numbers are illegible and omitted."""
 
 LARGEST_TEXT = 7.0
 DIGIT_WIDTH = 0.64
-"""Of a digit of the figure's font, in units of the font's size."""
+"""Width of a digit in units of the font size."""
 
 _TOP, _BOTTOM = 0.06, 0.94
 _MIDDLE = (_TOP + _BOTTOM) / 2
 
 
 class Bar(NamedTuple):
-    """One pass to be drawn; times and rows in the units of the axes."""
+    """A pass to draw, with time and row in the units of the axes."""
 
     work: Pass
     row: int
@@ -58,14 +58,14 @@ Box = tuple[float, float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class PointScale:
-    """How many points one unit of x and one row of the axes take."""
+    """Points per unit of x and per row of the axes."""
 
     x: float
     row: float
 
 
 def bars_of(timeline: Timeline, time_scale: float = 1.0) -> list[Bar]:
-    """Return the timeline's passes with the first start at 0 and times times `time_scale`."""
+    """Return the timeline's passes, starting at 0, with times multiplied by `time_scale`."""
     first = timeline.first_start
     lanes = timeline.schedule.lanes()
     heights = {
@@ -76,7 +76,7 @@ def bars_of(timeline: Timeline, time_scale: float = 1.0) -> list[Bar]:
     lower_part = {half: place for pair in pairs for place, half in enumerate(pair)}
 
     def height(device: int, work: Pass) -> tuple[float, float]:
-        """Return where the pass is drawn: of a joint one, F in the upper half of the box."""
+        """Return the vertical extent of a pass; in an F&B pair, F has the upper half."""
         top, bottom = heights[device][timeline.schedule.resource_of(work.kind)]
         if work not in lower_part:
             return top, bottom
@@ -98,9 +98,9 @@ def bars_of(timeline: Timeline, time_scale: float = 1.0) -> list[Bar]:
 
 
 def _heights(resources: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """Return from where to where in its row a device draws what each of its resources runs.
+    """Return the vertical extent of each resource of a device.
 
-    The processor has it all, or two thirds if others share the rest.
+    The processor has the complete row, or two thirds if there are other resources.
     """
     upper = _BOTTOM if len(resources) == 1 else _TOP + (_BOTTOM - _TOP) * 2 / 3
     heights = {PROCESSOR: (_TOP, upper)}
@@ -112,14 +112,14 @@ def _heights(resources: Sequence[str]) -> dict[str, tuple[float, float]]:
 
 
 def draw_idle(axes: Axes, num_devices: int, end: float, row_points: float) -> None:
-    """Draw every device's row from 0 to `end` in the colour of a bubble, its number before it."""
+    """Draw every device's row from 0 to `end` in the color of idle time, with its number."""
     boxes = [(0.0, end, row + _TOP, row + _BOTTOM) for row in range(num_devices)]
     axes.add_patch(PathPatch(_outline(boxes), facecolor=IDLE, edgecolor="none", gid="idle"))
     number_rows(axes, num_devices, row_points)
 
 
 def number_rows(axes: Axes, num_devices: int, row_points: float) -> None:
-    """Write the devices' numbers left of their rows, every second or fourth where rows are low."""
+    """Write the devices' numbers left of their rows; every second or fourth if rows are low."""
     every = max(1, math.ceil(7.0 / row_points))
     size = min(LARGEST_TEXT, max(SMALLEST_TEXT + 1, row_points * 0.6))
     for row in range(0, num_devices, every):
@@ -139,9 +139,9 @@ def number_rows(axes: Axes, num_devices: int, row_points: float) -> None:
 def draw_passes(
     axes: Axes, bars: Iterable[Bar], chunks: Sequence[int], scale: PointScale, faint: bool = False
 ) -> None:
-    """Draw the bars in their colours; a pass that does several has one above the other.
+    """Draw the bars in their colors; the parts of a full backward are stacked.
 
-    `chunks[stage]` decides the shade. Passes wide enough are told apart by a white edge.
+    `chunks[stage]` decides the shade. A white edge separates passes that are wide enough.
     """
     bars = list(bars)
     if not bars:
@@ -155,7 +155,7 @@ def draw_passes(
         if len(kind.does) == 1:
             split.setdefault((kind, chunk), []).append((start, end, row + top, row + bottom))
             continue
-        # no edge of its own, which would cut the number in two; so it is that much smaller
+        # Stacked parts have no edge, which would cut the number in two, but smaller boxes.
         x, y = edge / 2 / scale.x, edge / 2 / scale.row
         levels = [top + (bottom - top) * at / len(kind.does) for at in range(len(kind.does) + 1)]
         levels[0], levels[-1] = top + y, bottom - y
@@ -175,10 +175,10 @@ def draw_passes(
 def number_passes(
     axes: Axes, bars: Sequence[Bar], chunks: Sequence[int], scale: PointScale, slices: int = 1
 ) -> None:
-    """Write the microbatch into every pass wide enough, or nowhere if most are too small.
+    """Write the microbatch into every pass that is wide enough; nowhere if most are too small.
 
-    With slices that is 3/1, the second slice of the fourth microbatch. Only a processor's passes
-    are high enough.
+    With slices, 3/1 is the second slice of the fourth microbatch. Only passes of the processor are
+    high enough.
     """
     bars = [bar for bar in bars if bar.work.kind.resource == PROCESSOR]
     longest = max(len(number_told(bar.work, slices)) for bar in bars)
@@ -194,23 +194,23 @@ def number_passes(
 
 
 def number_told(work: Pass, slices: int) -> str:
-    """Return a pass's microbatch, and behind a stroke its slice where there are several."""
+    """Format the microbatch of a pass, with "/slice" if there are several slices."""
     return "/".join(map(str, divmod(work.microbatch, slices)[: 1 + (slices > 1)]))
 
 
 def typical_length(lengths: Iterable[float]) -> float:
-    """Return the length that a quarter of the passes stay below: the short ones must show too."""
+    """Return the 25th percentile of the lengths, because short passes must be readable too."""
     return float(np.percentile(list(lengths), 25))
 
 
 def text_size(width: float, height: float, digits: float) -> float | None:
-    """Return the size at which so many digits fit a box given in points; None if too small."""
+    """Return the font size for `digits` digits in a box given in points; None if too small."""
     size = min(LARGEST_TEXT, 0.62 * height, 0.86 * width / (digits * DIGIT_WIDTH))
     return round(size, 1) if size >= SMALLEST_TEXT else None
 
 
 def draw_block(axes: Axes, block: BuildingBlock, scale: PointScale) -> None:
-    """Draw the passes of one block with its next repeats faint behind it, and the interval."""
+    """Draw one block, faint repeats behind it, and the interval."""
     chunks = chunks_of(block.placement)
     end = max(each.end for each in block.passes)
     bars = [
@@ -248,7 +248,7 @@ def draw_block(axes: Axes, block: BuildingBlock, scale: PointScale) -> None:
 def _letter_block(
     axes: Axes, bars: Sequence[Bar], chunks: Sequence[int], scale: PointScale, num_microbatches: int
 ) -> None:
-    """Write F, B or W into each pass, and its microbatch where the block has several."""
+    """Write F, B or W into each pass, with its microbatch if the block has several."""
     several = num_microbatches > 1
     size = text_size(scale.x, scale.row, 2.6 if several else 1.6)  # W is 1.6 digits wide
     if size is None:
@@ -259,7 +259,7 @@ def _letter_block(
 
 
 def lifespan_notes(block: BuildingBlock) -> list[str]:
-    """Return for every device its lifespans in intervals, and the bound in chunks they make."""
+    """Format, for every device, its lifespans in intervals and the resulting bound in chunks."""
     chunks_a_stage = Fraction(2 * block.num_devices, len(block.placement))
     lives, bounds = block.lives(), block.peak_bounds()
     notes = []
@@ -284,9 +284,9 @@ def draw_held(
     time_scale: float,
     limit: float | None,
 ) -> None:
-    """Draw what each device holds as an area in its row, chunk upon chunk; a row is `top` high.
+    """Draw each device's memory as an area in its row, stacked by chunk; a row is `top` high.
 
-    The limit is a broken line through every row.
+    The limit is a dashed line through every row.
     """
     num_chunks = timeline.schedule.num_chunks
     first = timeline.first_start
@@ -311,7 +311,7 @@ def draw_held(
 def _area(
     steps: Sequence[tuple[float, float]], base: float, room: float, first: float, time_scale: float
 ) -> Outline:
-    """Return the area under a step curve that stands on `base`."""
+    """Return the area under a step curve with its base line at `base`."""
     times = np.repeat([(time - first) * time_scale for time, _ in steps], 2)
     heights = np.zeros(len(times))
     heights[1::2] = [held for _, held in steps]

@@ -1,4 +1,4 @@
-"""The picture of a rehearsed step: what each rank holds over time."""
+"""Figure of an estimated step: memory of each rank over time."""
 
 from collections.abc import Mapping, Sequence
 
@@ -24,7 +24,7 @@ WORDS = {
 
 
 def memory_figure(curves: Mapping[str, Sequence[Point]], limit_bytes: float, title: str) -> Figure:
-    """Return a panel per rank: who holds what over its own work, and the GPU's memory."""
+    """Draw a panel per rank: memory by owner over the rank's work, and the GPU's memory limit."""
     figure = Figure(figsize=(7.2, 1.4 + 1.3 * len(curves)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(curves), 1, sharex=True, sharey=True, squeeze=False)[:, 0]

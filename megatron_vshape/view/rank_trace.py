@@ -1,4 +1,4 @@
-"""A rehearsed step as a Chrome trace: passes and a counter of bytes per rank."""
+"""Chrome trace of an estimated step: passes, and a memory counter per rank."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ def write_memory_trace(
     passes: Mapping[str, Sequence[tuple[str, float, float]]],
     stream: TextIO,
 ) -> None:
-    """Write every rank's passes (name, start, end in seconds), and bytes by who holds them."""
+    """Write every rank's passes (name, start and end in seconds), and its memory by owner."""
     written: list[dict[str, object]] = []
     for process, (name, curve) in enumerate(curves.items()):
         written.append(

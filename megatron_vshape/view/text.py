@@ -1,4 +1,4 @@
-"""The text picture of a timeline, with the passes in colour where the reader's terminal has it."""
+"""Text picture of a timeline, with colored passes on a terminal that supports color."""
 
 import itertools
 import os
@@ -17,22 +17,22 @@ _LEAST_COLUMNS = 20
 
 
 def wants_colour(stream: TextIO) -> bool:
-    """Return whether `stream` is a terminal with colours whose user has not set NO_COLOR."""
+    """Return whether `stream` is a terminal with color and NO_COLOR is not set."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
     return stream.isatty()
 
 
 def columns() -> int:
-    """Return how wide a picture may be: as the terminal, or as COLUMNS says."""
+    """Return the maximum width of a picture, from the terminal or from COLUMNS."""
     return shutil.get_terminal_size((PIPED_COLUMNS, 24)).columns
 
 
 def picture(timeline: Timeline, columns: int | None = None, colour: bool = False) -> str:
-    """Return one line per device, a character per shortest pass, and the legend under them.
+    """Draw one line per device, one character per shortest pass, and the legend below.
 
-    With `columns`, a picture that is wider keeps its beginning and its end, where the devices
-    differ, and loses columns of its middle.
+    If the picture is wider than `columns`, its middle is cut: the start and the end, where the
+    devices differ, stay.
     """
     lines = timeline.draw(kept=columns and max(columns, _LEAST_COLUMNS)).split("\n")
     if colour:
@@ -43,7 +43,7 @@ def picture(timeline: Timeline, columns: int | None = None, colour: bool = False
 
 
 def legend(num_chunks: int, colour: bool = False, kinds: Iterable[Kind] = ()) -> str:
-    """Return one line that says what the letters mean; those of F, B and W always."""
+    """Return the legend of the letters in one line; it always includes F, B and W."""
     parts = simple_kinds((*PARTS, *kinds))
     upper = " ".join(kind[0] for kind in parts)
     lower = upper.lower()
@@ -57,7 +57,7 @@ def legend(num_chunks: int, colour: bool = False, kinds: Iterable[Kind] = ()) ->
 
 
 def _paint(line: str) -> str:
-    """Return the line with each run of one letter on its pass's colour."""
+    """Color each run of one letter like its pass."""
     return "".join(
         _start(letter) + "".join(run) + RESET if letter.upper() in KINDS else "".join(run)
         for letter, run in itertools.groupby(line)

@@ -1,4 +1,4 @@
-"""Offloading of a plan, in words."""
+"""Description of a plan's offloading."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ def trades_told(
 
 
 def link_share(timeline: Timeline) -> float:
-    """Return the share of the step in which the busiest link to a host copies."""
+    """Return the share of the step in which the busiest host link copies."""
     busiest = 0.0
     for lane in timeline.schedule.lanes():
         if any(work.kind.resource in (TO_HOST, FROM_HOST) for work in lane.passes):
