@@ -1,1 +1,1 @@
-"""The page on which a schedule is seen and felt, and the small server behind it."""
+"""The playground: an interactive web UI for schedules, and its small server."""

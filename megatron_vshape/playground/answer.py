@@ -1,4 +1,4 @@
-"""From a request to its answer; runs in a worker, so that it can be ended at any moment."""
+"""Compute the answer to a request; runs in a worker, so that it can be killed at any time."""
 
 import io
 from collections.abc import Iterator
@@ -31,10 +31,10 @@ from megatron_vshape.view.numbers import argument
 
 
 def make_answer(request: Request, report: Report) -> bytes:
-    """Return the answer to a request.
+    """Return the encoded answer to a request.
 
     Raises:
-        ScheduleError: it cannot be made; a FieldError where one field is to blame.
+        ScheduleError: the request cannot be answered; a FieldError if one field is the cause.
     """
     pricing = Pricing(request.costs)
     choice = request.schedule
@@ -91,7 +91,7 @@ def _title(choice: ScheduleChoice, schedule: Schedule) -> str:
 
 
 def size_note(schedule: Schedule) -> str:
-    """Return how large a schedule is and how its stages lie, in words."""
+    """Format the size and the placement of a schedule."""
 
     def count(number: int, word: str, plural: str) -> str:
         return f"{number:,} {word if number == 1 else plural}"
@@ -105,14 +105,14 @@ def size_note(schedule: Schedule) -> str:
 
 
 def _train(choice: ScheduleChoice) -> str:
-    """Return the name that `--pipeline-schedule` knows the schedule by; empty: it needs a file."""
+    """Return the schedule's name for `--pipeline-schedule`; empty if it requires a file."""
     if isinstance(choice, NamedChoice) and choice.chunks is None and choice.group_size is None:
         return choice.name
     return ""
 
 
 def _no_recipe(choice: ScheduleChoice, request: Request) -> str:
-    """Return why no command makes this; empty where one does."""
+    """Return the reason why no command makes this; empty if a command does."""
     held = request.costs.embedding.held or request.costs.head.held
     if not isinstance(choice, PlanChoice) or not held:
         return ""
@@ -148,14 +148,14 @@ def _plan_options(choice: PlanChoice, request: Request, pricing: Pricing) -> str
     limit = argument(choice.limit) + ("GiB" if choice.limit_in_gib else "")
     seconds = "" if choice.seconds is None else f" --seconds {argument(choice.seconds)}"
     goal = "" if choice.objective == "makespan" else f" --objective {choice.objective}"
-    # The command plans for as many as the layers allow unless told otherwise.
+    # By default, the command uses the maximum chunks for the layers, so set the number.
     chunks = pricing.plan_costs(request.devices, choice.chunks).num_stages // request.devices
     most = f" --chunks {chunks}"
     return f" --memory-limit {limit}{most}{goal}{seconds}"
 
 
 def _steps(request: Request, choice: ScheduleChoice, report: Report) -> Iterator[Picture]:
-    """Yield the four steps of the paper, all in passes of equal length: slots and unit costs."""
+    """Yield the paper's four steps, all in passes of equal length: slots and unit costs."""
     if not isinstance(choice, NamedChoice):
         raise FieldError(
             "schedule", "only a schedule of the catalogue is made in the four steps; choose one"

@@ -1,4 +1,4 @@
-"""Memory against step time: a point per published schedule, and per plan within a limit."""
+"""Memory-time frontier: a point per published schedule, and per plan within a limit."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,11 +18,11 @@ from megatron_vshape.view.names import display_name
 from megatron_vshape.view.numbers import GIB
 
 STEPS = 11
-"""From the minimum limit to the peak of 1F1B."""
+"""Number of limits from the minimum to the peak of 1F1B."""
 
 
 def points(request: Request, pricing: Pricing, report: Report) -> Iterator[dict[str, object]]:
-    """Yield a point per published schedule and, if asked for, per plan that more memory betters."""
+    """Yield a point per published schedule and, if requested, per improved plan."""
     for at, name in enumerate(NAMES):
         try:
             made = make_named(request, NamedChoice(name), pricing.cut(request.devices))
@@ -52,7 +52,7 @@ def _planned_points(request: Request, pricing: Pricing, report: Report) -> list[
         nonlocal asked
         asked += 1
         known: dict[str, object] = {"doing": "planning", "done": asked, "of": len(limits)}
-        if each.value not in found:  # the same value again: more memory was of no use
+        if each.value not in found:  # an equal value means that more memory did not help
             costs = pricing.costs_for(request.devices, each.schedule.num_stages)
             point = _point(each.schedule, costs)
             point |= {"source": "plan", "limit": each.limit / unit}
@@ -68,7 +68,7 @@ def _planned_points(request: Request, pricing: Pricing, report: Report) -> list[
 
 
 def _limits(request: Request, pricing: Pricing, costs: Costs) -> Iterator[float]:
-    """Yield up to twelve limits from the least that one microbatch needs to what 1F1B holds."""
+    """Yield up to twelve limits, from the minimum for one microbatch to the peak of 1F1B."""
     devices = request.devices
     least = least_limit(costs, devices, default_placements(devices, costs.num_stages))
     most = max(pricing.base_peak(devices) or least, least)

@@ -1,6 +1,6 @@
-"""The page: its files, and all of it as one HTML file to send to a colleague.
+"""Files of the playground, and the playground as one HTML file to share.
 
-That one is self-contained: there is no server behind it, and nothing is fetched.
+The HTML file is self-contained: it needs no server and fetches nothing.
 """
 
 import base64
@@ -25,10 +25,10 @@ from megatron_vshape.playground.schedules import catalogue_name
 from megatron_vshape.view.names import display_name
 
 MOST_TRACED = 30_000
-"""Passes up to which the file carries its Perfetto trace, ten times the size of all else."""
+"""Maximum passes for an embedded Perfetto trace, which is ten times larger than all else."""
 
 MOST_STEPPED = 30_000
-"""Passes up to which it shows the four steps."""
+"""Maximum passes for which the four steps are embedded."""
 
 TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -43,7 +43,7 @@ _TOP = re.compile(r"^(?:async )?(?:function\*? |class |const |let )(\w+)", re.MU
 
 
 def static_files() -> dict[str, tuple[bytes, str]]:
-    """Return the page's files by name, with their types; nothing else is ever served."""
+    """Return the served files by name, with their media types; no other file is ever served."""
     found = {}
     for each in resources.files("megatron_vshape.playground").joinpath("static").iterdir():
         suffix = "." + each.name.rpartition(".")[2]
@@ -53,10 +53,10 @@ def static_files() -> dict[str, tuple[bytes, str]]:
 
 
 def write_html(path: Path, timeline: Timeline, costs: Costs, facts: Facts) -> None:
-    """Write the page with this timeline to `path`.
+    """Write the playground with this timeline to `path`.
 
-    `costs` are those of the timeline; `facts` say their unit, and may add a limit and a lower
-    bound (`plain_facts`).
+    `facts` specifies the unit of the costs, and may add a limit and a lower bound (see
+    `plain_facts`).
     """
     path.write_text(html_text(timeline, costs, facts), encoding="utf-8")
 
@@ -68,11 +68,13 @@ def plain_facts(
     base_peak: float | None = None,
     microbatches: int | None = None,
 ) -> Facts:
-    """Return what there is to say beside any timeline.
+    """Return the context of any timeline.
 
-    With `in_bytes` memory is bytes and times are microseconds, as from a costs file; `base_peak`
-    is what 1F1B holds in the same unit; `microbatches` are those of one building block, where one
-    stands behind it.
+    Args:
+        timeline: the timeline.
+        in_bytes: memory is in bytes and time in microseconds, as from a costs file.
+        base_peak: peak of 1F1B, in the same unit.
+        microbatches: microbatches per building block, if there is one.
     """
     schedule = timeline.schedule
     return Facts(
@@ -87,7 +89,7 @@ def plain_facts(
 
 
 def html_text(timeline: Timeline, costs: Costs, facts: Facts) -> str:
-    """Return what `write_html` writes."""
+    """Return the content of `write_html`."""
     schedule = timeline.schedule
     picture = Picture(timeline, costs, facts)
     answers = {"timeline": encode([picture])}
@@ -111,7 +113,7 @@ def html_text(timeline: Timeline, costs: Costs, facts: Facts) -> str:
 
 
 def _steps(schedule: Schedule) -> list[Picture]:
-    """Return the four steps if the catalogue's block of this name leads to this very order."""
+    """Return the four steps if the catalogue makes exactly this schedule; otherwise empty."""
     if _size(schedule) > MOST_STEPPED or not catalogue_name(schedule):
         return []
     block = make_block(schedule.name, schedule.num_devices, schedule.num_microbatches)
@@ -127,7 +129,7 @@ def _packed(data: bytes) -> str:
 
 
 def _page(data: dict[str, object]) -> str:
-    """Return index.html with its style, its modules and the data in it, and a policy for these."""
+    """Return index.html with embedded style, modules and data, and a policy for these only."""
     files = {name: content.decode() for name, (content, _) in static_files().items()}
     script = _bundle(files)
     style = files["style.css"]
@@ -161,10 +163,10 @@ def _digest(text: str) -> str:
 
 
 def _bundle(files: dict[str, str]) -> str:
-    """Return the modules as one, each after those it imports.
+    """Concatenate the modules in import order.
 
-    They import by name and rename nothing, so that their imports and exports can go once no two
-    have a name in common.
+    They import by name without renaming, so imports and exports can be removed if all top-level
+    names are unique.
     """
     parts, owner = [], dict[str, str]()
     for name in _ordered("app", files, {}):

@@ -1,6 +1,6 @@
-"""What the page offers to choose from: schedules, costs, colours, and files.
+"""Choices that the playground offers: schedules, costs, colors and files.
 
-Those given on the command line are read once at the start, and known by keys, not paths.
+Files from the command line are read once at the start, and identified by keys instead of paths.
 """
 
 from collections.abc import Iterable, Sequence
@@ -40,11 +40,11 @@ PRESETS: tuple[dict[str, object], ...] = (
 )
 
 EXAMPLE = "example"
-"""The key of the trace that is shown where the reader has opened none."""
+"""Key of the trace that is shown until the user opens a trace."""
 
 
 class Sort(StrEnum):
-    """What a file holds."""
+    """Type of a file's content."""
 
     SCHEDULE = "schedule"
     COSTS = "costs"
@@ -53,32 +53,32 @@ class Sort(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A file that the page offers; `detail` says what is in it."""
+    """A file that the playground offers; `detail` summarizes its content."""
 
     key: str
     sort: Sort
     detail: dict[str, object]
     file: FileText
     preset: bool = False
-    """Whether it is a preset, not a file of the user."""
+    """Whether it is a preset rather than a user's file."""
 
 
 def read_given(paths: Iterable[str | Path]) -> list[Given]:
-    """Return the files at `paths`, checked.
+    """Read and check the files at `paths`.
 
     Raises:
-        ScheduleError: one cannot be read, or is no schedule, costs or trace.
+        ScheduleError: a file cannot be read, or is not a schedule, costs or a trace.
     """
     return [_read(f"{at}-{Path(path).name}", Path(path)) for at, path in enumerate(paths)]
 
 
 def read_presets(folder: Path) -> list[Given]:
-    """Return the costs files in a folder that may be missing, checked.
+    """Read and check the costs files in a folder, which may be missing.
 
-    `NAME.about.json` says how NAME.json was measured and is none.
+    `NAME.about.json` documents the measurement of NAME.json and is skipped.
 
     Raises:
-        ScheduleError: a file cannot be read, or holds no costs.
+        ScheduleError: a file cannot be read, or does not contain costs.
     """
     presets = []
     for path in sorted(folder.glob("*.json")):
@@ -105,7 +105,7 @@ def _read(key: str, path: Path) -> Given:
 
 
 def _look_into(file: FileText) -> tuple[Sort, dict[str, object]]:
-    """Return what the file holds, told by its keys; raises ScheduleError if it is none."""
+    """Detect a file's content by its keys; raises ScheduleError if it is unknown."""
     if file.name.endswith(".csv"):
         return Sort.SCHEDULE, {}
     data = parse_object(file.text, "the file")
@@ -123,7 +123,7 @@ def _look_into(file: FileText) -> tuple[Sort, dict[str, object]]:
 
 
 def example_trace() -> Given:
-    """Return a trace as training writes one, of a step in which all devices stall once."""
+    """Make a trace in training's format of a step in which all devices stall once."""
     schedule = make("v-half", 4, 8)
     costs = Costs.uniform(4, 8, 900.0, 1000.0, 800.0, 40.0)
     planned = simulate(schedule, costs)
@@ -141,7 +141,7 @@ def example_trace() -> Given:
 
 
 def offers(given: Sequence[Given] = ()) -> dict[str, object]:
-    """Return everything that the page needs before the first choice."""
+    """Return all data that the playground needs before the first choice."""
     return {
         "schedules": [
             {

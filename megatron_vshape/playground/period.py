@@ -1,4 +1,4 @@
-"""The repeat of a timeline: what comes again in its middle, and how long it is."""
+"""Period of a timeline: the repeating part of the steady phase, and its length."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,16 +9,16 @@ from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.playground.picture import Period
 
 LEAST_SEEN = 4
-"""Microbatches whose passes must come again: fewer do so by chance."""
+"""Minimum microbatches whose passes must repeat; fewer may repeat by chance."""
 
 
 def period_of(timeline: Timeline, microbatches: int | None = None) -> Period | None:
-    """Return the repeat in the middle of the stable phase; None if there is none to be seen.
+    """Return the repeating part in the middle of the steady phase; None if there is none.
 
-    `microbatches` are those of the building block; of an order that no block stands for they are
-    found. The length is that of the turn: forwards of stage 0 may run ahead of the
-    rhythm. Where a block stands behind an order too short for its passes to come again, it is the
-    work of the busiest device, which is what the block's interval is of.
+    `microbatches` is the number of microbatches in the building block; without a block it is
+    detected. The length is measured at the last stage, because forwards of stage 0 may run ahead.
+    If a schedule with a block is too short for its passes to repeat, the length is the work of the
+    busiest device for these microbatches, which equals the block's interval.
     """
     schedule = timeline.schedule
     if microbatches is None:
@@ -42,7 +42,7 @@ def period_of(timeline: Timeline, microbatches: int | None = None) -> Period | N
 
 
 def repeating_microbatches(timeline: Timeline) -> int | None:
-    """Return of how many microbatches the repeat in the middle is; None if seen too rarely."""
+    """Return the number of microbatches in the repeating part; None if it repeats too rarely."""
     schedule = timeline.schedule
     last, count = schedule.num_stages - 1, schedule.num_microbatches
     starts = _all_starts(timeline, range(count))
@@ -56,7 +56,7 @@ def repeating_microbatches(timeline: Timeline) -> int | None:
         if len(middle) < max(2 * size, LEAST_SEEN):
             return None
         length = turns[middle[0] + size] - turns[middle[0]]
-        # The turns are looked at first: in most orders they tell at once that it does not.
+        # Check the last stage first: for most orders this fails at once.
         if all(_same(turns[at + size] - turns[at], length) for at in middle) and _repeats(
             starts, middle, size, length
         ):
@@ -78,7 +78,7 @@ def _same(difference: float, length: float) -> bool:
 
 
 def _repeats(starts: Mapping[Pass, float], middle: range, size: int, length: float) -> bool:
-    """Return whether all passes in the middle come again `length` later, `size` microbatches on."""
+    """Return whether all passes in the middle repeat after `length`, `size` microbatches later."""
     return all(
         _same(
             starts.get(work._replace(microbatch=work.microbatch + size), math.nan) - start, length
@@ -89,7 +89,7 @@ def _repeats(starts: Mapping[Pass, float], middle: range, size: int, length: flo
 
 
 def _starts(timeline: Timeline, kind: Kind, stage: int, microbatches: Sequence[int]) -> list[float]:
-    """Return when the microbatches have this part of a stage begun, in order of time."""
+    """Return the start times of this part of a stage for these microbatches, in time order."""
     return [
         start
         for work, start, _ in timeline.slots(timeline.schedule.placement[stage])

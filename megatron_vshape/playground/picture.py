@@ -1,6 +1,6 @@
-"""A timeline as the page reads it: a header in JSON, then the passes as typed arrays.
+"""Binary format of a timeline for the browser: a JSON header, then the passes as typed arrays.
 
-393,216 passes are 12 MB that the browser uses as they lie, where JSON would be parsed for a second.
+393,216 passes are 12 MB that the browser uses without parsing; JSON would need a second.
 """
 
 import json
@@ -21,7 +21,7 @@ from megatron_vshape.view.numbers import messages_per_microbatch
 from megatron_vshape.view.palette import ink, shade
 
 KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW)
-"""The number of a kind in the arrays is its place here."""
+"""The index of a kind is its number in the arrays."""
 
 ARRAYS = (
     ("start", "<f8"),
@@ -32,12 +32,12 @@ ARRAYS = (
     ("stage", "<u2"),
     ("kind", "u1"),
 )
-"""In this order behind the header, so that each begins at a multiple of its width."""
+"""Arrays after the header, in an order that aligns each to a multiple of its width."""
 
 
 @dataclass(frozen=True, slots=True)
 class Period:
-    """Where one repeat of the building block begins, how long it is, and whose passes it has."""
+    """Start and length of one repeat of the building block, and its microbatches."""
 
     start: float
     length: float
@@ -47,16 +47,16 @@ class Period:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What stands beside a timeline and does not follow from it alone."""
+    """Context of a timeline that does not follow from it."""
 
     in_bytes: bool = False
-    """Whether memory is bytes; else it is chunks."""
+    """Whether memory is in bytes rather than chunks."""
 
     in_us: bool = False
-    """Whether times are microseconds; else the reader knows their unit."""
+    """Whether times are in microseconds; otherwise the unit is the user's."""
 
     in_passes: bool = False
-    """Whether times are in passes of equal length, whatever the unit of the costs."""
+    """Whether times are in passes of equal length, regardless of the costs' unit."""
 
     limit: float | None = None
     """Memory limit per rank, in the memory unit of the costs."""
@@ -72,18 +72,18 @@ class Facts:
     title: str = ""
     note: str = ""
     recipe: str = ""
-    """The arguments of `megatron-vshape` that make this schedule again."""
+    """Arguments of `megatron-vshape` that make this schedule."""
 
     no_recipe: str = ""
-    """Why no command makes it, where the reader may wonder."""
+    """Reason why no command makes it, if that may be unexpected."""
 
     train: str = ""
-    """The name by which `--pipeline-schedule` runs it; empty where only a file of it can be."""
+    """Name for `--pipeline-schedule`; empty if only a schedule file can be used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A timeline with its costs and facts; `late` is by how much each pass was late, if known."""
+    """A timeline with its costs and facts; `late` is the delay of each pass, if known."""
 
     timeline: Timeline
     costs: Costs
@@ -92,7 +92,7 @@ class Picture:
 
 
 def encode(pictures: Sequence[Picture], more: Mapping[str, object] | None = None) -> bytes:
-    """Return the header's length, the header and the arrays of all pictures."""
+    """Encode pictures: the header's length, the header and all arrays."""
     header = {**(more or {}), "timelines": [_header(each) for each in pictures]}
     text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
     text += b" " * (-(len(text) + 4) % 8)
@@ -108,7 +108,7 @@ def _columns(picture: Picture) -> Iterable[np.ndarray]:
     timeline, order = picture.timeline, picture.timeline.schedule.order
     place = {kind: at for at, kind in enumerate(KINDS)}
     devices = range(timeline.schedule.num_devices)
-    # of other kinds, such as copies, the page shows what they leave in memory
+    # Other kinds, such as copies, are not drawn; the memory curve shows their effect.
     drawn = np.fromiter((work.kind in place for row in order for work in row), np.bool_)
     passes = [work for row in order for work in row if work.kind in place]
     size = len(passes)
@@ -164,7 +164,7 @@ def _numbers(picture: Picture) -> dict[str, object]:
 
 
 def palette() -> dict[str, object]:
-    """Return the colours of figures, by kind, for up to eight chunks a device."""
+    """Return the figures' colors by kind, for up to eight chunks per device."""
     sizes = range(1, 9)
     kinds = (Kind.F, Kind.B, Kind.W)
     fills = [[[shade(k, c, n) for c in range(n)] for k in kinds] for n in sizes]

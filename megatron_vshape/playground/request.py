@@ -1,4 +1,4 @@
-"""What the page may ask for, checked field by field before any work is done."""
+"""Requests of the playground, validated field by field before any work."""
 
 import math
 import re
@@ -17,27 +17,27 @@ from megatron_vshape.core.paper.catalogue import OPTIONS
 MAX_DEVICES = 256
 MAX_MICROBATCHES = 16_384
 MAX_PASSES = 1_600_000
-"""Maximum passes of a request; the page is smooth at a quarter of this."""
+"""Maximum passes of a request; interaction is smooth up to a quarter of this."""
 
 MAX_TEXT = 32 * 2**20
-"""Bytes of a file that is loaded on the page."""
+"""Maximum bytes of a file that is opened in the playground."""
 
 MAX_SECONDS = 600.0
 
 PLAN_CHUNKS = (2, 4)
-"""Most stages a device that a plan may be asked for."""
+"""Supported maximum chunks per rank of a plan."""
 
 MOST_CHUNKS = 4
-"""Stages a device where nothing else is asked for; most models have the layers for it."""
+"""Default chunks per rank; most models have enough layers."""
 
 _LARGEST = 1e12
 
 _OF_CHUNKS = re.compile(r"([a-z0-9-]+):([0-9]{1,9})", re.ASCII)
-"""A name with the stages a device, as the command line has it: interleaved-1f1b:4."""
+"""A name with chunks per rank, as on the command line: interleaved-1f1b:4."""
 
 
 class FieldError(ScheduleError):
-    """What one field of the page says is wrong; the page marks the field and shows the text."""
+    """An invalid field of a request; the playground marks the field and shows the text."""
 
     def __init__(self, field: str, text: str) -> None:
         super().__init__(text)
@@ -45,7 +45,7 @@ class FieldError(ScheduleError):
 
 
 class Want(StrEnum):
-    """What is to be made."""
+    """The requested result."""
 
     TIMELINE = "timeline"
     STEPS = "steps"
@@ -56,7 +56,7 @@ class Want(StrEnum):
 
 
 class Source(StrEnum):
-    """Where a schedule comes from."""
+    """The source of a schedule."""
 
     NAME = "name"
     FILE = "file"
@@ -65,22 +65,22 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FileText:
-    """A file that was loaded on the page or given on the command line."""
+    """A file opened in the playground, or given on the command line."""
 
     name: str
     text: str
     path: str = ""
-    """As the command line has it; the page knows none of a file that is loaded on it."""
+    """Path on the command line; empty for a file opened in the playground."""
 
     @property
     def argument(self) -> str:
-        """Return what a command is to be given to read it, in the folder of the server."""
+        """Shell argument that names the file in the server's folder."""
         return shlex.quote(self.path or self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """What the embedding or the head adds to its stage, in the units of the pass times."""
+    """Additional cost of the embedding or output layer, in the units of the pass times."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -90,7 +90,7 @@ class Extra:
 
 @dataclass(frozen=True, slots=True)
 class CostChoice:
-    """Pass times of one chunk, 1 / (2 * devices) of the model, or a costs file in their place."""
+    """Pass times of one chunk (1 / (2 * devices) of the model), or a costs file."""
 
     forward: float = 1.0
     backward: float = 1.0
@@ -103,7 +103,7 @@ class CostChoice:
 
 @dataclass(frozen=True, slots=True)
 class NamedChoice:
-    """A schedule of the catalogue; None: as the catalogue has it."""
+    """A catalogue schedule; None selects the catalogue's default."""
 
     name: str
     chunks: int | None = None
@@ -112,14 +112,14 @@ class NamedChoice:
 
 @dataclass(frozen=True, slots=True)
 class FileChoice:
-    """The schedule in a file."""
+    """A schedule from a file."""
 
     file: FileText
 
 
 @dataclass(frozen=True, slots=True)
 class PlanChoice:
-    """The adaptive scheduler's order for the chosen costs, where a device holds `limit` at most."""
+    """A plan for the chosen costs, with at most `limit` memory per rank."""
 
     limit: float
     limit_in_gib: bool = False
@@ -134,27 +134,27 @@ ScheduleChoice = NamedChoice | FileChoice | PlanChoice
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Everything that a picture depends on; equal requests have equal answers."""
+    """All inputs of an answer; equal requests have equal answers."""
 
     want: Want
     devices: int
     microbatches: int
     costs: CostChoice
-    schedule: ScheduleChoice | None = None  # None: for the frontier, or what was measured
-    trace: FileText | None = None  # of what was measured
+    schedule: ScheduleChoice | None = None  # None: for the frontier or a measured trace
+    trace: FileText | None = None  # a measured trace
     plans: bool = False
     """Whether the frontier has plans in addition to the published schedules."""
 
 
 Files = Mapping[str, FileText]
-"""The files given on the command line, by the key that the page calls them by."""
+"""Files given on the command line, by the playground's keys."""
 
 
 def parse_request(data: object, files: Files) -> Request:
-    """Return the request in decoded JSON.
+    """Parse and validate a request from decoded JSON.
 
     Raises:
-        FieldError: a value is missing or impossible; names the field.
+        FieldError: a value is missing or invalid; names the field.
     """
     body = _object(data, "request")
     _known(body, ("want", "devices", "microbatches", "costs", "schedule", "trace", "plans"))
@@ -200,7 +200,7 @@ def _schedule(data: object, files: Files) -> ScheduleChoice:
 
 
 def _chunks_of(choice: NamedChoice | PlanChoice) -> int:
-    """Return how many stages a device has, or may have."""
+    """Return the (maximum) number of stages per device."""
     if isinstance(choice, PlanChoice):
         return choice.chunks
     return choice.chunks or catalogue.usual_chunks(choice.name.rstrip("+"))
@@ -246,7 +246,7 @@ def _extra(data: object, field: str) -> Extra:
 
 
 def _file(data: object, files: Files, field: str) -> FileText:
-    """Return a file by the key of one that was given, or by its text; never by its path."""
+    """Return a file by the key of one given at the start, or by its text; never by its path."""
     body = _object(data, field)
     _known(body, ("key", "name", "text"), field)
     key = body.get("key")
@@ -265,7 +265,7 @@ def _file(data: object, files: Files, field: str) -> FileText:
 
 
 def check_drawn(schedule: Schedule) -> None:
-    """Raise ScheduleError if a schedule that a file holds is more than the page draws."""
+    """Raise ScheduleError if the schedule of a file is too large for the playground."""
     if schedule.num_devices > MAX_DEVICES:
         raise ScheduleError(
             f"it is for {schedule.num_devices:,} devices; the page draws up to {MAX_DEVICES}"

@@ -1,4 +1,4 @@
-"""From a choice to its schedule: of the catalogue, from a file, or planned."""
+"""Make the schedule of a choice: from the catalogue, a file or a plan."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,10 +30,10 @@ Report = Callable[[dict[str, object]], None]
 def make_choice(
     request: Request, choice: ScheduleChoice, pricing: Pricing, report: Report
 ) -> Answer:
-    """Return the schedule that the request is about, at the costs of its stages.
+    """Make the requested schedule, with the costs of its stages.
 
     Raises:
-        FieldError: it cannot be made; names the field to blame.
+        FieldError: the schedule cannot be made; names the field.
     """
     if isinstance(choice, NamedChoice):
         report({"doing": f"making {choice.name}"})
@@ -52,7 +52,7 @@ def make_named(
     cut: Cut | None = None,
     progress: Callable[[int, float, float], None] | None = None,
 ) -> Answer:
-    """Return the catalogue's schedule of this name, at the costs that `cut` gives or unit costs."""
+    """Make the catalogue schedule of this name, with costs from `cut` or unit costs."""
     given = {"num_chunks": choice.chunks, "group_size": choice.group_size}
     choices = tuple((key, count) for key, count in given.items() if count is not None)
     sizes = request.devices, request.microbatches
@@ -65,7 +65,7 @@ def make_named(
 
 
 def catalogue_name(schedule: Schedule) -> str:
-    """Return the name by which the catalogue makes this very schedule; empty if it makes none."""
+    """Return the schedule's name if the catalogue makes exactly this schedule; otherwise empty."""
     try:
         made = make(schedule.name, schedule.num_devices, schedule.num_microbatches)
     except ScheduleError:
@@ -74,10 +74,10 @@ def catalogue_name(schedule: Schedule) -> str:
 
 
 def read_schedule(file: FileText) -> Schedule:
-    """Return the proved schedule in a file's text.
+    """Parse and verify the schedule in a file's text.
 
     Raises:
-        FieldError: it is none, too large to draw, or cannot run.
+        FieldError: the text is not a schedule, or the schedule is infeasible or too large to draw.
     """
     path = PurePath(file.name)
     try:
@@ -93,7 +93,7 @@ def read_schedule(file: FileText) -> Schedule:
 
 
 def make_planned(request: Request, choice: PlanChoice, pricing: Pricing, report: Report) -> Answer:
-    """Return the adaptive scheduler's order, its limits in the costs' unit, and its lower bound."""
+    """Plan a schedule; the result has its limits in the costs' unit, and its lower bound."""
     if choice.limit_in_gib and not pricing.in_bytes:
         raise FieldError("limit", "a limit in GiB needs a costs file; enter chunks instead")
     if pricing.in_bytes and not choice.limit_in_gib:
@@ -117,7 +117,7 @@ def make_planned(request: Request, choice: PlanChoice, pricing: Pricing, report:
 
 
 def _progress(report: Report) -> Callable[[int, float, float], None]:
-    """Return what tells of a search."""
+    """Return a progress callback for a search."""
 
     def progress(steps: int, value: float, bound: float) -> None:
         report({"doing": "planning", "steps": steps, "value": value, "bound": bound})

@@ -1,8 +1,8 @@
-"""What the server refuses before any handler sees it, and the headers every answer carries.
+"""Rejection of foreign requests before any handler, and security headers of all responses.
 
-The server listens on this machine alone, but any web page in the same browser can send it
-requests. So the Host must be one of ours (a name that is re-bound to this machine is not), and
-a request that a browser sends for another page is refused by its Origin or Sec-Fetch-Site.
+The server listens on this machine only, but any web page in the same browser can send it requests.
+So the Host must be one of ours, which protects against DNS rebinding. A request that a browser
+sends for another page is rejected by its Origin or Sec-Fetch-Site.
 """
 
 from collections.abc import Collection, Mapping
@@ -30,10 +30,10 @@ _READS = ("GET", "HEAD")
 
 
 class Guard:
-    """Refuses foreign hosts, foreign pages, other methods and large bodies.
+    """Reject foreign hosts, foreign pages, other methods and large bodies.
 
-    `hosts` are what browsers call the server by itself, `tunnels` what they call a tunnel or proxy
-    before it, which may speak HTTPS with them.
+    `hosts` are the server's addresses, `tunnels` the addresses of a tunnel or proxy in front of it,
+    which may use HTTPS.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str], tunnels: Collection[str] = ()) -> None:
@@ -73,7 +73,7 @@ class Guard:
         if method not in (*_READS, "POST"):
             return 405, "this server knows GET, HEAD and POST"
         if scope["path"].endswith("\n"):
-            return 404, "there is no such path"  # a route's pattern would let it pass
+            return 404, "there is no such path"  # a route's pattern would accept it
         return self._foreign(headers, scope) or _body_refusal(headers, method)
 
     def _foreign(self, headers: Headers, scope: Scope) -> tuple[int, str] | None:
@@ -85,7 +85,7 @@ class Guard:
             return None
         followed = headers.get("sec-fetch-mode") == "navigate" and scope["method"] in _READS
         if followed and headers.get("sec-fetch-dest") == "document" and scope["path"] == "/":
-            return None  # a link in a message to the page itself
+            return None  # a link to the playground, such as in a message
         return 403, "this request comes from another page"
 
 

@@ -1,4 +1,4 @@
-"""The server of the page: a few fixed files, what it offers, and the making of schedules."""
+"""Server of the playground: a few fixed files, the choices, and schedules on request."""
 
 import asyncio
 import json
@@ -23,29 +23,29 @@ from megatron_vshape.playground.worker_pool import Busy, Pool
 logger = logging.getLogger(__name__)
 
 BODY_S = 10.0
-"""Seconds in which all of a request must have come."""
+"""Maximum seconds to receive a request."""
 
 
 class _TooLarge(Exception):
-    """The body goes on beyond what is allowed."""
+    """The request body exceeds the limit."""
 
 
 def loopback_hosts(port: int) -> tuple[str, ...]:
-    """Return what a browser on this machine may call the server."""
+    """Return the addresses of this server for browsers on this machine."""
     return hosts_at(port, "127.0.0.1", "localhost", "[::1]")
 
 
 def hosts_at(port: int, *names: str) -> tuple[str, ...]:
-    """Return what a browser sends as Host to a server of these names; it leaves port 80 out."""
+    """Return the Host headers of browsers for these names; they omit port 80."""
     return tuple(f"{name}:{port}" for name in names) + (names if port == 80 else ())
 
 
 def make_app(
     hosts: Collection[str], given: Sequence[Given] = (), tunnels: Collection[str] = ()
 ) -> Starlette:
-    """Return the application that offers the files `given` and answers to `hosts` and `tunnels`.
+    """Return the application; it offers the files `given` and accepts `hosts` and `tunnels`.
 
-    A tunnel may be called by HTTPS.
+    Only a tunnel may use HTTPS.
     """
     page = _Site(given)
     routes = [
@@ -73,7 +73,7 @@ def _refused(status: int, text: str) -> Response:
 
 
 class _Site:
-    """The handlers, and what they share."""
+    """Request handlers and their shared state."""
 
     def __init__(self, given: Sequence[Given]) -> None:
         self.static_files = static_files()
@@ -114,7 +114,7 @@ class _Site:
             return _refused(408, f"the request had not come within {BODY_S:g} s; send it again")
         except ClientDisconnect:
             logger.debug("a browser went away before its request had come")
-            return Response(status_code=400)  # which nobody reads
+            return Response(status_code=400)  # the client is gone
         except FieldError as error:
             return JSONResponse({"field": error.field, "text": str(error)}, 422)
         frames = self.pool.answer(asked)
@@ -122,7 +122,7 @@ class _Site:
 
 
 async def _stream(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Pass the frames on; when the browser has gone away, the work is ended."""
+    """Forward the frames; if the browser disconnects, end the work."""
     try:
         async with aclosing(frames) as closing:  # type: ignore[type-var]
             async for each in closing:
@@ -147,5 +147,5 @@ def _decode(body: bytes) -> object:
         return json.loads(body)
     except RecursionError:
         raise FieldError("request", "the request is nested too deep") from None
-    except ValueError:  # no JSON, no UTF-8, or a number of too many digits
+    except ValueError:  # not JSON, not UTF-8, or a number with too many digits
         raise FieldError("request", "the request is not valid JSON") from None

@@ -1,4 +1,4 @@
-"""From the costs that the page shows to the costs of a schedule's stages."""
+"""Convert the playground's costs to costs of a schedule's stages."""
 
 from megatron_vshape.core.ask import AUTO, Cut, Question
 from megatron_vshape.core.model.costs import Costs, Piece, regroup
@@ -8,11 +8,11 @@ from megatron_vshape.playground.request import CostChoice, Extra, FieldError
 from megatron_vshape.view.numbers import base_peak
 
 _CHUNKS = (4, 2, 1)
-"""Stages a device that a plan's costs are added up to, the most first."""
+"""Chunks per rank that a plan's costs are merged to, most first."""
 
 
 class Pricing:
-    """The costs of the model, ready to be cut into the stages of any schedule."""
+    """Costs of the model, for the stages of any schedule."""
 
     def __init__(self, choice: CostChoice) -> None:
         self.choice = choice
@@ -25,13 +25,13 @@ class Pricing:
 
     @property
     def in_bytes(self) -> bool:
-        """Return whether memory is bytes and time microseconds, not chunks and passes."""
+        """Whether memory is in bytes and time in microseconds, rather than chunks and passes."""
         return self.measured is not None
 
     def plan_costs(self, num_devices: int, most_chunks: int) -> Costs:
-        """Return the costs of as many stages as a plan of up to `most_chunks` a device may have.
+        """Return the costs of the stages of a plan with at most `most_chunks` stages per device.
 
-        A costs file has them added up only where it tells more stages apart than that.
+        Stages of a costs file are merged only if it has more.
         """
         if self.measured is None:
             return self.costs_for(num_devices, most_chunks * num_devices)
@@ -48,16 +48,16 @@ class Pricing:
         return self.costs_for(num_devices, chunks * num_devices)
 
     def question(self, devices: int, microbatches: int, most_chunks: int) -> Question:
-        """Return the question for the best order at these costs, or for what it then names."""
+        """Return the request for the best schedule at these costs."""
         costs = self.plan_costs(devices, most_chunks)
         return Question(AUTO, devices, microbatches, costs, self.cut(devices))
 
     def cut(self, devices: int) -> Cut:
-        """Return what gives the costs of any number of stages on so many devices."""
+        """Return a function from the number of stages to the costs on these devices."""
         return lambda num_stages, _: self.costs_for(devices, num_stages)
 
     def base_peak(self, num_devices: int) -> float | None:
-        """Return what 1F1B holds at these costs; None if a costs file does not say."""
+        """Return the peak of 1F1B at these costs; None if the costs file does not allow it."""
         try:
             return base_peak(num_devices, self.costs_for(num_devices, num_devices))
         except FieldError:
@@ -67,7 +67,7 @@ class Pricing:
         """Return the costs of `num_stages` stages on `num_devices` devices.
 
         Raises:
-            FieldError: the file's stages cannot be added up to these.
+            FieldError: the stages of the file cannot be merged to these.
         """
         if self.measured is not None:
             try:

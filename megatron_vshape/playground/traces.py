@@ -1,4 +1,4 @@
-"""Measured traces: read back from the Perfetto form, and compared with what was planned."""
+"""Read measured Perfetto traces, and compare them with the plan."""
 
 import math
 import re
@@ -28,17 +28,17 @@ _DEVICE = re.compile(r"(?:device|rank)\s*([0-9]{1,6})", re.IGNORECASE)
 
 
 _Rows = dict[int, list[tuple[float, float, Pass]]]
-"""The passes of one timeline in a trace, device by device: (start, end, pass)."""
+"""Passes of one timeline in a trace, by device: (start, end, pass)."""
 
 
 def measured_pictures(trace: FileText, pricing: Pricing) -> list[Picture]:
-    """Return the planned timeline and the measured one, with how late each pass of it ran.
+    """Return the planned and the measured timeline, with the delay of each measured pass.
 
-    The plan is the trace's own if it has one. Else it is the same order at the chosen costs
-    file's times, or at the typical times of the trace itself.
+    The plan is part of the trace, if present. Otherwise it is the same order with times from the
+    chosen costs file, or with the median times of the trace.
 
     Raises:
-        FieldError: the file is no trace, or its passes are no schedule.
+        FieldError: the file is not a trace, or its passes do not form a schedule.
     """
     try:
         planned, measured = _read(trace)
@@ -47,7 +47,7 @@ def measured_pictures(trace: FileText, pricing: Pricing) -> list[Picture]:
             measured.schedule.order,
             measured.schedule.joint,
         ):
-            planned = None  # times of another order say nothing about this one
+            planned = None  # times of another order do not apply to this order
         costs = _costs(measured, pricing)
         if planned is None:
             planned = simulate(measured.schedule, costs)
@@ -71,10 +71,10 @@ def measured_pictures(trace: FileText, pricing: Pricing) -> list[Picture]:
 
 
 def delays(planned: Timeline, measured: Timeline) -> tuple[tuple[float, ...], ...]:
-    """Return by how much each pass is itself to blame for being late; 0 where it is not.
+    """Return the delay that each pass adds; 0 if it adds none.
 
-    A pass inherits the delay of the pass before it and of those it reads; what it adds to the
-    greatest of these is its own. Both timelines start at 0 and have the same order.
+    A pass inherits the maximum delay of the previous pass and of its inputs; only the excess is its
+    delay. Both timelines start at 0 and have the same order.
     """
     schedule = planned.schedule
     table = NeedTable(schedule.num_stages, schedule.kinds)
@@ -97,7 +97,7 @@ def delays(planned: Timeline, measured: Timeline) -> tuple[tuple[float, ...], ..
 
 
 def _costs(measured: Timeline, pricing: Pricing) -> Costs:
-    """Return the chosen file's costs, else each stage's typical times in the trace."""
+    """Return the costs of the chosen file, or each stage's median times in the trace."""
     schedule = measured.schedule
     if pricing.in_bytes:
         return pricing.costs_for(schedule.num_devices, schedule.num_stages)
@@ -123,7 +123,7 @@ def _costs(measured: Timeline, pricing: Pricing) -> Costs:
 
 
 def _read(trace: FileText) -> tuple[Timeline | None, Timeline]:
-    """Return the planned timeline, if there is one, and the measured one."""
+    """Read the planned timeline, if there is one, and the measured one."""
     data = parse_object(trace.text, "the trace")
     events = events_of(data)
     names = _process_names(events)
@@ -141,7 +141,7 @@ def _read(trace: FileText) -> tuple[Timeline | None, Timeline]:
 
 
 def events_of(data: dict[str, object]) -> list[object]:
-    """Return the events of a trace; raises ScheduleError where it has no list of them."""
+    """Return the events of a trace; raises ScheduleError if it has no list of events."""
     events = data.get("traceEvents")
     if not isinstance(events, list):
         raise ScheduleError(
@@ -167,7 +167,7 @@ def _process_names(events: list[object]) -> dict[int, str]:
 
 
 def _add(event: dict[str, object], names: dict[int, str], planned: _Rows, measured: _Rows) -> None:
-    """Add the event to its timeline, if it is a pass; what else a trace holds is passed over."""
+    """Add an event to its timeline if it is a pass; other events are ignored."""
     text, pid = event.get("name"), event.get("pid")
     try:
         step = parse_step(text)  # type: ignore[arg-type]
@@ -190,7 +190,7 @@ def _add(event: dict[str, object], names: dict[int, str], planned: _Rows, measur
 
 
 def _timeline(found: _Rows, name: str) -> Timeline:
-    """Return the timeline of these passes; a stage is on the device that runs its passes."""
+    """Build the timeline of these passes; the device that runs a stage's passes has the stage."""
     devices = max(found) + 1
     rows = [sorted(found.get(device, []), key=itemgetter(0, 1)) for device in range(devices)]
     home = {work.stage: device for device, row in enumerate(rows) for _, _, work in row}

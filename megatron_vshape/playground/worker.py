@@ -1,6 +1,6 @@
-"""The process that makes schedules: requests come on stdin, frames go to stdout.
+"""Worker process of the playground: reads requests from stdin, writes frames to stdout.
 
-Apart from the server, so that a long plan never holds the page up and can be ended by ending it.
+Separate from the server, so that a long plan does not block the web UI and can be killed.
 """
 
 import json
@@ -21,33 +21,33 @@ from megatron_vshape.playground.request import FieldError, Request
 logger = logging.getLogger(__name__)
 
 LENGTH = struct.Struct("<I")
-"""Of a request on stdin, before its bytes."""
+"""Length of a request on stdin, before its bytes."""
 
 HEAD = struct.Struct("<cI")
 """Header of a frame: its type and the number of bytes."""
 
 MOST_MEMORY = 6 * 2**30
-"""Bytes of address space; a hostile file ends the request, not the machine."""
+"""Bytes of address space; a hostile file ends its request, not the machine."""
 
 _QUIET = 0.1
-"""Seconds between two progress frames of the same work without a point: a reader sees no more."""
+"""Minimum seconds between two progress frames of the same phase without a point."""
 
 
 class Frame(StrEnum):
-    """What a frame holds."""
+    """Type of a frame's content."""
 
-    PROGRESS = "P"  # JSON: what is known so far
-    RESULT = "R"  # the answer, as picture.py has it
-    ERROR = "E"  # JSON: the field to blame and a sentence
+    PROGRESS = "P"  # JSON: progress
+    RESULT = "R"  # the answer, encoded by picture.py
+    ERROR = "E"  # JSON: the field and the error
 
 
 def frame(kind: Frame, body: bytes) -> bytes:
-    """Return one frame."""
+    """Encode one frame."""
     return HEAD.pack(kind.encode(), len(body)) + body
 
 
 def error_frame(field: str, text: str) -> bytes:
-    """Return the frame that says what is wrong with which field."""
+    """Encode an error of a field."""
     return frame(Frame.ERROR, json.dumps({"field": field, "text": text}).encode())
 
 
@@ -55,14 +55,14 @@ def main() -> None:
     """Answer requests until stdin ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a stray print is no frame
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # redirects stray prints away from the frames
     while head := sys.stdin.buffer.read(LENGTH.size):
         request = pickle.loads(sys.stdin.buffer.read(LENGTH.unpack(head)[0]))
         _write(answers, answer(request, answers))
 
 
 def answer(request: Request, progress: BinaryIO) -> bytes:
-    """Return the last frame of the answer; frames of progress are written on the way."""
+    """Return the last frame of the answer, after writing progress frames."""
     last, doing = 0.0, object()
 
     def report(known: dict[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""A few worker processes, kept warm; one that is abandoned in mid-work is ended and replaced."""
+"""Pool of warm worker processes; a worker of an abandoned request is killed and replaced."""
 
 import asyncio
 import hashlib
@@ -13,18 +13,18 @@ from megatron_vshape.playground.worker import HEAD, LENGTH, Frame, error_frame
 
 WORKERS = 2
 WAITING = 16
-"""Requests that wait for a worker; more are turned away."""
+"""Maximum requests that wait for a worker; further requests are rejected."""
 
 KEPT_BYTES = 192 * 2**20
 """Maximum bytes of cached results, for fast navigation."""
 
 
 class Busy(Exception):
-    """Too many requests wait already."""
+    """Too many requests are waiting."""
 
 
 class Pool:
-    """Answers requests in worker processes, and from memory what was answered before."""
+    """Answer requests in worker processes, with a cache of earlier answers."""
 
     def __init__(self, workers: int = WORKERS) -> None:
         self._workers = workers
@@ -63,7 +63,7 @@ class Pool:
             self._free.release()
 
     async def close(self) -> None:
-        """End the workers, those at work once the requests they work for are given up."""
+        """End all workers; waits until running requests have ended or been abandoned."""
         for _ in range(self._workers):
             await self._free.acquire()
         while self._idle:
@@ -84,7 +84,7 @@ class Pool:
                 yield each
         except (asyncio.IncompleteReadError, ConnectionError):
             yield error_frame("request", "the worker ended before it had an answer")
-        except BaseException:  # closed or cancelled in the middle: what it writes is nobody's
+        except BaseException:  # closed or cancelled midway: its output belongs to no request
             self._end(worker)
             raise
         else:
@@ -103,7 +103,7 @@ class Pool:
             stdin=PIPE,
             stdout=PIPE,
             limit=2**20,
-            start_new_session=True,  # Ctrl-C is the server's, which ends its workers itself
+            start_new_session=True,  # the server handles Ctrl-C and ends its workers
         )
 
     def _keep(self, key: str, result: bytes) -> None:
