@@ -1,1 +1,1 @@
-"""Megatron's linear layers with the weight gradient put off from B to W."""
+"""Linear layers whose weight gradients run in W instead of B."""

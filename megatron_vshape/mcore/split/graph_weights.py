@@ -1,9 +1,9 @@
-"""Capture weight gradients in CUDA graphs of their own, which the schedule's W passes replay.
+"""Capture weight gradients in separate CUDA graphs that the schedule's W passes replay.
 
-Transformer Engine can capture the W of a callable apart from its B, always for the callable's
-latest B. So every layer and microbatch becomes a chunk of its own, whose only B is the latest, and
-its W may come any time later. Graphs share one memory pool, in the order of capture: that order
-must be the one of the run, down to the last W.
+Transformer Engine can capture the W of a callable separately from its B, but always for the latest
+B of the callable. So every pair of layer and microbatch becomes a chunk: its only B is then the
+latest, and its W can follow at any time. Graphs share one memory pool in the order of capture.
+Therefore this order must equal the order of the run, including the last W.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from megatron_vshape.runtime.weight_jobs import is_open
 
 logger = logging.getLogger(__name__)
 
-_Job = tuple[GatheringJob, list[Tensor]]  # and the parameters that it adds gradients to
-_WARM_UP = -1  # microbatch of a B that TE runs before it captures; its W follows at once
+_Job = tuple[GatheringJob, list[Tensor]]  # the job and the parameters of its gradients
+_WARM_UP = -1  # microbatch of the B that TE runs before the capture; its W follows immediately
 
 
 def layer_order(
@@ -42,11 +42,11 @@ def layer_order(
     microbatches: int,
     splits_last: bool = False,
 ) -> list[float]:
-    """List a rank's passes layer by layer, as TE's `_order`: n for F, -n for B, -n - 0.5 for W.
+    """List a rank's passes per layer as TE's `_order`: n for F, -n for B, -n - 0.5 for W.
 
-    n counts from 1 by chunk, microbatch and layer, as Megatron counts its graphs. `chunks` has for
-    every layer whether it has weight gradients. With `splits_last`, a chunk's last full backward
-    runs as B, then W, as it does with --overlap-grad-reduce.
+    n starts at 1 and counts by chunk, microbatch and layer, as Megatron numbers its graphs.
+    `chunks` has one flag per layer: whether the layer has weight gradients. With `splits_last`, the
+    last full backward of a chunk runs as B, then W, as with --overlap-grad-reduce.
     """
     starts = [microbatches * sum(map(len, chunks[:at])) for at in range(len(chunks))]
     left = [microbatches] * len(chunks)
@@ -58,6 +58,8 @@ def layer_order(
         left[chunk] -= w
         if Kind.F in kind.does:
             order += [number for number, _ in layers]
+        # With --overlap-grad-reduce, the last full backward of a chunk runs as B, then W. Every
+        # other one runs B and W layer by layer.
         parts = [(b, False), (False, w)] if splits_last and not left[chunk] else [(b, w)]
         for has_b, has_w in parts:
             for number, has_weights in reversed(layers):
@@ -66,10 +68,10 @@ def layer_order(
 
 
 class Capture:
-    """The weight jobs of captured layers while Transformer Engine warms up and captures.
+    """The weight jobs of captured layers during TE's warm-up and capture.
 
-    TE runs the linear layers of a W in the order of a set, which differs from rank to rank, while
-    some jobs gather over ranks. So the first layer that TE calls runs all jobs, in the order of B.
+    TE runs the linear layers of a W in the order of a set, which differs between ranks, while some
+    jobs gather over ranks. So the first layer that TE calls runs all jobs in the order of B.
     """
 
     def __init__(
@@ -79,10 +81,17 @@ class Capture:
         passes: Sequence[ChunkPass],
         splits_last: bool,
     ) -> None:
-        """Take the captured layers of each chunk, all modules in graphs, and the rank's passes."""
+        """Set up the capture.
+
+        Args:
+            chunks: The captured layers of each chunk.
+            covered: All modules that CUDA graphs cover.
+            passes: The passes of this rank.
+            splits_last: Whether the last full backward of a chunk runs as B, then W.
+        """
         self._chunks, self._passes, self._splits_last = chunks, passes, splits_last
-        self._owners: dict[nn.Module, nn.Module] = {}  # of each linear layer: the captured layer
-        self._turns: dict[nn.Module, list[int]] = {}  # microbatches in the order of their W
+        self._owners: dict[nn.Module, nn.Module] = {}  # linear layer -> captured layer
+        self._turns: dict[nn.Module, list[int]] = {}  # microbatches in the order of W
         for at, layers in enumerate(chunks):
             turns = [m for kind, chunk, m in passes if chunk == at and Kind.W in kind.does]
             for layer in layers:
@@ -92,25 +101,25 @@ class Capture:
         self._jobs: dict[tuple[nn.Module, int], list[_Job]] = defaultdict(list)
         self._forwards: dict[nn.Module, int] = defaultdict(int)
         self._weights_run: dict[nn.Module, int] = defaultdict(int)
-        self._running: tuple[nn.Module, int] | None = None  # whose B is captured now
-        self._static: set[int] = set()  # addresses of its tensors that TE lends to other B's
+        self._running: tuple[nn.Module, int] | None = None  # layer and microbatch of its B
+        self._static: set[int] = set()  # addresses of its tensors that TE reuses for other B's
         self._read: set[int] = set()  # addresses that captured jobs read
         self._kept: dict[tuple[nn.Module, int], dict[int, int]] = defaultdict(dict)
         self.parameters: dict[nn.Module, list[Tensor]] = {}
         self.copies = self.most_kept = 0  # number of copies; peak bytes between B and W
 
     def splits(self, layer: nn.Module) -> bool:
-        """Return whether the layer's weight gradient is captured apart from its B."""
+        """Return whether the W of the layer is captured separately from its B."""
         return layer in self._owners
 
     @contextmanager
     def active(self, state: StepState) -> Iterator[None]:
-        """Let linear layers hand their jobs over to this capture."""
+        """Collect the jobs of the linear layers in this capture."""
         with Replaced() as replaced:
             for each in self._owners:
                 replaced.put(each, "backward_dw", partial(self._run, each))
             for layer in self._turns:
-                # Megatron's layers are captured through a method of their own.
+                # TE captures Megatron's layers through this method, not through forward.
                 has_own = hasattr(layer, "_te_cuda_graph_capture")
                 name = "_te_cuda_graph_capture" if has_own else "forward"
                 replaced.put(layer, name, partial(self._forward, layer, getattr(layer, name)))
@@ -123,13 +132,15 @@ class Capture:
     def make(
         self, original: Callable[..., Any], callables: Any, sample_args: Any, **options: Any
     ) -> Any:
-        """Call `original`, Transformer Engine's make_graphed_callables, for F, B and W."""
+        """Call `original`, TE's make_graphed_callables, to capture F, B and W."""
         if not all(hasattr(each, "main_grad") for each in _trained(self._owners)):
             raise StoreError(
                 "CUDA graphs of weight gradients need the main_grad of Megatron's "
                 "DistributedDataParallel, and a parameter has none: add --pipeline-split-graphs off"
             )
         many, enabled = len(sample_args) // len(callables), options.get("fp8_enabled")
+        # TE captures a W only for the latest B of a callable. One entry per layer and microbatch
+        # makes every B the latest one.
         repeated = tuple(each for layers in self._chunks for each in [*layers] * many)
         if isinstance(enabled, tuple):
             of_layer = dict(zip(callables, enabled, strict=True))
@@ -143,12 +154,13 @@ class Capture:
     def _forward(
         self, layer: nn.Module, original: Callable[..., Any], *args: Any, **options: Any
     ) -> Any:
-        """Run a layer's F, and have its B note which microbatch it is of."""
+        """Run the F of a layer. Hooks on its outputs record the microbatch when its B starts."""
         made = original(*args, **options)
         if torch.cuda.is_current_stream_capturing():
             given = {_address(e) for e in tree_leaves((args, options)) if isinstance(e, Tensor)}
             begin = partial(self._begin_backward, (layer, self._forwards[layer]), given)
             self._forwards[layer] += 1
+            # The first gradient that reaches an output marks the start of this B.
             for each in tree_leaves(made):
                 if isinstance(each, Tensor) and each.grad_fn is not None:
                     each.register_hook(begin)
@@ -159,14 +171,16 @@ class Capture:
     ) -> None:
         if running != self._running:
             self._running, self._static = running, set(given)
-        self._static.add(_address(gradient))  # one buffer of TE's for all layers and microbatches
+        self._static.add(_address(gradient))  # TE has one buffer for all layers and microbatches
 
     def put(self, layer: nn.Module, job: GatheringJob, parameters: list[Tensor]) -> None:
-        """Take a job that a B leaves for its W."""
+        """Store a job that a B defers to its W."""
         key = self._owners[layer], _WARM_UP
         if torch.cuda.is_current_stream_capturing():
             assert self._running is not None
             key = self._running
+            # W is replayed after other B's have run, so the job must not read buffers that TE
+            # reuses.
             job.tensors = [self._own(each) for each in job.tensors]
             tensors = plain_tensors(job.tensors)
             self._kept[key] |= {_address(e): e.untyped_storage().nbytes() for e in tensors}
@@ -176,18 +190,18 @@ class Capture:
         self._jobs[key].append((job, parameters))
 
     def _own(self, value: Any) -> Any:
-        """Return a copy of a static tensor: TE lends it to other microbatches once B has run."""
+        """Copy a static tensor; TE reuses its memory for other microbatches after B."""
         if isinstance(value, list | tuple):
             return [self._own(each) for each in value]
         if not isinstance(value, Tensor) or hasattr(value, "get_data_tensors"):
-            return value  # what is quantized, B has made itself
+            return value  # B allocates quantized tensors itself
         if _address(value) not in self._static:
             return value
         self.copies += 1
         return value.clone()
 
     def _run(self, layer: nn.Module) -> None:
-        """Compute the weight gradients that one B of the layer's owner has left."""
+        """Compute the weight gradients that one B of the captured layer has deferred."""
         key = self._owners[layer], _WARM_UP
         if torch.cuda.is_current_stream_capturing():
             key = key[0], self._turns[key[0]][self._weights_run[layer]]
@@ -198,14 +212,15 @@ class Capture:
             self.parameters[key[0]] = [each for _, own in jobs for each in own]
         with torch.no_grad():
             while jobs:
-                job, _ = jobs.pop(0)  # whose tensors may go once it has run
+                job, _ = jobs.pop(0)  # its tensors can be freed once it has run
                 job.begin()
+                # Start the next all-gather now, so that it overlaps with this GEMM.
                 if jobs:
                     jobs[0][0].begin()
                 job()
 
     def check(self, memory: GraphMemory) -> None:
-        """Raise StoreError if a captured W reads memory that another replay may write to."""
+        """Raise StoreError if a captured W reads memory that another replay may overwrite."""
         others = sum(not memory.owns(each) for each in self._read)
         if others:
             raise StoreError(
@@ -219,7 +234,7 @@ def _trained(layers: Collection[nn.Module]) -> list[nn.Parameter]:
 
 
 def _leaves_jobs(layer: nn.Module) -> bool:
-    """Return whether a linear layer's B leaves its weight gradient to a store of ours."""
+    """Return whether the B of a linear layer defers its weight gradient to a JobStore."""
     return bool(_trained([layer])) and isinstance(getattr(layer, "wgrad_store", None), JobStore)
 
 
@@ -228,7 +243,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def replayed(state: StepState, graph: Any, parameters: Sequence[Tensor]) -> Callable[..., Any]:
-    """Return the graphed callable, whose B leaves its W to the schedule's W pass."""
+    """Wrap a graphed callable so that its B defers W to the schedule's W pass."""
 
     def run(*args: Any, **options: Any) -> Any:
         made = graph(*args, **options)
@@ -240,6 +255,8 @@ def replayed(state: StepState, graph: Any, parameters: Sequence[Tensor]) -> Call
         return made
 
     def after_backward(*unused: Any) -> None:
+        # An open bucket means a B whose W comes later; in a full backward, W is replayed
+        # immediately.
         if is_open():
             state.defer(GatheringJob(graph.backward_dw, [], []), parameters)
         else:
@@ -251,7 +268,8 @@ def replayed(state: StepState, graph: Any, parameters: Sequence[Tensor]) -> Call
 
 @contextmanager
 def capturing(helper: Any, capture: Capture | None, state: StepState) -> Iterator[None]:
-    """Run the capture of Megatron's `helper` inside, of F, B and W if there is a `capture`."""
+    """Run the capture of Megatron's `helper` in this context: F and B, and also W with a `capture`.
+    """
     original = cuda_graphs.make_graphed_callables
     make = original if capture is None else partial(capture.make, original)
     with Replaced() as replaced, ExitStack() as stack:
@@ -276,12 +294,12 @@ def capturing(helper: Any, capture: Capture | None, state: StepState) -> Iterato
 
 
 def _savings(helper: Any, original: Callable[..., Any]) -> dict[str, Any]:
-    """Return options of TE's make_graphed_callables that save memory and time, if it has them."""
-    # What the warm-up leaves in the allocator's cache cannot be released during captures.
+    """Return the make_graphed_callables options that save memory and time, if this TE has them."""
+    # The allocator cannot release blocks that the warm-up has cached during captures.
     options: dict[str, Any] = {"post_warmup_hook": torch.cuda.empty_cache}
-    # By default a replayed B clones every gradient that it returns. With fused accumulation those
-    # of weights are dummies, and Megatron's DDP adds the others to main_grad at once, before
-    # another replay can overwrite them.
+    # By default, a replayed B clones every gradient that it returns. With fused accumulation the
+    # weight gradients are dummies. Megatron's DDP adds the other gradients to main_grad
+    # immediately, before another replay can overwrite them.
     if helper.config.gradient_accumulation_fusion:
         if all(hasattr(chunk, "ddp_config") for chunk in helper.model):
             options["clone_param_grads_on_return"] = False

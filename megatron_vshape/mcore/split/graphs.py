@@ -1,8 +1,8 @@
-"""What CUDA graphs cover, and in which order Transformer Engine captures them.
+"""Modules that CUDA graphs cover, and the order in which Transformer Engine captures them.
 
-TE captures the F and the B of every layer and microbatch once, in the order in which they are going
-to run, and replays them. A replayed B computes the weight gradients too: what a graph covers is not
-split, from the first step on, unless `graph_weights` has TE capture weight gradients apart.
+TE captures the F and the B of every layer and microbatch once, in execution order, and replays
+them. A replayed B also computes weight gradients. So the layers that a graph covers are not split
+from the first step on, unless `graph_weights` makes TE capture weight gradients separately.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def cover_whole_layers(options: Any) -> bool:
-    """Return whether the graphs cover every linear layer of every layer of the model."""
+    """Return whether the graphs cover every linear layer of the model."""
     if not captures_graphs(options):
         return False
     scope = graph_scope(options)
@@ -41,14 +41,14 @@ def cover_whole_layers(options: Any) -> bool:
 
 
 def covered(chunks: Iterable[nn.Module]) -> set[nn.Module]:
-    """Return every module of the chunks whose passes are replayed, by what Megatron says of it."""
+    """Return all modules of the chunks whose passes are replayed, according to Megatron."""
     found: set[nn.Module] = set()
     layer: Any
     for chunk in chunks:
         for layer in chunk.modules():
             config = getattr(layer, "config", None)
             if not hasattr(layer, "layer_number"):
-                continue  # stacks of layers can be captured too, for inference
+                continue  # a block of layers; only inference captures these
             if captures_graphs(config) and cuda_graphs._layer_is_graphable(layer, config):
                 for module in layer._get_submodules_under_cudagraphs():
                     found.update(module.modules())
@@ -56,7 +56,7 @@ def covered(chunks: Iterable[nn.Module]) -> set[nn.Module]:
 
 
 class ChunkPass(NamedTuple):
-    """A pass of a rank: its type, its chunk on the rank and its microbatch."""
+    """A pass of a rank: pass type, index of the chunk on the rank, and microbatch."""
 
     kind: Kind
     chunk: int
@@ -64,7 +64,7 @@ class ChunkPass(NamedTuple):
 
 
 def passes_of(program: Program, rank: int, stages: Sequence[int]) -> list[ChunkPass]:
-    """List the passes of a rank's `stages`, in the order of the program."""
+    """List the passes of a rank's `stages` in program order."""
     chunk_of = {stage: at for at, stage in enumerate(stages)}
     return [
         ChunkPass(work.kind, chunk_of[work.stage], work.microbatch)
@@ -75,10 +75,11 @@ def passes_of(program: Program, rank: int, stages: Sequence[int]) -> list[ChunkP
 
 
 def capture_order(program: Program, rank: int, stages: Sequence[int]) -> list[int]:
-    """List a rank's passes as Megatron has them for TE: a chunk's number for F, -number for B.
+    """List a rank's passes in Megatron's format for TE: chunk number for F, negative number for B.
 
-    Chunks are the rank's `stages`, counted from 1. The microbatches of a chunk come in turn, so
-    that a number says which one it is. W is no part of it, and a whole backward is one B.
+    Chunks are the rank's `stages`, counted from 1. The microbatches of a chunk run in ascending
+    order, so the position of a number identifies the microbatch. W is omitted; a full backward
+    counts as B.
     """
     order = []
     for work in passes_of(program, rank, stages):
@@ -88,7 +89,7 @@ def capture_order(program: Program, rank: int, stages: Sequence[int]) -> list[in
 
 
 def capture_late(options: Any, planned_by: int) -> None:
-    """Delay the capture of TE's graphs until the pass order is final, after `planned_by` steps."""
+    """Delay TE's graph capture until the pass order is final, after `planned_by` steps."""
     if options.cuda_graph_warmup_steps >= planned_by:
         return
     if os.environ.get("RANK", "0") == "0":

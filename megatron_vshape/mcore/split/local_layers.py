@@ -1,8 +1,8 @@
-"""Megatron's local linear layers with the weight gradient put off from B to W.
+"""Defer the weight gradients of Megatron's local linear layers from B to W.
 
-Column- and RowParallelLinear and the output layer all compute through one autograd Function. A
-subclass takes its place: where a bucket of weight jobs is open (a B whose W comes later) it
-leaves a job there; everywhere else it is upstream's code that runs, forward and backward.
+ColumnParallelLinear, RowParallelLinear and the output layer compute through one autograd Function.
+A subclass replaces it. If a bucket of weight jobs is open (a B whose W runs later), the subclass
+adds a job to the bucket. Otherwise it runs upstream's forward and backward.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from megatron_vshape.runtime.weight_jobs import (
 
 
 def make_split_linear(state: StepState, layers: ModuleType, upstream: Any) -> type:
-    """Return the Function that takes the place of `upstream` in Megatron's module `layers`."""
-    # As upstream's: in the dtype of its autocast, where forward ran in one.
+    """Return the Function that replaces `upstream` in Megatron's module `layers`."""
+    # As upstream does: if forward ran under autocast, backward uses the same dtype.
     backward_inputs = layers.custom_bwd(partial(_backward_inputs, state=state, layers=layers))
 
     class SplitLinear(upstream):  # type: ignore[misc]
-        """Upstream's linear; inside a B, its weight gradient becomes a job."""
+        """Upstream's linear function; inside a B, its weight gradient becomes a job."""
 
         @classmethod
         def apply(cls, *args: Any) -> Any:
@@ -65,11 +65,11 @@ _ADDED = "grad_added_to_main_grad"
 
 @contextmanager
 def _no_dummy(parameter: Tensor) -> Iterator[None]:
-    """Have upstream's backward leave no gradient of a weight that it has added to its sum already.
+    """Prevent upstream's backward from returning a dummy gradient for a fused weight.
 
-    Outside a pass it leaves one as large as the weight, for which DDP's overlap waits; in a step of
-    passes DDP waits for none (`step.gradient_sync`). Of an output layer it is 1 GiB and more, kept
-    for good.
+    After it has added the gradient to main_grad, upstream returns a dummy as large as the weight,
+    for which DDP's overlap waits. During a pipeline step DDP waits for no gradient
+    (`step.gradient_sync`). For an output layer the dummy is 1 GiB or more, and it is never freed.
     """
     has = hasattr(parameter, _ADDED) and not hasattr(parameter, "__fsdp_param__")
     if has:
@@ -82,13 +82,13 @@ def _no_dummy(parameter: Tensor) -> Iterator[None]:
 
 
 GATHERED = "vshape_gathered_over"
-"""On a weight: the group over which the gradient of its output comes gathered, each rank a part."""
+"""Weight attribute: group over which the gradient of the layer's output is gathered in backward."""
 
 
 def mark_gathered(model: nn.Module) -> None:
     """Mark the weights of row-parallel layers whose output is scattered over the sequence.
 
-    The backward of that gathers the output's gradient before the layer sees it.
+    The backward of the scatter gathers the output gradient before the layer receives it.
     """
     for layer in model.modules():
         if isinstance(layer, RowParallelLinear) and layer.sequence_parallel:
@@ -99,13 +99,14 @@ def mark_gathered(model: nn.Module) -> None:
 def _backward_inputs(
     ctx: Any, grad_output: Tensor, *, state: StepState, layers: ModuleType
 ) -> tuple[Tensor | None, ...]:
-    """Return upstream's gradients but that of the weight, for which a job is left.
+    """Compute upstream's gradients except the weight gradient, and defer that as a job.
 
-    Upstream hides the sum over ranks behind that weight gradient; here one of an earlier B does,
-    where the plan has it beside this B (see `program.hiding`).
+    Upstream overlaps the tensor-parallel collective with this weight gradient. Here, the collective
+    overlaps with a weight gradient of an earlier B if the plan schedules one (see
+    `program.hiding`).
     """
     input, weight = ctx.saved_tensors
-    # From Megatron 0.20 on a layer may give its output in another dtype than it computes in.
+    # Since Megatron 0.20 the output dtype of a layer may differ from its compute dtype.
     grad_output = grad_output.to(getattr(ctx, "input_dtype", grad_output.dtype))
     grad_input = grad_output.matmul(weight)
     under_way = None
@@ -115,19 +116,19 @@ def _backward_inputs(
         whole, grad_input = grad_input, torch.empty_like(input, requires_grad=False)
         reduce_scatter = layers.dist_reduce_scatter_func
         under_way = reduce_scatter(grad_input, whole, group=ctx.tp_group, async_op=True)
-    # It can require grad itself: vocabulary-parallel cross entropy makes such gradients.
+    # The gradient can require grad: vocabulary-parallel cross entropy returns such gradients.
     grad_output = grad_output.detach()
     grad_bias = None
     if ctx.use_bias:
         grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0)
     parameter = ctx.parameter
-    # The gathered input was a buffer that the next layer overwrites, or is large: W gathers anew.
+    # W gathers the input again: the next layer overwrites the gathered buffer, or it is large.
     sources = (ctx.tp_group if ctx.sequence_parallel else None, getattr(parameter, GATHERED, None))
-    if sources[1] is not None:  # only this rank's part waits for W; the rest can go now
+    if sources[1] is not None:  # retain only the shard of this rank until W
         grad_output = grad_output.chunk(sources[1].size())[sources[1].rank()].clone()
     compute = partial(_weight_gradient, parameter, ctx.gradient_accumulation_fusion)
     device = input.device.type
-    if torch.is_autocast_enabled(device):  # so that W computes in its dtype, too
+    if torch.is_autocast_enabled(device):  # W must compute in the same dtype
         compute = torch.autocast(device, torch.get_autocast_dtype(device))(compute)
     job = GatheringJob(compute, [input, grad_output], sources)
     state.defer(job, [parameter])
@@ -139,7 +140,7 @@ def _backward_inputs(
 
 
 def _weight_gradient(parameter: Tensor, fused: bool, input: Tensor, grad_output: Tensor) -> None:
-    """Add one weight gradient to the sum: what the job that B leaves for W computes."""
+    """Compute one weight gradient in W and accumulate it."""
     kernel = WeightGradKernel.MATMUL_ADD
     if fused:
         total = getattr(parameter, "main_grad", parameter)
@@ -148,7 +149,8 @@ def _weight_gradient(parameter: Tensor, fused: bool, input: Tensor, grad_output:
 
 
 class TorchFusedKernels:
-    """What Megatron calls of apex's fused_weight_gradient_mlp_cuda, by torch's own GEMM."""
+    """Megatron's interface of apex's fused_weight_gradient_mlp_cuda, implemented with torch's GEMM.
+    """
 
     @staticmethod
     def wgrad_gemm_accum_fp32(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:

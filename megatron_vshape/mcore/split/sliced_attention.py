@@ -1,9 +1,10 @@
-"""Attention of a slice's queries to its own keys and values and those of the slices before it.
+"""Attention of a sequence slice to its own and all earlier keys and values of the microbatch.
 
-A microbatch's slices share one buffer of keys and of values in each layer. A slice writes its own
-where they belong and looks at all up to there; in B, which runs from the last slice to the first,
-what it owes to earlier slices waits in a second buffer until theirs. So no gradient crosses a pass,
-and nothing of the schedule sees any of it. The buffers go with the B of the first slice.
+The slices of a microbatch share one buffer of keys and one of values per layer. The F of a slice
+writes its own part and attends to everything up to there. B runs from the last slice to the first;
+gradients for earlier slices accumulate in a second buffer until the B of those slices. So no
+gradient crosses a pass, and the schedule does not see the buffers. The B of the first slice frees
+them.
 """
 
 from __future__ import annotations
@@ -25,40 +26,41 @@ from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.step_state import Slice, StepState, unwrapped
 
 FUSED = "TEDotProductAttention"
-"""Transformer Engine's attention, which knows a mask that ends at the bottom right."""
+"""Class name of TE's attention, which supports masks aligned at the bottom right."""
 
 
 class KeysValues:
     """Keys and values, [s, b, heads, size] each, of one layer and microbatch, and their gradients.
 
-    Gradients are added up in at least 32 bits, as one kernel would.
+    Gradients accumulate in at least 32 bits, as in one kernel.
     """
 
     def __init__(self, own: Sequence[Tensor], length: int) -> None:
         self.whole = [each.new_empty(length, *each.shape[1:]) for each in own]
-        self.gradients: list[Tensor] = []  # sums of all slices but the last, from its B on
+        self.gradients: list[Tensor] = []  # sums of all slices but the last; set in the first B
 
     @property
     def sizes_bytes(self) -> tuple[int, int]:
-        """Return what the keys and values take, and what their gradients would of all slices."""
+        """Return the bytes of keys and values, and of their gradients over all slices."""
         own = sum(each.nbytes for each in self.whole)
         return own, sum(each.numel() * _wide_dtype(each).itemsize for each in self.whole)
 
     def put(self, part: Slice, own: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Write what is a slice's own; return all up to its end.
+        """Write the keys and values of a slice; return all up to the end of the slice.
 
-        Autograd is told of no writing: what earlier slices have saved is not touched.
+        Writes go through `.data` and are invisible to autograd, since they do not change the ranges
+        that earlier slices have saved.
         """
         for whole, each in zip(self.whole, own, strict=True):
             whole.data[part.begin : part.end] = each
         return tuple(whole.data[: part.end] for whole in self.whole)
 
     def add(self, part: Slice, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Add the gradients of all up to a slice's end; return the slice's own, complete.
+        """Add the gradients up to the end of a slice; return the complete gradients of the slice.
 
-        The sums of all slices but the last are one buffer, to which each B adds in place.
+        The sums of all slices but the last are in one buffer, to which each B adds in place.
         """
-        if not self.gradients:  # the last slice, whose B is the first
+        if not self.gradients:  # B of the last slice, which runs first
             own = [each[part.begin :] for each in gradients]
             before = [each[: part.begin] for each in gradients]
             self.gradients = [each.to(_wide_dtype(each), copy=True) for each in before]
@@ -71,12 +73,12 @@ class KeysValues:
 
 
 def _wide_dtype(like: Tensor) -> torch.dtype:
-    """Return the type of at least 32 bits in which gradients of these are added up."""
+    """Return the dtype, at least 32 bits, for gradient accumulation."""
     return torch.promote_types(like.dtype, torch.float32)
 
 
 class _UpToEnd(torch.autograd.Function):
-    """Stands between a slice's keys and values and those that its queries look at."""
+    """Map the keys and values of a slice to all keys and values up to its end."""
 
     @staticmethod
     def forward(
@@ -106,12 +108,12 @@ class _UpToEnd(torch.autograd.Function):
 
 
 def install(state: StepState, chunks: Sequence[nn.Module]) -> None:
-    """Have the chunks' attention look at earlier slices, and rotary tables begin where theirs do.
+    """Make attention use earlier slices, and rotary tables start at the offset of the slice.
 
-    The modules stay, under their names, and what runs without a slice runs as before.
+    Modules and their names stay unchanged. Calls outside a slice run as before.
 
     Raises:
-        UnsupportedError: a layer's attention is none that slices are known to go with.
+        UnsupportedError: Slices do not support the attention of a layer.
     """
     for chunk in chunks:
         for module in unwrapped(chunk).modules():
@@ -131,7 +133,7 @@ def install(state: StepState, chunks: Sequence[nn.Module]) -> None:
 
 
 def _check(attention: nn.Module, core: nn.Module) -> None:
-    """Raise UnsupportedError unless a layer's queries look at what is before them in one way."""
+    """Raise UnsupportedError unless the attention of a layer is plain causal attention."""
     plain = type(attention) in (SelfAttention, MLASelfAttention) and _is_known(core)
     mask = getattr(attention, "attn_mask_type", None)
     if not plain or mask not in (AttnMaskType.causal, AttnMaskType.causal_bottom_right):
@@ -150,7 +152,7 @@ def _is_known(core: nn.Module) -> bool:
 
 
 def _sliced(state: StepState, core: Any, kept: dict[int, KeysValues]) -> Callable[..., Any]:
-    """Return what takes the place of a core attention's forward."""
+    """Return the replacement of a core attention's forward."""
     inner, is_local = core.forward, isinstance(core, DotProductAttention)
 
     def forward(
@@ -168,7 +170,7 @@ def _sliced(state: StepState, core: Any, kept: dict[int, KeysValues]) -> Callabl
         mask = _mask(part, query.device) if attention_mask is None else attention_mask
         softmax = core.scale_mask_softmax
         fused, softmax.scaled_masked_softmax_fusion = softmax.scaled_masked_softmax_fusion, False
-        try:  # whose kernel knows square masks alone
+        try:  # the fused softmax kernel supports square masks only
             return inner(query, keys, values, mask, **options)
         finally:
             softmax.scaled_masked_softmax_fusion = fused
@@ -177,13 +179,13 @@ def _sliced(state: StepState, core: Any, kept: dict[int, KeysValues]) -> Callabl
 
 
 def _mask(part: Slice, device: torch.device) -> Tensor:
-    """Return which keys the slice's queries do not see, [1, 1, queries, keys]."""
+    """Return the boolean mask of positions that queries of the slice must not see, [1, 1, q, k]."""
     ones = torch.ones(part.end - part.begin, part.end, dtype=torch.bool, device=device)
     return ones.triu(1 + part.begin)[None, None]
 
 
 def _begin_at_slice(state: StepState, rotary: Any) -> None:
-    """Have a rotary embedding give a slice its rows of the table of the whole sequence."""
+    """Make a rotary embedding return the rows of the slice from the table of the full sequence."""
     length, table = rotary.get_rotary_seq_len, rotary.forward
 
     def get_rotary_seq_len(*args: Any, **options: Any) -> Any:
@@ -193,7 +195,7 @@ def _begin_at_slice(state: StepState, rotary: Any) -> None:
         made, part = table(*args, **options), state.slice
         if part is None:
             return made
-        if isinstance(made, tuple):  # and what attention is scaled by
+        if isinstance(made, tuple):  # the table and the scale of attention
             return made[0][part.begin : part.end], *made[1:]
         return made[part.begin : part.end]
 
@@ -202,5 +204,5 @@ def _begin_at_slice(state: StepState, rotary: Any) -> None:
         return made if part is None else tuple(each[part.begin : part.end] for each in made)
 
     rotary.get_rotary_seq_len, rotary.forward = get_rotary_seq_len, forward
-    if hasattr(rotary, "get_cached_cos_sin"):  # a latent attention's fused kernel reads these
+    if hasattr(rotary, "get_cached_cos_sin"):  # read by the fused kernel of latent attention
         rotary.get_cached_cos_sin = partial(rows, rotary.get_cached_cos_sin)

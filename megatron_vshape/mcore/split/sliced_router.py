@@ -1,10 +1,11 @@
-"""Losses of balance of a microbatch's experts, from routers that see one slice of it at a time.
+"""Load-balancing losses per microbatch for routers that see one sequence slice at a time.
 
-Megatron's are sums over experts of how many tokens go there, n, times how likely tokens were to, p,
-each over the whole microbatch: E * coefficient / (topk * T * T) * sum(n * p). A token's gradient
-knows only n of the others, and every F of a microbatch has run before its first B. So each slice's
-F adds what it has, and its B takes n of all: gradients are those of the whole microbatch. Of the
-loss that is told each F tells by how much it has made it grow, so that they add up to it.
+Megatron's loss is a sum over experts of tokens routed, n, times router probability, p, both over
+the full microbatch: E * coefficient / (topk * T * T) * sum(n * p). The gradient of a token depends
+on other tokens only through n, and every F of a microbatch runs before its first B. So the F of
+each slice adds to n, and its B uses the n of all slices. Gradients equal those of the full
+microbatch. For logging, each F returns the increase of the loss, so the slices add up to the full
+loss.
 """
 
 from __future__ import annotations
@@ -22,28 +23,30 @@ from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.step_state import Slice, StepState, unwrapped
 
 LOSSES = ("_apply_aux_loss", "_apply_seq_aux_loss", "_apply_global_aux_loss")
-"""The methods of Megatron's router that make a loss of balance each; of the last n is a mean over
-the calls of a step, not a sum over those of a microbatch."""
+"""Methods of Megatron's router, each of which computes a balancing loss. In the last one, n is a
+mean over the calls of a step instead of a sum over the calls of a microbatch."""
 
 
 class _Load:
-    """What has come of a microbatch so far, by expert: tokens, [e], and their likelihood, [e]."""
+    """Load of one microbatch so far, per expert: tokens routed, [e], and router probabilities, [e].
+    """
 
     def __init__(self) -> None:
         self.tokens: Tensor | None = None
         self.likely: Tensor | None = None
-        self.told: Tensor | None = None  # the loss by now
+        self.told: Tensor | None = None  # the loss reported so far
 
 
 class _Router(NamedTuple):
-    """A router's loads by microbatch and loss."""
+    """Loads of a router by microbatch and loss."""
 
     kept: dict[int, dict[str, _Load]]
-    loss: str  # that is being made
+    loss: str  # name of the method that computes it now
 
 
 class _OfMicrobatch(torch.autograd.Function):
-    """The loss of a slice's likelihoods, [tokens, e], whose gradient is the microbatch's."""
+    """Loss of the probabilities of a slice, [tokens, e], with the gradient of the full microbatch.
+    """
 
     @staticmethod
     def forward(
@@ -63,7 +66,7 @@ class _OfMicrobatch(torch.autograd.Function):
             load.tokens, load.likely, load.told = own, sums, torch.zeros_like(sums[0])
         else:
             load.tokens, load.likely = load.tokens + own, load.likely + sums
-        if is_mean:  # over calls, of slices: of as many tokens as a microbatch has
+        if is_mean:  # a mean over calls with slices, scaled to the tokens of a microbatch
             load.tokens = own * slices_of(part)
         loss = weight * torch.sum(load.likely * load.tokens)
         grown, load.told = loss - load.told, loss
@@ -83,7 +86,7 @@ class _OfMicrobatch(torch.autograd.Function):
 
 
 class _Share(torch.autograd.Function):
-    """A mean over a slice's tokens as what it is of the microbatch's mean."""
+    """Scale a mean over the tokens of a slice to its share of the microbatch's mean."""
 
     @staticmethod
     def forward(ctx: Any, mean: Tensor, told: float, back: float) -> Tensor:
@@ -96,12 +99,12 @@ class _Share(torch.autograd.Function):
 
 
 def slices_of(part: Slice) -> int:
-    """Return in how many slices a slice's microbatch is cut."""
+    """Return the number of slices of the microbatch."""
     return part.total // (part.end - part.begin)
 
 
 class _Making:
-    """Which router makes a loss of which kind now; of the process, as Megatron's functions are."""
+    """The router and loss in computation. Process-wide, as Megatron's loss functions are."""
 
     def __init__(self) -> None:
         self.state: StepState | None = None
@@ -110,7 +113,7 @@ class _Making:
 
     @contextmanager
     def by(self, router: _Router | None, per_token: bool) -> Iterator[None]:
-        """Have losses be made for this one meanwhile."""
+        """Attribute losses to this router inside the context."""
         before = self.running, self.per_token
         self.running, self.per_token = router, per_token
         try:
@@ -123,10 +126,10 @@ _MAKING = _Making()
 
 
 def install(state: StepState, chunks: Sequence[nn.Module]) -> None:
-    """Have the routers of the chunks balance microbatches; what runs without a slice is as before.
+    """Make routers balance full microbatches; calls outside a slice run as before.
 
     Raises:
-        UnsupportedError: a router's loss cannot be that of a microbatch.
+        UnsupportedError: A router's loss cannot be computed over slices.
     """
     found = [
         module
@@ -162,7 +165,7 @@ def _told(router: Any, inner: Callable[..., Any], own: _Router | None) -> Callab
 
 
 def _balance(inner: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
-    """Take the place of Megatron's loss of balance, of the arguments that it has by name."""
+    """Replace Megatron's switch_load_balancing_loss_func; reads its keyword arguments."""
     state, router = _MAKING.state, _MAKING.running
     if state is None or state.slice is None or router is None:
         return inner(*args, **options)
@@ -175,7 +178,7 @@ def _balance(inner: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor
     total = options["total_num_tokens"] * slices
     weight = options["num_experts"] * options["moe_aux_loss_coeff"]
     weight /= options["topk"] * total * total
-    # Per token, Megatron multiplies by the tokens of the call, which are a slice's.
+    # With per-token loss, Megatron multiplies by the tokens of the call, here those of a slice.
     counts = slices if _MAKING.per_token else 1
     likely, tokens = options["probs"], options["tokens_per_expert"]
     grown: Tensor = _OfMicrobatch.apply(likely, tokens, router, state, weight, counts)
@@ -183,18 +186,18 @@ def _balance(inner: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor
 
 
 def _z_loss(inner: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
-    """Take the place of Megatron's z-loss, a mean over tokens."""
+    """Replace Megatron's z-loss, a mean over tokens."""
     state, mean = _MAKING.state, inner(*args, **options)
     if state is None or state.slice is None:
         return mean
     slices = slices_of(state.slice)
-    # Per token, Megatron multiplies by the tokens of the call: by then it is their sum.
+    # With per-token loss, Megatron multiplies by the tokens of the call, which gives their sum.
     shared: Tensor = _Share.apply(mean, 1 / slices, 1.0 if _MAKING.per_token else 1 / slices)
     return shared
 
 
 def _check(router: Any) -> None:
-    """Raise UnsupportedError for a loss that is made where its microbatch is not yet whole."""
+    """Raise UnsupportedError if recompute computes a loss in backward, from one slice only."""
     config = router.config
     again = config.recompute_granularity == "full" or (
         config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ())

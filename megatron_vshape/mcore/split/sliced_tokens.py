@@ -1,7 +1,8 @@
-"""A slice's tokens that know those of their microbatch, for layers that look further than it.
+"""Tokens of a slice with access to the full microbatch, for layers that look beyond the slice.
 
-Multi-token prediction looks up, at every place, the tokens behind it (`roll_tensor`): at the end of
-a slice they are the next one's. It divides its losses by how many tokens of the microbatch count.
+Multi-token prediction reads the following tokens at every position (`roll_tensor`). At the end of a
+slice, these are the tokens of the next slice. It also divides its losses by the number of loss
+tokens in the microbatch.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from megatron_vshape.mcore.step_state import Slice
 
 
 class TokensOfSlice(Tensor):
-    """Tokens, labels or a mask, [b, s] of a slice, of a whole that is [b, s] of the microbatch.
+    """Tokens, labels or mask of a slice, [b, s], with a reference to the microbatch's, [b, s].
 
-    A copy knows its whole too, and the sum is the whole's; anything else that is made of them is a
+    A clone keeps the reference, and `sum` is over the microbatch. All other operations return a
     plain tensor.
     """
 
@@ -28,13 +29,13 @@ class TokensOfSlice(Tensor):
 
     @staticmethod
     def cut(whole: Tensor, part: Slice) -> TokensOfSlice:
-        """Return a slice's part."""
+        """Return the part of the slice `part`."""
         own = whole[..., part.begin : part.end].contiguous().as_subclass(TokensOfSlice)
         own.whole, own.part = whole, part
         return own
 
     def clone(self, *_: Any, **__: Any) -> TokensOfSlice:
-        """Return a copy."""
+        """Return a copy that references a copy of the full tensor."""
         return TokensOfSlice.cut(self.whole.clone(), self.part)
 
     def sum(self, *args: Any, **options: Any) -> Tensor:

@@ -1,13 +1,13 @@
-"""Transformer Engine's linear layers with the weight gradient put off from B to W.
+"""Defer the weight gradients of Transformer Engine's linear layers from B to W.
 
-A TE layer asks its `wgrad_store` whether the weight gradient is to wait, and if so hands over a
-list of tensors and a function of them. `install` puts a store of ours in every layer of a built
-model. TE's own store is one queue per layer, which cannot tell two microbatches apart.
+In backward, a TE layer checks its `wgrad_store`. If the store delays weight gradients, the layer
+passes it a list of tensors and a GEMM function. `install` replaces the store of every layer of a
+built model. TE's own store is one queue per layer, so it cannot separate two microbatches.
 
-In B a layer waits, inside TE's own backward, for a sum over tensor-parallel ranks. No weight
-gradient can hide that here, as one of an earlier B can in Megatron's local layers.
+A TE layer waits for its tensor-parallel all-reduce inside TE's own backward. Unlike in Megatron's
+local layers, the weight gradient of an earlier B cannot overlap with it.
 
-TE itself is not imported: a layer is known by its attributes, its store by its methods.
+This module does not import TE. It identifies layers by attributes and stores by methods.
 """
 
 from __future__ import annotations
@@ -31,49 +31,51 @@ from megatron_vshape.runtime.weight_jobs import is_open
 logger = logging.getLogger(__name__)
 
 Gemm = Callable[..., tuple[Any, ...]]
-"""What TE hands over: takes the tensors and returns (weight gradient, bias gradient, ...)."""
+"""The GEMM function that TE passes to the store: tensors -> (weight gradient, bias gradient,
+...)."""
 
 TELayer = Any
-"""One of TE's linear layers; torch would take each attribute of it for a Tensor or a Module."""
+"""A TE linear layer. Any, because torch types each unknown attribute as Tensor or Module."""
 
 _PROTOCOL = {"delay_wgrad_compute": (), "put": ("tensor_list", "func"), "pop": ()}
-"""The methods of a store that TE's layers call, and their parameters."""
+"""Store methods that TE's layers call, with their parameters."""
 
 
 _GATHER_IN_B = ("ub_bulk_dgrad", "ub_overlap_ag_dgrad", "ub_overlap_ag")
-"""Switches of TE's layers: B gathers the input, or the output's gradient, into a userbuffer."""
+"""TE layer attributes that make B gather the input or the output gradient into a userbuffer."""
 
 _NEEDS_GATHER = ("backward_input_needs_gather", "ln_out_needs_gather")
-"""What TE's backward reads: that B is to gather the input, which only the weight gradient uses."""
+"""Attributes TE's backward reads: if true, B gathers the input, which only the weight gradient
+uses."""
 
 _KINDS, _MLP_PARTS = ("weight", "bias"), ("fc1", "fc2")
-"""How TE names the parameters of a layer, and the two linears of an MLP."""
+"""TE's parameter names: the two kinds, and the prefixes of the two linears of an MLP."""
 
 AS_IT_SHOULD = "as it should"
-"""How the reason begins where a weight gradient is in B by intention."""
+"""Prefix of the reason if a weight gradient stays in B by design."""
 
 
 class StoreError(RuntimeError):
-    """This Transformer Engine is not one the adapter was written for; the text says where."""
+    """This Transformer Engine does not match the adapter; the message has the difference."""
 
 
 def install(
     state: StepState, chunks: Iterable[nn.Module], whole: Set[nn.Module] = frozenset()
 ) -> int:
-    """Give every TE linear layer in `chunks` a store whose jobs wait for W; return how many.
+    """Replace the store of every TE linear layer in `chunks`; return the number of layers.
 
-    Not those in `whole`, whose weight gradients stay in B. A store would tell TE, which captures
-    its CUDA graphs itself, to capture a W as well.
+    The weight gradients of layers in `whole` stay in B. A store in these layers would make TE,
+    which captures its own CUDA graphs, also capture a W.
 
     Raises:
-        StoreError: TE's store has other methods than those it is used by.
+        StoreError: The methods of TE's store differ from the expected ones.
     """
     installed = 0
     warn_once = cache(_warn_of_gathered)
     layer: TELayer
     for chunk in chunks:
         for kind in {type(each) for each in chunk.modules()}:
-            _accumulate_always(kind)  # layers that stay whole need it as well
+            _accumulate_always(kind)  # unsplit layers need it as well
         for layer in chunk.modules():
             if is_splittable(layer) and layer not in whole:
                 check_protocol(layer.wgrad_store)
@@ -86,9 +88,10 @@ def install(
 
 
 def _split_operations(experts: TELayer) -> None:
-    """Have fused operations, which experts make of their layers in the first F, use their stores.
+    """Give the fused operations of experts the stores of their layers.
 
-    TE's operations for experts have stores since 2.16, and compute the bias gradients in B.
+    Experts create these operations in the first F. TE's operations for experts have stores since
+    2.16. They compute bias gradients in B.
     """
     make = experts._make_fused_ops
 
@@ -106,25 +109,27 @@ def _split_operations(experts: TELayer) -> None:
 
 
 def _copy_gradient(experts: nn.Module, inputs: Any, output: Tensor) -> None:
-    """Have a B that leaves jobs read a copy of the gradient of what experts return.
+    """Make a B that defers jobs read a copy of the output gradient of the experts.
 
-    Megatron's dispatcher brings that in one buffer for all layers and microbatches, to which the
-    experts' own backward writes next; what quantizes the gradient for W has copied it by that.
+    Megatron's dispatcher uses one buffer for this gradient in all layers and microbatches, and the
+    experts' own backward writes to this buffer next. Quantized layers do not need the copy: they
+    have quantized the gradient for W by then.
     """
     if output.requires_grad:
         output.register_hook(lambda gradient: gradient.clone() if is_open() else gradient)
 
 
 def _gather_in_w_alone(layer: type[nn.Module]) -> None:
-    """Have the backward of TE's layers not gather the input where their W does.
+    """Disable the input all-gather in B for layers whose W gathers the input.
 
-    That is all-gathers in B for nothing: the job keeps this rank's part. Every backward first calls
-    a method of TE's base class, which here tells it so. One that has no such switch gathers.
+    Otherwise B would all-gather an input that it does not use: the job keeps only the shard of this
+    rank. Every TE backward first calls `grad_output_preprocess` of TE's base class, so this
+    function wraps that method. If a TE version has no such switch, its B still gathers.
     """
     for base in layer.__mro__:
         original = vars(base).get("grad_output_preprocess")
         if not isinstance(original, staticmethod) or hasattr(original.__func__, "__wrapped__"):
-            continue  # ours already, or not what is known
+            continue  # already wrapped, or an unknown version of the method
 
         @wraps(original.__func__)
         def preprocess(
@@ -139,9 +144,10 @@ def _gather_in_w_alone(layer: type[nn.Module]) -> None:
 
 
 def _forget_gather(saved: Any) -> None:
-    """Tell a backward, by what TE has saved for it, not to gather its input.
+    """Clear the flags in TE's saved context that make a backward gather its input.
 
-    A quantized one, and one that a userbuffer gathers, are made together with what B needs.
+    With quantization or userbuffers, the gathered input is created together with data that B needs,
+    so the flags stay.
     """
     if any(getattr(saved, name, True) for name in ("fp8", "debug", "ub_bulk_dgrad")):
         return
@@ -151,7 +157,7 @@ def _forget_gather(saved: Any) -> None:
 
 
 class _UntilReturn:
-    """A flag that is true while the forward it is given to runs, and false from then on."""
+    """A flag that is true while its forward runs and false afterwards."""
 
     def __init__(self) -> None:
         self.runs = True
@@ -176,14 +182,14 @@ def _accumulate_always(layer: type[nn.Module]) -> None:
     for base in layer.__mro__:
         original = vars(base).get("forward")
         if not inspect.isfunction(original) or hasattr(original, "ends_first_microbatch"):
-            continue  # no forward of its own, or wrapped already
+            continue  # inherits its forward, or is already wrapped
         names = list(inspect.signature(original).parameters)
         if _FIRST in names:
             base.forward = _ending(original, names.index(_FIRST))  # type: ignore[attr-defined]
 
 
 def _ending(original: Callable[..., Any], at: int) -> Callable[..., Any]:
-    """Wrap a TE forward whose parameter number `at` tells whether the microbatch is the first."""
+    """Wrap a TE forward whose parameter `at` is the first-microbatch flag."""
 
     @wraps(original)
     def forward(*args: Any, **options: Any) -> Any:
@@ -202,17 +208,17 @@ def _ending(original: Callable[..., Any], at: int) -> Callable[..., Any]:
 
 
 def is_te_layer(layer: nn.Module) -> bool:
-    """Return whether the layer computes its weight gradient as TE's do, through a store."""
+    """Return whether the layer computes its weight gradient through a TE store."""
     return getattr(layer, "wgrad_store", None) is not None
 
 
 def is_splittable(layer: nn.Module) -> bool:
-    """Return whether it is a TE layer whose parameters the adapter knows."""
+    """Return whether the layer is a TE layer with known parameters."""
     return is_te_layer(layer) and why_whole(layer) is None
 
 
 def why_whole(layer: nn.Module) -> str | None:
-    """Return why a TE layer's weight gradient has to stay in B, or None where it has not."""
+    """Return the reason why the weight gradient of a TE layer must stay in B, or None."""
     names = [name for names in _names(layer) for name in names]
     missing = [name for name in names if getattr(layer, name, None) is None]
     if missing and _is_grouped(layer):  # TE registers weight0, ... as None then
@@ -232,7 +238,7 @@ def _quantizes(layer: nn.Module) -> bool:
 
 
 def check_protocol(store: Any) -> None:
-    """Raise StoreError unless `store` has the methods TE's layers of 2.3 and later call."""
+    """Raise StoreError unless `store` has the methods that TE layers call (TE 2.3 and later)."""
     if isinstance(store, JobStore):
         return
     for name, parameters in _PROTOCOL.items():
@@ -253,7 +259,7 @@ def check_protocol(store: Any) -> None:
 
 
 def _warn_of_gathered() -> None:
-    """Tell that a layer keeps more than its rank's part of the sequence."""
+    """Warn that a layer retains the gathered sequence instead of the shard of this rank."""
     logger.warning(
         "weight gradients of quantized layers keep the gathered sequence until W: with FP8 and "
         "sequence parallelism a split backward stores more than predicted"
@@ -262,11 +268,10 @@ def _warn_of_gathered() -> None:
 
 @dataclass(eq=False)
 class JobStore:
-    """Takes the place of a TE layer's WeightGradStore; every method is one that TE calls.
+    """Replacement of a TE layer's WeightGradStore; TE calls every method.
 
-    Which microbatch a job belongs to is decided in B, by the bucket that is open then, so that
-    recomputed layers work too. In a whole backward no bucket is open and TE computes the weight
-    gradient itself.
+    The open bucket of jobs decides in B which microbatch a job belongs to, so recomputed layers
+    work too. In a full backward no bucket is open, and TE computes the weight gradient itself.
     """
 
     state: StepState
@@ -274,25 +279,25 @@ class JobStore:
     warn_of_gathered: Callable[[], None]
     biases_in_b: bool = False
     context: ClassVar[None] = None
-    """TE's queue; its layers look whether there is one before they would pop from it."""
+    """TE's queue. TE layers check that it exists before they pop from it."""
     names: tuple[list[str], list[str]] = field(init=False)  # of the layer's weights and biases
 
     def __post_init__(self) -> None:
-        """Look the names up once, and not in every pass."""
+        """Cache the parameter names, to avoid a lookup in every pass."""
         self.names = _names(self.layer)
 
     def delay_wgrad_compute(self) -> bool:
-        """Return whether TE is to hand the weight gradient over.
+        """Return whether TE passes the weight gradient to the store.
 
-        In F the answer is yes, since TE then keeps the store for B. While TE captures CUDA graphs,
-        no bucket is open: yes makes TE capture a W.
+        True in F, because TE then retains the store for B. While TE captures CUDA graphs no bucket
+        is open; True makes TE capture a separate W.
         """
         if self.state.capture is not None:
             return bool(self.state.capture.splits(self.layer))
         return is_open() or (self.state.splits_backward and not _runs_backward())
 
     def put(self, tensor_list: list[Any], func: Gemm) -> None:
-        """Leave a job for W, which keeps the tensors that TE hands over until it has run."""
+        """Defer a job to W. The job retains the tensors that TE passes until it has run."""
         layer = self.layer
         _drop_rowwise(tensor_list[:2])
         weights, biases = _parameters(layer, self.names, func)
@@ -300,6 +305,8 @@ class JobStore:
         sources: Sequence[dist.ProcessGroup | None]
         if _is_grouped(layer):
             tensors, sources = [tensor_list[0], tensor_list[1]], (None, None)
+            # The token dispatcher, not the layer, gathers the input of experts: W has nothing to
+            # gather.
             targets = _take_targets(layer, tensor_list[2])
             compute = partial(_run_grouped, targets, func, weights, biases)
         else:
@@ -314,14 +321,14 @@ class JobStore:
             self.state.capture.put(layer, job, [*weights, *biases])
 
     def pop(self) -> None:
-        """Refuse: TE's own backward_dw does not know which microbatch it is for."""
+        """Raise StoreError: TE's own backward_dw cannot select a microbatch."""
         raise StoreError(
             "backward_dw() of a Transformer Engine layer was called, but weight gradients run "
             "in the schedule's W passes. Remove --delay-wgrad-compute"
         )
 
     def enable_delay_wgrad_compute(self) -> None:
-        """Do nothing: the schedule decides, and the buckets of jobs are checked where they run."""
+        """Do nothing: the schedule decides, and the runner checks that job buckets are empty."""
 
     disable_delay_wgrad_compute = assert_empty = enable_delay_wgrad_compute
 
@@ -329,9 +336,9 @@ class JobStore:
 def _drop_rowwise(value: Any) -> None:
     """Free the row-wise data of quantized tensors; a weight gradient reads the column-wise data.
 
-    TE quantizes the output's gradient both ways, since B's product reads it by rows, and has
-    computed that product by now. A torch.Tensor stays as it is: it can have other readers, while
-    TE's bare storages are made in, or saved for, this one backward.
+    TE quantizes the output gradient in both directions because the dgrad GEMM of B reads rows. That
+    GEMM has run by now. A torch.Tensor is left unchanged because it can have other readers. TE's
+    bare storages belong to this one backward.
     """
     if isinstance(value, list | tuple):
         for each in value:
@@ -340,7 +347,7 @@ def _drop_rowwise(value: Any) -> None:
         return
     elif hasattr(value, "update_usage"):
         value.update_usage(rowwise_usage=False, columnwise_usage=True)
-    elif getattr(value, "columnwise_data", None) is not None:  # a group, as TE does it in F
+    elif getattr(value, "columnwise_data", None) is not None:  # a grouped tensor, as TE in F
         value.rowwise_data = value.scale_inv = None
 
 
@@ -350,9 +357,9 @@ def _run(
     biases: Sequence[nn.Parameter],
     *tensors: Any,
 ) -> None:
-    """Compute a layer's weight gradient and add it; what the job that B leaves for W does.
+    """Compute the weight gradient of a layer in W and accumulate it.
 
-    `weights` are those `func` does not add to itself.
+    `weights` are the weights to which `func` does not add the gradient itself.
     """
     weight_grad, bias_grad, *_ = func(*tensors)
     if weights:
@@ -362,10 +369,11 @@ def _run(
 
 
 def _take_targets(layer: TELayer, targets: list[Any]) -> list[Tensor] | torch.dtype:
-    """Return where a grouped layer's weight gradients go: main_grads, or memory of this dtype.
+    """Return the outputs of a grouped layer's GEMM: its main_grads, or the dtype of buffers for W.
 
-    Unfused, `targets` is memory that TE has just allocated and returns from backward, filled or
-    not. It is taken out of the list, so that autograd gets no gradient, and allocated anew in W.
+    Without fused accumulation, `targets` is memory that TE has just allocated and returns from
+    backward, filled or not. The function sets its entries to None, so that autograd gets no
+    gradient, and W allocates the memory again.
     """
     if layer.fuse_wgrad_accumulation:
         return list(targets)
@@ -382,7 +390,7 @@ def _run_grouped(
     inputs: Any,
     grad_outputs: Any,
 ) -> None:
-    """Compute a grouped layer's weight gradients and add them, as `_run` does a plain one's."""
+    """Compute the weight gradients of a grouped layer in W and accumulate them."""
     outputs = targets
     if isinstance(outputs, torch.dtype):
         first = weights[0]
@@ -404,14 +412,14 @@ def _add_biases(biases: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) 
 
 
 def _add_parts(parameters: Sequence[nn.Parameter], grad: Tensor) -> None:
-    """Add a gradient of all the parameters, one below the other, to each."""
+    """Split a gradient along rows and add one part to each parameter."""
     parts = grad.split([each.shape[0] for each in parameters])
     for parameter, part in zip(parameters, parts, strict=True):
         add_gradient(parameter, part)
 
 
 def add_gradient(parameter: nn.Parameter, grad: Tensor) -> None:
-    """Add to main_grad where the parameter has one, else to grad, as DDP and autograd do."""
+    """Add to main_grad if the parameter has one (as DDP does), else to grad (as autograd does)."""
     if not parameter.requires_grad:
         return
     main_grad = getattr(parameter, "main_grad", None)
@@ -426,7 +434,7 @@ def add_gradient(parameter: nn.Parameter, grad: Tensor) -> None:
 def _parameters(
     layer: TELayer, names: tuple[list[str], list[str]], func: Gemm
 ) -> tuple[tuple[nn.Parameter, ...], tuple[nn.Parameter, ...]]:
-    """Return the weights, and the biases, that `func` computes the gradients of."""
+    """Return the weights and the biases whose gradients `func` computes."""
     weights, biases = names
     if _is_mlp(layer):
         at = _MLP_PARTS.index(_mlp_part(func))
@@ -435,7 +443,7 @@ def _parameters(
 
 
 def _names(layer: TELayer) -> tuple[list[str], list[str]]:
-    """Return the names of a TE layer's weights and of the biases it uses; none if it is unknown."""
+    """Return the names of a layer's weights and used biases; empty for an unknown layer."""
     weights: Iterable[str] = getattr(layer, "weight_names", None) or ()
     biases: Iterable[str] = getattr(layer, "bias_names", None) or ()
     if _is_grouped(layer):
@@ -447,7 +455,7 @@ def _names(layer: TELayer) -> tuple[list[str], list[str]]:
 
 
 def _get(layer: nn.Module, names: Iterable[str]) -> tuple[nn.Parameter, ...]:
-    # Looked up in every B: what turns a model to bf16 or FP8 may put other parameters in.
+    # Looked up in every B: a conversion to bf16 or FP8 may replace the parameters.
     return tuple(getattr(layer, name) for name in names)
 
 
@@ -460,7 +468,7 @@ def _is_mlp(layer: nn.Module) -> bool:
 
 
 def _mlp_part(func: Gemm) -> str:
-    """Return which of an MLP's two linears `func` is of."""
+    """Return the prefix ("fc1" or "fc2") of the MLP linear that `func` belongs to."""
     part = getattr(func, "__name__", "").partition("_")[0]
     if part not in _MLP_PARTS:
         raise StoreError(
@@ -474,11 +482,12 @@ def _mlp_part(func: Gemm) -> str:
 def _keep_shards(
     layer: TELayer, tensors: list[Any], func: Gemm, warn_of_gathered: Callable[[], None]
 ) -> list[dist.ProcessGroup | None]:
-    """Put this rank's part in the place of a tensor that TE has gathered for the GEMM.
+    """Replace a tensor that TE has gathered for the GEMM by the shard of this rank.
 
-    Returns the group to gather each tensor from again in W. With sequence parallelism a gathered
-    tensor is as large as the group is; its part is copied, so that the rest can go now, and that a
-    userbuffer which it lies in can be used again. An input that B has not gathered is that part.
+    Returns the group from which W gathers each tensor again, or None. With sequence parallelism a
+    gathered tensor is larger by the group size. The shard is copied, so that the gathered tensor
+    can be freed and a userbuffer that contains it can be reused. If B did not gather the input, the
+    tensor is already the shard.
     """
     sources: list[dist.ProcessGroup | None] = [None] * len(tensors)
     gathered = _gathered(layer, func)
@@ -500,11 +509,13 @@ def _rows(tensor: Tensor) -> int:
 
 
 def _gathered(layer: TELayer, func: Gemm) -> int | None:
-    """Return which of (input, output gradient) TE has gathered over the sequence, if any."""
+    """Return the index of the sequence-gathered tensor (0: input, 1: output gradient), or None."""
     if not getattr(layer, "sequence_parallel", False) or layer.tp_size == 1:
         return None
     if _is_mlp(layer):
         return 0 if _mlp_part(func) == "fc1" else 1
+    # Column-parallel layers gather the input for this GEMM, row-parallel layers the output
+    # gradient.
     return {"column": 0, "row": 1}.get(layer.parallel_mode)
 
 

@@ -1,4 +1,4 @@
-"""Which weight gradients stay in B, and why; told once when the model has been built."""
+"""Layers whose weight gradients stay in B, with the reason; logged once per built model."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from megatron_vshape.mcore.split.te_layers import AS_IT_SHOULD
 logger = logging.getLogger(__name__)
 
 SHOWN = 3
-"""Maximum layers named per reason; the others are counted."""
+"""Maximum number of layers named per reason; the log line counts the others."""
 
 
 def whole_layers(
     chunks: Iterable[nn.Module], graphed: Set[nn.Module] = frozenset()
 ) -> dict[tuple[str, str], list[str]]:
-    """Return the names of layers whose weight gradients run in B, by their class and the reason.
+    """Return the names of layers whose weight gradients run in B, by (class name, reason).
 
-    `graphed` are those that CUDA graphs cover.
-
-    Only matrices count: the gradients of norms and biases are sums, and cheap.
+    `graphed` are the layers that CUDA graphs cover. Only layers with a weight matrix count: the
+    gradients of norms and biases are sums, and cheap.
     """
     found: dict[tuple[str, str], list[str]] = {}
     for number, chunk in enumerate(chunks):
@@ -42,7 +41,7 @@ def whole_layers(
 
 
 def tell(chunks: Iterable[nn.Module], graphed: Set[nn.Module] = frozenset()) -> None:
-    """Log, once, which linear layers are not split and why; a warning where one might be."""
+    """Log which linear layers are not split and why; a warning if that is not by design."""
     for (kind, reason), names in whole_layers(chunks, graphed).items():
         shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
         level = logging.INFO if reason.startswith(AS_IT_SHOULD) else logging.WARNING
@@ -61,16 +60,16 @@ def _why_graphed(layer: nn.Module) -> str | None:
 
 
 def _in_operations(chunk: nn.Module) -> set[nn.Module]:
-    """Return the layers whose parameters Megatron has TE's fused operations compute with.
+    """Return the layers whose parameters TE's fused operations use.
 
-    Those of a dense MLP have no store.
+    The fused operations of a dense MLP have no store.
     """
     owners = (each for each in chunk.modules() if hasattr(each, "_fused_impl"))
     return {layer for owner in owners for layer in owner.modules()}
 
 
 def _why_whole(layer: nn.Module, is_fused: bool) -> str | None:
-    """Return why the layer's own weight gradients stay in B; None where they wait for W."""
+    """Return the reason why the layer's weight gradients stay in B, or None if W computes them."""
     if is_fused and _has_matrix(layer):
         return f"{AS_IT_SHOULD}: fused operations of Transformer Engine compute them"
     if not _has_matrix(layer) or isinstance(layer, ColumnParallelLinear | RowParallelLinear):
