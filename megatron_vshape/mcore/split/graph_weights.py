@@ -268,8 +268,7 @@ def replayed(state: StepState, graph: Any, parameters: Sequence[Tensor]) -> Call
 
 @contextmanager
 def capturing(helper: Any, capture: Capture | None, state: StepState) -> Iterator[None]:
-    """Run the capture of Megatron's `helper` in this context: F and B, and also W with a `capture`.
-    """
+    """Context for the capture by Megatron's `helper`: F and B, and with a `capture` also W."""
     original = cuda_graphs.make_graphed_callables
     make = original if capture is None else partial(capture.make, original)
     with Replaced() as replaced, ExitStack() as stack:

@@ -149,8 +149,7 @@ def _weight_gradient(parameter: Tensor, fused: bool, input: Tensor, grad_output:
 
 
 class TorchFusedKernels:
-    """Megatron's interface of apex's fused_weight_gradient_mlp_cuda, implemented with torch's GEMM.
-    """
+    """Replacement of apex's fused_weight_gradient_mlp_cuda that uses torch's GEMM."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:

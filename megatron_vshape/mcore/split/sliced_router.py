@@ -28,8 +28,7 @@ mean over the calls of a step instead of a sum over the calls of a microbatch.""
 
 
 class _Load:
-    """Load of one microbatch so far, per expert: tokens routed, [e], and router probabilities, [e].
-    """
+    """Load of a microbatch so far, per expert: tokens routed and router probabilities, [e]."""
 
     def __init__(self) -> None:
         self.tokens: Tensor | None = None
@@ -45,8 +44,7 @@ class _Router(NamedTuple):
 
 
 class _OfMicrobatch(torch.autograd.Function):
-    """Loss of the probabilities of a slice, [tokens, e], with the gradient of the full microbatch.
-    """
+    """Loss of a slice's probabilities, [tokens, e], with the gradient of the microbatch."""
 
     @staticmethod
     def forward(
