@@ -1,1 +1,1 @@
-"""Where this package takes the place of Megatron's own, and how that is undone."""
+"""Replacements of Megatron's attributes: installation, state and removal."""

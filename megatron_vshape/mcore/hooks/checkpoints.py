@@ -1,4 +1,4 @@
-"""The file that names the last checkpoint, made good where it was cut off while being written."""
+"""Repair of the file that names the latest checkpoint, if a write was interrupted."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ _FOLDER = re.compile(r"iter_([0-9]{7,})")
 
 
 def repair_tracker(tracker: Path) -> None:
-    """Name the newest whole checkpoint in a tracker that names none.
+    """Write the newest complete checkpoint to a tracker file without a valid entry.
 
-    Megatron empties the file before it writes the number. A full disk or a kill between the two
-    leaves it empty, and the next run would end without training, with exit status 0. Where no
-    checkpoint beside it is known to be whole, nothing is changed.
+    Megatron empties the file before it writes the number. If the disk is full or the process is
+    killed in between, the file stays empty. The next run would then end without training, with exit
+    status 0. If the folder has no checkpoint that is known to be complete, the file stays
+    unchanged.
     """
     try:
         text = tracker.read_text(encoding="utf-8").strip()
@@ -29,7 +30,7 @@ def repair_tracker(tracker: Path) -> None:
     iteration = newest_whole(tracker.parent)
     if iteration is None:
         return
-    # Ranks in containers may have one process id, so their rank tells their files apart.
+    # Ranks in separate containers may have equal process ids, so the name includes the rank.
     beside = tracker.with_name(f".{tracker.name}.{os.environ.get('RANK', '0')}.{os.getpid()}")
     try:
         beside.write_text(str(iteration), encoding="utf-8")
@@ -47,9 +48,9 @@ def repair_tracker(tracker: Path) -> None:
 
 
 def newest_whole(folder: Path) -> int | None:
-    """Return the last iteration whose checkpoint was written to its end; None if there is none.
+    """Return the latest iteration with a complete checkpoint, or None.
 
-    What `--ckpt-format torch_dist` writes last of a checkpoint is its metadata.json.
+    `--ckpt-format torch_dist` writes metadata.json last, so a valid metadata.json means complete.
     """
     found = [
         int(match[1])

@@ -1,8 +1,8 @@
-"""Hooks for libraries on top of megatron.core, with a trainer and a configuration of their own.
+"""Hooks for libraries on top of megatron.core that have their own trainer and configuration.
 
-They sit on megatron.core alone: the TransformerConfig learns how many chunks a rank has and which
-layers a stage has, process groups and models are made for the stages where they are, and whoever
-asks which stage this is, is told of the one that runs. The rest is as under Megatron-LM's trainer.
+They depend only on megatron.core. They set the chunks per rank and the layers per stage on the
+TransformerConfig, create process groups and models for the placement of the stages, and answer
+stage queries for the running stage. Everything else equals the path of Megatron-LM's trainer.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from megatron_vshape.mcore.setup.translate import tell, translate
 
 
 def options_of(session: Session) -> Options | None:
-    """Return what a library's run is to have; None where flags say so, or nothing is asked for."""
+    """Return the options of a library's run; None if flags decide or no schedule is requested."""
     return session.library if session.is_librarys else None
 
 
 @replaces_always
 def config_post_init(session: Session, original: Function, config: Any) -> None:
-    """Choose the stages before a config of a pipeline checks itself, and tell it of them."""
+    """Choose the stages and set them on a pipeline config before the config checks itself."""
     options = options_of(session)
     if options is not None and config.pipeline_model_parallel_size > 1:
         with refusing():
@@ -48,9 +48,10 @@ def config_post_init(session: Session, original: Function, config: Any) -> None:
 
 @replaces_always
 def data_parallel_config_post_init(session: Session, original: Function, config: Any) -> None:
-    """Note that NCCL registers buffers, and take back what must not be set beside that.
+    """Record that NCCL registers buffers, and undo environment variables that conflict with it.
 
-    Such a config comes before the model's or after it, and Megatron may refuse the two.
+    This config can be created before or after the model's config, and Megatron may reject the
+    combination.
     """
     if getattr(config, "nccl_ub", False):
         session.registers = True
@@ -59,7 +60,7 @@ def data_parallel_config_post_init(session: Session, original: Function, config:
 
 
 def _have_chunks_provided(session: Session, config: Any) -> None:
-    """Have a library's provider of hybrid models, which is its config, build several chunks."""
+    """Patch a library's provider of hybrid models, which is its config, to build several chunks."""
     owner: Any = next((each for each in type(config).__mro__ if "provide" in vars(each)), None)
     if not getattr(config, "is_hybrid_model", False) or owner in (None, *session.providers):
         return
@@ -76,9 +77,10 @@ def provide_hybrid(
     post_process: bool | None = None,
     vp_stage: int | None = None,
 ) -> Any:
-    """Build a chunk with a provider that refuses to, though the model that it builds has them.
+    """Build one of several chunks with a provider that rejects virtual pipeline stages.
 
-    Megatron-Bridge's does. It is shown no chunks, and the model's constructor is told of them.
+    Megatron-Bridge's provider rejects them, although its model supports them. The provider sees a
+    config without chunks; `model_init` passes the chunk to the model's constructor.
     """
     if session.pipeline is None or vp_stage is None:
         return original(config, pre_process, post_process, vp_stage)
@@ -92,14 +94,14 @@ def provide_hybrid(
 
 
 def _choose(session: Session, options: Options, config: Any) -> None:
-    """Let the config have the pipeline's stages; the first one decides what they are.
+    """Set the pipeline's stages on the config; the first config determines them.
 
     Raises:
-        UnsupportedError: a second model has other sizes than the one that the schedule is for.
+        UnsupportedError: A second model differs in size from the first.
     """
     layout = config.pipeline_model_parallel_layout
     if isinstance(layout, StageLayout):
-        return  # a copy of a config that has been here
+        return  # a copy of a config that already has the stages
     pipeline = session.pipeline
     if pipeline is None:
         pipeline = library.prepare_config(config, options)
@@ -121,7 +123,7 @@ def _choose(session: Session, options: Options, config: Any) -> None:
 def initialize_model_parallel(
     session: Session, original: Function, *args: Any, **given: Any
 ) -> Any:
-    """Make the embedding's group of the ranks that hold the model's ends."""
+    """Create the embedding group from the ranks of the first and last stage."""
     bound = inspect.signature(original).bind(*args, **given)
     with refusing():
         choice = _choice(session, bound.arguments.get("pipeline_model_parallel_size", 1))
@@ -130,14 +132,14 @@ def initialize_model_parallel(
     placement = choice.placement
     chunks = len(placement) // (max(placement) + 1)
     bound.arguments["virtual_pipeline_model_parallel_size"] = chunks if chunks > 1 else None
-    # Of a shared vocabulary no rank has what another has too.
+    # With vocabulary parallelism, no rank has a copy of another rank's embedding rows.
     ends = placement[:1] if choice.shares else placement
     bound.arguments["get_embedding_ranks"] = lambda group, *_: stages.embedding_ranks(ends, group)
     return original(*bound.args, **bound.kwargs)
 
 
 def _choice(session: Session, ranks: int) -> Choice | None:
-    """Return the schedule that so many pipeline ranks run; None where Megatron's own does."""
+    """Return the schedule for `ranks` pipeline ranks, or None if Megatron's own runs."""
     pipeline, options = session.pipeline, options_of(session)
     if pipeline is not None and pipeline.stage_map.num_ranks == ranks:
         return pipeline.choice
@@ -145,7 +147,7 @@ def _choice(session: Session, ranks: int) -> Choice | None:
 
 
 def model_init(session: Session, original: Function) -> Function:
-    """Build a chunk as the stage that it is."""
+    """Build a chunk with the embedding or the output layer if its stage has them."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -169,7 +171,7 @@ def model_init(session: Session, original: Function) -> Function:
         rank = parallel_state.get_pipeline_model_parallel_rank()
         first, last = pipeline.ends(rank, chunk)
         bound.arguments["pre_process"], bound.arguments["post_process"] = first, last
-        session.is_building = False  # Megatron's own constructor asks for the rank's place
+        session.is_building = False  # Megatron's constructor queries the position of the rank
         original(*bound.args, **bound.kwargs)
         session.is_building = True
         if pipeline.choice.shares:
@@ -187,10 +189,11 @@ _ROWS = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 def _have_rows_converted(session: Session) -> None:
-    """Have Megatron-Bridge, where it builds the model, load and export the rows that ranks share.
+    """Make Megatron-Bridge load and export embedding rows that all pipeline ranks share.
 
-    It takes a weight for one stage's, in parts of the tensor-parallel ranks: here all ranks of the
-    pipeline have parts, one behind the other.
+    Megatron-Bridge expects each weight on one stage, sharded over its tensor-parallel ranks. With
+    vocabulary parallelism, all ranks of the pipeline have consecutive shards. The patch applies
+    only if Megatron-Bridge builds the model.
     """
     mapping = getattr(sys.modules.get(_MAPPING), "MegatronParamMapping", None)
     if mapping is None or mapping in session.providers:
@@ -213,9 +216,10 @@ _CONVERTER = "mcore_adapter.models.converter.dist_converter"
 
 
 def _have_stages_found(session: Session, pipeline: Pipeline) -> None:
-    """Have ROLL's mcore_adapter, where it builds the model, load the weights that a stage has.
+    """Make ROLL's mcore_adapter load the weights of the stages of this rank.
 
-    It numbers stages by chunk, then rank, and takes a tied end for a weight of its own.
+    The converter numbers stages by chunk, then rank, and treats a tied output layer as a separate
+    weight. The patch applies only if mcore_adapter builds the model.
     """
     converter = getattr(sys.modules.get(_CONVERTER), "DistConverter", None)
     if converter is None or converter in session.providers:
@@ -247,12 +251,12 @@ def _have_stages_found(session: Session, pipeline: Pipeline) -> None:
 
 @replaces
 def setup_embeddings(session: Session, original: Function, model: Any) -> None:
-    """Use one weight for the embedding and for what the last stage shares with it, on one rank.
+    """Share one weight between the embedding and the last stage if both are on one rank.
 
     The last stage shares the output layer if the model ties it, and the embedding of multi-token
     prediction. The chunk with the embedding is built before the last. A library that replaces an
-    embedding calls this again (Megatron-Bridge for Gemma 3): Megatron would then set the weight of
-    the last stage to zero, as a copy to be filled, but here it is the embedding itself.
+    embedding calls this function again (Megatron-Bridge for Gemma 3). Megatron would then set the
+    weight of the last stage to zero, as a copy to be filled, but here it is the embedding itself.
     """
     pipeline, first = session.pipeline, session.joined.get(model)
     if pipeline is not None and pipeline.choice.shares and vocabulary.is_shared(model):
@@ -275,11 +279,11 @@ def setup_embeddings(session: Session, original: Function, model: Any) -> None:
         session.joined[model], session.embedding_end = session.embedding_end, None
         _join(session.joined[model], model)
     elif ties and predicts and model.post_process:
-        model.output_layer.weight = None  # it is never read, and no checkpoint can be saved with it
+        model.output_layer.weight = None  # never read, and checkpoints cannot be saved with it
 
 
 def _join(first: Any, last: Any) -> None:
-    """Have the last chunk of a rank use the weights of the first one, as far as the model does."""
+    """Make the last chunk of a rank use the shared weights of the first one."""
     if getattr(last, "mtp_process", False):
         multi_token.share_embedding(first, last)
     if last.share_embeddings_and_output_weights:
@@ -287,10 +291,10 @@ def _join(first: Any, last: Any) -> None:
 
 
 def _is_end(session: Session, end: int, chunk: int | None) -> bool | None:
-    """Check whether a stage is the model's first (`end` 0) or last (`end` 1).
+    """Return whether a stage is the model's first (`end` 0) or last (`end` 1).
 
-    It is the stage that runs, or while models are built the stage of `chunk`. None if there is no
-    such stage: then the answer is about the rank.
+    The stage is the running one or, while models are built, that of `chunk`. None if there is no
+    such stage; then the caller answers for the rank.
     """
     pipeline, step = session.pipeline, session.step
     if step.has_logits:
@@ -305,10 +309,10 @@ def _is_end(session: Session, end: int, chunk: int | None) -> bool | None:
 
 
 def is_end_of_chunks(end: int) -> Function:
-    """Make the replacement of Megatron's check whether a chunk is the first or last of its rank.
+    """Create the replacement of Megatron's check whether a chunk is the first or last of its rank.
 
-    Libraries combine it with `is_end_of_ranks`. While models are built the two together hold for
-    the chunk that has this end of the model, wherever the schedule places it.
+    Libraries combine it with `is_end_of_ranks`. While models are built, both are true together for
+    the chunk with this end of the model, wherever the schedule places it.
     """
 
     @replaces
@@ -323,9 +327,9 @@ def is_end_of_chunks(end: int) -> Function:
 
 
 def is_end_of_ranks(end: int) -> Function:
-    """Make the replacement of Megatron's check whether a rank is the first or last of a pipeline.
+    """Create the replacement of Megatron's check whether a rank is the first or last of a pipeline.
 
-    While models are built it holds for the rank that has this end of the model in any chunk.
+    While models are built, it is true for the rank that has this end of the model in any chunk.
     """
 
     @replaces
@@ -340,11 +344,10 @@ def is_end_of_ranks(end: int) -> Function:
 
 @replaces
 def get_megatron_optimizer(session: Session, original: Function, *args: Any, **options: Any) -> Any:
-    """Remember the optimizer, whose memory a limit has to leave room for.
+    """Record the optimizer, whose state counts as static memory for a memory limit.
 
-    The models are complete by now.
-
-    What its config asks for that is made for other schedules is told, and turned off.
+    The models are complete at this call. Options of the optimizer config that conflict with the
+    schedule are logged and turned off.
     """
     session.is_building = False
     if session.pipeline is not None:

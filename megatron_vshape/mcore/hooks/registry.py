@@ -1,4 +1,4 @@
-"""Every attribute of Megatron that this package replaces, why, and how to undo it."""
+"""All attributes of Megatron that this package replaces, with reasons, and their removal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_vshape.mcore.replaced import ABSENT, Replaced
 
 
 class HookError(RuntimeError):
-    """This Megatron-Core is not one the hooks were written for; the text says where it differs."""
+    """This Megatron-Core does not match the hooks; the message has the difference."""
 
 
 Release = tuple[int, int]
@@ -30,26 +30,26 @@ Release = tuple[int, int]
 class Target:
     """An attribute of Megatron that this package uses: `attribute` of `module`.
 
-    `expects` are parameters that it must have, or, where it is a class, its `forward`.
+    `expects` lists required parameters of the attribute or, for a class, of its `forward`.
     """
 
     module: str
-    attribute: str  # dotted where it is a class's
+    attribute: str  # dotted for attributes of classes
     expects: tuple[str, ...]
     reason: str
 
     @property
     def target(self) -> str:
-        """Return the attribute's full name."""
+        """Return the full name of the attribute."""
         return f"{self.module}.{self.attribute}"
 
     @property
     def name(self) -> str:
-        """Return the attribute's name where it is."""
+        """Return the name of the attribute within its owner."""
         return self.attribute.rpartition(".")[2]
 
     def owner(self) -> Any:
-        """Return the module or class that holds the attribute, or None where it is not there."""
+        """Return the module or class that has the attribute, or None if it does not exist."""
         try:
             owner: Any = importlib.import_module(self.module)
         except ImportError:
@@ -59,30 +59,30 @@ class Target:
         return owner
 
     def original(self) -> Any:
-        """Return the attribute; `ABSENT` where it is not there."""
+        """Return the attribute, or `ABSENT` if it does not exist."""
         owner = self.owner()
         return ABSENT if owner is None else vars(owner).get(self.name, ABSENT)
 
 
 class Probe(Target):
-    """A function of Megatron that is called, and not replaced."""
+    """A function of Megatron that this package calls but does not replace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hook(Target):
-    """An attribute that is replaced; `replacement` gets the session and the original."""
+    """A replaced attribute; `replacement` gets the session and the original."""
 
     replacement: Callable[[Session, Any], Any]
-    # The releases that have it; elsewhere it is replaced if it is there, and not missed if not.
+    # Releases that must have it. In other releases it may be absent, and is replaced if present.
     since: Release = (0, 0)
     until: Release = (999, 0)
-    optional: bool = False  # it depends on another package
-    everywhere: bool = False  # also where other modules have imported it by name
-    chosen: bool = False  # only while a schedule of this package is chosen
+    optional: bool = False  # depends on another package
+    everywhere: bool = False  # replaced also in modules that have imported it by name
+    chosen: bool = False  # replaced only while a schedule of this package is chosen
 
 
 def _training(name: str) -> Callable[[Session, Any], Any]:
-    """Return a replacement of `hooks.training`, imported where it takes something's place."""
+    """Return a replacement from `hooks.training`, imported when it is first installed."""
 
     def replacement(session: Session, original: Any) -> Any:
         module = importlib.import_module("megatron_vshape.mcore.hooks.training")
@@ -126,7 +126,7 @@ HOOKS = (
             since=since,
             everywhere=True,
         )
-        # It moved in 0.18, and the old module kept the name.
+        # 0.18 moved the function; the old module still has the name.
         for module, since in ((_ARGUMENTS, (0, 0)), ("megatron.training.argument_utils", (0, 18)))
     ),
     Hook(
@@ -534,21 +534,21 @@ PROBES = (
     ),
 )
 
-# Megatron's modules belong to the process, and so does the record of what to put back.
+# Megatron's modules are process-wide, so the record of their original attributes is too.
 _replaced = Replaced()
-_chosen = Replaced()  # the same, of hooks that a schedule alone brings
+_chosen = Replaced()  # hooks that are active only while a schedule is chosen
 
 
 def install(options: Mapping[str, Any] | None = None) -> None:
-    """Replace what `HOOKS` lists, also where it has been imported by name.
+    """Replace the attributes in `HOOKS`, also in modules that have imported them by name.
 
-    Until a schedule is chosen every replacement does what it replaces, and some wait until then.
-    Does nothing where that has been done. `options` are those of `megatron_vshape.register`, or of
-    the variable.
+    Until a schedule is chosen, every replacement behaves as the original; hooks with `chosen` are
+    installed only then. A second call does nothing. `options` are those of
+    `megatron_vshape.register` or of the environment variable.
 
     Raises:
-        HookError: a target is missing or has another signature; nothing is replaced then.
-        UnsupportedError: there is no such option.
+        HookError: A target is missing or has another signature. Nothing is replaced in this case.
+        UnsupportedError: An option does not exist.
     """
     if _replaced:
         return
@@ -559,28 +559,34 @@ def install(options: Mapping[str, Any] | None = None) -> None:
             f"{_version()} is here without Megatron-LM's trainer, whose flags name a schedule "
             f"({why}): give register a schedule, or install megatron-core[training]"
         )
+    # Check all targets before the first replacement, so that a failure leaves Megatron unchanged.
     faults = [each.fault for each in examine() if each.fault is not None]
     if faults:
         raise HookError(faults[0])
     session = Session(library=given, replaced=_replaced, chosen=_chosen)
     made: dict[int, Any] = {}  # names of one object get one replacement
+    # Read before any replacement: `_swap` finds imports by name through the identity of the
+    # original.
     named = [hook.original() for hook in HOOKS if hook.everywhere]
     for hook in HOOKS:
         _install(hook, session, made)
+    # `from module import name` binds the original in the importing module, so replacing it in its
+    # own module is not enough.
     _swap({id(each): (each, made[id(each)]) for each in named if each is not ABSENT}, _replaced)
 
 
 def uninstall() -> None:
-    """Put back every attribute that `install` replaced, also where it was imported since then."""
+    """Restore all attributes that `install` replaced, also in modules that imported them."""
     undone = _chosen.undo() + _replaced.undo()
     replacements = {id(value): (value, original) for value, original in undone}
-    # Values such as True are no one's own: only functions can be told by what they are.
+    # Only functions have an identity to search for: a value such as True is shared by everything.
     made = {key: pair for key, pair in replacements.items() if inspect.isfunction(pair[1])}
     _swap(made, Replaced())
 
 
 def _swap(pairs: Mapping[int, tuple[Any, Any]], replaced: Replaced) -> None:
-    """Put the second of a pair wherever a module of another package has the first, by any name."""
+    """Replace `pair[0]` by `pair[1]` under any name in all modules outside this package."""
+    # A copy of the list: reading attributes of lazy modules can import further modules.
     for module in list(sys.modules.values()):
         if module is None or str(getattr(module, "__name__", "")).startswith("megatron_vshape"):
             continue
@@ -592,23 +598,25 @@ def _swap(pairs: Mapping[int, tuple[Any, Any]], replaced: Replaced) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """How one target is found in the installed Megatron."""
+    """Result of the check of one target in the installed Megatron."""
 
     record: Target
     is_there: bool
-    fault: str | None  # the sentence that `install` fails with
+    fault: str | None  # the error message of `install`
 
 
 def examine() -> list[Finding]:
-    """Return what is called and what is replaced, as the installed Megatron has it."""
+    """Check all probes and hooks against the installed Megatron."""
     return [*map(_examine, PROBES), *map(_examine, HOOKS)]
 
 
 def _install(hook: Hook, session: Session, made: dict[int, Any]) -> None:
     owner, original = hook.owner(), hook.original()
-    # What has parameters is replaced where it is; what has none may also be put where it is not.
+    # A function is replaced only if it exists. A value without parameters can also be added: for
+    # example, Megatron lacks the fused kernels if apex is missing.
     if owner is None or (original is ABSENT and hook.expects):
         return
+    # One object under two names must get one replacement. Plain values can be equal by chance.
     if not hook.expects or id(original) not in made:
         made[id(original)] = hook.replacement(session, original)
     if hook.chosen:
@@ -625,19 +633,20 @@ def _examine(record: Target) -> Finding:
 
 
 def _absence(record: Target) -> str | None:
-    """Return what is wrong with a target that is not there, if anything is."""
+    """Return the error message for a missing target, or None if it may be missing."""
     does = "calls"
     if isinstance(record, Hook):
         does = "hooks"
         if record.optional or not record.since <= _release() <= record.until:
             return None
+    # Libraries may install megatron.core without the trainer.
     if record.module.startswith(_TRAINER) and _why_no_trainer() is not None:
         return None
     return f"{_version()} has no {record.target}, which this package {does}: it {record.reason}"
 
 
 def _why_no_trainer() -> str | None:
-    """Return why Megatron-LM's trainer cannot be imported; None where it can be."""
+    """Return the reason why Megatron-LM's trainer cannot be imported, or None."""
     try:
         importlib.import_module(_TRAINER)
     except ImportError as error:
@@ -646,7 +655,7 @@ def _why_no_trainer() -> str | None:
 
 
 def _other_parameters(record: Target, original: Any) -> str | None:
-    """Return what is wrong with the target's parameters, if anything is."""
+    """Return the error message if the target lacks expected parameters, or None."""
     if not record.expects:
         return None
     is_class = inspect.isclass(original)

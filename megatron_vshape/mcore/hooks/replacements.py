@@ -1,8 +1,8 @@
-"""What stands in for attributes of megatron.core under any trainer; `registry` lists the targets.
+"""Replacements of megatron.core attributes for any trainer; `registry` lists the targets.
 
-What `replaces` marks takes the session, the original and a call's arguments. While no schedule has
-been asked for, the original alone is called, with what it was given; what `replaces_always` marks
-is called even then, to learn of a schedule, or because it comes before the choice.
+A function marked with `replaces` gets the session, the original function and the arguments of a
+call. Until a schedule is requested, only the original runs, with unchanged arguments. A function
+marked with `replaces_always` runs even then, because it detects the request or runs before it.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ from megatron_vshape.mcore.step.late_checks import can_wait
 
 Function = Callable[..., Any]
 
+# The timer needs a pass, but for Megatron's schedules only durations count, not the pass.
 _SOME_PASS = Pass(Kind.F, 0, 0)
 
 
 def replaces_always(stand_in: Function) -> Function:
-    """Return what makes a replacement of a session and an original: `stand_in`, given these two."""
+    """Turn `stand_in` into a factory: (session, original) -> replacement, active in every call."""
 
     @functools.wraps(stand_in)
     def make(session: Session, original: Function) -> Function:
@@ -60,7 +61,7 @@ def replaces_always(stand_in: Function) -> Function:
 
 
 def replaces(stand_in: Function) -> Function:
-    """Return the same of a `stand_in` that is called once a schedule has been asked for."""
+    """Turn `stand_in` into a factory whose replacement is active once a schedule is requested."""
 
     @functools.wraps(stand_in)
     def unless_idle(session: Session, original: Function, *args: Any, **options: Any) -> Any:
@@ -81,12 +82,12 @@ def select_pipeline_segment(
     *args: Any,
     **options: Any,
 ) -> Any:
-    """Give a chunk the part of a hybrid model's pattern that is its stage's."""
+    """Return the part of a hybrid model's layer pattern that belongs to the stage of a chunk."""
     if session.pipeline is None:
         return original(main_pattern, pp_group, vp_stage, *args, **options)
     stage_map = session.pipeline.stage_map
     stage = stage_map.stage(pp_group.rank(), vp_stage)
-    # A library's own stages, if it marks any, are not ours.
+    # Cut by our stages: a library may have marked different stages in the pattern.
     segments = hybrid.cut(main_pattern, stage_map.layers).split(hybrid.BEGINS_STAGE)
     allocation: Any = inspect.getmodule(original)
     layers = allocation.validate_segment_layers(segments[stage])
@@ -97,26 +98,28 @@ def select_pipeline_segment(
 def convert_schedule_table_to_order(
     session: Session, original: Function, num_warmup: int, num_chunks: int, table: Any
 ) -> list[int]:
-    """Give Transformer Engine the order of this rank's passes, to capture CUDA graphs in."""
+    """Return this rank's pass order to Transformer Engine for CUDA graph capture."""
     if session.pipeline is None:
         return list(original(num_warmup, num_chunks, table))
     rank = parallel_state.get_pipeline_model_parallel_rank()
-    # A vision encoder's are captured apart, as those of one chunk, the first.
+    # The helper of a vision encoder has one chunk, the first, and captures it separately.
     stages = session.pipeline.stage_map.stages(rank)[:num_chunks]
     program = session.pipeline.planner.training(len(table) // num_chunks).program
+    # Replays must follow the captured order, so the step rejects any other program from now on.
     session.step.captured = program
     return capture_order(program, rank, stages)
 
 
 @replaces
 def create_cudagraphs(session: Session, original: Function, helper: Any) -> None:
-    """Capture while nothing else asks the device, and find out which memory graphs have."""
+    """Capture CUDA graphs while the transport is idle, and record their memory."""
     pipeline = session.pipeline
     if pipeline is None:
         original(helper)
         return
     session.own_runner(pipeline).rest()
     capture = _capture_of_weights(pipeline, helper) if pipeline.splits_graphs else None
+    # So that `get_schedule_table` does not reject the call that the capture makes.
     session.captures = True
     try:
         with graph_weights.capturing(helper, capture, session.step):
@@ -126,7 +129,7 @@ def create_cudagraphs(session: Session, original: Function, helper: Any) -> None
 
 
 def _capture_of_weights(pipeline: Pipeline, helper: Any) -> graph_weights.Capture:
-    """Return what has the helper capture weight gradients where the rank's passes run them."""
+    """Return a capture of weight gradients in the order of this rank's W passes."""
     rank = parallel_state.get_pipeline_model_parallel_rank()
     stages = pipeline.stage_map.stages(rank)[: helper.num_model_chunks]
     program = pipeline.planner.training(get_num_microbatches()).program
@@ -148,12 +151,12 @@ def get_schedule_table(
     *args: Any,
     **options: Any,
 ) -> Any:
-    """Reject a library that sorts by the order of Megatron's interleaved schedule.
+    """Reject libraries that sort data by the pass order of Megatron's interleaved schedule.
 
-    verl sorts the expert choices that it has recorded in a forward pass so, and joins those of all
-    ranks as if chunks were placed as Megatron places them.
+    verl sorts the expert choices recorded in a forward pass this way, and merges them over ranks as
+    if chunks had Megatron's placement.
     """
-    # Transformer Engine's capture only takes the number of passes from the table.
+    # Transformer Engine's capture uses only the number of passes in the table.
     if session.pipeline is None or session.captures or num_model_chunks == 1:
         return original(num_microbatches, num_model_chunks, *args, **options)
     raise UnsupportedError(
@@ -168,7 +171,7 @@ def get_schedule_table(
 def optimizer_step(
     session: Session, original: Function, optimizer: Any, *args: Any, **options: Any
 ) -> Any:
-    """Step without a barrier where the run asks for that."""
+    """Run the optimizer step without a barrier if post-validation is enabled."""
     if session.post_validation is None:
         return original(optimizer, *args, **options)
     return session.post_validation.step(optimizer, original)
@@ -186,7 +189,7 @@ def validate_result(
     *args: Any,
     **options: Any,
 ) -> None:
-    """Check a loss after the passes of its step, and not where the host would wait for it."""
+    """Check a loss after the passes of its step, to avoid a device synchronization per loss."""
 
     def check(value: Any) -> None:
         original(machine, value, rejection_func, message, comparison_func, *args, **options)
@@ -197,7 +200,7 @@ def validate_result(
     elif can_wait(machine, result, rejection_func, comparison_func):
         checks.add(check, result)
     else:
-        checks.make()  # first: of several bad results Megatron acts on the first
+        checks.make()  # in order: Megatron acts on the first of several bad results
         check(result)
 
 
@@ -205,7 +208,7 @@ def validate_result(
 def several_stacks_init(
     session: Session, original: Function, model: Any, *args: Any, **options: Any
 ) -> None:
-    """Refuse a model that is not one stack of layers before any of it is built."""
+    """Reject a model with several stacks of layers before any of them is built."""
     if session.pipeline is not None:
         with refusing():
             raise refused_model(session.pipeline.choice.name, type(model).__name__)
@@ -216,11 +219,12 @@ def several_stacks_init(
 def get_forward_backward_func(
     session: Session, original: Function, *args: Any, **options: Any
 ) -> Any:
-    """Hand out this package's function, or Megatron's with a meter where the user named one."""
+    """Return this package's step function, or Megatron's with a meter if the user named it."""
     if session.pipeline is not None:
         with refusing():
             check_one_module(session.pipeline.choice.name, *args, *options.values())
         return session.own_function(original)
+    # One of Megatron's own schedules runs. Metering it makes its log lines comparable with ours.
     function = original(*args, **options)
     if session.megatrons_own is None:
         return function
@@ -229,9 +233,10 @@ def get_forward_backward_func(
 
 @replaces
 def forward_step(session: Session, original: Function, *args: Any, **options: Any) -> Any:
-    """Measure a forward pass of Megatron's own schedules, where that is asked for."""
+    """Measure a forward pass of Megatron's own schedules, if measurement is enabled."""
     result = _timed(session, original, *args, **options)
     if session.step.census is not None and session.pipeline is None:
+        # For our own schedules, the runner counts activation memory itself.
         chunk = inspect.signature(original).bind(*args, **options).arguments.get("vp_stage")
         count_forward(session.step.census, chunk, result[0])
     return result
@@ -239,7 +244,7 @@ def forward_step(session: Session, original: Function, *args: Any, **options: An
 
 @replaces
 def backward_step(session: Session, original: Function, *args: Any, **options: Any) -> Any:
-    """Measure a backward pass of Megatron's own schedules, where that is asked for."""
+    """Measure a backward pass of Megatron's own schedules, if measurement is enabled."""
     result = _timed(session, original, *args, **options)
     if session.step.census is not None and session.pipeline is None:
         count_backward(session.step.census)
@@ -247,7 +252,7 @@ def backward_step(session: Session, original: Function, *args: Any, **options: A
 
 
 def _timed(session: Session, original: Function, *args: Any, **options: Any) -> Any:
-    """Stamp a pass of Megatron's own schedules, while they are timed; only how long it takes."""
+    """Record the duration of a pass of Megatron's own schedules while a timer is active."""
     timer = session.step.timer
     if timer is None:
         return original(*args, **options)
@@ -261,7 +266,7 @@ def _timed(session: Session, original: Function, *args: Any, **options: Any) -> 
 def is_pipeline_first_stage(
     session: Session, original: Function, ignore_virtual: bool = True, vp_stage: int | None = None
 ) -> bool:
-    """Answer for the stage with the embedding."""
+    """Return whether the stage has the embedding."""
     return _is_end(session, original, 0, ignore_virtual, vp_stage)
 
 
@@ -269,15 +274,17 @@ def is_pipeline_first_stage(
 def is_pipeline_last_stage(
     session: Session, original: Function, ignore_virtual: bool = True, vp_stage: int | None = None
 ) -> bool:
-    """Answer for the stage with the loss."""
+    """Return whether the stage has the loss."""
     return _is_end(session, original, 1, ignore_virtual, vp_stage)
 
 
 def tensor_parallel_world_size(session: Session, original: Function) -> Function:
-    """Have a trainer's own loss of logits know how many ranks share the vocabulary."""
+    """Return the number of vocabulary-parallel ranks during a trainer's own loss of logits."""
 
     @functools.wraps(original)
     def size() -> Any:
+        # Code that pads sequences needs the original number. `number_for` identifies such code
+        # by its code object.
         ranks = session.step.tensor_ranks
         return original() if ranks is None else ranks.number_for(sys._getframe(1).f_code)
 
@@ -285,7 +292,7 @@ def tensor_parallel_world_size(session: Session, original: Function) -> Function
 
 
 def has_end(session: Session, end: int) -> bool:
-    """Check whether a chunk of this rank is the model's first (`end` 0) or last (`end` 1) stage."""
+    """Return whether a chunk of this rank is the model's first (`end` 0) or last (1) stage."""
     assert session.pipeline is not None
     rank = parallel_state.get_pipeline_model_parallel_rank()
     return bool(session.pipeline.stage_map.end_ranks[end] == rank)
@@ -294,16 +301,19 @@ def has_end(session: Session, end: int) -> bool:
 def _is_end(
     session: Session, original: Function, end: int, ignore_virtual: bool, vp_stage: int | None
 ) -> bool:
-    """Return the answer to "is this the first (or last) stage?", about a chunk where one is meant.
+    """Return whether a stage is the model's first (`end` 0) or last (`end` 1).
 
-    Asked without a chunk, it is about the one that runs. If none runs, it is about the rank: while
-    models are built, whether any of its chunks is that stage; later Megatron's own answer, its
-    place in the pipeline, since the last rank gets the results of the loss (`pipeline_of`).
+    The stage is that of `vp_stage` if given (and not ignored), else that of the running chunk. If
+    no chunk runs, the result is about the rank. While models are built: whether any of its chunks
+    is that stage. Afterwards: Megatron's own result, its position in the pipeline, because the last
+    rank gets the results of the loss (`pipeline_of`).
     """
     pipeline = session.pipeline
+    # Vocabulary parallelism: every rank computes a part of the loss and counts as first and last.
     if session.step.has_logits:
         return True
     chunk = session.step.running_chunk if ignore_virtual else vp_stage
+    # With one chunk per rank, callers pass no vp_stage; chunk 0 is the only candidate.
     if pipeline is not None and not ignore_virtual and pipeline.stage_map.num_chunks == 1:
         chunk = 0
     if chunk is None and session.is_building and pipeline is not None:
@@ -322,7 +332,7 @@ def float16_module_forward(
     fp32_output: bool = True,
     **options: Any,
 ) -> Any:
-    """Convert inputs on the first stage and outputs on the last, wherever those are."""
+    """Convert inputs on the first stage and outputs on the last stage of any placement."""
     pipeline = session.pipeline
     if pipeline is None:
         return original(module, *inputs, fp32_output=fp32_output, **options)
@@ -331,23 +341,24 @@ def float16_module_forward(
     if first:
         inputs = transformer_module.fp32_to_float16(inputs, module.float16_convertor)
     outputs = module.module(*inputs, **options)
-    # With a shared vocabulary the last stage ends where logits would begin, or all ranks have some.
+    # With vocabulary parallelism, the last stage ends before the logits. While all ranks compute
+    # logits (`has_logits`), each of them converts its own.
     makes_loss = session.step.has_logits or (last and not pipeline.choice.shares)
     return transformer_module.float16_to_fp32(outputs) if makes_loss and fp32_output else outputs
 
 
 def linear_function(session: Session, original: type) -> type:
-    """Return the linear that can put its weight gradient off."""
+    """Return the linear function that can defer its weight gradient."""
     return make_split_linear(session.step, layers, original)
 
 
 def fused_kernels(session: Session, original: Any) -> Any:
-    """Return apex's kernels where they are installed, else torch's."""
+    """Return apex's kernels if installed, else torch's."""
     return original if layers._grad_accum_fusion_available else TorchFusedKernels
 
 
 def fusion_available(session: Session, original: bool) -> bool:
-    """Return that there are kernels: apex's, or torch's by `fused_kernels`."""
+    """Return True: apex's kernels are installed, or `fused_kernels` replaces them by torch's."""
     return True
 
 
@@ -355,8 +366,13 @@ def fusion_available(session: Session, original: bool) -> bool:
 def roll_tensor(
     session: Session, original: Function, tensor: Any, *args: Any, **options: Any
 ) -> Any:
-    """Take what comes behind the end of a slice from its microbatch, and count all of that."""
+    """Roll the tokens of the full microbatch, so that a slice sees the tokens behind its end.
+
+    The second result of Megatron's function counts the tokens of the microbatch.
+    """
     if not isinstance(tensor, TokensOfSlice):
         return original(tensor, *args, **options)
     rolled, *counted = original(tensor.whole, *args, **options)
+    # Multi-token prediction rolls once per depth, so the result must reference the microbatch
+    # again.
     return TokensOfSlice.cut(rolled, tensor.part), *counted

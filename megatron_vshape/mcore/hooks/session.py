@@ -1,4 +1,4 @@
-"""The state behind the hooks: which schedule runs, and by what."""
+"""State of the hooks: the chosen schedule and its runner."""
 
 from __future__ import annotations
 
@@ -39,63 +39,64 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Session:
-    """What the hooks of one `hooks.install` share.
+    """State shared by the hooks of one `hooks.install`.
 
-    `pipeline` is None while Megatron's own schedules run: then every hook does what upstream does.
+    `pipeline` is None while Megatron's own schedules run; then every hook behaves as upstream.
     """
 
     pipeline: Pipeline | None = None
-    megatrons_own: str | None = None  # the schedule of Megatron's that the user has named
-    # What the trainer calls for every step; made when it asks for that.
+    megatrons_own: str | None = None  # Megatron's own schedule, if the user has named one
+    # The step function of the trainer; created at its first get_forward_backward_func().
     runner: PipelineRunner | MeteredSchedule | None = None
-    post_validation: PostValidation | None = None  # while a run that asks for it trains
-    iteration_log: IterationLog | None = None  # once Megatron's trainer runs, which logs
+    post_validation: PostValidation | None = None  # set during training if enabled
+    iteration_log: IterationLog | None = None  # set while Megatron's trainer runs
     step: StepState = field(default_factory=StepState)
-    tries_again: bool = False  # in this process, where a run fails (--inprocess-restart)
-    # Where a library has its own configuration and trainer:
-    library: Options | None = None  # what `register` was given
-    chosen_by_flags: bool = False  # Megatron's parser was asked all the same
-    once: OnePlanner | None = None  # where ranks met to plan, which some may be about to leave
-    is_named: bool = False  # the flags have named a schedule, whatever becomes of it
+    tries_again: bool = False  # restart in this process after a failure (--inprocess-restart)
+    # For libraries with their own configuration and trainer:
+    library: Options | None = None  # the options of `register`
+    chosen_by_flags: bool = False  # Megatron's parser has run; its flags override `library`
+    once: OnePlanner | None = None  # the rendezvous for planning; some ranks may still be in it
+    is_named: bool = False  # the flags name a schedule, even if it is rejected later
     optimizer: Any = None
-    registers: bool = False  # NCCL registers buffers, by the config of data parallelism
-    set_variables: frozenset[str] = frozenset()  # of the process, for the schedule
-    has_opened: bool = False  # the schedule has been shown
-    captures: bool = False  # Transformer Engine records CUDA graphs now
-    loads: Any = None  # the model whose checkpoint is being read
-    embedding_end: nn.Module | None = None  # the chunk that has it, until the last one is built
-    # Last chunks that have the weights of their rank's first, which is the value.
+    registers: bool = False  # NCCL registers buffers (nccl_ub of the data-parallel config)
+    set_variables: frozenset[str] = frozenset()  # environment variables set for the schedule
+    has_opened: bool = False  # the schedule has been printed
+    captures: bool = False  # Transformer Engine is capturing CUDA graphs
+    loads: Any = None  # the model whose checkpoint is being loaded
+    embedding_end: nn.Module | None = None  # chunk with the embedding, until the last is built
+    # Last chunk -> first chunk of the same rank, whose embedding weights it shares.
     joined: WeakKeyDictionary[nn.Module, nn.Module] = field(default_factory=WeakKeyDictionary)
-    # From the end of a chunk's constructor until the optimizer or the first step: a library may
-    # extend the model meanwhile, and asks which of its chunks have the ends.
+    # True from the end of a chunk's constructor until the optimizer or the first step. A library
+    # may extend the model then, and query which chunks are the first and the last stage.
     is_building: bool = False
-    provided_chunk: int | None = None  # while a provider that knows of no chunks builds this one
-    providers: list[type] = field(default_factory=list)  # that have been taught to build chunks
-    replaced: Replaced = field(default_factory=Replaced)  # undone when the hooks are
-    chosen: Replaced = field(default_factory=Replaced)  # the same, while a schedule is chosen
-    on_choice: list[tuple[Any, str, Any]] = field(default_factory=list)  # put there then
-    ready: WeakSet[nn.Module] = field(default_factory=WeakSet)  # first chunks of models that are
+    provided_chunk: int | None = None  # chunk in construction by a provider without vp_stage
+    providers: list[type] = field(default_factory=list)  # classes that are already patched
+    replaced: Replaced = field(default_factory=Replaced)  # undone by `hooks.uninstall`
+    chosen: Replaced = field(default_factory=Replaced)  # undone also when the choice changes
+    on_choice: list[tuple[Any, str, Any]] = field(default_factory=list)  # applied on a choice
+    ready: WeakSet[nn.Module] = field(default_factory=WeakSet)  # first chunks of prepared models
 
     def choose(self, pipeline: Pipeline | None, megatrons_own: str | None) -> None:
-        """Take what the flags ask for; what has run by other flags is over."""
+        """Apply the schedule that the flags request, and reset the state of a previous run."""
         self.pipeline, self.megatrons_own, self.runner = pipeline, megatrons_own, None
         self.has_opened = self.is_building = False
         self.step.splits_backward = pipeline is not None
+        # Hooks with `chosen` are active only while a schedule of this package is chosen.
         self.chosen.undo()
         for each in self.on_choice if pipeline is not None else ():
             self.chosen.put(*each)
 
     @property
     def is_idle(self) -> bool:
-        """Return whether nobody has asked for a schedule: then Megatron is as without hooks."""
+        """Return whether no schedule is requested; then Megatron runs as without hooks."""
         return self.pipeline is None and self.megatrons_own is None
 
     def forget(self) -> None:
-        """Let go of all that a run has left, whether it has ended or failed.
+        """Free all state of a run that has ended or failed.
 
-        What the flags have decided stays, for another run by them in this process (Megatron's
-        --inprocess-restart): that one plans anew, since of the ranks that failed some may have
-        measured costs, or agreed on a program, and others not.
+        The choice from the flags stays, for another run in this process (Megatron's
+        --inprocess-restart). That run plans again: after a failure, only some ranks may have
+        measured costs or agreed on a program.
         """
         if isinstance(self.runner, PipelineRunner):
             self.runner.forget_data(quietly=self.tries_again)
@@ -106,7 +107,7 @@ class Session:
             self.pipeline = replace(self.pipeline, planner=planner)
 
     def own_runner(self, pipeline: Pipeline) -> PipelineRunner:
-        """Return what runs the steps of this package's schedule; made when first asked for."""
+        """Return the runner of this package's schedule; creates it at the first call."""
         runner = self.runner or PipelineRunner(self.step, pipeline, self.logs)
         if not isinstance(runner, PipelineRunner):
             raise RuntimeError(
@@ -116,9 +117,9 @@ class Session:
         return runner
 
     def own_function(self, original: Callable[..., Any]) -> Any:
-        """Return what takes the place of Megatron's function, which prepares the model if need be.
+        """Return the replacement of Megatron's step function, which first prepares the model.
 
-        Whoever has built the model may have added modules to it until the first step.
+        Preparation waits until then because the library may add modules to the model before.
         """
         self.is_building = False
         if self.runner is None and self.pipeline is not None:
@@ -135,13 +136,16 @@ class Session:
         return run
 
     def _prepare(self, call: Mapping[str, Any]) -> None:
-        """Prepare the model of the steps that begin.
+        """Prepare a model before its first step.
 
-        Ranks have other layers, ends and data, so one alone may find what it does not support.
+        Ranks differ in layers, stages and data, so a single rank may find an unsupported feature.
+        All ranks then fail together (`refusing_together`).
         """
         model = call["model"] if isinstance(call["model"], list) else [call["model"]]
         if model[0] in self.ready or self.pipeline is None:
             return
+        # Without the agreement, the other ranks would wait for the failed rank in their first
+        # receive.
         with refusing_together():
             self._check_model(self.pipeline, model)
             given_iterators(call["data_iterator"], len(model))
@@ -160,7 +164,7 @@ class Session:
         self.ready.add(model[0])
 
     def _check_model(self, pipeline: Pipeline, model: Sequence[nn.Module]) -> None:
-        """Raise UnsupportedError unless these are the chunks of this rank, as they were built."""
+        """Raise UnsupportedError unless `model` has the chunks of this rank as they were built."""
         chunks = pipeline.stage_map.num_chunks
         if len(model) != chunks:
             raise UnsupportedError(
@@ -176,13 +180,13 @@ class Session:
     def opening(
         self, pipeline: Pipeline, model: Sequence[nn.Module], tokens: int, num_microbatches: int
     ) -> str:
-        """Return the schedule's picture, what carries messages, and with a limit what is left.
+        """Return the log lines of the schedule, its P2P backend and, with a limit, its memory.
 
-        All ranks call it before the first step, of microbatches of so many tokens.
+        All ranks call it before the first step. `tokens` is the number of tokens per microbatch.
 
         Raises:
-            ScheduleError: nothing fits the limit.
-            UnsupportedError: there is a limit, and no optimizer whose memory is known.
+            ScheduleError: No schedule fits the memory limit.
+            UnsupportedError: There is a limit, but no optimizer with known memory.
         """
         self.has_opened = True
         planner, limit, lines = pipeline.planner, pipeline.choice.limit_bytes, []
@@ -201,27 +205,31 @@ class Session:
             )
             width = config.hidden_size * streams_of(config)
             width_bytes = width * config.pipeline_dtype.itemsize
+            # P2P buffers are outside the activation memory of passes, so the limit has to reserve
+            # them too.
             message_bytes = tokens * width_bytes // shards
             own = static_memory.static_memory(
                 model, self.optimizer, pipeline.options.post_validates
             )
             group = parallel_state.get_pipeline_model_parallel_group()
+            # All data-parallel replicas need one plan, so the replica with the most static memory
+            # decides.
             everyones = static_memory.most_of_replicas(own, group, lambda each: each.total)
             planner.reserve([each.total for each in everyones], message_bytes)
-            planner.training(num_microbatches)  # says how many messages there are at most
+            planner.training(num_microbatches)  # determines the maximum number of P2P buffers
             lines.append(static_memory.table(everyones, planner.reserved_bytes, limit))
         local_ranks = self.own_runner(pipeline).local_ranks
         lines.append(report.opening_lines(pipeline, num_microbatches, local_ranks))
         return "\n".join(lines)
 
     def metered_runner(self, function: Callable[..., Any], name: str) -> Any:
-        """Return Megatron's `function` with a meter; made when first asked for."""
+        """Return Megatron's `function` with a meter; creates it at the first call."""
         if self.runner is None:
             self.runner = MeteredSchedule(self.step, self.logs, function, name)
         return self.runner
 
     def end_validation(self) -> str | None:
-        """Validate at once from now on; return how it went, or None where that was so all along."""
+        """End post-validation; return its summary line, or None if it was disabled."""
         post_validation, self.post_validation = self.post_validation, None
         if post_validation is None:
             return None
@@ -230,9 +238,9 @@ class Session:
 
     @property
     def is_librarys(self) -> bool:
-        """Return whether a library's trainer runs, by what `register` was given."""
+        """Return whether a library's trainer runs with the options of `register`."""
         return self.library is not None and not self.chosen_by_flags
 
     def logs(self, ahead: int) -> bool:
-        """Return whether Megatron's trainer runs, and logs the step `ahead` of the one it runs."""
+        """Return whether Megatron's trainer logs the step `ahead` steps after the current one."""
         return self.iteration_log is not None and self.iteration_log.has(ahead)

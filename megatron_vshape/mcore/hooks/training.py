@@ -1,6 +1,6 @@
-"""What stands in for attributes of Megatron-LM's trainer, with its flags and its log.
+"""Replacements of attributes of Megatron-LM's trainer, its flags and its log.
 
-A library may have megatron.core without it; then nothing here is imported.
+Libraries may use megatron.core without the trainer; then nothing imports this module.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def add_megatron_arguments(
 def validate_args(
     session: Session, original: Function, args: Namespace, *rest: Any, **options: Any
 ) -> Any:
-    """Set the pipeline up before Megatron's checks, and check what only they make known."""
+    """Configure the pipeline before Megatron's checks, and complete it with their results."""
     with refusing():
         session.once = configure.one_planner(args)
         pipeline = configure.prepare(args, session.library, session.once)
@@ -74,7 +74,7 @@ def validate_args(
         session.chosen_by_flags = True
         session.tries_again = getattr(args, "inprocess_restart", False)
     if pipeline is not None:
-        # First: Megatron's checks start CUDA.
+        # Before the original: Megatron's checks initialize CUDA, which reads the environment.
         session.set_variables |= complete_environment(args, pipeline, already=session.set_variables)
     validated = original(args, *rest, **options)
     with refusing():
@@ -86,10 +86,10 @@ def validate_args(
 def core_transformer_config_from_args(
     session: Session, original: Function, *given: Any, **options: Any
 ) -> Any:
-    """Put the layout of the stages on every TransformerConfig made from the arguments.
+    """Set the stage layout on every TransformerConfig created from the arguments.
 
-    The config checks numbers of layers when it is made, so the arguments have the layout
-    meanwhile, and only meanwhile: they are written into checkpoints.
+    The config checks layer counts in its constructor, so the arguments contain the layout during
+    this call. They must not keep it: Megatron writes the arguments into checkpoints.
     """
     args = inspect.signature(original).bind(*given, **options).arguments["args"]
     if not session.chosen_by_flags and session.library is None:
@@ -102,10 +102,11 @@ def core_transformer_config_from_args(
 
 @replaces_always
 def pretrain(session: Session, original: Function, *args: Any, **options: Any) -> Any:
-    """Build chunks of the right stages before 0.19, and leave no data behind."""
+    """Build chunks for the right stages on Megatron < 0.19, and free all state after the run."""
     bound = inspect.signature(original).bind(*args, **options)
     provider = bound.arguments.get("model_provider")
     if provider is not None:
+        # Newer releases build chunks through `build_virtual_pipeline_stages` instead.
         bound.arguments["model_provider"] = _model_provider(session, provider)
     if session.pipeline is not None:
         given = (bound.arguments.get(name) for name in ("pg_collection", "p2p_communicator"))
@@ -118,8 +119,9 @@ def pretrain(session: Session, original: Function, *args: Any, **options: Any) -
 
 
 def _model_provider(session: Session, provider: Function) -> Function:
-    """Return a provider that builds stages; 0.18 and before call it once per chunk."""
+    """Wrap a provider so that it builds stages; Megatron <= 0.18 calls it once per chunk."""
     takes = inspect.signature(provider).parameters
+    # A model_provider without vp_stage is fine with one chunk per rank.
     takes_chunks = "vp_stage" in takes or any(
         each.kind == each.VAR_KEYWORD for each in takes.values()
     )
@@ -159,7 +161,7 @@ def build_virtual_pipeline_stages(
     *args: Any,
     **options: Any,
 ) -> Any:
-    """Build every chunk as the stage that it is."""
+    """Build every chunk with the embedding or the output layer if its stage has them."""
     pipeline = session.pipeline
     if pipeline is None:
         return original(build_model_func, pg_collection, *args, **options)
@@ -179,7 +181,7 @@ def build_virtual_pipeline_stages(
 
 @replaces_always
 def train(session: Session, original: Function, *args: Any, **options: Any) -> Any:
-    """Show the schedule first, and what the run has measured last."""
+    """Print the schedule before training, and the measured results after it."""
     pipeline = session.pipeline
     given: Mapping[str, Any] = {}
     if not session.is_idle:
@@ -191,6 +193,7 @@ def train(session: Session, original: Function, *args: Any, **options: Any) -> A
     if pipeline is not None:
         with refusing():
             tokens = get_args().seq_length * get_args().micro_batch_size
+            # `opening` needs the optimizer: with a memory limit, its state counts as static memory.
             session.optimizer = given["optimizer"]
             print_rank_0(session.opening(pipeline, given["model"], tokens, get_num_microbatches()))
             if pipeline.options.post_validates:
@@ -206,7 +209,7 @@ def train(session: Session, original: Function, *args: Any, **options: Any) -> A
         result = _told_at_failure(session, lambda: original(*args, **options))
     except RefusedError:
         raise
-    except SystemExit:  # by --exit-interval and the like, on all ranks after a barrier
+    except SystemExit:  # --exit-interval and similar: all ranks exit after a barrier
         _tell_end(session)
         raise
     _tell_end(session)
@@ -217,13 +220,13 @@ def train(session: Session, original: Function, *args: Any, **options: Any) -> A
 def evaluate_and_print_results(
     session: Session, original: Function, *args: Any, **options: Any
 ) -> Any:
-    """Check the evaluation of a run without training (--skip-train)."""
+    """Check the options of an evaluation without training (--skip-train)."""
     _check_non_loss_data(session, inspect.signature(original).bind(*args, **options).arguments)
     return original(*args, **options)
 
 
 def _check_non_loss_data(session: Session, given: Mapping[str, Any]) -> None:
-    """Raise RefusedError where only the last rank would collect data after an evaluation."""
+    """Raise RefusedError if only the last rank would collect data after an evaluation."""
     name = session.megatrons_own if session.pipeline is None else session.pipeline.choice.name
     is_alone = given.get("non_loss_data_func") is None
     if name is not None and is_alone and given.get("process_non_loss_data_func") is not None:
@@ -237,7 +240,7 @@ def _check_non_loss_data(session: Session, given: Mapping[str, Any]) -> None:
 
 
 def _refuse_what_was_not_seen(args: Namespace) -> None:
-    """Raise RefusedError for a schedule that the checks of the arguments have not seen."""
+    """Raise RefusedError for a schedule in arguments that `validate_args` has not processed."""
     schedule = getattr(args, "pipeline_schedule", None)
     if schedule is not None and args.pipeline_model_parallel_size > 1:
         raise RefusedError(
@@ -248,7 +251,7 @@ def _refuse_what_was_not_seen(args: Namespace) -> None:
 
 
 def _told_at_failure(session: Session, train: Callable[[], Any]) -> Any:
-    """Return what `train` returns; if it fails, or SIGTERM ends it, say where this rank stood."""
+    """Run `train`; on an exception or SIGTERM, log the iteration and the pass of this rank."""
     if session.pipeline is None:
         return train()
     with last_words(lambda: _whereabouts(session)):
@@ -256,14 +259,14 @@ def _told_at_failure(session: Session, train: Callable[[], Any]) -> Any:
             return train()
         except Exception as error:
             where = _whereabouts(session)
-            # At once: a launcher may end this process before Python has printed the traceback.
+            # Log now: the launcher may kill this process before Python prints the traceback.
             logger.critical("%s: %s", where, type(error).__name__)
             error.add_note(where)
             raise
 
 
 def _whereabouts(session: Session) -> str:
-    """Return in which iteration this rank is, and what it does there or waits for."""
+    """Describe the current iteration of this rank and the pass or receive it is in."""
     iteration = f"in iteration {getattr(get_args(), 'curr_iteration', 0) + 1}"
     if isinstance(session.runner, PipelineRunner):
         return f"{session.runner.tell()}, {iteration}"
@@ -272,7 +275,7 @@ def _whereabouts(session: Session) -> str:
 
 @replaces
 def training_log(session: Session, original: Function, *args: Any, **options: Any) -> Any:
-    """Have this package's figures ready while Megatron logs an iteration."""
+    """Provide this package's metrics while Megatron logs an iteration."""
     if session.iteration_log is None or session.runner is None:
         return original(*args, **options)
     if isinstance(session.runner, PipelineRunner):
@@ -284,7 +287,7 @@ def training_log(session: Session, original: Function, *args: Any, **options: An
 
 @replaces
 def print_rank_last(session: Session, original: Function, message: Any) -> Any:
-    """Complete the line of an iteration, and TensorBoard and W&B, by this package's figures."""
+    """Append this package's metrics to the iteration's log line, TensorBoard and W&B."""
     if session.iteration_log is not None:
         message = session.iteration_log.complete(message)
     return original(message)
@@ -294,7 +297,7 @@ def print_rank_last(session: Session, original: Function, message: Any) -> Any:
 def report_theoretical_memory(
     session: Session, original: Function, *args: Any, **options: Any
 ) -> None:
-    """Say nothing where a schedule of this package runs, whose peaks the log has at both ends."""
+    """Skip Megatron's memory estimate, which does not support this package's schedules."""
     if session.pipeline is None:
         original(*args, **options)
 
@@ -317,9 +320,9 @@ def _print_if_any(line: str | None) -> None:
 
 @replaces_always
 def read_metadata(session: Session, original: Function, *args: Any, **options: Any) -> Any:
-    """Read which checkpoint is the last, once a tracker that was cut off has been made good."""
-    # Also before the flags are validated, where --use-checkpoint-args reads it. Every rank
-    # repairs: they would all write the same, and need not wait for each other.
+    """Read the latest checkpoint number after repairing an interrupted tracker file."""
+    # --use-checkpoint-args reads the tracker before the flags are validated, hence `is_named`.
+    # Every rank repairs: all write the same content, so no rank has to wait for another.
     if session.is_named or not session.is_idle:
         bound = inspect.signature(original).bind(*args, **options)
         repair_tracker(Path(bound.arguments["tracker_filename"]))
@@ -330,7 +333,7 @@ def read_metadata(session: Session, original: Function, *args: Any, **options: A
 def logical_and_across_model_parallel_group(
     session: Session, original: Function, input: bool, *args: Any, **options: Any
 ) -> bool:
-    """Do not ask the other ranks what all know from the validated step."""
+    """Skip the all-reduce: the validated step has given all ranks the same value."""
     if session.post_validation is None or not input:
         return bool(original(input, *args, **options))
     return True
@@ -340,7 +343,7 @@ def logical_and_across_model_parallel_group(
 def reduce_max_stat_across_model_parallel_group(
     session: Session, original: Function, stat: Any, *args: Any, **options: Any
 ) -> Any:
-    """Do not ask the other ranks what all know from the validated step; round as asking does."""
+    """Skip the all-reduce of a value that all ranks have; round to fp32 as the all-reduce does."""
     if session.post_validation is None or stat is None:
         return original(stat, *args, **options)
     return torch.tensor([stat], dtype=torch.float32).item()
@@ -348,9 +351,10 @@ def reduce_max_stat_across_model_parallel_group(
 
 @replaces
 def save_checkpoint(session: Session, original: Function, *args: Any, **options: Any) -> Any:
-    """Save no trace of a step that has begun early: random numbers, microbatches read.
+    """Save a checkpoint without the effects of a step that has started early.
 
-    A checkpoint by ranks also keeps which rank has which layers.
+    These effects are random-number states and consumed microbatches. A checkpoint by ranks
+    (--ckpt-format torch) also records the layers of each rank.
     """
     if isinstance(session.runner, PipelineRunner):
         session.runner.drop_ahead()
@@ -364,7 +368,7 @@ def save_checkpoint(session: Session, original: Function, *args: Any, **options:
 
 @replaces_always
 def load_checkpoint(session: Session, original: Function, *args: Any, **options: Any) -> Any:
-    """Keep the model until its checkpoint has been read, to compare their layers."""
+    """Remember the model while its checkpoint is loaded, to compare the layers of both."""
     bound = inspect.signature(original).bind(*args, **options)
     session.loads = bound.arguments["ddp_model"]
     try:
@@ -375,22 +379,23 @@ def load_checkpoint(session: Session, original: Function, *args: Any, **options:
 
 @replaces_always
 def load_base_checkpoint(session: Session, original: Function, *args: Any, **options: Any) -> Any:
-    """Reject a checkpoint by ranks (--ckpt-format torch) that has layers in other places."""
+    """Reject a checkpoint by ranks (--ckpt-format torch) whose layers are on other ranks."""
     read = original(*args, **options)
     if session.loads is not None:
         given = inspect.signature(original).bind(*args, **options).arguments
-        if not given.get("rank0"):  # else the arguments alone are read
+        if not given.get("rank0"):  # with rank0, only the arguments are read
             _compare_layers(session, read, given["load_dir"])
     return read
 
 
 def _compare_layers(session: Session, read: Any, folder: Any) -> None:
-    """Raise RefusedError on all ranks if a checkpoint by ranks does not fit the model's stages."""
+    """Raise RefusedError on all ranks if a checkpoint by ranks does not match the stages."""
     state, *_, form = read
     saved_by = state and state.get("args")
+    # Distributed formats find a layer by its name, so only legacy checkpoints depend on the rank.
     if getattr(form, "name", None) != "LEGACY":
         return
-    if session.is_idle and not hasattr(saved_by, RECORD):  # Megatron alone, then and now
+    if session.is_idle and not hasattr(saved_by, RECORD):  # no schedule, neither then nor now
         return
     here = layers_of_ranks(session.loads, parallel_state.get_pipeline_model_parallel_group())
     with refusing():

@@ -82,6 +82,8 @@ def install(
                 layer.wgrad_store = JobStore(state, layer, warn_once)
                 _gather_in_w_alone(type(layer))
                 installed += 1
+            # Experts create their fused operations in the first F, so their stores cannot be set
+            # here.
             if hasattr(layer, "_make_fused_ops"):
                 _split_operations(layer)
     return installed
@@ -101,6 +103,8 @@ def _split_operations(experts: TELayer) -> None:
         for each, layer in zip(with_store, (experts.linear_fc1, experts.linear_fc2), strict=False):
             if isinstance(layer.wgrad_store, JobStore):
                 each.wgrad_store = replace(layer.wgrad_store, biases_in_b=True)
+        # With zero copy, the dispatcher reuses the gradient buffer before the deferred job reads
+        # it.
         if getattr(experts.config, "moe_ncclep_zero_copy", False) and not _quantizes(experts):
             operations.register_forward_hook(_copy_gradient)
         return operations
@@ -201,6 +205,7 @@ def _ending(original: Callable[..., Any], at: int) -> Callable[..., Any]:
         try:
             return original(*args, **options)
         finally:
+            # The backward runs later and must read the flag as false.
             flag.runs = False
 
     forward.ends_first_microbatch = True  # type: ignore[attr-defined]
@@ -299,6 +304,7 @@ class JobStore:
     def put(self, tensor_list: list[Any], func: Gemm) -> None:
         """Defer a job to W. The job retains the tensors that TE passes until it has run."""
         layer = self.layer
+        # Only W reads these tensors from now on, and W needs only the column-wise data.
         _drop_rowwise(tensor_list[:2])
         weights, biases = _parameters(layer, self.names, func)
         biases = () if self.biases_in_b else biases
@@ -398,6 +404,7 @@ def _run_grouped(
     result = func(inputs, grad_outputs, outputs)
     if biases:
         _add_biases(biases, result[1])
+    # With fused accumulation, the GEMM has already added to main_grad.
     if outputs is not targets:
         for weight, grad in zip(weights, outputs, strict=True):
             add_gradient(weight, grad)
@@ -493,10 +500,12 @@ def _keep_shards(
     gathered = _gathered(layer, func)
     if gathered is None:
         return sources
+    # A quantized tensor stays gathered: only plain tensors are sharded here.
     if type(tensors[gathered]) is not Tensor:
         warn_of_gathered()
         return sources
     group, found = layer.tp_group, tensors[gathered]
+    # An input that B has not gathered has fewer rows than the output gradient.
     is_part = gathered == 0 and _rows(found) < _rows(tensors[1])
     part = found if is_part else found.chunk(group.size())[group.rank()].clone()
     tensors[gathered] = part.contiguous()
