@@ -1,1 +1,1 @@
-"""A step begun before the last one is known to stand, and checks that may come late."""
+"""Optimizer post-validation: start the next step before the last one is validated."""

@@ -1,4 +1,4 @@
-"""A copy of what one optimizer step changes, to undo the step exactly."""
+"""A copy of the state that one optimizer step changes, for an exact rollback."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 
 class Backup:
-    """Copies of parameters, moments and step counts of torch optimizers, or of what acts as one.
+    """Copies of the parameters, moments and step counts of torch-compatible optimizers.
 
-    Adam cannot be undone by arithmetic: rounding loses what the old values were. So the copy is
-    of everything, for Adam in fp32 12 bytes per parameter that this rank updates, and its memory
-    is kept from step to step. Weights in 16 bits are not copied: they follow from those in fp32.
+    Arithmetic cannot undo Adam, because rounding loses the old values. So the backup copies
+    everything: for Adam in fp32, 12 bytes per parameter that this rank updates. The memory is
+    reused in every step. 16-bit weights are not copied, because they are casts of the fp32 weights.
     """
 
     def __init__(self) -> None:
@@ -24,12 +24,12 @@ class Backup:
 
     @property
     def nbytes(self) -> int:
-        """Return how much memory the copies take."""
+        """Return the size of the copies in bytes."""
         return sum(each.nbytes for each in self._copies)
 
     @torch.no_grad()
     def save(self, optimizers: Sequence[Any]) -> None:
-        """Copy everything that the next step of `optimizers` may change."""
+        """Copy all state that the next step of `optimizers` may change."""
         self._values = [(table, _values(table)) for each in optimizers for table in _tables(each)]
         parameters = [
             parameter.detach()
@@ -45,13 +45,15 @@ class Backup:
         ]
         self._live = parameters + states
         shapes = [(each.shape, each.dtype, each.device) for each in self._live]
+        # Allocate only if the shapes have changed, for example after the first step created the
+        # moments.
         if shapes != [(each.shape, each.dtype, each.device) for each in self._copies]:
             self._copies = [torch.empty_like(each) for each in self._live]
         _copy(self._copies, self._live)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back in place; what the step has created is removed."""
+        """Restore all values in place, and remove entries that the step has created."""
         _copy(self._live, self._copies)
         for table, values in self._values:
             for key in table.keys() - values.keys() - {"params"}:
@@ -60,8 +62,11 @@ class Backup:
 
 
 def _tables(optimizer: Any) -> Iterator[dict[Any, Any]]:
-    """Yield the dicts that a step may write to: of groups (learning rates, a step count of
-    apex's kind) and of parameters (moments, a step count of torch's kind)."""
+    """Yield the dicts that a step may write to.
+
+    These are the groups (learning rates, step counts in apex) and the states per parameter
+    (moments, step counts in torch).
+    """
     yield from optimizer.param_groups
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -73,10 +78,10 @@ def _values(table: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy every source to its target, with one call for all that are alike.
+    """Copy every source to its target, with one call per device and dtype.
 
-    In a list of several devices or dtypes a single tensor that differs, such as the step count that
-    torch's Adam keeps on the host, has torch copy them all one by one.
+    If a list mixes devices or dtypes, torch copies the tensors one by one. A single tensor is
+    enough for that, such as the step count that torch's Adam keeps on the host.
     """
     alike: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):

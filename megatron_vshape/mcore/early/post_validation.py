@@ -1,33 +1,33 @@
-"""Optimizer steps that do not wait for the gradient norm and the inf check of all ranks.
+"""Optimizer steps that do not wait for the global gradient norm and the inf check.
 
-Section 4 of Zero Bubble Pipeline Parallelism (arXiv 2401.10241): the reductions behind clipping
-and loss scaling are a barrier at the end of an iteration, and cost a bubble of d - 1 passes even
-where the passes leave none. So every rank starts them, steps as if nothing would be clipped or
-skipped, and begins the next iteration. When the result is there, before the first backward, what
-was guessed either stands, or is undone and the step is made anew.
+Source: section 4 of Zero Bubble Pipeline Parallelism (arXiv 2401.10241). The reductions for
+clipping and loss scaling are a barrier at the end of an iteration. They cost a bubble of d - 1
+passes even if the schedule has none. So every rank starts the reductions, steps as if no gradient
+is clipped and no step is skipped, and starts the next iteration. When the result arrives, before
+the first backward, the step is either valid, or it is rolled back and repeated.
 
-Three things differ from the paper, for the result has to be bitwise the one that the run has
-without all this:
+The result must be bitwise equal to a run without post-validation. Therefore this implementation
+differs from the paper in three points:
 
-* The paper passes partial sums from stage to stage and the total back. A chain adds in another
-  order than an all-reduce, so its norm differs in the last bits, and with it every clipped
-  gradient. Here Megatron's own all-reduce is started, on its own group, and waited for later:
-  the same bits. It ends when the last rank has joined, as the total of the chain does, and takes
-  one latency from there instead of one per stage. What a rank knows by itself, its own part, is
-  used as in the paper: where that part alone calls for clipping, or is not finite, the rank does
-  not step (the parameters stay finite) but goes on like the others, so that all undo the same.
-* The paper undoes AdamW by arithmetic, which rounds. Here the step works on a copy's original:
-  see `optimizer_backup` for what that takes.
-* The paper's run waits for the total where the next iteration's forwards end. So does this one,
-  but still inside the iteration that it is of: the trainer gets that iteration's norm, loss scale
-  and learning rate, and whatever it does next (log, evaluate, save, exit) sees a state that is
-  validated. Where it is known to do something else than to go on, nothing runs early at all.
+* Norm. The paper passes partial sums from stage to stage and returns the total. A chain adds in
+  another order than an all-reduce, so the norm differs in the last bits, and with it every clipped
+  gradient. This module starts Megatron's own all-reduce on its own group and waits for it later. It
+  ends when the last rank has joined, as the chain does, but with one latency instead of one per
+  stage. As in the paper, a rank uses its local part: if that part alone requires clipping or is not
+  finite, the rank does not step, so its parameters stay finite. It continues like all other ranks,
+  and all of them roll back.
+* Rollback. The paper undoes AdamW by arithmetic, which rounds. This module restores a copy: see
+  `optimizer_backup` for its memory.
+* Iteration boundary. Both runs wait for the total at the end of the next iteration's forwards. Here
+  this is still inside the iteration of the step. So the trainer gets the norm, loss scale and
+  learning rate of that iteration, and everything it does next (log, evaluate, save, exit) sees
+  validated state. If the trainer is known to do anything but continue, nothing runs early.
 
-Redoing is left to Megatron's own `ChainedOptimizer.step`, from the restored state, with the
-validated results in the places where it would compute them; so is the whole step while guessing
-does not pay. A guess that fails costs the forwards that were run early, so one is made only when
-the steps before would have been guessed right. Every rank decides that from validated results
-alone, and so decides alike.
+Megatron's own `ChainedOptimizer.step` repeats a step from the restored state, with the validated
+results in place of its own reductions. It also runs the full step while prediction does not pay: a
+wrong prediction costs the forwards that ran early. So a step is predicted only if the preceding
+steps would have been predicted correctly. All ranks decide from validated results alone, so all
+decide equally.
 """
 
 from __future__ import annotations
@@ -56,36 +56,35 @@ from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 
 STEPS_BEFORE_A_GUESS = 2
 """Consecutive steps without clipping or skipping before the next step is predicted to need none.
-
-A failed guess costs about two thirds more than a good one gains, and clipping comes in runs.
-"""
+A wrong prediction costs about two thirds more than a correct one gains, and clipping comes in
+runs."""
 
 KNOWN = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
-"""The optimizers of Megatron that can be undone."""
+"""Megatron optimizers that support rollback."""
 
 Step = Callable[[Any], tuple[bool, Any, Any]]
 
 
 class StepVerdict(NamedTuple):
-    """What the reductions of one step say."""
+    """Results of the reductions of one step."""
 
-    found_inf: tuple[bool, ...]  # of each optimizer with a loss scale
-    norm: Any  # of all gradients: a float, or a tensor of one element
-    stands: bool  # whether a step without clipping is the right one
+    found_inf: tuple[bool, ...]  # per optimizer with a loss scale
+    norm: Any  # global gradient norm: a float, or a tensor with one element
+    stands: bool  # whether the step without clipping is valid
 
 
 @dataclass(eq=False)
 class PostValidation:
-    """Makes the optimizer steps of a run; takes the place of `ChainedOptimizer.step`."""
+    """Runs the optimizer steps of a training run; replaces `ChainedOptimizer.step`."""
 
-    runner: PipelineRunner  # of the steps' passes
+    runner: PipelineRunner
     _backup: Backup = field(default_factory=Backup)
-    _calm: int = 0  # steps in a row that an unclipped step would have been right for
+    _calm: int = 0  # consecutive steps for which a step without clipping was valid
     _guessed: int = 0
     _undone: int = 0
 
     def step(self, optimizer: Any, original: Step) -> tuple[bool, Any, Any]:
-        """Make one step and return what `original` returns for it; the state is validated then."""
+        """Run one step and return the result of `original`; the state is validated at return."""
         if self._calm < STEPS_BEFORE_A_GUESS or not next_step_follows(get_args()):
             result = original(optimizer)
             success, norm, _ = result
@@ -94,11 +93,11 @@ class PostValidation:
         return self._guess(optimizer, original)
 
     def end(self) -> None:
-        """Leave nothing of a next step behind; all ranks call this when the run is over."""
+        """Drop an early started step; all ranks call this at the end of the run."""
         self.runner.drop_ahead()
 
     def closing_line(self) -> str:
-        """Return how the guesses of this run went."""
+        """Return a summary of the predictions of this run."""
         return (
             f"post-validation: {self._guessed} steps made before they were validated, "
             f"{self._undone} of them undone; "
@@ -108,6 +107,7 @@ class PostValidation:
     def _guess(self, optimizer: Any, original: Step) -> tuple[bool, Any, Any]:
         pending = Reductions(optimizer)
         self._backup.save([each.optimizer for each in _working(optimizer)])
+        # If the local part alone invalidates the step, skip the update to keep parameters finite.
         with nullcontext() if pending.own_part_stands else _without_updates(optimizer):
             optimizer.step_with_ready_grads()
         self.runner.run_ahead()
@@ -117,12 +117,14 @@ class PostValidation:
         self._note(verdict.stands)
         self._guessed += 1
         self._undone += not verdict.stands
+        # The original computes the step's results and, after a rollback, repeats the update.
         with _validated(optimizer, verdict):
             return original(optimizer)
 
     def _undo(self, optimizer: Any) -> None:
-        """Bring the model and the optimizer back to where the step began."""
+        """Restore the model and the optimizer to the state before the step."""
         self.runner.drop_ahead()
+        # A parameter all-gather may still write to the model's parameters.
         _finish_gathering(optimizer)
         self._backup.restore()
         with _without_updates(optimizer):
@@ -133,16 +135,16 @@ class PostValidation:
 
 
 class Reductions:
-    """The reductions of one step, started and not waited for.
+    """The reductions of one step: started at construction, awaited by `wait`.
 
-    Megatron's own code computes this rank's part and starts them; the results are its own too.
+    Megatron's own code computes the local part, starts the reductions and combines the results.
     """
 
     def __init__(self, optimizer: Any) -> None:
         """Prepare the gradients of `optimizer` for a step, as its `step` does."""
         self._optimizer = optimizer
         self._scaled = [each for each in _working(optimizer) if _scaler(each) is not None]
-        # A scaler replaces its tensors and never writes to them, so these are its old values.
+        # A scaler replaces its tensors instead of writing to them, so this is its old state.
         self._scalers = [dict(vars(each.grad_scaler)) for each in self._scaled]
         self._started: list[_Started] = []
         with _reducing_in(optimizer, lambda group: _Later(group, self._started)):
@@ -151,17 +153,19 @@ class Reductions:
         self.own_part_stands = not found_inf and _stands(optimizer, norm)
 
     def wait(self) -> StepVerdict:
-        """Return what all ranks together found; the loss scale is updated by it."""
+        """Wait for the global results, and update the loss scale."""
         results = [each.result() for each in self._started]
         split = len(self._scaled)
         found_inf = tuple(bool(each.item() > 0) for each in results[:split])
         for each, before, found in zip(self._scaled, self._scalers, found_inf, strict=True):
+            # `prepare_grads` has updated the scale from the local part; update it from the global
+            # result.
             vars(each.grad_scaler).update(before)
             each.grad_scaler.update(found)
         answers = iter(results[split:])
         with _reducing_in(self._optimizer, lambda _: _Answer(answers)), Replaced() as replaced:
             for each in _working(self._optimizer):
-                # The part of this rank is in the answer already.
+                # The result includes the part of this rank already.
                 replaced.put(each, "get_grads_for_grad_norm", lambda *_, **__: [])
             norm = self._optimizer.get_grad_norm()
         stands = not any(found_inf) and _stands(self._optimizer, norm)
@@ -169,20 +173,20 @@ class Reductions:
 
 
 class _Started(NamedTuple):
-    """An all-reduce under way, and the tensor that it writes to."""
+    """An asynchronous all-reduce and its tensor."""
 
     work: dist.Work | None
     tensor: Tensor
 
     def result(self) -> Tensor:
-        """Wait for the all-reduce and return what came out."""
+        """Wait for the all-reduce and return its result."""
         if self.work is not None:
             self.work.wait()
         return self.tensor
 
 
 class _Later(dist.ProcessGroup):
-    """Stands for a process group; starts its all-reduces and leaves the caller its own part."""
+    """Process group that starts all-reduces asynchronously and leaves local values in place."""
 
     def __init__(self, group: Any, started: list[_Started]) -> None:
         super().__init__(0, 1)
@@ -192,7 +196,7 @@ class _Later(dist.ProcessGroup):
     def allreduce(  # type: ignore[override]
         self, tensors: Sequence[Tensor], options: Any = None
     ) -> None:
-        """Start one on a copy."""
+        """Start an all-reduce on a copy of each tensor."""
         for each in tensors:
             copy = each.clone()
             work = dist.all_reduce(copy, op=options.reduceOp, group=self._group, async_op=True)
@@ -200,7 +204,7 @@ class _Later(dist.ProcessGroup):
 
 
 class _Answer(dist.ProcessGroup):
-    """Stands for a process group whose all-reduces have been made: gives their results in turn."""
+    """Process group that returns the results of completed all-reduces, in order."""
 
     def __init__(self, answers: Iterator[Tensor]) -> None:
         super().__init__(0, 1)
@@ -215,7 +219,7 @@ class _Answer(dist.ProcessGroup):
 
 
 def next_step_follows(args: Namespace) -> bool:
-    """Return whether the trainer goes straight from the step that it is in to the next one."""
+    """Return whether the trainer continues directly with the next step after the current one."""
     done = args.curr_iteration + 1
     intervals = (
         args.eval_interval,
@@ -234,7 +238,7 @@ def next_step_follows(args: Namespace) -> bool:
 
 
 def why_no_gain(args: Namespace) -> str | None:
-    """Return why validating late saves no time in a whole run, None if it can save some."""
+    """Return the reason why post-validation cannot save time in this run, or None."""
     if args.log_interval != 1:
         return None
     return (
@@ -244,7 +248,7 @@ def why_no_gain(args: Namespace) -> str | None:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raise UnsupportedError, on all ranks alike, if an optimizer cannot be undone.
+    """Raise UnsupportedError on all ranks if an optimizer of any rank does not support rollback.
 
     All ranks of the world call this.
     """
@@ -267,7 +271,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def _working(optimizer: Any) -> Iterator[Any]:
-    """Yield the optimizers in the chain that have something to update."""
+    """Yield the optimizers of the chain that update parameters."""
     for each in optimizer.chained_optimizers:
         if not getattr(each, "is_stub_optimizer", False):
             yield each
@@ -280,8 +284,8 @@ def _scaler(optimizer: Any) -> Any:
 def _stands(optimizer: Any, norm: Any) -> bool:
     """Return whether a step with this norm neither clips nor skips.
 
-    With Megatron's own expressions, so that the answer is the same to the last bit; written so
-    that it is no where the norm is not a number.
+    Uses Megatron's own expressions, so that the result is exact to the last bit. The comparisons
+    are false for a NaN norm.
     """
     for each in _working(optimizer):
         limit = getattr(each.config, "grad_norm_skip_threshold", math.inf)
@@ -293,7 +297,7 @@ def _stands(optimizer: Any, norm: Any) -> bool:
 
 
 def _finish_gathering(optimizer: Any) -> None:
-    """Wait for parameters that are being gathered, and have all of them gathered again."""
+    """Wait for running parameter all-gathers, and mark all parameters to be gathered again."""
     for chunk in getattr(optimizer, "model_chunks", []):
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             if group.param_gather_handle is not None:
@@ -304,7 +308,7 @@ def _finish_gathering(optimizer: Any) -> None:
 
 @contextmanager
 def _reducing_in(optimizer: Any, stand_in: Callable[[Any], Any]) -> Iterator[None]:
-    """Have `optimizer` reduce in groups that stand for its own, meanwhile."""
+    """Replace the process groups in which `optimizer` reduces its statistics."""
     made: dict[int, Any] = {}
     with Replaced() as replaced:
         for each in optimizer.chained_optimizers:
@@ -316,7 +320,7 @@ def _reducing_in(optimizer: Any, stand_in: Callable[[Any], Any]) -> Iterator[Non
 
 @contextmanager
 def _without_updates(optimizer: Any) -> Iterator[None]:
-    """Have a step leave the parameters as they are and do only what it does around that."""
+    """Make a step skip the parameter update and run only the work around it."""
     with Replaced() as replaced:
         for each in _working(optimizer):
             replaced.put(each.optimizer, "step", lambda *_, **__: None)
@@ -325,8 +329,7 @@ def _without_updates(optimizer: Any) -> Iterator[None]:
 
 @contextmanager
 def _validated(optimizer: Any, verdict: StepVerdict) -> Iterator[None]:
-    """Have `optimizer.step` find the gradients prepared, and the parameters where they are right
-    already updated."""
+    """Make `optimizer.step` use validated results, and skip the update if it was valid."""
     with Replaced() as replaced:
         replaced.put(optimizer, "prepare_grads", lambda: any(verdict.found_inf))
         replaced.put(optimizer, "get_grad_norm", lambda: verdict.norm)

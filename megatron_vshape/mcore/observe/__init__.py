@@ -1,1 +1,1 @@
-"""What is measured, logged and counted of a run."""
+"""Measurements, logs and reports of a run."""

@@ -1,4 +1,4 @@
-"""What share of a step devices are idle, measured in the steps that are logged."""
+"""The bubble: share of idle time in a step, measured in the steps that are logged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PredictBubble = Callable[[int], float]
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What this package adds to the log of one iteration; shares of one, None where unknown."""
+    """This package's metrics for the log of one iteration: fractions of 1, None if unknown."""
 
     iteration: int
     predicted_bubble: float | None = None
@@ -27,7 +27,7 @@ class Figures:
     mfu: float | None = None
 
     def text(self) -> str:
-        """Return what goes to the end of Megatron's line."""
+        """Return the text to append to Megatron's log line."""
         return "".join(f" {name}: {100 * share:.1f} % |" for name, share in self._known().items())
 
     def scalars(self) -> dict[str, float]:
@@ -45,7 +45,7 @@ class Figures:
 
 @dataclass(eq=False)
 class BubbleMeter:
-    """Times the passes of those training steps that are logged, and of no others."""
+    """Times the passes of training steps that are logged, and of no other steps."""
 
     logs: Logs
     predict: PredictBubble | None
@@ -56,7 +56,7 @@ class BubbleMeter:
     def begin_step(
         self, num_microbatches: int, torch_device: torch.device, profiled: PassTimer | None = None
     ) -> PassTimer | None:
-        """Return what is to observe the step that begins: `profiled` where that does anyway."""
+        """Return the timer of the next step: `profiled` if given, else a new one if needed."""
         self._num_microbatches, self._torch_device = num_microbatches, torch_device
         self._timer = None
         if not self.logs(0):
@@ -70,11 +70,11 @@ class BubbleMeter:
         return self.logs(1)
 
     def figures(self, iteration: int, pipeline_group: dist.ProcessGroup) -> Figures:
-        """Return the step's bubbles; all ranks of the pipeline call this for the same steps.
+        """Return the bubbles of the step; all ranks of the pipeline call this for the same steps.
 
-        The bubble is, as in a simulated timeline, the share of the step in which the busiest
-        rank is idle. Ranks enter a step together, since the optimizer before it has needed the
-        gradients of all, so the step takes as long as for the rank that ends last.
+        As in a simulated timeline, the bubble is the share of the step in which the busiest rank is
+        idle. Ranks enter a step together, because the optimizer before it needs the gradients of
+        all ranks. So the duration of the step is that of the rank that ends last.
         """
         predicted = None
         if self.predict is not None and self._num_microbatches:

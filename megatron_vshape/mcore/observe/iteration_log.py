@@ -1,4 +1,4 @@
-"""Bubble and MFU beside what Megatron logs of an iteration: its line, TensorBoard and W&B."""
+"""Bubble and MFU in Megatron's iteration log: the log line, TensorBoard and W&B."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from megatron_vshape.figures import tell
 from megatron_vshape.mcore.observe.bubble import BubbleMeter, Figures
 from megatron_vshape.mcore.observe.peaks import peak_flops
 
-# Megatron tells its step time nowhere but in the line that it prints.
+# The printed line is the only place where Megatron exposes its step time.
 _STEP_TIME = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+) \|")
 
 
 @dataclass(slots=True)
 class IterationLog:
-    """The figures of the iteration that Megatron logs now, if it logs one."""
+    """Metrics of the iteration that Megatron is logging, if any."""
 
     figures: Figures | None = None
 
     def has(self, ahead: int = 0) -> bool:
-        """Return whether Megatron is going to log the step `ahead` of the one it runs now."""
+        """Return whether Megatron will log the step that is `ahead` steps after the current one."""
         args = get_args()
         iteration = args.curr_iteration + 1 + ahead
         return bool(iteration % args.log_interval == 0)
 
     @contextmanager
     def iteration(self, meter: BubbleMeter, number: int) -> Iterator[None]:
-        """Let Megatron log an iteration inside, with this package's figures added."""
+        """Provide this package's metrics while Megatron logs an iteration in this context."""
         args = get_args()
         if number % args.log_interval == 0:
             group = parallel_state.get_pipeline_model_parallel_group()
@@ -46,7 +46,7 @@ class IterationLog:
             self.figures = None
 
     def complete(self, line: str) -> str:
-        """Return Megatron's line with the figures, which also go to TensorBoard and W&B."""
+        """Append the metrics to Megatron's line, and write them to TensorBoard and W&B."""
         step_time = _STEP_TIME.search(line)
         if self.figures is None or step_time is None:
             return line
@@ -59,7 +59,7 @@ class IterationLog:
 
 
 def _write(figures: Figures) -> None:
-    """Write the figures where Megatron writes its own: on the last rank, if it was asked to."""
+    """Write the metrics to Megatron's writers, which exist on the last rank if enabled."""
     writer, wandb_writer = get_tensorboard_writer(), get_wandb_writer()
     for name, value in figures.scalars().items():
         if writer:
@@ -69,7 +69,7 @@ def _write(figures: Figures) -> None:
 
 
 def _mfu(args: Namespace, step_s: float) -> float | None:
-    """Return the share of all devices' peak that the model's own operations take."""
+    """Return the model FLOPs utilization: the model's FLOPs relative to the peak of all devices."""
     peak = _peak_flops(args)
     if peak is None or step_s <= 0:
         return None
@@ -80,12 +80,12 @@ def _mfu(args: Namespace, step_s: float) -> float | None:
 
 def _peak_flops(args: Namespace) -> float | None:
     if getattr(args, "fp8", None) or getattr(args, "fp4", None):
-        return None  # part of the products run at another peak
+        return None  # only some GEMMs run at the lower-precision peak
     return peak_flops(torch.cuda.get_device_name(), args.params_dtype)
 
 
 def why_no_mfu() -> str | None:
-    """Return the sentence that says why the log has no MFU, or None where it has one."""
+    """Return the reason why the log has no MFU, or None if it has one."""
     args = get_args()
     if _peak_flops(args) is not None:
         return None

@@ -1,7 +1,7 @@
-"""Losses that Megatron logs per layer and sums over the pipeline: one size on every rank.
+"""Equal size on all ranks for losses that Megatron logs per layer and sums over the pipeline.
 
-Layers allocate the values at their first loss. A rank without such layers, as a hybrid model or a
-layer split may have, would bring a tensor of another size into the all-reduce, or none at all.
+Layers allocate these values at their first loss. A rank without such layers (possible with a hybrid
+model or a custom layer split) would join the all-reduce with a tensor of another size, or not join.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ EXPERT_LOSSES = {
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
 }
-"""The names in Megatron's log of the losses of `--moe-router-load-balancing-type`."""
+"""Names in Megatron's log for the losses of `--moe-router-load-balancing-type`."""
 
 
 def size_layer_losses(args: Namespace) -> None:
@@ -25,10 +25,10 @@ def size_layer_losses(args: Namespace) -> None:
 
 
 def _size_expert_losses(args: Namespace) -> None:
-    """Allocate one value per layer, those of multi-token prediction included, as routers do.
+    """Allocate one value per layer, including those of multi-token prediction, as routers do.
 
-    Megatron itself allocates one value per expert layer of a hybrid model: gloo aborts at the two
-    sizes, and the result on NCCL is undefined.
+    Megatron itself allocates one value per expert layer of a hybrid model. With different sizes,
+    gloo aborts, and the result on NCCL is undefined.
     """
     import torch
     from megatron.core.transformer.moe import moe_utils
@@ -52,7 +52,7 @@ def _size_expert_losses(args: Namespace) -> None:
 
 
 def _size_indexer_losses(args: Namespace) -> None:
-    """Allocate the losses of DeepSeek's sparse attention; a rank without them skips the sum."""
+    """Allocate the losses of DeepSeek's sparse attention; ranks without them skip the sum."""
     import torch
     from megatron.core.transformer.experimental_attention_variant.dsa import (
         DSAIndexerLossLoggingHelper,

@@ -1,4 +1,4 @@
-"""Megatron's own schedules with this package's meter, so that schedules can be compared."""
+"""Measurement of Megatron's own schedules, for comparison with those of this package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_vshape.runtime.held_bytes import Census
 
 
 class MeteredSchedule:
-    """Runs Megatron's own function as it is and measures the training steps."""
+    """Runs Megatron's own step function unchanged and measures the training steps."""
 
     def __init__(
         self,
@@ -61,14 +61,14 @@ class MeteredSchedule:
 
 
 def count_forward(census: Census, chunk: int | None, output: Tensor | list[Tensor]) -> None:
-    """Count what a forward pass of this rank's chunk saves."""
+    """Count the activations that a forward pass of this rank's chunk saves."""
     for each in output if isinstance(output, list) else [output]:
         census.add_graph(each)
     census.ends(Pass(Kind.F, _stage_of(chunk or 0), 0))
 
 
 def count_backward(census: Census) -> None:
-    """Count what a whole backward leaves; of which chunk it was, the totals do not need."""
+    """Count the memory after a full backward; the totals do not depend on the chunk."""
     census.ends(Pass(Kind.BW, 0, 0))
 
 

@@ -1,4 +1,4 @@
-"""The most floating point operations a second that a GPU can do, for the MFU in the log."""
+"""Peak FLOP/s of GPUs, for the MFU in the log."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 
 import torch
 
-# Dense, 16-bit, from the makers' data sheets, in 10^12 a second. The first name that a device's
-# name has as words counts, so variants stand before what they are variants of.
+# Dense 16-bit peaks in TFLOP/s, from the vendors' data sheets. The first entry whose words occur in
+# the device name applies, so variants come before their base model.
 _TERAFLOPS = (
     ("GB200", 2500.0),
     ("B200", 2250.0),
@@ -35,10 +35,10 @@ _TERAFLOPS = (
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Return the device's peak in operations a second, or None where it is not known.
+    """Return the device's peak in FLOP/s, or None if unknown.
 
-    Known are GPUs of the table in 16 bits; what a CPU or fp32 could do at most depends on too
-    much to be a number here.
+    Only GPUs of the table with 16-bit dtypes are known. The peak of a CPU, or in fp32, depends on
+    too many factors.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return None

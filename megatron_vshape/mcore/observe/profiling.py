@@ -1,4 +1,4 @@
-"""Profile a run's own steps, plan anew from them, and show planned beside measured."""
+"""Profile training steps, plan again from the measured costs, and check the prediction."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Profiler:
-    """Follows the training steps of this process and acts when the last profiled one is over.
+    """Observes the training steps of this process and plans again after the last profiled step.
 
-    All ranks of the world call it for the same steps; each then computes the same costs, from
-    which one plans for all. As many steps again are timed then, one step later, to
-    be held against the prediction: none of its numbers comes from them. Under auto a trial then
-    compares the plan with the best schedule by name, and the faster of both stays.
+    All ranks of the world call it for the same steps. Each computes the same costs, and one rank
+    plans for all. One step later, an equal number of steps is timed to check the prediction, which
+    does not use these times. With schedule auto, a trial then compares the plan with the best named
+    schedule, and the run keeps the faster one.
     """
 
     pipeline: Pipeline
@@ -60,11 +60,11 @@ class Profiler:
     _profiled: tuple[int, int] = field(init=False)
     _checked: tuple[int, int] = field(init=False)
     _rest_us: float = 0.0
-    _trial: Trial | None = None  # while the plan and a schedule by name alternate
-    _named: PlannedStep | None = None  # the best schedule by name in a trial
+    _trial: Trial | None = None  # set while the plan and a named schedule alternate
+    _named: PlannedStep | None = None  # the best named schedule, in a trial
     _is_tried: bool = False
     _rows: list[tuple[Program, list[Slot]]] = field(default_factory=list)
-    # the same, in processor time
+    # as `_rows`, in CPU time
     _spent: list[tuple[Program, list[Slot]]] = field(default_factory=list)
     _prediction: Foretold | None = None
     _costs: Costs | None = None
@@ -76,12 +76,12 @@ class Profiler:
 
     @property
     def profiles_next(self) -> bool:
-        """Return whether the next training step's passes are timed."""
+        """Return whether the passes of the next training step are timed."""
         return self._times(self._steps + 1)
 
     @property
     def order_is_last(self) -> bool:
-        """Return whether no plan is to follow from what is measured, from this step on."""
+        """Return whether the schedule is final: no later measurement changes it."""
         options = self.pipeline.options
         plans = self.pipeline.choice.plans_by_costs and options.profile_steps
         if plans and self.pipeline.tries and not self._is_tried:
@@ -89,7 +89,7 @@ class Profiler:
         return not plans or self._steps > self._checked[1]
 
     def begin_step(self, torch_device: torch.device) -> PassTimer | None:
-        """Count a training step and return what is to observe it, if it is profiled."""
+        """Count a training step; return a timer if the step is profiled."""
         self._steps += 1
         return PassTimer(torch_device) if self._times(self._steps) else None
 
@@ -105,7 +105,7 @@ class Profiler:
         held: Held,
         group: dist.ProcessGroup,
     ) -> None:
-        """Keep the step's times; after the last one, work out the costs and use them."""
+        """Store the times of a step; after the last one, compute costs or check the prediction."""
         self._go_on(program.schedule)
         if timer is None:
             return
@@ -119,6 +119,7 @@ class Profiler:
         self._spent.clear()
         ahead_us = _clocks_ahead_us(program, transport, message, group)
         timelines = [merge(each.schedule, rows, ahead_us) for each, rows in gathered]
+        # First the costs for a prediction; the second group of steps checks this prediction.
         if self._prediction is None:
             send_us = measure_send_us(program, group.rank(), transport, message)
             costs = self._agreed_costs(timelines, send_us, held, group)
@@ -136,7 +137,7 @@ class Profiler:
         self._write_trace(timelines[-1])
 
     def _keep_free(self, group: dist.ProcessGroup) -> None:
-        """Have the plan leave room in the limit for what passes allocate and free again."""
+        """Reserve memory for temporary allocations of passes within the memory limit."""
         planner, own = self.pipeline.planner, self.report.within_passes_bytes
         if planner.choice.limit_bytes is None:
             return
@@ -147,7 +148,7 @@ class Profiler:
             self._tell("passes allocate and free, kept free of activations, GiB per rank: %s", gib)
 
     def _predict(self, program: Program, costs: Costs, rest_us: float) -> Foretold:
-        """Take the costs for the steps to come, plan anew if that is asked for, and say so."""
+        """Adopt the costs for later steps, plan again if required, and log the prediction."""
         planner = self.pipeline.planner
         now = prediction_of(program.schedule, costs, rest_us)
         planner.adopt(costs)
@@ -162,7 +163,7 @@ class Profiler:
         return after
 
     def _try_named(self, ran: Schedule) -> None:
-        """Start the trial of the plan against the best schedule by name, once per run."""
+        """Start the trial of the plan against the best named schedule, once per run."""
         planner = self.pipeline.planner
         if self._is_tried or not self.pipeline.tries:
             return
@@ -175,7 +176,7 @@ class Profiler:
             self._tell("comparing the plan with %s in the next steps", self._named.schedule.name)
 
     def _go_on(self, ran: Schedule) -> None:
-        """Count a step of the trial; at its end, have the winner compared with its prediction."""
+        """Count a step of the trial; after the last one, keep the winner and check it."""
         if self._trial is None or self._named is None or self._costs is None:
             return
         winner = self._trial.end_step(self.report.last_step_s, ran.num_microbatches)
@@ -191,7 +192,7 @@ class Profiler:
         self.report.remeasure()
 
     def _keep(self, num_microbatches: int) -> None:
-        """Write the order that has won beside the costs, for whoever starts again."""
+        """Write the winning schedule to the trace folder, for a restart."""
         folder = self.pipeline.options.trace_folder
         if folder is None or dist.get_rank() != 0:
             return
@@ -204,17 +205,17 @@ class Profiler:
     def _compare(
         self, prediction: Foretold, timelines: Sequence[Timeline], alone: Sequence[Timeline]
     ) -> None:
-        """Hold the steps against the prediction; `alone` are they in processor time."""
+        """Compare measured steps with the prediction; `alone` has the same steps in CPU time."""
         wanted = prediction.num_microbatches
         timelines = [each for each in timelines if each.schedule.num_microbatches == wanted]
         alone = [each for each in alone if each.schedule.num_microbatches == wanted]
-        if not timelines:  # the batch has grown since
+        if not timelines:  # the number of microbatches has changed since
             return
         makespan_us = median(each.makespan for each in timelines)
         bubble = median(each.bubble for each in timelines)
         checked = Checked(prediction, makespan_us, bubble)
         if shares_processors() and self._costs is not None:
-            # if a pass took no more than its processor time
+            # The bubble if every pass took only its own CPU time.
             own = simulate(alone[0].schedule, _costs_of(alone, self._costs))
             checked = checked._replace(processor_bubble=own.bubble)
         self.report.compare(checked)
@@ -226,7 +227,7 @@ class Profiler:
             logger.warning(text, *values)
 
     def _write_trace(self, measured: Timeline) -> None:
-        """Write the trace of a measured step beside its plan, on the first rank, if asked to."""
+        """Write a measured step and its plan to the trace folder on rank 0, if requested."""
         folder = self.pipeline.options.trace_folder
         if folder is not None and self._costs is not None and dist.get_rank() == 0:
             planned = simulate(measured.schedule, self._costs)
@@ -239,7 +240,7 @@ class Profiler:
         held: Held,
         group: dist.ProcessGroup,
     ) -> Costs:
-        """Compute the medians of the costs that all pipelines of the world measured."""
+        """Return the median of the costs that all pipelines of the world have measured."""
         mine = (send_us, dict(held), self.report.logits_bytes)
         everyones: list[Any] = [mine] * group.size()
         dist.all_gather_object(everyones, mine, group=group)
@@ -265,7 +266,7 @@ class Profiler:
 
 
 def _source(text: str, report: RunReport, step: Timeline) -> str:
-    """Return where costs are from: when, on what machine, and of which sizes."""
+    """Return a description of the measurement: date, machine and sizes."""
     machine = platform.processor() or platform.machine()
     if torch.cuda.is_available():
         machine = torch.cuda.get_device_name()
@@ -275,7 +276,7 @@ def _source(text: str, report: RunReport, step: Timeline) -> str:
 
 
 def _costs_of(timelines: Sequence[Timeline], measured: Costs) -> Costs:
-    """Return what passes took in these steps; all else is as it was measured before."""
+    """Return costs with the pass times of these steps and all other values of `measured`."""
     held = {
         stage: (piece.held_after_forward_bytes, piece.held_after_backward_bytes)
         for stage, piece in enumerate(measured.stages())
@@ -287,7 +288,7 @@ def _costs_of(timelines: Sequence[Timeline], measured: Costs) -> Costs:
 def _clocks_ahead_us(
     program: Program, transport: Transport, message: torch.Tensor, group: dist.ProcessGroup
 ) -> list[float]:
-    """Return how far the ranks' clocks are ahead of the first one's, by messages of one number."""
+    """Return the clock offset of each rank from rank 0 in us, measured with small messages."""
     transport.expect((1, 1, 1), message.dtype)
     try:
         return clocks_ahead_us(program, group.rank(), transport, transport.blank(), group)
@@ -296,7 +297,7 @@ def _clocks_ahead_us(
 
 
 def prediction_of(schedule: Schedule, costs: Costs, rest_us: float) -> Foretold:
-    """Return what a step of this order is expected to take."""
+    """Predict the figures of a step with this schedule."""
     timeline = simulate(schedule, costs)
     peaks = peak_held(schedule, costs)
     return Foretold(
@@ -310,7 +311,7 @@ def prediction_of(schedule: Schedule, costs: Costs, rest_us: float) -> Foretold:
 
 
 def told(prediction: Foretold) -> str:
-    """Return the prediction in a line."""
+    """Format the prediction in one line."""
     return (
         f"{prediction.name} step {prediction.step_us / 1e3:.1f} ms (passes "
         f"{prediction.makespan_us / 1e3:.1f} ms), bubble {100 * prediction.bubble:.1f} %, "
@@ -319,7 +320,7 @@ def told(prediction: Foretold) -> str:
 
 
 def comparison(checked: Checked) -> str:
-    """Return predicted beside measured in a line."""
+    """Format predicted and measured figures in one line."""
     predicted = checked.prediction
     return (
         f"predicted for {predicted.name}, and measured later: "
@@ -330,10 +331,10 @@ def comparison(checked: Checked) -> str:
 
 
 def _rest_us(steps: Sequence[Sequence[Sequence[Slot]]], timelines: Sequence[Timeline]) -> float:
-    """Return the time of a step in which no pass runs anywhere; 0 where one step is all there is.
+    """Return the time per step without any pass in us; 0 if there is only one step.
 
-    That is the gradients' end, the optimizer, the log. `steps` are the slots by step and device.
-    An evaluation between two steps makes one of the medians' values useless, not the median.
+    This is the time of gradient finalization, optimizer and log. `steps` are the slots per step and
+    device. An evaluation between two steps affects one value but not the median.
     """
     starts = [rows[0][0].start for rows in steps]
     periods = [after - before for before, after in pairwise(starts)]
@@ -342,7 +343,7 @@ def _rest_us(steps: Sequence[Sequence[Sequence[Slot]]], timelines: Sequence[Time
 
 
 def middle_of(costs: Sequence[Costs]) -> Costs:
-    """Return costs that are the medians of several measurements of the same stages and pairs."""
+    """Return the median of several cost measurements of the same stages and pairs."""
 
     stages = zip(*(each.stages() for each in costs), strict=True)
     middle = [Piece.middle(measured) for measured in stages]
@@ -359,9 +360,9 @@ def middle_of(costs: Sequence[Costs]) -> Costs:
 
 
 def with_copies(costs: Costs, moved: Mapping[int, int], device: torch.device) -> Costs:
-    """Return the costs with what copies to host memory take, measured on all ranks at once.
+    """Add the cost of offload copies, measured on all ranks at the same time.
 
-    `moved` are the bytes of this rank's stages. All ranks of the world call this.
+    `moved` has the bytes per stage of this rank. All ranks of the world call this.
     """
     own = measure_copies(device, max(moved.values()))
     mine = {stage: own.of(size) for stage, size in moved.items()}
@@ -377,9 +378,9 @@ def with_copies(costs: Costs, moved: Mapping[int, int], device: torch.device) ->
 
 
 def write_trace_files(folder: Path, planned: Timeline, measured: Timeline, costs: Costs) -> None:
-    """Write trace.json (Perfetto), costs.json and, where matplotlib is, timeline.svg.
+    """Write trace.json (Perfetto), costs.json and, if matplotlib is installed, timeline.svg.
 
-    What cannot be written is logged and not fatal: a run does not end for a picture.
+    Write errors are logged and do not stop the run.
     """
     from megatron_vshape.view.chrome_trace import write_planned_and_measured
 

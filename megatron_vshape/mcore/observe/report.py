@@ -1,4 +1,4 @@
-"""The report of a run: the schedule before it starts, throughput and memory at its end."""
+"""The report of a run: the schedule before training, throughput and memory after it."""
 
 from __future__ import annotations
 
@@ -36,127 +36,127 @@ CLOSE = 0.1
 """Maximum relative deviation from the prediction that is reported as predicted."""
 
 COLUMNS = 120
-"""How wide the schedule's picture may be."""
+"""Maximum width of the schedule's picture, in characters."""
 
 MIB = 2**20
 
 PlanOf = Callable[[int], PlannedStep]
-"""Returns the plan of a number of microbatches."""
+"""Returns the plan for a number of microbatches."""
 
 
 class Memory(NamedTuple):
-    """What one rank measured in its first training step."""
+    """Measurements of one rank in its first training step."""
 
     peak_bytes: int
-    held: dict[int, tuple[float, float]]  # by stage: after F, after B; per microbatch
-    within_passes: int  # what passes allocate and free, at most; 0 without a GPU
-    moved: Mapping[int, int] = {}  # by stage: what of a microbatch waits in host memory, or may
-    host_bytes: int = 0  # of host memory that this takes
-    logits_bytes: float = 0.0  # what a microbatch holds of a shared vocabulary's logits
-    # By stage: what slices of a microbatch share, and owe each other.
+    held: dict[int, tuple[float, float]]  # per stage and microbatch: bytes after F, after B
+    within_passes: int  # peak bytes that passes allocate and free; 0 without a GPU
+    moved: Mapping[int, int] = {}  # per stage: bytes of a microbatch that can be offloaded
+    host_bytes: int = 0  # host memory of the offload
+    logits_bytes: float = 0.0  # logits of a microbatch with vocabulary parallelism
+    # Per stage: bytes that slices of a microbatch share, and bytes of their gradients.
     shared: Mapping[int, tuple[int, int]] = {}
-    allocated_bytes: int = 0  # the allocator's peak over the run, all included; 0 without a GPU
+    allocated_bytes: int = 0  # the allocator's peak over the run; 0 without a GPU
 
 
 class Foretold(NamedTuple):
-    """What a training step is expected to take."""
+    """Predicted figures of a training step."""
 
-    name: str  # of the schedule
+    name: str  # name of the schedule
     num_microbatches: int
-    makespan_us: float  # of the passes
-    rest_us: float  # between one step's last pass and the next one's first, as measured
+    makespan_us: float  # from the first to the last pass
+    rest_us: float  # from the last pass of a step to the first of the next, measured
     bubble: float
-    peak_bytes: tuple[float, ...]  # of activations, by rank
+    peak_bytes: tuple[float, ...]  # peak activation memory per rank
 
     @property
     def step_us(self) -> float:
-        """Return the time from one step's start to the next one's."""
+        """Return the time from the start of one step to the start of the next."""
         return self.makespan_us + self.rest_us
 
 
 class Checked(NamedTuple):
-    """A prediction, and what the steps after it have shown."""
+    """A prediction with the measurements of later steps."""
 
     prediction: Foretold
     makespan_us: float
     bubble: float
-    processor_bubble: float | None = None  # in processor time, where ranks share processors
+    processor_bubble: float | None = None  # in CPU time, if ranks share CPU cores
 
 
 @dataclass(eq=False)
 class RunReport:
     """Measures the training steps of a run.
 
-    Memory is counted in the first one (see `census`); the speed is that of the median step, from
-    one step's start to the next one's where no evaluation came between.
+    The first step measures memory. The throughput is that of the median step, from the start of one
+    step to the start of the next, without steps that an evaluation follows.
     """
 
     state: StepState
     name: str
-    stages: Sequence[int]  # of this rank
-    plan_of: PlanOf | None  # predicts the memory of a number of microbatches
-    offload: Offload | None = None  # once a step may need it
-    _plan: PlannedStep | None = None  # of the step in which memory was measured
+    stages: Sequence[int]  # stages of this rank
+    plan_of: PlanOf | None  # predicts the memory for a number of microbatches
+    offload: Offload | None = None  # set once a step may offload
+    _plan: PlannedStep | None = None  # plan of the step in which memory was measured
     _memory: Memory | None = None
     _started_s: float | None = None
     _step_s: list[float] = field(default_factory=list)
-    last_step_s: float | None = None  # of the step before the one that runs, if it can be told
+    last_step_s: float | None = None  # duration of the previous step, if known
     _tokens: int = 0
-    _checked: Checked | None = None  # where costs were measured in this run
+    _checked: Checked | None = None  # set if this run has measured costs
 
     @property
     def held(self) -> dict[int, tuple[float, float]]:
-        """Return what a microbatch holds of each of this rank's stages, after F and after B."""
+        """Return the bytes of a microbatch per stage of this rank, after F and after B."""
         return {} if self._memory is None else self._memory.held
 
     @property
     def logits_bytes(self) -> float:
-        """Return what a microbatch holds of this rank's part of the logits, if it has one."""
+        """Return the bytes of a microbatch's logits here; 0 without vocabulary parallelism."""
         return 0.0 if self._memory is None else self._memory.logits_bytes
 
     @property
     def moved(self) -> Mapping[int, int]:
-        """Return what of a microbatch may wait in host memory, where steps have looked at that."""
+        """Return the bytes of a microbatch per stage that can be offloaded, if measured."""
         return {} if self._memory is None else self._memory.moved
 
     @property
     def within_passes_bytes(self) -> int:
-        """Return what this rank's passes allocate and free again, which no plan knows of."""
+        """Return the peak bytes that passes allocate and free, which the plan does not include."""
         return 0 if self._memory is None else self._memory.within_passes
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of this rank's last step."""
+        """Return the number of tokens in this rank's last step."""
         return self._tokens
 
     @property
     def step_s(self) -> float:
-        """Return the median step's time; 0 where none is known."""
+        """Return the median step time in seconds; 0 if unknown."""
         return median(self._step_s) if self._step_s else 0.0
 
     @property
     def measures_next(self) -> bool:
-        """Return whether the memory of the next training step is measured."""
+        """Return whether the next training step measures memory."""
         return self._memory is None
 
     def remeasure(self) -> None:
-        """Measure the next training step's memory and the speed from then on: the order is new."""
+        """Measure memory and throughput again, from the next step: the schedule has changed."""
         self._memory = None
         self._step_s.clear()
 
     def compare(self, checked: Checked) -> None:
-        """Take what the end of the run is to show beside its own figures."""
+        """Set the comparison that the end of the run prints."""
         self._checked = checked
 
     def interrupt(self) -> None:
-        """Do not count the time until the next training step: something else runs between."""
+        """Exclude the time until the next training step, because other work runs in between."""
         self._started_s = None
 
     @contextmanager
     def training_step(
         self, model: Sequence[nn.Module], num_microbatches: int, tokens: int, slices: int = 1
     ) -> Iterator[None]:
-        """Run a training step of this rank's pipeline inside, with `tokens` tokens."""
+        """Measure a training step of this rank's pipeline with `tokens` tokens in this context."""
         now = time.perf_counter()
         self.last_step_s = None
         if self._started_s is not None and tokens == self._tokens:
@@ -171,8 +171,8 @@ class RunReport:
             yield
         self._plan = None if self.plan_of is None else self.plan_of(num_microbatches)
         held = {stage: census.held_bytes(stage, slices) for stage in self.stages}
-        # Before the first step the optimizer has no state yet; a peak while the model was built
-        # that is higher still makes this too much rather than too little.
+        # Before the first step the optimizer has no state. If the peak during model construction
+        # was higher, this is an overestimate, which is safe.
         within = max(torch.cuda.max_memory_allocated() - before - census.peak_bytes, 0)
         waits = {} if self.offload is None else self.offload.bytes_by_stage
         moved = {stage: slices * size for stage, size in waits.items()}
@@ -181,13 +181,13 @@ class RunReport:
         self._memory = Memory(
             census.peak_bytes, held, within, moved, logits_bytes=logits, shared=shared
         )
-        # The first step also sets caches up; its time says nothing about the others.
+        # The first step also fills caches, so its time is not representative.
         self._started_s = None
 
     def closing_line(self, pipeline_group: dist.ProcessGroup, copies: int) -> str | None:
-        """Return the run's figures, or None where no step ran; all its ranks call this.
+        """Return the final report, or None if no step ran; all ranks of the run call this.
 
-        `copies` is how many pipelines train side by side on different data.
+        `copies` is the number of data-parallel pipelines.
         """
         if self._memory is None:
             return None
@@ -225,7 +225,7 @@ class RunReport:
 def closing_table(checked: Checked, step_us: float, peak_bytes: Sequence[float]) -> str:
     """Format predicted and measured figures: step time, its parts, bubble, and peaks.
 
-    If ranks share CPU cores, times are left out: they are not comparable with the prediction.
+    If ranks share CPU cores, times are omitted because they are not comparable with the prediction.
     """
     predicted, comparable = checked.prediction, checked.processor_bubble is None
     rest_us = step_us - checked.makespan_us
@@ -260,7 +260,7 @@ def _verdict(what: str, ratio: float) -> str:
 
 
 def shares_processors() -> bool:
-    """Return whether the ranks of this host run on processors, and on fewer than they are."""
+    """Return whether this host runs on CPUs with more ranks than cores."""
     return not torch.cuda.is_available() and _local_ranks() > processors()
 
 
@@ -273,7 +273,7 @@ def _sharing() -> str:
 
 
 def opening_lines(pipeline: Pipeline, num_microbatches: int, local_ranks: int | None = None) -> str:
-    """Format the schedule: a headline, notes, and its picture. `local_ranks` share a host."""
+    """Format the schedule: a headline, notes and its picture. `local_ranks` share this host."""
     plan = pipeline.planner.training(num_microbatches)
     schedule = plan.schedule
     notes = ""
@@ -317,7 +317,7 @@ def _layers_told(pipeline: Pipeline) -> str:
 
 
 def _learned_told(pipeline: Pipeline) -> str:
-    """Return what an earlier run left in the folder of traces, with which one could begin."""
+    """Return a note on costs that an earlier run has written to the trace folder, if usable."""
     options, choice = pipeline.options, pipeline.choice
     path = Path(options.trace_folder or "") / "costs.json"
     if choice.name != AUTO or choice.costs is not None or not path.is_file():
@@ -333,7 +333,7 @@ def _learned_told(pipeline: Pipeline) -> str:
 
 
 def _recompute_told(pipeline: Pipeline) -> str:
-    """Format the effects of Megatron's recomputation flags, a line each."""
+    """Return notes on recomputation in backward passes and its effects, one line each."""
     lines = ""
     if pipeline.choice.keeps_backward_whole:
         lines += (
@@ -350,7 +350,7 @@ def _recompute_told(pipeline: Pipeline) -> str:
 
 
 def _copies_told(plan: PlannedStep, costs: Costs | None, local_ranks: int | None) -> str:
-    """Return how much waits in host memory, and where that is known whether there is so much."""
+    """Return a note on the offloaded memory and, if known, whether the host has enough memory."""
     schedule = plan.schedule
     copies = sum(1 for _ in schedule.copied())
     if not copies:
@@ -374,7 +374,7 @@ def _costs_told(pipeline: Pipeline) -> str:
 
 
 def byte_costs(memories: Sequence[Memory]) -> Costs:
-    """Return costs that hold the bytes the ranks measured; the times in them mean nothing."""
+    """Return costs with the measured bytes of all ranks; their times are placeholders."""
     held = {stage: pair for memory in memories for stage, pair in memory.held.items()}
     ones = (1.0,) * len(held)
     after_forward, after_backward = zip(*(held[stage] for stage in sorted(held)), strict=True)
@@ -390,7 +390,7 @@ def byte_costs(memories: Sequence[Memory]) -> Costs:
 
 
 def persistent(model: Sequence[nn.Module]) -> Iterator[Tensor]:
-    """Yield what lives as long as the model: parameters, their gradient buffers, buffers."""
+    """Yield the tensors that live as long as the model: parameters, main_grads and buffers."""
     for chunk in model:
         # Not chunk.buffers(): Megatron's DDP has a list by that name.
         yield from nn.Module.buffers(chunk)

@@ -1,4 +1,4 @@
-"""What a rank holds besides activations, so that a memory limit can mean the whole device."""
+"""Memory of a rank other than activations, so that a memory limit can apply to the full device."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from megatron_vshape.runtime.gathering_job import plain_tensors
 T = TypeVar("T")
 
 ADAM_STATES = 2
-"""Moments that Adam keeps of every parameter it steps, in fp32."""
+"""Number of fp32 moments per parameter in Adam."""
 
 
 class StaticMemory(NamedTuple):
-    """Bytes of one rank, in the parts that the log shows."""
+    """Bytes of one rank, by the categories in the log."""
 
     parameters: int
     gradients: int
     optimizer: int
-    copy: int  # to undo a step with: see optimizer_backup
-    no_tensors: int  # NCCL's buffers, the CUDA context, loaded kernels: see nccl.outside_allocator
+    copy: int  # backup to roll back a step: see optimizer_backup
+    no_tensors: int  # NCCL buffers, CUDA context, loaded kernels: see nccl.outside_allocator
 
     @property
     def total(self) -> int:
-        """Return all of it."""
+        """Return the sum of all categories."""
         return sum(self)
 
 
 def static_memory(
     model: Sequence[nn.Module], optimizer: Any, post_validates: bool = False
 ) -> StaticMemory:
-    """Return this rank's bytes before the first step, once its messages have their communicators.
+    """Return this rank's bytes before the first step, after the P2P communicators exist.
 
-    The optimizer's state is what Adam will allocate in its first step: two fp32 moments of every
-    parameter it steps, which are this rank's share under the distributed optimizer, and where
-    those are copies in fp32, the copies. Where the run `post_validates`, parameters stepped and
-    moments are there twice.
+    The optimizer state is an estimate of Adam's allocation in its first step. It has two fp32
+    moments of every parameter in this rank's shard (distributed optimizer), plus fp32 copies of
+    parameters if the optimizer keeps them. With `post_validates`, the updated parameters and
+    moments count twice.
     """
     own = [each for chunk in model for each in chunk.parameters()]
     main_grads = [getattr(each, "main_grad", None) for each in own]
@@ -60,7 +60,7 @@ def static_memory(
 
 
 def _storage(tensor: Tensor) -> int:
-    """Return the name of the tensor's storage; a quantized one has no address of its own."""
+    """Return an identifier of the tensor's storage; quantized tensors have no data pointer."""
     name: int = tensor.untyped_storage()._cdata
     return name
 
@@ -73,10 +73,10 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 def most_of_replicas(
     own: T, pipeline_group: dist.ProcessGroup, size: Callable[[T], float]
 ) -> list[T]:
-    """Return by pipeline rank what is largest among the ranks side by side.
+    """Return the largest value among data-parallel replicas, per pipeline rank.
 
-    All ranks of the world call this and get the same. Replicas may differ, as where an optimizer
-    shards whole layers, and each would plan an order of its own.
+    All ranks of the world call this and get the same result. Replicas may differ, for example if an
+    optimizer shards by layer, and each would then plan a different schedule.
     """
     place = pipeline_group.rank()
     everyones = [(place, own)] * dist.get_world_size()
@@ -90,9 +90,9 @@ def most_of_replicas(
 def table(
     everyones: Sequence[StaticMemory], reserved_bytes: Sequence[float], limit_bytes: float
 ) -> str:
-    """Return the sums that the limit is divided into, a line per rank, in GiB.
+    """Format how the memory limit is divided, one line per rank, in GiB.
 
-    What is reserved beyond what a rank holds is for messages.
+    `reserved_bytes` minus the static memory is reserved for P2P buffers.
     """
     names = [each.replace("_", " ") for each in StaticMemory._fields]
     lines = ["GiB per rank: " + ", ".join([*names, "messages", "activations may take"])]

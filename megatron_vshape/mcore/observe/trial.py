@@ -1,6 +1,6 @@
-"""Compare the plan with the best schedule by name in the training run itself.
+"""Compare the plan with the best named schedule in the training run itself.
 
-A plan is made for costs that a few steps have measured, and other programs may have disturbed these
+The plan depends on costs from a few measured steps, and other programs may have disturbed these
 steps. A schedule does not change the result of a step, so a run can try both.
 """
 
@@ -17,7 +17,8 @@ from megatron_vshape.mcore.setup.plans import PlannedStep, Planner
 logger = logging.getLogger(__name__)
 
 TURN = 2
-"""Consecutive steps of a schedule: few, so that a longer disturbance affects both schedules."""
+"""Consecutive steps per schedule. The number is small so that a disturbance affects both
+schedules."""
 
 TURNS = 6
 """Turns of each schedule."""
@@ -34,9 +35,9 @@ RUNS = tuple(
 
 
 def typical(values: Iterable[float]) -> float:
-    """Compute the median of the lower half, because disturbances only make a step longer.
+    """Return the median of the lower half, because disturbances only make a step longer.
 
-    So does the first step of a schedule, which allocates its memory.
+    The first step of a schedule is also longer, because it allocates memory.
     """
     known = sorted(values)
     return median(known[: (len(known) + 1) // 2])
@@ -59,9 +60,9 @@ class Trial:
     def end_step(self, previous_s: float | None, num_microbatches: int) -> int | None:
         """Count a step and choose the schedule of the next one.
 
-        `previous_s` is the duration of the step before, None if it is unknown. Returns PLAN or
-        NAMED at the end of the trial, and None before. A step with another number of microbatches
-        ends the trial in favour of the plan.
+        `previous_s` is the duration of the previous step, None if unknown. Returns PLAN or NAMED at
+        the end of the trial, and None before. A step with another number of microbatches ends the
+        trial in favor of the plan.
         """
         if num_microbatches != self._schedules[PLAN].schedule.num_microbatches:
             return self._keep(PLAN)
