@@ -1,1 +1,1 @@
-"""Which stage is where, and which layers it has."""
+"""Placement of stages on ranks, and the layers of each stage."""

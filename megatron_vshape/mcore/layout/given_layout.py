@@ -1,6 +1,6 @@
-"""Stages that Megatron's own options describe, and the stages of a schedule made of them.
+"""Stages that Megatron's own options describe, and their conversion to stages of a schedule.
 
-Nothing here needs Megatron: `doctor` reads a recipe's layout where it is not installed.
+This module does not import Megatron: `doctor` reads the layout of a recipe without it.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ LETTERS = {"E": EMBEDDING, "t": DECODER, "m": MTP, "L": LOSS}
 
 
 def is_own(layout: Any) -> bool:
-    """Return whether a layout is this package's `StageLayout`, which is not to be read again."""
+    """Return whether a layout is this package's `StageLayout`, which must not be parsed again."""
     return getattr(layout, "stage_map", None) is not None
 
 
 def layers_in(layout: Any) -> tuple[tuple[int, ...], int]:
-    """Return the layers of every stage of a layout, in model order, and those that predict further.
+    """Return the decoder layers per stage in model order, and the number of MTP layers.
 
-    Multi-token prediction may have a stage without the loss there; ours has both in the last.
-
-    `layout` is a text such as `Et|(tt|)*30L`, a list of lists of names, or Megatron's object.
-    Megatron numbers the stages chunk by chunk, and in a chunk rank by rank: that is the order of
-    the model, whatever placement they are for.
+    In the given layout, multi-token prediction can have its own stage; in ours it is on the last
+    stage with the loss. `layout` is a text such as `Et|(tt|)*30L`, a list of lists of names, or
+    Megatron's object. Megatron numbers stages by chunk, then by rank within a chunk. This is the
+    order of the model for every placement.
 
     Raises:
-        ScheduleError: it is no layout, or its layers are in another order.
+        ScheduleError: The layout is invalid, or its layers are in another order.
     """
     stages = _names_of(layout)
     told = as_written(layout)
@@ -48,7 +47,7 @@ def layers_in(layout: Any) -> tuple[tuple[int, ...], int]:
 
 
 def layout_of(layers: Sequence[int], predicting: int = 0) -> str:
-    """Return the text of a layout with so many layers on every stage, in model order.
+    """Return the text of a layout with these layers per stage, in model order.
 
     >>> layout_of((3, 4, 4, 2))
     'Ettt|(t*4|)*2ttL'
@@ -60,7 +59,7 @@ def layout_of(layers: Sequence[int], predicting: int = 0) -> str:
 
 
 def as_written(layout: Any) -> str:
-    """Return the layout as the user wrote it, not too long."""
+    """Return the layout as the user wrote it, at most 80 characters."""
     return f"{getattr(layout, 'input_data', layout)!s:.80}"
 
 
@@ -74,7 +73,7 @@ def _names_of(layout: Any) -> list[list[str]]:
 
 
 def _parsed(text: str) -> list[list[str]]:
-    """Return the stages of a text: `(...)*n` and `t*n` repeat, commas mean nothing."""
+    """Parse a layout text: `(...)*n` and `t*n` repeat, commas are ignored."""
     whole = text.replace(",", "")
     for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         whole = re.sub(repeated, lambda found: found[1] * int(found[2]), whole)
@@ -88,11 +87,12 @@ def _parsed(text: str) -> list[list[str]]:
 
 
 def regrouped(layers: Sequence[int], num_stages: int) -> tuple[int, ...] | None:
-    """Return the layers of `num_stages` stages that have the same borders, as far as they can.
+    """Return the layers of `num_stages` stages with the same borders as far as possible.
 
-    Neighbours are merged, or every stage is cut into equal parts: of the first the earlier part,
-    of the last the later one is the shorter, since the ends have the embedding and the loss.
-    None where neither divides, or a stage in the middle would have no layers.
+    Neighboring stages are merged, or every stage is cut into equal parts. If the layers of a stage
+    do not divide evenly, the shorter parts come first in the first stage and last in all others,
+    since the first and last stage also have the embedding and the loss. None if neither works, or
+    if a stage in the middle would have no layers.
     """
     given = len(layers)
     if given % num_stages == 0:
@@ -116,13 +116,13 @@ def _cut(count: int, parts: int, shorter_first: bool) -> list[int]:
 def nearest(
     num_layers: int, num_stages: int, embedding: float = 0.0, loss: float = 0.0
 ) -> tuple[int, ...]:
-    """Return the most even split where the embedding and the loss count as so many layers.
+    """Return the most even split if embedding and loss count as these numbers of layers.
 
-    Layer by layer to the stage that then has least, of equals the latest: the layers of early
-    stages are held longest.
+    Assigns layer by layer to the stage with the smallest load; ties go to the latest stage, because
+    activations of early stages are retained longest.
 
     Raises:
-        ScheduleError: there are fewer layers than stages in the middle.
+        ScheduleError: There are fewer layers than middle stages.
     """
     layers = [int(0 < stage < num_stages - 1) for stage in range(num_stages)]
     check_stages(num_layers, sum(layers), num_stages)
@@ -138,10 +138,10 @@ def nearest(
 def of_ranks(
     num_layers: int, num_ranks: int, first: int | None, last: int | None
 ) -> tuple[int, ...]:
-    """Return the layers of every rank where the first and the last have so many.
+    """Return the layers of every rank with the given numbers on the first and the last rank.
 
     Raises:
-        ScheduleError: nothing, or less, is left for the others.
+        ScheduleError: Too few or too many layers are left for the other ranks.
     """
     given = {0: first, num_ranks - 1: last}
     fixed = {rank: count for rank, count in given.items() if count is not None}
@@ -154,7 +154,7 @@ def of_ranks(
         )
     least, more = divmod(left, max(len(others), 1))
     counts = dict(fixed)
-    for at, rank in enumerate(others):  # what does not divide goes to the latest
+    for at, rank in enumerate(others):  # the remainder goes to the latest ranks
         counts[rank] = least + (at >= len(others) - more)
     layers = tuple(counts[rank] for rank in range(num_ranks))
     check_layers(f"{first} and {last} layers on the first and the last rank", layers)
@@ -162,7 +162,7 @@ def of_ranks(
 
 
 def less_at_ends(layers: Sequence[int]) -> tuple[float, float]:
-    """Return by how many layers the first and the last are shorter than the others' mean."""
+    """Return by how many layers the first and the last entry are below the mean of the others."""
     inner = layers[1:-1]
     if not inner:
         return 0.0, 0.0

@@ -1,4 +1,4 @@
-"""`--pipeline-layer-split`: the layers of every stage, and what stages of such layers cost."""
+"""`--pipeline-layer-split`: the layers of every stage, and the costs of such stages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Split(NamedTuple):
-    """The layers of every stage, in model order, and the costs of such stages."""
+    """The layers of every stage, in model order, and the costs of these stages."""
 
     layers: tuple[int, ...]
     costs: Costs | None  # measured, if any were given
@@ -50,18 +50,25 @@ def split_layers(
     shares: bool = False,
     once: Callable[[Callable[[], _Chosen]], _Chosen] = lambda plan: plan(),
 ) -> Split:
-    """Return the split that `text` asks for, or the even one.
+    """Return the split that `text` specifies, or the even split.
 
-    `args` are Megatron's arguments, or the config of a library.
+    With `text` auto, measured costs and a `question`, layers and schedule are chosen together, and
+    `once` runs that choice.
 
-    `costs` are those of a file. If it says of how many layers they are, or `text` is auto, they
-    are taken apart and put together anew; else they are taken for this run's own stages. `question`
-    is what the run's order will be asked by, if that is known: then auto chooses the layers with
-    the order, at measured costs, as `once` has it done. Where all ranks share the vocabulary
-    (`shares`), the ends are no stage's, and the costs say what each rank's part of them takes.
+    Args:
+        args: Megatron's arguments, or the config of a library.
+        placement: The pipeline rank of every stage.
+        text: The value of `--pipeline-layer-split`; None for the even split.
+        costs: Costs from a file. If they include layer counts, or `text` is auto, they are
+            converted to the layers of this run. Otherwise they apply to this run's stages as they
+            are.
+        question: The plan request of this run, if known.
+        shares: Whether all ranks share the vocabulary. Then no stage has the embedding or the
+            output layer, and the costs include each rank's part of them.
+        once: Runs a function on one rank and returns its result on all.
 
     Raises:
-        ScheduleError: the layers do not fit the stages, or the costs do not.
+        ScheduleError: The layers or the costs do not fit the stages.
     """
     layers, measured = given_layers(args, placement, text, costs)
     limits, sizes = None, _sizes(args)
@@ -88,7 +95,7 @@ def split_layers(
 
 
 def _choose(question: Question) -> _Chosen:
-    """Return the layers of the best order, and the limits that it was planned for."""
+    """Return the layers of the best schedule, and its memory limits."""
     _, layers, _ = chosen = choose_layers(question, best_order(question))
     return layers, chosen.answer.limits
 
@@ -96,11 +103,11 @@ def _choose(question: Question) -> _Chosen:
 def given_layers(
     args: Any, placement: Placement, text: str | None, costs: Costs | None
 ) -> tuple[tuple[int, ...] | None, Pieces | None]:
-    """Return the layers of every stage, None where they are to be balanced; and measured pieces.
+    """Return the layers of every stage, or None to balance them, and the measured pieces.
 
     Raises:
-        ScheduleError: the layers do not fit the stages, or the costs do not; or of what is to be
-            balanced the sizes are not known.
+        ScheduleError: The layers or the costs do not fit the stages, or the sizes for balancing are
+            unknown.
     """
     sizes = _sizes(args)
     measured = None if costs is None else _pieces_of(sizes, costs)
@@ -119,7 +126,7 @@ def given_layers(
 def _share(
     args: Any, sizes: Sizes, layers: tuple[int, ...], placement: Placement, costs: Costs | None
 ) -> Split:
-    """Return the split of a model whose ends no stage has."""
+    """Return the split of a model with vocabulary parallelism."""
     estimate = _shared(args, sizes, None, layers, placement)
     if costs is not None:
         measured, known = _pieces_of(sizes, costs), tells_shared(costs)
@@ -129,17 +136,18 @@ def _share(
 
 
 def _without_ends(sizes: Sizes, pieces: Pieces) -> Pieces:
-    """Return the pieces of a model whose vocabulary all share: what predicts further stays."""
+    """Return the pieces without embedding and output layer; multi-token prediction layers stay."""
     return _predicting(without_ends(pieces), sizes)
 
 
 def _shared(
     args: Any, sizes: Sizes, measured: Pieces | None, layers: Sequence[int], placement: Placement
 ) -> Costs:
-    """Return the costs of stages without ends, and of each rank's part of these.
+    """Return the costs of stages with vocabulary parallelism, and of each rank's vocabulary passes.
 
-    By measured pieces or by what products say, in chunks. A sum is taken to last a tenth of the F
-    of an even stage; a chunk to hold 17 numbers for each of a layer's hidden ones.
+    Based on measured pieces or on estimated GEMMs, in units of a chunk. Assumptions: an all-reduce
+    lasts `SUM` (a tenth) of the F of an even stage, and a layer stores 17 values per hidden
+    element.
     """
     stages, ranks = len(placement), max(placement) + 1
     each, count = sizes.blocks / stages, sizes.predicting
@@ -156,17 +164,17 @@ def _shared(
 
 
 def _pieces_of(sizes: Sizes, costs: Costs) -> Pieces:
-    """Return the pieces of costs whose stages are alike where they do not say otherwise."""
+    """Return the pieces of measured costs; stages count as equal unless the costs have layers."""
     even = (sizes.num_layers / costs.num_stages,) * costs.num_stages
     divides = costs.layers is not None or not sizes.num_layers % costs.num_stages
     return Pieces.of(costs, costs.layers or even, sizes.shares if divides else ())
 
 
 def _estimated(sizes: Sizes, num_stages: int) -> Pieces:
-    """Return what the products of the layers and of the head say; a unit is an even stage's.
+    """Estimate the pieces from the GEMMs of layers and output layer, in units of an even stage.
 
-    Each layer of multi-token prediction is one with a head of its own. A head of unknown size
-    takes nothing.
+    Each multi-token prediction layer counts as a layer with its own output layer. An output layer
+    of unknown size costs nothing.
     """
     pieces = Pieces.estimated(sizes.head_in_layers, sizes.blocks / num_stages)
     return _predicting(replace(pieces, shares=sizes.shares), sizes)

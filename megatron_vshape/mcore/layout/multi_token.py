@@ -1,13 +1,14 @@
-"""Multi-token prediction: layers after the last stage's others, which look tokens up once more.
+"""Multi-token prediction: layers after those of the last stage that embed the tokens again.
 
-Each predicts one token further: it merges what the layer before has made with the embedding of the
-next token, and makes logits by the model's own output layer. They stand where the loss is.
+Each layer predicts one more token. It merges the output of the layer before with the embedding of
+the next token, and computes logits with the model's output layer. These layers are on the stage of
+the loss.
 
-Megatron gives their stage a copy of the embedding, filled and summed up between the pipeline's
-first and last rank. So it stays where these two hold the ends; where one rank holds both, the
-chunks share the embedding itself.
+Megatron gives this stage a copy of the embedding, and synchronizes it between the first and the
+last rank of the pipeline. This package keeps that copy if these two ranks have the first and the
+last stage. If one rank has both, the chunks share the embedding.
 
-Nothing here needs Megatron, but for the metrics: `doctor` reads recipes where it is not installed.
+Except for the metrics, nothing here imports Megatron: `doctor` reads recipes without it.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ OPTION = "mtp_num_layers"
 
 
 def num_predicting(model: Any) -> int:
-    """Return how many of these layers a model has.
+    """Return the number of multi-token prediction layers of a model.
 
-    `model` are Megatron's arguments, before or after they are validated, or a config. A hybrid
-    model's pattern of layers says it with a part for each, and wins.
+    `model` can be Megatron's arguments, before or after validation, or a config. The layer pattern
+    of a hybrid model has one part per such layer and takes precedence.
     """
     pattern = getattr(model, "hybrid_layer_pattern", None) or ""
     return hybrid.num_predicting(pattern) or getattr(model, OPTION, None) or 0
 
 
 def check_ends(stage_map: StageMap) -> None:
-    """Raise ScheduleError where the last stage can neither share the embedding nor have a copy."""
+    """Raise ScheduleError if the last stage can neither share the embedding nor copy it."""
     ends, last = stage_map.end_ranks, stage_map.num_ranks - 1
     if stage_map.predicting and not stage_map.ends_meet and ends != (0, last):
         raise ScheduleError(
@@ -49,7 +50,7 @@ def check_ends(stage_map: StageMap) -> None:
 
 
 def check_model(stage_map: StageMap, config: Any) -> None:
-    """Raise UnsupportedError if a model is built with more or fewer such layers than were known."""
+    """Raise UnsupportedError if a model has another number of these layers than the stages."""
     wants = getattr(config, OPTION, None) or 0
     if wants != stage_map.predicting:
         raise UnsupportedError(
@@ -59,20 +60,20 @@ def check_model(stage_map: StageMap, config: Any) -> None:
 
 
 def share_embedding(first: Any, last: Any) -> None:
-    """Have the chunk `last` look tokens up in the embedding of `first`, both on this rank.
+    """Make the chunk `last` use the embedding of `first`, both on this rank.
 
-    One module with one owner: `last` reaches it and does not list it, so that data parallelism,
-    the optimizer and checkpoints see it once. Call it before the chunks are wrapped.
+    The module has one owner. `last` references it without registering it, so that data parallelism,
+    the optimizer and checkpoints see it once. Call this before the chunks are wrapped.
     """
     del last.embedding
     vars(last)["embedding"] = first.embedding
-    # Its gradient comes from two passes: the reduction has to wait for both.
+    # The gradient comes from two passes, and the reduction must wait for both.
     first.embedding.word_embeddings.weight.zero_out_wgrad = True
     save_no_copy(last)
 
 
 def save_no_copy(last: Any) -> None:
-    """Have the chunk `last` saved as one whose embedding is no copy of the first stage's."""
+    """Save the chunk `last` as a chunk without a copy of the embedding."""
     save = last.sharded_state_dict
 
     def sharded_state_dict(*args: Any, **options: Any) -> Any:
@@ -88,7 +89,7 @@ COUNTED = ("values", "loss_values", "correct_values", "total_values")
 
 
 def take_metrics() -> dict[str, Tensor]:
-    """Return what has been counted for the log since the last call, and count anew."""
+    """Return the metrics accumulated since the last call, and reset them."""
     tracker = _tracker()
     taken = {name: tracker[name].clone() for name in COUNTED if name in tracker}
     for name in taken:
@@ -97,7 +98,7 @@ def take_metrics() -> dict[str, Tensor]:
 
 
 def add_metrics(taken: dict[str, Tensor]) -> None:
-    """Count what another rank of this pipeline has counted; Megatron averages over replicas."""
+    """Add the metrics of another rank of this pipeline; Megatron averages over replicas."""
     if not taken:
         return
     from megatron.core import parallel_state

@@ -1,9 +1,9 @@
-"""Where a checkpoint of `--ckpt-format torch` has which layers, compared when it is loaded.
+"""The layers of each rank in a checkpoint of `--ckpt-format torch`, checked when it is loaded.
 
-Megatron writes such a checkpoint by rank and chunk, with layers numbered within the chunk. A run
-with another placement or layer split would load each layer into the place of another: if the names
-differ too, Megatron loads what fits and prints the rest. Distributed checkpoints name layers by
-their numbers in the model, and any schedule loads them.
+Megatron writes such a checkpoint by rank and chunk, with layer numbers local to the chunk. A run
+with another placement or layer split would load each layer as a different one. If the names differ
+too, Megatron loads matching names and prints the others. Distributed checkpoints use global layer
+numbers, so any schedule can load them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from megatron_vshape.mcore.step_state import unwrapped
 logger = logging.getLogger(__name__)
 
 RECORD = "pipeline_rank_layers"
-"""The attribute of the saved arguments that keeps the layers, as plain lists."""
+"""Attribute of the saved arguments with the layers, as plain lists."""
 
 Layers = list[list[list[int]]]
-"""By rank and chunk: the numbers of its layers; 0 before them is the embedding, -1 behind them the
-output layer."""
+"""Layer numbers per rank and chunk. A leading 0 is the embedding, a trailing -1 the output
+layer."""
 
 _UNEVEN = (
     "pipeline_model_parallel_layout",
@@ -40,9 +40,9 @@ _UNEVEN = (
 
 
 def layers_of_ranks(model: Iterable[nn.Module], group: dist.ProcessGroup) -> Layers | None:
-    """Gather the layers of all pipeline ranks; None for a model that is no stack of layers.
+    """Gather the layers of all pipeline ranks; None if the model is not a stack of layers.
 
-    All ranks of the pipeline call it, with their chunks.
+    All ranks of the pipeline call this with their chunks.
     """
     everyones: list[Any] = [None] * group.size()
     dist.all_gather_object(everyones, [_layers(unwrapped(chunk)) for chunk in model], group)
@@ -59,9 +59,10 @@ def _layers(chunk: Any) -> list[int] | None:
 
 
 def saved_layers(args: Any) -> Layers | None:
-    """Return the layers by the arguments of a checkpoint; None if they do not say where they are.
+    """Return the layers according to a checkpoint's arguments; None if unknown.
 
-    Without a record it is Megatron's own, or of an earlier version of this package.
+    A checkpoint without a record is from Megatron's own schedules or from an earlier version of
+    this package.
     """
     record: Layers | None = getattr(args, RECORD, None)
     name = getattr(args, "pipeline_schedule", None)
@@ -83,10 +84,10 @@ def saved_layers(args: Any) -> Layers | None:
 
 
 def check_layers(saved: Layers | None, here: Layers | None, folder: str) -> None:
-    """Compare a checkpoint's layers with those of this run, both of all ranks.
+    """Compare a checkpoint's layers with those of this run, both for all ranks.
 
     Raises:
-        UnsupportedError: they are in other places.
+        UnsupportedError: The layers are on other ranks or chunks.
     """
     if here is None:
         return

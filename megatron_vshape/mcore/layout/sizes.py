@@ -1,6 +1,6 @@
-"""The sizes of a model's products, by whatever names Megatron's options have for them.
+"""The GEMM sizes of a model, from Megatron's options under all their names.
 
-Nothing here needs Megatron: a sweep reads them from a command line.
+This module does not import Megatron: a sweep reads the sizes from a command line.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from megatron_vshape.core.model.layers import Share, Widths
 from megatron_vshape.mcore.layout import hybrid
 
 Options = Callable[[str], Any]
-"""Returns the value of an option by the name that Megatron's arguments have; None: not given."""
+"""Returns the value of an option by its name in Megatron's arguments; None if not given."""
 
 _IN_CONFIG = {
     "swiglu": "gated_linear_unit",
@@ -22,7 +22,7 @@ _IN_CONFIG = {
 
 
 def options_of(model: Any) -> Options:
-    """Return the options in Megatron's arguments, or in a config, which names some differently."""
+    """Return the options of Megatron's arguments or of a config, where some names differ."""
 
     def option(name: str) -> Any:
         value = getattr(model, name, None)
@@ -32,10 +32,10 @@ def options_of(model: Any) -> Options:
 
 
 def widths_of(option: Options, vocabulary: int, sequence: int | None = None) -> Widths:
-    """Return what the products of a layer and of the head of such a model depend on."""
+    """Return the sizes that determine the GEMMs of a layer and of the output layer."""
     hidden, heads = option("hidden_size") or 1, option("num_attention_heads") or 1
     gated, channels = bool(option("swiglu")), option("kv_channels") or hidden // heads
-    alike = option("group_query_attention") is False  # a config has the groups alone
+    alike = option("group_query_attention") is False  # a config has only num_query_groups
     groups = None if alike else option("num_query_groups")
     return Widths(
         hidden,
@@ -49,7 +49,7 @@ def widths_of(option: Options, vocabulary: int, sequence: int | None = None) -> 
 
 
 def _feed_forward(option: Options, usual: float) -> float:
-    """Return how wide the feed-forward is that a token goes through, over all layers."""
+    """Return the mean feed-forward width per token over all layers."""
     dense = float(option("ffn_hidden_size") or usual)
     if not option("num_experts"):
         return dense

@@ -1,6 +1,6 @@
-"""Which stage is where: pipeline ranks and chunks, the layers of every stage, the model's ends.
+"""Placement of stages: pipeline ranks and chunks, layers per stage, first and last stage.
 
-Nothing here needs Megatron: `doctor` checks a recipe's stages where it is not installed.
+This module does not import Megatron: `doctor` checks the stages of a recipe without it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from megatron_vshape.core.model.placement import Placement, chunks_of, stages_of
 
 @dataclass(frozen=True, slots=True)
 class StageMap:
-    """The place of every stage: `placement[stage]` is a pipeline rank, its chunk counts there.
+    """The placement of all stages: `placement[stage]` is the pipeline rank of a stage.
 
-    `layers[stage]` is how many transformer layers the stage has; `predicting` layers of multi-token
-    prediction follow those of the last.
+    `layers[stage]` is the number of transformer layers of a stage. The last stage also has
+    `predicting` layers of multi-token prediction.
     """
 
     placement: Placement
@@ -25,12 +25,12 @@ class StageMap:
 
     @property
     def num_ranks(self) -> int:
-        """Return how many pipeline ranks there are."""
+        """Return the number of pipeline ranks."""
         return max(self.placement) + 1
 
     @property
     def num_chunks(self) -> int:
-        """Return how many stages every rank holds."""
+        """Return the number of stages per rank."""
         return len(self.placement) // self.num_ranks
 
     @property
@@ -45,12 +45,12 @@ class StageMap:
 
     @property
     def end_ranks(self) -> tuple[int, int]:
-        """Return the pipeline ranks that hold the embedding and the output layer."""
+        """Return the pipeline ranks of the first and the last stage."""
         return self.placement[0], self.placement[-1]
 
     @property
     def ends_meet(self) -> bool:
-        """Return whether these are one."""
+        """Return whether one rank has the first and the last stage."""
         return len(set(self.end_ranks)) == 1
 
     def stages(self, rank: int) -> tuple[int, ...]:
@@ -58,18 +58,19 @@ class StageMap:
         return stages_of(self.placement, self.num_ranks)[rank]
 
     def stage(self, rank: int, chunk: int | None) -> int:
-        """Return the stage that is this chunk of this rank; Megatron calls an only chunk None."""
+        """Return the stage of a chunk; Megatron passes None for the only chunk of a rank."""
         return self.stages(rank)[chunk or 0]
 
     def chunk(self, stage: int) -> int:
-        """Return which chunk of its rank the stage is."""
+        """Return the index of the stage's chunk on its rank."""
         return chunks_of(self.placement)[stage]
 
 
 def check_ends(stage_map: StageMap) -> None:
     """Raise ScheduleError unless rank 0 reads data.
 
-    Whether there is any to train on, Megatron's trainer tells all ranks by what rank 0 has.
+    Megatron's trainer decides on rank 0 whether there is data, and broadcasts the result to all
+    ranks.
     """
     ends = stage_map.end_ranks
     if 0 not in ends:
@@ -80,16 +81,14 @@ def check_ends(stage_map: StageMap) -> None:
 
 
 HASH_LAYERS = "moe_n_hash_layers"
-"""Option with the number of first layers that route by tokens (DeepSeek-V4).
-
-Megatron-LM's branch dev has it (d48bd6be); 0.19 and main of August 2026 do not.
-"""
+"""Option with the number of first layers that route by token ids (DeepSeek-V4). Megatron-LM's
+dev branch has it (d48bd6be); 0.19 and main of August 2026 do not."""
 
 
 def check_hash_layers(stage_map: StageMap, num_hash_layers: int) -> None:
-    """Raise ScheduleError unless layers that route by tokens are where the tokens are.
+    """Raise ScheduleError unless all layers that route by token ids are on the first stage.
 
-    Only the stage with the embedding is given them.
+    Only the stage with the embedding receives the token ids.
     """
     if num_hash_layers > stage_map.layers[0]:
         raise ScheduleError(
@@ -100,7 +99,7 @@ def check_hash_layers(stage_map: StageMap, num_hash_layers: int) -> None:
 
 
 def check_tied_embeddings(stage_map: StageMap) -> None:
-    """Raise ScheduleError where neither we nor Megatron can tie the two embedding ends."""
+    """Raise ScheduleError if neither this package nor Megatron can tie the two embeddings."""
     ends = stage_map.end_ranks
     if stage_map.ends_meet or ends == (0, stage_map.num_ranks - 1):
         return

@@ -1,4 +1,4 @@
-"""The stages as Megatron is told of them: its layout of layers, and embeddings that are tied."""
+"""The stages in Megatron's form: its layer layout, and tied embeddings."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from megatron_vshape.mcore.layout.stage_map import StageMap
 class StageLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
     """Megatron's layer layout for any placement.
 
-    Megatron's own form numbers stages by chunk, then rank, so it has no text for a V. It looks
-    layers up by rank and chunk in `layout`, which works for every placement; only the number of
-    the first layer must be counted in model order.
+    Megatron's text form numbers stages by chunk, then rank, so it cannot describe the V placement.
+    Megatron looks up layers by rank and chunk in `layout`, which works for every placement. Only
+    the number of the first layer must be counted in model order.
     """
 
     def __init__(self, stage_map: StageMap) -> None:
@@ -27,7 +27,7 @@ class StageLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
         stages[-1] += [LayerType.mtp] * stage_map.predicting + [LayerType.loss]
         self.stage_map = stage_map
         self.stages = stages
-        # What libraries write into checkpoints, and read: the stages, without their places.
+        # Libraries write this into checkpoints and read it: the stages without their placement.
         self.input_data = megatrons_text(stage_map.layers, stage_map.predicting)
         self.pipeline_model_parallel_size = stage_map.num_ranks
         self.virtual_pipeline_model_parallel_size = stage_map.num_chunks
@@ -43,7 +43,7 @@ class StageLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        """Return how many layers of this type the stages before this one have."""
+        """Return the number of layers of this type in all earlier stages."""
         if pp_rank is None:
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         stage = self.stage_map.stage(pp_rank, vp_stage)
@@ -51,16 +51,17 @@ class StageLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
 
 
 def megatrons_text(layers: Sequence[int], predicting: int = 0) -> str:
-    """Return Megatron's own text for stages with so many layers, which it places looping."""
+    """Return Megatron's text for stages with these layers; Megatron places them in a loop."""
     stages = ["t" * count for count in layers]
     stages[0], stages[-1] = "E" + stages[0], stages[-1] + "m" * predicting + "L"
     return "|".join(stages)
 
 
 def embedding_ranks(placement: Placement, pipeline_ranks: Sequence[int]) -> list[int]:
-    """Return the global ranks of a pipeline whose embedding gradients Megatron must add up.
+    """Return the global ranks of a pipeline whose embedding gradients Megatron must sum.
 
-    One rank where it holds both ends, and then there is nothing to add: the weight is one.
+    If one rank has the first and the last stage, it is the only one: the weight is shared, so there
+    is nothing to sum.
     """
     return sorted({pipeline_ranks[placement[0]], pipeline_ranks[placement[-1]]})
 
@@ -68,17 +69,17 @@ def embedding_ranks(placement: Placement, pipeline_ranks: Sequence[int]) -> list
 def tie_embeddings(first: Any, last: Any) -> None:
     """Make the output layer of `last` use the word embedding of `first`, both on this rank.
 
-    One Parameter, owned by `first`: two copies of it under one name could not be saved in
-    parallel, and would need their gradients added up. Whoever looks for either end in `last`
-    finds the same one there, as Megatron-Bridge does that loads weights into the last rank's last
-    chunk. Call it before the chunks are wrapped.
+    The result is one Parameter, owned by `first`. Two copies under one name could not be saved in
+    parallel, and their gradients would have to be summed. Code that looks for either layer in
+    `last` finds the same weight, for example Megatron-Bridge, which loads weights into the last
+    chunk of the last rank. Call this before the chunks are wrapped.
     """
     weight = first.embedding.word_embeddings.weight
-    # The gradient comes from two passes, of which only one may add to main_grad by itself.
+    # The gradient comes from two passes, of which only one may add to main_grad directly.
     weight.zero_out_wgrad = True
     last.output_layer._parameters.pop("weight", None)
     vars(last.output_layer)["weight"] = weight  # an attribute, not registered
-    last._modules.pop("embedding", None)  # that a library has put there
+    last._modules.pop("embedding", None)  # if a library has added one
     vars(last)["embedding"] = first.embedding
     last.shared_embedding_or_output_weight = lambda: weight
     last.tie_embeddings_and_output_weights_state_dict = _leave_untouched
@@ -89,9 +90,10 @@ def _leave_untouched(*args: Any, **kwargs: Any) -> None:
 
 
 def streams_of(config: Any) -> int:
-    """Return how many residual streams of the hidden size a stage hands on.
+    """Return the number of residual streams of the hidden size that a stage sends.
 
-    More than one under hyper-connections (mHC), of Megatron's main and, by other names, of its dev.
+    Hyper-connections (mHC) have more than one. The option names differ between Megatron's main and
+    dev branches.
     """
     for enabled, count in (
         ("enable_mhc_connections", "mhc_num_residual_streams"),

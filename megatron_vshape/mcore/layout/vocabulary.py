@@ -1,10 +1,9 @@
-"""A vocabulary that all pipeline ranks share: each has rows of the embedding and the output layer.
+"""Vocabulary parallelism: every pipeline rank has rows of the embedding and of the output layer.
 
-Megatron's own two modules are built on every rank as if tensor parallelism went over the ranks of
-the pipeline too, pipeline before tensor. So shapes, attributes and what checkpoints know of the
-rows are right, and say the same as any other cut of the same two tensors. Their forward is never
-called: it stands where the model asks, and hands over what the passes have made
-(`step.vocabulary`).
+Every rank builds Megatron's two modules as if tensor parallelism also spanned the pipeline ranks,
+pipeline before tensor. So shapes, attributes and the checkpoint metadata of the rows are correct,
+and equal to those of any other sharding of the two tensors. The modules' own forward is never
+called. A replacement returns the result of the vocabulary passes to the model (`step.vocabulary`).
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ FLAG = "--pipeline-vocab-parallel"
 
 
 class Shards(NamedTuple):
-    """Stands for the process group that shares the vocabulary; nothing goes over it."""
+    """Replacement of the process group of the shared vocabulary; nothing is sent through it."""
 
     number: int
     of: int
 
     def rank(self) -> int:
-        """Return which part of the rows is this rank's."""
+        """Return the index of this rank's shard."""
         return self.number
 
     def size(self) -> int:
-        """Return in how many parts the rows are."""
+        """Return the number of shards."""
         return self.of
 
 
 @dataclass(frozen=True, slots=True)
 class _LookUp:
-    """Takes the place of the forward of the word embedding on the first stage."""
+    """Replaces the forward of the word embedding on the first stage."""
 
     state: StepState
 
@@ -59,7 +58,7 @@ class _LookUp:
 
 @dataclass(frozen=True, slots=True)
 class _StopBeforeLogits:
-    """Takes the place of the forward of the output layer on the last stage."""
+    """Replaces the forward of the output layer on the last stage."""
 
     state: StepState
 
@@ -69,7 +68,7 @@ class _StopBeforeLogits:
 
 @dataclass(frozen=True, slots=True)
 class _KeepLabels:
-    """Takes the place of the loss of the model on the last stage."""
+    """Replaces the loss of the model on the last stage."""
 
     state: StepState
 
@@ -79,7 +78,7 @@ class _KeepLabels:
 
 
 class _OwnRows(MegatronModule):  # type: ignore[misc]
-    """The embedding of a rank without the first stage: its rows, by the name that they have."""
+    """The embedding module of a rank without the first stage: its rows, under Megatron's name."""
 
     def __init__(self, config: Any, rows: Any) -> None:
         super().__init__(config=config)
@@ -87,7 +86,7 @@ class _OwnRows(MegatronModule):  # type: ignore[misc]
 
 
 def _allow_another_size(head: Any) -> None:
-    """Have another vocabulary's size be loaded into an output layer, as into Megatron's last."""
+    """Allow loading another vocabulary size into the output layer, as Megatron does."""
     describe = head.sharded_state_dict
 
     def sharded_state_dict(*args: Any, **options: Any) -> Any:
@@ -100,9 +99,9 @@ def _allow_another_size(head: Any) -> None:
 
 
 def pad(args: Namespace, num_ranks: int) -> None:
-    """Have Megatron pad the vocabulary so that it divides among all ranks that share it.
+    """Make Megatron pad the vocabulary to a multiple of the number of ranks that share it.
 
-    A padded row is trained like any other, so nothing is changed where it divides already.
+    A padded row is trained like any other. So nothing changes if the size is divisible already.
     """
     multiple = args.make_vocab_size_divisible_by
     parts = num_ranks * args.tensor_model_parallel_size
@@ -126,12 +125,12 @@ def pad(args: Namespace, num_ranks: int) -> None:
 def share(
     state: StepState, first: Any, model: Any, stage_map: StageMap, rank: int, chunk: int
 ) -> None:
-    """Give a chunk its rank's rows: the first those of the embedding, the last the head's.
+    """Give a chunk its rank's rows: the first chunk the embedding's, the last the output layer's.
 
-    `first` is the rank's first chunk. Call it when the chunk is built, and before it is wrapped.
+    `first` is the rank's first chunk. Call this when the chunk is built, before it is wrapped.
 
     Raises:
-        UnsupportedError: the vocabulary does not divide among the ranks, or the logits are to have
+        UnsupportedError: The vocabulary is not divisible by the number of ranks, or the logits have
             another dtype than the parameters.
     """
     dtype = getattr(model, "logit_dtype", None)
@@ -159,7 +158,7 @@ def share(
 
 
 def is_shared(model: Any) -> bool:
-    """Check whether `share` has made the chunk of an end: a rank's first, or its last."""
+    """Return whether `share` has changed this chunk, the first or the last of its rank."""
     ends = getattr(model, "embedding", None), getattr(model, "output_layer", None)
     rows = getattr(ends[0], "word_embeddings", None), ends[1]
     return any(isinstance(getattr(each, "tp_group", None), Shards) for each in rows)
@@ -184,7 +183,7 @@ def check_ends(first: Any, last: Any, ends: tuple[bool, bool]) -> None:
         ends: Whether `first` is the model's first stage, and `last` its last one.
 
     Raises:
-        UnsupportedError: on the ranks that have such a change.
+        UnsupportedError: On the ranks that have such a change.
     """
     head: Any = getattr(last, "output_layer", None)
     embedding: Any = getattr(first, "embedding", None)
@@ -207,7 +206,7 @@ def check_ends(first: Any, last: Any, ends: tuple[bool, bool]) -> None:
 
 
 def _check_rows(module: Any, known: type, what: str) -> None:
-    """Raise UnsupportedError unless a module is this rank's rows, with Megatron's forward."""
+    """Raise UnsupportedError unless a module has this rank's rows and Megatron's forward."""
     if not isinstance(getattr(module, "tp_group", None), Shards):
         raise UnsupportedError(
             f"{FLAG} does not support a model with {type(module).__name__} as its {what}: it "
@@ -219,7 +218,7 @@ def _check_rows(module: Any, known: type, what: str) -> None:
 
 
 def _check_own(module: nn.Module, name: str, ours: type | None, what: str) -> None:
-    """Raise UnsupportedError if a function of this very module is not the one that `share` set."""
+    """Raise UnsupportedError if an instance attribute is not the one that `share` has set."""
     found = vars(module).get(name)
     if not (found is None if ours is None else isinstance(found, ours)):
         raise _changed(f"{what} by a {name} of its own")
@@ -253,14 +252,14 @@ def _share_embedding(state: StepState, model: Any, shards: Shards) -> None:
 
 
 def _look_up_in(state: StepState, embedding: Any, rows: Any) -> None:
-    """Have Megatron's embedding, which adds all the rest, look tokens up in shared rows."""
+    """Make Megatron's embedding, which adds positions etc., look up tokens in shared rows."""
     rows.reduce_scatter_embeddings = embedding.reduce_scatter_embeddings
     rows.forward = _LookUp(state)
     embedding.word_embeddings = rows
 
 
 def _look_up_again(state: StepState, first: Any, last: Any) -> None:
-    """Have multi-token prediction look tokens up in the rows of its rank's first chunk."""
+    """Make multi-token prediction look up tokens in the rows of its rank's first chunk."""
     if first is last:
         multi_token.save_no_copy(last)
         return
@@ -272,7 +271,7 @@ def _look_up_again(state: StepState, first: Any, last: Any) -> None:
 
 def _share_head(state: StepState, first: Any, model: Any, shards: Shards) -> None:
     ties = model.share_embeddings_and_output_weights
-    head = tensor_parallel.ColumnParallelLinear(  # itself: libraries go by the class's name
+    head = tensor_parallel.ColumnParallelLinear(  # no subclass: libraries check the class name
         model.config.hidden_size,
         model.vocab_size,
         config=model.config,
@@ -281,10 +280,10 @@ def _share_head(state: StepState, first: Any, model: Any, shards: Shards) -> Non
         skip_weight_param_allocation=ties,
         tp_group=shards,
     )
-    if ties:  # one weight, of the embedding's rows; the first chunk saves it
+    if ties:  # one weight, the rows of the embedding; the first chunk saves it
         model.tie_embeddings_and_output_weights_state_dict = lambda *args, **options: None
-        # Whoever looks for either end in the last chunk finds the same rows, as attributes that are
-        # not registered: Megatron-Bridge does when it has loaded weights.
+        # Code that looks for either layer in the last chunk finds the same rows as unregistered
+        # attributes. Megatron-Bridge does this after it has loaded weights.
         vars(head)["weight"] = first.embedding.word_embeddings.weight
         if not hasattr(model, "embedding"):
             vars(model)["embedding"] = first.embedding
