@@ -23,7 +23,7 @@ differs from the paper in three points:
   learning rate of that iteration, and everything it does next (log, evaluate, save, exit) sees
   validated state. If the trainer is known to do anything but continue, nothing runs early.
 
-Megatron's own `ChainedOptimizer.step` repeats a step from the restored state, with the validated
+Megatron's `ChainedOptimizer.step` repeats a step from the restored state, with the validated
 results in place of its own reductions. It also runs the full step while prediction does not pay: a
 wrong prediction costs the forwards that ran early. So a step is predicted only if the preceding
 steps would have been predicted correctly. All ranks decide from validated results alone, so all
@@ -137,7 +137,7 @@ class PostValidation:
 class Reductions:
     """The reductions of one step: started at construction, awaited by `wait`.
 
-    Megatron's own code computes the local part, starts the reductions and combines the results.
+    Megatron's code computes the local part, starts the reductions and combines the results.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -284,8 +284,8 @@ def _scaler(optimizer: Any) -> Any:
 def _stands(optimizer: Any, norm: Any) -> bool:
     """Return whether a step with this norm neither clips nor skips.
 
-    Uses Megatron's own expressions, so that the result is exact to the last bit. The comparisons
-    are false for a NaN norm.
+    Uses Megatron's expressions, so that the result is exact to the last bit. The comparisons are
+    false for a NaN norm.
     """
     for each in _working(optimizer):
         limit = getattr(each.config, "grad_norm_skip_threshold", math.inf)

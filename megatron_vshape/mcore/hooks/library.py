@@ -139,7 +139,7 @@ def initialize_model_parallel(
 
 
 def _choice(session: Session, ranks: int) -> Choice | None:
-    """Return the schedule for `ranks` pipeline ranks, or None if Megatron's own runs."""
+    """Return the schedule for `ranks` pipeline ranks, or None if Megatron's schedule runs."""
     pipeline, options = session.pipeline, options_of(session)
     if pipeline is not None and pipeline.stage_map.num_ranks == ranks:
         return pipeline.choice

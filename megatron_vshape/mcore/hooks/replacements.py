@@ -233,7 +233,7 @@ def get_forward_backward_func(
 
 @replaces
 def forward_step(session: Session, original: Function, *args: Any, **options: Any) -> Any:
-    """Measure a forward pass of Megatron's own schedules, if measurement is enabled."""
+    """Measure a forward pass of Megatron's schedules, if measurement is enabled."""
     result = _timed(session, original, *args, **options)
     if session.step.census is not None and session.pipeline is None:
         # For our own schedules, the runner counts activation memory itself.
@@ -244,7 +244,7 @@ def forward_step(session: Session, original: Function, *args: Any, **options: An
 
 @replaces
 def backward_step(session: Session, original: Function, *args: Any, **options: Any) -> Any:
-    """Measure a backward pass of Megatron's own schedules, if measurement is enabled."""
+    """Measure a backward pass of Megatron's schedules, if measurement is enabled."""
     result = _timed(session, original, *args, **options)
     if session.step.census is not None and session.pipeline is None:
         count_backward(session.step.census)
@@ -252,7 +252,7 @@ def backward_step(session: Session, original: Function, *args: Any, **options: A
 
 
 def _timed(session: Session, original: Function, *args: Any, **options: Any) -> Any:
-    """Record the duration of a pass of Megatron's own schedules while a timer is active."""
+    """Record the duration of a pass of Megatron's schedules while a timer is active."""
     timer = session.step.timer
     if timer is None:
         return original(*args, **options)
@@ -279,7 +279,7 @@ def is_pipeline_last_stage(
 
 
 def tensor_parallel_world_size(session: Session, original: Function) -> Function:
-    """Return the number of vocabulary-parallel ranks during a trainer's own loss of logits."""
+    """Return the number of vocabulary-parallel ranks during a trainer's loss of logits."""
 
     @functools.wraps(original)
     def size() -> Any:
@@ -305,7 +305,7 @@ def _is_end(
 
     The stage is that of `vp_stage` if given (and not ignored), else that of the running chunk. If
     no chunk runs, the result is about the rank. While models are built: whether any of its chunks
-    is that stage. Afterwards: Megatron's own result, its position in the pipeline, because the last
+    is that stage. Afterwards: Megatron's result, its position in the pipeline, because the last
     rank gets the results of the loss (`pipeline_of`).
     """
     pipeline = session.pipeline

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 class Session:
     """State shared by the hooks of one `hooks.install`.
 
-    `pipeline` is None while Megatron's own schedules run; then every hook behaves as upstream.
+    `pipeline` is None while Megatron's schedules run; then every hook behaves as upstream.
     """
 
     pipeline: Pipeline | None = None

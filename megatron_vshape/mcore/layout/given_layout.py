@@ -1,4 +1,4 @@
-"""Stages that Megatron's own options describe, and their conversion to stages of a schedule.
+"""Stages that Megatron's options describe, and their conversion to stages of a schedule.
 
 This module does not import Megatron: `doctor` reads the layout of a recipe without it.
 """

@@ -61,8 +61,8 @@ def _layers(chunk: Any) -> list[int] | None:
 def saved_layers(args: Any) -> Layers | None:
     """Return the layers according to a checkpoint's arguments; None if unknown.
 
-    A checkpoint without a record is from Megatron's own schedules or from an earlier version of
-    this package.
+    A checkpoint without a record is from Megatron's schedules or from an earlier version of this
+    package.
     """
     record: Layers | None = getattr(args, RECORD, None)
     name = getattr(args, "pipeline_schedule", None)

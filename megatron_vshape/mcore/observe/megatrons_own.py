@@ -1,4 +1,4 @@
-"""Measurement of Megatron's own schedules, for comparison with those of this package."""
+"""Measurement of Megatron's schedules, for comparison with those of this package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_vshape.runtime.held_bytes import Census
 
 
 class MeteredSchedule:
-    """Runs Megatron's own step function unchanged and measures the training steps."""
+    """Runs Megatron's step function unchanged and measures the training steps."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""From the flags to the pipeline that runs: what is asked, refused, planned."""
+"""From flags to the pipeline of a run: option checks, choice of the schedule and planning."""

@@ -1,4 +1,4 @@
-"""Under auto: whether a schedule that Megatron itself runs is the best, before a model is built."""
+"""Under auto, check before a model is built whether one of Megatron's schedules is the best."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from megatron_vshape.mcore.setup.microbatches import in_evaluation, in_training
 from megatron_vshape.mcore.setup.one_planner import OnePlanner
 
 MOST_CHUNKS = 12
-"""Virtual stages of a rank that are tried."""
+"""Maximum number of virtual stages per rank to try."""
 
 
 def megatrons_if_best(args: Namespace, options: Options, once: OnePlanner) -> Rival | None:
-    """Return the schedule of Megatron's own that no plan for the model is faster than, if any.
+    """Return Megatron's schedule if no plan for the model is faster, else None.
 
-    A model is built for one placement, so this is asked before: where there are costs by then, and
-    the limit does not depend on the memory of a model that is not there yet. None where the run
-    asks for what only the schedules of this package have, or says itself how its layers lie.
+    A model is built for one placement, so this comparison runs before. It requires costs, and a
+    limit that does not depend on the memory of the model, which does not exist yet. None if the run
+    uses features of this package or defines its own layer split.
 
     Raises:
-        ScheduleError: costs, limit and number of ranks do not go together.
+        ScheduleError: Costs, limit and number of ranks do not fit each other.
     """
     ranks, costs = args.pipeline_model_parallel_size, options.costs_file
     limit = options.memory_limit_gib
@@ -77,9 +77,9 @@ def megatrons_if_best(args: Namespace, options: Options, once: OnePlanner) -> Ri
 
 
 def _megatrons(question: Question, num_layers: int, overlaps: bool) -> Iterator[Known]:
-    """Yield what Megatron runs of this model, of as many layers in every stage."""
+    """Yield Megatron's schedules for this model with equally many layers in every stage."""
     ranks, microbatches = question.num_devices, question.num_microbatches
-    # Megatron allows chunks on two ranks only where its messages may overlap.
+    # On two ranks, Megatron supports several chunks only with overlap_p2p_comm.
     most = MOST_CHUNKS if ranks > 2 or overlaps else 1
     for chunks in range(1, most + 1):
         rival = Rival("1f1b") if chunks == 1 else Rival("interleaved-1f1b", chunks)
@@ -87,12 +87,12 @@ def _megatrons(question: Question, num_layers: int, overlaps: bool) -> Iterator[
             continue
         try:
             yield judge_rival(rival, ranks, microbatches, question.costs_of)
-        except ScheduleError:  # of stages that the costs do not tell apart
+        except ScheduleError:  # the costs cannot be cut into these stages
             continue
 
 
 def _lies_its_own_way(args: Namespace) -> bool:
-    """Return whether the run says which layers are where, or has ends that count as layers."""
+    """Return whether the run defines its layer split, or counts embedding or loss as layers."""
     names = (
         "pipeline_model_parallel_layout",
         "hybrid_layer_pattern",

@@ -1,6 +1,6 @@
-"""What is checked of a run's options before anything is built: for the run, and for `doctor`.
+"""Checks of a run's options before anything is built, for training and for `doctor`.
 
-Nothing here needs torch or Megatron, so that `doctor` asks the same where they are not installed.
+This module imports neither torch nor Megatron, so that `doctor` runs the same checks without them.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ Check = Callable[[Any, str, Placement], None]
 def take_options(
     model: Any, choice: Choice, options: Options, check: Check
 ) -> tuple[Choice, Translated]:
-    """Translate what is made for Megatron's own schedules, and refuse what ours cannot have.
+    """Translate options made for Megatron's schedules, and reject unsupported options.
 
-    Returns the choice with the numbers of slices that this model can have. `model` are Megatron's
-    arguments or a library's config, each with a `check` of its own.
+    Returns the choice with the numbers of slices that this model supports. `model` is Megatron's
+    arguments or a library's config, each with its own `check`.
 
     Raises:
-        ScheduleError: what an option says does not fit the model.
-        UnsupportedError: an option does not go with the schedule.
+        ScheduleError: An option does not fit the model.
+        UnsupportedError: The schedule does not support an option.
     """
     translated = translate(model, choice.placement, options.layer_split)
     check(model, choice.name, choice.placement)
@@ -84,7 +84,7 @@ def check_copies(copies: bool, model: Any, schedule: str) -> None:
 
 
 def known_to_lose(model: Any, choice: Choice) -> Iterator[str]:
-    """Yield a sentence for what starts and is slower than Megatron's own schedule."""
+    """Yield a warning for combinations that are slower than Megatron's schedule."""
     whole = getattr(model, "recompute_granularity", None) == "full"
     if whole and choice.name in NAMES and make(choice.name, 2, 2).splits_backward:
         yield (
@@ -119,10 +119,10 @@ def check_stages(
     """Check the stages, and the options that depend on the placement.
 
     Raises:
-        ScheduleError: the ends of the model are on ranks where Megatron cannot have them; or the
-            schedule has joint passes, and the model's layers no plans.
-        UnsupportedError: the model has options that layer plans or a shared vocabulary do not
-            support.
+        ScheduleError: Megatron does not support the ranks of the first and the last stage, or the
+            schedule has overlapped passes and the model's layers have no layer plans.
+        UnsupportedError: Layer plans or vocabulary parallelism do not support an option of the
+            model.
     """
     check_layer_plans(model, choice.placement)
     if choice.joins and not getattr(model, BESIDE, False):
@@ -144,7 +144,7 @@ def check_stages(
 
 
 def check_batch_size(choice: Choice, args: Any) -> None:
-    """Raise ScheduleError where the batch size grows, and the schedule is for one."""
+    """Raise ScheduleError if the batch size changes and the schedule is for one number."""
     option = next((each for each in BATCH_SIZES if getattr(args, each, None) is not None), None)
     if choice.from_file is not None and option is not None:
         raise ScheduleError(

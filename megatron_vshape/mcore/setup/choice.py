@@ -1,4 +1,4 @@
-"""What schedule a run is to have: a name or a file, and what it is planned by."""
+"""The schedule of a run: a name or a file, with the inputs of its plans."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHUNKS = (2, 4)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What the flags say of a schedule; all that plans are made of before anything has run."""
+    """The schedule that the flags select; the input of all plans before the first step."""
 
     num_devices: int
     name: str
@@ -51,44 +51,44 @@ class Choice:
 
     @property
     def most_slices(self) -> int:
-        """Return in how many slices a microbatch is cut, or may be."""
+        """Return the maximum number of slices per microbatch."""
         return self.slices if isinstance(self.slices, int) else max(self.slices)
 
     @property
     def plans_by_costs(self) -> bool:
-        """Return whether the adaptive scheduler makes the order."""
+        """Return whether the adaptive scheduler makes the schedule from costs."""
         return self.name == AUTO or self.name in PLUS_NAMES
 
     @property
     def copies(self) -> bool:
-        """Return whether activations wait in host memory, or may by what the costs say."""
+        """Return whether the schedule offloads activations, or may according to the costs."""
         if self.from_file is not None:
             return self.from_file.copies
         return self.name == AUTO and self.costs is not None and self.costs.copies
 
     @property
     def in_host_bytes(self) -> float:
-        """Return how much is planned to wait in host memory: blocks of it are not quite filled."""
+        """Return the host memory for plans; below the limit because of partially used blocks."""
         return filled(self.host_limit_bytes)
 
     @property
     def joins(self) -> bool:
-        """Return whether the schedule has joint passes whatever the run is asked for."""
+        """Return whether the schedule has overlapped passes, independent of other options."""
         return self.from_file is not None and bool(self.from_file.joint)
 
     @property
     def placement(self) -> Placement:
-        """Return the pipeline rank of every stage, which no number of microbatches changes."""
+        """Return the pipeline rank of every stage, equal for any number of microbatches."""
         return tuple(self.ranks[device] for device in self.planned)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return the pipeline rank that is each device of the schedule as it is planned."""
+        """Return the pipeline rank of each device of the planned schedule."""
         return with_loss_last(self.planned) if self.loss_last else tuple(range(self.num_devices))
 
     @property
     def planned(self) -> Placement:
-        """Return the device of every stage, where the schedule's name or file puts it."""
+        """Return the device of every stage in the schedule's own numbering."""
         if self.from_file is not None:
             return self.from_file.placement
         if not self.plans_by_costs:
@@ -111,15 +111,15 @@ def choice_of(
     limit_gib: float | str | None = None,
     measures: bool = False,
 ) -> Choice:
-    """Return the schedule that `name` names, or of the file at that path.
+    """Return the schedule named `name`, or the schedule of the file at that path.
 
-    A limit that is no number names the schedule whose activations are to fit. `measures` says that
-    costs will be measured, where there are none yet.
+    A `limit_gib` that is not a number is the name of the schedule whose activation memory is the
+    limit. With `measures`, the run will measure costs if none are given.
 
     Raises:
-        ScheduleError: neither a name nor a file, an unreadable file, one for another number of
-            devices, incomplete, deadlocking or with microbatches out of turn; or costs or a limit
-            that do not go with it.
+        ScheduleError: `name` is neither a schedule nor a file; or the file is unreadable, for
+            another number of devices, incomplete, deadlocks, or has microbatches out of order; or
+            costs or limit do not fit the schedule.
     """
     if name == AUTO or name in PLUS_NAMES:
         _check_adaptive(name, num_devices, costs, limit_gib, measures)
@@ -140,7 +140,7 @@ def choice_of(
 
 
 def choice_for(options: Options, num_devices: int, loss_last: bool = False) -> Choice:
-    """Return the schedule that a run's options ask for; raises as `choice_of`, or of a value."""
+    """Return the schedule of a run's options; raises as `choice_of`, or for an invalid value."""
     options.check()
     choice = choice_of(
         str(options.schedule),
@@ -159,7 +159,7 @@ def choice_for(options: Options, num_devices: int, loss_last: bool = False) -> C
 
 
 def not_sliced(choice: Choice, options: Options, may_offload: bool) -> dict[str, object]:
-    """Return what of this package's slices do not go with, by what it is called."""
+    """Return the features of this package that slices do not support: label -> enabled."""
     return {
         "vocabulary parallelism": choice.shares,
         "offloading that the run measures": may_offload,
@@ -169,11 +169,11 @@ def not_sliced(choice: Choice, options: Options, may_offload: bool) -> dict[str,
 
 
 def _slices(options: Options, choice: Choice) -> int | tuple[int, ...]:
-    """Return in how many slices microbatches are cut: as a schedule file says, or the option.
+    """Return the number of slices per microbatch: from the schedule file or the option.
 
     Raises:
-        ScheduleError: the option says other than the file; or auto is to choose with an order
-            that has its own.
+        ScheduleError: The option contradicts the file, or the option is auto with a schedule that
+            has a fixed number of slices.
     """
     given, own = options.slices, 1 if choice.from_file is None else choice.from_file.slices
     if given == AUTO and choice.name == AUTO:
@@ -194,10 +194,11 @@ def _slices(options: Options, choice: Choice) -> int | tuple[int, ...]:
 
 
 def _host_limit_bytes(limit_gib: float | None, choice: Choice) -> float:
-    """Return the limit of what waits in host memory of a device.
+    """Return the limit of host memory per device for offloading, in bytes.
 
     Raises:
-        ScheduleError: nothing waits there, or by the costs more does than that.
+        ScheduleError: The schedule does not offload, or according to the costs it exceeds the
+            limit.
     """
     option, file, costs = "--pipeline-host-memory-limit", choice.from_file, choice.costs
     if limit_gib is None:
@@ -225,7 +226,7 @@ def _host_limit_bytes(limit_gib: float | None, choice: Choice) -> float:
 def _check_adaptive(
     name: str, num_devices: int, costs: Costs | None, limit_gib: float | str | None, measures: bool
 ) -> None:
-    """Raise ScheduleError for what the adaptive scheduler cannot plan by."""
+    """Raise ScheduleError for inputs that the adaptive scheduler does not support."""
     allowed = CHUNKS if name == AUTO else CHUNKS[:1]
     if costs is not None and costs.num_stages not in [each * num_devices for each in allowed]:
         counts = " or ".join(str(each * num_devices) for each in allowed)

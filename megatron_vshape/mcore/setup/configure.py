@@ -1,4 +1,4 @@
-"""From Megatron's arguments to the pipeline that runs: set up, checked and completed."""
+"""From Megatron's arguments to the pipeline of a run: configuration, checks and layer setup."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ INTERLEAVED_CHUNKS = 2
 
 
 def one_planner(args: Namespace) -> OnePlanner:
-    """Return what has one rank plan for all; a rank waits for it as long as for any other."""
+    """Return the planner that runs on one rank for all, with the timeout of Megatron."""
     asked = options_of(args)
     names = ("pipeline_model_parallel_size", "num_layers", "global_batch_size", "micro_batch_size")
     sizes = (getattr(args, name, None) for name in names)
@@ -63,15 +63,15 @@ def one_planner(args: Namespace) -> OnePlanner:
 def prepare(
     args: Namespace, registered: Options | None = None, once: OnePlanner | None = None
 ) -> Pipeline | None:
-    """Return the pipeline the flags ask for, or None where Megatron runs its own schedule.
+    """Return the pipeline that the flags request, or None if Megatron runs its own schedule.
 
-    Called before Megatron validates its arguments; tells it how many chunks a rank has. Where the
-    flags name no schedule, they are what `register` was given. What is planned by then `once` has
-    planned on one rank for all.
+    Called before Megatron validates its arguments; sets the number of chunks per rank in them.
+    Without a schedule in the flags, the options of `register` apply. `once` plans on one rank for
+    all.
 
     Raises:
-        ScheduleError: there is no such schedule, or it does not fit this run.
-        UnsupportedError: an option does not go with it.
+        ScheduleError: The schedule does not exist or does not fit this run.
+        UnsupportedError: The schedule does not support an option.
     """
     options = options_of(args)
     if options.schedule is None and registered is not None:
@@ -112,7 +112,7 @@ def prepare(
 
 
 def _tell_megatron(args: Namespace, pipeline: Pipeline) -> None:
-    """Have Megatron build these stages."""
+    """Set the stages in Megatron's arguments."""
     stage_map = pipeline.stage_map
     if pipeline.choice.shares:
         vocabulary.pad(args, stage_map.num_ranks)
@@ -128,7 +128,7 @@ def _tell_megatron(args: Namespace, pipeline: Pipeline) -> None:
 
 
 def _run_megatrons(args: Namespace, rival: Rival) -> None:
-    """Have Megatron's own function run, as if its schedule had been asked for."""
+    """Run Megatron's schedule as if the user had named it."""
     args.pipeline_schedule, args.pipeline_costs = rival.name, None
     args.pipeline_memory_limit, args.pipeline_host_memory_limit = None, None
     args.num_virtual_stages_per_pipeline_rank = rival.chunks
@@ -142,7 +142,7 @@ def _run_megatrons(args: Namespace, rival: Rival) -> None:
 
 
 def _check_values(args: Namespace, options: Options) -> None:
-    """Raise UnsupportedError for a value that is none, and tell of a timeout that is too late."""
+    """Raise UnsupportedError for an invalid value, and warn of a timeout that is too long."""
     options.check()
     if options.timeout_seconds >= watchdog_seconds(args):
         logger.warning(
@@ -154,7 +154,7 @@ def _check_values(args: Namespace, options: Options) -> None:
 
 
 def _refuse_what_only_ours_have(options: Options, ranks: int) -> None:
-    """Raise UnsupportedError for the first flag that would do nothing, if there is a pipeline."""
+    """Raise UnsupportedError for the first flag without effect, if there is a pipeline."""
     splits = options.layer_split is not None
     for flag in options.flags_for_ours():
         if ranks > 1 and not (flag == "--pipeline-costs" and splits):
@@ -166,7 +166,7 @@ def _refuse_what_only_ours_have(options: Options, ranks: int) -> None:
 
 
 def _tell_what_does_nothing(options: Options) -> None:
-    """Say which flags have no effect where the pipeline has one rank."""
+    """Log flags without effect in a run with one pipeline rank."""
     flags = options.flags_for_ours()
     if options.post_validates:
         flags.append("--optimizer-post-validation")
@@ -175,7 +175,7 @@ def _tell_what_does_nothing(options: Options) -> None:
 
 
 def megatrons_own(args: Namespace) -> str | None:
-    """Return the schedule of Megatron's own that the flags name for a pipeline, if they do."""
+    """Return Megatron's schedule if the flags name one for a pipeline, else None."""
     options, ranks = options_of(args), args.pipeline_model_parallel_size
     return options.schedule if options.asks_for_megatrons_own and ranks > 1 else None
 
@@ -204,7 +204,7 @@ def _prepare_megatrons_own(args: Namespace, name: str | None) -> None:
 
 
 def _split_megatrons_own(args: Namespace, options: Options) -> None:
-    """Hand a split on to Megatron in its own form."""
+    """Pass a layer split to Megatron in its own form."""
     text, ranks = options.layer_split, args.pipeline_model_parallel_size
     if ranks > 1 and options.schedule and getattr(args, hybrid.OPTION, None) is not None:
         _split_megatrons_own_hybrid(args, options)
@@ -257,12 +257,12 @@ def _split_megatrons_own_hybrid(args: Namespace, options: Options) -> None:
 
 
 def complete(pipeline: Pipeline | None, args: Namespace) -> None:
-    """Check what is known only after Megatron has validated its arguments.
+    """Run the checks that require Megatron's validated arguments.
 
     Raises:
-        ScheduleError: a schedule file is for another number of microbatches.
-        UnsupportedError: what several options amount to does not go with the schedule, or
-            Megatron's interleaved 1F1B cannot run the number of microbatches.
+        ScheduleError: A schedule file is for another number of microbatches.
+        UnsupportedError: The schedule does not support a combination of options, or Megatron's
+            interleaved 1F1B does not support the number of microbatches.
     """
     if pipeline is None:
         if megatrons_own(args) is not None:
@@ -282,8 +282,8 @@ def check_changing(pipeline: Pipeline | None, args: Namespace) -> None:
     """Check all numbers of microbatches of a run that changes them, before its first step.
 
     Raises:
-        ScheduleError: the schedule is not for one of the numbers.
-        UnsupportedError: Megatron's interleaved 1F1B cannot run one of them.
+        ScheduleError: The schedule does not support one of the numbers.
+        UnsupportedError: Megatron's interleaved 1F1B does not support one of the numbers.
     """
     if pipeline is None:
         check_interleaved(args, changing_counts(args))
@@ -301,14 +301,14 @@ def _num_microbatches(args: Namespace) -> int:
 def prepare_layers(
     state: StepState, chunks: Sequence[nn.Module], slices: int = 1, splits_graphs: bool = False
 ) -> None:
-    """Have the chunks' linear layers put their weight gradients off, and name them in traces.
+    """Make the chunks' linear layers defer their weight gradients, and name them in traces.
 
-    And their attention and routers take slices, if there are several of a microbatch. Layers that
-    CUDA graphs cover keep theirs in B, unless graphs are split too.
+    With several slices per microbatch, attention and routers also become slice-aware. Layers that
+    CUDA graphs cover compute their weight gradients in B, unless the graphs are split too.
 
     Raises:
-        StoreError: Transformer Engine's layers are not as this package knows them.
-        UnsupportedError: a layer is none that slices go with.
+        StoreError: Transformer Engine's layers do not match the adapter.
+        UnsupportedError: Slices do not support a layer.
     """
     chunks = [unwrapped(chunk) for chunk in chunks]  # whose names are the model's own
     if slices > 1:

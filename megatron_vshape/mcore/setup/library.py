@@ -1,7 +1,7 @@
-"""From a library's TransformerConfig to the pipeline that runs.
+"""From a library's TransformerConfig to the pipeline of a run.
 
-A library on top of Megatron-Core has no argument parser of Megatron's. What flags say there is
-given to `register`, and what Megatron's arguments say of the model stands in its config.
+A library on top of Megatron-Core does not use Megatron's argument parser. The schedule options come
+from `register`, and the model options from the config.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_vshape.mcore.setup.plans import Planner
 
 
 def prepare_config(config: Any, options: Options) -> Pipeline:
-    """Return the pipeline for the model that this TransformerConfig describes, and tell it so.
+    """Return the pipeline for a TransformerConfig, and set its stages on the config.
 
     Called before the config checks itself. Raises as `pipeline_of`.
     """
@@ -40,15 +40,15 @@ def prepare_config(config: Any, options: Options) -> Pipeline:
 
 
 def tell_config(config: Any, stage_map: StageMap) -> None:
-    """Have Megatron build these stages; it leaves the layers to a layout, also of one chunk."""
+    """Set the stages on a config; with a layout, Megatron does not compute layer counts itself."""
     config.pipeline_model_parallel_layout = StageLayout(stage_map)
     if stage_map.num_chunks > 1:
         config.virtual_pipeline_model_parallel_size = stage_map.num_chunks
-        config.overlap_p2p_comm = True  # else Megatron allows no chunks on two ranks
+        config.overlap_p2p_comm = True  # required by Megatron for chunks on two ranks
 
 
 def with_messages_of_this_run(pipeline: Pipeline) -> Pipeline:
-    """Return the pipeline as it is to run, now that the process groups are there."""
+    """Update the pipeline for the P2P backend of the run, known once process groups exist."""
     choice = replace(pipeline.choice, kernels=_messages_are_kernels())
     return (
         pipeline

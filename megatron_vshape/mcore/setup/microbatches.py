@@ -1,7 +1,7 @@
-"""Numbers of microbatches in the calls of a run: training steps, changing batch sizes, evaluation.
+"""Numbers of microbatches in a run: training steps, batch-size schedules, evaluation.
 
-Megatron's interleaved 1F1B runs some numbers only, and raises within a step. They are checked here
-before the first one.
+Megatron's interleaved 1F1B supports only some numbers and raises within a step otherwise. The
+checks here run before the first step.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from megatron_vshape.mcore.refusals import BATCH_SIZES, UnsupportedError
 
 
 class Count(NamedTuple):
-    """A number of microbatches, and the options that it comes from."""
+    """A number of microbatches, and the options that determine it."""
 
     number: int
-    calls: str  # the calls that have it
+    calls: str  # the steps that have this number
     fix: str  # the options to change
 
 
@@ -28,14 +28,14 @@ def changes(args: Namespace) -> bool:
 
 
 def in_training(args: Namespace) -> int | None:
-    """Return the microbatches of a training step; None if they change or are not known yet."""
+    """Return the microbatches of a training step; None if the number changes or is unknown."""
     if changes(args):
         return None
     return _number(args, args.global_batch_size, args.micro_batch_size)
 
 
 def in_evaluation(args: Namespace) -> int | None:
-    """Return the microbatches of an evaluation step; None if there is none or it is not known."""
+    """Return the microbatches of an evaluation step; None without evaluation or if unknown."""
     if not (getattr(args, "eval_iters", None) or getattr(args, "full_validation", False)):
         return None
     samples = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
@@ -54,7 +54,7 @@ def _number(args: Namespace, samples: int | None, each: int) -> int | None:
 
 
 def fixed_counts(args: Namespace) -> Iterator[Count]:
-    """Yield the numbers of microbatches that are known from the validated arguments alone."""
+    """Yield the numbers of microbatches that the validated arguments determine."""
     training, evaluation = in_training(args), in_evaluation(args)
     if training is not None and not getattr(args, "skip_train", False):
         sizes = "--global-batch-size / (--micro-batch-size x data-parallel size)"
@@ -65,10 +65,10 @@ def fixed_counts(args: Namespace) -> Iterator[Count]:
 
 
 def changing_counts(args: Namespace) -> Iterator[Count]:
-    """Yield the numbers of microbatches of all training steps that are left, if they change.
+    """Yield the numbers of microbatches of all remaining training steps, if they change.
 
-    Called before the first step, once a checkpoint has been loaded. Megatron's own calculator is
-    asked, as its loop asks it.
+    Called before the first step and after a checkpoint is loaded. Uses Megatron's calculator in the
+    same way as its training loop.
     """
     if not changes(args):
         return
@@ -89,7 +89,7 @@ def changing_counts(args: Namespace) -> Iterator[Count]:
 
 
 def check_interleaved(args: Namespace, counts: Iterator[Count]) -> None:
-    """Raise UnsupportedError for a number that Megatron's interleaved 1F1B cannot run."""
+    """Raise UnsupportedError for a number that Megatron's interleaved 1F1B does not support."""
     if getattr(args, "virtual_pipeline_model_parallel_size", None) is None:
         return
     ranks = args.pipeline_model_parallel_size
@@ -106,5 +106,5 @@ def check_interleaved(args: Namespace, counts: Iterator[Count]) -> None:
 
 
 def runs_interleaved(number: int, ranks: int, group: int) -> bool:
-    """Return whether Megatron's interleaved 1F1B accepts a number of microbatches."""
+    """Return whether Megatron's interleaved 1F1B supports a number of microbatches."""
     return ranks <= group <= number and not 0 < number % group < ranks

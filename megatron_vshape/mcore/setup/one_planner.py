@@ -1,8 +1,8 @@
-"""One rank plans, and all the others get what it has planned.
+"""Plan on one rank and send the result to all others.
 
-A search takes seconds to minutes of a processor, and compiles its own loops: a thousand processes
-that each did so would also meet in one folder for compiled code, on a file system that all share.
-Ranks still make sure, before a step runs, that they run the same (`step.same_plan`).
+A search uses seconds to minutes of CPU time and compiles its own loops. If a thousand processes did
+so, they would also write to one folder of compiled code on a shared file system. Before a step,
+ranks still check that they run the same plan (`step.same_plan`).
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ from megatron_vshape.mcore.refusals import UnsupportedError
 Planned = TypeVar("Planned")
 
 PREFIX = "megatron-vshape"
-"""Of this package's keys in the store by which the ranks of a job meet."""
+"""Prefix of this package's keys in the rendezvous store of a job."""
 
 LISTENING_S = 60.0
-"""How long a rank that could not plan waits, before it ends, for the others to hear of it."""
+"""Seconds that a rank waits, after planning failed, until the others have received the error."""
 
 
 class _Outcome(NamedTuple):
     value: Any
-    fault: str | None = None  # why there is none
+    fault: str | None = None  # error message, if there is no value
 
 
 class OnePlanner:
-    """Has rank 0 plan whatever all ranks ask for; they ask for the same, in the same order.
+    """Runs plans on rank 0 for all ranks; all ranks call it for the same plans in the same order.
 
-    Before Megatron has made its process groups they meet where it will have them meet (env://),
-    later in the group of all ranks. One process alone plans by itself.
+    Before Megatron has created its process groups, ranks exchange the plan through the env://
+    store. Afterwards they use the group of all ranks. A single process plans for itself.
     """
 
     def __init__(self, name: str, timeout_s: float) -> None:
-        """Take a name for the run's questions, alike on all ranks, and how long they wait.
+        """Set the name of this run's keys, equal on all ranks, and the timeout in seconds.
 
-        A store may outlive a run that is tried again: under one name it is asked for one thing.
+        A store may outlive a run that is restarted, so one name must always mean the same plan.
         """
         self._name = name
         self._timeout = timedelta(seconds=timeout_s)
         self._asked = 0
-        self._store: Store | None = None  # kept: the first rank's may be where all meet
+        self._store: Store | None = None  # kept open: rank 0 may be the server of the store
 
     def __call__(self, plan: Callable[[], Planned]) -> Planned:
-        """Return what `plan` returns on rank 0.
+        """Return the result of `plan` on rank 0.
 
         Raises:
-            ScheduleError: what `plan` raised there, in a sentence; or nothing has come from there.
+            ScheduleError: `plan` raised on rank 0 (with its message), or rank 0 has not responded.
         """
         if dist.is_initialized():
             return self._in_group(plan) if dist.get_world_size() > 1 else plan()
@@ -72,7 +72,7 @@ class OnePlanner:
         return planned
 
     def _place(self) -> tuple[int, int]:
-        """Return the rank of this process and of how many, by its environment."""
+        """Return the rank of this process and the world size from the environment."""
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         rank, size, *meeting = (os.environ.get(name, "") for name in names)
         known = all(meeting) and rank.isdecimal() and size.isdecimal()
@@ -96,7 +96,7 @@ class OnePlanner:
         if error is None:
             value: Planned = outcome.value
             return value
-        with suppress(RuntimeError):  # of the store: some have ended by themselves, or never came
+        with suppress(RuntimeError):  # of the store: some ranks have exited or never started
             store.wait([_heard(key)], timedelta(seconds=LISTENING_S))
         raise error
 
@@ -105,7 +105,7 @@ class OnePlanner:
             store = self._meet()
             store.wait([key], self._timeout)
             outcome = _unpacked(store.get(key))
-        except RuntimeError as error:  # of the store: time is up, or its process has ended
+        except RuntimeError as error:  # of the store: timeout, or its process has exited
             raise ScheduleError(
                 f"rank 0, which plans for all ranks, has sent no plan within "
                 f"{self._timeout.total_seconds():g} s: see its log ({type(error).__name__})"
@@ -122,10 +122,10 @@ class OnePlanner:
 
 
 def _attempt(plan: Callable[[], Any]) -> tuple[_Outcome, Exception | None]:
-    """Return what there is to send, and what this rank is to raise once it has been sent."""
+    """Run `plan`; return the outcome to send, and the error to raise after sending it."""
     try:
         return _Outcome(plan()), None
-    except (ScheduleError, UnsupportedError) as error:  # about what the user has asked for
+    except (ScheduleError, UnsupportedError) as error:  # errors in the user's options
         return _Outcome(None, str(error)), error
     except Exception as error:
         line = str(error).partition("\n")[0]
@@ -134,7 +134,7 @@ def _attempt(plan: Callable[[], Any]) -> tuple[_Outcome, Exception | None]:
 
 
 def _value(outcome: _Outcome) -> Any:
-    """Return what has been planned on another rank; raises ScheduleError if nothing has."""
+    """Return the value planned on another rank; raises ScheduleError if planning failed."""
     if outcome.fault is not None:
         raise ScheduleError(outcome.fault)
     return outcome.value
@@ -145,7 +145,7 @@ def _packed(outcome: _Outcome) -> bytes:
 
 
 def _unpacked(parcel: bytes) -> _Outcome:
-    outcome: _Outcome = pickle.loads(zlib.decompress(parcel))  # by another rank of this very run
+    outcome: _Outcome = pickle.loads(zlib.decompress(parcel))  # written by rank 0 of this run
     return outcome
 
 

@@ -1,4 +1,4 @@
-"""What is known of a run's schedule once its options have been checked, and does not change."""
+"""The configuration of a run's schedule after all option checks; it does not change later."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """A schedule that this package runs: what is known once its options have been checked."""
+    """A schedule of this package with everything known after the option checks."""
 
     options: Options
     planner: Planner
@@ -45,11 +45,11 @@ class Pipeline:
 
     @property
     def choice(self) -> Choice:
-        """Return what the planner plans."""
+        """Return the planner's choice."""
         return self.planner.choice
 
     def ends(self, rank: int, chunk: int | None) -> tuple[bool, bool]:
-        """Return whether a rank's chunk is the model's first stage, and whether its last."""
+        """Return whether a rank's chunk is the model's first stage, and whether it is the last."""
         stage = self.stage_map.stage(rank, chunk)
         return stage == 0, stage == self.stage_map.last_stage
 
@@ -65,21 +65,28 @@ def pipeline_of(
     microbatches: int | None = None,
     loss_last: bool = False,
 ) -> Pipeline:
-    """Return the pipeline that a run asks for, once all has been checked that can be by now.
+    """Check a run's options and return its pipeline.
 
-    `model` are Megatron's arguments or a library's config, each with a `check` of its own, which
-    name alike what is read here; what an option becomes is told, and cleared in them. `ties_ends`
-    is None where only the built model knows whether its embeddings are tied. `microbatches` of a
-    step, where they are known, let auto choose the layers with the order. `once` plans for all
-    ranks.
+    With `loss_last`, the last pipeline rank computes the loss. Libraries require this: they look
+    for the results of the loss by rank number, by `is_pipeline_last_stage`, by
+    `get_pipeline_model_parallel_last_rank` and in the results that their own functions have
+    collected.
 
-    The last pipeline rank makes the loss with `loss_last`, which libraries need: there they look
-    for all that comes of it, by number, by `is_pipeline_last_stage`, by
-    `get_pipeline_model_parallel_last_rank` and in what their own functions have collected.
+    Args:
+        model: Megatron's arguments or a library's config. All names read here exist in both.
+            Translated options are logged and reset in this object.
+        options: The options of this package.
+        once: Plans on one rank for all.
+        check: Rejects unsupported options of `model`.
+        ties_ends: Whether the embeddings are tied; None if only the built model knows.
+        kernels: Whether P2P messages are GPU kernels (NCCL).
+        microbatches: Microbatches per step, if known; then auto chooses layers and schedule
+            together.
+        loss_last: See above.
 
     Raises:
-        ScheduleError: there is no such schedule, or it does not fit this model.
-        UnsupportedError: an option does not go with it.
+        ScheduleError: The schedule does not exist or does not fit this model.
+        UnsupportedError: The schedule does not support an option.
     """
     choice = choice_for(options, model.pipeline_model_parallel_size, loss_last)
     choice, translated = take_options(model, choice, options, check)
@@ -113,16 +120,16 @@ def pipeline_of(
 
 
 def _counts_losses(model: Any) -> bool:
-    """Check for losses that are paired with stored logits by the number of calls, one a microbatch.
+    """Return whether losses are paired with stored logits by their number, one per microbatch.
 
-    In another order of microbatches each would get the logits of another one.
+    If microbatches were reordered, each loss would get the logits of another microbatch.
     """
     names = "logits_save_dir", "logits_load_dir"
     return any(getattr(model, name, None) is not None for name in names)
 
 
 def _splits_graphs(model: Any, options: Options) -> bool:
-    """Return whether CUDA graphs are captured of W apart; log why not, once for all ranks."""
+    """Return whether CUDA graphs capture W separately; log the reason if not, on rank 0."""
     if not captures_graphs(model) or options.split_graphs != AUTO:
         return False
     try:
@@ -141,16 +148,16 @@ def _split(
     microbatches: int | None,
     once: OnePlanner,
 ) -> Split:
-    """Return the layers of every stage, and what such stages cost."""
+    """Return the layers of every stage, and the costs of these stages."""
     text, asked = options.layer_split, _question(choice, options, microbatches)
     return split_layers(model, choice.placement, text, choice.costs, asked, choice.shares, once)
 
 
 def _question(choice: Choice, options: Options, microbatches: int | None) -> Question | None:
-    """Return what auto will ask, where that is known before a model is built.
+    """Return the plan request of auto if it is known before a model is built, else None.
 
-    It is not where costs are measured anew, and with a limit in GiB if the costs do not know the
-    state of layers and ends, of which it is too.
+    It is unknown if the run measures costs, or with a limit in GiB if the costs do not include the
+    static memory of layers and embeddings, which is part of the limit.
     """
     total, costs = choice.limit_bytes, choice.costs
     knows = costs is not None and costs.knows_all and not choice.shares
@@ -171,7 +178,7 @@ def _question(choice: Choice, options: Options, microbatches: int | None) -> Que
 def _of_model(
     choice: Choice, model: Any, split: Split, stage_map: StageMap, splits_graphs: bool
 ) -> Choice:
-    """Return the choice with what the model's options and the layers of its stages say."""
+    """Return the choice with the model's options and the layers of its stages."""
     return replace(
         choice,
         costs=split.costs,
@@ -192,7 +199,7 @@ def _of_model(
 
 
 def _whole_stages(model: Any, stage_map: StageMap) -> frozenset[int]:
-    """Return the stages that CUDA graphs cover: all but the one with the output layer, or none."""
+    """Return the stages covered by CUDA graphs: all but the one with the output layer, or none."""
     covers = graphs.cover_whole_layers(model)
     return frozenset(range(stage_map.last_stage)) if covers else frozenset()
 
@@ -200,7 +207,7 @@ def _whole_stages(model: Any, stage_map: StageMap) -> frozenset[int]:
 def _is_local(model: Any) -> bool:
     """Return whether the layers are Megatron's own.
 
-    Transformer Engine's wait inside TE's own code, where nothing else can run.
+    Transformer Engine's layers wait inside TE's code, where no other job can run.
     """
     return getattr(model, "transformer_impl", "transformer_engine") == "local"
 
@@ -208,8 +215,8 @@ def _is_local(model: Any) -> bool:
 def recomputed_inputs(model: Any) -> tuple[str, ...]:
     """Return the modules whose recomputed results are inputs of linear layers.
 
-    B computes them anew, and W needs them too. Attention's core has no linear layer after it
-    that would keep what only it recomputes.
+    B recomputes these results, and W needs them too, so they are retained. Core attention is not
+    included: no linear layer retains a result that only core attention recomputes.
     """
     if getattr(model, "recompute_granularity", None) != "selective":
         return ()

@@ -1,4 +1,4 @@
-"""From the choice of a schedule to the programs of every number of microbatches."""
+"""From the choice of a schedule to the programs for every number of microbatches."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ START = "v-half"
 """Schedule of auto until costs are measured."""
 
 MESSAGES = 9
-"""Assumed P2P messages in memory per rank, until a plan defines them."""
+"""Assumed P2P messages in memory per rank, until a plan defines the number."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """What one training step does, and what it is predicted to take."""
+    """A planned training step with its predictions."""
 
     schedule: Schedule
-    timeline: Timeline  # in us of the costs, or in passes of one of 2 * devices stages
+    timeline: Timeline  # in us with costs, else in passes of one of 2 * devices stages
     program: Program
-    costs: Costs | None = None  # that the timeline is of; None: all passes are alike
-    beside: Mapping[Pass, Beside] = field(default_factory=dict)  # by B, what it runs of a W
+    costs: Costs | None = None  # the costs of the timeline; None: all passes are equal
+    beside: Mapping[Pass, Beside] = field(default_factory=dict)  # B -> W jobs it overlaps with
 
     @property
     def peak_chunks(self) -> float:
-        """Return the most any device holds, in chunks of 1 / (2 * devices) of the model."""
+        """Return the highest activation peak in chunks of 1 / (2 * devices) of the model."""
         if self.costs is None:
             return max(peak_held(self.schedule))
         peak = max(peak_held(self.schedule, self.costs.of_activations()))
@@ -66,14 +66,14 @@ class PlannedStep:
 
     @property
     def most_messages(self) -> int:
-        """Return the most messages for which any device needs memory at once."""
+        """Return the maximum number of P2P messages in memory on any device."""
         return max(map(self.program.most_messages, range(self.schedule.num_devices)))
 
     @property
     def relative_peak(self) -> float:
-        """Return the most any device holds, over what 1F1B does of as many microbatches as ranks.
+        """Return the largest peak relative to 1F1B with as many microbatches as ranks.
 
-        Where the costs' stages cannot be added up to 1F1B's, its stages count as alike.
+        If the stages of the costs cannot be combined to those of 1F1B, all stages count as equal.
         """
         ranks = self.schedule.num_devices
         try:
@@ -85,9 +85,10 @@ class PlannedStep:
     def peak_bytes(
         self, costs: Costs, shared: Mapping[int, tuple[float, float]] | None = None
     ) -> tuple[float, ...]:
-        """Return the most every device holds, where `costs` says what a stage holds in bytes.
+        """Return the peak activation memory of every device for stages with the bytes of `costs`.
 
-        And `shared`, by stage, what slices of a microbatch share and owe each other.
+        `shared` has, per stage, the bytes that slices of a microbatch share and those of their
+        gradients.
         """
         if not shared:
             return peak_held(self.program.schedule, costs)
@@ -95,25 +96,25 @@ class PlannedStep:
 
 
 class Planner:
-    """Makes and keeps the programs of one schedule.
+    """Plans and caches the programs of one schedule.
 
-    An order that is searched for rank 0 finds for all, which call `training` for the same numbers
-    in turn; all else every rank makes by itself, and the same inputs give the same.
+    Rank 0 runs every search for all ranks, which call `training` for the same numbers in the same
+    order. Everything else is deterministic, so every rank computes it for itself.
     """
 
     def __init__(self, choice: Choice, once: OnePlanner | None = None) -> None:
-        """Take what is planned; costs, memory and messages of the run itself come later.
+        """Set the choice; costs, memory and P2P sizes of the run follow later.
 
-        Without `once` the process searches alone.
+        Without `once` the process searches for itself.
         """
         self.choice = choice
         self.once = once
-        self.costs = choice.costs  # the choice's, until others are adopted
-        # Of every device: what is there besides activations.
+        self.costs = choice.costs  # until `adopt` replaces them
+        # Memory per device other than activations.
         self.static_bytes = (0.0,) * choice.num_devices
-        self._message_bytes = 0.0  # of one; what waits to be read or taken counts too
+        self._message_bytes = 0.0  # per P2P message, sent or received
         self._messages = MESSAGES
-        self._takes = False  # the length of messages is known only when they are there
+        self._takes = False  # message lengths are known only on arrival
         self._training: dict[int, PlannedStep] = {}
         self._evaluation: dict[int, Program] = {}
         self._bubbles: dict[tuple[int, Costs], float] = {}
@@ -121,16 +122,17 @@ class Planner:
     def adopt(self, costs: Costs) -> None:
         """Plan and predict with these costs from now on.
 
-        Every rank must do so between the same steps. An order that costs do not make stays.
+        All ranks must call this between the same two steps. A schedule that does not depend on
+        costs stays.
         """
         self.costs = costs
         if self.choice.plans_by_costs:
             self._training.clear()
 
     def reserve(self, static_bytes: Sequence[float], message_bytes: float | None = None) -> None:
-        """Keep so much of the limit free on every device, and for messages of that size.
+        """Reserve this memory of the limit per device, and space for messages of this size.
 
-        All ranks pass the same.
+        All ranks pass the same values.
         """
         self.static_bytes = tuple(static_bytes)
         if message_bytes is not None:
@@ -139,7 +141,7 @@ class Planner:
 
     @property
     def reserved_bytes(self) -> tuple[float, ...]:
-        """Return what is kept free on every device: what is there, and room for messages."""
+        """Return the reserved memory per device: static memory and P2P messages."""
         return tuple(each + self._messages * self._message_bytes for each in self.static_bytes)
 
     def choose_slices(self, counts: tuple[int, ...]) -> None:
@@ -149,7 +151,7 @@ class Planner:
             self._training.clear()
 
     def expect_any_length(self) -> None:
-        """Make programs from now on for messages whose length is known only when they are there."""
+        """Make programs for messages whose length is known only on arrival from now on."""
         if not self._takes:
             self._takes = True
             self._training.clear()
@@ -159,13 +161,14 @@ class Planner:
         """Return the plan of a training step.
 
         Raises:
-            ScheduleError: the schedule comes from a file and is for another number.
+            ScheduleError: The schedule is from a file for another number of microbatches.
         """
         if num_microbatches not in self._training:
             plan = self._plan(num_microbatches)
             most = plan.most_messages
             if self.choice.limit_bytes is not None and most > self._messages:
-                self._messages = most  # this plan has promised memory that its messages take
+                # The plan uses memory that its messages need, so plan again with less.
+                self._messages = most
                 return self.training(num_microbatches)
             self._training[num_microbatches] = plan
             logger.info(
@@ -190,20 +193,21 @@ class Planner:
             schedule = whole_backwards(schedule, self.choice.whole_stages)
         costs = self._costs_of(schedule)
         if costs is not None:
+            # Vocabulary passes are part of the schedule only if the costs include them.
             schedule = shared_if_told(schedule, costs)
         timeline = simulate(schedule, costs)
         program = lower(schedule, timeline, kernels=self.choice.kernels, takes=self._takes)
         return PlannedStep(schedule, timeline, program, costs, self._beside(program, costs))
 
     def run(self, plan: PlannedStep) -> None:
-        """Have steps of as many microbatches run this plan from now on, as all ranks do."""
+        """Run this plan in all later steps with its number of microbatches; all ranks call this."""
         self._training[plan.schedule.num_microbatches] = plan
 
     def best_by_name(self, plan: PlannedStep) -> PlannedStep | None:
-        """Select the schedule by name with the shortest predicted step, all ranks the same.
+        """Return the named schedule with the shortest predicted step; equal on all ranks.
 
         It uses the placement of the model and fits the memory limit of the plan. None if no such
-        schedule exists, or if the best one is the plan itself.
+        schedule exists, or if the best one equals the plan.
         """
         count = plan.schedule.num_microbatches
 
@@ -212,6 +216,7 @@ class Planner:
 
         known = schedules() if self.once is None else self.once(schedules)
         limits = limits_of(self._asked(Question(AUTO, self.choice.num_devices, count)))
+        # Limits are per device of the planned numbering, programs per rank.
         by_rank = [limit for _, limit in sorted(zip(self.choice.ranks, limits, strict=True))]
         fitting = [each for each in map(self._made, known) if self._fits(each, by_rank)]
         best = min(fitting, key=lambda each: each.timeline.makespan, default=None)
@@ -220,14 +225,14 @@ class Planner:
         return best
 
     def _fits(self, step: PlannedStep, limits: Sequence[float]) -> bool:
-        """Check activations and messages of a step against the memory limit of every rank."""
+        """Return whether activations and messages of a step fit the memory limit of every rank."""
         if step.costs is None:
             return False
         has_room = self.choice.limit_bytes is None or step.most_messages <= self._messages
         return has_room and fits(peak_held(step.schedule, step.costs), limits)
 
     def _known(self, num_microbatches: int) -> Iterator[Schedule]:
-        """Yield the published orders on the placement that the model is built for."""
+        """Yield the published schedules with the placement of the model."""
         choice, costs = self.choice, self._allowed(self._known_costs)
         chunks = (len(choice.planned) // choice.num_devices,)
         for rival, block in rivals_of(choice.num_devices, num_microbatches, chunks):
@@ -237,7 +242,7 @@ class Planner:
                 yield replace(known.schedule, name=rival.name).renumbered(choice.ranks)
 
     def predicted_bubble(self, num_microbatches: int) -> float:
-        """Return the bubble of a training step at the costs that are known by now."""
+        """Return the bubble of a training step at the current costs."""
         plan = self.training(num_microbatches)
         costs = self._costs_of(plan.schedule)
         if costs is None:
@@ -248,7 +253,7 @@ class Planner:
         return self._bubbles[key]
 
     def evaluation(self, num_microbatches: int) -> Program:
-        """Return the program of forward passes alone."""
+        """Return the program of an evaluation step, which has only forward passes."""
         if num_microbatches not in self._evaluation:
             wave = forward_wave(self.choice.placement, self.choice.num_devices, num_microbatches)
             if self.choice.shares:
@@ -259,7 +264,7 @@ class Planner:
         return self._evaluation[num_microbatches]
 
     def smallest(self) -> Program:
-        """Return a program that uses every stream which any other of this planner's uses."""
+        """Return a small program that uses every P2P stream of this planner's other programs."""
         least = one_microbatch(self.choice.placement, self.choice.num_devices)
         costs = self._costs_of(least)
         return lower(least if costs is None else shared_if_told(least, costs))
@@ -271,21 +276,22 @@ class Planner:
         return self.costs
 
     def _beside(self, program: Program, costs: Costs | None) -> Mapping[Pass, Beside]:
+        # Only Megatron's local layers expose a wait in B that other jobs can fill.
         if not self.choice.hides:
             return {}
         return weights_beside(simulate(program.schedule, costs), self.choice.ties_ends)
 
     def _costs_of(self, schedule: Schedule) -> Costs | None:
-        """Return the costs if they are for this schedule's stages."""
+        """Return the costs if they match this schedule's stages, else the estimate."""
         costs = self.costs
         if costs is None or costs.num_stages != schedule.num_stages:
             costs = self._estimate(schedule)
         return self._of_run(costs, schedule.num_stages)
 
     def _of_run(self, costs: Costs | None, num_stages: int) -> Costs | None:
-        """Return costs that tell of a shared vocabulary if the run shares it, and only then.
+        """Add vocabulary passes to the costs if the run shares the vocabulary, else remove them.
 
-        What these passes take is estimated if it is not known.
+        Unknown costs of these passes are estimated.
         """
         if not self.choice.shares:
             return costs and without_shared(costs)
@@ -293,7 +299,7 @@ class Planner:
         return in_proportion(costs or uniform, self.choice.estimate or uniform)
 
     def _estimate(self, schedule: Schedule) -> Costs | None:
-        """Return the choice's, with copies of all that a stage holds, each as long as its F."""
+        """Return the estimate; offload copies of a stage's activations last as long as its F."""
         estimate = self.choice.estimate
         if estimate is None or not schedule.copies:
             return estimate
@@ -304,7 +310,7 @@ class Planner:
         return self._ordered(num_microbatches).renumbered(self.choice.ranks)
 
     def _ordered(self, num_microbatches: int) -> Schedule:
-        """Return the order of passes on devices as the schedule's name or file counts them."""
+        """Return the schedule in the device numbering of its name or file."""
         choice = self.choice
         file = choice.from_file
         if file is not None and file.num_microbatches != num_microbatches * file.slices:
@@ -328,9 +334,9 @@ class Planner:
         return self._answered(question)
 
     def _answered(self, question: Question) -> Schedule:
-        """Return the answer; with joint passes or with copies to the host, which no run has both.
+        """Return the plan; no plan combines overlapped passes and offloading.
 
-        The better of two plans, where both are told of.
+        If the costs allow both, the better of two plans.
         """
         costs = question.costs
         if costs is None or not (costs.joins and costs.copies):
@@ -340,21 +346,21 @@ class Planner:
         return found[times.index(min(times))].schedule
 
     def _allowed(self, costs: Costs) -> Costs:
-        """Return costs by which no pass is planned that the run gets later, or cannot have."""
+        """Return costs without passes that the run adds later or does not support."""
         costs = self._of_run(costs, costs.num_stages) or costs
         return costs if self.choice.may_join else costs.never_joined()
 
     def _automatic(self, question: Question) -> Schedule:
-        """Return the best order within the limit; while nothing is measured, a known one."""
+        """Return the best schedule within the limit; without costs, a start schedule."""
         if self.costs is None:
             return self._start(question)
         return replace(self._answered(self._asked(question)), name=AUTO)
 
     def _asked(self, question: Question) -> Question:
-        """Return the question of the best order at the costs that are known, within the limit."""
+        """Return the plan request of the best schedule at the current costs within the limit."""
         costs, layers = self._allowed(self._known_costs), self.choice.num_layers
         limit = self.choice.limit_of
-        if self.choice.limit_bytes is not None:  # of which the run keeps its own state free
+        if self.choice.limit_bytes is not None:  # the run reserves the measured state itself
             costs = costs.having(**{STATE: None}) if costs.knows_all else costs
         left = self._left_bytes(costs)
         if left is not None:
@@ -369,28 +375,30 @@ class Planner:
         return replace(within, costs=costs, cut=cut, placements=placements)
 
     def _start(self, question: Question) -> Schedule:
-        """Return a known order until something is measured: where passes may join, some do.
+        """Return a start schedule until costs are measured; with overlapped passes if supported.
 
-        What a pair takes is then measured too.
+        The run then measures the cost of overlapped pairs, too.
         """
         sizes = question.num_devices, question.num_microbatches
         joint = list(joint_orders(*sizes)) if self.choice.may_join else []
         if joint and joint[-1].placement == self.choice.planned:
-            # That which holds least, hardly more than the other.
+            # The last one has the lowest memory.
             return replace(joint[-1], name=f"{START}-joint")
         return ask(replace(question, name=START)).schedule
 
     def _left_bytes(self, costs: Costs) -> tuple[float, ...] | None:
-        """Return what the limit leaves for activations on every device; None without a limit.
+        """Return the memory that the limit leaves for activations per device; None without a limit.
 
         Raises:
-            ScheduleError: one microbatch does not fit; says what each device needs.
+            ScheduleError: One microbatch does not fit; the message has the need of each device.
         """
         limit, reserved = self.choice.limit_bytes, self.reserved_bytes
         if limit is None:
             return None
         left = tuple(limit - each for each in reserved)
         held = least_memory(costs, self.choice.placement, self.choice.num_devices)
+        # A schedule needs at least one microbatch at a time, plus its logits with vocabulary
+        # parallelism.
         need = [each + most_logits_bytes(costs, min(WAITING)) for each in held]
         if all(n <= has for n, has in zip(need, left, strict=True)):
             return left
@@ -407,7 +415,7 @@ class Planner:
 
 
 def one_microbatch(placement: Placement, num_devices: int) -> Schedule:
-    """Return the schedule of a single microbatch: all there is to send, once."""
+    """Return the schedule of a single microbatch, which sends every message once."""
     rows = []
     for stages in stages_of(placement, num_devices):
         backward = (Pass(kind, s, 0) for s in reversed(stages) for kind in (Kind.B, Kind.W))

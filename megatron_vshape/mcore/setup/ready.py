@@ -1,7 +1,8 @@
-"""The environment of a rank, completed once its schedule has been chosen.
+"""Environment variables and allocator settings of a rank, set once its schedule is chosen.
 
-A trainer's process may start others, such as an inference engine with an allocator of its own, and
-these inherit its variables. So expandable segments are set in torch's allocator alone.
+A trainer's process may start others, such as an inference engine with its own allocator settings,
+and these inherit its environment variables. So expandable segments are set only in torch's
+allocator.
 """
 
 from __future__ import annotations
@@ -34,14 +35,13 @@ def complete_environment(
 ) -> frozenset[str]:
     """Set the variables and the allocator for a schedule, and log them in one line.
 
-    Variables that the user has set are left alone; so is the allocator if its variable is among
-    them. Variables are not set once CUDA has started, which would not read them: a warning names
-    them instead.
+    Variables that the user has set stay unchanged, and so does the allocator if its variable is
+    set. CUDA reads variables only when it starts. If it has started, a warning names them instead.
 
     Args:
         options: Megatron's arguments or a config.
-        registers: NCCL registers buffers, by a config other than `options`.
-        already: the result of an earlier call in this process.
+        registers: Whether NCCL registers buffers according to a config other than `options`.
+        already: The result of an earlier call in this process.
 
     Returns:
         The names of the settings that were made.
@@ -49,8 +49,8 @@ def complete_environment(
     sizes = options.tensor_model_parallel_size, options.context_parallel_size
     needed = settings(
         kernels=pipeline.choice.kernels,
-        # Where passes run beside each other, which this order keeps them from, Megatron leaves it
-        # to the user.
+        # This kernel order prevents overlapped passes; with these, Megatron leaves the setting to
+        # the user.
         ordered=max(sizes) > 1 and not getattr(options, BESIDE, False),
         graphs=captures_graphs(options),
         registers=registers or bool(getattr(options, "nccl_ub", False)),
@@ -73,7 +73,7 @@ def complete_environment(
 
 
 def _log(schedule: str, made: dict[str, Setting], late: dict[str, Setting]) -> None:
-    # Both spellings of the allocator's variable are one setting, and no variable was set for it.
+    # Both names of the allocator's variable are one setting, for which no variable was set.
     shown = {name: each for name, each in made.items() if name not in ALLOCATOR}
     if ALLOCATOR[0] in made:
         shown = {"torch's allocator": made[ALLOCATOR[0]], **shown}
@@ -88,13 +88,13 @@ def _log(schedule: str, made: dict[str, Setting], late: dict[str, Setting]) -> N
 
 
 def _set_allocator(setting: str) -> None:
-    """Change torch's CUDA allocator, which takes it before and after CUDA has started."""
+    """Change torch's CUDA allocator settings; works before and after CUDA has started."""
     current = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     (current or torch.cuda.memory._set_allocator_settings)(setting)
 
 
 def leave_allocator(names: Collection[str]) -> frozenset[str]:
-    """Undo the allocator's setting among `names`, because NCCL registers buffers.
+    """Undo the allocator settings among `names`, because NCCL registers buffers.
 
     Returns the names that were undone.
     """

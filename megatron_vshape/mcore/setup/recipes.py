@@ -1,7 +1,7 @@
-"""What becomes of a configuration that somebody else has written, before anything is run.
+"""Examine a given configuration before anything runs: supported, translated and rejected options.
 
-By the run's own checks (`checks.py`): they are asked, and asked again without the options that they
-have refused, until they find nothing more.
+The checks of a run (`checks.py`) are repeated without the options that they have rejected, until
+they reject nothing more.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ PRECISION = "mixed_precision"
 
 
 class Refused(NamedTuple):
-    """Options that keep a configuration from starting, and the sentence that a run ends with."""
+    """Options that prevent a configuration from starting, with the error message of a run."""
 
     names: tuple[str, ...]
     why: str
@@ -77,7 +77,7 @@ class Refused(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """What becomes of every option that a configuration sets."""
+    """The treatment of every option that a configuration sets."""
 
     num_stages: int
     supported: tuple[str, ...]  # names of what is taken as it is
@@ -94,10 +94,10 @@ class Examined:
 
 
 def own_options(options: Mapping[str, Any], schedule: str | None) -> Options:
-    """Return what a configuration, or else the caller's `schedule`, asks of this package.
+    """Return this package's options from a configuration, or with the caller's `schedule`.
 
     Raises:
-        ScheduleError: the schedule is one of Megatron's own, or an option's text says no value.
+        ScheduleError: The schedule is one of Megatron's own, or the text of an option is invalid.
     """
     given = {name: options.get(option.argument) for name, option in OPTIONS.items()}
     try:
@@ -123,13 +123,13 @@ def examine(
     own: Options,
     defaults: Mapping[str, Any] = DEFAULTS,
 ) -> Examined:
-    """Return what becomes of options, Megatron's arguments or a library's config, in a run.
+    """Examine options, Megatron's arguments or a library's config, as for a run.
 
-    What is not among them is taken to be as in `defaults`; of a model that a library knows by its
-    name these say nothing.
+    Missing options have the values of `defaults`. The defaults do not describe a model that a
+    library knows by its name.
 
     Raises:
-        ScheduleError: there is no such schedule for so many devices.
+        ScheduleError: The schedule does not exist for this number of devices.
     """
     choice = choice_for(own, options[DEVICES])
     left = SimpleNamespace(**{**defaults, **_of_precision(options), **options})
@@ -159,9 +159,9 @@ class _Checked(NamedTuple):
 
 
 def _is_settled(left: SimpleNamespace, choice: Choice, own: Options, found: _Checked) -> bool:
-    """Ask the checks of a run once, and take out of `left` what they refuse.
+    """Run the checks of a run once, and remove rejected options from `left`.
 
-    Return whether nothing is left that they could say more about.
+    Returns whether the checks have nothing more to report.
     """
     try:
         _check(copy(left), choice, own)
@@ -182,7 +182,7 @@ def _is_settled(left: SimpleNamespace, choice: Choice, own: Options, found: _Che
 
 
 def _uncounted(left: SimpleNamespace, names: Collection[str]) -> Iterator[Notice]:
-    """Yield what will become of options of these names once the number of layers is known."""
+    """Yield notices for options whose translation requires the number of layers."""
     for rule in TRANSLATIONS:
         given = rule.given(left)
         if rule.outcome == Treatment.TRANSLATED and not given.keys().isdisjoint(names):
@@ -193,13 +193,13 @@ def _uncounted(left: SimpleNamespace, names: Collection[str]) -> Iterator[Notice
 def _reasons(
     error: Exception, names: Collection[str], left: SimpleNamespace, choice: Choice
 ) -> list[str]:
-    """Return the sentences of an error: all of them, where it is the first of several."""
+    """Return the messages of an error: all of them if it is the first of several conflicts."""
     several = [str(each) for each in conflicts(left, choice.placement)] if BESIDE in names else []
     return several if str(error) in several else [str(error)]
 
 
 def _check(given: Any, choice: Choice, own: Options) -> None:
-    """Raise what a run with these options would end with before a model is built."""
+    """Raise the error that a run with these options would raise before it builds a model."""
     choice, translated = take_options(given, choice, own, check_arguments)
     check_derived(given, choice.name)
     layers = _layers(given, choice.placement, translated.layer_split, own.costs())
@@ -213,7 +213,7 @@ def _check(given: Any, choice: Choice, own: Options) -> None:
 def _layers(
     given: Any, placement: Placement, text: str | None, costs: Costs | None
 ) -> tuple[int, ...]:
-    """Return the layers of every stage, as even as can be where they are to be balanced."""
+    """Return the layers of every stage; if they are to be balanced, the most even split."""
     count = getattr(given, LAYERS, None)
     if not _layers_known(given, text):  # enough for every check
         return (getattr(given, HASH_LAYERS, None) or 1,) * len(placement)
@@ -225,14 +225,14 @@ def _layers(
 
 
 def _layers_known(given: Any, text: str | None) -> bool:
-    """Return whether it is known how many layers there are, or how many every stage has."""
+    """Return whether the number of layers, in total or per stage, is known."""
     names = (LAYERS, hybrid.OPTION, "hybrid_override_pattern")
     counted = any(getattr(given, name, None) is not None for name in names)
     return counted or (text or AUTO) != AUTO
 
 
 def _of_precision(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that the name of a library's set of them stands for."""
+    """Return the options that the name of a library's precision recipe stands for."""
     name = str(options.get(PRECISION) or "")
     given: dict[str, Any] = {each: True for each in ("bf16", "fp16") if each in name}
     given |= {each: name for each in ("fp8", "fp4") if each in name}

@@ -1,9 +1,9 @@
-"""Options of Megatron that a schedule makes something else of, or has no use for.
+"""Options of Megatron that a schedule translates or ignores.
 
-Every option here was made for Megatron's own schedules. What it asks for is carried over where
-that can be said of any schedule, and set aside where it can not; either is told in one line. The
-options may be Megatron-LM's arguments before they are validated, or a config (Megatron's, or a
-library's provider) before its `__post_init__`: whatever has attributes of these names.
+All these options were made for Megatron's schedules. If an option has a meaning for any schedule,
+it is translated, otherwise it is ignored. Both are logged in one line. The options can be
+Megatron-LM's arguments before validation, or a config (Megatron's, or a library's provider) before
+its `__post_init__`: any object with attributes of these names.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ SPLIT = "--pipeline-layer-split"
 
 
 class Treatment(StrEnum):
-    """What becomes of an option."""
+    """The treatment of an option."""
 
     TRANSLATED = "translated"
     SET_ASIDE = "ignored"
 
 
 class TranslationError(ScheduleError):
-    """What options say of the layers does not fit the model."""
+    """Options for the layers do not fit the model."""
 
     def __init__(self, text: str, *options: str) -> None:
-        """Take the text, and the names of the options that say it."""
+        """Set the message and the names of the options."""
         super().__init__(text)
         self.options = options
 
 
 class UnknownLayersError(TranslationError):
-    """How many layers there are is not known."""
+    """The number of layers is unknown."""
 
 
 class Layers(NamedTuple):
-    """What options say of the layers of the schedule's stages."""
+    """The layer split that options define."""
 
     split: str  # as --pipeline-layer-split takes it
     how: str  # how it was made of the options
 
 
 class Translation(NamedTuple):
-    """Options that one rule is for, what is told of them, and what they are then."""
+    """A rule: the options, the text for the log, and the action."""
 
     names: tuple[str, ...]  # of the attributes
     becomes: str
@@ -72,12 +72,12 @@ class Translation(NamedTuple):
 
     @property
     def outcome(self) -> Treatment:
-        """Return whether something is made of the options."""
+        """Return whether the rule translates or ignores its options."""
         makes = self.layers is not None or self.renames is not None or self.offloads
         return Treatment.TRANSLATED if makes else Treatment.SET_ASIDE
 
     def given(self, options: Any) -> dict[str, Any]:
-        """Return the options that are given, with their values."""
+        """Return the options that are set, with their values."""
         if self.only_if is not None and not self.only_if(options):
             return {}
         usual = None if self.usual is None else getattr(options, self.usual, None)
@@ -91,7 +91,7 @@ class Translation(NamedTuple):
         return flag.removeprefix("--").replace("-", "_") in self.names
 
     def clear(self, options: Any) -> None:
-        """Make the options that are given say nothing."""
+        """Reset the options that are set."""
         for name, value in self.given(options).items():
             setattr(options, name, self.off if self.left is None else self.left(value))
 
@@ -101,7 +101,7 @@ def _is_given(value: Any) -> bool:
 
 
 class Notice(NamedTuple):
-    """What has become of options that were given."""
+    """The treatment of options that were set."""
 
     rule: Translation
     given: str  # names, and values where they are no switches
@@ -114,7 +114,7 @@ class Notice(NamedTuple):
 
 
 def written(given: Mapping[str, Any]) -> str:
-    """Return options as a line tells them: names, and values where they are no switches."""
+    """Format options: names, and the values of options that are not switches."""
     return ", ".join(
         name if value is True else f"{name} {given_layout.as_written(value)}"
         for name, value in given.items()
@@ -142,9 +142,10 @@ def _numbers(layers: Sequence[int]) -> str:
 
 
 def _evened(options: Any, placement: Placement, layers: Sequence[int], why: str) -> Layers:
-    """Return the balanced split, or with what the balance needs unknown the nearest even one.
+    """Return the balanced split or, without the sizes that it needs, the nearest even split.
 
-    `layers` are what the option says of its own stages; where it has the ends shorter, so has this.
+    `layers` is the split of the option for its own stages. If its first or last stage is shorter,
+    so is that of the result.
     """
     if _can_be_balanced(options):
         return Layers(AUTO_SPLIT, f"{why}; {SPLIT} {AUTO_SPLIT} instead")
@@ -160,7 +161,7 @@ def _can_be_balanced(options: Any) -> bool:
 
 
 def _of_layout(options: Any, placement: Placement) -> Layers:
-    """Return what a layout says; Megatron's stages are those of the model's order, as ours are."""
+    """Return the split of a layout; its stages are in model order, as ours."""
     layout = options.pipeline_model_parallel_layout
     layers, predicting = given_layout.layers_in(layout)
     told = f"{given_layout.OPTION} {given_layout.as_written(layout)}"
@@ -200,7 +201,7 @@ def _of_pattern(options: Any, placement: Placement) -> Layers:
 
 
 def _of_counted_ends(options: Any, placement: Placement) -> Layers:
-    """Return the split where embedding and loss count as a layer each, if they are to."""
+    """Return the split with embedding and/or loss counted as one layer each."""
     embedding = bool(getattr(options, "account_for_embedding_in_pipeline_split", False))
     loss = bool(getattr(options, "account_for_loss_in_pipeline_split", False))
     total = _needed_layers(options, "account_for_embedding_in_pipeline_split")
@@ -221,10 +222,11 @@ def _first_given(options: Any, names: Sequence[str]) -> int | None:
 
 
 def _of_ranks(options: Any, placement: Placement) -> Layers:
-    """Return what counts of the first and the last rank say.
+    """Return the split for the layer counts of the first and the last rank.
 
-    Where a rank has several stages, those two hold no longer what they were for: in a V the first
-    rank has both ends of the model. Then the first and the last stage are as much shorter.
+    If a rank has several stages, these counts lose their purpose: in the V placement, the first
+    rank has both the first and the last stage. Then the first and the last stage are shorter by the
+    same number of layers.
     """
     ranks = max(placement) + 1
     total = _needed_layers(options, FIRST[0])
@@ -244,7 +246,7 @@ def _of_ranks(options: Any, placement: Placement) -> Layers:
 
 
 def _has_no_layer_plans(options: Any) -> bool:
-    """Return whether the options ask for what passes by layer plans do not have here."""
+    """Return whether the options include features that layer plans do not support here."""
     fp4 = getattr(options, "fp4", None) or "fp4" in str(getattr(options, "mixed_precision", ""))
     offloads = getattr(options, "fine_grained_activation_offloading", False)
     return bool(captures_graphs(options) or fp4 or offloads)
@@ -329,7 +331,7 @@ TRANSLATIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Translated:
-    """What a schedule makes of the options."""
+    """The result of a translation."""
 
     layer_split: str | None  # as --pipeline-layer-split takes it; None: equally many
     notices: tuple[Notice, ...]
@@ -337,19 +339,19 @@ class Translated:
 
     @property
     def may_offload(self) -> bool:
-        """Return whether an option asks that activations wait in host memory."""
+        """Return whether an option enables offloading of activations."""
         return any(notice.rule.offloads for notice in self.notices)
 
 
 def translate(options: Any, placement: Placement, layer_split: str | None = None) -> Translated:
-    """Take the options of `TRANSLATIONS` out of `options`, and return what they stand for.
+    """Remove the options of `TRANSLATIONS` from `options`, and return their meaning.
 
-    `layer_split` is --pipeline-layer-split's value, which wins. Translated once, an object says
-    nothing more of these options, so a second call finds nothing.
+    `layer_split` is the value of --pipeline-layer-split, which takes precedence. A second call for
+    the same object finds none of these options.
 
     Raises:
-        ScheduleError: what an option says does not fit the model.
-        UnsupportedError: two options say the same, or one asks for what no schedule has.
+        ScheduleError: An option does not fit the model.
+        UnsupportedError: Two options define the same, or no schedule supports an option.
     """
     chunks = len(placement) // (max(placement) + 1)
     notices = _rename(options)  # first: the pattern says how many layers there are
@@ -379,10 +381,10 @@ def translate(options: Any, placement: Placement, layer_split: str | None = None
 
 
 def _rename(options: Any) -> list[Notice]:
-    """Move what has an old name under its new one.
+    """Move the values of old option names to the new names.
 
     Raises:
-        UnsupportedError: both names are given.
+        UnsupportedError: Both names are given.
     """
     notices = []
     for rule in TRANSLATIONS:
@@ -420,7 +422,7 @@ def _check_one_decides(options: Any) -> None:
 def check_splits_nothing_else(args: Namespace, schedule: str) -> None:
     """Raise UnsupportedError if another option than --pipeline-layer-split splits the layers.
 
-    For Megatron's own schedules; with ours --pipeline-layer-split wins.
+    Applies to Megatron's schedules; with ours, --pipeline-layer-split takes precedence.
     """
     for rule in TRANSLATIONS:
         decides = rule.layers is not None or "num_layers_per_virtual_pipeline_stage" in rule.names
@@ -432,7 +434,7 @@ def check_splits_nothing_else(args: Namespace, schedule: str) -> None:
 
 
 def tell(translated: Translated) -> None:
-    """Log a line for every option and every warning, on the first rank."""
+    """Log a line for every option and every warning, on rank 0."""
     if os.environ.get("RANK", "0") == "0":
         for notice in translated.notices:
             logger.info("%s", notice)

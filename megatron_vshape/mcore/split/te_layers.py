@@ -2,10 +2,10 @@
 
 In backward, a TE layer checks its `wgrad_store`. If the store delays weight gradients, the layer
 passes it a list of tensors and a GEMM function. `install` replaces the store of every layer of a
-built model. TE's own store is one queue per layer, so it cannot separate two microbatches.
+built model. TE's store is one queue per layer, so it cannot separate two microbatches.
 
-A TE layer waits for its tensor-parallel all-reduce inside TE's own backward. Unlike in Megatron's
-local layers, the weight gradient of an earlier B cannot overlap with it.
+A TE layer waits for its tensor-parallel all-reduce inside TE's backward. Unlike in Megatron's local
+layers, the weight gradient of an earlier B cannot overlap with it.
 
 This module does not import TE. It identifies layers by attributes and stores by methods.
 """
@@ -327,7 +327,7 @@ class JobStore:
             self.state.capture.put(layer, job, [*weights, *biases])
 
     def pop(self) -> None:
-        """Raise StoreError: TE's own backward_dw cannot select a microbatch."""
+        """Raise StoreError: TE's backward_dw cannot select a microbatch."""
         raise StoreError(
             "backward_dw() of a Transformer Engine layer was called, but weight gradients run "
             "in the schedule's W passes. Remove --delay-wgrad-compute"
