@@ -16,7 +16,7 @@ from megatron_vshape.cli.files import (
 from megatron_vshape.cli.help import MODEL, OUTPUT, PROGRAM, SEARCH, group
 from megatron_vshape.cli.progress import told
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.rehearsal import counted, report, shapes, sources
+from megatron_vshape.rehearsal import counted, measured, report, shapes, sources
 from megatron_vshape.rehearsal.counting import count_all
 from megatron_vshape.rehearsal.flags import (
     Command,
@@ -68,6 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.json",
         help="Costs file to write, instead of the estimate: time and memory of every stage of a "
         "V-shaped schedule, for plan, auto and sweep",
+    )
+    output.add_argument(
+        "--measure",
+        action="store_true",
+        help="Run each rank on the GPU or CPU of this machine, one at a time, and write measured "
+        "times of its passes to --costs; communication stays estimated, and memory on a CPU",
     )
     output.add_argument(
         "--check",
@@ -176,6 +182,8 @@ def _check_files(options: argparse.Namespace) -> None:
             check_can_draw("--save")
     if not is_installed("torch"):
         raise ScheduleError("rehearse runs Megatron: pip install 'megatron-vshape[megatron]'")
+    if options.measure and options.costs is None:
+        raise ScheduleError("--measure writes a costs file: add --costs FILE.json")
     if options.imbalance <= 0:
         raise ScheduleError(
             f"--imbalance {options.imbalance} is not above 0: use 1.0 for balanced routing"
@@ -362,9 +370,14 @@ def _write_costs(
             "--pipeline-model-parallel-size to 2 or more"
         )
     plain = command.of_megatron().without_chunks()
-    with told(lambda us: f"{us:.0f} us"), shapes.counting(sizes.pipeline) as put:
+    with shapes.counting(sizes.pipeline) as put:
         jobs = [asked.job(put(plain, sizes), sizes, stage, "") for stage in stages]
-        found = _found(rehearse_all(asked.programs, jobs))[""]
+        with told(lambda us: f"{us:.0f} us"):
+            found = _found(rehearse_all(asked.programs, jobs))[""]
+        if options.measure:
+            # Only the first tensor-parallel rank reads data: the others would receive it.
+            ranks = [job | {"rank": job["rank"] - job["rank"] % sizes.tensor} for job in jobs]
+            found = _measured(found, ranks, asked)
     apart = sizes.world // sizes.pipeline
     costs = counted.counted_costs(found, GPUS[options.gpu], sizes.pipeline, apart)
     write_all([Output("--costs", options.costs, lambda path: _write_text(path, costs.to_json()))])
@@ -373,6 +386,31 @@ def _write_costs(
         f"wrote {options.costs}: {costs.num_stages} stages, for plan --costs and schedule --costs"
     )
     return 0
+
+
+def _measured(
+    found: Sequence[Found], jobs: Sequence[Mapping[str, Any]], asked: Rehearsed
+) -> list[Found]:
+    """Run the ranks for real and replace their estimated times; equal ranks run once.
+
+    Raises:
+        ScheduleError: a rank did not run.
+    """
+    alike: dict[str, list[Found]] = {}
+    for each in found:
+        work = json.dumps([[kind["kind"], kind["work"]] for kind in each["kinds"]])
+        alike.setdefault(work, []).append(each)
+    job_of = {job["stage"]: job for job in jobs}
+    todo = [job_of[ranks[0]["stage"]] for ranks in alike.values()]
+    made: list[Found] = []
+    results = measured.measure_all(todo, asked.programs.megatron)
+    for ranks, result in zip(alike.values(), results, strict=True):
+        where = _stages(ranks)
+        if "error" in result:
+            raise ScheduleError(f"{where} could not be measured: {result['error']}")
+        print(f"{where} on {result['device']}: {measured.row_of(result)}", flush=True)
+        made += [counted.with_measured(each, result) for each in ranks]
+    return sorted(made, key=lambda each: int(each["stage"]))
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""A costs file from rehearsals: what every stage's passes take by counted work, and hold.
+"""A costs file from rehearsals: times by counted work, or as measured, and memory of every stage.
 
 A V with two stages a rank is rehearsed, some microbatches with their backward split and some whole,
 so that every stage's F, B, W and BW have run. Ranks that were left out stand for their neighbour
@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.costs_file import COUNTED
-from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
+from megatron_vshape.core.model.costs_file import COUNTED, MEASURED
+from megatron_vshape.core.model.kinds import HELD, PARTS, WORKS, Kind, ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.rehearsal.gpus import Gpu
@@ -94,7 +94,31 @@ def counted_costs(
     missing = devices - len(ranks)
     if missing:
         text += f"; {missing} of {devices} ranks like their neighbours"
-    return made.with_source(text)
+    return _with_measured_source(made, ranks).with_source(text)
+
+
+def with_measured(rank: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the estimated times of the passes of a rank by measured ones, on a GPU memory too.
+
+    `measured` is a result of `measured.measure_all`.
+    """
+    names = ["ms", *(("adds_bytes", "meanwhile_bytes") if measured["on_gpu"] else ())]
+    own = {
+        (each["kind"], each["chunk"]): {name: each[name] for name in names}
+        for each in measured["kinds"]
+    }
+    kinds = [each | own.get((each["kind"], each["chunk"]), {}) for each in rank["kinds"]]
+    where = f"{measured['device']}, one rank at a time, without communication"
+    return {**rank, "kinds": kinds, "on_gpu": measured["on_gpu"], "measured": where}
+
+
+def _with_measured_source(costs: Costs, ranks: Sequence[Mapping[str, Any]]) -> Costs:
+    where = ranks[0].get("measured")
+    if where is None:
+        return costs
+    times = [kind.time for kind in (*PARTS, Kind.BW)]
+    names = [*times, *((*HELD, *WORKS) if ranks[0]["on_gpu"] else ())]
+    return costs.with_source(f"{MEASURED} on {where}", *names)
 
 
 def _where(stage: int, devices: int) -> tuple[int, int]:
@@ -129,6 +153,8 @@ def _pass(rank: Mapping[str, Any], kind: Kind, chunk: int, gpu: Gpu, rates: Rate
     parts = step_time(work, gpu, Scale(1, 1, 1, 1, **rank["scale"]), rates)
     # The last pass of a step may have begun what a step has once.
     took, waited = parts["step_s"] - parts["data parallel"], parts["exchanges"]
+    if "ms" in ran[kind]:  # measured: communication ended at once
+        took = float(ran[kind]["ms"]) / 1e3 + waited
     if kind is Kind.W:
         took -= _hidden(parts, work)
         waited = 0.0

@@ -13,7 +13,7 @@ from rehearsal.warm import Ran, Warm, alone
 from megatron_vshape import Costs, ScheduleError, load_schedule, make, peak_held, verify
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.program.lowering import fuse
-from megatron_vshape.rehearsal.counted import MICROBATCHES, both_backwards
+from megatron_vshape.rehearsal.counted import MICROBATCHES, both_backwards, with_measured
 from megatron_vshape.rehearsal.report import needed
 from megatron_vshape.rehearsal.sources import find_te
 
@@ -289,6 +289,51 @@ def test_a_costs_file_is_counted(
     planned = peak_held(make("v-half", 2, microbatches), costs)
     rehearsed = [rank["peak_bytes"] for rank in found["ranks"]]
     assert planned == pytest.approx(rehearsed, rel=0.02)
+
+
+MODELS = {
+    "TP": ["--tensor-model-parallel-size", "2"],
+    "experts": "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2".split(),
+}
+
+
+@pytest.mark.parametrize("model", ["TP", pytest.param("experts", marks=pytest.mark.slow)])
+def test_a_costs_file_is_measured(warm: Warm, tmp_path: Path, model: str) -> None:
+    """Times are those of this CPU; communication and memory stay estimated."""
+    flags = [*TINY, *MODELS[model]]
+    found = {}
+    for name in ("counted", "measured"):
+        options = ["--ranks", "first", "--costs", f"{name}.json"]
+        options += ["--measure"] if name == "measured" else []
+        ran = warm(tmp_path, "rehearse", *options, "--", "pretrain_gpt.py", *flags)
+        assert ran.returncode == 0, ran.stderr
+        found[name] = Costs.load(tmp_path / f"{name}.json")
+    costs, counted = found["measured"], found["counted"]
+    assert "rank 0 on cpu: B0 " in ran.stdout
+    for name, values in counted.lists().items():
+        own = costs.lists()[name]
+        computes = name in ("forward_us", "backward_us", "weight_us", "whole_backward_us")
+        assert (own == values) != computes, name
+        if computes:
+            assert min(own) > 1
+        source = dict(costs.sources)[name]
+        assert source.startswith("measured on cpu" if computes else "counted by a rehearsal")
+    assert costs.send_us == counted.send_us
+    if model == "TP":
+        assert min(costs.lists()["forward_exchange_us"]) > 0
+
+
+def test_a_gpu_measures_memory_too() -> None:
+    rank = {"stage": 0, "kinds": [{"kind": "F", "chunk": 0, "adds_bytes": 1, "meanwhile_bytes": 1}]}
+    ran = {"kind": "F", "chunk": 0, "ms": 2.5, "adds_bytes": 3, "meanwhile_bytes": 4, "number": 3}
+    for on_gpu, sizes in ((True, (3, 4)), (False, (1, 1))):
+        (made,) = with_measured(rank, {"device": "it", "on_gpu": on_gpu, "kinds": [ran]})["kinds"]
+        assert (made["ms"], made["adds_bytes"], made["meanwhile_bytes"]) == (2.5, *sizes)
+
+
+def test_a_measurement_needs_a_costs_file(warm: Warm, tmp_path: Path) -> None:
+    ran = warm(tmp_path, "rehearse", "--measure", "--", "pretrain_gpt.py", *TINY)
+    assert "--measure writes a costs file: add --costs" in ran.stderr
 
 
 def test_advice_compares_todays_run_with_others(
