@@ -10,7 +10,8 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 START_UP = "megatron_vshape.pth"
-EXAMPLES = ("configs/*/*", "scripts/pretrain_gpt.py", "scripts/prepare_text.py", "scripts/slurm/*")
+SCRIPTS = ("pretrain_gpt.py", "hybrid_local.py", "prepare_text.py", "slurm/*")
+EXAMPLES = ("configs/*/*", *(f"scripts/{each}" for each in SCRIPTS))
 """What `examples` offers from a wheel; in a checkout it all lies where the documents say."""
 
 

@@ -19,10 +19,11 @@ from megatron_vshape.core.ask import AUTO, MEMORY_NAMES, Question, best_order, k
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.layers import Pieces, even_layers, even_with_ends
+from megatron_vshape.core.model.layers import Pieces, Share, even_layers, even_with_ends
 from megatron_vshape.core.model.placement import Placement, looping, v_shape
 from megatron_vshape.core.planner.vocabulary import held_logits, shared_pieces
 from megatron_vshape.core.rivals import Known, judge
+from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.given_layout import layers_in, layout_of
 from megatron_vshape.rehearsal import accuracy, report, shapes
 from megatron_vshape.rehearsal.counting import count_all
@@ -85,8 +86,10 @@ class Line:
     def changes_megatron(self, command: Command) -> list[str]:
         """Return what makes Megatron run these stages: a layout says how many there are, too."""
         layers, chunks = self.known.costs.layers or (), self.known.schedule.num_chunks
+        if command.pattern:
+            return [f"{hybrid.FLAG} '{hybrid.cut(command.pattern, layers)}'"]
         if not self.is_even:
-            predicting = command.number("--mtp-num-layers", 0)
+            predicting = command.mtp_layers
             return [f"{LAYOUT} '{layout_of(layers, predicting)}'"]
         words = [f"remove {LAYOUT}"] if command.has(LAYOUT) else []
         if chunks == 1:
@@ -147,7 +150,7 @@ def run(options: argparse.Namespace) -> int:
             "the command has no pipeline, and advise compares pipeline schedules: set "
             "--pipeline-model-parallel-size to 2 or more, or estimate its memory with rehearse"
         )
-    layers = command.number("--num-layers", 0)
+    layers = command.layers
     advice = _Advice(command, options, number, gpu, layers)
     left_out: list[str] = []
     wanted = [own]
@@ -223,7 +226,7 @@ class _Advice:
             sizes = sizes_of(command, self.number)
             self.sizes[shape] = sizes
             given = found, self.gpu, sizes.world, sizes.pipeline, None
-            self.counted[shape] = shapes.counted(*given)
+            self.counted[shape] = shapes.of_pattern(shapes.counted(*given), command)
 
     def microbatches(self, shape: Shape) -> int:
         """Return how many of a step."""
@@ -273,6 +276,12 @@ class _Advice:
         """
         command = self.command
         pipeline = command.number("--pipeline-model-parallel-size", 1)
+        if command.pattern:
+            parts = hybrid.parts(command.pattern)
+            if len(parts) == 1 and not self.layers % pipeline:  # Megatron cuts it evenly
+                parts = (self.layers // pipeline,) * pipeline
+            chunks = max(1, len(parts) // pipeline)
+            return _megatrons_name(chunks), parts if len(parts) > 1 else None
         if layout := command.value(LAYOUT):
             layers, _ = layers_in(layout)
             return _megatrons_name(max(1, len(layers) // pipeline)), layers
@@ -311,16 +320,17 @@ class _Advice:
 
     def divides(self, stages: int) -> bool:
         """Return whether layers, or layers and both ends, are equally many of every stage."""
-        return 0 in (self.layers % stages, (self.layers + 2) % stages)
+        counted = (self.layers,) if self.command.pattern else (self.layers, self.layers + 2)
+        return any(not each % stages for each in counted)
 
     def _dealt(self, shape: Shape, placement: Placement) -> list[tuple[int, ...]]:
         """Return how flags of Megatron's deal the layers out: evenly, if so, and by their work."""
         stages = len(placement)
-        even = (
-            even_with_ends(self.layers, stages)
-            if self.layers % stages
-            else even_layers(self.layers, placement)
-        )
+        even = None
+        if not self.layers % stages:
+            even = even_layers(self.layers, placement)
+        elif not self.command.pattern:  # Megatron counts ends as layers of a GPT only
+            even = even_with_ends(self.layers, stages)
         balanced = self.counted[shape].pieces.balanced(self.layers, placement)
         return [balanced] if even in (None, balanced) else [even, balanced]
 
@@ -373,7 +383,7 @@ class _Advice:
     def _may_share(self, shape: Shape) -> bool:
         stages = 2 * shape.pipeline
         return (
-            not self.command.has("--mtp-num-layers")
+            not self.command.mtp_layers
             and stages <= self.layers
             and stages * self.microbatches(shape) <= MOST_SHARED
         )
@@ -432,7 +442,9 @@ class _Advice:
         counted = self.counted[shape]
         after_us = counted.after_us(known.costs, known.schedule.placement)
         step_s = 1e-6 * (known.timeline.makespan + after_us)
-        flops = 3 * (self.layers * counted.layer_flops + counted.ends_flops)
+        shares = counted.pieces.shares
+        layers = Share.total(shares).time if shares else self.layers
+        flops = 3 * (layers * counted.layer_flops + counted.ends_flops)
         mfu = flops * self.microbatches(shape) / (step_s * self.gpu.bf16_flops * shape.pipeline)
         return Line(name, shape, known, step_s, mfu, stock)
 

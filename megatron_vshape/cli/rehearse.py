@@ -256,16 +256,17 @@ def _found(results: Any) -> dict[str, list[Found]]:
 
 def _remedies(command: Command, asked: Rehearsed, sizes: Sizes, mine: Sequence[Found]) -> list[str]:
     """Return lines about flags that lower the peak; none if nothing is known to help."""
-    layers = command.number("--num-layers", 0)
+    layers = command.layers
     if sizes.pipeline < 2 or not layers:
         return []
     (ranks,) = count_all(asked, [command], lambda *_: None)
     if isinstance(ranks, str):  # this model cannot be counted by layers
         return []
     gpu = GPUS[asked.gpu]
-    pieces = shapes.counted(ranks, gpu, sizes.world, sizes.pipeline, None).pieces
+    counted = shapes.counted(ranks, gpu, sizes.world, sizes.pipeline, None)
+    pieces = shapes.of_pattern(counted, command).pieces
     given = command.value(SCHEDULE), command.has(VOCABULARY)
-    can_share = not command.has("--mtp-num-layers") and 2 * sizes.pipeline <= layers
+    can_share = not command.mtp_layers and 2 * sizes.pipeline <= layers
     microbatches = mine[0]["microbatches"]
     found = remedies(pieces, layers, sizes.pipeline, microbatches, can_share)
     most = max(mine, key=lambda each: each["peak_bytes"])

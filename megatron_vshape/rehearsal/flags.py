@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.rehearsal.saved_config import flags_of_config, is_saved_config
 
 FILES = """
@@ -104,11 +105,28 @@ class Command:
         except ValueError:
             raise ScheduleError(f"{flag} {text!r:.40} is no whole number") from None
 
-    def option(self, name: str) -> int | None:
+    @property
+    def pattern(self) -> str | None:
+        """The pattern of layers of a hybrid model, by its flag or the flag's old name."""
+        return self.value(hybrid.FLAG) or self.value("--hybrid-override-pattern")
+
+    @property
+    def layers(self) -> int:
+        """The number of layers, without those of multi-token prediction."""
+        return hybrid.num_layers(self.pattern) if self.pattern else self.number("--num-layers", 0)
+
+    @property
+    def mtp_layers(self) -> int:
+        """The number of layers of multi-token prediction."""
+        return hybrid.num_predicting(self.pattern or "") or self.number("--mtp-num-layers", 0)
+
+    def option(self, name: str) -> int | str | None:
         """Return the number that an option is given, or that it is; None where it is not.
 
-        `name` is that of the attribute of Megatron's arguments.
+        `name` is that of the attribute of Megatron's arguments. A pattern of layers is a text.
         """
+        if name == hybrid.OPTION:
+            return self.pattern
         flag = "--" + name.replace("_", "-")
         text = self.value(flag) or ""
         return (int(text) if text.isdecimal() else True) if self.has(flag) else None
@@ -140,6 +158,14 @@ class Command:
     def without_chunks(self) -> Command:
         """Return the command without how its layers are cut into several stages a rank."""
         return self.without(lambda flag: flag.startswith(_CHUNKS))
+
+    def without_predicting(self) -> Command:
+        """Return the command without multi-token prediction."""
+        if self.pattern is None:
+            return self.having(mtp_num_layers=None)
+        main = self.pattern.partition(hybrid.BEGINS_MTP)[0]
+        old = {"hybrid_override_pattern": None, "mtp_hybrid_override_pattern": None}
+        return self.having(mtp_num_layers=None, **old, **{hybrid.OPTION: main})
 
     def having(self, **values: object) -> Command:
         """Return the command with these flags, underscores for dashes; True is a flag alone.
@@ -179,6 +205,8 @@ def read_command(words: Sequence[str]) -> Command:
     else:
         command = replace(command, flags=tuple(words))
     _refuse_other_models(command)
+    if not scripts and command.pattern and command.script == "pretrain_gpt.py":
+        return replace(command, script="pretrain_hybrid.py")
     return command
 
 
@@ -234,8 +262,6 @@ def _of_yaml(path: Path, text: str, command: Command, more: Sequence[str]) -> Co
 def _of_saved_config(found: Mapping[str, Any], command: Command, more: Sequence[str]) -> Command:
     model = found.get("model") or {}
     _refuse_other_models(Command(str(model.get("_target_", "")).replace(".", "_"), ()))
-    if model.get("hybrid_layer_pattern") or model.get("hybrid_override_pattern"):
-        command = replace(command, script="pretrain_hybrid.py")
     return replace(command, flags=tuple(flags_of_config(found, more)))
 
 

@@ -89,7 +89,7 @@ def _of_schedule(
         layers = _layers(shared, num_layers, schedule)
         yield _shared(flags, schedule, shared.costs(layers), layers)
     elif ranks <= MOST_RANKS:
-        layers, _ = lighter_layers(make(name, ranks, 2 * ranks), costs)
+        layers, _ = lighter_layers(make(name, ranks, 2 * ranks), costs, pieces.shares)
         yield Remedy(flags | _split(layers), tuple(peak_held(schedule, pieces.costs(layers))))
 
 

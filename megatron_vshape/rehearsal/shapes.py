@@ -16,8 +16,9 @@ from typing import Any
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.layers import Pieces, Share
 from megatron_vshape.core.model.placement import Placement
+from megatron_vshape.mcore.layout import hybrid, sizes
 from megatron_vshape.rehearsal.counted import both_backwards, counted_costs
 from megatron_vshape.rehearsal.flags import Command, Sizes, sizes_of
 from megatron_vshape.rehearsal.gpus import Gpu
@@ -167,11 +168,18 @@ def least_of(command: Command) -> tuple[Command, Sizes]:
     Raises:
         ScheduleError: its sizes do not divide.
     """
+    if command.pattern:
+        stages = hybrid.BEGINS_STAGE.join([counted_symbols(command)] * 2 * PIPELINE)
+        further = command.pattern.partition(hybrid.BEGINS_MTP)
+        model: dict[str, Any] = {hybrid.OPTION: stages + "".join(further[1:]), "num_layers": None}
+    else:
+        model = {"num_layers": 2 * PIPELINE}
     few = (
         command.of_megatron()
         .without_chunks()
         .having(
-            num_layers=2 * PIPELINE,
+            **model,
+            hybrid_override_pattern=None,
             pipeline_model_parallel_size=PIPELINE,
             global_batch_size=None,
             rampup_batch_size=None,
@@ -184,6 +192,18 @@ def least_of(command: Command) -> tuple[Command, Sizes]:
         )
     )
     return few, sizes_of(few, 2 * sizes_of(few, None).world)
+
+
+MOST_ALIKE = 4
+"""Layers of one symbol in a counted stage."""
+
+
+def counted_symbols(command: Command) -> str:
+    """Return the symbols of a counted stage: all that the pattern has, near their proportion."""
+    symbols = hybrid.without_stages((command.pattern or "").partition(hybrid.BEGINS_MTP)[0])
+    least = min(map(symbols.count, symbols))
+    each = {symbol: round(symbols.count(symbol) / least) for symbol in dict.fromkeys(symbols)}
+    return "".join(symbol * min(MOST_ALIKE, count) for symbol, count in each.items())
 
 
 @contextmanager
@@ -249,6 +269,22 @@ def counted(
     pieces = Pieces.of(replace(costs, layers=None), (1,) * costs.num_stages)
     once = optimizer_s(step, gpu, reached) / state, data_parallel_s(step, gpu, reached) / state
     return Counted(pieces, *once, reached, of_layer, ends)
+
+
+def of_pattern(found: Counted, command: Command) -> Counted:
+    """Price the layers of a hybrid model by symbol, from the stage that was counted.
+
+    The prices of the symbols relative to each other are those of their products and sizes.
+    """
+    if not command.pattern:
+        return found
+    shares = sizes.sizes_of(command.option, 0).shares
+    symbols = hybrid.without_stages(command.pattern.partition(hybrid.BEGINS_MTP)[0])
+    of_symbol = dict(zip(symbols, shares, strict=True))
+    stage = Share.total([of_symbol[each] for each in counted_symbols(command)])
+    layer = stage.inverse().of(found.pieces.layer)
+    pieces = replace(found.pieces, layer=layer, shares=shares)
+    return replace(found, pieces=pieces, layer_flops=found.layer_flops / stage.time)
 
 
 def _spread(rank: Mapping[str, Any], ratio: float) -> dict[str, Any]:

@@ -16,6 +16,9 @@ VERSION = "2.20.2"
 SHA256 = "7dcfad943a1a55b2612db9a0e43697fe98c70f4c42ec391ba3a0f872f6ce2094"
 """Version of the Transformer Engine wheel that `fetch` downloads."""
 
+OWN = ("pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py")
+"""Scripts of Megatron-LM that this package's own, the first, can replace."""
+
 VARIABLE = "TRANSFORMER_ENGINE_PYTHON"
 FETCH = "megatron-vshape rehearse --fetch-te"
 
@@ -94,8 +97,8 @@ def find_script(script: str, megatron: Path | None) -> Path:
         return given.resolve()
     package = Path(__file__).parents[1]
     for folder in (package / "examples" / "scripts", package.parent / "scripts"):
-        if given.name == "pretrain_gpt.py" and (folder / given.name).is_file():
-            return folder / given.name
+        if given.name in OWN and (folder / OWN[0]).is_file():
+            return folder / OWN[0]
     raise ScheduleError(
         f"there is no {script} here: give its path, or a checkout of Megatron-LM that has it "
         "(--megatron DIRECTORY)"

@@ -142,6 +142,8 @@ def _sentence(error: BaseException, log: TextIO) -> str:
     if isinstance(error, SystemExit):
         if why := getattr(error, "why", None):  # on every rank, unlike the exit status
             return str(why)
+        if isinstance(error.code, str):
+            return error.code
         lines = [line.strip() for line in _tail(log, "").splitlines() if line.strip()]
         refused = [line for line in lines if "error:" in line]
         return (refused or lines or ["the program ended by itself"])[-1]

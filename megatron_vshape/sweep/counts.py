@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.counting import Ranks, count_all
 from megatron_vshape.rehearsal.ranks import Rehearsed
-from megatron_vshape.rehearsal.shapes import Counted, counted
+from megatron_vshape.rehearsal.shapes import Counted, counted, of_pattern
 from megatron_vshape.sweep.files import SweepError
 from megatron_vshape.sweep.grid import Combination
 from megatron_vshape.sweep.machine import Machine
@@ -42,7 +42,7 @@ class Counts:
         for it in wanted.values():
             command = command_of(subject, it)
             # A shared vocabulary has those layers' parts added to what others take.
-            commands.append(command.having(mtp_num_layers=None) if it.vocab_parallel else command)
+            commands.append(command.without_predicting() if it.vocab_parallel else command)
         found = count_all(asked, commands, tell)
         self.ranks |= zip(wanted, found, strict=True)
         return len(found), sum(isinstance(each, str) for each in found)
@@ -62,7 +62,7 @@ class Counts:
         machine = self.machine
         try:
             given = machine.gpu, it.num_devices, it.pipeline_parallel, machine.rates
-            return counted(ranks, *given)
+            return of_pattern(counted(ranks, *given), self.subject.command)
         except ScheduleError as error:
             raise SweepError(str(error)) from None
 

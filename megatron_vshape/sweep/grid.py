@@ -173,7 +173,9 @@ def _halves_layers(it: Combination, model: Subject) -> bool:
         stages = count_stages(it.schedule, it.pipeline_parallel)
     except ScheduleError:  # which is told of it
         return False
-    return it.layout is Layout.BALANCED and (model.layers + 2) % stages != 0
+    if it.layout is not Layout.BALANCED:
+        return False
+    return bool(model.command.pattern) or (model.layers + 2) % stages != 0
 
 
 def _check_size(grid: Grid, num_workloads: int, loaded: Loaded) -> None:
@@ -303,6 +305,8 @@ def _layer_fault(it: Combination, model: Subject) -> str | None:
     if it.pipeline_parallel == 1 and it.schedule != "1f1b":
         return f"{it.schedule} on one pipeline device is 1f1b with more overhead"
     layers = model.layers
+    if it.layout is Layout.BALANCED and model.command.pattern:
+        return "layout balanced counts both ends as layers, and a hybrid model's differ: use auto"
     if it.layout is Layout.AUTO:
         few = layers < max(stages - 2, 1)
         return f"{layers} layers are too few for {stages} stages" if few else None
@@ -335,10 +339,11 @@ def layers_of_stages(
     if combination.layout is Layout.EVEN:
         return (model.layers // num_stages,) * num_stages
     if combination.layout is Layout.AUTO:
-        widths = model.widths(combination.sequence_length)
-        pieces = Pieces.estimated(widths.head_in_layers, model.layers / num_stages)
+        sizes = model.sizes(combination.sequence_length)
+        pieces = Pieces.estimated(sizes.head_in_layers, sizes.blocks / num_stages)
+        pieces = replace(pieces, shares=sizes.shares)
         if combination.vocab_parallel:
             pieces = without_ends(pieces)
-        pieces = pieces.predicting(model.mtp_layers, widths.merging_in_layers)
+        pieces = pieces.predicting(sizes.predicting, sizes.merging_in_layers, sizes.predicted)
         return pieces.balanced(model.layers, placement)
     return even_with_ends(model.layers, num_stages) or even_layers(model.layers, placement)

@@ -24,6 +24,11 @@ def load_measured(loaded: Loaded) -> MeasuredCosts:
     Raises:
         ScheduleError: one cannot be read, or has too few stages to tell the ends apart.
     """
+    if loaded.sweep.measured_costs and loaded.subject.command.pattern:
+        raise SweepError(
+            f"{loaded.path}: measured_costs has costs of identical layers, and those of "
+            "--hybrid-layer-pattern differ: remove measured_costs"
+        )
     pieces = {}
     for entry in loaded.sweep.measured_costs:
         path = loaded.path.parent / entry.costs

@@ -283,8 +283,8 @@ class _Stages:
             held = subject.dtype_bytes * (tokens * rows + hidden) * (1 + further)
             # A sum of hidden states goes once over every link, as a message does over one.
             pieces = shared_pieces(pieces, it.pipeline_parallel, pieces.send_us, held, further)
-            merging = subject.widths(it.sequence_length).merging_in_layers
-            pieces = pieces.predicting(further, merging)
+            sizes = subject.sizes(it.sequence_length)
+            pieces = pieces.predicting(further, sizes.merging_in_layers, sizes.predicted)
         elif placement[0] != placement[-1] and (further or subject.is_tied):
             # The last stage's own copy of the embedding, which a V's first device has anyway.
             more = pieces.last.state_bytes + pieces.first.state_bytes

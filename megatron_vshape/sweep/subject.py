@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_vshape.core.model.layers import Widths
-from megatron_vshape.mcore.layout.sizes import widths_of
+from megatron_vshape.mcore.layout.sizes import Sizes, sizes_of, widths_of
 from megatron_vshape.rehearsal.flags import VOCABULARIES, Command, flags_of, read_command
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Subject:
     @property
     def layers(self) -> int:
         """Return how many layers the model has."""
-        return self.command.number("--num-layers", 0)
+        return self.command.layers
 
     @property
     def heads(self) -> int:
@@ -55,7 +55,7 @@ class Subject:
     @property
     def mtp_layers(self) -> int:
         """Return how many layers of multi-token prediction there are."""
-        return self.command.number("--mtp-num-layers", 0)
+        return self.command.mtp_layers
 
     @property
     def is_tied(self) -> bool:
@@ -79,6 +79,10 @@ class Subject:
         """Return what the products of a layer and of the head depend on."""
         return widths_of(self.command.option, self.vocabulary, sequence)
 
+    def sizes(self, sequence: int) -> Sizes:
+        """Compute the sizes of the layers, the output layer and multi-token prediction."""
+        return sizes_of(self.command.option, self.vocabulary, sequence)
+
     def flops(self, sequence: int, batch: int) -> float:
         """Return the FLOPs of a step that MFU counts: no recompute, attention without its mask.
 
@@ -89,7 +93,9 @@ class Subject:
         layer = 2.0 * (widths.hidden * self.vocabulary / widths.head_in_layers)
         layer += scores - 2.0 * sequence * widths.attention  # which the widths count masked
         head = 2.0 * widths.hidden * self.vocabulary
-        per_token = (self.layers + further) * layer + (1 + further) * head
+        sizes = self.sizes(sequence)
+        depth = 1.0 if sizes.predicted is None else sizes.predicted.time
+        per_token = (sizes.blocks + further * depth) * layer + (1 + further) * head
         return 3.0 * (per_token + 4.0 * further * widths.hidden**2) * sequence * batch
 
 

@@ -14,6 +14,7 @@ from megatron_vshape.rehearsal.flags import (
     sizes_of,
     without_files,
 )
+from megatron_vshape.rehearsal.sources import find_script
 
 FLAGS = ("--num-layers", "8", "--pipeline-model-parallel-size", "4", "--bf16")
 
@@ -53,6 +54,17 @@ def test_a_yaml_of_functional_tests_is_read(tmp_path: Path) -> None:
     command = read_command([file])
     assert command.flags == (*FLAGS, "--recompute-modules", "core_attn", "moe_act")
     assert command.environment == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
+def test_a_pattern_in_a_file_makes_a_hybrid_model(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    text = "MODEL_ARGS:\n  --hybrid-layer-pattern: M*|M-/M/M\n  --num-layers: 99\n"
+    command = read_command([written(tmp_path, "model_config.yaml", text)])
+    assert command.script == "pretrain_hybrid.py"
+    assert (command.pattern, command.layers, command.mtp_layers) == ("M*|M-/M/M", 4, 2)
+    alone = command.without_predicting()
+    assert (alone.pattern, alone.mtp_layers) == ("M*|M-", 0)
+    assert find_script(command.script, None).name == "pretrain_gpt.py"  # which builds both
 
 
 def test_a_shell_scripts_arrays_are_read(tmp_path: Path) -> None:

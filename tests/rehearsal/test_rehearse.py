@@ -364,6 +364,31 @@ def test_advice_compares_todays_run_with_others(
     assert "\nnot recommended " in ran.stdout
 
 
+def test_a_pattern_is_estimated_as_the_gpt_that_it_is(
+    warm: Warm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`*-` for each layer, with the stages marked or not; no checkout has the script."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    found = {}
+    for name, model in (
+        ("gpt", ("pretrain_gpt.py",)),
+        ("hybrid", ("pretrain_hybrid.py", "--hybrid-layer-pattern", "*-" * LAYERS)),
+        ("stages", ("pretrain_hybrid.py", "--hybrid-layer-pattern", "*-*-|*-*-")),
+    ):
+        file = tmp_path / f"{name}.json"
+        command = ["advise", "--gpus", "2xH100", "--seconds", "1", "--json", str(file)]
+        command += ["--keep", "recompute,tp,pp,cp,microbatch", "--", model[0], *TINY, *model[1:]]
+        ran = warm(tmp_path, *command)
+        assert ran.returncode == 0, ran.stderr
+        found[name] = json.loads(file.read_text())
+    for name, layers in (("gpt", [2, 2]), ("hybrid", [4, 4]), ("stages", [4, 4])):
+        today, twin = found[name]["today"], found["gpt"]["today"]
+        assert today["layers"] == layers
+        # So small a model takes as long as its kernels, and these local layers have 5% more.
+        assert today["step_s"] == pytest.approx(twin["step_s"], rel=0.06)
+        assert today["peak_bytes"] == pytest.approx(twin["peak_bytes"], rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

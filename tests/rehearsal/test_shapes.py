@@ -2,6 +2,8 @@
 
 from argparse import Namespace
 
+import pytest
+
 from megatron_vshape import verify
 from megatron_vshape.cli.advise import _Advice
 from megatron_vshape.core.model.costs import Piece
@@ -9,7 +11,7 @@ from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.rehearsal.counted import both_backwards
 from megatron_vshape.rehearsal.flags import read_command, sizes_of
 from megatron_vshape.rehearsal.gpus import GPUS
-from megatron_vshape.rehearsal.shapes import Counted, least_of, shape_of, shapes_beside
+from megatron_vshape.rehearsal.shapes import Counted, least_of, of_pattern, shape_of, shapes_beside
 from megatron_vshape.rehearsal.step_time import Rates
 from megatron_vshape.rehearsal.work import Work
 
@@ -48,6 +50,25 @@ def test_a_shape_is_counted_in_the_same_world_whatever_its_pipeline_and_replicas
     assert not few.has("--num-layers-per-virtual-pipeline-stage")
     longer = EXPERTS.having(pipeline_model_parallel_size=8, num_layers=64, global_batch_size=512)
     assert least_of(longer)[1] == sizes
+
+
+def test_a_stage_of_a_pattern_has_all_its_symbols() -> None:
+    flags = "--pipeline-model-parallel-size 4 --hidden-size 64 --num-attention-heads 4 --num-layers"
+    command = read_command(
+        ["pretrain_hybrid.py", *flags.split(), "8", "--hybrid-layer-pattern", "MMM*|MM-M/*-"]
+    )
+    few, _ = least_of(command)
+    assert few.pattern == "|".join(["MMMM*-"] * 8) + "/*-"
+    assert not few.has("--num-layers")
+    nothing = Piece(0.0, 0.0, 0.0, 0.0, 0.0)
+    layer = Piece(*(8.0,) * 5)
+    counted = Counted(Pieces(layer, nothing, nothing, 0.0), 0.0, 0.0, Rates(), 8.0, 0.0)
+    priced = of_pattern(counted, command)
+    stage = priced.pieces.costs((1, 1, 1, 1, 1, 1, 1, 1)).forward_us
+    mamba, attention, mlp = stage[0], stage[3], stage[6]
+    assert 4 * mamba + attention + mlp == pytest.approx(8)
+    assert mlp / attention == pytest.approx(8 / 4)  # without a sequence, as their weights
+    assert priced.layer_flops == pytest.approx(attention + mlp)  # a layer of a GPT
 
 
 def test_what_a_step_has_once_is_spread_over_replicas() -> None:
