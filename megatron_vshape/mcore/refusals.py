@@ -191,6 +191,13 @@ def _verified(options: Any) -> bool:
     return str(getattr(recipe, "value", recipe)) in ("delayed", "tensorwise", "blockwise")
 
 
+def _has_other_layers(options: Any) -> bool:
+    """Check for a hybrid model with layers that may have a state from token to token."""
+    pattern = getattr(options, "hybrid_layer_pattern", None)
+    unknown = bool(getattr(options, "is_hybrid_model", False)) and pattern is None
+    return unknown or bool(set(pattern or "") - set("*-E|/"))
+
+
 def _has_mamba(options: Any) -> bool:
     return "M" in (getattr(options, "hybrid_layer_pattern", None) or "")
 
@@ -541,7 +548,13 @@ REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
             *("logits_save_dir", "logits_load_dir", "export_kd_teacher_load"),
             in_config=False,
         ),
-        Refusal("logit_dtype", _WIDE_LOGITS, is_set=_is_given, in_config=False),
+        Refusal(
+            "logit_dtype",
+            _WIDE_LOGITS,
+            flag="--output-logit-dtype",
+            is_set=_is_given,
+            in_config=False,
+        ),
     ),
     By.SLICES: (
         *_each(_UNTRIED, "optimizer_post_validation", "pipeline_vocab_parallel", in_config=False),
@@ -567,8 +580,12 @@ REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
             "mtp_hsm",
             "it reads hidden states of tokens after the slice, which have not been computed",
         ),
-        Refusal("hybrid_layer_pattern", _NO_STATE, is_set=_is_given),
-        Refusal("is_hybrid_model", _NO_STATE, flag="a hybrid model"),
+        Refusal(
+            "hybrid_layer_pattern",
+            _NO_STATE,
+            flag="--hybrid-layer-pattern with other layers than *, - and E",
+            holds=_has_other_layers,
+        ),
         Refusal(
             "position_embedding_type",
             _UNTRIED,

@@ -159,6 +159,15 @@ def model(pattern: str | None, **given: object) -> Namespace:
     return Namespace(**(sizes | given))
 
 
+def test_auto_leaves_multi_token_prediction_a_stage_of_its_own() -> None:
+    """The last stage has its layers and output layers alone, as those take longer than a rank."""
+    found = split_layers(model("*-" * 8 + "/*-/*-"), v_shape(4), "auto", None)
+    assert (found.layers[0], found.layers[-1]) == (0, 0)
+    assert found.estimate is not None
+    last, mean = found.estimate.forward_us[-1], sum(found.estimate.forward_us) / 4
+    assert last > mean
+
+
 def test_costs_of_symbols() -> None:
     """Layers with more products and activations count as more, and all together as their number."""
     experts: dict[str, object] = {"num_experts": 8, "moe_router_topk": 4}

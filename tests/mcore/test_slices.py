@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from mcore.conftest import UNTIED
+from mcore.conftest import UNTIED, needs_hybrid
 from mcore.farm import Ended, Farm
 from mcore.test_memory import FLAGS, figures
 from mcore.test_training import TWO, assert_equal_training
@@ -270,6 +270,18 @@ def test_a_planned_order_of_slices_trains_like_1f1b(
     assert any(" microbatches of 4 slices" in text for text in ours.output)
 
 
+@needs_hybrid
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["*-*E*-*E", "*-*-*-*-/*-"])
+def test_slices_of_a_hybrid_model(train: Callable[..., Ended], pattern: str) -> None:
+    flags = ["--hybrid-layer-pattern", pattern, *TWO, UNTIED]
+    if "E" in pattern:
+        flags += "--num-experts 4 --moe-router-topk 2 --disable-bias-linear".split()
+    theirs = train(2, "--pipeline-schedule", "1f1b", *flags)
+    ours = train(2, "--pipeline-schedule", "v-zb", "--pipeline-slices", "4", *flags)
+    assert_equal_training(ours, theirs)
+
+
 GIVEN = {
     "optimizer_post_validation": True,
     "context_parallel_size": 2,
@@ -293,8 +305,10 @@ def test_what_slices_do_not_go_with_is_refused(name: str) -> None:
         check_slices(2, Namespace(**{name: GIVEN[name]}), {})
 
 
-def test_nothing_is_refused_of_a_plain_model() -> None:
+@pytest.mark.parametrize("pattern", ["*-|*E/*-", None])
+def test_nothing_is_refused_of_a_plain_model(pattern: str | None) -> None:
     plain = {"context_parallel_size": 1, "num_experts": None, "cuda_graph_impl": "none"}
+    plain |= {"hybrid_layer_pattern": pattern}
     others = {"position_embedding_type": "rope", "mtp_num_layers": 2}
     check_slices(4, Namespace(seq_length=4096, **others, **plain), {})
 
