@@ -30,6 +30,7 @@ from megatron_vshape.rehearsal.counting import count_all
 from megatron_vshape.rehearsal.flags import Command, Sizes, read_command, sizes_of
 from megatron_vshape.rehearsal.gpus import BESIDE_GIB, GIB, GPUS, Gpu
 from megatron_vshape.rehearsal.shapes import Counted, Shape
+from megatron_vshape.rehearsal.simulated import megatrons_name
 
 HEADROOM = 0.04
 """Of a GPU's memory, left free for fragments."""
@@ -284,7 +285,7 @@ class _Advice:
             return _megatrons_name(chunks), parts if len(parts) > 1 else None
         if layout := command.value(LAYOUT):
             layers, _ = layers_in(layout)
-            return _megatrons_name(max(1, len(layers) // pipeline)), layers
+            return megatrons_name(max(1, len(layers) // pipeline)), layers
         ends = [command.has(f"--account-for-{end}-in-pipeline-split") for end in ENDS]
         counted = self.layers + sum(ends)
         chunks = command.number("--num-virtual-stages-per-pipeline-rank", 1)
@@ -294,7 +295,7 @@ class _Advice:
         even = [each] * (pipeline * chunks)
         even[0] -= ends[0]
         even[-1] -= ends[1]
-        return _megatrons_name(chunks), None if rest else tuple(even)
+        return megatrons_name(chunks), None if rest else tuple(even)
 
     def _stock(self, shape: Shape) -> Iterator[Line]:
         """Yield Megatron's own schedules, where the layers divide; where they never do, all.
@@ -309,7 +310,7 @@ class _Advice:
         for chunks in dividing or counts:
             if chunks > 1 and many % shape.pipeline:
                 continue
-            name = _megatrons_name(chunks)
+            name = megatrons_name(chunks)
             dealt = self._dealt(shape, looping(shape.pipeline, chunks))
             for layers in (*dealt, *_between(dealt[-1], dealt[0])):
                 line = self._named(name, shape, stock=True, layers=layers)
@@ -447,10 +448,6 @@ class _Advice:
         flops = 3 * (layers * counted.layer_flops + counted.ends_flops)
         mfu = flops * self.microbatches(shape) / (step_s * self.gpu.bf16_flops * shape.pipeline)
         return Line(name, shape, known, step_s, mfu, stock)
-
-
-def _megatrons_name(chunks: int) -> str:
-    return "1f1b" if chunks == 1 else f"interleaved-1f1b:{chunks}"
 
 
 def _between(far: Sequence[int], near: Sequence[int]) -> Iterator[tuple[int, ...]]:

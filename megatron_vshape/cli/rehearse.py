@@ -28,6 +28,7 @@ from megatron_vshape.rehearsal.flags import (
 from megatron_vshape.rehearsal.gpus import BESIDE_GIB, GIB, GPUS
 from megatron_vshape.rehearsal.ranks import SCHEDULE, Found, Rehearsed, rehearse_all
 from megatron_vshape.rehearsal.remedies import in_order, remedies
+from megatron_vshape.rehearsal.simulated import StepTime, step_of
 from megatron_vshape.view.rank_trace import write_memory_trace
 
 _PICTURES = (".svg", ".png", ".pdf")
@@ -164,11 +165,12 @@ def run(options: argparse.Namespace) -> int:
         found = _found(rehearse_all(asked.programs, jobs))
         mine = found.pop("")
         helps = [] if options.alone else _remedies(command, asked, sizes, mine)
-    _print(mine, found, command, options, sizes)
+    step = step_of(mine, command, GPUS[options.gpu], sizes.world // sizes.pipeline)
+    _print(mine, found, command, options, sizes, step)
     print(report.wrapped(report.verdict(mine, GPUS[options.gpu])))
     for line in helps:
         print(report.wrapped(line))
-    _write(mine, found, command, options)
+    _write(mine, found, command, options, step)
     return 0
 
 
@@ -298,6 +300,7 @@ def _print(
     command: Command,
     options: argparse.Namespace,
     sizes: Sizes,
+    step: StepTime,
 ) -> None:
     gpu, first = GPUS[options.gpu], mine[0]
     shape = first["sizes"]
@@ -316,19 +319,11 @@ def _print(
         peaks = ", ".join(f"{report.gib(each['peak_bytes'])}" for each in found)
         stages = "" if len(found) == len(mine) else " on " + _stages(found)
         print(f"{name}: peak {peaks} GiB{stages}")
-    slowest = max(mine, key=_step_s)
-    print(
-        f"step time {_step_s(slowest):.2f} s: counted work of the slowest rank and the textbook "
-        "bubble;\nadvise simulates the schedule instead"
-    )
+    print(report.wrapped(f"step time {step.seconds:.2f} s: {step.how}"))
 
 
 def _stages(found: Sequence[Found]) -> str:
     return "rank " + ", ".join(str(each["stage"]) for each in found)
-
-
-def _step_s(found: Found) -> float:
-    return float(found["time"]["step_s"])
 
 
 def _write(
@@ -336,13 +331,15 @@ def _write(
     others: Mapping[str, Sequence[Found]],
     command: Command,
     options: argparse.Namespace,
+    step: StepTime,
 ) -> None:
     gpu = GPUS[options.gpu]
     fused = command.value("--attention-backend") not in ("unfused", "local")
     versions = {name: mine[0].get(name, "") for name in ("megatron", "transformer_engine")}
     content = {
         "ranks": [_rank(each) for each in mine],
-        "step_s": max(map(_step_s, mine)),
+        "step_s": step.seconds,
+        "step_estimate": step.how,
         "assumed": report.assumed(gpu, options.imbalance, fused, versions),
         "beside": {name: [_rank(each) for each in found] for name, found in others.items()},
     }

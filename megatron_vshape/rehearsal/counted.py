@@ -76,12 +76,10 @@ def counted_costs(
     )
     if any(dummies):
         amounts["dummy_bytes"] = dummies
+    amounts |= _times(passes)
     for kind, ran in passes.items():
-        amounts[kind.time] = tuple(_computes_us(each) for each in ran)
         takes = held if kind is Kind.F else (0.0,) * len(ran)
         amounts[kind.works] = tuple(map(_works, ran, takes))
-        if kind.exchange and any(each["waited_seconds"] for each in ran):
-            amounts[kind.exchange] = tuple(1e6 * each["waited_seconds"] for each in ran)
     made = Costs(
         **amounts,
         send_us=send_us(float(first["message_bytes"]), gpu, apart, rates),
@@ -121,6 +119,38 @@ def _with_measured_source(costs: Costs, ranks: Sequence[Mapping[str, Any]]) -> C
     return costs.with_source(f"{MEASURED} on {where}", *names)
 
 
+def pass_times(
+    found: Sequence[Mapping[str, Any]], stages: Sequence[tuple[int, int]], devices: int, gpu: Gpu
+) -> dict[str, Any]:
+    """Return the times of the passes of every stage by the names that `Costs` has.
+
+    Args:
+        found: results of some ranks; the others are assumed like their neighbors.
+        stages: rank and chunk of every stage.
+        devices: ranks of the pipeline.
+        gpu: GPU and links.
+
+    Raises:
+        ScheduleError: a stage lacks a pass.
+    """
+    ranks = _every_rank(found, devices)
+    return _times(
+        {
+            kind: [_pass(ranks[rank], kind, chunk, gpu, None) for rank, chunk in stages]
+            for kind in (Kind.F, Kind.B, Kind.W, Kind.BW)
+        }
+    )
+
+
+def _times(passes: Mapping[Kind, Sequence[Pass]]) -> dict[str, Any]:
+    amounts: dict[str, Any] = {}
+    for kind, ran in passes.items():
+        amounts[kind.time] = tuple(_computes_us(each) for each in ran)
+        if kind.exchange and any(each["waited_seconds"] for each in ran):
+            amounts[kind.exchange] = tuple(1e6 * each["waited_seconds"] for each in ran)
+    return amounts
+
+
 def _where(stage: int, devices: int) -> tuple[int, int]:
     """Return the rank and the chunk of a V's stage."""
     return (stage, 0) if stage < devices else (2 * devices - 1 - stage, 1)
@@ -144,6 +174,9 @@ def _pass(rank: Mapping[str, Any], kind: Kind, chunk: int, gpu: Gpu, rates: Rate
         if kind is Kind.W:
             return _NOTHING
         kind = Kind.BW
+    if kind is Kind.BW and kind not in ran and {Kind.B, Kind.W} <= ran.keys():
+        both = [_pass(rank, each, chunk, gpu, rates) for each in (Kind.B, Kind.W)]
+        return {name: both[0][name] + both[1][name] for name in _NOTHING}
     if kind not in ran:
         raise ScheduleError(
             f"rank {rank['stage']} ran no {kind} of its chunk {chunk}: what was rehearsed is not a "

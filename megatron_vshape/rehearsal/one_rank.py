@@ -59,6 +59,7 @@ class RankJob:
     stage: int = 0
     name: str = ""
     check: bool = False  # stop before the first pass: only the start-up checks run
+    batch_microbatches: int = 0  # of the batch, if the flags have a smaller one; 0: theirs
 
 
 class _Enough(BaseException):
@@ -277,7 +278,8 @@ class _Run:
         """Return the figures."""
         ledger, args = self.ledger, self.args
         ranks = args.pipeline_model_parallel_size
-        scale = self.scale(self.many, self.few, ranks, max(len(self.chunks), 1))
+        many = self.job.batch_microbatches or self.many
+        scale = self.scale(many, self.few, ranks, max(len(self.chunks), 1))
         ran = [each for each in ledger.passes if len(each.phase.split()) == 3]
         keys = repeated((each.phase, each.did) for each in ran)
         last = [each.did for each in ran if each.phase.split()[2] == str(self.few - 1)]
@@ -296,7 +298,7 @@ class _Run:
             "when": {"pass": ledger.peak_phase, "place": ledger.peak_place},
             "holders": _holders(at_peak),
             "time": step_time(work, GPUS[self.job.gpu], scale),
-            "microbatches": self.many,
+            "microbatches": many,
             "traced_microbatches": self.few,
             "parameters": sum(own := [_parameters(chunk) for chunk in self.chunks]),
             "chunk_parameters": own,

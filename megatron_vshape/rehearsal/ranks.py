@@ -69,9 +69,11 @@ class Rehearsed:
     def job(self, command: Command, sizes: Sizes, stage: int, name: str) -> dict[str, Any]:
         """Return the rehearsal of a rank of the pipeline; `name` comes back with what it finds."""
         flags = without_files(command, self.vocabulary)
-        ours = command.has(SCHEDULE)
+        ours, many = command.has(SCHEDULE), 0
         if ours:
             flags += _fewer_microbatches(command, sizes)
+            batch = command.number("--global-batch-size", 0)
+            many = batch // (command.number("--micro-batch-size", 1) * sizes.replicas)
         return {
             "script": str(self.script),
             "flags": flags,
@@ -81,6 +83,7 @@ class Rehearsed:
             "imbalance": self.imbalance,
             "environment": environment_of(command),
             "schedule": ours,
+            "batch_microbatches": many,
             "stage": stage,
             "name": name,
         }

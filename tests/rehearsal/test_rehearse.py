@@ -453,3 +453,32 @@ def test_a_sweep_counts_each_shape_of_a_command_once(
     key = "1f1b", "2", "given"
     assert float(again[key]["predicted_step_s"]) > float(rows[key]["predicted_step_s"])
     assert slower.stdout.count("counted once") == 1
+
+
+def test_the_step_is_that_of_all_microbatches(warm: Warm, tmp_path: Path) -> None:
+    """At most 4 microbatches per rank run; the step of 32 was reported as that of 8."""
+    steps = []
+    for schedule, ranks in ((None, "all"), ("v-zb", "all"), ("v-zb", "first")):
+        own = ["--pipeline-schedule", schedule] if schedule else []
+        flags = [*TINY, "--global-batch-size", "64", *own]
+        printed, found = rehearse(warm, tmp_path, flags, "--alone", "--ranks", ranks)
+        assert found["ranks"][0]["microbatches"] == 32
+        assert f": 32 microbatches, {schedule or '1f1b'} simulated" in printed
+        steps.append(found["step_s"])
+    assert max(steps) < 1.25 * min(steps)
+
+
+def test_advise_and_rehearse_agree_on_the_step(
+    warm: Warm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    _, found = rehearse(warm, tmp_path, TINY, "--alone", "--gpus", "2")
+    file = tmp_path / "advice.json"
+    keep = "tp,pp,ep,cp,microbatch,recompute"
+    options = ["advise", "--gpus", "2xH100", "--json", str(file), "--seconds", "1", "--keep", keep]
+    ran = warm(tmp_path, *options, "--", "pretrain_gpt.py", *TINY)
+    assert ran.returncode == 0, ran.stderr
+    today = json.loads(file.read_text())["today"]
+    assert today["step_s"] == pytest.approx(found["step_s"], rel=0.02)
+    peaks = [rank["peak_bytes"] for rank in found["ranks"]]
+    assert today["peak_bytes"] == pytest.approx(peaks, rel=0.02)

@@ -1,0 +1,100 @@
+"""Step time of a rehearsed command: its schedule simulated with the passes that its ranks ran."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from megatron_vshape.core.ask import Question, known_as
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.core.model.placement import Placement
+from megatron_vshape.rehearsal.counted import pass_times
+from megatron_vshape.rehearsal.flags import Command
+from megatron_vshape.rehearsal.gpus import Gpu
+from megatron_vshape.rehearsal.step_time import Scale, pass_us, send_us
+
+SCHEDULE = "--pipeline-schedule"
+_PLAIN = {Kind.F, Kind.B, Kind.W, Kind.BW}
+MOST_PASSES = 200_000
+
+Rank = Mapping[str, Any]
+
+
+class StepTime(NamedTuple):
+    """Estimated seconds of a step, and how they were estimated, for the user."""
+
+    seconds: float
+    how: str
+
+
+def step_of(found: Sequence[Rank], command: Command, gpu: Gpu, apart: int) -> StepTime:
+    """Estimate the step of all microbatches of the batch.
+
+    Args:
+        found: results of the estimated ranks, by rank of the pipeline.
+        command: the training command.
+        gpu: GPU and links.
+        apart: distance between neighbours of the pipeline in GPUs.
+    """
+    sizes, microbatches = found[0]["sizes"], found[0]["microbatches"]
+    slowest = max(each["time"]["step_s"] for each in found)
+    missing = sizes["pp"] - len(found)
+    like = f"; {missing} of {sizes['pp']} ranks assumed like their neighbors" if missing else ""
+    if sizes["pp"] == 1:
+        return StepTime(slowest, f"{microbatches} microbatches")
+    name = command.value(SCHEDULE) or megatrons_name(sizes["vp"])
+    try:
+        seconds = _simulated(found, name, gpu, apart)
+    except ScheduleError as error:
+        how = f"{microbatches} microbatches with the textbook bubble, not simulated: {error}{like}"
+        return StepTime(slowest, how)
+    return StepTime(seconds, f"{microbatches} microbatches, {name} simulated{like}")
+
+
+def megatrons_name(chunks: int) -> str:
+    """Return the name of Megatron's own schedule with so many virtual stages per rank."""
+    return "1f1b" if chunks == 1 else f"interleaved-1f1b:{chunks}"
+
+
+def _simulated(found: Sequence[Rank], name: str, gpu: Gpu, apart: int) -> float:
+    sizes, microbatches = found[0]["sizes"], found[0]["microbatches"]
+    if 3 * microbatches * sizes["pp"] * sizes["vp"] > MOST_PASSES:
+        raise ScheduleError("too many passes")
+    ranks = _with_whole_backwards(found)
+    others = {each["kind"] for rank in ranks for each in rank["kinds"]} - _PLAIN
+    if others:
+        raise ScheduleError("it has passes of a shared vocabulary, or offloads")
+
+    schedule = known_as(name, Question(name, sizes["pp"], microbatches)).schedule
+    costs = _costs(ranks, schedule.placement, gpu, apart)
+    after = max(rank["time"]["optimizer"] + rank["time"]["data parallel"] for rank in found)
+    return 1e-6 * simulate(schedule, costs).makespan + float(after)
+
+
+def _with_whole_backwards(found: Sequence[Rank]) -> list[Rank]:
+    """Rename the backwards of Megatron's own schedules, which compute weight gradients, too."""
+    made: list[Rank] = []
+    for rank in found:
+        kinds = rank["kinds"]
+        if not any(each["kind"] in (Kind.W, Kind.BW) for each in kinds):
+            kinds = [
+                {**each, "kind": Kind.BW if each["kind"] == Kind.B else each["kind"]}
+                for each in kinds
+            ]
+        made.append({**rank, "kinds": kinds})
+    return made
+
+
+def _costs(ranks: Sequence[Rank], placement: Placement, gpu: Gpu, apart: int) -> Costs:
+    stages = [(device, placement[:at].count(device)) for at, device in enumerate(placement)]
+    times = pass_times(ranks, stages, max(placement) + 1, gpu)
+    first = ranks[0]
+    return Costs(
+        **times,
+        held_after_forward_bytes=(1.0,) * len(stages),
+        held_after_backward_bytes=(0.0,) * len(stages),
+        send_us=send_us(float(first["message_bytes"]), gpu, apart),
+        host_us=pass_us(gpu, Scale(1, 1, 1, 1, **first["scale"])) / 2,
+    )
