@@ -138,6 +138,8 @@ class Schedule:
         >>> make("v-half", 2, 2).renumbered((1, 0)).placement
         (1, 0, 0, 1)
         """
+        if list(numbers) == list(range(self.num_devices)):
+            return self
         placement = tuple(numbers[device] for device in self.placement)
         order = tuple(row for _, row in sorted(zip(numbers, self.order, strict=True)))
         return replace(self, placement=placement, order=order)

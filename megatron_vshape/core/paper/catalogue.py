@@ -203,13 +203,20 @@ def _make_one_f_one_b_v(block: BuildingBlock, num_microbatches: int) -> Schedule
     minus 1. A short batch is enough to find it.
     """
     d, max_held = block.num_devices, max(block.peaks())
-    short = squeeze(repeat(block, min(num_microbatches, 3 * d + -3 * d % block.slices)))
-    ahead = min(
-        range(max(1, d - 1) + block.slices - 1, d + 2 + block.slices),
-        key=lambda ahead: simulate(fill_warm_up(short, max_held, ahead)).makespan,
-    )
+    ahead = _ahead_of_one_f_one_b_v(block, min(num_microbatches, 3 * d + -3 * d % block.slices))
     plain = squeeze(repeat(block, num_microbatches))
     filled = fill_warm_up(plain, max_held, ahead)
     best = min(plain, filled, key=lambda schedule: simulate(schedule).makespan)
     verify(best)
     return best
+
+
+@lru_cache
+def _ahead_of_one_f_one_b_v(block: BuildingBlock, num_microbatches: int) -> int:
+    """Choose how many forwards run ahead; cached, as all longer batches have the same number."""
+    d, max_held = block.num_devices, max(block.peaks())
+    short = squeeze(repeat(block, num_microbatches))
+    return min(
+        range(max(1, d - 1) + block.slices - 1, d + 2 + block.slices),
+        key=lambda ahead: simulate(fill_warm_up(short, max_held, ahead)).makespan,
+    )

@@ -1,6 +1,7 @@
 """Program: instructions of every device in order, its passes and P2P messages."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar, NamedTuple
 
 from megatron_vshape.core.model.kinds import BESIDE, Kind
@@ -19,7 +20,7 @@ class Stream(NamedTuple):
     """
 
     kind: Kind  # F: activations, B: gradients
-    chunk: int  # of the sending stage
+    chunk: int  # of the stage that sends
     upward: bool  # from a lower to a higher device
 
 
@@ -106,7 +107,17 @@ class Program:
 
     def text(self) -> str:
         """Format the instructions, one line per device."""
-        return "\n".join(", ".join(map(str, row)) for row in self.instructions)
+        # A message is in four instructions: its text is made once.
+        text_of = cache(Pass.__str__)
+        return "\n".join(
+            ", ".join(
+                BESIDE.join(map(text_of, each.passes))
+                if isinstance(each, Run)
+                else f"{each.verb} {text_of(each.message.work)}"
+                for each in row
+            )
+            for row in self.instructions
+        )
 
     def most_posted(self, device: int) -> int:
         """Return the peak number of posted and unread receives of a device."""
@@ -133,7 +144,7 @@ class Program:
 
 
 Source = tuple[Stream, int]
-"""Stream and sending device: a FIFO channel."""
+"""Stream and sending device: a first-in, first-out channel."""
 
 
 def source_of(message: Message) -> Source:
@@ -157,30 +168,45 @@ class Messages:
         self.schedule = schedule
         self.chunks = chunks_of(schedule.placement)
         self.read_by: dict[Pass, Message] = {}
-        self.made_by: dict[Pass, Message] = {}
+        self.sent_by: dict[Pass, Message] = {}
         self.steps = [list(schedule.steps(device)) for device in range(schedule.num_devices)]
         self.sent: list[dict[Source, list[Message]]] = [{} for _ in schedule.order]
+        made_by = self._find()
+        results = {kind: result_of(Pass(kind, 0, 0)).kind for kind in schedule.kinds}
         for row in schedule.order:
             for work in row:
-                self._add_input(work)
-        for row in schedule.order:
-            for work in row:
-                message = self.sent_after(work)
+                kind, stage, microbatch = work
+                message = made_by.get((results[kind], stage, microbatch))
                 if message is not None:
+                    self.sent_by[work] = message
                     self.sent[message.target].setdefault(source_of(message), []).append(message)
 
-    def sent_after(self, work: Pass) -> Message | None:
-        """Return the message that sends the pass's result to another device, if any."""
-        return self.made_by.get(result_of(work))
+    def _find(self) -> dict[tuple[Kind, int, int], Message]:
+        """Find the messages that passes read; return them by the passes that make them."""
+        made_by: dict[tuple[Kind, int, int], Message] = {}
+        links: dict[tuple[Kind, int], list[Message]] = {}
+        for row in self.schedule.order:
+            for work in row:
+                kind, stage, microbatch = work
+                # Found once for all microbatches: a step has thousands of passes.
+                if (kind, stage) not in links:
+                    links[kind, stage] = self._links(work)
+                for (need_kind, need_stage, _), source, target, stream in links[kind, stage]:
+                    need = Pass(need_kind, need_stage, microbatch)
+                    message = Message(need, source, target, stream)
+                    self.read_by[work] = made_by[need] = message
+        return made_by
 
-    def _add_input(self, work: Pass) -> None:
-        """Register the message for an input of the pass from another device."""
-        if work.kind.of:  # inputs from other devices arrive by a collective
-            return
+    def _links(self, work: Pass) -> list[Message]:
+        """Return the messages that a pass reads."""
+        if work.kind.of:  # what it reads of others comes by a collective
+            return []
         placement, chunks = self.schedule.placement, self.chunks
         target = placement[work.stage]
+        found = []
         for need in work.needs(self.schedule.num_stages):
             source = placement[need.stage]
             if source != target:
                 stream = Stream(need.kind, chunks[need.stage], upward=source < target)
-                self.read_by[work] = self.made_by[need] = Message(need, source, target, stream)
+                found.append(Message(need, source, target, stream))
+        return found

@@ -26,10 +26,11 @@ without posting (`benchmarks/bench_posting.py`).
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.core.program.instructions import (
     Await,
@@ -47,14 +48,14 @@ from megatron_vshape.core.program.instructions import (
 from megatron_vshape.core.program.stuck import Meetings, explain_stuck_messages
 
 AHEAD = 1
-"""Number of passes before its reader at which a receive is posted, if that is safe.
+"""How many passes before its reader a receive is posted, where that is safe.
 
-The receive's kernel spins until the message arrives. One pass hides the latency; more would occupy
-the device's multiprocessors and more memory.
+Such a kernel spins until its message is there. One pass hides the latency; more would keep the
+device's processors busy with spinning, and hold more memory.
 """
 
 SLACK = 1
-"""Passes by which a device may be early, or its neighbor late, before a Release waits."""
+"""Passes by which a device may be early, or its neighbour late, before a Release waits."""
 
 
 @dataclass(slots=True)
@@ -62,11 +63,11 @@ class _Transfer:
     """A message with its gaps."""
 
     message: Message
-    sent: int  # gap of the sender
-    read: int  # pass of the receiver that reads it
-    least: int  # first gap of the receiver in which it can be posted
-    posted: int  # gap of the receiver
-    order: int = -1  # index of its send among all sends, if all devices wait
+    sent: int  # the gap of its source
+    read: int  # the pass of its target that reads it
+    least: int  # the first gap of its target in which it may be posted
+    posted: int  # the gap of its target
+    order: int = -1  # its send's place among all sends, where all devices wait
 
 
 def lower_to_kernels(
@@ -103,8 +104,9 @@ def waits_for_ever(program: Program, *, takes: bool = False) -> dict[int, Instru
     that may run with messages as kernels. Only the instructions are used.
     """
     at = [0] * len(program.instructions)
-    is_open: list[set[Message]] = [set() for _ in at]  # transfers that only this device has reached
-    sent: set[Message] = set()
+    # By the pass that makes it: messages of which a device has reached its end alone.
+    is_open: list[dict[Pass, Message]] = [{} for _ in at]
+    sent: set[Pass] = set()
     meetings = Meetings(len(at))
     awake = list(range(len(at)))
     while awake:
@@ -112,33 +114,30 @@ def waits_for_ever(program: Program, *, takes: bool = False) -> dict[int, Instru
         row = program.instructions[device]
         while at[device] < len(row):
             each = row[at[device]]
-            # A pass may synchronize the device, so all transfers of the device must have ended.
             if isinstance(each, Run):
                 if is_open[device] or not meetings.comes(device, each.work, awake):
                     break
             elif isinstance(each, Send | Receive):
-                if takes and isinstance(each, Receive) and each.message not in sent:
+                message, work = each.message, each.message.work
+                own, other = is_open[device], message.source + message.target - device
+                is_too_soon = takes and isinstance(each, Receive) and work not in sent
+                if is_too_soon or _is_behind(message, own):
                     break
-                # Behind another transfer of its stream, this one would block the hardware queue.
-                if any(_share_a_stream(each.message, other) for other in is_open[device]):
-                    break
-                sent |= {each.message} if isinstance(each, Send) else set()
-                other = each.message.source + each.message.target - device
-                # The peer has arrived, so the transfer ends for both devices.
-                if each.message in is_open[other]:
-                    is_open[other].remove(each.message)
-                else:
-                    is_open[device].add(each.message)
+                if isinstance(each, Send):
+                    sent.add(work)
+                if is_open[other].pop(work, None) is None:
+                    own[work] = message
                 awake.append(other)
-            elif each.message in is_open[device]:  # an Await, or a Release
+            elif each.message.work in is_open[device]:  # an Await, or a Release
                 break
             at[device] += 1
     rows = zip(at, program.instructions, strict=True)
     return {device: row[place] for device, (place, row) in enumerate(rows) if place < len(row)}
 
 
-def _share_a_stream(one: Message, other: Message) -> bool:
-    return (one.source, one.target, one.stream) == (other.source, other.target, other.stream)
+def _is_behind(message: Message, is_open: Mapping[Pass, Message]) -> bool:
+    """Check whether another message of the same stream and devices is open."""
+    return bool(is_open) and any(message[1:] == other[1:] for other in is_open.values())
 
 
 class _Placed:
@@ -170,7 +169,7 @@ class _Placed:
         ]
         left.sort(key=lambda each: (-self._gain_us(each), each.order))
         moved = True
-        while moved:  # repeat for receives whose stream predecessor has moved
+        while moved:  # again, for those whose stream had an earlier one posted later
             still = []
             for each in left:
                 sooner, wanted = before[id(each)], each.read - AHEAD
@@ -186,6 +185,8 @@ class _Placed:
     def _gain_us(self, each: _Transfer) -> float:
         """Return the part of the message time that the pass before its reader can hide."""
         planned, (_, source, target, _) = self._planned, each.message
+        if not planned.send_us:
+            return 0.0
         at = each.read - AHEAD
         begins = max(planned.starts[target][at], planned.ends[source][each.sent - 1])
         return min(planned.send_us, max(planned.ends[target][at] - begins, 0.0))
@@ -193,15 +194,15 @@ class _Placed:
     def program(self) -> Program:
         """Return the program with this placement."""
         rows = self._messages.steps
-        posts: list[dict[int, list[Message]]] = [{} for _ in rows]
-        releases: list[dict[int, list[Message]]] = [{} for _ in rows]
-        # If devices stop together, messages sent before the stop are posted before it.
+        posts: list[dict[int, list[Instruction]]] = [{} for _ in rows]
+        releases: list[dict[int, list[Instruction]]] = [{} for _ in rows]
+        # Where devices stop together, what was sent before that is posted before it.
         for each in sorted(self._transfers, key=lambda each: (each.least, each.order)):
             message = each.message
-            posts[message.target].setdefault(each.posted, []).append(message)
-            releases[message.source].setdefault(self._released(each), []).append(message)
+            posts[message.target].setdefault(each.posted, []).append(Receive(message))
+            releases[message.source].setdefault(self._released(each), []).append(Release(message))
         instructions = tuple(
-            tuple(self._row(device, posts[device], releases[device])) for device in range(len(rows))
+            self._row(device, posts[device], releases[device]) for device in range(len(rows))
         )
         return Program(self._messages.schedule, instructions, AHEAD, self._given)
 
@@ -218,25 +219,30 @@ class _Placed:
     def _row(
         self,
         device: int,
-        posts: Mapping[int, Sequence[Message]],
-        releases: Mapping[int, Sequence[Message]],
-    ) -> Iterator[Instruction]:
-        """Yield the instructions of a device.
+        posts: Mapping[int, Sequence[Instruction]],
+        releases: Mapping[int, Sequence[Instruction]],
+    ) -> tuple[Instruction, ...]:
+        """Return the instructions of a device.
 
-        In a gap the sends come first, then the receives in the order of their sends (if all devices
-        wait). Since all streams share one hardware queue, a receive behind another one of its
-        stream blocks all later launches.
+        In a gap the send comes first, and the receives in the order in which all is sent where all
+        wait: where all streams share one queue of the hardware, a receive that waits behind another
+        of its stream holds up all that is launched after it.
         """
-        steps, messages = self._messages.steps[device], self._messages
-        for gap in range(len(steps) + 1):
-            if gap:
-                yield from map(Send, filter(None, map(messages.sent_after, steps[gap - 1])))
-            yield from map(Receive, posts.get(gap, ()))
-            if gap == len(steps):
-                return  # the end of the step waits for all sends
-            yield from map(Release, releases.get(gap, ()))
-            yield from map(Await, filter(None, map(messages.read_by.get, steps[gap])))
-            yield Run(*steps[gap])
+        messages, row = self._messages, list[Instruction]()
+        read_by, sent_after = messages.read_by.get, messages.sent_by.get
+        for gap, step in enumerate(messages.steps[device]):
+            row += posts.get(gap, ())
+            row += releases.get(gap, ())
+            for work in step:
+                if (message := read_by(work)) is not None:
+                    row.append(Await(message))
+            row.append(Run(*step))
+            for work in step:
+                if (message := sent_after(work)) is not None:
+                    row.append(Send(message))
+        # The end of the step waits for all that is sent, so nothing is released there.
+        row += posts.get(len(messages.steps[device]), ())
+        return tuple(row)
 
 
 def _by_step(planned: Timeline) -> Timeline:
@@ -263,32 +269,34 @@ def _transfers(
     waits of senders, which `_Walk` resolves. A message sent between two collectives is also posted
     between them.
     """
-    sent, read = {}, {}
+    sent, read = dict[Pass, int](), dict[Pass, int]()  # by the pass that makes the message
     joins = [[at for at, step in enumerate(row) if step[0].kind.joins] for row in messages.steps]
+    past_joins = [[-1, *own, len(row)] for own, row in zip(joins, planned.starts, strict=True)]
     for row in messages.steps:
-        for at, work in ((at, work) for at, step in enumerate(row) for work in step):
-            result, message = messages.sent_after(work), messages.read_by.get(work)
-            if result is not None:
-                sent[result] = at + 1
-            if message is not None:
-                read[message] = at
+        for at, step in enumerate(row):
+            for work in step:
+                result, message = messages.sent_by.get(work), messages.read_by.get(work)
+                if result is not None:
+                    sent[result.work] = at + 1
+                if message is not None:
+                    read[message.work] = at
     transfers: list[_Transfer] = []
     for row, streams in zip(messages.steps, messages.sent, strict=True):
         for stream in streams.values():
             posted, found = len(row), []
-            for message in reversed(stream):  # not before receives of earlier sends
-                sent_us = planned.ends[message.source][sent[message] - 1]
-                gap = bisect_left(planned.starts[message.target], sent_us)
-                joined = bisect_left(joins[message.source], sent[message])
-                past = [-1, *joins[message.target], len(planned.starts[message.target])]
-                posted, least = min(posted, gap, read[message], past[joined + 1]), past[joined] + 1
+            for message in reversed(stream):  # none is posted before those sent earlier
+                work, source, target, _ = message
+                after, before = sent[work], read[work]
+                gap = bisect_left(planned.starts[target], planned.ends[source][after - 1])
+                joined, past = bisect_left(joins[source], after), past_joins[target]
+                posted, least = min(posted, gap, before, past[joined + 1]), past[joined] + 1
                 posted = max(posted, least)
                 if early is not None:
-                    stop = early[message.target]
-                    is_early = sent[message] <= early[message.source]
+                    stop = early[target]
+                    is_early = after <= early[source]
                     posted = min(posted, stop) if is_early else max(posted, stop)
                     least = 0 if is_early else stop
-                found.append(_Transfer(message, sent[message], read[message], least, posted))
+                found.append(_Transfer(message, after, before, least, posted))
             transfers += reversed(found)
     return transfers
 
@@ -314,14 +322,14 @@ class _Walk:
         rows = messages.steps
         self._lengths = [len(row) for row in rows]
         self._gap = [-1] * len(rows)
-        self._open = [0] * len(rows)  # transfers that only this device has reached
+        self._open = [0] * len(rows)  # messages of which a device has reached its end alone
         self._sends: list[dict[int, list[_Transfer]]] = [{} for _ in rows]
         self._posts: list[dict[int, list[_Transfer]]] = [{} for _ in rows]
         self._untaken: list[dict[int, _Transfer]] = [{} for _ in rows]  # by device, in send order
-        self._awaited: list[dict[int, _Transfer]] = [{} for _ in rows]  # by device, in send order
+        self._awaited: list[dict[int, _Transfer]] = [{} for _ in rows]
         self._num_sent = 0
         self.ran: list[tuple[int, int]] = []  # device and pass, in an order in which they can run
-        for each in transfers:  # device and pass, in a feasible order
+        for each in transfers:
             self._sends[each.message.source].setdefault(each.sent, []).append(each)
             self._posts[each.message.target].setdefault(each.posted, []).append(each)
 
@@ -335,7 +343,6 @@ class _Walk:
                 self.ran.append((device, self._gap[device]))
                 awake += self._arrive(device)
             if not awake:
-                # Nothing moves with the planned posts, so post receives earlier for one sender.
                 awake += self._post_for_a_sender()
 
     def _arrive(self, device: int) -> list[int]:
@@ -346,7 +353,7 @@ class _Walk:
             sent.order, self._num_sent = self._num_sent, self._num_sent + 1
             freed += self._meet(sent, device, self._awaited[sent.message.target])
         for each in self._posts[device].get(gap, ()):
-            if each.posted == gap:  # not posted earlier for its sender
+            if each.posted == gap:  # and not sooner, for its sender
                 freed += self._meet(each, device, self._untaken[each.message.source])
         return freed
 
@@ -365,7 +372,7 @@ class _Walk:
         """Post the receives that one device's sends wait for; return the devices that can go on."""
         for device, untaken in enumerate(self._untaken):
             if self._gap[device] == self._lengths[device]:
-                continue  # has run all; its last sends end with the others' last passes
+                continue  # it has run all, and its last sends end with the others' last passes
             freed: list[int] = []
             for each in list(untaken.values()):
                 at = self._gap[each.message.target]
@@ -389,72 +396,58 @@ class _EventOrder:
         self, planned: Timeline, ran: Sequence[tuple[int, int]], transfers: Sequence[_Transfer]
     ) -> None:
         first = 0
-        self._first: list[int] = []  # by device: gap 0; then pass 0, gap 1, ...
+        self._first: list[int] = []  # by device: its gap 0; its pass 0, gap 1, ... follow
         for row in planned.starts:
             self._first.append(first)
             first += 2 * len(row) + 1
-        self._ends = {self._gap(d, len(row)) for d, row in enumerate(planned.starts)}
-        self._starts = set(self._first)
-        self._after: dict[int, list[int]] = {}
-        self._ahead: dict[int, list[int]] = {}
+        self._ends = {each - 1 for each in (*self._first[1:], first)}
+        self._after = [[each + 1] for each in range(first)]
+        self._ahead = [[each - 1] for each in range(first)]
+        for last, start in zip(self._ends, self._first, strict=True):
+            self._after[last], self._ahead[start] = [], []
         for each in transfers:
-            for gap, work in self._waits(each, each.posted):
-                self._add(gap, work)
-        self._at = self._in_time(planned, ran, first)
+            sends, posts = self._gaps(each, each.posted)
+            self._add(sends, posts + 1)
+            self._hold_sender(sends, posts)
+        self._at = self._in_time(planned, ran)
 
     def posts_at(self, each: _Transfer, gap: int) -> bool:
         """Try to post the message in this gap; return False if it could deadlock."""
-        sent, *posted = self._waits(each, gap)
-        if not self._orders(*sent):
+        sends, posts = self._gaps(each, gap)
+        if not self._orders(sends, posts + 1):
             return False
-        for each_wait in posted:
-            self._add(*each_wait)  # earlier than before, so it closes no cycle
+        self._hold_sender(sends, posts)  # for an earlier gap than before; it closes no cycle
         return True
 
     def place_of_send(self, each: _Transfer) -> int:
         """Return the index of the message's send among all events."""
-        return self._at[self._gap(each.message.source, each.sent)]
+        return self._at[self._gaps(each, each.posted)[0]]
 
-    def _gap(self, device: int, gap: int) -> int:
-        return self._first[device] + 2 * gap
-
-    def _waits(self, each: _Transfer, posted: int) -> list[tuple[int, int]]:
-        """Return (gap, pass) pairs: the passes at both ends wait for the gap of the other end."""
+    def _gaps(self, each: _Transfer, posted: int) -> tuple[int, int]:
+        """Return the gaps of a message's ends; the pass after either waits for the other's gap."""
         _, source, target, _ = each.message
-        sends, posts = self._gap(source, each.sent), self._gap(target, posted)
-        waits = [(sends, posts + 1)]
+        return self._first[source] + 2 * each.sent, self._first[target] + 2 * posted
+
+    def _hold_sender(self, sends: int, posts: int) -> None:
+        """Have the sender's next pass, if there is one, wait until the receive is posted."""
         if sends not in self._ends:
-            waits.append((posts, sends + 1))
-        return waits
+            self._add(posts, sends + 1)
 
     def _add(self, sooner: int, later: int) -> None:
-        self._after.setdefault(sooner, []).append(later)
-        self._ahead.setdefault(later, []).append(sooner)
+        self._after[sooner].append(later)
+        self._ahead[later].append(sooner)
 
-    def _followers(self, event: int) -> Iterator[int]:
-        if event not in self._ends:
-            yield event + 1
-        yield from self._after.get(event, ())
-
-    def _leaders(self, event: int) -> Iterator[int]:
-        if event not in self._starts:
-            yield event - 1
-        yield from self._ahead.get(event, ())
-
-    def _in_time(
-        self, planned: Timeline, ran: Sequence[tuple[int, int]], num_events: int
-    ) -> list[int]:
+    def _in_time(self, planned: Timeline, ran: Sequence[tuple[int, int]]) -> list[int]:
         """Return the index of every event by its time, so that moves stay local."""
-        times = [0.0] * num_events
-        for device, at in ran:
-            work = self._gap(device, at) + 1
+        num_events = len(self._after)
+        times, number = [0.0] * num_events, [-1] * num_events
+        for count, (device, at) in enumerate(ran):
+            work = self._first[device] + 2 * at + 1
             took = planned.ends[device][at] - planned.starts[device][at]
-            times[work] = max(times[each] for each in self._leaders(work))
-            times[work + 1] = times[work] + took
-        rank = {self._gap(*each) + 1: number for number, each in enumerate(ran)}
-        gaps = {event + 1: number for event, number in rank.items()}
-        number = {**rank, **gaps, **dict.fromkeys(self._first, -1)}
-        in_time = sorted(range(num_events), key=lambda event: (times[event], number[event], event))
+            times[work] = start = max(map(times.__getitem__, self._ahead[work]))
+            times[work + 1] = start + took
+            number[work] = number[work + 1] = count
+        in_time = sorted(range(num_events), key=list(zip(times, number, strict=True)).__getitem__)
         places = [0] * num_events
         for place, event in enumerate(in_time):
             places[event] = place
@@ -465,24 +458,22 @@ class _EventOrder:
         at = self._at
         low, high = at[later], at[sooner]
         if low < high:
-            follow = self._reach(later, self._followers, lambda place: place <= high)
+            follow = self._reach(later, self._after, low, high)
             if sooner in follow:
                 return False
-            lead = self._reach(sooner, self._leaders, lambda place: place >= low)
+            lead = self._reach(sooner, self._ahead, low, high)
             events = [*sorted(lead, key=at.__getitem__), *sorted(follow, key=at.__getitem__)]
-            # Only the events between the two change their indices.
-            for event, place in zip(events, sorted(at[each] for each in events), strict=True):
+            for event, place in zip(events, sorted([at[each] for each in events]), strict=True):
                 at[event] = place
         self._add(sooner, later)
         return True
 
-    def _reach(
-        self, event: int, step: Callable[[int], Iterable[int]], is_near: Callable[[int], bool]
-    ) -> set[int]:
-        found, open_ends = {event}, [event]
+    def _reach(self, event: int, step: Sequence[Sequence[int]], low: int, high: int) -> set[int]:
+        """Return the events that `step` leads to from this one, among those at `low` to `high`."""
+        found, open_ends, at = {event}, [event], self._at
         while open_ends:
-            for each in step(open_ends.pop()):
-                if each not in found and is_near(self._at[each]):
+            for each in step[open_ends.pop()]:
+                if low <= at[each] <= high and each not in found:
                     found.add(each)
                     open_ends.append(each)
         return found

@@ -34,7 +34,7 @@ from megatron_vshape.core.program.stuck import Meetings, explain_stuck_messages
 WINDOW = 2
 """Receives posted ahead per stream and sender.
 
-Two hide the latency; each costs the memory of one activation tensor.
+Two hide the latency, each costs one activation's memory.
 """
 
 
@@ -79,7 +79,6 @@ def lower(
         stuck = _stuck(rows)
         if not stuck:
             return Program(schedule, rows, window)
-        # A window over all microbatches posts every receive at the start; more cannot help.
         if window > 2 * schedule.num_microbatches:
             raise ScheduleError(explain_stuck_messages(stuck))
         window *= 2
@@ -128,44 +127,35 @@ def fuse(timeline: Timeline) -> Schedule:
     separate cost it ends no later than W. Overlapped F&B pairs do not change, as they have costs
     for either.
     """
-    schedule, whole_us = timeline.schedule, timeline.whole_backward_us
-    deadline = needed_us(timeline)
-    joint = {kind.does: kind for kind in KINDS if len(kind.does) > 1}
-    beside = set(schedule.beside().values())
-    rows = []
-    for device in range(schedule.num_devices):
-        row: list[Pass] = []
-        began = 0.0
-        for work, start, end in timeline.slots(device):
-            whole = joint.get((row[-1].kind, work.kind)) if row else None
-            whole_end = end if whole_us is None else began + whole_us[work.stage]
-            began = start
-            if (
-                whole
-                and row[-1][1:] == work[1:]
-                and row[-1] not in beside
-                and whole_end <= min(end, deadline.get(row[-1], end))
-            ):
-                row[-1] = work._replace(kind=whole)
-            else:
-                row.append(work)
-        rows.append(tuple(row))
-    return replace(schedule, order=tuple(rows))
+    return _fused(timeline).schedule
 
 
 def needed_us(timeline: Timeline) -> dict[Pass, float]:
     """Return the latest end of each result with readers on other stages, without any delay."""
-    placement = timeline.schedule.placement
+    schedule = timeline.schedule
+    reads: dict[tuple[Kind, int], list[tuple[Kind, int, float]]] = {}
     needed: dict[Pass, float] = {}
-    for device in range(timeline.schedule.num_devices):
-        for (kind, stage, microbatch), start, _ in timeline.slots(device):
-            for read in kind.reads:
-                for maker in read.stages(stage, len(placement)):
-                    if maker != stage or read.at:
-                        send_us = 0.0 if placement[maker] == device else timeline.send_us
-                        made = Pass(find_kind(read.kind), maker, microbatch)
-                        needed[made] = min(start - send_us, needed.get(made, math.inf))
+    for device, row in enumerate(schedule.order):
+        for (kind, stage, microbatch), start in zip(row, timeline.starts[device], strict=True):
+            # Found once for all microbatches: a step has thousands of passes.
+            if (kind, stage) not in reads:
+                reads[kind, stage] = list(_reads_of_others(timeline, kind, stage))
+            for maker_kind, maker, send_us in reads[kind, stage]:
+                made = Pass(maker_kind, maker, microbatch)
+                needed[made] = min(start - send_us, needed.get(made, math.inf))
     return needed
+
+
+def _reads_of_others(
+    timeline: Timeline, kind: Kind, stage: int
+) -> Iterator[tuple[Kind, int, float]]:
+    """Yield what such passes read of other stages, and how long it is sent."""
+    placement = timeline.schedule.placement
+    for read in kind.reads:
+        for maker in read.stages(stage, len(placement)):
+            if maker != stage or read.at:
+                here = placement[maker] == placement[stage]
+                yield find_kind(read.kind), maker, 0.0 if here else timeline.send_us
 
 
 def _fused(timeline: Timeline) -> Timeline:
@@ -173,15 +163,35 @@ def _fused(timeline: Timeline) -> Timeline:
 
     This is later than a BW could end, but no pass waits for it.
     """
-    schedule = fuse(timeline)
-    slots = [
-        {(part, *slot.work[1:]): slot for slot in timeline.slots(d) for part in slot.work.parts()}
-        for d in range(schedule.num_devices)
-    ]
-    rows = list(zip(schedule.order, slots, strict=True))
-    starts = (tuple(at[p.parts()[0], *p[1:]].start for p in row) for row, at in rows)
-    ends = (tuple(at[p.parts()[-1], *p[1:]].end for p in row) for row, at in rows)
-    return replace(timeline, schedule=schedule, starts=tuple(starts), ends=tuple(ends))
+    schedule, whole_us = timeline.schedule, timeline.whole_backward_us
+    deadline = needed_us(timeline)
+    joint = {kind.does: kind for kind in KINDS if len(kind.does) > 1}
+    beside = set(schedule.beside().values())
+    rows, all_starts, all_ends = [], [], []
+    for device in range(schedule.num_devices):
+        row, starts, ends = list[Pass](), list[float](), list[float]()
+        for work, start, end in zip(*_of_device(timeline, device), strict=True):
+            last = row[-1] if row else None
+            whole = joint.get((last.kind, work.kind)) if last else None
+            if whole and last and last[1:] == work[1:] and last not in beside:
+                whole_end = end if whole_us is None else starts[-1] + whole_us[work.stage]
+                if whole_end <= min(end, deadline.get(last, end)):
+                    row[-1], ends[-1] = work._replace(kind=whole), end
+                    continue
+            row.append(work)
+            starts.append(start)
+            ends.append(end)
+        rows.append(tuple(row))
+        all_starts.append(tuple(starts))
+        all_ends.append(tuple(ends))
+    fused = replace(schedule, order=tuple(rows))
+    return replace(timeline, schedule=fused, starts=tuple(all_starts), ends=tuple(all_ends))
+
+
+def _of_device(
+    timeline: Timeline, device: int
+) -> tuple[tuple[Pass, ...], tuple[float, ...], tuple[float, ...]]:
+    return timeline.schedule.order[device], timeline.starts[device], timeline.ends[device]
 
 
 def _launched(timeline: Timeline) -> Timeline:
@@ -223,7 +233,7 @@ def _instructions(messages: Messages, device: int, window: int) -> Iterator[Inst
             yield Await(message)
             yield from post(source, at + 1 + window)
         yield Run(*step)
-        yield from map(Send, filter(None, map(messages.sent_after, step)))
+        yield from map(Send, filter(None, map(messages.sent_by.get, step)))
 
 
 def _stuck(rows: Rows) -> dict[int, Instruction]:
@@ -240,7 +250,6 @@ def _stuck(rows: Rows) -> dict[int, Instruction]:
                 posted.add(each.message.work)
                 awake.append(each.message.source)
             elif isinstance(each, Send):
-                # Rendezvous: the send blocks until its receive is posted.
                 if each.message.work not in posted:
                     break
                 sent.add(each.message.work)

@@ -36,6 +36,7 @@ from megatron_vshape.core.program.lowering import forward_wave, lower, whole_bac
 from megatron_vshape.core.rivals import judge_rival, rivals_of
 from megatron_vshape.mcore.setup.choice import GIB, Choice
 from megatron_vshape.mcore.setup.one_planner import OnePlanner
+from megatron_vshape.mcore.setup.recent import keep, no_collection, recall
 
 logger = logging.getLogger(__name__)
 
@@ -158,19 +159,20 @@ class Planner:
             self._evaluation.clear()
 
     def training(self, num_microbatches: int) -> PlannedStep:
-        """Return the plan of a training step.
+        """Plan a training step of `num_microbatches`, or return the plan made before.
 
         Raises:
             ScheduleError: The schedule is from a file for another number of microbatches.
         """
-        if num_microbatches not in self._training:
+        plan = recall(self._training, num_microbatches)
+        if plan is None:
             plan = self._plan(num_microbatches)
             most = plan.most_messages
             if self.choice.limit_bytes is not None and most > self._messages:
                 # The plan uses memory that its messages need, so plan again with less.
                 self._messages = most
                 return self.training(num_microbatches)
-            self._training[num_microbatches] = plan
+            self._keep(plan, num_microbatches)
             logger.info(
                 "planned %s for %d devices and %d microbatches: bubble %.1f %%, peak %g chunks",
                 plan.schedule.name,
@@ -179,10 +181,20 @@ class Planner:
                 100 * plan.timeline.bubble,
                 plan.peak_chunks,
             )
-        return self._training[num_microbatches]
+        return plan
+
+    def _keep(self, plan: PlannedStep, num_microbatches: int) -> None:
+        """Keep a plan; all of them if costs make the order, which takes seconds of search."""
+        if self.choice.plans_by_costs:
+            self._training[num_microbatches] = plan
+        else:
+            keep(self._training, num_microbatches, plan)
 
     def _plan(self, num_microbatches: int) -> PlannedStep:
-        if self.once is not None and self.choice.plans_by_costs:
+        if not self.choice.plans_by_costs:
+            with no_collection():
+                return self._made(self._schedule(num_microbatches))
+        if self.once is not None:
             return self._made(self.once(lambda: self._schedule(num_microbatches)))
         return self._made(self._schedule(num_microbatches))
 
@@ -253,15 +265,17 @@ class Planner:
         return self._bubbles[key]
 
     def evaluation(self, num_microbatches: int) -> Program:
-        """Return the program of an evaluation step, which has only forward passes."""
-        if num_microbatches not in self._evaluation:
+        """Make the program of an evaluation step, which has only forward passes, or recall it."""
+        program = recall(self._evaluation, num_microbatches)
+        if program is not None:
+            return program
+        with no_collection():
             wave = forward_wave(self.choice.placement, self.choice.num_devices, num_microbatches)
             if self.choice.shares:
                 wave = share_forwards(wave)
-            self._evaluation[num_microbatches] = lower(
-                wave, kernels=self.choice.kernels, takes=self._takes
-            )
-        return self._evaluation[num_microbatches]
+            program = lower(wave, kernels=self.choice.kernels, takes=self._takes)
+        keep(self._evaluation, num_microbatches, program)
+        return program
 
     def smallest(self) -> Program:
         """Return a small program that uses every P2P stream of this planner's other programs."""

@@ -14,13 +14,14 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.hiding import Beside
 from megatron_vshape.core.program.instructions import Program
+from megatron_vshape.mcore.setup.recent import keep, recall
 
 
 class Agreement:
     """Compares the programs of all ranks of the world, each once."""
 
     def __init__(self) -> None:
-        self._agreed: list[Program] = []
+        self._agreed: dict[int, Program] = {}  # by number of microbatches
 
     def check(self, program: Program, beside: Mapping[Pass, Beside] | None = None) -> None:
         """Return if all ranks run this program in the step; all call this for the same steps.
@@ -33,9 +34,9 @@ class Agreement:
         Raises:
             ScheduleError: on all ranks, if one has another.
         """
-        if any(program is each for each in self._agreed):
-            return
         schedule = program.schedule
+        if recall(self._agreed, schedule.num_microbatches) is program:
+            return
         settings = f"{schedule.placement} {schedule.half_duplex}"
         text = f"{settings} {program.text()} {sorted((beside or {}).items())}"
         own = hashlib.sha256(text.encode()).hexdigest()
@@ -48,4 +49,4 @@ class Agreement:
                 f"{schedule.num_microbatches} microbatches: give every node the same costs and "
                 "schedule files"
             )
-        self._agreed.append(program)
+        keep(self._agreed, schedule.num_microbatches, program)

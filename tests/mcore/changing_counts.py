@@ -1,0 +1,97 @@
+"""A plugin of the farm: steps with random numbers of microbatches of random lengths.
+
+As dynamic batches make them in reinforcement learning: every tenth step evaluates, with one
+microbatch or four.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from array import array
+from functools import partial
+from typing import Any
+
+import other_trainer
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch.distributed import distributed_c10d
+
+import megatron_vshape
+
+MOST = 9
+"""Maximum microbatches of a step; the first steps have every number up to it once."""
+
+
+def steps(number: int) -> list[tuple[int, list[int], bool]]:
+    """Draw count, lengths and whether it evaluates, for each of `number` steps."""
+    draw = random.Random(61)
+    counts = [*range(1, MOST + 1), *(draw.randint(1, MOST) for _ in range(MOST, number))]
+    counts[9::20], counts[19::20] = [1] * len(counts[9::20]), [4] * len(counts[19::20])
+    return [
+        (count, [draw.randint(3, other_trainer.LONGEST) for _ in range(count)], at % 10 == 9)
+        for at, count in enumerate(counts)
+    ]
+
+
+def in_use() -> dict[str, int]:
+    """Count the objects, the tensors and the process groups of this rank."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+    return {
+        "objects": len(gc.get_objects()),
+        "tensors": len(tensors),
+        "bytes": sum(each.nbytes for each in tensors),
+        "groups": len(distributed_c10d._world.pg_map),
+    }
+
+
+def train(given: dict[str, Any]) -> dict[str, Any]:
+    """Run the steps; return losses, and what is in use when a half of them and all have run."""
+    ranks, number = dist.get_world_size(), given["steps"]
+    mpu.initialize_model_parallel(1, ranks)
+    config = other_trainer.make_config("verl", ranks, given)
+    model_parallel_cuda_manual_seed(1)
+    model = other_trainer.make_model("verl", config, given)
+    config.finalize_model_grads_func = finalize_model_grads
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1), model)
+    losses, used = array("d"), []
+    for at, (count, lengths, evaluates) in enumerate(steps(number)):
+        for chunk in model:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        collected: list[float] = []
+        returned = get_forward_backward_func()(
+            forward_step_func=partial(other_trainer.forward, "verl", collected),
+            data_iterator=[other_trainer.batches(at, count, lengths) for _ in model],
+            model=model,
+            num_microbatches=count,
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=evaluates,
+        )
+        losses.extend(other_trainer.by_rank(returned, collected) or ())
+        if not evaluates:
+            optimizer.step()
+        del returned, collected
+        if at + 1 in (max(number // 2, 20), number):
+            used.append(in_use())
+    return {"losses": losses.tolist(), "used": used, "chunks": len(model)}
+
+
+def start(rank: int, given: dict[str, Any]) -> None:
+    """Train in a rank of the farm, and end it."""
+    megatron_vshape.unregister()
+    dist.init_process_group("gloo")
+    if given["schedule"] is not None:
+        megatron_vshape.register(schedule=given["schedule"])
+    torch.save(train(given), f"{given['directory']}/{rank}.pt")
+    dist.barrier()
+    megatron_vshape.unregister()
+    os._exit(0)

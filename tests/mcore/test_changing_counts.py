@@ -1,0 +1,98 @@
+"""Steps with another number of microbatches each time, as dynamic batches have them."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.training")
+
+import torch
+from mcore.farm import Farm
+
+from megatron_vshape.mcore.setup import plans, recent
+from megatron_vshape.mcore.setup.choice import Choice
+from megatron_vshape.mcore.setup.plans import Planner
+
+PLUGIN = Path(__file__).parent / "changing_counts.py"
+
+
+def run(
+    farm: Farm, folder: Path, schedule: str | None, ranks: int, steps: int
+) -> list[dict[str, Any]]:
+    folder = folder / str(schedule)
+    folder.mkdir()
+    trainer = folder / "trainer.py"  # imported, as a library is
+    trainer.write_text("from changing_counts import start")
+    given = {"schedule": schedule, "directory": str(folder), "steps": steps}
+    farm.run(ranks, plugin=trainer, given=given, timeout_s=3000).check()
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "steps"),
+    [
+        ("v-half", 2, 30),
+        pytest.param("v-half", 4, 1000, marks=pytest.mark.slow),
+        pytest.param("v-min", 4, 60, marks=pytest.mark.slow),
+        pytest.param("v-zb", 4, 60, marks=pytest.mark.slow),
+    ],
+)
+def test_losses_are_those_of_1f1b_and_nothing_accumulates(
+    farm: Farm, tmp_path: Path, schedule: str, ranks: int, steps: int
+) -> None:
+    plain = run(farm, tmp_path, None, ranks, steps)
+    ours = run(farm, tmp_path, schedule, ranks, steps)
+    assert [each["chunks"] for each in ours] == [2] * ranks
+    assert len(plain[-1]["losses"]) >= steps
+    assert ours[-1]["losses"] == pytest.approx(plain[-1]["losses"], abs=1e-5)
+    for rank in ours:
+        half, end = rank["used"]
+        assert half["groups"] == end["groups"]  # no communicator is made after the first step
+        # The last step may leave its last messages, of a few hundred tokens, until the next.
+        assert end["tensors"] <= half["tensors"] + 4
+        assert end["bytes"] <= half["bytes"] + 64 * 2**10
+        assert end["objects"] <= half["objects"] + 100
+
+
+@pytest.mark.parametrize("name", ["1f1b-v", "v-min", "v-half", "v-zb", "v-two-thirds", "zb-h1"])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_any_number_of_microbatches_has_a_program(name: str, kernels: bool) -> None:
+    planner = Planner(Choice(4, name, kernels=kernels))
+    for count in (*range(1, 18), 31):
+        plan, program = planner.training(count), planner.evaluation(count)
+        assert plan.schedule.num_microbatches == count
+        assert program.schedule.num_microbatches == count
+        assert planner.training(count) is plan
+        assert planner.evaluation(count) is program
+
+
+def test_plans_are_dropped_when_they_have_not_been_used_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recent, "MOST_MICROBATCHES", 20)
+    planner = Planner(Choice(2, "v-half"))
+    first = planner.training(2)
+    for count in range(3, 40):
+        planner.training(count)
+        planner.evaluation(count)
+        if count < 19:  # used again, and so kept beside the latest
+            assert planner.training(2) is first
+    assert planner.training(2) is not first
+    assert list(planner._training) == [2]
+    assert len(planner._evaluation) == 1
+
+
+def test_a_plan_is_made_without_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    enabled, original = [], plans.lower
+
+    def lower(*args: Any, **options: Any) -> Any:
+        enabled.append(gc.isenabled())
+        return original(*args, **options)
+
+    monkeypatch.setattr(plans, "lower", lower)
+    planner = Planner(Choice(2, "v-half"))
+    planner.training(3)
+    planner.evaluation(3)
+    assert (enabled, gc.isenabled()) == ([False, False], True)
