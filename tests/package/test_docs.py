@@ -43,7 +43,8 @@ def anchors(page: Path) -> set[str]:
 def test_ten_pages_of_fourteen_thousand_words() -> None:
     pages = [ROOT / "README.md", *DOCS]
     assert len(pages) == MOST_PAGES
-    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= MOST_WORDS
+    words = (page.read_text(encoding="utf-8").replace("|", " ").split() for page in pages)
+    assert sum(map(len, words)) <= MOST_WORDS  # the bars of tables are not words
 
 
 @pytest.mark.parametrize("page", DOCS, ids=name)
