@@ -71,6 +71,14 @@ def table() -> list[str]:
     return [*lines, *_kwai()]
 
 
+def errors_of_peaks() -> tuple[int, float, float]:
+    """Return the number of large peaks, their median error, and the error that 90% are within."""
+    with ROWS.open() as stream:
+        ran = [row for row in csv.DictReader(stream) if row["rehearsed_peak"]]
+    errors = [abs(_off(row, "peak")) for row in ran if int(row["measured_peak"]) >= LARGE]
+    return len(errors), median(errors), _tenth(errors)
+
+
 def _off(row: Row, what: str) -> float:
     return int(row[f"rehearsed_{what}"]) / int(row[f"measured_{what}"]) - 1
 

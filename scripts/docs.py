@@ -30,9 +30,17 @@ import megatron_vshape  # noqa: E402
 from megatron_vshape.cli.main import main as run  # noqa: E402
 from megatron_vshape.environment import ALLOCATOR, settings  # noqa: E402
 from megatron_vshape.mcore.options import OPTIONS  # noqa: E402
+from megatron_vshape.rehearsal import fitted  # noqa: E402
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import rehearsed_table  # noqa: E402
 
 PROMPT = "$ megatron-vshape "
 WIDTH = 100
+ERROR_CASES = (
+    *("all", "with a pipeline", "no pipeline", "dense"),
+    *("experts, within a node", "experts, between nodes"),
+)
 _CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _TABLE = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -106,10 +114,26 @@ def _python() -> str:
     return _rows("name | purpose", rows)
 
 
+def _prediction_error() -> str:
+    large, median, ninth = rehearsed_table.errors_of_peaks()
+    runs = f"{large} NVIDIA CI runs with a peak of at least 1 GiB"
+    rows: list[tuple[str, ...]] = [("peak memory", runs, f"{median:.1%}", f"{ninth:.1%}", "")]
+    for case in ERROR_CASES:
+        each = fitted.LEFT_OUT[case]
+        runs = f"{each.runs} published runs" + (f": {case}" if case != "all" else "")
+        numbers = (f"{each.median_percent:g}%", f"{each.ninth_percent:g}%")
+        rows.append(("step time", runs, *numbers, f"{each.worst_factor:g}x"))
+    pairs = fitted.PAIRS
+    of = f"{pairs.pairs} pairs of configurations; {pairs.right_percent:g}% in the right order"
+    rows.append(("ratio of step times", of, f"{pairs.median_percent:g}%", "", ""))
+    return _rows("estimate | data | median error | 90% within | worst", rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "training options": _training_options,
     "environment": _environment,
     "python": _python,
+    "prediction error": _prediction_error,
 }
 """Tables by the name in their comment."""
 

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_vshape.core.model.costs_file import _ALONE, _FIELDS, _MORE, _UNLIKE
 from megatron_vshape.core.model.kinds import KINDS, KNOWN_ALONE, other_amounts
+from megatron_vshape.rehearsal.fitted import LEFT_OUT
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -61,6 +62,11 @@ def test_output_and_tables_are_current(page: Path) -> None:
 
     text = page.read_text(encoding="utf-8")
     assert docs.current(text) == text, "run: python scripts/docs.py"
+
+
+def test_the_readme_has_the_error_of_the_step_time() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"step time {LEFT_OUT['all'].median_percent:g}%" in text
 
 
 def test_the_python_example_runs() -> None:
