@@ -148,21 +148,21 @@ def _short(line: Row) -> Row:
 
 
 HEAD = """\
-# Published recipes, planned anew
+# Published recipes: best stock schedule and best schedule of this package
 
-Recipes of NVIDIA-NeMo/Megatron-Bridge (067f987d) with a pipeline, one for each model and system:
-what `megatron-vshape advise` predicts of today's schedule, of the best that stock Megatron has
-and of the best with this package, with the recipe's own TP, PP, CP, EP and microbatch, and with
-half or twice of one or two of them. Recompute is the recipe's or none. Predicted, not measured;
-what is within {within:g} % of each other is a toss-up. Graphs of a whole step and experts'
-exchanges behind another microbatch, which some recipes have, are in none of the lines, and DeepEP
-is counted as HybridEP. Stock Megatron may deal its layers out by a layout, as some recipes do; a
-layout that a function of the recipe's returns is taken as even work.
+Recipes of NVIDIA-NeMo/Megatron-Bridge (067f987d) with a pipeline, one for each model and system.
+`megatron-vshape advise` predicts the schedule of the recipe, the best stock Megatron schedule, and
+the best schedule with this package: first with the recipe's TP, PP, CP, EP and microbatch size,
+then with one or two of them halved or doubled. Recomputation is that of the recipe, or none. All
+values are predicted, not measured; a difference of less than {within:g}% is a tie. Full-iteration
+CUDA graphs and the overlap of expert communication, which some recipes use, are not included, and
+DeepEP is counted as HybridEP. Stock schedules can have a pipeline layout with uneven layers, as
+some recipes do; a layout that is returned by a function of the recipe is assumed to be balanced.
 
-**These answers are older than the current step times**: all-to-alls between nodes were estimated
-up to 2.9x too slow, so recipes whose experts span nodes of 8 GPUs have to be asked again.
-`python benchmarks/replan_recipes.py RECIPES.json --megatron DIR --te DIR` asks, and without
-arguments prints this page.
+**These predictions are older than the current step times.** All-to-alls between nodes were
+estimated up to 2.9x too slow, so recipes whose experts span nodes of 8 GPUs must be predicted
+again. `python benchmarks/replan_recipes.py RECIPES.json --megatron DIR --te DIR` predicts them;
+without arguments, it prints this page.
 """
 BY_HAND = """\
 Checked by hand, with one or two sizes halved or doubled:

@@ -23,7 +23,7 @@ HEAD = """\
 ## Step times: published, and estimated
 
 The work of one microbatch is counted by a dry run of the run's own flags
-([models.yaml](../benchmarks/evidence/models.yaml); `python scripts/count_runs.py`): matrix products
+([models.yaml](evidence/models.yaml); `python scripts/count_runs.py`): matrix products
 by shape and format, attention, bytes that other kernels move, kernels, collectives by group. The
 time of a collective follows from its bytes per hop: NVLink and network transfer at the same time,
 DeepEP and HybridEP send a token once to each node, a plain all-to-all once to each rank
@@ -77,7 +77,7 @@ def _rows(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         how = f"{predicted(row)['step_s']:.3g}"
         groups[key_of(row), row["gpu"], str(row["vpp"]), str(row["global_batch"]), how].append(row)
-    yield "| model | GPUs | TP PP VPP CP EP | format | measured s | predicted | off by |"
+    yield "| model | GPUs | TP PP VPP CP EP | format | measured s | predicted | error |"
     yield "|---|---|---|---|---:|---:|---:|"
     for (*_, how), own in groups.items():
         row = own[0]
@@ -89,7 +89,7 @@ def _rows(rows: Sequence[Row]) -> Iterator[str]:
         gpus = f"{row['gpus']} {row['gpu'].upper()}"
         yield (
             f"| {row['model']} | {gpus} | {sizes} | {row['precision']} | {span} | {how} "
-            f"| {off:+.0f} % |"
+            f"| {off:+.0f}% |"
         )
 
 
