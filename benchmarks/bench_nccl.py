@@ -1,22 +1,22 @@
-"""Train on several ranks that share one GPU, over NCCL: as it is, and with waits for the device.
+"""Train on several ranks that share one GPU, over NCCL, with and without waits for the GPU.
 
     python benchmarks/bench_nccl.py --ranks 2
 
-A receive that is posted is a kernel: it occupies its device until the message is there. Much that a
-pass may do waits for the whole device and so for that kernel too: the loading of another kernel,
-memory given back, a number fetched. One rank that waits is safe; two that wait at once, each for
-what the other has yet to compute, wait for ever. The same small GPT is trained with v-half:
+A posted receive is a kernel: it occupies its GPU until the message arrives. Many operations of a
+pass wait for the whole GPU and therefore for that kernel: loading a kernel, freeing memory,
+reading a number. One waiting rank is safe. Two ranks that wait for each other's results wait
+forever. The same small GPT is trained with v-half:
 
-    gloo            on the CPU, for the losses that all others must have
+    gloo            on the CPU, for reference losses
     as-is           over NCCL
-    waiting         likewise, and every pass begins with a wait for the device
-    waiting-early   likewise, every receive posted one pass before the pass that reads it
+    waiting         every pass starts with a wait for the GPU
+    waiting-early   the same, and every receive is posted one pass before the pass that reads it
 
-The last must hang, or the waits are none. The proof that every program has to pass says of the
-instructions of each of the two whether they hang. Ends with 1 where one goes as it must not.
+The last variant must hang; otherwise the waits have no effect. The deadlock proof of every program
+predicts which variants hang. Exits with 1 if a variant does not behave as predicted.
 
-Two contexts on one device take turns: this tests the protocol, and no time or overlap. With
-`--device cpu` all runs over gloo, and every rank waits for what it has posted in a device's stead.
+Two contexts on one GPU take turns: this tests the protocol, not times or overlap. With `--device
+cpu`, all runs use gloo, and every rank waits for its posted receives instead of the GPU.
 """
 
 from __future__ import annotations

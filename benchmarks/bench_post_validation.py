@@ -1,13 +1,13 @@
-"""Measure what a barrier between iterations costs, and what is left of it with post-validation.
+"""Measure the cost of a barrier between iterations, with and without post-validation.
 
     python benchmarks/bench_post_validation.py [--ranks 8] [--microbatches 32] [--iterations 20]
 
-Every pass sleeps, so that 8 ranks fit on any machine. After an iteration every rank reduces one
-number, as for a gradient norm: once it waits for the result and goes on, once it goes on with the
-next iteration's first forwards and waits before the first backward. Both in one run, beside the
-simulation of all iterations at once, which knows how long a message takes here: between processes
-that sleep, and so on cores that do, some 0.5 ms, 2 % of a pass of 20 ms and nothing beside the
-passes of a GPU, where it takes microseconds. That is why the passes here last 40 ms.
+Every pass sleeps, so that 8 ranks fit on any machine. After each iteration, all ranks reduce one
+number, as for a gradient norm. In one variant they wait for the result. In the other, they run the
+first forwards of the next iteration and wait before its first backward. Both are compared with a
+simulation of all iterations that includes the measured message time. A message between sleeping
+processes needs about 0.5 ms, which is 2% of a pass of 20 ms, so the passes here last 40 ms. On
+GPUs, a message needs microseconds.
 """
 
 import argparse
@@ -126,10 +126,10 @@ def main() -> None:
     print(
         f"{args.schedule}, {args.ranks} ranks, {args.microbatches} microbatches, passes sleep "
         f"{args.pass_ms} ms; {args.iterations} iterations, each {busy_us / 1e3:.0f} ms busy; "
-        f"a message takes {send_us / 1e3:.2f} ms"
+        f"message {send_us / 1e3:.2f} ms"
     )
     print(f"{'':24} {'simulated':>10} {'measured':>10}   time per iteration / busy time")
-    names = ("waits for the reduction", "with post-validation")
+    names = ("with barrier", "with post-validation")
     for name, expected, seconds in zip(names, (apart_us, together_us), measured, strict=True):
         found = 1e6 * seconds / args.iterations
         goal = f"   (goal {GOAL})" if name == names[1] else ""

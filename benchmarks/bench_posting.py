@@ -1,10 +1,10 @@
-"""Print what posting receives early is worth, and what it risks, where messages are kernels (NCCL).
+"""Print the gain and the risk of posting receives early if messages are kernels (NCCL).
 
-Three ways to post: right before the reader (late), where no wait for a whole device can hang
-(safe: `program.kernels`, what runs), and one pass before the reader always (early). A program hangs
-if it does not end where every device waits, in every pass, for its own kernels. Step times are
-simulated with messages that start when both ends are there; beside them is what a transport would
-reach that need not post (pushed), such as copies into a neighbour's symmetric memory.
+Three variants: a receive is posted right before its reader (late); early where a wait for the
+whole GPU cannot hang (safe: `program.kernels`, the default); one pass before the reader always
+(early). A program hangs if it does not end when every rank waits for its GPU in every pass. Step
+times are simulated with messages that start when both ranks are ready. `pushed` is the step time
+of a transport without receives, such as copies into symmetric memory.
 """
 
 import argparse

@@ -1,19 +1,17 @@
 #!/usr/bin/env python3
-"""Measure steps of a sliced V beside Megatron's 1F1B and interleaved, and the same V unsliced.
+"""Measure V-ZB with sequence slices, compared with 1F1B, interleaved 1F1B and V-ZB without slices.
 
     python benchmarks/bench_slices.py [--ranks 4] [--microbatches 4] [--slices 4] [--seq-length 768]
 
-Trains a small GPT over gloo with long sequences and no more microbatches than ranks: four minutes
-on two idle cores. Every pass computes and then sleeps until `DILATION` times its processor time has
-gone, the median of the first `CALIBRATION` of its kind, chunk and slice: so the ranks' passes fit
-on few processors beside each other.
+Trains a small GPT over gloo with long sequences and at most PP microbatches: four minutes on two
+idle cores. Every pass computes and then sleeps until `DILATION` times its CPU time has passed
+(median of the first `CALIBRATION` passes of its kind, chunk and slice), so that the passes of all
+ranks fit on few CPU cores.
 
-Printed of every run are the median of Megatron's own times of an iteration; what lies in it between
-the first pass of all ranks and the last, beside what the simulator says of the same order at what
-the passes of this very run have lasted, by rank, kind, chunk and slice, sleep and all; and the
-ratio of its iteration to the sliced V's, measured and foretold from the simulated passes and the
-rest of the iteration. What a run takes beyond its simulated passes it has waited for messages:
-Megatron's schedules wait until a message has been taken, which the simulator does not.
+Prints for every run the median of Megatron's iteration times; the time from the first to the last
+pass of all ranks, measured and simulated with the pass times of the same run; and the ratio of the
+iteration time to that of the sliced V, measured and predicted. A run needs more time than its
+simulation if it waits for messages: Megatron's schedules wait until a message has been received.
 """
 
 from __future__ import annotations
@@ -223,7 +221,7 @@ def main() -> None:
         runs[name] = measure(flags if slices > 1 else flags[:2], options)
         expected[name] = simulated(runs[name], schedules[name])
         load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
-        print(f"{name}: {runs[name].step:.0f} ms a step (load {load})", flush=True)
+        print(f"{name}: {runs[name].step:.0f} ms per step (load {load})", flush=True)
     (whole, *_), (cut, *_) = (
         times(runs[each], schedules[each]).values() for each in ("v-zb", sliced)
     )
@@ -231,12 +229,11 @@ def main() -> None:
     price, share = statistics.fmean(more) / (options.slices - 1), statistics.fmean(map(sum, whole))
     print(
         f"{options.ranks} ranks, {options.microbatches} microbatches of {options.seq_length} "
-        f"tokens; an F of a slice takes {price:.1f} ms beside its share, {price / share:.1%} of a "
-        "whole one"
+        f"tokens; overhead of F per slice {price:.1f} ms, {price / share:.1%} of an unsliced F"
     )
     print(
         f"{'run':18} {'step ms':>8} {'passes':>7} {'simulated':>9} "
-        f"{'over sliced':>12} {'foretold':>9}"
+        f"{'/ sliced':>12} {'predicted':>9}"
     )
     for name, run in runs.items():
         ratio = run.step / runs[sliced].step

@@ -1,20 +1,18 @@
 #!/usr/bin/env python3
-"""Measure what sharing a vocabulary saves in training, beside what is predicted.
+"""Measure step time and memory of vocabulary parallelism in training; compare with predictions.
 
     python benchmarks/bench_vocabulary.py [--ranks 4] [--schedule v-half] [--vocabulary 16384]
 
-Trains a small GPT with a large vocabulary three times over gloo: with an even split of the layers,
-with `--pipeline-layer-split auto`, and with `--pipeline-vocab-parallel`. Each run measures its own
-costs and predicts from them what its later steps take (docs/reference.md); the medians of both are
-printed, the ratios of the runs, and the MiB of the rank that holds most: activations, counted pass
-by pass, and what belongs to parameters.
+Trains a small GPT with a large vocabulary three times over gloo: with equal layers per stage, with
+`--pipeline-layer-split auto`, and with `--pipeline-vocab-parallel`. Each run measures its costs
+and predicts its later steps from them. Prints the medians of both, the ratios of the runs, and the
+MiB of the rank with the highest peak: activations, counted per pass, and memory of the parameters.
 
-Every pass of the model computes and then sleeps until DILATION times its kind's processor time has
-gone, the median of the later half of the first CALIBRATION, so that the ranks' passes fit on few
-processors beside each other and last as long each time. Messages, sums and what else a rank does
-are as they are.
+Every pass computes and then sleeps until DILATION times the CPU time of its kind has passed
+(median of the later half of the first CALIBRATION passes). The passes of all ranks then fit on few
+CPU cores and have constant lengths. Messages, collectives and other work are not changed.
 
-Ends with 1 where a measured ratio is more than a twentieth off its prediction.
+Exits with 1 if a measured ratio differs by more than 5% from its prediction.
 """
 
 from __future__ import annotations
@@ -169,9 +167,9 @@ def main() -> None:
     runs = {name: measure(flags, options) for name, flags in RUNS.items()}
     print(
         f"{options.schedule}, {options.ranks} ranks, {options.microbatches} microbatches, "
-        f"a vocabulary of {options.vocabulary}"
+        f"vocabulary {options.vocabulary}"
     )
-    print("run        predicted ms  measured ms  ratio   MiB of a rank: most, activations, rest")
+    print("run        predicted ms  measured ms  ratio   MiB of a rank: peak, activations, rest")
     for name, run in runs.items():
         print(
             f"{name:10} {run.predicted_ms:12.1f} {run.measured_ms:12.1f} "
@@ -184,11 +182,11 @@ def main() -> None:
         found = runs[name].measured_ms / shared.measured_ms
         missed |= abs(found / expected - 1) > TOLERANCE
         print(
-            f"{name} / shared: predicted {expected:.3f}, measured {found:.3f}, "
-            f"off by {found / expected - 1:+.1%}"
+            f"{name} / parallel: predicted {expected:.3f}, measured {found:.3f}, "
+            f"error {found / expected - 1:+.1%}"
         )
     if missed:
-        raise SystemExit(f"a ratio is more than {TOLERANCE:.0%} off its prediction")
+        raise SystemExit(f"a ratio differs by more than {TOLERANCE:.0%} from its prediction")
 
 
 if __name__ == "__main__":

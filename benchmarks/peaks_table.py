@@ -1,13 +1,13 @@
-"""What every rank needs at its peak: planned from one costs file, beside rehearsed.
+"""Print the peak memory of every rank: planned from one costs file, and estimated by rehearse.
 
     python benchmarks/peaks_table.py --megatron ../Megatron-LM --te ../TransformerEngine \
         --folder peaks -- pretrain_gpt.py FLAGS...
 
-FLAGS are of a GPT without a schedule, its layers a multiple of twice the pipeline's ranks, where
---account-for-embedding-in-pipeline-split and its like for the loss count as one each. The costs are
-counted once (`rehearse --costs`), under V-ZB and 1F1B-V; all that is planned follows from them:
-other schedules, other numbers of stages, other layers, multi-token prediction, a vocabulary that is
-shared. What is in FOLDER already is not rehearsed again. A rank takes 10 to 60 s.
+FLAGS describe a GPT without a schedule. Its layers are a multiple of 2 x PP;
+--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split count as one
+layer each. The costs are counted once (`rehearse --costs`, V-ZB and 1F1B-V). All plans use them:
+other schedules, stages, layer splits, multi-token prediction and vocabulary parallelism. Results
+in FOLDER are reused. A rank needs 10 to 60 s.
 """
 
 import argparse
@@ -90,7 +90,7 @@ def interleaved(model: Model) -> Case:
 
 
 def split(model: Model) -> Case:
-    """Return V-Half with the layers with which its largest rank needs least."""
+    """Return V-Half with the layer split that minimizes the largest peak."""
     schedule = make("v-half", model.devices, model.microbatches)
     even = model.pieces.costs(model.even(v_shape(model.devices)))
     layers, _ = lighter_layers(schedule, even)
@@ -100,7 +100,7 @@ def split(model: Model) -> Case:
 
 
 def predicting(model: Model) -> Case:
-    """Return V-Half with a layer of multi-token prediction in the last stage."""
+    """Return V-Half with one layer of multi-token prediction in the last stage."""
     flags = ["--pipeline-schedule", "v-half", "--mtp-num-layers", "1"]
     flags += ["--position-embedding-type", "rope"]  # Megatron refuses learned positions
     layers = model.even(v_shape(model.devices))
@@ -170,7 +170,7 @@ def main() -> None:
     cases = {key: CASES[key](model) for key in options.cases}
     stages = ranks_asked_for(options.ranks, sizes.pipeline)
     rehearse(options, sizes, cases, stages)
-    print("GiB of every rank, planned / rehearsed, and the worst difference")
+    print("GiB of every rank, planned / estimated, and the largest difference")
     for key, case in cases.items():
         print_case(options.folder, key, case, stages)
 
@@ -223,7 +223,7 @@ def made(folder: Path, key: str, stage: int) -> Path:
 
 
 def print_case(folder: Path, key: str, case: Case, stages: Sequence[int]) -> None:
-    """Print what was planned of the case beside what was rehearsed."""
+    """Print the planned and the estimated peaks of a case."""
     run = fuse(simulate(case.schedule, case.costs))
     planned, cells, off = peak_held(run, case.costs), [], []
     for stage in stages:

@@ -1,10 +1,9 @@
-"""Draw what torch's profiler shows of a training step: passes, waits, weight jobs, operations.
+"""Draw a training step as torch's profiler records it: passes, waits, weight jobs, operations.
 
     python benchmarks/profile_picture.py [FIGURE]
 
-Trains a small GPT with V-Half on two ranks, on the CPU and over gloo, profiled by Megatron's own
-flags, and draws the last profiled step of rank 0 from the trace that Megatron writes. FIGURE is
-docs/figures/profile.svg unless it is given.
+Trains a small GPT with V-Half on two CPU ranks over gloo with Megatron's profiling flags, and draws
+the last profiled step of rank 0 from Megatron's trace. FIGURE defaults to docs/figures/profile.svg.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Rehearse Kwai's LLaMA 65B with a share of activations in host memory, into evidence/kwai.csv.
+"""Estimate Kwai's LLaMA 65B with a share of offloaded activations, and write evidence/kwai.csv.
 
     python benchmarks/rehearse_kwai.py KWAI.json --megatron CHECKOUT --te DIRECTORY
 
-KWAI.json holds {"memory": [{"alpha", "recompute", "max_memory_allocated"}]} of USENIX ATC '24
-(Megatron-Kwai, examples/atc24). There every chunk has that share of its activations copied;
-Megatron's own flags cannot copy an MLP's, so copies here are this package's, of whole chunks: of
-every device's chunks that share, in turn, in an interleaved 1F1B. What is computed again there, the
-MLP's activation function among it, Megatron cannot either: only the runs without are compared.
+KWAI.json contains {"memory": [{"alpha", "recompute", "max_memory_allocated"}]} of USENIX ATC '24
+(Megatron-Kwai, examples/atc24). Kwai offloads a share of each chunk's activations. Megatron's flags
+cannot offload an MLP, so this package offloads whole chunks here: a share of every rank's chunks in
+an interleaved 1F1B. Kwai's recomputation of the MLP's activation function is not available in
+Megatron, so only the runs without recomputation are compared.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Rehearse runs whose memory others have measured, into benchmarks/evidence/rehearsed.csv.
+"""Estimate the memory of measured runs, and write benchmarks/evidence/rehearsed.csv.
 
     python benchmarks/rehearse_rows.py ROWS.json --megatron CHECKOUT --te DIRECTORY [--only TEXT]
 
-ROWS.json holds {"rows": [{"case", "platform", "gpus", "nodes", "peak_bytes", "held_bytes",
-"step_s"}]}: golden values of Megatron-LM's functional tests, whose flags are read from CHECKOUT. A
-row that is in the file already is left out; `benchmarks/evidence.py` prints the table.
+ROWS.json contains {"rows": [{"case", "platform", "gpus", "nodes", "peak_bytes", "held_bytes",
+"step_s"}]}: golden values of Megatron-LM's functional tests, whose flags are read from CHECKOUT.
+Rows that are in the file already are skipped; `benchmarks/evidence.py` prints the table.
 """
 
 from __future__ import annotations

