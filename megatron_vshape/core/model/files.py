@@ -1,4 +1,4 @@
-"""Text files from anywhere, read so that whatever is wrong with them is one clear sentence."""
+"""Read text and JSON files from any source, with one clear message for each fault."""
 
 import json
 import os
@@ -9,21 +9,25 @@ from typing import TypeGuard
 from megatron_vshape.core.model.kinds import ScheduleError
 
 MAX_FILE_BYTES = 32 * 2**20
-"""A schedule of two million passes is smaller; reading a larger file could fill the memory."""
+"""Larger files could exhaust memory; a schedule of two million passes is smaller."""
 
 MAX_BRACKETS = 200_000
 """Maximum lists and objects in one file: each needs far more memory than its two characters."""
 
 
 class UnreadableError(ScheduleError):
-    """A file cannot be read here; on another node it may be there."""
+    """A file cannot be read on this node; it may exist on another."""
 
 
 def read_text(path: str | Path, what: str, max_bytes: int = MAX_FILE_BYTES) -> str:
-    """Return the text of the file at `path`; `what` names it in the ScheduleError if it fails.
+    """Read the text of the file at `path`; `what` names it in errors.
 
-    Only of a regular file, and of no more than `max_bytes`: what else a path may name can have
-    no end, or make the reader wait for ever.
+    Only regular files of at most `max_bytes` are read: other paths can be endless or block the
+    reader.
+
+    Raises:
+        UnreadableError: the file cannot be opened.
+        ScheduleError: it is not a regular file, too large, or not UTF-8.
     """
     try:
         with open(path, "rb", opener=_open_at_once) as file:
@@ -34,7 +38,7 @@ def read_text(path: str | Path, what: str, max_bytes: int = MAX_FILE_BYTES) -> s
             raise ScheduleError(
                 f"{what} {path} is larger than the {max_bytes / 2**20:g} MiB that are read"
             )
-        return data.decode("utf-8-sig")  # some editors begin a file with a mark
+        return data.decode("utf-8-sig")  # some editors write a byte order mark
     except UnicodeDecodeError as error:
         raise ScheduleError(
             f"{what} {path} is not UTF-8 text: byte {error.start} cannot be decoded"
@@ -47,15 +51,15 @@ def read_text(path: str | Path, what: str, max_bytes: int = MAX_FILE_BYTES) -> s
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open a file, or a pipe that nobody writes, without waiting."""
+    """Open a file without blocking, even a pipe without a writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def parse_object(text: str, what: str) -> dict[str, object]:
-    """Return the JSON object in `text`.
+    """Parse the JSON object in `text`.
 
     Raises:
-        ScheduleError: not JSON, not an object, nested too deep, a key twice, NaN or infinity.
+        ScheduleError: not JSON, not an object, nested too deep, a duplicate key, NaN or infinity.
     """
     if text.count("[") + text.count("{") > MAX_BRACKETS:
         raise ScheduleError(f"{what} contains more than {MAX_BRACKETS} lists and objects")
@@ -73,7 +77,7 @@ def parse_object(text: str, what: str) -> dict[str, object]:
 
 
 def fault_of(error: Exception) -> str:
-    """Return what a parser says is wrong, in one line; of a long number what that means."""
+    """Format a parser's error in one line, with an explanation for numbers that are too long."""
     text = " ".join(str(error).split())
     long = text.startswith("Exceeds the limit")
     return "it has a number of more than 4300 digits" if long else f"{text:.500}"
@@ -92,12 +96,12 @@ def check_keys(data: dict[str, object], keys: tuple[str, ...], what: str) -> Non
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Return whether a value read from JSON is a whole number; true and false are none."""
+    """Return whether a JSON value is an integer; booleans are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Return whether a value read from JSON is a number; true and false are none."""
+    """Return whether a JSON value is a number; booleans are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -1,4 +1,4 @@
-"""The passes of a schedule as numbers, for loops that may be compiled."""
+"""Integer encoding of the passes of a schedule, for loops that may be compiled."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, chain
@@ -10,15 +10,15 @@ from megatron_vshape.core.model.passes import Pass
 NONE = -1
 
 WITHOUT = -2
-"""In place of a pass that a microbatch does without: nobody waits for it."""
+"""For a pass that a microbatch omits: no pass waits for it."""
 
 
 COMPILED_FROM = 50_000
-"""Passes from which a compiled loop saves more time than loading the compiler costs."""
+"""Passes from which a compiled loop saves more time than the import of the compiler costs."""
 
 
 class Numbers(Protocol):
-    """A list of numbers, or an array of them."""
+    """A list or an array of integers."""
 
     def __getitem__(self, at: int, /) -> int: ...
     def __setitem__(self, at: int, value: int, /) -> None: ...
@@ -27,38 +27,38 @@ class Numbers(Protocol):
 
 
 class Lists(NamedTuple):
-    """Some numbers for every sort, or lane: those of `at` are `of[begin[at] : begin[at + 1]]`."""
+    """Several numbers per index: those of `at` are `of[begin[at] : begin[at + 1]]`."""
 
     of: Numbers
     begin: Numbers
 
 
 def lists_of(rows: Iterable[Sequence[int]]) -> Lists:
-    """Return the rows one after the other."""
+    """Concatenate the rows."""
     made = list(rows)
     return Lists(list(chain.from_iterable(made)), [0, *accumulate(map(len, made))])
 
 
 class Numbered(NamedTuple):
-    """Passes by their places, lane after lane.
+    """Passes by index, resource queue (lane) after lane.
 
-    A pass of stage s has the sort len(kinds) * s + the place of its kind there. `place_of` is where
-    the pass runs that does what another of its sort and microbatch would: that of a whole backward
-    under B and W.
+    A pass of stage s has the type len(kinds) * s + the index of its kind. `place_of` is the index
+    of the pass that includes the work of a pass type and microbatch: for B and W, it may be a full
+    backward.
     """
 
-    begin: Numbers  # of a lane; at last where all end
+    begin: Numbers  # first index of each lane; the last entry is the total
     sort: Numbers
     microbatch: Numbers
-    place_of: Numbers  # [sort * num_microbatches + microbatch], NONE if there is none
+    place_of: Numbers  # [sort * num_microbatches + microbatch]; NONE if there is none
 
 
 def number(
     lanes: Sequence[Sequence[Pass]], kinds: Sequence[Kind], num_stages: int, num_microbatches: int
 ) -> Numbered:
-    """Return the passes of all lanes as numbers; `kinds` are all that they have and do.
+    """Encode the passes of all lanes; `kinds` includes all their kinds and parts.
 
-    In arrays where there are so many that a compiled loop pays.
+    Returns arrays if there are enough passes for a compiled loop, otherwise lists.
     """
     count, m = len(kinds), num_microbatches
     own = {kind: at for at, kind in enumerate(kinds)}
@@ -85,10 +85,10 @@ def _in_arrays(
     num_stages: int,
     num_microbatches: int,
 ) -> Numbered:
-    """Return the same in arrays.
+    """Return the same encoding in arrays.
 
     Raises:
-        IndexError: a pass is of no stage or no microbatch, which compiled loops do not look for.
+        IndexError: a stage or microbatch does not exist; compiled loops do not check this.
     """
     import numpy as np
 
@@ -108,13 +108,14 @@ def _in_arrays(
 def soonest(
     num_passes: int, function: Callable[..., int], called: Sequence[Callable[..., Any]], *data: Any
 ) -> tuple[Any, ...]:
-    """Return the function and its data in lists, or compiled and in arrays where that pays.
+    """Return the function with data in lists, or compiled with data in arrays if that is faster.
 
-    `called` is what it calls. The results are the same; what it changes is what this returns.
+    `called` are the functions that it calls. Both variants have equal results. The function changes
+    the returned data in place.
     """
     if num_passes < COMPILED_FROM:
         return function, *data
-    # Brings numba along, which takes a third of a second to import.
+    # Imported here because numba needs a third of a second to import.
     from megatron_vshape.core.compiling import compiled_once, in_arrays
 
     compiled = compiled_once(function, *called)
@@ -123,7 +124,7 @@ def soonest(
 
 
 def in_lists(data: Any) -> Any:
-    """Return arrays, and those in named tuples, as lists; what else is as it is."""
+    """Convert arrays to lists, also within named tuples; other values are returned unchanged."""
     if isinstance(data, tuple):
         return type(data)(*map(in_lists, data))
     return data.tolist() if hasattr(data, "tolist") else data

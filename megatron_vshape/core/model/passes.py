@@ -1,4 +1,4 @@
-"""The passes of a pipeline and the one statement of their data dependencies."""
+"""Passes of a pipeline, and their data dependencies."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,10 +23,10 @@ _TEXT = re.compile(r"([A-Z]+)([0-9]{1,9})\.([0-9]{1,9})", re.ASCII)
 
 
 class Pass(NamedTuple):
-    """One pass of one microbatch through one stage; written `B3.12`."""
+    """One pass of one microbatch through one stage; the text form is `B3.12`."""
 
     kind: Kind
-    stage: int  # in model order, whatever device holds it
+    stage: int  # in model order, independent of its device
     microbatch: int
 
     def __str__(self) -> str:
@@ -34,7 +34,7 @@ class Pass(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Pass":
-        """Return the pass that `text` names.
+        """Parse a pass.
 
         Raises:
             ScheduleError: `text` is not KIND STAGE.MICROBATCH.
@@ -49,14 +49,14 @@ class Pass(NamedTuple):
         return cls(find_kind(match[1]), int(match[2]), int(match[3]))
 
     def parts(self) -> tuple[Kind, ...]:
-        """Return the simple kinds this pass does: B and W for a whole backward, else its own."""
+        """Return the simple kinds of this pass: B and W for a full backward, otherwise its kind."""
         return self.kind.does
 
     def needs(self, num_stages: int) -> Iterator["Pass"]:
-        """Yield the passes whose results this one reads; only the table of kinds says which.
+        """Yield the passes whose results this pass reads, as defined by the table of kinds.
 
-        A need is always a simple pass; a whole backward satisfies the need for its B. What a pass
-        waits for only where it is there, `NeedTable` adds.
+        A need is always a simple pass; a full backward satisfies the need for its B. `NeedTable`
+        adds dependencies on optional passes.
         """
         for read in self.kind.reads:
             for stage in read.stages(self.stage, num_stages):
@@ -64,15 +64,15 @@ class Pass(NamedTuple):
 
 
 def turned(number: int, slices: int) -> int:
-    """Return which one of all slices comes in the place of this, where a microbatch's descend."""
+    """Return the slice in the mirrored position of its microbatch, for descending order."""
     return number + slices - 1 - 2 * (number % slices)
 
 
 def parse_step(text: str) -> tuple[Pass, ...]:
-    """Return the pass that `text` names, or both of a joint pass, such as `F0.3&B7.1`.
+    """Parse a pass, or an overlapped forward-backward (F&B) pair such as `F0.3&B7.1`.
 
     Raises:
-        ScheduleError: it names none, or what stands beside each other is no F and a B or BW.
+        ScheduleError: `text` is not a pass, or not a pair of F and B or BW.
     """
     if not isinstance(text, str) or BESIDE not in text:
         return (Pass.parse(text),)
@@ -87,9 +87,9 @@ def parse_step(text: str) -> tuple[Pass, ...]:
 
 
 def can_join(step: Sequence[Pass]) -> bool:
-    """Return whether these can run as one: an F, then a B or BW of another microbatch.
+    """Return whether the passes can form an F&B pair: an F, then a B or BW of another microbatch.
 
-    Passes of one microbatch wait for each other: every B is behind all F.
+    Passes of one microbatch depend on each other: every B comes after all F.
     """
     if len(step) != 2:
         return False
@@ -99,15 +99,15 @@ def can_join(step: Sequence[Pass]) -> bool:
 
 
 class NeedTable:
-    """What the passes of some kinds read, by number, for loops over 10^5 passes.
+    """Dependencies of passes by number, for loops over 10^5 passes.
 
-    `parts` are the simple kinds, and a part is a place there: `needs[kind][stage]` are the
-    (part, stage) pairs that a pass reads, of its own microbatch. Of the parts `at_will` not every
-    microbatch has a pass, and where it has none, nobody waits for it.
+    `parts` has the simple kinds, and a part is an index of it. `needs[kind][stage]` has the (part,
+    stage) pairs that a pass reads, of the same microbatch. Parts in `at_will` are optional: a
+    microbatch without such a pass does not wait for it.
     """
 
     def __init__(self, num_stages: int, kinds: Iterable[Kind] = PARTS) -> None:
-        """Take all kinds that a schedule has; those of PARTS are always among them."""
+        """Build the table for all kinds of a schedule; it always includes PARTS."""
         self.parts = simple_kinds((*PARTS, *kinds))
         self.parts_of = {
             kind: tuple(map(self.parts.index, kind.does))
@@ -125,6 +125,7 @@ class NeedTable:
             (self.parts.index(need.kind), need.stage)
             for need in Pass(kind, stage, 0).needs(num_stages)
         ]
+        # Optional passes, such as a reload, precede the kinds in their `before`.
         only = {FIRST: 0, LAST: num_stages - 1}
         where_there = [
             (at, stage)
@@ -135,10 +136,10 @@ class NeedTable:
         return (*always, *where_there)
 
     def in_turn(self) -> list[tuple[int, int]]:
-        """Return every (part, stage), each behind all that its passes read.
+        """Return every (part, stage) in topological order.
 
         Raises:
-            ScheduleError: passes of one microbatch wait for each other in a circle.
+            ScheduleError: passes of one microbatch depend on each other in a cycle.
         """
         reads = {
             (at, stage): needs
@@ -152,14 +153,14 @@ class NeedTable:
             raise ScheduleError(f"passes wait for each other in a circle: {circle}") from None
 
     def direct_needs(self) -> dict[Kind, list[tuple[tuple[int, int], ...]]]:
-        """Return `needs` without those that another need of the same pass waits for itself.
+        """Return `needs` without those that another need of the same pass implies.
 
-        Whoever waits for the rest waits for all, whichever passes a microbatch does without.
+        Waiting for the rest implies waiting for all, whichever optional passes a microbatch omits.
         """
         own, behind = dict[tuple[int, int], int](), dict[tuple[int, int], int]()  # sets, as bits
 
         def waited_for(needs: tuple[tuple[int, int], ...]) -> int:
-            """Return what these passes wait for, if they are there in any case."""
+            """Return the parts that these passes imply, optional parts excluded."""
             return reduce(or_, (behind[need] for need in needs if need[0] not in self.at_will), 0)
 
         for number, (at, stage) in enumerate(self.in_turn()):
@@ -174,6 +175,6 @@ class NeedTable:
         return {kind: list(map(direct, by_stage)) for kind, by_stage in self.needs.items()}
 
     def needs_of(self, work: Pass) -> Iterator[Pass]:
-        """Yield the passes that this one reads, or would wait for if they are there."""
+        """Yield the passes that this pass reads, including optional ones that may not exist."""
         for part, stage in self.needs[work.kind][work.stage]:
             yield Pass(self.parts[part], stage, work.microbatch)

@@ -1,4 +1,4 @@
-"""Which device holds which stage: a tuple with the device of every stage, in model order."""
+"""Placements: a tuple with the device of every stage, in model order."""
 
 from collections import Counter
 
@@ -8,27 +8,31 @@ Placement = tuple[int, ...]
 
 
 def linear(num_devices: int) -> Placement:
-    """Return one stage per device, in order: 1F1B, GPipe, ZB-H1."""
+    """One stage per device, in order: 1F1B, GPipe, ZB-H1."""
     return tuple(range(num_devices))
 
 
 def looping(num_devices: int, num_chunks: int) -> Placement:
-    """Return `num_chunks` rounds over the devices: interleaved 1F1B."""
+    """`num_chunks` rounds over the devices: interleaved 1F1B."""
     return tuple(range(num_devices)) * num_chunks
 
 
 def v_shape(num_devices: int) -> Placement:
-    """Return there and back: a long lifespan meets a short one (arXiv 2405.15362, section 3)."""
+    """There and back, which pairs long with short lifespans (arXiv 2405.15362, section 3)."""
     return (*range(num_devices), *reversed(range(num_devices)))
 
 
 def default_placements(num_devices: int, num_stages: int, trades: bool = False) -> list[Placement]:
-    """Return the placements that costs of `num_stages` stages are planned for.
+    """Return the placements to plan for with costs of `num_stages` stages.
 
-    Those of two stages per device are the V and the loop. Four halve the ends and hold memory in
-    halves of a chunk: there the loop, that of interleaved 1F1B, beats every order of a V. Where
-    the costs tell four stages from one another, both are tried. With `trades`, of time for memory,
-    the loop of two is as well: in it every device's first chunk lives longest, which is copied.
+    - Two stages per device: the V and the loop.
+    - Four: both, too. Smaller stages halve the cost of the first and last stage and the unit of
+      memory; the loop of interleaved 1F1B then is better than any schedule on the V.
+    - With `trades` (time for memory by offloading): also the loop of two, in which every device's
+      first chunk, the one to offload, lives longest.
+
+    Raises:
+        ScheduleError: the stages cannot be distributed over the devices.
     """
     if not 1 <= num_devices <= num_stages or num_stages % num_devices:
         raise ScheduleError(f"{num_stages} stages cannot be distributed over {num_devices} devices")
@@ -43,10 +47,10 @@ def default_placements(num_devices: int, num_stages: int, trades: bool = False) 
 
 
 def with_loss_last(placement: Placement) -> tuple[int, ...]:
-    """Return a number for every device by which the last one holds the last stage.
+    """Return new device numbers with the last stage on the last device.
 
-    Of a V, which begins and ends on the first, they are counted from the other side: neighbours
-    stay neighbours. Else the two change places.
+    A V, which starts and ends on the first device, is reversed, so that neighbors stay neighbors.
+    Other placements swap two devices.
     """
     last, ends = max(placement), placement[-1]
     if ends == 0:
@@ -65,7 +69,7 @@ def stages_of(placement: Placement, num_devices: int) -> tuple[tuple[int, ...], 
 
 
 def chunks_of(placement: Placement) -> tuple[int, ...]:
-    """Return the chunk of every stage: how many earlier stages its device holds."""
+    """Return the chunk of every stage: the number of earlier stages on its device."""
     seen: dict[int, int] = {}
     chunks = []
     for device in placement:
@@ -75,7 +79,7 @@ def chunks_of(placement: Placement) -> tuple[int, ...]:
 
 
 def check_placement(placement: Placement, num_devices: int) -> None:
-    """Raise ScheduleError unless every device of `num_devices` holds the same number of stages."""
+    """Raise ScheduleError unless each of `num_devices` devices has the same number of stages."""
     for stage, device in enumerate(placement):
         if not 0 <= device < num_devices:
             raise ScheduleError(

@@ -1,4 +1,4 @@
-"""Schedule: in which order every device runs its passes. Timeline: when it does. Plan: why that."""
+"""Schedule: pass order of every device. Timeline: times of the passes. Plan: search result."""
 
 import csv
 import io
@@ -35,16 +35,16 @@ MAX_NAME = 200
 """Maximum characters of a schedule's name, which is printed in one line of the log."""
 
 MAX_COLUMNS = 100_000
-"""Characters of a picture's line; passes of very different lengths would make it endless."""
+"""Maximum characters per line of a picture, for passes of very different lengths."""
 
 CUT = " … "
-"""In place of a picture's middle."""
+"""Replacement for the middle of a picture."""
 
 MUCH_SHORTER = 4
 """Passes shorter than the usual one by this factor do not set the column width of a picture."""
 
 _ROUNDING = 1e-6
-"""A pass may miss the middle of a character by this share of one, as sums of times do."""
+"""Tolerance for the middle of a character, for rounding in sums of times."""
 
 _KIND = attrgetter("kind")
 
@@ -52,9 +52,9 @@ _KEYS = ("name", "num_devices", "num_microbatches", "placement", "order")
 
 
 class Lane(NamedTuple):
-    """The passes of a device that share a resource, which runs them in this order.
+    """Resource queue: the passes of a device on one resource, in their order.
 
-    `places[at]` is where `passes[at]` stands in the device's order.
+    `places[at]` is the index of `passes[at]` in the device's order.
     """
 
     device: int
@@ -67,13 +67,18 @@ class Lane(NamedTuple):
 class Schedule:
     """Pass order of every device, without times.
 
-    `placement[stage]` is the device of a stage, `order[device]` the passes of a device.
-    With `half_duplex` a device's copies to and from its host share one link,
-    which runs them in the order of the device's passes. An F in `joint` runs as one with the B or
-    BW right behind it: the device begins both when the inputs of both are there, and has the
-    results of both when both are done. In text and in files such a joint pass is `F0.3&B7.1`.
-    With `slices` k every microbatch is cut in k along its sequence: a pass is of a slice, slice j
-    of microbatch i has the number i k + j, and `num_microbatches` is how many numbers there are.
+    Attributes:
+        name: printable name.
+        num_devices: number of pipeline ranks.
+        num_microbatches: number of microbatches; with slices, the number of all slices.
+        placement: device of each stage.
+        order: passes of each device.
+        half_duplex: copies of a device to and from the host share one link, in the device's order.
+        joint: each F that forms an overlapped pair with the B or BW right behind it: both start
+            when the inputs of both are ready, and both results are available at the end of both.
+            The text form is `F0.3&B7.1`.
+        slices: number k of slices of each microbatch along the sequence. A pass is then of a slice;
+            slice j of microbatch i has the number i k + j.
 
     >>> from megatron_vshape import Schedule, make
     >>> schedule = make("1f1b", 2, 2)
@@ -98,24 +103,24 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Return how many stages the model is cut into."""
+        """Number of stages of the model."""
         return len(self.placement)
 
     @property
     def num_chunks(self) -> int:
-        """Return how many stages every device holds."""
+        """Number of stages per device."""
         return len(self.placement) // self.num_devices
 
     @property
     def kinds(self) -> frozenset[Kind]:
-        """Return the kinds of its passes."""
-        if not self._kinds:  # looked for once: that is a look at every pass
+        """Kinds of the passes."""
+        if not self._kinds:  # cached, because it needs all passes
             self._kinds.append(frozenset(map(_KIND, chain.from_iterable(self.order))))
         return self._kinds[0]
 
     @property
     def copies(self) -> bool:
-        """Return whether activations of some microbatches wait in host memory."""
+        """Whether some activations are offloaded to host memory."""
         return any(kind.resource == TO_HOST for kind in self.kinds)
 
     def copied(self) -> Iterator[Pass]:
@@ -124,15 +129,15 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Return whether any weight gradient is a pass of its own."""
+        """Whether any weight gradient is a separate pass."""
         return Kind.W in self.kinds
 
     def parted(self) -> "Schedule":
-        """Return the schedule with every joint pass as its two, one after the other."""
+        """Return the schedule with every F&B pair as two separate passes."""
         return replace(self, joint=frozenset())
 
     def renumbered(self, numbers: Sequence[int]) -> "Schedule":
-        """Return the same order on devices with other numbers: that of every device now.
+        """Return the schedule with new numbers of the devices, given for every current device.
 
         >>> from megatron_vshape import make
         >>> make("v-half", 2, 2).renumbered((1, 0)).placement
@@ -145,23 +150,23 @@ class Schedule:
         return replace(self, placement=placement, order=order)
 
     def steps(self, device: int) -> Iterator[tuple[Pass, ...]]:
-        """Yield what a device runs at once, in order: one pass, or the two of a joint pass."""
+        """Yield the steps of a device in order: one pass, or the two passes of an F&B pair."""
         row = iter(self.order[device])
         if not self.joint:
             return zip(row)
         return ((work, next(row)) if work in self.joint else (work,) for work in row)
 
     def beside(self) -> dict[Pass, Pass]:
-        """Return, by the F of every joint pass, the B or BW that runs beside it."""
+        """Return the F&B pairs as a dict from F to its B or BW."""
         steps = (step for device in range(self.num_devices) for step in self.steps(device))
         return dict(step for step in steps if len(step) == 2) if self.joint else {}
 
     def resource_of(self, kind: Kind) -> str:
-        """Return the resource of a device on which passes of this kind run."""
+        """Return the resource of a device for passes of this kind."""
         return resource_of(kind, self.half_duplex)
 
     def lanes(self) -> list[Lane]:
-        """Return every device's passes by resource: the processors', device by device, first."""
+        """Return the resource queues: those of all processors first, in device order."""
         if all(kind.resource == PROCESSOR for kind in self.kinds):
             return [Lane(d, PROCESSOR, row, range(len(row))) for d, row in enumerate(self.order)]
         places: dict[tuple[int, str], list[int]] = {
@@ -176,7 +181,7 @@ class Schedule:
         ]
 
     def to_json(self) -> str:
-        """Return the schedule file's text; `from_json` reads it back."""
+        """Return the text of the schedule file; `from_json` is the inverse."""
         data = {
             "format": FORMAT,
             "name": self.name,
@@ -192,7 +197,7 @@ class Schedule:
         return json.dumps(data)
 
     def to_csv(self) -> str:
-        """Return one line per device, its passes separated by commas."""
+        """Return one line per device, with comma-separated passes."""
         text = io.StringIO()
         rows = map(self._cells, range(self.num_devices))
         csv.writer(text, lineterminator="\n").writerows(rows)
@@ -203,10 +208,10 @@ class Schedule:
 
     @classmethod
     def from_json(cls, text: str) -> "Schedule":
-        """Return the schedule in a file's text; its form is checked, `verify` checks its sense.
+        """Parse a schedule file. This checks the format; `verify` checks the schedule.
 
         Raises:
-            ScheduleError: not JSON, not this format, a value of the wrong type, or no pass.
+            ScheduleError: not JSON, not this format, a value of the wrong type, or an invalid pass.
         """
         data = parse_object(text, "the schedule file")
         if not is_whole(data.get("format")) or data["format"] != FORMAT:
@@ -231,6 +236,7 @@ class Schedule:
             raise ScheduleError(
                 f"order is {found}; it must contain one list per device, num_devices is {devices}"
             )
+        # Check the sizes before parsing, because large invalid files would exhaust memory.
         check_placement(tuple(placement), devices)
         check_size(len(placement), microbatches)
         check_slices(slices, microbatches)
@@ -246,10 +252,10 @@ class Schedule:
     def from_csv(
         cls, text: str, placement: Placement | None = None, name: str = "file", slices: int = 1
     ) -> "Schedule":
-        """Return the schedule in CSV text; without `placement`, a stage is where its passes are.
+        """Parse a schedule in CSV text; `placement` defaults to the devices of the passes.
 
-        A CSV does not say how many `slices` a microbatch has. What spreadsheets add is no pass: a
-        byte order mark, empty lines, commas at a line's end.
+        A CSV does not contain the number of `slices` per microbatch. A byte order mark, empty lines
+        and trailing commas from spreadsheets are ignored.
 
         Raises:
             ScheduleError: a cell is not a pass, or the lines do not fit the placement.
@@ -273,7 +279,7 @@ class Schedule:
 
 
 def check_size(num_stages: int, num_microbatches: int) -> None:
-    """Raise ScheduleError if a schedule of this size would fill the memory."""
+    """Raise ScheduleError if a schedule of this size would exhaust memory."""
     if num_stages * num_microbatches * len(PARTS) > MAX_PASSES:
         raise ScheduleError(
             f"{num_stages} stages and {num_microbatches} microbatches are more than the "
@@ -291,7 +297,7 @@ def check_slices(slices: int, num_microbatches: int) -> None:
 
 
 def load_schedule(path: str | Path) -> Schedule:
-    """Load a schedule from a JSON file, or from a CSV file if `path` ends in .csv.
+    """Load the schedule in the JSON file at `path`, or in a CSV file if it ends in .csv.
 
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
@@ -303,7 +309,7 @@ def load_schedule(path: str | Path) -> Schedule:
     'v-half'
 
     Raises:
-        ScheduleError: the file cannot be read or is no schedule file; the text names it.
+        ScheduleError: the file cannot be read or is not a valid schedule; the text names it.
     """
     text = read_text(path, "the schedule file")
     try:
@@ -315,7 +321,7 @@ def load_schedule(path: str | Path) -> Schedule:
 
 
 class Slot(NamedTuple):
-    """When one pass runs; the unit is the costs' (or the building block's slot)."""
+    """Start and end of one pass, in the unit of the costs (or in slots of the building block)."""
 
     work: Pass
     start: float
@@ -324,10 +330,10 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A schedule with the times at which its passes run, simulated or measured.
+    """A schedule with the times of its passes, simulated or measured.
 
-    `send_us` is what a result took to the next device, where that is known, and
-    `whole_backward_us` what a BW takes of every stage, where it is not B + W.
+    `send_us` is the time of a P2P message, if known. `whole_backward_us` is the time of a BW per
+    stage, if it differs from B + W.
     """
 
     schedule: Schedule
@@ -343,25 +349,25 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """Return the time from the first start to the last end over all devices."""
+        """Time from the first start to the last end over all devices."""
         return max(map(max, filter(None, self.ends))) - self.first_start
 
     @property
     def first_start(self) -> float:
-        """Return when the first pass of all starts."""
+        """Start of the earliest pass."""
         return min(map(min, filter(None, self.starts)))
 
     @property
     def span(self) -> float:
-        """Return the longest time from first start to last end of one device.
+        """Longest time from first start to last end of one device.
 
-        What an iteration costs when consecutive iterations need no barrier between them.
+        This is the time of an iteration if consecutive iterations need no barrier between them.
         """
         return max(max(e) - min(s) for s, e in zip(self.starts, self.ends, strict=True) if s)
 
     @property
     def work(self) -> tuple[float, ...]:
-        """Return how long every device's processor works; for a joint pass once."""
+        """Busy time of every device's processor; an F&B pair counts once."""
         joint = self.schedule.joint
         return tuple(
             sum(_picked(self.ends[lane.device], places))
@@ -377,36 +383,36 @@ class Timeline:
 
     @property
     def busy(self) -> float:
-        """Return the work of the busiest processor."""
+        """Busy time of the busiest processor."""
         return max(self.work)
 
     @property
     def mean_idle(self) -> float:
-        """Return the share of the makespan in which a device's processor is idle, on average."""
+        """Share of the makespan in which a device's processor is idle, as a mean over devices."""
         return 1 - sum(self.work) / (self.makespan * self.schedule.num_devices)
 
     @property
     def overhead(self) -> float:
-        """Return makespan - busy."""
+        """Makespan minus busy."""
         return self.makespan - self.busy
 
     @property
     def bubble(self) -> float:
-        """Return the fraction of the makespan in which the busiest device is idle."""
+        """Fraction of the makespan in which the busiest device is idle."""
         return self.overhead / self.makespan
 
     @property
     def span_bubble(self) -> float:
-        """Return the fraction of the span in which the busiest device is idle."""
+        """Fraction of the span in which the busiest device is idle."""
         return 1 - self.busy / self.span
 
     def draw(self, columns: int | None = None, kept: int | None = None) -> str:
-        """Return one line per device: F, B, W in upper case for even chunks, lower for odd.
+        """Draw one line per device: F, B, W in upper case for even chunks, lower for odd.
 
-        A character is the shortest pass, but for those that are much shorter than most, or a share
-        of the makespan where that would be wider than `columns` (MAX_COLUMNS at most); it shows
-        what runs at its middle. What runs beside a device's processor has a line of its own below
-        it. Of a picture that is wider than `kept` characters, its middle is left out.
+        A character is as long as the shortest pass, except for passes much shorter than most. It is
+        longer if the picture would exceed `columns` (at most MAX_COLUMNS). A character shows the
+        pass that runs at its middle. Other resources of a device have separate lines below. The
+        middle of a picture wider than `kept` characters is omitted.
 
         >>> from megatron_vshape import make, simulate
         >>> print(simulate(make("zb-h1", 2, 3)).draw())
@@ -438,7 +444,7 @@ class Timeline:
     def _column(self) -> float:
         """Return the length of the shortest pass that is not much shorter than most.
 
-        Else sums over a vocabulary, or stages without layers, would stretch all others.
+        Otherwise vocabulary collectives or stages without layers would stretch all other passes.
         """
         flat = chain.from_iterable
         lengths: list[float] = list(map(sub, flat(self.ends), flat(self.starts)))
@@ -455,7 +461,7 @@ class Timeline:
         column: Callable[[float], int],
         part: range,
     ) -> str:
-        """Return these columns of a lane's line."""
+        """Draw these columns of a resource queue."""
         starts, ends = self.starts[lane.device], self.ends[lane.device]
         low = bisect_right(lane.places, part.start, key=lambda at: column(ends[at]))
         high = bisect_left(lane.places, part.stop, key=lambda at: column(starts[at]))
@@ -469,7 +475,7 @@ class Timeline:
         for at in range(low, high):
             work, place = lane.passes[at], lane.places[at]
             shown += letters[work.kind][work.stage]
-            if work in self.schedule.joint:  # one after the other, in the time of both
+            if work in self.schedule.joint:  # drawn with its partner, one after the other
                 continue
             start, length = starts[place], ends[place] - starts[place]
             draw(" ", column(start))
@@ -481,13 +487,13 @@ class Timeline:
 
 
 class Objective(StrEnum):
-    """What is made small: the time of all devices, or of the longest one (no barrier)."""
+    """Objective of a plan: time of all devices (makespan), or of the slowest (span, no barrier)."""
 
     MAKESPAN = "makespan"
     SPAN = "span"
 
     def of(self, timeline: Timeline) -> float:
-        """Return what is made small, of this timeline."""
+        """Return the objective's value for this timeline."""
         return timeline.makespan if self is Objective.MAKESPAN else timeline.span
 
     @classmethod
@@ -510,7 +516,7 @@ ORDER_ALONE = Way()
 
 
 class Tried(NamedTuple):
-    """The best value that was found in a way; None if its bound was above that of another."""
+    """Best value of a strategy; None if its lower bound exceeded another's value."""
 
     way: Way
     value: float | None
@@ -519,11 +525,11 @@ class Tried(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Result of a search: schedule, step time, peak memory and lower bound.
+    """A schedule within the limits, its cost, and its distance from the optimum.
 
-    `value` is the makespan or span in the costs' unit; no order of the same placement within the
-    limits is below `lower_bound`. `source` names what the search began from. `tried` are the ways
-    to hold less that it was chosen from.
+    `value` is the makespan or span in the costs' unit. No schedule of the same placement within the
+    limits is below `lower_bound`. `source` names the start of the search. `tried` are the evaluated
+    strategies to save memory.
     """
 
     schedule: Schedule
@@ -538,27 +544,27 @@ class Plan:
 
     @property
     def overhead(self) -> float:
-        """Return the value beyond the work of the busiest device."""
+        """The value minus the work of the busiest device."""
         return self.value - self.busy
 
     @property
     def bubble(self) -> float:
-        """Return the share of the value in which the busiest device is idle."""
+        """Share of the value in which the busiest device is idle."""
         return self.overhead / self.value
 
     @property
     def gap(self) -> float:
-        """Return how far the value may be above the best, as a share of the lower bound."""
+        """Maximum distance from the optimum, as a share of the lower bound."""
         return self.value / self.lower_bound - 1
 
 
 def _picked(row: Sequence[float], places: Sequence[int]) -> Sequence[float]:
-    """Return the times of a lane's passes: all of its device's, where it is alone there."""
+    """Return the times of a queue's passes; the complete row if it is the only queue."""
     return row if len(places) == len(row) else [row[at] for at in places]
 
 
 def _letters(kind: Kind, chunk: int) -> str:
-    """Return what stands for a pass in a picture: two letters where it does two."""
+    """Return the letters of a pass in a picture: two for a full backward."""
     own = kind if chunk % 2 == 0 else kind.lower()
     return own[0] + own[-1] if len(kind.does) > 1 else own[0]
 
@@ -570,7 +576,7 @@ def _count(name: str, value: object) -> int:
 
 
 def _filled(line: Sequence[str]) -> list[str]:
-    """Return the cells up to the last that is not blank."""
+    """Return the cells up to the last one that is not blank."""
     cells = [cell.strip() for cell in line]
     while cells and not cells[-1]:
         cells.pop()
@@ -589,7 +595,7 @@ def _check_recompute(settings: object) -> None:
 
 
 def _check_lengths(order: Sequence[object], most: int) -> None:
-    """Raise ScheduleError at a device with more passes than it can have, which take memory."""
+    """Raise ScheduleError for a device with more passes than it can have, to save memory."""
     for device, row in enumerate(order):
         if isinstance(row, list) and len(row) > most:
             raise ScheduleError(
@@ -599,7 +605,7 @@ def _check_lengths(order: Sequence[object], most: int) -> None:
 
 
 def _parse_rows(rows: Sequence[object]) -> tuple[tuple[tuple[Pass, ...], ...], frozenset[Pass]]:
-    """Return the passes of every device, and the F of joint ones."""
+    """Parse the passes of every device; also return the F of F&B pairs."""
     parsed, joint = [], set[Pass]()
     for device, row in enumerate(rows):
         if not isinstance(row, list):
@@ -613,7 +619,7 @@ def _parse_rows(rows: Sequence[object]) -> tuple[tuple[tuple[Pass, ...], ...], f
 
 
 def _placement_of(order: Sequence[Sequence[Pass]]) -> Placement:
-    """Return the device of every stage, which is that of its passes."""
+    """Return the device of every stage, derived from its passes."""
     device_of: dict[int, int] = {}
     for device, row in enumerate(order):
         for work in row:
