@@ -51,7 +51,7 @@ class Edge(NamedTuple):
 
 
 class Transport:
-    """P2P messages of this rank's pipeline; process groups are reused across programs.
+    """P2P communication of this rank, with process groups that are reused by later programs.
 
     Received tensors have the shape and dtype given here or to `expect`. Sent tensors stay alive
     until the send has completed: gloo keeps the tensor object alive, but not memory that the caller

@@ -92,7 +92,7 @@ def run_program(
     place: Place | None = None,
     handlers: Mapping[Kind, Handler] = MappingProxyType({}),
 ) -> None:
-    """Run the instructions of `program` for pipeline rank `device`, and complete all its sends.
+    """Run the passes and messages of `device` in a program with these `stages`.
 
     Args:
         program: the lowered schedule of all pipeline ranks.

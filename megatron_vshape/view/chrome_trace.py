@@ -31,7 +31,7 @@ Event = dict[str, Value]
 def write_trace(
     timeline: Timeline, stream: TextIO, costs: Costs | None = None, held_unit: str = "chunks"
 ) -> None:
-    """Write the trace to `stream`, one event per line; one unit of time is a microsecond.
+    """Write a trace for Perfetto to `stream`; one unit of time is a microsecond.
 
     `costs` give the memory of passes, in `held_unit`; without costs, every chunk counts as one.
 

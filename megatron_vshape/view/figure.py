@@ -103,7 +103,7 @@ def schedule_figure(
     limit: Limit | None = None,
     units: Units = CHUNKS,
 ) -> Figure:
-    """Draw the building block (if given), the full schedule, and the memory of each device.
+    """Draw a schedule, the memory of its devices and, if given, its building block.
 
     >>> from megatron_vshape import make, schedule_figure, simulate
     >>> schedule_figure(simulate(make("v-half", 4, 8)))
@@ -141,7 +141,7 @@ def comparison_figure(
 
 
 def save(figure: Figure, path: str | Path) -> None:
-    """Write the figure; the path's suffix, one of FORMATS, specifies the format.
+    """Write the figure to a .svg, .png or .pdf file.
 
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory

@@ -20,7 +20,7 @@ the last block."""
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Simulate a schedule: each pass starts as soon as its device and its inputs are ready.
+    """Simulate a step: each pass starts once its device is free and its inputs are there.
 
     * A resource of a device runs its passes in order, one at a time. With half duplex, both
       directions of the host link are one resource.
@@ -250,7 +250,7 @@ def _changes_of(work: Pass, costs: Costs) -> tuple[float, float]:
 
 
 def peak_held(schedule: Schedule, costs: Costs | None = None) -> tuple[float, ...]:
-    """Return the peak memory of each device, in chunks or in the unit of the costs' memory.
+    """Compute the peak memory of each device, in chunks or in the unit of the costs.
 
     A chunk is 1 / (2 * num_devices) of the model's activation memory of one microbatch. If the
     costs have state and workspace, the peak includes them.

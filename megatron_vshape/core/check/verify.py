@@ -37,7 +37,7 @@ def verify(
     max_held: float | Sequence[float] | None = None,
     costs: Costs | None = None,
 ) -> None:
-    """Check that every pass runs once, on the device of its stage, in a feasible order.
+    """Check that every pass runs once, on the right device and without deadlock.
 
     With `max_held` (one value or one per device), also check the peak memory per device: in chunks,
     or in the unit of the memory of `costs`.

@@ -297,7 +297,7 @@ def check_slices(slices: int, num_microbatches: int) -> None:
 
 
 def load_schedule(path: str | Path) -> Schedule:
-    """Load the schedule in the JSON file at `path`, or in a CSV file if it ends in .csv.
+    """Load a schedule from a JSON file, or from a CSV file if `path` ends in .csv.
 
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
@@ -525,7 +525,7 @@ class Tried(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A schedule within the limits, its cost, and its distance from the optimum.
+    """Result of a search: schedule, step time, peak memory and lower bound.
 
     `value` is the makespan or span in the costs' unit. No schedule of the same placement within the
     limits is below `lower_bound`. `source` names the start of the search. `tried` are the evaluated

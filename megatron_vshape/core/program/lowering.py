@@ -46,7 +46,7 @@ def lower(
     kernels: bool = False,
     takes: bool = False,
 ) -> Program:
-    """Lower `schedule` to a program with a proved message order.
+    """Add P2P messages to a schedule and prove that their order cannot deadlock.
 
     Args:
         schedule: the schedule.
