@@ -1,1 +1,1 @@
-"""What there is: passes, stages and their devices, schedules and timelines, costs, files."""
+"""Data model: passes, stages and placements, schedules and timelines, costs, and files."""

@@ -1,4 +1,4 @@
-"""A row of unequal layers, cut into stages so that the busiest device has the least to do."""
+"""Split of unequal layers into stages with the least work on the busiest device."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, combinations, pairwise

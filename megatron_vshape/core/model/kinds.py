@@ -1,19 +1,19 @@
-"""The table of kinds: all that the package knows of what passes do, a row for each kind.
+"""Table of pass kinds: all properties of passes, one row per kind.
 
-F, B, W and BW are its first rows, and nothing else lists kinds: the simulator, the proofs, the
-planner, the lowering, the runner, pictures, traces and files read this table. `define` adds a row.
+F, B, W and BW are its first rows, and no other module lists kinds: the simulator, the proofs, the
+planner, the lowering, the runner, figures, traces and files read this table. `define` adds a row.
 
-A device has several resources. Passes of one resource run one at a time, in the order in which
-they stand in the device's row; those of two resources run side by side, and wait for each other
-only where one reads what the other makes. What a device holds follows from its processor's passes
-alone, so that it does not depend on how fast a copy is: a kind of another resource holds nothing,
-and a pass of the processor that reads it, which may take no time, lets go of what was copied.
+A device has several resources. Passes of one resource run one at a time, in the order of the
+device's row. Passes of different resources run concurrently, and wait for each other only if one
+reads the result of the other. The memory of a device depends on the passes of its processor alone,
+and so not on the speed of copies: a kind of another resource allocates nothing. Instead, a pass of
+the processor that reads its result, possibly with zero length, frees the copied memory.
 
-Some work is no stage's: a vocabulary that is shared out has a part on every device. Such a kind is
-of the `DEVICE`: each has one pass for every microbatch, written with the number of any stage of it.
-What all of them read of one stage, or one reads of all of them, comes by a collective that all
-devices join in that pass; it is no message, and every device has to come to it in the same order
-(`program.lowering` proves that it does).
+With vocabulary parallelism, some work belongs to no stage but has a part on every device. Such a
+kind has `of` = `DEVICE`: each device has one pass per microbatch, with the number of any of its
+stages. If all devices read the result of one stage, or one device reads the results of all, the
+result travels by a collective, not by a P2P message. Every device must reach the collectives in the
+same order (`program.lowering` proves this).
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,20 +26,20 @@ class ScheduleError(ValueError):
 
 
 PROCESSOR = "processor"
-"""The resource that computes. Others have whatever name their kinds give them."""
+"""The resource that computes. Kinds name the other resources."""
 
 
 FIRST, LAST, EVERY, DEVICE = "first", "last", "every", "device"
-"""Which stages: the first, the last, all, or any one of each device."""
+"""Stages: the first, the last, all, or any one per device."""
 
 
 class Read(NamedTuple):
-    """A result that a pass reads: of the same microbatch, of the stage `step` after its own.
+    """A result that a pass reads, of the same microbatch and of the stage `step` after its own.
 
-    Where there is no such stage, there is nothing to read. With `at` it is that of the FIRST stage,
-    of the LAST, or of EVERY one that has such a pass. With `later` it is of the microbatch that
-    comes so many after its own. That is a law of the device's row and not of the clock: whoever
-    runs the row comes to that pass before, so nothing is waited for.
+    If there is no such stage, the pass reads nothing. `at` selects the FIRST stage, the LAST, or
+    EVERY stage with such a pass. `later` selects the microbatch that comes n after the pass's own.
+    This constrains the order of the device's row, not the time: the device runs that pass before,
+    so nothing waits for it.
     """
 
     kind: str
@@ -48,7 +48,7 @@ class Read(NamedTuple):
     later: int = 0
 
     def stages(self, own: int, num_stages: int) -> range:
-        """Return the stages that a pass of the stage `own` reads of."""
+        """Return the stages whose results a pass of the stage `own` reads."""
         if self.at == EVERY:
             return range(num_stages)
         stage = {FIRST: 0, LAST: num_stages - 1}.get(self.at, own + self.step)
@@ -56,17 +56,21 @@ class Read(NamedTuple):
 
 
 class Kind(str):
-    """What a pass does: its name, `F` in `F3.12`, and its row of the table.
+    """Kind of a pass: its name, as `F` in `F3.12`, and its row of the table.
 
-    `reads` are in the order in which the results come to be, so that the last is the latest. A
-    kind of which others read results of another stage sends them there. A kind that `does` others
-    does what one pass of each does, one after the other, and is waited for as they are.
+    `reads` are in the order in which the results become available. If another stage reads the
+    result of a kind, it is sent there. A kind that `does` others combines one pass of each, in
+    order, and satisfies dependencies on any of them.
 
-    Amounts are named by what `Costs` call them, one value per stage: a pass computes for `time`, by
-    default no time, or as long as what it `does`, and for `exchange` waits for other ranks of its
-    stage; it holds `takes` from its start on and `keeps` from its end on, and lets go of `frees` at
-    its end. While it runs it holds `works` beyond all that; a kind that `does` others, where costs
-    do not say, the most of theirs.
+    Amounts are names of fields of `Costs`, one value per stage:
+
+    * time: computation time (default: none, or the sum of `does`).
+    * exchange: time of collectives with other ranks of the stage.
+    * takes: memory allocated at the start.
+    * keeps: memory retained from the end on.
+    * frees: memory freed at the end.
+    * works: workspace during the pass; for a kind that `does` others, the maximum of theirs unless
+      the costs specify it.
     """
 
     F: ClassVar["Kind"]
@@ -77,15 +81,15 @@ class Kind(str):
     label: str  # in a legend: "input gradient"
     words: str  # in a sentence: "the backward pass for the inputs"
     method: str  # of a stage of the model, which the runner calls
-    reads: tuple[Read, ...]  # of its own microbatch,
-    follows: tuple[Read, ...]  # and of others, whose rows may stand below
+    reads: tuple[Read, ...]  # results of the same microbatch,
+    follows: tuple[Read, ...]  # and of other microbatches, of kinds that may be defined later
     receives: bool  # whether it reads a result of another stage
-    does: tuple["Kind", ...]  # simple kinds; of a simple kind itself
-    before: tuple[str, ...]  # kinds of its stage and microbatch that wait for it where it is
-    descends: bool  # whether a stage has it of a microbatch's last slice first
-    everywhere: bool  # whether every stage and microbatch must have it
-    of: str  # FIRST, LAST or DEVICE: where a schedule that has it has one for every microbatch
-    joins: bool  # whether no device leaves such a pass before all have come to theirs
+    does: tuple["Kind", ...]  # simple kinds; for a simple kind, itself
+    before: tuple[str, ...]  # kinds of the same stage and microbatch that wait for it if it exists
+    descends: bool  # whether the slices of a microbatch run in descending order
+    everywhere: bool  # whether it is mandatory for every stage and microbatch
+    of: str  # FIRST, LAST or DEVICE: where each microbatch has one pass, if used at all
+    joins: bool  # whether no device ends such a pass before all have reached theirs
     resource: str
     time: str
     exchange: str
@@ -94,15 +98,17 @@ class Kind(str):
     frees: str
     works: str
     colour: str  # of chunk 0, `#rrggbb`
-    terminal: tuple[int, int]  # the like among a terminal's 256 colours, upper and lower case
+    terminal: tuple[int, int]  # nearest of a terminal's 256 colors; upper and lower case
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
-        """Return how another process finds the same row, which is then compared by identity."""
+        """Unpickle to the row of this name, because kinds are compared by identity."""
         return find_kind, (str(self),)
 
     @property
     def by_rank(self) -> bool:
-        """Return whether a microbatch's last slice comes first: of what descends or reads that."""
+        """Return whether slices are numbered in execution order: it descends, or reads a kind that
+        does.
+        """
         return any(
             each.descends or any(find_kind(read.kind).descends for read in each.reads)
             for each in self.does
@@ -117,7 +123,7 @@ class Kind(str):
 _ROWS: dict[str, Kind] = {}
 
 KINDS = _ROWS.values()
-"""All rows, in the order in which they were defined."""
+"""All rows in the order of their definition."""
 
 
 def define(
@@ -143,11 +149,11 @@ def define(
     colour: str = "#6b6b6b",
     terminal: tuple[int, int] = (241, 250),
 ) -> Kind:
-    """Add a row to the table and return its kind; `Kind` says what each entry means.
+    """Add a row to the table and return its kind; see `Kind` for the fields.
 
     Raises:
-        ScheduleError: the name is taken or is no capital letters, a kind it names is none, or one
-            of another resource holds something.
+        ScheduleError: the name exists or is not in capital letters, a referenced kind does not
+            exist, or a kind of another resource allocates memory.
     """
     kind = Kind(name)
     if name in _ROWS or not (name.isascii() and name.isalpha() and name.isupper()):
@@ -176,21 +182,21 @@ def define(
 
 
 def remove(kind: Kind) -> None:
-    """Take a row that was added out of the table; no schedule may have it any more."""
+    """Remove an added row from the table; no schedule may use it any more."""
     del _ROWS[kind]
 
 
 def find_kind(name: str) -> Kind:
-    """Return the kind of this name; raises ScheduleError where there is none."""
+    """Return the kind of this name; raises ScheduleError if there is none."""
     if name not in _ROWS:
         raise ScheduleError(f"there is no kind {name!r:.40}; the kinds are {', '.join(_ROWS)}")
     return _ROWS[name]
 
 
-# A trainer reads the batches one after the other, on the first stage and on the last, and
-# Transformer Engine's first whole backward of a step sets the gradients that others add to: so F
-# and B of every stage run microbatch by microbatch. Colours are told apart by people who see red
-# and green alike, and dark enough for white text.
+# Trainers read batches sequentially on the first and the last stage, and Transformer Engine's first
+# full backward of a step sets the gradients that later ones add to. So F and B of every stage run
+# in microbatch order. The colors are distinguishable with red-green color blindness, and dark
+# enough for white text.
 Kind.F = define(
     "F",
     label="forward",
@@ -247,9 +253,9 @@ Kind.BW = define(
     works="whole_work_bytes",
 )
 
-# What waits in host memory (arXiv 2503.01328): a microbatch that does so has all four. The copies
-# run beside the processor; what the device holds follows from the two markers in its row, so a late
-# copy stalls and never takes more memory.
+# Offloading to host memory (arXiv 2503.01328): an offloaded microbatch has all four kinds. The
+# copies run concurrently with the processor. The device's memory follows from the two markers in
+# its row, so a late copy stalls the device but never increases memory.
 TO_HOST, FROM_HOST = "link to the host", "link from the host"
 
 COPY_OUT = define(
@@ -297,19 +303,19 @@ COPY_BACK = define(
 )
 
 OFFLOAD = (COPY_OUT, RELEASE, RELOAD, COPY_BACK)
-"""The kinds of a stage and microbatch whose activations wait in host memory."""
+"""Kinds of an offloaded stage and microbatch."""
 
 
 def resource_of(kind: Kind, half_duplex: bool) -> str:
-    """Return where passes of this kind run, if the link to the host may go one way at a time."""
+    """Return the resource of this kind; with half duplex, both directions of the link are one."""
     return TO_HOST if half_duplex and kind.resource == FROM_HOST else kind.resource
 
 
-# A vocabulary that is shared out (arXiv 2411.05288, its Algorithm 2): every device has rows of the
-# embedding and of the output layer. The last stage's F ends where logits would begin; each device
-# makes its part of these, and the part of the input's gradient, which are put together before that
-# stage's B. The weight's gradient needs nothing more of others but the loss's own gradient, which
-# comes with what the next microbatch's S reads. All of them run microbatch by microbatch.
+# Vocabulary parallelism (arXiv 2411.05288, Algorithm 2): every device has rows of the embedding and
+# of the output layer. The last stage's F ends before the logits. Each device computes its part of
+# the logits and of the input gradient, which are combined before that stage's B. The weight
+# gradient additionally requires only the gradient of the loss, which arrives with the input of the
+# next microbatch's S. All of them run in microbatch order.
 COLLECTIVES = "collectives"
 
 LOOKUP = define(
@@ -387,23 +393,23 @@ LOOKUP_WEIGHT = define(
 )
 
 VOCABULARY = (LOOKUP, LOOKED_UP, LOGITS, LOSS, HEAD_WEIGHT, LOOKUP_WEIGHT)
-"""The kinds of a vocabulary that is shared out over all devices."""
+"""Kinds of vocabulary parallelism."""
 
 ALL_OR_NONE = (OFFLOAD, VOCABULARY)
-"""Kinds of which a microbatch has all, on its stage or on every device, or none."""
+"""Groups of kinds: a microbatch has all of a group (on its stage or on every device), or none."""
 
 
 def simple_kinds(kinds: Iterable[Kind]) -> tuple[Kind, ...]:
-    """Return the simple kinds among these and in what they do, in the table's order."""
+    """Return the simple kinds of these kinds, in the table's order."""
     simple = {part for kind in kinds for part in kind.does}
     return tuple(kind for kind in KINDS if kind in simple)
 
 
 BESIDE = "&"
-"""Between the two passes of a joint pass, in text: `F0.3&B7.1`."""
+"""Separator of the two passes of an overlapped F&B pair, in text: `F0.3&B7.1`."""
 
 PARTS = (Kind.F, Kind.B, Kind.W)
-"""The simple kinds of which every stage and microbatch has one pass, whatever else it has."""
+"""Simple kinds with one pass for every stage and microbatch."""
 
 TIMES = tuple(kind.time for kind in PARTS)
 HELD = (Kind.F.takes, Kind.B.keeps)
@@ -412,20 +418,20 @@ STATE = "state_bytes"
 DUMMY = "dummy_bytes"
 WORKS = tuple(kind.works for kind in (*PARTS, Kind.BW))
 KNOWN_ALONE = (Kind.BW.time, *EXCHANGES, STATE, *WORKS, DUMMY)
-"""Names of amounts: of those that all costs have, and of those of F, B, W and BW that may be known.
+"""Names of optional amounts of F, B, W and BW; all costs have TIMES and HELD.
 
-A stage has its state between steps: weights, gradients, the optimizer's. Under Megatron's own
-schedules it has a dummy gradient besides, as large as the output layer.
+`state_bytes` is the memory of a stage between steps: weights, gradients and optimizer state. Under
+Megatron's schedules, a stage also has a dummy gradient as large as the output layer.
 """
 
 
 def amount_names(kinds: Iterable[Kind]) -> list[str]:
-    """Return the names of what these kinds' passes take and hold, behind those of F, B, W, BW."""
+    """Return the names of amounts in `Costs` for these kinds: those of F, B, W and BW first."""
     rows = ((k.time, k.exchange, k.takes, k.keeps, k.frees, k.works) for k in kinds)
     names = (*TIMES, *HELD, *KNOWN_ALONE, *chain.from_iterable(rows))
     return [name for name in dict.fromkeys(names) if name]
 
 
 def other_amounts(kinds: Iterable[Kind]) -> list[str]:
-    """Return those of these kinds beyond F, B, W and BW, in the table's order."""
+    """Return the names of amounts of these kinds beyond F, B, W and BW, in the table's order."""
     return amount_names(kinds)[len(TIMES) + len(HELD) + len(KNOWN_ALONE) :]

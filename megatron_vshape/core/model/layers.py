@@ -1,4 +1,4 @@
-"""How many layers every stage has: given, or balanced against what the model's ends cost."""
+"""Layers per stage: given, or balanced against the cost of the embedding and the output layer."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -23,11 +23,11 @@ from megatron_vshape.core.model.placement import Placement, looping
 AUTO_SPLIT = "auto"
 
 LEAST = 1e-3
-"""The time of an end without layers where nothing is known of it, in layers: some kernels."""
+"""Minimum time of a first or last stage without layers, in layers, for some kernels."""
 
 MERGING = 0.15
-"""What multi-token prediction takes to merge two hidden states, in layers of a GPT with h = s;
-`Widths` knows it of other sizes."""
+"""Cost of merging two hidden states for multi-token prediction, in layers of a GPT with h = s;
+`Widths` computes it for other sizes."""
 
 
 AnyPiece = TypeVar("AnyPiece", bound=Piece)
@@ -89,20 +89,20 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """What a layer costs, and the embedding and the head beside their stages' layers."""
+    """Costs of one layer, and additional costs of the embedding and the output layer."""
 
     layer: Piece
     first: Piece
     last: Piece
     send_us: float
-    host_us: float = 0.0  # of a pass, however many layers it has
-    sources: tuple[tuple[str, str], ...] = ()  # of the costs that these are of
-    hidden_share: float | None = None  # of what layers wait for, in a joint pass
-    others: tuple[tuple[str, float], ...] = ()  # what passes of no stage take and hold, by name
-    half_duplex: bool = False  # of the copies
-    by_microbatch: tuple[tuple[str, tuple[float, ...]], ...] = ()  # as costs have it
-    more_send_us: float | None = None  # of a boundary between stages
-    device_bytes: float = 0.0  # as costs have it
+    host_us: float = 0.0  # per pass, independent of its layers
+    sources: tuple[tuple[str, str], ...] = ()  # sources of the costs
+    hidden_share: float | None = None  # of collectives, in overlapped F&B passes
+    others: tuple[tuple[str, float], ...] = ()  # amounts of passes without a stage, by name
+    half_duplex: bool = False  # of the host link
+    by_microbatch: tuple[tuple[str, tuple[float, ...]], ...] = ()  # as in `Costs`
+    more_send_us: float | None = None  # per stage boundary
+    device_bytes: float = 0.0  # as in `Costs`
     shares: tuple[Share, ...] = ()  # of each layer, in model order; empty if all are identical
 
     @classmethod
@@ -154,11 +154,11 @@ class Pieces:
         layers_per_chunk: float,
         times: tuple[float, float, float, float] = (1.0, 1.0, 1.0, 0.0),
     ) -> "Pieces":
-        """Return pieces in the unit of the times of a chunk's F, B and W and of a message.
+        """Estimate pieces from the times of a chunk's F, B and W and of a message, in their unit.
 
-        A chunk has `layers_per_chunk` layers and holds one. The embedding takes no products, and
-        next to nothing; the head's logits are not counted as memory, so that a chunk stays the unit
-        that 1F1B holds 2 x devices of.
+        A chunk has `layers_per_chunk` layers and activation memory 1. The embedding has no GEMMs
+        and negligible time. The output layer's logits are not counted as memory, so that the peak
+        of 1F1B stays 2 x devices chunks.
         """
         forward, backward, weight, send_us = times
         layer = Piece(forward, backward, weight, 1.0, 1.0).times(1 / layers_per_chunk)
@@ -168,7 +168,7 @@ class Pieces:
         return cls(layer, layer.times(0.0), head, send_us)
 
     def costs(self, layers: Sequence[int]) -> Costs:
-        """Return the costs of stages with so many layers each."""
+        """Compute the costs of stages with these numbers of layers."""
         stages = [share.of(self.layer) for share in Share.of_stages(layers, self.shares)]
         stages[0] = stages[0].plus(self.first)
         stages[-1] = stages[-1].plus(self.last)
@@ -184,7 +184,7 @@ class Pieces:
         return Costs.of(stages, self.send_us, *of_layers, **others)
 
     def with_copies(self, forwards: float, half_duplex: bool = False) -> "Pieces":
-        """Return the pieces where all that a layer holds may be copied, in so many F one way."""
+        """Make all activations of a layer offloadable; a copy one way costs `forwards` times F."""
         time, held = forwards * self.layer.forward_us, self.layer.held_after_forward_bytes
         layer = replace(self.layer, copy_out_us=time, copy_back_us=time, offloaded_bytes=held)
         return replace(self, layer=layer, half_duplex=half_duplex)
@@ -197,11 +197,10 @@ class Pieces:
         return replace(self, last=with_predicting(self.last, layer, count, merging_in_layers))
 
     def balanced(self, num_layers: int, placement: Placement) -> tuple[int, ...]:
-        """Return how many layers every stage gets so that the busiest device has least to do.
+        """Compute the number of layers of every stage with the least work on the busiest device.
 
-        Layer by layer to the device that then has least, and there to the stage that then has
-        least; for equal layers no other way leaves the busiest device less. Inner stages have
-        at least one.
+        Each layer goes to the device with the least work, and there to the stage with the least
+        work. For equal layers this is optimal. Inner stages have at least one layer.
 
         Raises:
             ScheduleError: there are fewer layers than inner stages.
@@ -222,7 +221,7 @@ class Pieces:
             device_us[device] += stage_us[stage]
 
         def load(stage: int) -> tuple[float, float, int]:
-            # Of equals the latest: the layers of early stages are held longest.
+            # Among equals the latest stage: activations of early stages live longest.
             return _rounded(device_us[placement[stage]]), _rounded(stage_us[stage]), -stage
 
         for _ in range(num_layers - sum(layers)):
@@ -233,7 +232,7 @@ class Pieces:
         return tuple(layers)
 
     def _in_blocks(self, placement: Placement) -> Iterator[list[int]]:
-        """Yield the balanced layers of stages of whole blocks, if a block of layers repeats."""
+        """Yield the balanced layers of stages of complete blocks, if a block of layers repeats."""
         shares, total = self.shares, len(self.shares)
         sizes = (size for size in range(2, total // 2 + 1) if not total % size)
         size = next((each for each in sizes if shares == shares[:each] * (total // each)), None)
@@ -244,7 +243,7 @@ class Pieces:
 
 
 def _rounded(time_us: float) -> float:
-    """Return the time without the last bits, in which sums of the same terms may differ."""
+    """Round off the last bits, in which sums of the same terms may differ."""
     return float(f"{time_us:.9g}")
 
 
@@ -256,15 +255,15 @@ def recut(
     num_layers: int | None = None,
     shares: tuple[Share, ...] = (),
 ) -> Costs:
-    """Return the costs of the same model in another number of stages.
+    """Convert costs to another number of stages of the same model.
 
-    Neighbouring stages are added up where that suffices. Else the layers are dealt out anew, which
-    takes that their number is known: equally many to every stage if they were, and else balanced.
-    `num_layers` is what the costs do not say themselves, of stages that have equally many;
-    `shares` are those of the layers, if they are not identical.
+    Adjacent stages are added up if that suffices. Otherwise the layers are distributed again, which
+    requires their number: evenly if they were even, otherwise balanced. `num_layers` is the total
+    if the costs do not specify it and all stages have equal layers. `shares` are those of the
+    layers, if they are not identical.
 
     Raises:
-        ScheduleError: the stages are no coarser cut, and the layers not known or not enough.
+        ScheduleError: the stages cannot be added up, and the layers are unknown or too few.
     """
     layers = costs.layers
     total = num_layers if layers is None else sum(layers)
@@ -277,9 +276,9 @@ def recut(
 
 
 def without_ends(pieces: Pieces) -> Pieces:
-    """Return the pieces of a model whose embedding and head are no stage's.
+    """Return the pieces without embedding and output layer, for vocabulary parallelism.
 
-    Without copies: with vocabulary parallelism, only costs files contain their times.
+    Offloading is removed: with vocabulary parallelism, only costs files contain its times.
     """
     nothing = pieces.layer.times(0.0)
     layer = replace(pieces.layer, copy_out_us=0.0, copy_back_us=0.0, offloaded_bytes=0.0)
@@ -288,10 +287,10 @@ def without_ends(pieces: Pieces) -> Pieces:
 
 
 def with_predicting(head: AnyPiece, layer: AnyPiece, count: int, merging: float) -> AnyPiece:
-    """Return what the last stage has beside its layers, if it predicts so many tokens further.
+    """Return the last stage's additional costs with `count` multi-token-prediction layers.
 
-    For each a layer, the merging of two hidden states, which takes so many layers' time and holds
-    next to nothing, and the head once more, if it is the stage's, with the same weights.
+    Each adds a layer, the merging of two hidden states (time of `merging` layers, negligible
+    memory), and the output layer again (if it is in the stage) with the same weights.
     """
     once = {name: getattr(head, name) for name in (STATE, DUMMY)}
     heads = replace(head.times(1 + count), **once)
@@ -305,9 +304,9 @@ def with_predicting(head: AnyPiece, layer: AnyPiece, count: int, merging: float)
 
 
 def with_ends(costs: Costs, first: Piece, last: Piece) -> Costs:
-    """Return the costs with what the embedding adds to the first stage and the head to the last.
+    """Add the costs of the embedding to the first stage, and of the output layer to the last.
 
-    To what joint passes of these stages take, too: what an end computes hides nothing.
+    Overlapped F&B passes of these stages get the additional time too: it hides no communication.
     """
     stages = costs.stages()
     stages[0], stages[-1] = stages[0].plus(first), stages[-1].plus(last)
@@ -332,10 +331,10 @@ def check_stages(num_layers: int, least: int, num_stages: int) -> None:
 
 
 def even_layers(num_layers: int, placement: Placement) -> tuple[int, ...]:
-    """Return equally many layers for every stage.
+    """Return the same number of layers for every stage.
 
     Raises:
-        ScheduleError: the layers do not divide among the stages.
+        ScheduleError: the layers do not divide evenly among the stages.
     """
     stages, devices = len(placement), max(placement) + 1
     below, rest = divmod(num_layers, stages)
@@ -352,17 +351,17 @@ def even_layers(num_layers: int, placement: Placement) -> tuple[int, ...]:
 
 
 def even_with_ends(num_layers: int, num_stages: int) -> tuple[int, ...] | None:
-    """Return layers of stages that are even with both ends counted as one each; else None."""
+    """Return an even split that counts embedding and output layer as one layer each, or None."""
     each, rest = divmod(num_layers + 2, num_stages)
     return None if rest else (each - 1, *(each,) * (num_stages - 2), each - 1)
 
 
 def parse_layers(text: str, num_layers: int, placement: Placement) -> tuple[int, ...]:
-    """Return the layers of every stage that `--pipeline-layer-split N,N,...` names.
+    """Parse the layers of every stage in `--pipeline-layer-split N,N,...`.
 
     Raises:
-        ScheduleError: not whole numbers, not one per stage, another sum, or an inner stage
-            without layers, which would have nothing to train.
+        ScheduleError: not integers, not one per stage, another total, or an inner stage without
+            layers, which would have nothing to train.
     """
     flag, stages, devices = "--pipeline-layer-split", len(placement), max(placement) + 1
     try:
@@ -389,7 +388,7 @@ def parse_layers(text: str, num_layers: int, placement: Placement) -> tuple[int,
 
 
 def check_layers(what: str, layers: Sequence[int]) -> None:
-    """Raise ScheduleError, which names `what`, if a stage in the middle has no layers."""
+    """Raise ScheduleError, which names `what`, if an inner stage has no layers."""
     for stage, count in enumerate(layers[1:-1], start=1):
         if not count:
             raise ScheduleError(
@@ -400,24 +399,24 @@ def check_layers(what: str, layers: Sequence[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """What the products of a layer and of the head depend on, per token."""
+    """Sizes that determine the GEMMs of a layer and of the output layer, per token."""
 
     hidden: int
     attention: int  # heads x size of a head
     key_value: int  # keys and values together
-    feed_forward: float  # of the linears that a token goes through; where layers differ, the mean
+    feed_forward: float  # of the linear layers of a token; the mean if layers differ
     gated: bool
     sequence: int
     vocabulary: int
 
     @property
     def head_in_layers(self) -> float:
-        """Return how many layers' products the output layer's take; tensor parallel or not."""
+        """Cost of the output layer's GEMMs in layers, independent of tensor parallelism."""
         return self.hidden * self.vocabulary / self.layer
 
     @property
     def merging_in_layers(self) -> float:
-        """Return what multi-token prediction takes to merge two hidden states into one."""
+        """Cost of merging two hidden states for multi-token prediction, in layers."""
         return 2 * self.hidden**2 / self.layer
 
     @property
