@@ -1,9 +1,12 @@
-"""The one question: which order, at which costs, in how much memory.
+"""Plan requests: the best schedule for given costs within a memory limit.
 
-The command line, the page, the trainer and the sweep ask it, each in its own words and units. What
-they must agree on is decided here: what a name stands for, what no name is, what a limit is where
-none is given, that no plan is worse than what is known and fits, and that of equal times the one
-that holds least is taken.
+The command line, the playground, the trainer and the sweep all use this module, with their own
+terms and units. It defines their common rules:
+
+* the meaning of schedule names, and errors for unknown names;
+* the default memory limit;
+* no plan is worse than an evaluated schedule that fits;
+* among equal times, the plan with less memory is chosen.
 """
 
 import math
@@ -64,34 +67,36 @@ from megatron_vshape.core.rivals import (
 )
 
 AUTO = "auto"
-"""The best order within a limit."""
+"""The best schedule within a limit."""
 
 PLUS = "+"
 MEMORY_NAMES = ("v-min", "v-half", "v-zb")
 PLUS_NAMES = tuple(name + PLUS for name in MEMORY_NAMES)
-"""The best order in the memory of the schedule before the plus, on its placement."""
+"""The best schedule with the memory and the placement of the schedule before the plus."""
 
 SCHEDULE_NAMES = (*EVERY_NAME, *PLUS_NAMES)
 """Names of schedules; `SUFFIXES` are those of schedule files."""
 
 SLICES = (1, 2, 4, 8)
-"""Of every microbatch: those that AUTO chooses from where a sequence allows them."""
+"""Slices per microbatch that AUTO chooses from, if the sequence allows them."""
 
 SUFFIXES = (".json", ".csv")
-"""Of schedule files."""
+"""Suffixes of schedule files."""
 
 ALSO_PLANNED = 2
-"""Numbers of stages a device that are planned for besides `default_placements`, for a plan at each
-takes as long as those: where the best of the known schedules are; if none fits, twice as many."""
+"""Additional numbers of stages per device to plan for, besides `default_placements`. These are the
+numbers of the best evaluated schedules, or twice the largest if none fits. Each needs as much time
+as the default placements."""
 
 LATER = 4
 """Seconds of the first search per second of a later one."""
 
 GLANCE_STEPS = 540_000
 GLANCED = 0.003
-"""A later search is given up after so many steps, if what it has then is a larger share above the
-best. The rest of its budget, 25 times as many, takes another .06 to .47 % off: of loops of eight at
-d=8, m=64, 1/1.15/.85/.05, 10 and 14 chunks, which stay .3 and .6 % above those of four."""
+"""A later search ends after GLANCE_STEPS if its result is more than this share above the best. The
+rest of its budget, 25 times as many steps, gains another 0.06% to 0.47% (simulated loops of eight
+stages at d=8, m=64, 1/1.15/0.85/0.05, 10 and 14 chunks; they stay 0.3% and 0.6% above loops of
+four)."""
 
 LESS_TRIES = 4
 LESS_STEPS = 150_000
@@ -102,7 +107,7 @@ Cut = Callable[[int, str], Costs]
 
 
 def _ignored(_: object) -> None:
-    """Take what is found, and leave it."""
+    """Ignore a result."""
 
 
 def _never() -> bool:
@@ -111,41 +116,42 @@ def _never() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked; times and memory are in the units of `costs`.
+    """A plan request; times and memory are in the units of `costs`.
 
-    Without costs a pass of one of 2 * devices stages takes one unit and such a stage holds one.
+    Without costs, a pass of one of 2 * devices stages takes one unit of time and memory.
     """
 
-    # Of the catalogue, with a plus or stages a device, AUTO or a file; or what a file holds.
+    # A catalogue name, possibly with a plus or a colon and stages per device; AUTO; a schedule
+    # file; or a schedule.
     name: str | Schedule
     num_devices: int
     num_microbatches: int
-    costs: Costs | None = None  # of as many stages as a plan may have
-    cut: Cut | None = None  # None: neighbouring stages of the costs are added up
-    # for AUTO, of all devices or of each; the peak of what a name stands for; None: that of 1F1B
+    costs: Costs | None = None  # for the maximum number of stages of a plan
+    cut: Cut | None = None  # None: adjacent stages of the costs are added up
+    # Memory limit for AUTO: of all devices, or of each; a name for its peak; None: that of 1F1B.
     limit: float | Sequence[float] | str | None = None
-    in_host: float = math.inf  # the most of a device that AUTO has wait in host memory
+    in_host: float = math.inf  # maximum host memory per device for AUTO
     objective: Objective = Objective.MAKESPAN
-    placements: tuple[Placement, ...] = ()  # those that AUTO may choose from; (): any
-    chunks: tuple[int, ...] = ()  # stages a device under AUTO; (): up to what `costs` tell apart
-    joint: bool = False  # whether a name has its joint passes though costs say nothing of them
-    holds_less: bool = True  # of orders of equal time, AUTO looks for the one that holds least
-    choices: tuple[tuple[str, int], ...] = ()  # what `make` takes of this name besides the sizes
-    slices: int | tuple[int, ...] = 1  # of every microbatch; AUTO chooses from several
-    steps: int | None = None  # the budget of planning; None: that of `search.plan`
-    seconds: float | None = None  # search so long instead
+    placements: tuple[Placement, ...] = ()  # allowed for AUTO; (): any
+    chunks: tuple[int, ...] = ()  # stages per device for AUTO; (): up to the stages of `costs`
+    joint: bool = False  # keep F&B pairs of a named schedule even without costs
+    holds_less: bool = True  # among equal times, AUTO minimizes memory
+    choices: tuple[tuple[str, int], ...] = ()  # further arguments of `make`
+    slices: int | tuple[int, ...] = 1  # per microbatch; AUTO chooses from several
+    steps: int | None = None  # search steps; None: the default of `search.plan`
+    seconds: float | None = None  # search time instead of steps
     progress: Callable[[int, float, float], None] | None = None  # steps, best value, lower bound
-    found: Callable[[Callable[[], "Planned"]], None] = _ignored  # takes what returns a plan so far
-    stopped: Callable[[], bool] = _never  # whether what has been found is to do
-    # In place of `cut`: a model of so many layers, which every placement has balanced.
+    found: Callable[[Callable[[], "Planned"]], None] = _ignored  # gets a function for the best plan
+    stopped: Callable[[], bool] = _never  # whether to end with the best result so far
+    # Instead of `cut`: a model of that number of layers, balanced for every placement.
     layers: tuple[Pieces, int] | None = None
 
     def whole(self) -> Costs:
-        """Return the costs of as many stages as a plan may have."""
+        """Return the costs of the maximum number of stages of a plan."""
         return self.costs or self.costs_of(v_shape(self.num_devices), "a plan")
 
     def costs_of(self, placement: Placement, name: str) -> Costs:
-        """Return the costs of these stages; raises ScheduleError if they cannot be had."""
+        """Return the costs of these stages; raises ScheduleError if there are none."""
         num_stages = len(placement)
         if self.layers is not None:
             pieces, num_layers = self.layers
@@ -160,17 +166,18 @@ class Question:
         return regroup(self.costs, num_stages, name)
 
     def changed(self, change: Callable[[Costs], Costs]) -> "Question":
-        """Return the question at changed costs."""
+        """Return the request with changed costs."""
         costs, cut = None if self.costs is None else change(self.costs), self.cut
         if cut is None:
             return replace(self, costs=costs)
         return replace(self, costs=costs, cut=lambda stages, name: change(cut(stages, name)))
 
     def slice_counts(self) -> tuple[int, ...]:
-        """Return in how many slices every microbatch may be cut.
+        """Return the allowed numbers of slices per microbatch.
 
         Raises:
-            ScheduleError: in several alone, and these costs are of what has none yet.
+            ScheduleError: slices are required, but the costs have passes that do not support
+                slices.
         """
         counts = (self.slices,) if isinstance(self.slices, int) else self.slices
         if max(counts) == 1:
@@ -191,7 +198,7 @@ class Question:
         return counts
 
     def chunk_counts(self) -> tuple[int, ...]:
-        """Return how many stages a device may hold."""
+        """Return the allowed numbers of stages per device."""
         if self.placements:
             counts = {len(each) // self.num_devices for each in self.placements}
             return tuple(sorted(counts))
@@ -206,7 +213,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A schedule that can run, the costs of its stages, and the block that it is made from."""
+    """A feasible schedule, the costs of its stages, and its building block."""
 
     schedule: Schedule
     costs: Costs
@@ -215,14 +222,18 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Planned(Answer):
-    """A plan for the limits of every device.
+    """A plan within the limits of every device.
 
-    `known` are the schedules that it was compared with: those that could be better; `others` are
-    the best plans at other numbers of stages a device that were planned for. `is_known` says
-    which of them it is, as in interleaved-1f1b:4, and `is_megatrons` whether Megatron runs it; None
-    where it is an order of its own. No order on the placements that were searched is below
-    `searched_bound`, and none on any placement of as many stages a device as are allowed below
-    `any_bound`.
+    Attributes:
+        plan: the search result.
+        limits: memory limit of each device.
+        known: the evaluated schedules that could be better.
+        others: the best plans with other numbers of stages per device.
+        is_known: the catalogue entry of the schedule, as interleaved-1f1b:4; None for a new
+            schedule.
+        is_megatrons: whether Megatron runs it.
+        searched_bound: lower bound over the searched placements.
+        any_bound: lower bound over all placements with an allowed number of stages per device.
     """
 
     plan: Plan = field(kw_only=True)
@@ -236,12 +247,12 @@ class Planned(Answer):
 
 
 def ask(question: Question) -> Answer:
-    """Return the schedule that is asked for; where it is planned, a `Planned`.
+    """Make or plan the requested schedule; a planned one is a `Planned`.
 
     Raises:
-        LimitError: nothing fits the limit.
-        ScheduleError: there is no such schedule, it is not for these sizes, its file cannot be
-            read or run, or the costs are of other stages.
+        LimitError: the limit is infeasible.
+        ScheduleError: the schedule does not exist or does not support these sizes, its file is
+            unreadable or infeasible, or the costs are for other stages.
     """
     name = question.name
     if isinstance(name, str):
@@ -264,7 +275,7 @@ def ask(question: Question) -> Answer:
         choices |= {} if own.chunks is None else {"num_chunks": own.chunks}
         block = make_block(own.name, *sizes, **choices)
         made = make(own.name, *sizes, **choices)
-        # so that several of one name are told apart
+        # The name includes the chunks, to distinguish several schedules of one name.
         name = made if own.chunks is None else replace(made, name=name)
     costs = question.costs_of(name.placement, name.name)
     if block is not None and not (question.joint or costs.joins):
@@ -273,12 +284,12 @@ def ask(question: Question) -> Answer:
 
 
 def find(name: str, names: Sequence[str] = (*SCHEDULE_NAMES, AUTO)) -> str | Schedule:
-    """Return the name if it is one of `names`, else the schedule in the file at that path, proved.
+    """Return the name if it is one of `names`; otherwise load and verify a schedule file.
 
-    A colon and the stages a device may follow a name, as `with_chunks` has it.
+    A name may be followed by a colon and the stages per device (see `with_chunks`).
 
     Raises:
-        ScheduleError: there is neither, or the file cannot be read or its schedule not run.
+        ScheduleError: the name is unknown, or the file is unreadable or its schedule infeasible.
     """
     own = with_chunks(name)
     if (name if own is None else own.name) in names:
@@ -289,20 +300,21 @@ def find(name: str, names: Sequence[str] = (*SCHEDULE_NAMES, AUTO)) -> str | Sch
     schedule = load_schedule(path)
     try:
         verify(schedule)
-        lower(schedule)  # so that its messages are proved, too
+        lower(schedule)  # proves the order of its messages too
     except ScheduleError as error:
         raise ScheduleError(f"the schedule file {path} cannot run: {error}") from None
     return schedule
 
 
 def known_as(text: str, question: Question) -> Known:
-    """Return the schedule that a text names, at the question's costs.
+    """Evaluate a named schedule at the request's costs.
 
-    A name of the catalogue, with a colon and the stages a device may hold where it has a choice, as
-    in interleaved-1f1b:4; or a schedule file.
+    `text` is a catalogue name, possibly with a colon and the stages per device, as
+    interleaved-1f1b:4; or a schedule file.
 
     Raises:
-        ScheduleError: it names none, or none of this size, or the costs are of other stages.
+        ScheduleError: the name is unknown or does not support this size, or the costs are for other
+            stages.
     """
     sizes = question.num_devices, question.num_microbatches
     found = find(text, EVERY_NAME)
@@ -318,10 +330,11 @@ def known_as(text: str, question: Question) -> Known:
 
 
 def with_chunks(text: str) -> Rival | None:
-    """Return what a text such as interleaved-1f1b:4 names; None where it has no such form.
+    """Parse a name with stages per device, as interleaved-1f1b:4; None for another form.
 
     Raises:
-        ScheduleError: the name before the colon leaves no choice of stages, or no number follows.
+        ScheduleError: the schedule has no optional stages per device, or no number follows the
+            colon.
     """
     name, colon, chunks = text.partition(":")
     if not colon or name not in EVERY_NAME:
@@ -336,7 +349,7 @@ def with_chunks(text: str) -> Rival | None:
 
 
 def limits_of(question: Question) -> tuple[float, ...]:
-    """Return what every device may hold; by default, and of a name, the peak of that schedule."""
+    """Return the memory limit of every device; by default, or for a name, a schedule's peak."""
     limit = question.limit
     if limit is None:
         limit = "1f1b"
@@ -346,7 +359,7 @@ def limits_of(question: Question) -> tuple[float, ...]:
 
 
 def _at_memory_of(rival: Rival, question: Question) -> Answer:
-    """Return the best order in the memory of a schedule; that one, if nothing is better."""
+    """Plan with the memory and placement of a schedule; at worst, return that schedule."""
     sizes = question.num_devices, question.num_microbatches
     known = judge_rival(rival, *sizes, question.costs_of)
     limit, placements = known.peak, (known.schedule.placement,)
@@ -356,14 +369,13 @@ def _at_memory_of(rival: Rival, question: Question) -> Answer:
 
 
 def best_order(question: Question, *known: Known) -> Planned:
-    """Return the adaptive scheduler's order, or a known schedule that fits and is better.
+    """Search for the best schedule, or return a better evaluated schedule that fits.
 
-    Of these, those that could be better are compared, and `known` in any case. Of equal times the
-    one that holds less is taken, and of equal ones that of Megatron. What the question names is not
-    looked at.
+    Evaluated schedules are those that could be better, and `known`. Among equal times, the result
+    with less memory is chosen; among equal ones, Megatron's. The name in the request is ignored.
 
     Raises:
-        LimitError: nothing fits the limit.
+        LimitError: the limit is infeasible.
         ScheduleError: the counts, the costs and the placements do not match.
     """
     limits, goal = limits_of(question), question.objective
@@ -374,6 +386,7 @@ def best_order(question: Question, *known: Known) -> Planned:
     )
     found: list[Planned] = []
     refused: ScheduleError | None = None
+    # Placements with separate costs need separate searches.
     each_asked = _by_costs(question, searched)
     for asked in each_asked:
         if found and question.stopped():
@@ -381,14 +394,15 @@ def best_order(question: Question, *known: Known) -> Planned:
         try:
             found.append(_planned(asked, limits))
             question.found(partial(found.__getitem__, len(found) - 1))
-        except LimitError as error:  # of what was searched; a known schedule may have another
+        except LimitError as error:  # evaluated schedules may have other placements
             refused = error
-        except ScheduleError as error:  # no order was found there
+        except ScheduleError as error:  # no schedule was found for these costs
             if len(each_asked) == 1:
                 raise
             refused = refused or error
     value = min((each.plan.value for each in found), default=math.inf)
     rivals = [joined(each, goal) for each in (*known, *_rivals(question, limits, value))]
+    # Evaluated schedules show which other numbers of stages per device are worth a search.
     for placement in _also_planned(question, limits, rivals, searched):
         if question.stopped():
             break
@@ -401,6 +415,7 @@ def best_order(question: Question, *known: Known) -> Planned:
     if not found:
         raise refused or ScheduleError("nothing fits")
     best = min(found, key=_rank)
+    # The search ignores memory below the limit, so a second one reduces it at equal time.
     if question.holds_less and not best.costs.trades and not question.stopped():
         best = _holding_less(question, best)
     best = _dealt_anew(question, best)
@@ -420,7 +435,7 @@ def best_order(question: Question, *known: Known) -> Planned:
 def best_known(question: Question) -> Planned | None:
     """Return the fastest published schedule within the limits, or None if none fits.
 
-    It ignores the question's time limit: evaluating them takes about a second.
+    It ignores the request's time limit: the evaluation takes about a second.
     """
     limits, goal = limits_of(question), question.objective
     question = replace(question, stopped=_never)
@@ -430,9 +445,9 @@ def best_known(question: Question) -> Planned | None:
 
 
 def with_more(question: Question, answer: Planned, more: float) -> float:
-    """Return what is made small by a plan on the answer's placement with so much more memory.
+    """Return the objective's value on the answer's placement with `more` memory per device.
 
-    No more than without: what fits the limits fits higher ones.
+    Never higher than without, since plans for lower limits remain valid.
     """
     asked = replace(
         question,
@@ -449,7 +464,7 @@ def with_more(question: Question, answer: Planned, more: float) -> float:
 
 
 def _later(question: Question, limits: tuple[float, ...], found: Sequence[Planned]) -> Planned:
-    """Return a plan on a further placement, searched to the end where it comes near the best."""
+    """Plan for an additional placement; the full budget is used only if it gets near the best."""
     value = min((each.plan.value for each in found), default=math.inf)
     if question.steps is None and question.seconds is None and not question.whole().trades:
         first = _planned(replace(question, steps=GLANCE_STEPS), limits)
@@ -459,28 +474,28 @@ def _later(question: Question, limits: tuple[float, ...], found: Sequence[Planne
 
 
 def _by_costs(question: Question, placements: Sequence[Placement]) -> list[Question]:
-    """Return what is asked of the search: of all placements that have the same costs at once."""
+    """Return the search requests: one for all placements with common costs."""
     if question.layers is None:
         return [question]
     return [_on(question, placement, 1 / len(placements)) for placement in placements]
 
 
 def _on(question: Question, placement: Placement, share: float = 1.0) -> Question:
-    """Return the question for this placement alone, with a share of its seconds."""
+    """Return the request for this placement only, with a share of its time."""
     costs = question.costs_of(placement, "a plan")
     seconds = None if question.seconds is None else share * question.seconds
     return replace(question, costs=costs, placements=(placement,), seconds=seconds)
 
 
 def _rank(answer: Planned) -> tuple[float, float, bool]:
-    """Return by what an answer is chosen; values as close as sums may be are equal."""
+    """Return the sort key of an answer; values within rounding are equal."""
     value, peak = (float(f"{each:.9g}") for each in (answer.plan.value, max(answer.plan.peak)))
     return value, peak, not answer.is_megatrons
 
 
 def _planned(question: Question, limits: tuple[float, ...]) -> Planned:
-    """Return the search's order, its backwards split where that pays at the question's prices."""
-    # The search brings numba along, which takes a second to import; the names do not need it.
+    """Return the search result, with backwards split where that pays off at the request's costs."""
+    # Imported here because numba needs a second to import, which names do not require.
     from megatron_vshape.core.planner.search import plan
     from megatron_vshape.core.splitting import WORTH, saves
 
@@ -488,6 +503,7 @@ def _planned(question: Question, limits: tuple[float, ...]) -> Planned:
     if tells_shared(costs):
         return _shared(question, limits)
     paired = _joint(question, limits)
+    # If no schedule without pairs can be faster, according to its bound, skip that search.
     if paired is not None and paired.plan.value <= _bound_of_simple(question, limits):
         return paired
     slices, trades = question.slice_counts(), costs.trades
@@ -518,16 +534,17 @@ def _planned(question: Question, limits: tuple[float, ...]) -> Planned:
 
 
 def _in_order_alone(made: Plan, question: Question, limits: tuple[float, ...]) -> Planned:
-    """Return a search's order as an answer, its backwards split or whole as they were planned."""
+    """Convert a search result to an answer, with its split and full backwards as planned."""
     costs = question.costs_of(made.schedule.placement, "the plan")
     return Planned(made.schedule, costs, plan=made, limits=limits, known=())
 
 
 def _shared(question: Question, limits: tuple[float, ...]) -> Planned:
-    """Return the best order in which all devices share the vocabulary, which the costs tell of.
+    """Return the best schedule with vocabulary parallelism.
 
-    On every placement, with room for the logits of few microbatches where those of many are large,
-    and with less than the costs let a plan do: what is best without a vocabulary may not be.
+    It searches every placement; with memory for the logits of few microbatches, if those of many
+    are large; and without optional strategies, because the best schedule without vocabulary
+    parallelism may not be the best with it.
     """
     whole, goal = question.whole(), question.objective
     found: list[tuple[Known, Plan]] = []
@@ -562,14 +579,14 @@ def _plain(costs: Costs) -> Costs:
 
 
 def _dealt_anew(question: Question, best: Planned) -> Planned:
-    """Return what a walk over a shared order leads to, its vocabulary then dealt out anew.
+    """Improve a vocabulary-parallel schedule by local search, and replace its vocabulary passes.
 
-    For the walk knows nothing of devices that wait for each other in what they join. The order as
-    it was, where that is not faster.
+    The local search ignores that devices wait for each other in collectives. Returns the previous
+    schedule unless the new one is faster.
     """
     if not tells_shared(best.costs) or question.stopped():
         return best
-    from megatron_vshape.core.planner.steps import best_steps  # which brings numba along
+    from megatron_vshape.core.planner.steps import best_steps  # imports numba
 
     costs, limits, goal = best.costs, best.limits, question.objective
     steps = min(question.steps or LESS_STEPS, LESS_STEPS)
@@ -586,10 +603,10 @@ def _dealt_anew(question: Question, best: Planned) -> Planned:
 
 
 def _shared_with(question: Question, limits: tuple[float, ...], waiting: int) -> tuple[Known, Plan]:
-    """Return a shared order in which logits of so many microbatches may wait, and what it was.
+    """Plan with vocabulary parallelism and the logits of `waiting` microbatches in memory.
 
-    Searched is the order of F, B and W alone, in what the logits leave of the limits; it is then
-    shared, with room for all that it leaves.
+    Returns the schedule and the plan of its F, B and W. Their search has the memory that the logits
+    leave; the vocabulary passes then use all memory that the plan leaves.
     """
     costs = question.whole()
     logits = most_logits_bytes(costs, waiting)
@@ -611,7 +628,7 @@ def _split(
     made: Plan,
     chooses: bool,
 ) -> Planned:
-    """Return the search's order with B and W run as one where that pays, at their prices."""
+    """Return the search result with B and W fused where that pays off."""
     from megatron_vshape.core.splitting import split_where_it_pays
 
     goal = question.objective
@@ -636,7 +653,7 @@ def _split(
 
 
 def _joint(question: Question, limits: tuple[float, ...]) -> Planned | None:
-    """Return the best order with joint passes; None where costs have none, or none fits."""
+    """Return the best schedule with F&B pairs; None if the costs have none, or none fits."""
     whole = question.whole()
     if not whole.joins:
         return None
@@ -648,7 +665,7 @@ def _joint(question: Question, limits: tuple[float, ...]) -> Planned | None:
 def _joint_on(
     placement: Placement, question: Question, limits: tuple[float, ...]
 ) -> Planned | None:
-    from megatron_vshape.core.planner.joint_walk import best_joint  # which brings numba along
+    from megatron_vshape.core.planner.joint_walk import best_joint  # imports numba
 
     costs, goal = question.costs_of(placement, "a plan"), question.objective
     asked = limits, goal, placement, question.steps, question.in_host
@@ -661,7 +678,7 @@ def _joint_on(
 
 
 def _bound_of_simple(question: Question, limits: Sequence[float]) -> float:
-    """Return a value that no order without joint passes is below that the search may find."""
+    """Return a lower bound over all schedules without F&B pairs that the search may find."""
     whole = question.whole()
     placements = question.placements or default_placements(
         question.num_devices, whole.num_stages, whole.trades
@@ -682,7 +699,7 @@ def _bound(question: Question, placement: Placement, limits: Sequence[float]) ->
 
 
 def _bounds_anywhere(question: Question, limits: Sequence[float]) -> list[float]:
-    """Return the bounds on any placement, of every number of stages a device and of slices."""
+    """Return the lower bounds over all placements, by stages per device and slices."""
     return [
         _bound_anywhere(
             costs.sliced(slices), slices * question.num_microbatches, limits, question.objective
@@ -694,14 +711,14 @@ def _bounds_anywhere(question: Question, limits: Sequence[float]) -> list[float]
 def _bound_anywhere(
     costs: Costs, num_microbatches: int, limits: Sequence[float], goal: Objective
 ) -> float:
-    """Return a value that no order is below, wherever the stages lie and whatever they choose."""
+    """Return a lower bound over all placements and all choices of the costs."""
     if costs.copies:  # any activations may be offloaded
         limits = (math.inf,) * len(limits)
     return bound_of_any_placement(costs, num_microbatches, limits, goal is Objective.SPAN)
 
 
 def _cuts(question: Question) -> Iterator[Costs]:
-    """Yield the costs of every number of stages a device that they can be had for."""
+    """Yield the costs for every possible number of stages per device."""
     for chunks in question.chunk_counts():
         try:
             yield question.costs_of(looping(question.num_devices, chunks), "a plan")
@@ -710,9 +727,9 @@ def _cuts(question: Question) -> Iterator[Costs]:
 
 
 def _rivals(question: Question, limits: Sequence[float], value: float) -> Iterator[Known]:
-    """Yield the known schedules that a plan of this value may have to give way to.
+    """Yield the evaluated schedules that may be better than a plan of this value.
 
-    Those that cannot be better or cannot fit are not made.
+    Schedules that cannot be better or cannot fit are not generated.
     """
     for each in _possible(question, limits):
         if value < math.inf and question.stopped():
@@ -722,7 +739,7 @@ def _rivals(question: Question, limits: Sequence[float], value: float) -> Iterat
 
 
 class Possible(NamedTuple):
-    """A known schedule that has not been made: where its stages lie, and what it takes at least."""
+    """A published schedule that has not been generated: its placement and lower bound."""
 
     rival: Rival
     placement: Placement
@@ -731,13 +748,13 @@ class Possible(NamedTuple):
 
 
 def _possible(question: Question, limits: Sequence[float]) -> Iterator[Possible]:
-    """Yield the known schedules of these sizes that there are costs for."""
+    """Yield the published schedules of these sizes for which there are costs."""
     sizes = question.num_devices, question.num_microbatches
     counts = question.chunk_counts(), question.slice_counts()
     for rival, block in rivals_of(*sizes, *counts):
         try:
             costs = question.costs_of(block.placement, str(rival))
-        except ScheduleError:  # of stages that the costs do not tell apart
+        except ScheduleError:  # the costs do not have its stages
             continue
         if rival.name in JOINT_NAMES and not costs.joins:
             continue
@@ -750,7 +767,7 @@ def _possible(question: Question, limits: Sequence[float]) -> Iterator[Possible]
 
 
 _least = lru_cache(maxsize=256)(bound_at)
-"""A placement has one bound, which is asked for before a search and behind it."""
+"""Bounds of placements, cached because they are required before and after a search."""
 
 
 def _made(question: Question, possible: Possible) -> Known:
@@ -759,11 +776,10 @@ def _made(question: Question, possible: Possible) -> Known:
 
 
 def compare(question: Question, answer: Planned) -> Iterator[Known | Possible]:
-    """Yield what Megatron has and what is published, beside the answer to the question.
+    """Yield Megatron's and the published schedules for a comparison with the answer.
 
-    What the answer did not have to be compared with, since it does not fit or cannot be faster, is
-    not made, unless Megatron runs it: that takes long with many stages. Once the question is
-    stopped, nothing more is made.
+    Schedules that do not fit or cannot be faster are not generated unless Megatron runs them,
+    because that is slow with many stages. After the request is stopped, no schedule is generated.
     """
     sizes = question.num_devices, question.num_microbatches
     made = {known.rival: known for known in answer.known}
@@ -784,7 +800,7 @@ def _also_planned(
     rivals: Sequence[Known],
     searched: Sequence[Placement],
 ) -> list[Placement]:
-    """Return the loops, of other numbers of stages than those searched, that promise most."""
+    """Return the most promising loops with other numbers of stages than those searched."""
     if question.placements:
         return []
     devices = question.num_devices
@@ -804,7 +820,7 @@ def _also_planned(
 
 
 def _is_compared(question: Question, chunks: int) -> bool:
-    """Return whether there are costs of so many stages a device, and not too many passes."""
+    """Return whether there are costs for `chunks` stages per device, and not too many passes."""
     placement = looping(question.num_devices, chunks)
     try:
         question.costs_of(placement, "a plan")
@@ -814,7 +830,7 @@ def _is_compared(question: Question, chunks: int) -> bool:
 
 
 def as_planned(known: Known, limits: tuple[float, ...], objective: Objective) -> Planned:
-    """Return a known schedule as the answer."""
+    """Convert an evaluated schedule to an answer."""
     plan = _plan_of(known, limits, objective, str(known.rival or known.schedule.name))
     answer = Planned(plan.schedule, known.costs, plan=plan, limits=limits, known=())
     return replace(answer, is_known=known.rival, is_megatrons=known.is_megatrons)
@@ -823,7 +839,7 @@ def as_planned(known: Known, limits: tuple[float, ...], objective: Objective) ->
 def _plan_of(
     known: Known, limits: Sequence[float], objective: Objective, source: str, steps: int = 0
 ) -> Plan:
-    """Return a schedule as a plan."""
+    """Convert a schedule to a plan."""
     schedule, costs, timeline, peak, _ = known
     sizes = schedule.placement, schedule.num_microbatches // schedule.slices
     bound = bound_at(costs, *sizes, limits, objective, schedule.slices)
@@ -834,12 +850,12 @@ def _plan_of(
 
 
 def _holding_less(question: Question, best: Planned) -> Planned:
-    """Return a plan that takes no longer and leaves more of the limits free, if one is found.
+    """Search for a plan with equal time and less memory.
 
-    The search looks at memory only where the limit is in the way, so what it finds may hold all of
-    it for nothing. It is asked again on the same placement within less, halfway between what is
-    held and what a bound says must be, as often as `LESS_TRIES`. Moving what is held for nothing
-    to later in the order found never was enough: orders that hold less differ from the start.
+    The main search considers memory only near the limit, so its result may use memory without
+    benefit. This repeats it on the same placement with lower limits, by bisection between the peak
+    and the minimum from the bounds, `LESS_TRIES` times. Moving passes in the found schedule never
+    sufficed, because schedules with less memory differ from the start.
     """
     schedule, costs, limits = best.schedule, best.costs, best.limits
     most = max(best.plan.peak)
@@ -876,7 +892,7 @@ def _holding_less(question: Question, best: Planned) -> Planned:
 
 
 def _stopping(question: Question) -> Callable[[int, float, float], None] | None:
-    """Return what ends a search of which nothing is told, once the question is stopped."""
+    """Return a progress callback that ends a search once the request is stopped."""
     if question.stopped is _never:
         return None
 
@@ -890,7 +906,7 @@ def _stopping(question: Question) -> Callable[[int, float, float], None] | None:
 def _most_freed(
     asked: Question, value: float, less: Callable[[int], tuple[float, ...]], most: int
 ) -> int:
-    """Return how many units may be left free, for all that bounds say, at this value."""
+    """Return the maximum units to leave free at this value, according to the bounds."""
     (placement,), (slices,) = asked.placements, asked.slice_counts()
     low, high = 0, most
     while low < high:

@@ -1,6 +1,6 @@
-"""The compiler of the inner loops: numba, or none, which is a hundred times slower.
+"""Compile the inner loops with numba; without numba they are about 100 times slower.
 
-Either way the results are the same to the last bit.
+The results are bitwise equal in both cases.
 """
 
 import functools
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def processors() -> int:
-    """Return how many processors this process may use."""
+    """Return the number of processors that this process may use."""
     allowed = getattr(os, "sched_getaffinity", None)  # not on every system
     return len(allowed(0)) if allowed else os.cpu_count() or 1
 
@@ -28,17 +28,16 @@ def processors() -> int:
 COMPILES = njit is not None
 
 CORES = 1 if njit is None else processors()
-"""Threads that gain anything."""
+"""Useful number of threads."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def compiled(function: _Function, *called: Callable[..., Any]) -> _Function:
-    """Return the function as machine code, kept for later runs; as it is without numba.
+    """Compile the function and cache the machine code on disk; without numba, return it unchanged.
 
-    Threads run machine code side by side: it holds no lock of the interpreter.
-
-    `called` are plain functions that it calls, which other compiled ones may then call too.
+    Compiled functions release the GIL, so threads run them in parallel. `called` are plain
+    functions that it calls; other compiled functions may call them too.
     """
     if njit is None:
         return function
@@ -50,9 +49,9 @@ def compiled(function: _Function, *called: Callable[..., Any]) -> _Function:
 
 
 class _CacheWhenCalled:
-    """Opens the cache of a function's machine code when that is first asked for.
+    """Open the on-disk cache of a function's machine code at its first call.
 
-    Opening one writes to its folder, and a thousand ranks may share that, of which one plans.
+    Opening it writes to its folder. A thousand ranks may share that folder, but only one plans.
     """
 
     cache_path = None
@@ -63,14 +62,14 @@ class _CacheWhenCalled:
     def load_overload(self, *signature: Any) -> Any:
         try:
             self._dispatcher.enable_caching()
-        except RuntimeError:  # neither the package's folder nor the user's can be written
+        except RuntimeError:  # no folder for the cache is writable
             self._dispatcher._cache = NullCache()
             name = self._dispatcher.py_func
             logger.info("%s is compiled in every run: NUMBA_CACHE_DIR may name a folder", name)
         cache = self._dispatcher._cache
         try:
             return cache.load_overload(*signature)
-        except (AttributeError, ImportError):  # kept by a version that had other names for types
+        except (AttributeError, ImportError):  # from another version with other type names
             cache.flush()
             return None
 
@@ -82,7 +81,7 @@ compiled_once = functools.cache(compiled)
 
 
 def in_arrays(data: Any) -> Any:
-    """Return numbers in lists, and such lists in named tuples, as arrays; what else is as it is."""
+    """Convert lists of numbers to arrays, also within named tuples; other values are unchanged."""
     import numpy as np
 
     if isinstance(data, list):
@@ -92,7 +91,7 @@ def in_arrays(data: Any) -> Any:
 
 @functools.cache
 def say_if_slow() -> None:
-    """Say once that there is no numba, for whoever waits for a plan."""
+    """Log once that numba is missing, since a plan then takes long."""
     if njit is None:
         logger.warning(
             "numba is not installed, so planning is about 100 times slower: "

@@ -1,4 +1,4 @@
-"""Memory against time: the best plan at every limit, beside the published schedules."""
+"""Memory-time frontier: the best plan at every limit, next to the published schedules."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -33,13 +33,13 @@ def frontier(
     limits: Sequence[float],
     report: Callable[[Point], None] = lambda point: None,
 ) -> list[Point]:
-    """Return the best plan found at every limit, from the tightest on.
+    """Plan for every limit, from the lowest on.
 
-    What fits a limit fits every higher one, so that more memory never costs time here. Limits
-    that nothing fits are left out. The question's own limit is not looked at.
+    A plan for a limit is also valid for every higher one, so that more memory never costs time
+    here. Infeasible limits are omitted. The limit in the request is ignored.
 
     Raises:
-        LimitError: nothing fits the highest limit; it says the least that does.
+        LimitError: the highest limit is infeasible; it contains the minimum limit.
         ScheduleError: there is no limit, or the counts and the costs do not match.
     """
     points: list[Point] = []
@@ -53,7 +53,8 @@ def frontier(
     for limit in [each for each in sorted(limits) if each * _SAME >= least] or [max(limits)]:
         made = best_order(replace(question, limit=limit, holds_less=False)).plan
         point = Point(limit, max(made.peak), made.value, made.bubble, made.schedule, made)
-        if points and points[-1].value <= point.value * _SAME:  # of equal ones what holds less
+        # For equal values, keep the plan with less memory.
+        if points and points[-1].value <= point.value * _SAME:
             point = replace(points[-1], limit=limit, plan=_of_both(points[-1].plan, made))
         points.append(point)
         report(point)
@@ -61,9 +62,9 @@ def frontier(
 
 
 def families(question: Question) -> dict[str, Question]:
-    """Return the question by what its plans may do to hold less: all that the costs say, or less.
+    """Return requests with fewer strategies to save memory, by name.
 
-    The first is that with all; it is alone where the costs say of nothing beside the order.
+    The first request has all strategies of the costs; it is the only one if the costs have none.
     """
     costs = question.whole()
     if not costs.trades:
@@ -72,18 +73,18 @@ def families(question: Question) -> dict[str, Question]:
 
 
 def _of_both(before: Plan | None, made: Plan) -> Plan | None:
-    """Return the plan of a tighter limit with a bound that holds for the one `made` is for."""
+    """Return the plan of a lower limit, with a bound that is valid for the limit of `made` too."""
     if before is None:
         return None
     return replace(before, lower_bound=min(before.lower_bound, made.lower_bound))
 
 
 def published(question: Question) -> Iterator[Point]:
-    """Yield the catalogue's schedules as points, at the costs that the question has for each."""
+    """Yield the catalogue's schedules as points, with the request's costs for each."""
     for name in EVERY_NAME:
         try:
             answer = ask(replace(question, name=name, slices=1))
-        except ScheduleError:  # not for this size, or these costs do not tell its stages
+        except ScheduleError:  # not for this size, or no costs for its stages
             continue
         if name in JOINT_NAMES and not answer.costs.joins:
             continue

@@ -1,11 +1,14 @@
-"""The layers of every stage, chosen together with the order.
+"""Layers per stage, chosen together with the schedule.
 
-Layers that leave the busiest device least to do are a good beginning and seldom the best: with
-unequal stages the order has holes that other layers do not leave. What was tried, at d=8, m=32, 64
-layers, a head of 6, 10 chunks, 1/1.15/.85/.05 (balanced: 252.8): moving layers while the order
-stays as it is finds nothing in 15 cells of 17, since the order was made for these very stages;
-planning anew after each change, with a share of the budget, finds 244 to 252 here by what is drawn,
-and up to 3 % elsewhere.
+Layers with the least work on the busiest device are a good start but rarely optimal: with unequal
+stages, the schedule has idle gaps that other layers avoid. Experiments with d=8, m=32, 64 layers,
+an output layer of 6 layers, 10 chunks, and F/B/W/message 1/1.15/0.85/0.05 (balanced: 252.8,
+simulated):
+
+* Moving layers with a fixed schedule gains nothing in 15 of 17 cases, because the schedule was
+  optimized for its stages.
+* Planning again after each change, with a share of the budget, finds 244 to 252 (it depends on the
+  random seed), and gains up to 3% in other cases.
 """
 
 import random
@@ -21,26 +24,26 @@ from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.planner.lighter import lighter_layers
 
 TRIALS = 24
-"""Splits that are planned for."""
+"""Number of layer splits to plan for."""
 
 TRIALS_OF_TRADES = 8
 """With offloading, which is slower to evaluate."""
 
 TRIAL_STEPS = 100_000
-"""The budget of each."""
+"""Search steps per split."""
 
 MOST_MOVED = 3
-"""Layers that change their stage from one trial to the next."""
+"""Maximum layers that change their stage from one trial to the next."""
 
 _DRAWN = 50
-"""Splits drawn for a trial; where the bounds of all of them are too high, there is none."""
+"""Splits drawn for a trial; if the bounds of all are too high, the search ends."""
 
 _LESS = 1 - 1e-9
-"""A value must be below this share of another to be less."""
+"""A value must be below this share of another to count as lower."""
 
 
 class Layered(NamedTuple):
-    """A plan, the layers of its stages in model order, and its value with balanced ones."""
+    """A plan, the layers of its stages in model order, and the value with balanced layers."""
 
     answer: Planned
     layers: tuple[int, ...]
@@ -48,13 +51,13 @@ class Layered(NamedTuple):
 
 
 def choose_layers(question: Question, answer: Planned) -> Layered:
-    """Return the plan, or a faster one of the same placement with other layers in its stages.
+    """Return the plan, or a faster one for the same placement with other layers.
 
-    `answer` is what `best_order` answers to the question, which has `layers`. The same call chooses
-    the same layers everywhere.
+    `answer` is the result of `best_order` for the request, which must have `layers`. The choice is
+    deterministic.
 
     Raises:
-        ScheduleError: the question does not say the layers.
+        ScheduleError: the request has no layers.
     """
     if question.layers is None:
         raise ScheduleError("choosing the layer split needs the costs of a layer")
@@ -72,11 +75,11 @@ def choose_layers(question: Question, answer: Planned) -> Layered:
     def value_of(layers: tuple[int, ...]) -> float:
         try:
             return planned(trial, layers).plan.value
-        except ScheduleError:  # nothing fits, or no order was found to
+        except ScheduleError:  # infeasible, or no schedule was found
             return inf
 
     lighter, _ = lighter_layers(answer.schedule, answer.costs, pieces.shares)
-    # These leave an order more room.
+    # The lighter split leaves the schedule more memory.
     starts = dict.fromkeys((first, lighter or first))
     value, layers = min((value_of(each), each) for each in starts)
     draw = random.Random(1)
@@ -87,6 +90,7 @@ def choose_layers(question: Question, answer: Planned) -> Layered:
         if tried is None or question.stopped():
             break
         reached = value_of(tried)
+        # Continue from equal values too, to leave plateaus.
         if reached <= value and reached < inf:
             layers, value = tried, reached
     balanced = answer.plan.value
@@ -99,7 +103,7 @@ def choose_layers(question: Question, answer: Planned) -> Layered:
 
 
 def _near(draw: random.Random, layers: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield splits in which a few layers are in other stages."""
+    """Yield splits with a few layers in other stages."""
     ends = (0, len(layers) - 1)
     for _ in range(_DRAWN):
         moved = list(layers)
@@ -113,7 +117,7 @@ def _near(draw: random.Random, layers: tuple[int, ...]) -> Iterator[tuple[int, .
 
 
 def _promises(asked: Question, pieces: Pieces, layers: tuple[int, ...], value: float) -> bool:
-    """Return whether an order with such layers may take less than this value."""
+    """Return whether a schedule with these layers may be faster than this value."""
     (placement,), limits = asked.placements, asked.limit
     assert isinstance(limits, tuple)
     costs, sizes = pieces.costs(layers), (asked.num_microbatches, limits)

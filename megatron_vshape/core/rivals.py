@@ -1,4 +1,4 @@
-"""What a plan has to beat: Megatron's own schedules and the published ones, by stages a device."""
+"""Baselines of a plan: Megatron's schedules and published ones, by stages per device."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -19,18 +19,18 @@ MEGATRONS_OWN = ("1f1b", "interleaved-1f1b")
 """Schedules of stock Megatron."""
 
 OVERLAPPED = "overlapped-"
-"""Before a name: run by Megatron with --overlap-moe-expert-parallel-comm."""
+"""Prefix of schedules that Megatron runs with --overlap-moe-expert-parallel-comm."""
 
 MOST_COMPARED = 20_000
 """Maximum passes of a published schedule in a comparison: generating a larger one is slower than
 planning, which starts from the same blocks."""
 
 SAME = 1e-9
-"""Values this close are one, so that rounding alone prefers nothing."""
+"""Relative tolerance for equal values, so that rounding decides nothing."""
 
 
 def is_megatrons_own(name: str | None) -> bool:
-    """Return whether Megatron's own functions run what is named, of however many stages."""
+    """Return whether Megatron's functions run the named schedule, for any number of stages."""
     return name is not None and name.partition(":")[0] in MEGATRONS_OWN
 
 
@@ -40,7 +40,7 @@ NOT_STOCK = "not supported by stock Megatron"
 def why_not_stock(name: str, num_devices: int, num_microbatches: int) -> str:
     """Return the reason why stock Megatron rejects one of its schedules; empty if it does not.
 
-    Other schedules are not its own, so nothing is said about them.
+    Empty for other schedules.
     """
     own = name.partition(":")[0].removeprefix(OVERLAPPED)
     if own != "interleaved-1f1b" or num_microbatches % num_devices == 0:
@@ -49,10 +49,7 @@ def why_not_stock(name: str, num_devices: int, num_microbatches: int) -> str:
 
 
 class Rival(NamedTuple):
-    """A schedule of the catalogue, and how many stages a device holds where that is a choice.
-
-    And in how many slices every microbatch is cut.
-    """
+    """A catalogue schedule with its stages per device (if optional) and slices per microbatch."""
 
     name: str
     chunks: int | None = None
@@ -63,14 +60,14 @@ class Rival(NamedTuple):
         return named if self.slices == 1 else f"{named} in {self.slices} slices"
 
     def is_megatrons(self, num_devices: int, num_microbatches: int) -> bool:
-        """Return whether a function of Megatron's runs it; interleaved 1F1B in whole groups."""
+        """Return whether Megatron runs it; interleaved 1F1B requires complete groups."""
         whole = self.name == "1f1b" or num_microbatches % num_devices == 0
         own = self.name.removeprefix(OVERLAPPED) in MEGATRONS_OWN
         return own and whole and self.slices == 1
 
 
 class Known(NamedTuple):
-    """A schedule at the question's costs, in their units; `rival` says what the catalogue has."""
+    """An evaluated schedule at the request's costs; `rival` is its catalogue entry."""
 
     schedule: Schedule
     costs: Costs
@@ -80,7 +77,7 @@ class Known(NamedTuple):
 
     @property
     def is_megatrons(self) -> bool:
-        """Return whether a function of Megatron's runs it."""
+        """Return whether a function of Megatron runs it."""
         sizes = self.schedule.num_devices, self.schedule.num_microbatches
         if self.rival is None or is_shared(self.schedule):
             return False
@@ -93,11 +90,11 @@ def rivals_of(
     chunk_counts: Iterable[int],
     slice_counts: Iterable[int] = (1,),
 ) -> Iterator[tuple[Rival, BuildingBlock]]:
-    """Yield what the catalogue has for so many stages a device, with the blocks they are made from.
+    """Yield the baselines for these numbers of stages per device, with their blocks.
 
-    Those with a choice of the stages a device once for each number; those that would be larger than
-    `MOST_COMPARED` not at all. In several slices those of Megatron's, which others have sliced;
-    from all else that is published planning begins, sliced.
+    A schedule with optional stages per device is included once per number. Schedules larger than
+    `MOST_COMPARED` are omitted. With several slices, only Megatron's schedules are included, as
+    other libraries slice them; the search itself starts from the sliced blocks of all others.
     """
     allowed = sorted(set(chunk_counts))
     for slices, name in product(slice_counts, EVERY_NAME):
@@ -107,7 +104,7 @@ def rivals_of(
         for chunks in more if name in OPTIONS else (None,):
             passes = 3 * num_devices * num_microbatches * slices
             if (chunks or 1) * passes > MOST_COMPARED:
-                continue  # its block alone takes long to make
+                continue  # its block alone is slow to generate
             try:
                 rival = Rival(name, chunks, slices)
                 block = make_block(name, num_devices, num_microbatches, **_choices(rival))
@@ -119,7 +116,7 @@ def rivals_of(
 
 
 def judge(schedule: Schedule, costs: Costs) -> Known:
-    """Return the schedule at these costs, the vocabulary shared if they tell of that."""
+    """Evaluate the schedule at these costs, with vocabulary parallelism if the costs have it."""
     schedule = shared_if_told(schedule, costs)
     return Known(schedule, costs, simulate(schedule, costs), peak_held(schedule, costs))
 
@@ -130,10 +127,10 @@ def judge_rival(
     num_microbatches: int,
     costs_of: Callable[[Placement, str], Costs],
 ) -> Known:
-    """Return the catalogue's schedule with its times and its peaks.
+    """Evaluate a catalogue schedule: times and peak memory.
 
     Raises:
-        ScheduleError: it is not for these sizes, or there are no costs of its stages.
+        ScheduleError: the sizes are not supported, or there are no costs of its stages.
     """
     schedule = _made(rival, num_devices, num_microbatches)
     costs = costs_of(schedule.placement, str(rival))
@@ -142,7 +139,7 @@ def judge_rival(
     return judge(schedule, costs)._replace(rival=rival)
 
 
-@lru_cache(maxsize=64)  # a frontier asks for the same ones at every limit
+@lru_cache(maxsize=64)  # a frontier evaluates the same ones at every limit
 def _made(rival: Rival, num_devices: int, num_microbatches: int) -> Schedule:
     return make(rival.name, num_devices, num_microbatches, **_choices(rival))
 
@@ -155,8 +152,8 @@ def _choices(rival: Rival) -> dict[str, int]:
 def may_fit(
     block: BuildingBlock, costs: Costs, num_microbatches: int, limits: Sequence[float]
 ) -> bool:
-    """Return whether the block's schedule may fit; no, if its stable phase alone does not."""
-    if num_microbatches < 2 * block.num_devices:  # it may have none
+    """Return whether the block's schedule may fit; False if its steady phase exceeds the limits."""
+    if num_microbatches < 2 * block.num_devices:  # it may have no steady phase
         return True
     held = list(map(min, costs.held_after_forward_bytes, costs.held_after_backward_bytes))
     rows = zip(block.peaks(), stages_of(block.placement, block.num_devices), strict=True)
@@ -165,10 +162,10 @@ def may_fit(
 
 
 def joined(known: Known, objective: Objective) -> Known:
-    """Return the schedule with B and W run as BW where that is not slower, if BW has a price."""
+    """Fuse B and W to BW where that is not slower, if BW has a separate cost."""
     if known.costs.whole_us is None and not known.costs.joint:
         return known
-    from megatron_vshape.core.splitting import joined  # which brings numba along
+    from megatron_vshape.core.splitting import joined  # imports numba
 
     schedule = joined(known.schedule, known.costs, objective)
     return judge(schedule, known.costs)._replace(rival=known.rival)

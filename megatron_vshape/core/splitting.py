@@ -1,18 +1,19 @@
-"""Where a plan splits a backward into B and W, and where it runs whole, where that is cheaper.
+"""Choose where a plan splits backwards into B and W, and where full backwards are cheaper.
 
-B hands its gradient on before W has run, and W fills idle time; BW costs less where it hides an
-exchange or spares the host a pass. So what pays depends on the place: in the steady state, where
-nobody waits, BW may; at the ends, where a chain of B is all that runs, B.
+B sends its gradient before W has run, and W fills idle time. BW costs less if it hides a collective
+or saves launch overhead. So the better choice depends on the position: BW in the steady state, if
+no pass waits for B; B in warm-up and cool-down, where a chain of B is the critical path.
 
-Orders begin from three plans: everything split, B and W joined where that delays nobody, nothing
-split. `planner.steps` goes on from each: it splits at the ends, in the steady state, in one chunk
-alone, walks over orders of such steps, and then joins and parts stage by stage and in ever smaller
-groups of microbatches what makes the step shorter. With F/B/W/message 1/1.15/.85/.05:
+The search starts from three plans: all backwards split; B and W fused where no pass is delayed; no
+backward split. `planner.steps` continues from each. It splits in warm-up and cool-down, in the
+steady state or in one chunk, runs a local search over pass orders, and then fuses and splits by
+stage and by ever smaller groups of microbatches if the step gets shorter. Simulated step times with
+F/B/W/message 1/1.15/0.85/0.05:
 
-    devices, microbatches, limit, saved | split everywhere | B, W joined | nowhere | chosen
-    4, 8, 8 chunks, 10 %                |             51.9 |        51.9 |    54.6 |   50.0
-    8, 24, 10 chunks, 15 %              |            166.4 |       166.1 |   188.2 |  164.5
-    8, 24, 16 chunks, 30 %              |            153.1 |       149.5 |   136.2 |  133.7
+    devices, microbatches, limit, saved | all split | B, W fused | none split | chosen
+    4, 8, 8 chunks, 10%                 |      51.9 |       51.9 |       54.6 |   50.0
+    8, 24, 10 chunks, 15%               |     166.4 |      166.1 |      188.2 |  164.5
+    8, 24, 16 chunks, 30%               |     153.1 |      149.5 |      136.2 |  133.7
 """
 
 from collections.abc import Sequence
@@ -30,11 +31,12 @@ from megatron_vshape.core.planner.steps import best_steps
 from megatron_vshape.core.program.lowering import fuse
 
 WORTH = 0.002
-"""Whole backwards that save less of the busiest device's work are joined and not planned with."""
+"""Minimum share of the busiest device's work that full backwards must save to be planned; smaller
+savings are only used where fusing delays no pass."""
 
 
 def saves(costs: Costs) -> float:
-    """Return the share of all passes' time that whole backwards save; 0 where they save nothing."""
+    """Return the share of all passes' time that full backwards save; at least 0."""
     split = [sum(costs.time_us(kind, at) for kind in PARTS) for at in range(costs.num_stages)]
     forward = [costs.time_us(Kind.F, stage) for stage in range(costs.num_stages)]
     whole = costs.whole_us
@@ -44,9 +46,9 @@ def saves(costs: Costs) -> float:
 
 
 def where_split(schedule: Schedule) -> str:
-    """Return in words where backwards are split: everywhere, nowhere, in the middle, at the ends.
+    """Format where backwards are split: in all stages, none, or shares by phase.
 
-    The ends are as many microbatches as devices at the beginning, and as many at the end.
+    Warm-up and cool-down are the first and the last `num_devices` microbatches.
     """
     devices, microbatches = schedule.num_devices, schedule.num_microbatches
     inside = range(devices, microbatches - devices)
@@ -67,11 +69,11 @@ def where_split(schedule: Schedule) -> str:
 
 
 def joined(schedule: Schedule, costs: Costs, objective: Objective) -> Schedule:
-    """Return the schedule with B and W that stand together run as BW where that is not slower.
+    """Fuse adjacent B and W to BW where that is not slower.
 
-    Only where BW has a price of its own, alone or beside an F; else `lower` does it, and it changes
-    no time. First those that delay nobody, then all, and if that is too much, those of one stage
-    after the other.
+    Only if BW has a separate cost, alone or in an F&B pair; otherwise `lower` fuses without any
+    effect on times. First fuse where no pass is delayed, then everywhere, or stage by stage if that
+    is slower.
     """
     if costs.whole_us is None and not costs.joint:
         return schedule
@@ -87,9 +89,9 @@ def joined(schedule: Schedule, costs: Costs, objective: Objective) -> Schedule:
 
 
 def _better_apart(schedule: Schedule, costs: Costs) -> set[Pass]:
-    """Return the B whose W takes longer with them than behind, where joint passes have them too.
+    """Return the B that must stay split because fusing would take longer, including in F&B pairs.
 
-    Where nobody waits for them the time would not tell.
+    The step time does not show this for passes off the critical path.
     """
     stages = {
         stage
@@ -115,10 +117,7 @@ def _better_apart(schedule: Schedule, costs: Costs) -> set[Pass]:
 
 
 def _join(schedule: Schedule, stages: Sequence[int], apart: set[Pass]) -> Schedule:
-    """Return the schedule with every W of these stages that follows its B run with it.
-
-    But for those of the B that are `apart`.
-    """
+    """Fuse every W in these stages with the B right before it, except for the B in `apart`."""
     rows = []
     for own in schedule.order:
         row: list[Pass] = []
@@ -141,12 +140,12 @@ def split_where_it_pays(
     steps: int,
     in_host: float = inf,
 ) -> Schedule:
-    """Return the best order found from these, of one placement, with as many walking steps.
+    """Search for the best schedule from these starts, of one placement, with `steps` search steps.
 
-    None of these, which fit the limits, is faster.
+    The result is at least as fast as each start that fits the limits.
 
     Raises:
-        ScheduleError: the costs are of other stages.
+        ScheduleError: the costs are for other stages.
     """
     made = best_steps(starts, costs, limits, objective, steps, in_host)
     found = [each for each in (*starts, made) if each and fits(peak_held(each, costs), limits)]

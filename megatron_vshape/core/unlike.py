@@ -1,9 +1,8 @@
-"""Which microbatch takes which place in a plan made as if all were alike.
+"""Order of variable-length microbatches in a plan made for uniform ones.
 
-A plan has places, the first microbatch's to the last one's, and runs the same whichever real one
-takes which. Where these are unlike, long ones hide better in some places than in others: here they
-are exchanged for as long as the simulated step gets shorter. A gradient is a sum over microbatches,
-so what changes is the order in which it is added up.
+A plan runs the same passes whatever microbatch is at each position. With variable lengths, long
+microbatches hide better at some positions. This search swaps microbatches while the simulated step
+gets shorter. A gradient is a sum over microbatches, so only the order of summation changes.
 """
 
 from __future__ import annotations
@@ -23,36 +22,36 @@ from megatron_vshape.core.model.passes import NeedTable, Pass
 from megatron_vshape.core.model.schedule import Schedule
 
 TRIES = 3000 if COMPILES else 60
-"""Swaps to try: tens of milliseconds."""
+"""Number of swaps to try: tens of milliseconds."""
 
 GAIN = 1e-9
-"""A share of the step below which an order is not better."""
+"""Minimum relative gain of a better order."""
 
 
 class PassGraph(NamedTuple):
-    """The passes of a schedule behind all that they wait for, in arrays.
+    """Passes of a schedule in topological order, in arrays.
 
-    Of what runs as one, the first pass stands for both. A pass's time and what it changes of what
-    its device holds are a constant and, by each of the names that are unlike, a share's part.
+    For an F&B pair, the first pass represents both. The time of a pass and its change of the
+    device's memory are a constant plus a share for each variable amount.
     """
 
-    places: Any  # [passes] the microbatch
+    places: Any  # [passes] microbatch
     plain_us: Any  # [passes]
     shared_us: Any  # [passes x names]
-    first: Any  # [passes + 1] where in `waits` its own begin
-    waits: Any  # what it waits for
-    sends_us: Any  # how long that is sent
-    row_of: Any  # [devices + 1] where in `rows` a device begins
-    rows: Any  # what of each device's order, one after the other, is of which microbatch
-    takes: Any  # [rows x names + 1] held from the start of each on; the last is plain
-    gives: Any  # the same from its end on
-    works: Any  # [rows] while it runs
+    first: Any  # [passes + 1] first index in `waits`
+    waits: Any  # passes to wait for
+    sends_us: Any  # message times of these
+    row_of: Any  # [devices + 1] first index in `rows` of a device
+    rows: Any  # microbatch of each pass, in the devices' order
+    takes: Any  # [rows x names + 1] memory allocated at the start; the last column is constant
+    gives: Any  # the same at the end
+    works: Any  # [rows] workspace
     fixed: Any  # [devices]
-    timed: int  # of the names, those of times, which come first
+    timed: int  # number of time amounts, which precede memory amounts
 
 
 class Evened(NamedTuple):
-    """The order of microbatches by place, and the step before and after, in the costs' unit."""
+    """Order of microbatches by position, and the step time before and after, in the costs' unit."""
 
     order: tuple[int, ...]
     given_us: float
@@ -66,14 +65,14 @@ def even_out(
     tries: int = TRIES,
     graph: PassGraph | None = None,
 ) -> Evened:
-    """Return which microbatch takes which place; never a slower step than as they are given.
+    """Choose the microbatch for each position; the step is never slower than in the given order.
 
-    `costs` tell in `by_microbatch` what each is. No device holds more than its limit, or than it
-    would as given where that is more already. The same arguments give the same order. A `graph_of`
-    the same schedule and costs but for their shares spares making it.
+    `costs.by_microbatch` has the size of each microbatch. No device exceeds its limit, or its
+    memory in the given order if that is more. The result is deterministic. `graph` can be reused
+    from `graph_of` for the same schedule and costs with other sizes.
 
     Raises:
-        ScheduleError: the costs are of other stages, or of another number of microbatches.
+        ScheduleError: the costs are for another number of stages or microbatches.
     """
     unlike = sorted(costs.by_microbatch, key=lambda each: each[0] in HELD)  # times first
     costs = replace(costs, by_microbatch=tuple(unlike))
@@ -93,7 +92,7 @@ def even_out(
 
 
 def _starts(given: Sequence[int], costs: Costs) -> list[Sequence[int]]:
-    """Return orders to begin with: as given, by length, and the longest at the ends or between."""
+    """Return start orders: as given, by length, and with the longest outside or inside."""
     weight = [sum(each[at] for _, each in costs.by_microbatch) for at in given]
     rising = sorted(given, key=lambda at: (weight[at], at))
     hill = [*rising[::2], *rising[1::2][::-1]]
@@ -101,7 +100,7 @@ def _starts(given: Sequence[int], costs: Costs) -> list[Sequence[int]]:
 
 
 def graph_of(schedule: Schedule, costs: Costs) -> PassGraph:
-    """Return the passes of a schedule in arrays, at costs as `costs_of` has them."""
+    """Convert the passes of a schedule to arrays, with costs from `costs_of`."""
     names = [name for name, _ in costs.by_microbatch]
     number, groups = _in_turn(schedule, costs)
     table = NeedTable(schedule.num_stages, [each for each in KINDS if each in schedule.kinds])
@@ -116,6 +115,7 @@ def graph_of(schedule: Schedule, costs: Costs) -> PassGraph:
     first, waits, sends_us, plain, shared = [0], list[int](), list[float](), list[float](), []
     for at, group in enumerate(groups):
         for work in group:
+            # A pass waits for the previous pass of its resource queue, and for its inputs.
             if work in before and number[before[work]] != at:
                 waits.append(number[before[work]])
                 sends_us.append(0.0)
@@ -162,7 +162,7 @@ def _matrix(rows: Any, columns: int) -> Any:
 
 
 def _in_turn(schedule: Schedule, costs: Costs) -> tuple[dict[Pass, int], list[list[Pass]]]:
-    """Return a number for every pass, and what has each, behind all that it waits for."""
+    """Number all passes in topological order, F&B pairs with one number; return both directions."""
     timeline = simulate(schedule, costs)
     ends: list[tuple[float, int, int]] = []
     for device, row in enumerate(timeline.ends):
@@ -183,7 +183,7 @@ def _in_turn(schedule: Schedule, costs: Costs) -> tuple[dict[Pass, int], list[li
 
 
 def _held(schedule: Schedule, costs: Costs, names: Sequence[str]) -> tuple[Any, ...]:
-    """Return what every pass of every device's row changes of what is held, by name."""
+    """Return the memory changes of every pass of every device's row, by name."""
     row_of, rows, takes, gives, works = [0], [], [], [], []
     at = {name: column for column, name in enumerate(names) if name in HELD}
     plain = len(names)
@@ -208,7 +208,7 @@ def _held(schedule: Schedule, costs: Costs, names: Sequence[str]) -> tuple[Any, 
 
 
 def _makespan(graph: Any, shares: Any, order: Any, ends: Any) -> float:
-    """Return the simulated step where the microbatches take their places in this order."""
+    """Return the simulated step time with microbatches in this order."""
     first = math.inf
     last = 0.0
     for at in range(len(graph.places)):
@@ -230,7 +230,7 @@ def _makespan(graph: Any, shares: Any, order: Any, ends: Any) -> float:
 
 
 def _fits(graph: Any, shares: Any, order: Any, most: Any, raises: bool) -> bool:
-    """Return whether no device holds more than so much, which may be raised where one does."""
+    """Return whether every device fits its limit; with `raises`, increase the limits to fit."""
     plain = len(shares)
     for device in range(len(graph.fixed)):
         held = graph.fixed[device]
@@ -250,9 +250,10 @@ def _fits(graph: Any, shares: Any, order: Any, most: Any, raises: bool) -> bool:
 
 
 def _search(graph: Any, shares: Any, most: Any, starts: Any, tries: int) -> Any:
-    """Return the best order found from several, with the step as given and as found."""
+    """Return the best order found from several starts, with the step time before and after."""
     ends = graph.plain_us.copy()
     count = starts.shape[1]
+    # The given order defines the limits of devices that already exceed theirs.
     _fits(graph, shares, starts[0], most, True)
     given_us = _makespan(graph, shares, starts[0], ends)
     best, best_us = starts[0].copy(), given_us
@@ -260,6 +261,7 @@ def _search(graph: Any, shares: Any, most: Any, starts: Any, tries: int) -> Any:
         us = _makespan(graph, shares, starts[at], ends)
         if us < best_us and _fits(graph, shares, starts[at], most, False):
             best, best_us = starts[at].copy(), us
+    # A linear congruential generator, because compiled and plain runs must draw the same swaps.
     state = 12345
     for _ in range(tries):
         state = (1103515245 * state + 12345) % 2147483648
