@@ -579,7 +579,7 @@ def _plain(costs: Costs) -> Costs:
 
 
 def _dealt_anew(question: Question, best: Planned) -> Planned:
-    """Improve a vocabulary-parallel schedule by local search, and replace its vocabulary passes.
+    """Improve a vocabulary-parallel schedule by local search, then re-insert vocabulary passes.
 
     The local search ignores that devices wait for each other in collectives. Returns the previous
     schedule unless the new one is faster.

@@ -1,4 +1,4 @@
-"""What the passes of every stage cost: time and memory."""
+"""Costs of the passes of every stage: time and memory."""
 
 import math
 import re
@@ -39,57 +39,57 @@ LEAST, MOST = 1e-6, 1e15
 """Upper bounds of times and memory, far below the range of floats."""
 
 MAX_RATIO = 1e9
-"""Of the longest time to the shortest: the sums of a step's times must not lose the shortest."""
+"""Maximum ratio of the longest to the shortest time, so that sums do not lose the shortest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Times and held memory of a part of the model: a stage, a layer, what an end has beside."""
+    """Times and memory of a part of the model: a stage, a layer, the embedding or output layer."""
 
     forward_us: float
     backward_us: float
     weight_us: float
     held_after_forward_bytes: float
     held_after_backward_bytes: float
-    saved_us: float = 0.0  # by a whole backward, beside B + W
-    forward_exchange_us: float = 0.0  # that F waits for other ranks of its stage, beside forward_us
-    backward_exchange_us: float = 0.0  # that B does
-    hidden_exchange_us: float = 0.0  # of B's, in a whole backward
-    copy_out_us: float = 0.0  # to the host, of what may wait there
+    saved_us: float = 0.0  # by a full backward, relative to B + W
+    forward_exchange_us: float = 0.0  # time of F's collectives, beside forward_us
+    backward_exchange_us: float = 0.0  # time of B's collectives
+    hidden_exchange_us: float = 0.0  # of B's collectives, in a full backward
+    copy_out_us: float = 0.0  # to the host, of the activations that can be offloaded
     offloaded_bytes: float = 0.0
     copy_back_us: float = 0.0
     state_bytes: float = 0.0
-    forward_work_bytes: float = 0.0  # that F holds while it runs, beyond what is held then
+    forward_work_bytes: float = 0.0  # workspace of F
     backward_work_bytes: float = 0.0
     weight_work_bytes: float = 0.0
     whole_work_bytes: float = 0.0
-    dummy_bytes: float = 0.0  # that Megatron's own backward leaves, for good
+    dummy_bytes: float = 0.0  # left allocated by Megatron's own backward
 
     @property
     def time_us(self) -> float:
-        """Return the time of all passes of a microbatch, its backward split."""
+        """Time of all passes of a microbatch with a split backward."""
         exchange_us = self.forward_exchange_us + self.backward_exchange_us
         return self.forward_us + self.backward_us + self.weight_us + exchange_us
 
     def pass_us(self, kind: Kind) -> float:
-        """Return the time of F, of B, or of both backwards as one."""
+        """Return the time of F, B, or a full backward."""
         if kind is Kind.F:
             return self.forward_us + self.forward_exchange_us
         both = self.weight_us - self.saved_us - self.hidden_exchange_us
         return self.backward_us + self.backward_exchange_us + (both if kind is Kind.BW else 0.0)
 
     def times(self, factor: float) -> Self:
-        """Return `factor` of this piece; layer by layer, many need no more to work than one."""
+        """Scale the piece; the workspace does not scale, because layers run one after another."""
         own = {name: getattr(self, name) if factor else 0.0 for name in WORKS}
         return replace(type(self)(*(factor * value for value in self._values())), **own)
 
     def plus(self, other: "Piece") -> Self:
-        """Return both pieces together, which work one after the other."""
+        """Add up both pieces; the workspace is the maximum, because they run in sequence."""
         most = {name: max(getattr(self, name), getattr(other, name)) for name in WORKS}
         return replace(type(self)(*map(add, self._values(), other._values())), **most)
 
     def over(self, other: "Piece") -> Self:
-        """Return what this piece has beyond the other, at least nothing; all of what works more."""
+        """Subtract the other piece, down to 0; a greater workspace counts in full."""
         beyond = map(sub, self._values(), other._values())
         made = type(self)(*(max(0.0, each) for each in beyond))
         own = {name: getattr(self, name) if getattr(made, name) else 0.0 for name in WORKS}
@@ -101,7 +101,7 @@ class Piece:
         return cls(*map(median, zip(*(each._values() for each in pieces), strict=True)))
 
     def at_least(self, time_us: float) -> Self:
-        """Return the piece with no pass shorter than this: a stage without layers has kernels."""
+        """Set a minimum time per pass, since even a stage without layers has kernels."""
         names = (*TIMES, COPY_OUT.time, COPY_BACK.time)
         return replace(self, **{name: max(time_us, getattr(self, name)) for name in names})
 
@@ -110,19 +110,19 @@ class Piece:
 
 
 Amounts = tuple[float, ...]
-"""One for every stage."""
+"""One value per stage."""
 
 _Known = TypeVar("_Known", Amounts, Amounts | None)
 
 
 class _Named(Generic[_Known]):
-    """The amounts of this name; None where they follow from others."""
+    """Field of `Costs.amounts` by name; None if the value follows from others."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
     def __get__(self, costs: "Costs | None", owner: type) -> _Known:
-        amounts = () if costs is None else costs.amounts  # of the class, whoever tells of it asks
+        amounts = () if costs is None else costs.amounts  # on the class, as documentation tools do
         for name, values in amounts:
             if name == self.name:
                 return values
@@ -133,30 +133,28 @@ class _Named(Generic[_Known]):
 class Costs:
     """Times and activation memory of every stage, in model order.
 
-    `amounts` are by the names that the kinds' rows give, and may be given so one by one; None is
-    none. Times are in microseconds or any other unit used throughout, memory likewise in bytes or
-    in chunks. A stage holds `held_after_forward_bytes` per microbatch from the start of F, then
-    `held_after_backward_bytes` from the end of B, and nothing from the end of W on. `layers` says
-    how many layers every stage had when that was measured, where it is known.
+    `amounts` have the names of the kinds' rows, and can be given as keyword arguments (None omits
+    one). Times are in microseconds or any other common unit; memory is in bytes or chunks. A stage
+    has `held_after_forward_bytes` of activation memory per microbatch from the start of F,
+    `held_after_backward_bytes` from the end of B, and none from the end of W. `layers` is the
+    number of layers of every stage at the measurement, if known.
 
-    Where that is known, a stage has `state_bytes` all the time, a pass holds so much beyond all
-    that while it runs as its kind's `works` say, and a device has `device_bytes` besides: then what
-    a device holds is all that it needs.
+    Memory: if known, a stage permanently has `state_bytes`, a pass has the workspace of its kind
+    (`works`), and a device has `device_bytes`. With these, the memory of a device is complete.
 
-    A pass takes what it computes, the exchanges with other ranks of its stage (tensor and expert
-    parallel) that it waits for, and `host_us`, whatever its size: so twice the stages take twice as
-    much of that. A BW computes for `whole_backward_us` and waits for `whole_exchange_us`, where
-    these are not those of B and W; exchanges hide in it that a split one waits for. A message takes
-    `send_us` between any two stages of other devices, and what `more_send_us` says of a boundary.
-    `sources` tell of what stands here by name whether it was measured or assumed, and how.
+    Time of a pass: its computation, the collectives with other ranks of its stage (tensor and
+    expert parallel) that it waits for, and the launch overhead `host_us`, which is constant per
+    pass. A BW has `whole_backward_us` and `whole_exchange_us` if these differ from B + W; a full
+    backward hides collectives that a split one waits for. A P2P message between stages on different
+    devices takes `send_us`, plus `more_send_us` of the boundary. `sources` specify, by name,
+    whether and how a value was measured or assumed.
 
-    Microbatches may be unlike: a pass of one then computes for its share of the time, by the name
-    of that in `by_microbatch`, one for each microbatch of a step, and what F and B leave is its
-    share of that. Joint passes do not.
+    Variable-length microbatches: `by_microbatch` has a factor for each microbatch of a step, by the
+    name of a time or of the memory after F or B. Overlapped passes have no such factors.
 
-    A joint pass takes what `joint` has for it, by the name `F0&B7` or `F0&BW7` of its stages. Of a
-    pair that is not there, `hidden_share` of both passes' exchanges is behind what the other
-    computes; without it a pair takes as long as its passes one after the other.
+    Overlapped forward-backward (F&B): `joint` has the time of a pair by the name `F0&B7` or
+    `F0&BW7` of its stages. For other pairs, `hidden_share` of both passes' collectives is hidden
+    behind computation. Without both, a pair takes the sum of its passes.
 
     >>> from megatron_vshape import Costs
     >>> costs = Costs.uniform(num_devices=2, num_stages=4, forward=1, backward=1.2, weight=0.8)
@@ -167,14 +165,14 @@ class Costs:
     amounts: tuple[tuple[str, Amounts], ...]
     send_us: float
     layers: tuple[int, ...] | None
-    host_us: float  # of a pass of the processor: what launching and running it takes beside
+    host_us: float  # launch overhead of a pass of the processor
     sources: tuple[tuple[str, str], ...]  # "measured ..." or "assumed ...", by name
     half_duplex: bool
     joint: tuple[tuple[str, float], ...]
     hidden_share: float | None
-    by_microbatch: tuple[tuple[str, Amounts], ...]  # by name, the share of it
-    more_send_us: Amounts  # than send_us, of a message over the boundary behind each stage
-    device_bytes: float  # of every device: workspaces, messages
+    by_microbatch: tuple[tuple[str, Amounts], ...]  # factors by name
+    more_send_us: Amounts  # added to send_us, per boundary behind each stage
+    device_bytes: float  # of every device: workspaces, message buffers
 
     forward_us = _Named[Amounts]()
     backward_us = _Named[Amounts]()
@@ -182,9 +180,9 @@ class Costs:
     held_after_forward_bytes = _Named[Amounts]()
     held_after_backward_bytes = _Named[Amounts]()
     whole_backward_us = _Named[Amounts | None]()  # None: B + W
-    forward_exchange_us = _Named[Amounts | None]()  # None: nothing
+    forward_exchange_us = _Named[Amounts | None]()  # None: 0
     backward_exchange_us = _Named[Amounts | None]()
-    whole_exchange_us = _Named[Amounts | None]()  # None: as B's
+    whole_exchange_us = _Named[Amounts | None]()  # None: as B
 
     def __init__(
         self,
@@ -207,10 +205,10 @@ class Costs:
         device_bytes: float = 0.0,
         **more: Amounts | None,
     ) -> None:
-        """Take these amounts over those of `amounts`.
+        """Set the fields; keyword arguments override `amounts`.
 
         Raises:
-            ScheduleError: an amount is no cost, or not of every stage, or no kind has such.
+            ScheduleError: an amount is invalid, not given for every stage, or unknown to all kinds.
         """
         held = held_after_forward_bytes, held_after_backward_bytes
         given = zip((*TIMES, *HELD), (forward_us, backward_us, weight_us, *held), strict=True)
@@ -239,12 +237,12 @@ class Costs:
         *,
         kinds: Iterable[Kind] = (),
     ) -> "Costs":
-        """Return equal costs, given for one of 2 * num_devices stages and scaled to `num_stages`.
+        """Make equal costs, given for one of 2 * num_devices stages and scaled to `num_stages`.
 
-        So every placement does the same work and holds memory in the same unit, the chunk: the
-        activations of one microbatch in 1 / (2 * num_devices) of the model. What a message takes,
-        and the host for a pass, is the same at any number of stages. What other `kinds` than F, B
-        and W take and hold is 1.
+        So every placement has the same work, and the same unit of memory, the chunk: the
+        activations of one microbatch in 1 / (2 * num_devices) of the model. Message time and launch
+        overhead do not depend on the number of stages. Time and memory of `kinds` other than F, B
+        and W are 1.
         """
         scale = 2 * num_devices / num_stages
 
@@ -253,7 +251,7 @@ class Costs:
 
         one = alike(1.0)
         times = alike(forward), alike(backward), alike(weight)
-        works = {kind.works for kind in kinds}  # what passes work with is held for none of them
+        works = {kind.works for kind in kinds}  # workspace is 0 for these
         names = [name for name in other_amounts(kinds) if name not in works]
         others: dict[str, Any] = dict.fromkeys(names, one)
         return cls(*times, send, one, one, host_us=host, **others)
@@ -269,10 +267,9 @@ class Costs:
         half_duplex: bool = False,
         **beside: Any,
     ) -> "Costs":
-        """Return the costs of these stages, in model order; with copies, if any has some to copy.
+        """Make the costs of these stages, in model order; with offloading if any stage supports it.
 
-        A stage that has nothing to copy then needs times for that nevertheless. `beside` is what
-        costs have beside their stages, and what no piece has.
+        A stage without offloadable memory then still needs copy times. `beside` are further fields.
         """
 
         def given(*names: str) -> dict[str, Any]:
@@ -280,7 +277,7 @@ class Costs:
 
         each = given(*TIMES, *HELD)
         if any(stage.saved_us > 0 for stage in stages):
-            # Where little is there to measure, noise may say that it saves more than a pass.
+            # Measurement noise may report savings larger than a pass.
             least = (max(stage.backward_us, stage.weight_us) for stage in stages)
             whole = (s.backward_us + s.weight_us - s.saved_us for s in stages)
             each["whole_backward_us"] = tuple(map(max, least, whole))
@@ -295,7 +292,7 @@ class Costs:
         return cls(send_us=send_us, host_us=host_us, sources=sources, **each, **beside)
 
     def with_stages(self, stages: Sequence[Piece]) -> "Costs":
-        """Return the costs with these stages in place of their own; nothing else changes."""
+        """Return the costs with these stages; other fields do not change."""
         made = Costs.of(stages, self.send_us, half_duplex=self.half_duplex)
         rest = {name: each for name, each in self.others if name not in other_amounts(OFFLOAD)}
         own: dict[str, Any] = {"half_duplex": made.half_duplex} | rest
@@ -307,7 +304,7 @@ class Costs:
         return replace(self, **more)
 
     def stages(self) -> list[Piece]:
-        """Return every stage by itself."""
+        """Return the costs of each stage as a piece."""
         split = enumerate(map(add, self.backward_us, self.weight_us))
         saved = (both - self._computes_us(Kind.BW, stage) for stage, both in split)
         stages = range(self.num_stages)
@@ -324,17 +321,17 @@ class Costs:
 
     @property
     def others(self) -> tuple[tuple[str, Amounts], ...]:
-        """Return what passes of other kinds than F, B, W and BW take and hold, by name."""
+        """Amounts of kinds other than F, B, W and BW, by name."""
         own = (*TIMES, *HELD, *KNOWN_ALONE)
         return tuple(each for each in self.amounts if each[0] not in own)
 
     @property
     def num_stages(self) -> int:
-        """Return how many stages the costs are for."""
+        """Number of stages."""
         return len(self.forward_us)
 
     def time_us(self, kind: Kind, stage: int) -> float:
-        """Return how long a pass of `kind` takes on `stage`, everything counted."""
+        """Return the total time of a pass of `kind` on `stage`."""
         host_us = self.host_us if kind.resource == PROCESSOR else 0.0
         return self._computes_us(kind, stage) + self.exchanges_us(kind, stage) + host_us
 
@@ -346,47 +343,47 @@ class Costs:
 
     @property
     def longest_send_us(self) -> float:
-        """Return what a message over the dearest boundary takes."""
+        """Maximum time of a message over any boundary."""
         return self.send_us + max(self.more_send_us, default=0.0)
 
     def message_us(self, stage: int, other: int) -> float:
-        """Return what a message between stages of two devices takes."""
+        """Return the time of a message between stages on two devices."""
         if not self.more_send_us or abs(stage - other) != 1:
             return self.send_us
         return self.send_us + self.more_send_us[min(stage, other)]
 
     def unlike_us(self, kind: Kind, stage: int) -> Iterator[tuple[str, float]]:
-        """Yield what of such a pass is longer by a microbatch's share, by name of the time."""
+        """Yield the times of a pass that scale with the microbatch, by name."""
         times = self._named(kind.time)
-        if times is None:  # as the passes take that it does
+        if times is None:  # the sum of its parts
             for part in kind.does:
                 yield from self.unlike_us(part, stage)
         elif any(kind.time == name for name, _ in self.by_microbatch):
             yield kind.time, times[stage]
 
     def more_us(self, kind: Kind, stage: int, microbatch: int) -> float:
-        """Return how much longer a pass of this microbatch takes than `time_us` says."""
+        """Return the additional time of a pass of this microbatch over `time_us`."""
         shares = dict(self.by_microbatch)
         return sum(us * (shares[name][microbatch] - 1) for name, us in self.unlike_us(kind, stage))
 
     def share_of(self, name: str, microbatch: int) -> float:
-        """Return how many times the amounts of this name a microbatch has."""
+        """Return the factor of a microbatch for the amounts of this name."""
         return next((each[microbatch] for own, each in self.by_microbatch if own == name), 1.0)
 
     def placed(self, order: Sequence[int]) -> "Costs":
-        """Return the costs where the k-th microbatch is the one of that number in `order`."""
+        """Reorder the microbatches: the k-th becomes the one with number `order[k]`."""
         shares = ((name, tuple(each[real] for real in order)) for name, each in self.by_microbatch)
         return replace(self, by_microbatch=tuple(shares))
 
     def exchanges_us(self, kind: Kind, stage: int) -> float:
-        """Return how long a pass of `kind` waits for other ranks of its stage."""
+        """Return the time that a pass of `kind` waits for collectives of its stage."""
         times = self._named(kind.exchange)
         if times is not None:
             return times[stage]
         return sum(self.exchanges_us(part, stage) for part in kind.does if part is not kind)
 
     def joint_us(self, forward: int, kind: Kind, backward: int) -> float:
-        """Return how long F of a stage takes beside a pass of `kind`, B or BW, of another."""
+        """Return the time of an F&B pair: F of one stage, and B or BW of another."""
         known = next(
             (us for name, us in self.joint if name == joint_name(forward, kind, backward)), None
         )
@@ -398,14 +395,14 @@ class Costs:
 
     @property
     def joins(self) -> bool:
-        """Return whether these say what joint passes take; else none is planned."""
+        """Whether the costs have times of F&B pairs; otherwise none are planned."""
         return bool(self.joint) or self.hidden_share is not None
 
     @property
     def share_hidden(self) -> float | None:
-        """Return the share of the exchanges that hides in a joint pass: given, or as measured.
+        """Share of collectives hidden in F&B pairs: given, or derived from measured pairs.
 
-        None where neither is known, or nothing waits.
+        None if neither is known, or no pass has collectives.
         """
         if self.hidden_share is not None or not self.joint:
             return self.hidden_share
@@ -419,23 +416,22 @@ class Costs:
         return min(max(median(shares), 0.0), 1.0) if shares else None
 
     def never_joined(self) -> "Costs":
-        """Return the costs of a machine on which no pass runs beside another."""
+        """Return the costs without F&B pairs."""
         return replace(self, joint=(), hidden_share=None) if self.joins else self
 
     @property
     def whole_us(self) -> tuple[float, ...] | None:
-        """Return what a BW takes on every stage; None if that is B + W, so that joining is free."""
+        """Time of a BW on every stage; None if equal to B + W, so that fusing changes nothing."""
         both = self.whole_backward_us, self.whole_exchange_us
         if both == (None, None) and not self.host_us:
             return None
         return tuple(self.time_us(Kind.BW, stage) for stage in range(self.num_stages))
 
     def sliced(self, slices: int) -> "Costs":
-        """Return the costs of a slice of a microbatch that is cut in so many along its sequence.
+        """Return the costs of one slice of a microbatch along its sequence.
 
-        A slice takes and holds its share, and so does its message; the host takes as long for its
-        pass as for a whole one. So it is a little dearer than its share: attention of a later slice
-        looks at more keys, of which this counts the mean.
+        Time, memory and message time are divided by `slices`; the launch overhead is constant.
+        Attention of later slices covers more keys; these costs use the mean.
         """
         if slices == 1:
             return self
@@ -458,9 +454,10 @@ class Costs:
         return replace(self, send_us=self.send_us / slices, **more)
 
     def with_copies(self, forwards: float, half_duplex: bool = False) -> "Costs":
-        """Return the costs where all that a stage holds may be copied, in so many F one way.
+        """Make all activations of a stage offloadable; a copy one way costs `forwards` times F.
 
-        In those of a stage in the middle: what the ends compute beside their layers holds nothing.
+        F is that of an inner stage, because the embedding and output layer add time without
+        activations.
         """
         held = self.held_after_forward_bytes
         each = median(us / more for us, more in zip(self.forward_us, held, strict=True) if more)
@@ -474,7 +471,7 @@ class Costs:
         back_us: tuple[float, ...],
         half_duplex: bool = False,
     ) -> "Costs":
-        """Return the costs where so much of every stage may be copied, in so long each way."""
+        """Make these bytes of every stage offloadable, with copy times for each direction."""
         own = self.without_copies()
         names = COPY_OUT.time, RELEASE.frees, COPY_BACK.time
         copies: dict[str, Any] = dict(zip(names, (out_us, moved_bytes, back_us), strict=True))
@@ -482,37 +479,37 @@ class Costs:
 
     @property
     def trades(self) -> bool:
-        """Return whether these say what memory may be traded for, beside the order."""
+        """Whether the costs allow trading time for memory, besides the pass order."""
         return self.copies
 
     @property
     def copies(self) -> bool:
-        """Return whether these say what it takes that activations wait in host memory."""
+        """Whether the costs have offloading."""
         return set(other_amounts(OFFLOAD)) <= {name for name, _ in self.others}
 
     @property
     def offloaded_bytes(self) -> Sequence[float]:
-        """Return, by stage, what of a microbatch may wait in host memory."""
+        """Offloadable bytes of a microbatch, by stage."""
         return self.held(RELEASE)[2]
 
     def copies_us(self, stage: int) -> tuple[float, float]:
-        """Return how long a copy of a stage's to the host takes, and one back."""
+        """Return the time of a stage's copy to the host, and of the copy back."""
         return self.time_us(COPY_OUT, stage), self.time_us(COPY_BACK, stage)
 
     def without_copies(self) -> "Costs":
-        """Return the costs of stages whose activations never wait in host memory."""
+        """Return the costs without offloading."""
         there = {name: None for name in other_amounts(OFFLOAD) if name in self.lists()}
         if not there and not self.half_duplex:
             return self
         return replace(self.having(**there), half_duplex=False)
 
     def changes(self, kind: Kind) -> tuple[Sequence[float], Sequence[float]]:
-        """Return, by stage, how much more is held when such a pass starts, and when it ends."""
+        """Return, by stage, the change of memory at the start and at the end of such a pass."""
         takes, keeps, frees = self.held(kind)
         return takes, [more - less for more, less in zip(keeps, frees, strict=True)]
 
     def held(self, kind: Kind) -> tuple[Sequence[float], Sequence[float], Sequence[float]]:
-        """Return, by stage, what a pass takes when it starts, and keeps and frees when it ends."""
+        """Return, by stage, the memory allocated at the start, retained and freed at the end."""
         nothing = (0.0,) * self.num_stages
         takes, keeps, frees = (
             self._named(name) or nothing for name in (kind.takes, kind.keeps, kind.frees)
@@ -520,7 +517,7 @@ class Costs:
         return takes, keeps, frees
 
     def works(self, kind: Kind) -> Amounts:
-        """Return, by stage, what a pass holds while it runs beyond what is held then."""
+        """Return, by stage, the workspace of a pass."""
         known = self.lists().get(kind.works)
         if known is not None:
             return known
@@ -529,21 +526,21 @@ class Costs:
 
     @property
     def knows_all(self) -> bool:
-        """Return whether what a device holds at these is all it needs, its state included."""
+        """Whether the costs include all memory of a device, including state."""
         return STATE in self.lists()
 
     def fixed_bytes(self, placement: Sequence[int], num_devices: int) -> tuple[float, ...]:
-        """Return what each device has all the time, whatever passes run."""
+        """Return the permanent memory of each device."""
         fixed = [self.device_bytes] * num_devices
         for device, state in zip(placement, self.lists().get(STATE, ()), strict=False):
             fixed[device] += state
         return tuple(fixed)
 
     def under_megatron(self) -> "Costs":
-        """Return the costs under Megatron's own schedules, not these of this package by their name.
+        """Return the costs under Megatron's schedules rather than those of this package.
 
-        Their whole backward leaves a dummy gradient of a weight whose sum it has added to, for
-        which DDP's overlap waits, and keeps it for good.
+        Megatron's full backward allocates a dummy gradient for a weight with a fused accumulation,
+        because DDP's overlap waits for a gradient, and never frees it.
         """
         known = self.lists()
         if STATE not in known or DUMMY not in known:
@@ -551,12 +548,12 @@ class Costs:
         return self.having(**{STATE: tuple(map(add, known[STATE], known[DUMMY])), DUMMY: None})
 
     def without_state(self) -> "Costs":
-        """Return the costs without what devices have all the time."""
+        """Return the costs without permanent memory."""
         made = self.having(**{STATE: None}) if self.knows_all else self
         return replace(made, device_bytes=0.0) if made.device_bytes else made
 
     def of_activations(self) -> "Costs":
-        """Return the costs of what a microbatch holds from pass to pass, and of nothing besides."""
+        """Return the costs with activation memory only."""
         there = {kind.works for kind in KINDS}.intersection(self.lists())
         return self.without_state().having(**dict.fromkeys(there))
 
@@ -564,7 +561,7 @@ class Costs:
         """Return the amounts of this name, one per stage; None if they follow from others.
 
         Raises:
-            ScheduleError: a kind of pass has such amounts, and these costs do not.
+            ScheduleError: a kind of pass requires the amounts, and these costs do not have them.
         """
         for known, amounts in self.amounts:
             if known == name:
@@ -574,7 +571,7 @@ class Costs:
         raise ScheduleError(f"the costs have no {name}, which a pass of this schedule has")
 
     def busy_us(self, placement: Sequence[int], num_devices: int, num_microbatches: int) -> float:
-        """Return the least work of the busiest device, every backward split or whole."""
+        """Return the minimum work of the busiest device, with split or full backwards."""
         work = [0.0] * num_devices
         for stage, device in enumerate(placement):
             forward, *split = (self.time_us(kind, stage) for kind in PARTS)
@@ -582,9 +579,9 @@ class Costs:
         return (max(work) + self.device_us()) * num_microbatches
 
     def device_us(self) -> float:
-        """Return what the passes take at least that a device has once a microbatch, not a stage.
+        """Return the minimum time of passes that a device has once per microbatch, not per stage.
 
-        Those that read what some stage makes, which come after it.
+        Only those that read a result of a stage.
         """
         return sum(
             min(values)
@@ -594,12 +591,12 @@ class Costs:
         )
 
     def of_no_stage(self) -> tuple[tuple[str, float], ...]:
-        """Return what passes take and hold that are no stage's, by name: the most that is told."""
+        """Return the amounts of kinds without a stage, by name: the maximum over the stages."""
         names = other_amounts(kind for kind in KINDS if kind.of)
         return tuple((name, max(values)) for name, values in self.others if name in names)
 
     def with_source(self, text: str, *names: str) -> "Costs":
-        """Return the costs with `text` as the source of these figures, or of all without one."""
+        """Return the costs with `text` as the source of these names, or of all without a source."""
         told = dict(self.sources)
         given = [*TIMES, "send_us", *HELD, *(n for n, _ in self.amounts if n in KNOWN_ALONE)]
         for name in names or [each for each in (*given, "host_us") if each not in told]:
@@ -607,7 +604,7 @@ class Costs:
         return replace(self, sources=tuple(told.items()))
 
     def sources_told(self) -> Iterator[str]:
-        """Yield a line for each source, which names what is from it."""
+        """Yield one line per source, with the names of its values."""
         by_text: dict[str, list[str]] = {}
         for name, text in self.sources:
             by_text.setdefault(text, []).append(name)
@@ -615,25 +612,25 @@ class Costs:
             yield f"{', '.join(names)}: {text}"
 
     def lists(self) -> dict[str, tuple[float, ...]]:
-        """Return all that is given for every stage, by name."""
+        """Return all amounts by name."""
         return dict(self.amounts)
 
     def to_json(self) -> str:
-        """Return the costs file's text."""
+        """Return the text of the costs file."""
         return text_of(self)
 
     @classmethod
     def from_json(cls, text: str) -> "Costs":
-        """Return the costs that a costs file holds.
+        """Parse a costs file.
 
         Raises:
-            ScheduleError: not JSON, a key is missing or unknown, or a value is not a cost.
+            ScheduleError: not JSON, a missing or unknown key, or an invalid value.
         """
         return cls(**read_costs(text))
 
     @classmethod
     def load(cls, path: str | Path) -> "Costs":
-        """Return the costs in the file at `path`; raises ScheduleError naming the file."""
+        """Load the costs file at `path`; raises ScheduleError with its name."""
         text = read_text(path, "the costs file")
         try:
             return cls.from_json(text)
@@ -716,7 +713,7 @@ class Costs:
 
 
 def _check_value(name: str, what: str, value: float, may_be_zero: bool = False) -> None:
-    """Raise ScheduleError unless the value is one that can be reckoned with."""
+    """Raise ScheduleError unless the value is in the supported range."""
     may_be_zero = may_be_zero or not name.endswith("_us")
     if not math.isfinite(value) or value < 0 or not (value or may_be_zero):
         wanted = "finite and not below 0" if may_be_zero else "a finite number above 0"
@@ -729,38 +726,39 @@ _JOINT = re.compile(r"F([0-9]{1,9})&BW?([0-9]{1,9})", re.ASCII)
 
 
 def joint_name(forward: int, kind: Kind, backward: int) -> str:
-    """Return by what name costs have the price of F of a stage beside B or BW of another."""
+    """Return the name of the F&B pair in `Costs.joint`."""
     return f"{Kind.F}{forward}{BESIDE}{kind}{backward}"
 
 
 def pair_of(name: str) -> tuple[int, Kind, int]:
-    """Return the F's stage, the kind beside it and its stage of a name by `joint_name`."""
+    """Parse the name of an F&B pair: stage of F, kind of the backward, and its stage."""
     forward, beside = name.removeprefix(Kind.F).split(BESIDE)
     kind = Kind.BW if beside.startswith(Kind.BW) else Kind.B
     return int(forward), kind, int(beside.removeprefix(kind))
 
 
 def held_text(held: float) -> str:
-    """Return what is held in 12 digits: a limit read back from them is as good as `held`."""
+    """Format memory with 12 digits: a limit read from the text is as good as `held`."""
     return f"{held:,.12g}"
 
 
 def chunk_of(costs: Costs, num_devices: int) -> float:
-    """Return what a chunk holds: 1 / (2 * num_devices) of a microbatch's activations in the model.
+    """Return the memory of a chunk: 1 / (2 * num_devices) of a microbatch's activations.
 
-    In the unit of the costs' memory. Where stages hold the same, 1F1B holds 2 * num_devices.
+    In the unit of the costs' memory. If all stages are equal, 1F1B's peak is 2 * num_devices
+    chunks.
     """
     return math.fsum(costs.held_after_forward_bytes) / (2 * num_devices)
 
 
 def regroup(costs: Costs, num_stages: int, name: str) -> Costs:
-    """Return the costs of a coarser cut of the same model: neighbouring stages added up.
+    """Add up adjacent stages to a coarser split of the same model.
 
-    So one file of 2 D stages serves every schedule of one or two chunks a device. What a message
-    takes stays, and what the host takes for a pass: of the coarser cut there are fewer of both.
+    So one file of 2 D stages supports every schedule with one or two chunks per device. Message
+    time and launch overhead per pass do not change, since the coarser split has fewer of both.
 
     Raises:
-        ScheduleError: the stages do not go evenly into the file's.
+        ScheduleError: the number of stages in the costs is not a multiple of `num_stages`.
     """
     size, rest = divmod(costs.num_stages, num_stages)
     if rest or not size:
@@ -786,9 +784,9 @@ def regroup(costs: Costs, num_stages: int, name: str) -> Costs:
 
 
 def _joint_sums(costs: Costs, num_stages: int) -> Iterator[tuple[str, float]]:
-    """Yield the prices of the pairs of a coarser cut of which all parts are known.
+    """Yield the costs of pairs of the coarser split whose parts are all known.
 
-    The first stage of F runs beside the last one of the backward, and so on.
+    The first part of F overlaps with the last part of the backward, and so on.
     """
     known, size = dict(costs.joint), costs.num_stages // num_stages
     pairs = product(range(num_stages), (Kind.B, Kind.BW), range(num_stages))

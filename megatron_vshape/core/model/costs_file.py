@@ -1,4 +1,4 @@
-"""The costs file: JSON with a list of every stage's amounts for each name that the kinds give."""
+"""Costs file: JSON with a list of one value per stage for each amount of the kinds."""
 
 import json
 import logging
@@ -24,15 +24,15 @@ _FIELDS = (*TIMES, "send_us", *HELD)
 _DEVICE = "device_bytes"
 _ALONE = "layers host_us sources half_duplex joint hidden_share".split() + [_DEVICE]
 _FORMER = "recompute"
-"""Costs of stages that recompute, in files of 0.2.0 and before: the other fields do without."""
+"""Costs of stages that recompute, in files of 0.2.0 and before; they are ignored."""
 _UNLIKE, _MORE = "by_microbatch", "more_send_us"
 
 MEASURED, COUNTED, ASSUMED = "measured", "counted", "assumed"
-"""How the source of a figure begins."""
+"""Required prefix of the source of a value."""
 
 
 def text_of(costs: "Costs") -> str:
-    """Return the costs file's text."""
+    """Return the text of the costs file."""
     lists: dict[str, Any] = costs.lists() | {"send_us": costs.send_us}
     known = {name: lists[name] for name in _FIELDS}
     beside = {
@@ -91,14 +91,14 @@ def read_costs(text: str) -> dict[str, Any]:
 
 
 def _joint(given: object) -> tuple[tuple[str, float], ...]:
-    """Return the prices of joint passes read from JSON."""
+    """Parse the costs of F&B pairs."""
     if not isinstance(given, dict):
         raise ScheduleError(f"joint is {given!r:.60}; it must be an object with a price per pair")
     return tuple((name, _numbers(f"joint {name}", [price])[0]) for name, price in given.items())
 
 
 def _sources(given: object) -> tuple[tuple[str, str], ...]:
-    """Return the sources read from JSON; raises ScheduleError unless they are of figures here."""
+    """Parse the sources; raises ScheduleError for unknown names."""
     if not isinstance(given, dict):
         raise ScheduleError(f"sources is {given!r:.60}; it must be an object with a text per name")
     known = (*amount_names(KINDS), "send_us", *_ALONE, _FORMER)
@@ -114,7 +114,7 @@ def _sources(given: object) -> tuple[tuple[str, str], ...]:
 
 
 def _numbers(name: str, values: object) -> tuple[float, ...]:
-    """Return the numbers in a list read from JSON."""
+    """Parse a list of numbers."""
     if not isinstance(values, list) or not values:
         raise ScheduleError(f"{name} is {values!r:.60}; it must be a list with a number per stage")
     for value in values:
@@ -127,7 +127,7 @@ def _numbers(name: str, values: object) -> tuple[float, ...]:
 
 
 def _whole_numbers(name: str, values: object) -> tuple[int, ...]:
-    """Return the whole numbers in a list read from JSON."""
+    """Parse a list of integers."""
     for value in values if isinstance(values, list) else [values]:
         if not isinstance(values, list) or not is_whole(value):
             raise ScheduleError(f"{name} is {values!r:.60}; it must be a whole number per stage")
