@@ -59,7 +59,6 @@ class Census:
 
     def ends(self, work: Pass) -> None:
         """Update the counts after a pass."""
-        # Freed storages first: their keys may be reused by new storages.
         dead = [key for key, reference in self._known.items() if reference.expired()]
         for key in dead:
             del self._known[key]

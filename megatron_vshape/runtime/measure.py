@@ -216,6 +216,7 @@ def measured_costs(
                 slot for slot in timeline.slots(device) if slot.work.kind.resource == PROCESSOR
             )
             gaps += [each.start - before.end for before, each in pairs if each.work.kind is Kind.W]
+    # Medians, because single passes may be disturbed.
     middle = {key: statistics.median(values) for key, values in times.items()}
     # Pass types that ran only in F&B pairs have no separate time.
     middle |= {
@@ -397,6 +398,7 @@ def _ahead_of_first(everyones: Sequence[Mapping[tuple[int, int], list[float]]]) 
             begun_and_ended[1::2],
             strict=True,
         )
+        # The fastest trip waited least, so its middle is the most accurate.
         begun, met, ended = min(trips, key=lambda trip: trip[2] - trip[0])
         apart[source, target] = met - (begun + ended) / 2
     ahead = {0: 0.0}

@@ -284,8 +284,8 @@ class Offload:
             (storage, storage.nbytes())
             for storage, known_as in names.values()
             if not any((stage, name) in self._stays for name in known_as)
-            # Small storages are not worth a copy.
         ]
+        # Small storages are not worth the overhead of a copy.
         least = SMALL * max((size for _, size in own), default=0)
         return [(storage, size) for storage, size in own if size >= least]
 

@@ -188,9 +188,9 @@ class Transport:
         Raises:
             TransportError: the message did not arrive in time, or its sender is gone.
         """
-        # On a GPU, this only orders streams; a timeout would block the host.
         work, tensor = self._posted[message]
         with _failing(self._tell_receive, message, self._timeout_s):
+            # On a GPU, wait only orders streams; a timeout would block the host.
             if self._waits_block:
                 work.wait(timedelta(seconds=self._timeout_s))
             else:

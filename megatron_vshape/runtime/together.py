@@ -89,6 +89,7 @@ class Together:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._failure: Exception | None = None  # of a job whose result this rank may never read
         self.is_closed = False
+        # The first use of a communicator blocks until all ranks have arrived, so connect here.
         for group in (self._read, self._summed):
             dist.all_reduce(torch.zeros(1, device=torch_device), group=group)
         if self._blocks:  # a daemon, so that a failed run can end while it waits
@@ -109,6 +110,7 @@ class Together:
         if self.device != device:
             self._wait(work, f"{what} from rank {source} (device {device})")
             return tensor
+        # Free completed broadcasts; they complete in order.
         while self._leaving and self._leaving[0][0].is_completed():
             self._leaving.popleft()
         self._leaving.append((work, tensor))
@@ -129,13 +131,13 @@ class Together:
                 self._failure = error
                 future.set_exception(error)
             else:
-                # The inputs were made on the stream of the passes.
                 future.set_result(made)
 
         if self._blocks:
             self._jobs.put(run)
             return pending
         stream = stream_of(COLLECTIVES, torch.cuda.current_device())
+        # The inputs were made on the stream of the passes.
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for each in inputs:

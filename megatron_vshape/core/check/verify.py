@@ -61,13 +61,13 @@ def verify(
         )
     check_slices(schedule.slices, schedule.num_microbatches)
     check_placement(schedule.placement, schedule.num_devices)
+    # The order matters: each check assumes the earlier ones, and the simulation needs every pass.
     _check_places(schedule)
     _check_counts(schedule)
     _check_joint(schedule)
     simulate(schedule)  # raises if it deadlocks
     _check_rows(schedule)
     if max_held is not None:
-        # Completeness comes first: the simulation requires every pass.
         limits = each_limit(max_held, schedule.num_devices)
         _check_memory(schedule, limits, unit_costs(schedule) if costs is None else costs)
 
@@ -137,7 +137,9 @@ def _check_counts(schedule: Schedule) -> None:
         for kind in PARTS
         if count[work := Pass(kind, stage, microbatch)] != 1
     ]
+    # Optional passes have no fixed count, but none may run twice.
     wrong += [work for work, times in count.items() if times > 1 and not work.kind.everywhere]
+    # An optional pass may be missing, unless another pass reads it.
     if not wrong:
         _check_reads(schedule, count)
         _check_shared(schedule)
@@ -154,6 +156,7 @@ def _check_counts(schedule: Schedule) -> None:
 
 def _has_all_once(schedule: Schedule) -> bool:
     """Return whether every F, B and W exists once, separately or in a BW, without other passes."""
+    # One byte per stage and microbatch instead of Pass objects, for schedules of 10^6 passes.
     bits = {kind: sum(1 << PARTS.index(part) for part in kind.does) for kind in (*PARTS, Kind.BW)}
     if not schedule.kinds.issubset(bits):
         return False
@@ -224,6 +227,7 @@ def _check_shared(schedule: Schedule) -> None:
     devices = range(schedule.num_devices)
     ends = {FIRST: schedule.placement[:1], LAST: schedule.placement[-1:]}
     for kind in shared:
+        # If devices compute parts, the pass that sums the parts must exist too.
         sums = [each for each in KINDS if Read(kind, at=EVERY) in each.reads]
         for each in dict.fromkeys((*sums, kind, *_group_of(kind))):
             for device in ends.get(each.of, devices):
@@ -250,6 +254,7 @@ def _check_rows(schedule: Schedule) -> None:
         places = _places(row, len(microbatches))
         if plain and all(_stands_behind(schedule, each, places, len(row)) for each in places):
             continue  # fast path: several times faster, and covers nearly all rows
+        # Slow path: slices, vocabulary parallelism, or an error, whose first pass is to be found.
         laws = {
             each: [
                 (places[need], later, slices, need[0] in each[0].does)
@@ -260,6 +265,8 @@ def _check_rows(schedule: Schedule) -> None:
         }
         for at, (kind, stage, microbatch) in enumerate(row):
             for there, later, slices, is_turn in laws[kind, stage]:
+                # Descending slices count in execution order: convert to it, shift, and convert
+                # back.
                 other = turned(turned(microbatch, slices) + later, slices)
                 if other in microbatches and there[other] > at:
                     why = _turns(schedule, kind) if is_turn else f"{kind} needs its result"
