@@ -1,1 +1,1 @@
-"""The sweep: which way to train a model on a cluster is best, predicted and then measured."""
+"""Sweeps: find the best way to train a model on a cluster by prediction, then by measurement."""

@@ -1,4 +1,4 @@
-"""What combinations cost, by work that a rehearsal has counted: each shape of a stage once."""
+"""Costs of combinations from counted work, with one estimate per set of sizes."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ Key = tuple[object, ...]
 
 @dataclass(slots=True)
 class Counts:
-    """Counts what combinations need that has not been counted, and prices it for each."""
+    """Count the work of combinations, once per set of sizes, and compute costs for each."""
 
     subject: Subject
     machine: Machine
@@ -27,10 +27,10 @@ class Counts:
     def count(
         self, combinations: Iterable[Combination], tell: Callable[[int, int], None]
     ) -> tuple[int, int]:
-        """Count what these have; return of how many shapes, and how many could not be.
+        """Count these combinations; return the numbers of counted and of failed sets of sizes.
 
         Raises:
-            ScheduleError: there is no Megatron or Transformer Engine to rehearse with.
+            ScheduleError: Megatron or Transformer Engine is not available for the estimate.
         """
         wanted = {key_of_count(it): it for it in combinations}
         wanted = {key: it for key, it in wanted.items() if key not in self.ranks}
@@ -48,10 +48,10 @@ class Counts:
         return len(found), sum(isinstance(each, str) for each in found)
 
     def __call__(self, it: Combination) -> Counted:
-        """Return what a combination costs.
+        """Return the costs of a combination.
 
         Raises:
-            SweepError: it could not be rehearsed; the text says why.
+            SweepError: the combination cannot be estimated; the text contains the reason.
         """
         key = key_of_count(it)
         if key not in self.ranks:
@@ -68,7 +68,7 @@ class Counts:
 
 
 def key_of_count(it: Combination) -> Key:
-    """Return what the counted work depends on: not the pipeline, its order and its replicas."""
+    """Return the settings that determine the counted work: not the pipeline and its replicas."""
     return (
         it.sequence_length,
         it.microbatch_size,

@@ -1,6 +1,6 @@
-"""The files a sweep reads: model, cluster and sweep, in YAML; what is wrong with one is said once.
+"""Input files of a sweep in YAML (model, cluster, sweep), with one clear message per fault.
 
-Unknown keys are refused, since a misspelt key that is ignored gives a wrong answer in silence.
+Unknown keys are rejected, since an ignored misspelled key would silently give a wrong result.
 """
 
 import re
@@ -18,10 +18,10 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.sweep.subject import Subject, of_command, of_model_file
 
 MAX_FILE_BYTES = 2**16
-"""No sweep, model or cluster needs more; PyYAML reads some 50 kB a second."""
+"""Larger than any sweep, model or cluster file; PyYAML reads about 50 kB per second."""
 
 MAX_COUNT = 10**9
-"""No size and no number of anything is larger; products of a few stay exact enough as floats."""
+"""Maximum of any size or count; products of a few are still exact enough as floats."""
 
 Positive = Annotated[int, Field(gt=0, le=MAX_COUNT, strict=True)]
 Rate = Annotated[float, Field(ge=1e-9, le=1e12, allow_inf_nan=False)]
@@ -34,11 +34,11 @@ Title = Annotated[str, Field(pattern=r"^[^\[\]\p{C}]{1,100}$")]
 """Text for tables, figures and the log: no control characters, no markup."""
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}$")]
-"""Names a folder too, so it leads nowhere else."""
+"""Also the name of a folder, so it must not contain a path."""
 
 
 class SweepError(ScheduleError):
-    """A sweep cannot be made from what was given; the text says what to change."""
+    """Invalid input of a sweep; the text contains the fix."""
 
 
 NONE, FULL, GIVEN = "none", "full", "given"
@@ -66,11 +66,12 @@ Format = Literal["given", "bf16", "fp8", "fp8-delayed", "fp8-blockwise", "mxfp8"
 
 
 class Layout(StrEnum):
-    """How layers are dealt to stages.
+    """Distribution of layers to stages.
 
-    balanced: the embedding and the output layer count as a layer each; even: they do not count;
-    auto: what they take by their products, and what multi-token prediction does, leaves the busiest
-    device least to do.
+    - balanced: the embedding and the output layer count as one layer each.
+    - even: they do not count.
+    - auto: they and multi-token prediction count by their GEMMs, for the least work on the busiest
+      device.
     """
 
     BALANCED = "balanced"
@@ -83,12 +84,12 @@ class _File(BaseModel):
 
 
 class ExpertsPart(_File):
-    """The experts that take the place of every layer's MLP."""
+    """Experts that replace the MLP of every layer."""
 
     count: Positive
     per_token: Positive
     ffn_hidden_size: Positive
-    shared_ffn_hidden_size: Positive | None = None  # of an expert that every token goes through
+    shared_ffn_hidden_size: Positive | None = None  # of an expert for all tokens
 
     @model_validator(mode="after")
     def _enough(self) -> "ExpertsPart":
@@ -98,7 +99,7 @@ class ExpertsPart(_File):
 
 
 class ModelFile(_File):
-    """A GPT: the sizes that decide its time and its memory."""
+    """A GPT: the sizes that determine its time and its memory."""
 
     name: Title
     layers: Positive
@@ -111,19 +112,19 @@ class ModelFile(_File):
     vocabulary_size: Positive
     mtp_layers: Annotated[int, Field(ge=0, le=MAX_COUNT, strict=True)] = 0  # multi-token prediction
     tied_embeddings: bool = False
-    dropout: bool = False  # its masks are kept for the backward pass
-    flash_attention: bool = True  # without it the scores are written to memory
+    dropout: bool = False  # its masks are saved for the backward
+    flash_attention: bool = True  # otherwise the scores are written to memory
     parameter_bytes: Literal[2, 4] = 2
     gradient_bytes: Literal[2, 4] = 4
 
     @property
     def groups(self) -> int:
-        """Return how many key and value heads there are."""
+        """Number of key and value heads."""
         return self.query_groups or self.attention_heads
 
     @property
     def ffn(self) -> int:
-        """Return the width of the MLP."""
+        """Width of the MLP."""
         return self.ffn_hidden_size or 4 * self.hidden_size
 
     @model_validator(mode="after")
@@ -142,24 +143,24 @@ class ModelFile(_File):
 
 
 class Device(_File):
-    """One GPU as its data sheet has it, and the memory that a program sees."""
+    """One GPU by its data sheet, and the memory available to programs."""
 
     name: Title
     memory_gib: Rate
     peak_tflops: Rate  # dense, in the precision of training
     memory_tb_per_s: Rate
-    processors: Positive  # streaming multiprocessors; a GEMM's tiles are dealt to them
+    processors: Positive  # streaming multiprocessors, which share a GEMM's tiles
 
 
 class HostLink(_File):
-    """A device's link to the memory of its host, in which a plan may have activations wait."""
+    """Link of a device to host memory, for offloaded activations."""
 
-    gb_per_s: Rate  # in each direction, while all devices copy in both
-    memory_gib: Rate | None = None  # of a device, for what waits; None: enough
+    gb_per_s: Rate  # in each direction, while all devices copy in both directions
+    memory_gib: Rate | None = None  # per device, for offloaded activations; None: no limit
 
 
 class Cluster(_File):
-    """Nodes of equal devices; rates are GB/s (10^9) per device and direction."""
+    """Nodes of equal devices; rates are in GB/s (10^9) per device and direction."""
 
     name: Title
     nodes: Positive
@@ -167,21 +168,21 @@ class Cluster(_File):
     device: Device
     inside_node_gb_per_s: Rate
     between_nodes_gb_per_s: Rate
-    host_link: HostLink | None = None  # None: nothing waits in host memory
+    host_link: HostLink | None = None  # None: no offloading
     backend: Literal["nccl", "gloo"] = "nccl"
-    # Processors that all devices of a node share, as ranks on a laptop do; None: none.
+    # Processors that all devices of a node share, such as ranks on a laptop; None: not shared.
     shared_processors: Positive | None = None
-    # What differs on this hardware from `sweep --assumptions`; comment each with its source.
+    # Differences of this hardware from `sweep --assumptions`; add the source as a comment.
     assumptions: dict[str, Rate] = Field(default_factory=dict)
 
     @property
     def num_devices(self) -> int:
-        """Return how many devices the cluster has."""
+        """Number of devices."""
         return self.nodes * self.devices_per_node
 
 
 class Workload(_File):
-    """One row of the result: a sequence length, and how many sequences make a step."""
+    """One row of the result: sequence length, and sequences per step."""
 
     sequence_length: Positive
     global_batch_size: Positive
@@ -191,13 +192,13 @@ Choices = Annotated[list[Positive], Field(min_length=1)]
 
 
 class Grid(_File):
-    """The values to combine; data parallelism takes the devices that are left, if not given.
+    """Values to combine; data parallelism defaults to the remaining devices.
 
-    What is not given of a training command is as the command has it.
+    Values that are not given default to those of the training command.
     """
 
     schedule: Annotated[list[str], Field(min_length=1)]
-    vpp: Choices | None = None  # stages a device of the schedules that leave a choice
+    vpp: Choices | None = None  # stages per device, for schedules with this option
     pipeline_parallel: Choices
     tensor_parallel: Choices = [1]
     context_parallel: Choices = [1]
@@ -207,12 +208,12 @@ class Grid(_File):
     recompute: Annotated[list[Recompute], Field(min_length=1)] = [NONE]
     format: Annotated[list[Format], Field(min_length=1)] = ["given"]
     layout: Annotated[list[Layout], Field(min_length=1)] = [Layout.BALANCED]
-    # Whether all pipeline devices share embedding and output layer; balanced is then auto.
+    # Vocabulary parallelism over all pipeline ranks; layout balanced then becomes auto.
     vocab_parallel: Annotated[list[StrictBool], Field(min_length=1)] = [False]
 
 
 class Also(_File):
-    """One more run beside the grid, with flags of its own for the trainer."""
+    """An additional run besides the grid, with additional flags for the trainer."""
 
     schedule: str
     pipeline_parallel: Positive
@@ -229,10 +230,10 @@ class Also(_File):
 
 
 class Measured(_File):
-    """A costs file (what `megatron-vshape profile` writes) and what it was measured with."""
+    """A costs file of `megatron-vshape profile`, and the settings of its measurement."""
 
     costs: FilePath  # a path, relative to the sweep file
-    layers_per_stage: Positive  # of a stage in the middle
+    layers_per_stage: Positive  # of an inner stage
     sequence_length: Positive
     microbatch_size: Positive = 1
     tensor_parallel: Positive = 1
@@ -240,27 +241,27 @@ class Measured(_File):
 
 
 class Pruning(_File):
-    """What is not worth a run."""
+    """Limits for runs that are worth it."""
 
-    margin: Annotated[float, Field(ge=0, lt=1)] = 0.1  # slower than the best predicted by more
-    at_most: Positive | None = None  # so many runs per workload, the best predicted ones
+    margin: Annotated[float, Field(ge=0, lt=1)] = 0.1  # maximum slowdown to the best
+    at_most: Positive | None = None  # maximum runs per workload, best predictions first
 
 
 class RunPart(_File):
-    """How combinations are launched."""
+    """Settings for launching runs."""
 
     executor: Literal["local", "slurm"] = "slurm"
-    at_once: Positive = 1  # runs side by side
+    at_once: Positive = 1  # concurrent runs
     warmup_steps: Positive = 3
     measured_steps: Positive = 5
-    # The fastest step is what to compare where other programs disturb, as on a laptop.
+    # Use the fastest step where other programs disturb, as on a laptop.
     statistic: Literal["median", "fastest"] = "median"
     timeout_minutes: Positive = 30
     threads: Positive = 1  # OMP_NUM_THREADS of every rank
-    script: str = "scripts/pretrain_gpt.py"  # from where the sweep is started
-    arguments: list[str] = []  # flags for the trainer, the same for every run
+    script: str = "scripts/pretrain_gpt.py"  # relative to the folder where the sweep is started
+    arguments: list[str] = []  # flags for the trainer, common to all runs
     environment: dict[str, str] = Field(default_factory=dict)
-    # partition, account, qos, ...; false takes a flag of the launcher's own away
+    # partition, account, qos, ...; false removes a default flag of the launcher
     slurm: dict[str, str | int | bool | list[str]] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -275,10 +276,10 @@ class RunPart(_File):
 
 
 class Sweep(_File):
-    """A whole sweep; the model and the cluster are paths relative to the sweep file.
+    """A complete sweep; model and cluster are paths relative to the sweep file.
 
-    A model may be a file of a training command's arguments, and left out where the command itself
-    is given; workloads that are left out are the command's.
+    The model may be a file with a training command's arguments. It can be omitted if the command is
+    given directly. Workloads default to the command's.
     """
 
     name: Name
@@ -288,7 +289,7 @@ class Sweep(_File):
     grid: Grid
     also: list[Also] = []
     measured_costs: list[Measured] = []
-    # Grad-norm and inf checks do not hold the pipeline up (--optimizer-post-validation).
+    # Gradient-norm and inf checks do not delay the pipeline (--optimizer-post-validation).
     post_validation: bool = False
     pruning: Pruning = Pruning()
     run: RunPart = RunPart()
@@ -296,7 +297,7 @@ class Sweep(_File):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A sweep with what it trains and the cluster."""
+    """A sweep with its model and its cluster."""
 
     path: Path
     sweep: Sweep
@@ -308,14 +309,14 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def load_sweep(path: str | Path, words: Sequence[str] = ()) -> Loaded:
-    """Return the sweep at `path` with what it trains and its cluster.
+    """Load the sweep at `path` with its model and its cluster.
 
-    What it trains is a training command of these words, or the file that it names: a model file, or
-    whatever file `rehearse` reads.
+    The model is the training command in `words`, or the file that the sweep names: a model file, or
+    any file that `rehearse` supports.
 
     Raises:
-        ScheduleError: a file cannot be read, or a key or a value in it is wrong; the text names
-            the file, the key and the value.
+        ScheduleError: a file cannot be read, or has an invalid key or value; the text names the
+            file, the key and the value.
     """
     path = Path(path)
     sweep = load(path, Sweep)
@@ -334,7 +335,7 @@ def load_sweep(path: str | Path, words: Sequence[str] = ()) -> Loaded:
 
 
 def _subject(path: Path, cluster: Cluster) -> Subject:
-    """Return what a file describes: a model file by its keys, else a training command's."""
+    """Load a model file (detected by its keys), or a training command."""
     text = read_text(path, "the file", MAX_FILE_BYTES)
     is_yaml = path.suffix in (".yaml", ".yml")
     if is_yaml and not re.search(r"^\s*(MODEL_ARGS:|[\"']?--)", text, re.MULTILINE):
@@ -343,7 +344,7 @@ def _subject(path: Path, cluster: Cluster) -> Subject:
 
 
 def _filled(sweep: Sweep, subject: Subject, path: Path) -> Sweep:
-    """Return the sweep with what a training command says where the file says nothing."""
+    """Fill in defaults from the training command."""
     if subject.translated:
         if not sweep.workloads:
             raise SweepError(f"{path}: workloads is missing: sequence_length, global_batch_size")
@@ -369,7 +370,7 @@ def _filled(sweep: Sweep, subject: Subject, path: Path) -> Sweep:
 
 
 def _check_executor(run: RunPart, cluster: Cluster, path: Path) -> None:
-    """Raise SweepError for runs that this machine alone cannot launch."""
+    """Raise SweepError for runs that this machine cannot launch alone."""
     if run.executor != "local":
         return
     if cluster.nodes > 1:
@@ -385,7 +386,7 @@ def _check_executor(run: RunPart, cluster: Cluster, path: Path) -> None:
 
 
 def load(path: Path, kind: type[Kind]) -> Kind:
-    """Return what the YAML file at `path` holds."""
+    """Load and validate the YAML file at `path`."""
     text = read_text(path, "the file", MAX_FILE_BYTES)
     try:
         data = yaml.load(text, _Loader)
@@ -393,7 +394,7 @@ def load(path: Path, kind: type[Kind]) -> Kind:
         raise SweepError(f"{path} is not YAML: it is nested too deep") from None
     except _NotReadError as error:
         raise SweepError(f"{path}: {error}") from None
-    # Dates and numbers that are none make PyYAML fail with these.
+    # PyYAML raises these for invalid dates and numbers.
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise SweepError(f"{path} is not YAML: {fault_of(error)}") from None
     if not isinstance(data, dict):
@@ -405,14 +406,15 @@ def load(path: Path, kind: type[Kind]) -> Kind:
 
 
 class _NotReadError(Exception):
-    """Something that YAML has and these files may not; the text says what and where."""
+    """A YAML feature that is not supported here; the text names it with its line."""
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """PyYAML's safe loader without aliases, tags and keys that stand twice.
+    """PyYAML's safe loader without aliases, tags and duplicate keys.
 
-    Nine of nine of nine ... aliases fill any memory. A value that its tag does not fit, such as
-    !!bool x, makes PyYAML fail with whatever it trips over. Of equal keys it takes the last.
+    Nested aliases (nine of nine of nine ...) can exhaust memory. A value that does not match its
+    tag, such as !!bool x, raises arbitrary exceptions in PyYAML. For duplicate keys, PyYAML uses
+    the last.
     """
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -442,8 +444,8 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 
 
 def _first_of(error: ValidationError, kind: type[BaseModel]) -> str:
-    """Return the first fault as one sentence with the key's path and the value."""
-    # A key that is missing may be one that is misspelt.
+    """Format the first fault as one sentence with the key's path and the value."""
+    # Report unknown keys first, because a missing key may be misspelled.
     faults = sorted(error.errors(include_url=False), key=lambda each: each["type"] != _UNKNOWN)
     fault = faults[0]
     above = fault["loc"][:-1]
@@ -479,7 +481,7 @@ _KEYS = {
 
 
 def _looks_like(data: dict[Any, Any], kind: type[BaseModel]) -> str:
-    """Return what kind of file the data is of, where that is not the kind wanted."""
+    """Format a hint if the data looks like another kind of file."""
     wanted = kind.__name__.lower()
     found = {name: len(keys & data.keys() - {"name"}) for name, keys in _KEYS.items()}
     best = max(found, key=lambda name: (found[name], name == wanted))
@@ -494,7 +496,7 @@ def _short_list(names: list[str], most: int = 5) -> str:
 
 
 def _keys_at(kind: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
-    """Return the keys that the mapping which holds the last key of `location` may have."""
+    """Return the allowed keys of the mapping that contains the last key of `location`."""
     fields = kind.model_fields
     for part in location[:-1]:
         if isinstance(part, int):
@@ -507,7 +509,7 @@ def _keys_at(kind: type[BaseModel], location: tuple[int | str, ...]) -> list[str
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the model a field's type is or contains."""
+    """Return the model that is, or is contained in, a field's type."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for inner in getattr(annotation, "__args__", ()):
@@ -520,6 +522,6 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 def _short(value: object) -> str:
     try:
         text = repr(value)
-    except ValueError:  # a whole number of more digits than Python writes
+    except ValueError:  # an integer with more digits than Python prints
         return "a number of more than 4300 digits"
     return text if len(text) <= 60 else text[:57] + "..."

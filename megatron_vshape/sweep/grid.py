@@ -1,4 +1,4 @@
-"""From the grid to combinations: what can run, and for the rest the reason why not."""
+"""Expand the grid to combinations, with the reason for each infeasible one."""
 
 import itertools
 import math
@@ -30,18 +30,18 @@ from megatron_vshape.sweep.files import (
 from megatron_vshape.sweep.subject import Subject
 
 ADAPTIVE = "adaptive"
-"""The method that plans for the costs and the memory of each combination."""
+"""Method that plans for the costs and the memory of each combination."""
 
 MAX_COMBINATIONS = 100_000
 MAX_PASSES = 2_000_000
-"""Of a step of all devices, whose order is made and simulated to predict it."""
+"""Maximum passes of a step on all devices, which are generated and simulated for a prediction."""
 
 
 @checked.dataclass(frozen=True, slots=True, config={"extra": "forbid"})
 class Combination:
-    """One way to train: everything a run needs beside the model and the cluster.
+    """One training configuration: all settings of a run besides the model and the cluster.
 
-    Raises pydantic's ValidationError, as in a results file that is damaged, for other types.
+    Invalid types, as in a damaged results file, raise pydantic's ValidationError.
     """
 
     schedule: str
@@ -60,18 +60,18 @@ class Combination:
     format: Format = "given"
 
     def __post_init__(self) -> None:
-        # Shared out, the ends count as no stage's layers.
+        # With vocabulary parallelism, embedding and output layer do not count as layers of a stage.
         if self.vocab_parallel and self.layout is Layout.BALANCED:
             object.__setattr__(self, "layout", Layout.AUTO)
 
     @property
     def workload(self) -> tuple[int, int]:
-        """Return what step times can be compared within: sequence length and global batch size."""
+        """Key for comparable step times: sequence length and global batch size."""
         return self.sequence_length, self.global_batch_size
 
     @property
     def num_devices(self) -> int:
-        """Return how many devices the combination takes."""
+        """Number of devices of the combination."""
         return (
             self.data_parallel
             * self.tensor_parallel
@@ -81,7 +81,7 @@ class Combination:
 
     @property
     def num_microbatches(self) -> int:
-        """Return how many microbatches a pipeline runs in a step."""
+        """Number of microbatches per pipeline and step."""
         return self.global_batch_size // (self.data_parallel * self.microbatch_size)
 
     def __str__(self) -> str:
@@ -105,7 +105,7 @@ class Combination:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A combination that will not run, and why; `kind` is the reason without its numbers."""
+    """A combination that will not run; `kind` is the reason without its numbers."""
 
     combination: Combination
     kind: str
@@ -114,18 +114,18 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class Expanded:
-    """What the grid holds."""
+    """All combinations of the grid."""
 
     possible: tuple[Combination, ...]
     dropped: tuple[Dropped, ...]
-    note: str = ""  # of what was taken instead of what would not have run
+    note: str = ""  # about changed layouts
 
 
 def expand(loaded: Loaded) -> Expanded:
-    """Return every combination of the grid, the impossible ones apart with their reasons.
+    """Return every combination of the grid, with reasons for infeasible ones.
 
     Raises:
-        SweepError: a schedule has no such name, or nothing of the grid is possible.
+        SweepError: a schedule does not exist, or no combination is feasible.
     """
     sweep, model, cluster = loaded.sweep, loaded.subject, loaded.cluster
     known = (*catalogue.NAMES, ADAPTIVE)
@@ -168,10 +168,10 @@ def expand(loaded: Loaded) -> Expanded:
 
 
 def _halves_layers(it: Combination, model: Subject) -> bool:
-    """Return whether the usual layout would cut layers in two, and auto deals them out."""
+    """Return whether the default layout would divide a layer; then `auto` is used."""
     try:
         stages = count_stages(it.schedule, it.pipeline_parallel)
-    except ScheduleError:  # which is told of it
+    except ScheduleError:  # reported by `_faults`
         return False
     if it.layout is not Layout.BALANCED:
         return False
@@ -203,7 +203,7 @@ def _of_grid(grid: Grid, workload: Workload, cluster: Cluster) -> Iterator[Combi
 
 
 def _schedules(grid: Grid) -> Iterator[str]:
-    """Yield the schedules' names, with every number of stages a device where it is a choice."""
+    """Yield the schedules' names, with every number of stages per device if that is optional."""
     for name in grid.schedule:
         if grid.vpp is None or name not in OPTIONS:
             yield name
@@ -214,7 +214,7 @@ def _schedules(grid: Grid) -> Iterator[str]:
 def _faults(
     it: Combination, model: Subject, cluster: Cluster, post_validation: bool
 ) -> Iterator[tuple[str, str]]:
-    """Yield why the combination cannot run, as `Dropped` has it; each may rely on those before."""
+    """Yield the reasons why the combination is infeasible; each may rely on the earlier ones."""
     if it.num_devices != cluster.num_devices:
         yield (
             "another number of devices than the cluster's",
@@ -277,7 +277,7 @@ def _expert_fault(it: Combination, model: Subject) -> str | None:
 
 
 def _size_fault(it: Combination, model: Subject) -> str | None:
-    """Return why predicting the combination would take minutes and GiB, if it would."""
+    """Return the reason if the prediction would need minutes and GiB."""
     if it.pipeline_parallel > model.layers + 2:
         return f"PP {it.pipeline_parallel} has more devices than {model.layers} layers and two ends"
     passes = 3 * 2 * it.pipeline_parallel * it.num_microbatches
@@ -287,7 +287,7 @@ def _size_fault(it: Combination, model: Subject) -> str | None:
 
 
 def _vocabulary_fault(it: Combination, post_validation: bool) -> str | None:
-    """Return why the trainer does not share the vocabulary, if it is to."""
+    """Return the reason if the trainer does not support vocabulary parallelism here."""
     if not it.vocab_parallel:
         return None
     if it.pipeline_parallel == 1:
@@ -321,10 +321,10 @@ def _layer_fault(it: Combination, model: Subject) -> str | None:
 
 @lru_cache(maxsize=256)
 def count_stages(schedule: str, num_devices: int) -> int:
-    """Return how many stages a schedule's pipeline has; the adaptive method's has two a device.
+    """Return the number of stages of a schedule; the adaptive method has two per device.
 
     Raises:
-        ScheduleError: there is no such schedule on so many devices.
+        ScheduleError: the schedule does not exist or does not support `num_devices`.
     """
     if schedule == ADAPTIVE:
         return 2 * num_devices
@@ -334,7 +334,7 @@ def count_stages(schedule: str, num_devices: int) -> int:
 def layers_of_stages(
     combination: Combination, model: Subject, placement: Placement
 ) -> tuple[int, ...]:
-    """Return how many layers each stage has; under auto as the trainer deals them."""
+    """Return the number of layers per stage; with layout auto, as in the trainer."""
     num_stages = len(placement)
     if combination.layout is Layout.EVEN:
         return (model.layers // num_stages,) * num_stages

@@ -1,4 +1,4 @@
-"""Launching: one job per combination through submitit, each result kept as it arrives."""
+"""Launch one job per combination through submitit, and record each result as it arrives."""
 
 import logging
 import os
@@ -30,7 +30,7 @@ _JOB_FOLDER = "job"
 """Subfolder of a run for the files of submitit."""
 
 _CANCELLED = "cancelled"
-"""In a run's folder: its job has been cancelled together with the sweep."""
+"""Marker file in a run's folder: its job was cancelled together with the sweep."""
 
 POLL_S = 0.5
 RETRY_S = 60.0
@@ -50,8 +50,10 @@ _ENDED_FROM_OUTSIDE = ("CANCELLED", "TIMEOUT")
 
 
 class _States(SlurmInfoWatcher):  # type: ignore[misc]
-    """What SLURM says of all jobs; submitit waits for ever for a job preempted by cancelling it,
-    and takes a suspended one for ended.
+    """SLURM states of all jobs.
+
+    submitit waits forever for a job that was preempted by cancellation, and treats a suspended job
+    as ended.
     """
 
     def is_done(self, job_id: str, mode: str = "standard") -> bool:
@@ -66,7 +68,7 @@ class _Job(submitit.SlurmJob):  # type: ignore[misc]
 
 
 class _RefusedError(SweepError):
-    """SLURM refuses a job; it may accept it when others have ended."""
+    """SLURM rejects a job, but may accept it after others have ended."""
 
 
 @dataclass(slots=True)
@@ -78,16 +80,16 @@ class _Running:
 
     @property
     def ended(self) -> bool:
-        """Return whether the job has ended; where SLURM keeps no accounts, its worker tells."""
+        """Whether the job has ended; without SLURM accounting, its worker reports it."""
         if self.job.done():
             return True
         return self.job.state == "UNKNOWN" and (self.folder / worker.STOPPED).exists()
 
     @property
     def in_vain(self) -> bool:
-        """Return whether a job that left no outcome was ended by no fault of the run.
+        """Whether a job without an outcome was ended for external reasons.
 
-        A slurmctld may call a job failed that it told to end, for how its script then ended.
+        slurmctld may report a job that it stopped as failed, because of its script's exit status.
         """
         state = self.job.state
         if state.startswith(_NO_FAULT) or (self.folder / _CANCELLED).exists():
@@ -98,7 +100,7 @@ class _Running:
 
 @dataclass(slots=True)
 class Launcher:
-    """Runs the chosen combinations of a sweep; what the results file has is not run again."""
+    """Run the chosen combinations of a sweep, except those in the results file."""
 
     loaded: Loaded
     predictor: Predictor
@@ -108,11 +110,11 @@ class Launcher:
     _refused_until: float = 0.0
 
     def run(self, chosen: Sequence[Prediction], retry_failed: bool = False) -> None:
-        """Run what is missing, at most `run.at_once` side by side; Ctrl-C cancels what runs."""
+        """Run missing combinations, `run.at_once` at a time; Ctrl-C cancels running jobs."""
         done = self.results.ended(retry_failed)
         waiting = [each for each in chosen if self._key(each) not in done]
         waiting.reverse()
-        # What an earlier sweep left in flight comes first: it may be what fills up a quota.
+        # Jobs in flight from an earlier sweep come first, because they may use up a quota.
         waiting.sort(key=lambda each: self.results.job_in_flight(self._key(each)) is not None)
         running: list[_Running] = []
         times_back: Counter[str] = Counter()
@@ -131,7 +133,7 @@ class Launcher:
                 time.sleep(POLL_S if running else 0)
 
     def _fill(self, waiting: list[Prediction], running: list[_Running]) -> None:
-        """Start the last of those that wait, until as many run as may."""
+        """Start waiting runs from the end of the list, up to the maximum number."""
         while waiting and len(running) < self.loaded.sweep.run.at_once:
             if running and time.monotonic() < self._refused_until:
                 return
@@ -149,7 +151,7 @@ class Launcher:
         return key_of(prediction.combination, self.loaded, self.predictor.measured)
 
     def _start(self, prediction: Prediction, running: list[_Running]) -> None:
-        """Submit a run, or take over the one that an earlier sweep left behind."""
+        """Submit a run, or take over a job of an earlier sweep."""
         key = self._key(prediction)
         folder = self.folder / key
         left = self.results.job_in_flight(key)
@@ -183,7 +185,7 @@ class Launcher:
             raise SweepError(f"no job can be submitted: {' '.join(str(error).split())}") from None
 
     def _take_over(self, prediction: Prediction, key: str, left: str) -> _Running | None:
-        """Return a SLURM job that is still queued or running; local ones end with their sweep."""
+        """Return a SLURM job that is still queued or running; local jobs end with their sweep."""
         # The number becomes part of a path from which submitit unpickles the job's result.
         if self.loaded.sweep.run.executor != "slurm" or not _JOB.fullmatch(left):
             return None
@@ -201,7 +203,7 @@ class Launcher:
         self.progress.ended(result)
 
     def _outcome(self, running: _Running, times_back: int) -> Outcome | None:
-        """Return how a run ended; None where its job did, and it is to go back into the queue."""
+        """Return the outcome of a run; None if it must be submitted again."""
         outcome = worker.read_outcome(running.folder, self._num_nodes)
         if outcome is not None:
             return outcome
@@ -215,7 +217,7 @@ class Launcher:
             )
         try:
             return worker.merge(job.results())
-        except Exception as error:  # submitit raises what the job raised, of any type
+        except Exception as error:  # submitit raises the job's exception, of any type
             text = f"{str(error).strip()[-2000:]}\njob {job.job_id} left no result ({job.state})"
             return Outcome(Status.FAILED, log_tail=text)
 
@@ -239,7 +241,7 @@ class Launcher:
         try:
             slurm = submitit.SlurmExecutor(jobs)
             slurm.job_class = _Job
-            # A job has all processors of nodes that are its own, else only those it asks for.
+            # A job has all processors of exclusive nodes; otherwise only the requested ones.
             shares = run.slurm.get("exclusive") is False
             asked = {
                 "job_name": self.loaded.sweep.name,
@@ -249,11 +251,11 @@ class Launcher:
                 "gpus_per_node": gpus or False,
                 "exclusive": True,
                 "cpus_per_task": shares and cluster.devices_per_node * run.threads,
-                # A run that goes back into the queue does so as a new job, whose files are its own.
+                # An interrupted run is submitted as a new job with separate files.
                 "additional_parameters": {"no-requeue": True},
                 **run.slurm,
             }
-            # sbatch has no word for a flag that is not given, nor for zero GPUs where none are.
+            # sbatch has no value for an absent flag, nor for zero GPUs without GPUs.
             slurm.update_parameters(**{k: v for k, v in asked.items() if v is not False})
         except (RuntimeError, ValueError, TypeError) as error:
             raise SweepError(f"SLURM cannot be used: {error}") from None
@@ -261,7 +263,7 @@ class Launcher:
 
 
 def _job_of(loaded: Loaded, prediction: Prediction, folder: Path) -> worker.Job:
-    """Return what a run needs wherever it is started."""
+    """Return the settings of a run, wherever it is started."""
     it = prediction.combination
     ordered = max(it.tensor_parallel, it.context_parallel) > 1
     command = _command(loaded, prediction, folder)
@@ -269,7 +271,7 @@ def _job_of(loaded: Loaded, prediction: Prediction, folder: Path) -> worker.Job:
 
 
 def _command(loaded: Loaded, prediction: Prediction, folder: Path) -> list[str]:
-    """Return the trainer's command; an adaptive plan goes along as a file."""
+    """Return the trainer's command; an adaptive plan is passed as a file."""
     if prediction.planned is None:
         return trainer_command(loaded, prediction.combination)
     path = (folder / "schedule.json").resolve()
@@ -279,10 +281,10 @@ def _command(loaded: Loaded, prediction: Prediction, folder: Path) -> list[str]:
 
 @contextmanager
 def _cancelled(running: Sequence[_Running]) -> Iterator[None]:
-    """Cancel what runs when the sweep is interrupted.
+    """Cancel running jobs when the sweep is interrupted.
 
-    After any other failure the jobs of a SLURM go on, for the next sweep to take over; local ones
-    end with this one.
+    After any other failure, SLURM jobs continue, for the next sweep to take over; local jobs end
+    with this sweep.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""A cluster as counted work is priced on it, and the links to its devices' hosts."""
+"""Rates of a cluster for counted work, and the links to its hosts."""
 
 import math
 from collections.abc import Iterator
@@ -12,22 +12,22 @@ from megatron_vshape.sweep.files import Cluster, SweepError
 from megatron_vshape.view.numbers import GIB
 
 UNKNOWN = "h100"
-"""As which a device is rehearsed whose name has no known GPU's in it."""
+"""GPU whose estimates are used for an unknown device name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A cluster, its device as one that work is priced on, and what kernels reach of its rates."""
+    """A cluster, its device as a GPU model, and the achieved rates of kernels."""
 
     cluster: Cluster
     gpu: Gpu
     rates: Rates
-    beside_gib: float  # of a device, that torch does not hand out
-    known: bool  # whether the rates are of such a device
+    beside_gib: float  # memory per device outside torch's allocator
+    known: bool  # whether the rates are for this device
 
     @classmethod
     def of(cls, cluster: Cluster) -> "Machine":
-        """Return the cluster with the rates that its file leaves or replaces.
+        """Combine the cluster with default rates, unless its file overrides them.
 
         Raises:
             SweepError: the cluster file names an assumption that does not exist.
@@ -61,7 +61,7 @@ class Machine:
         return cls(cluster, gpu, replace(rates, **given), beside, bool(named))
 
     def assumptions(self) -> Iterator[tuple[str, float, str]]:
-        """Yield what is assumed, by name, with its value and its source."""
+        """Yield the assumptions: name, value and source."""
         fitted = "a guess: no GPU of that name is known"
         if self.known:
             fitted = f"{self.gpu.name.upper()}: rehearsal/step_time.py, benchmarks/evidence.md"
@@ -73,10 +73,7 @@ class Machine:
             yield name, value, "the cluster file" if name in self.cluster.assumptions else source
 
     def copied(self, costs: Costs) -> Costs:
-        """Return the costs where all that a stage holds may wait in host memory.
-
-        As they are where the cluster's file says nothing of a link there.
-        """
+        """Make all activations of a stage offloadable, if the cluster has a host link."""
         link = self.cluster.host_link
         if link is None:
             return costs
@@ -86,7 +83,7 @@ class Machine:
 
     @property
     def in_host_bytes(self) -> float:
-        """Return how much of a device may wait in host memory."""
+        """Host memory per device for offloaded activations."""
         link = self.cluster.host_link
         if link is None or link.memory_gib is None:
             return math.inf

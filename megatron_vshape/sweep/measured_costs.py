@@ -1,4 +1,4 @@
-"""Measured costs in place of counted ones, where a costs file is for the same shapes."""
+"""Measured costs that replace counted ones for matching sizes."""
 
 from collections.abc import Mapping
 
@@ -12,17 +12,18 @@ Key = tuple[int, int, int, int]
 
 
 MeasuredCosts = Mapping[Key, Pieces]
-"""Costs per layer of a sweep's costs files, by their settings.
+"""Costs per layer from a sweep's costs files, by their settings.
 
-One device was measured: the pieces are without communication, and nothing is recomputed.
+One device was measured, so the pieces have no communication and no recomputation.
 """
 
 
 def load_measured(loaded: Loaded) -> MeasuredCosts:
-    """Return the costs files that the sweep names.
+    """Load the costs files of the sweep.
 
     Raises:
-        ScheduleError: one cannot be read, or has too few stages to tell the ends apart.
+        ScheduleError: a file cannot be read, or has too few stages to separate the first and the
+            last.
     """
     if loaded.sweep.measured_costs and loaded.subject.command.pattern:
         raise SweepError(
@@ -43,11 +44,11 @@ def load_measured(loaded: Loaded) -> MeasuredCosts:
                 "that have the model's ends, and shares those itself"
             )
         even = (entry.layers_per_stage,) * costs.num_stages
-        # what copies take, the cluster's file says
+        # The cluster file specifies the link for copies.
         pieces[key_of_shapes(entry)] = Pieces.of(costs.without_copies(), costs.layers or even)
     return pieces
 
 
 def key_of_shapes(it: Measured | Combination) -> Key:
-    """Return the shapes of a measurement, by which a combination finds its own."""
+    """Return the sizes of a measurement, as the key for matching combinations."""
     return (it.sequence_length, it.microbatch_size, it.tensor_parallel, it.context_parallel)

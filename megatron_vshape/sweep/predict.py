@@ -1,4 +1,4 @@
-"""The prediction of one combination: memory of every device and time of a step."""
+"""Predict a combination: memory of every device and step time."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +26,7 @@ from megatron_vshape.view.numbers import GIB, enough
 
 
 class Verdict(StrEnum):
-    """What the prediction says of a combination."""
+    """Result of a prediction."""
 
     RUNS = "runs"
     OUT_OF_MEMORY = "OOM"
@@ -35,25 +35,25 @@ class Verdict(StrEnum):
 
 
 class RankPeak(NamedTuple):
-    """What a pipeline rank needs at its peak, in bytes."""
+    """Peak memory of a pipeline rank, in bytes."""
 
-    states: float  # parameters, gradients, and the optimizer's
-    activations: float  # at their peak, with what passes work with
-    rest: float  # the context, messages and workspaces
+    states: float  # parameters, gradients, optimizer state
+    activations: float  # at their peak, with workspace
+    rest: float  # CUDA context, messages and workspaces
 
     @property
     def total(self) -> float:
-        """Return all of it."""
+        """Total of all parts."""
         return sum(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a combination is predicted to take; times are None where it does not fit."""
+    """Predicted memory and time of a combination; times are None if it does not fit."""
 
     combination: Combination
     verdict: Verdict
-    peak_bytes: float  # of the device that needs most
+    peak_bytes: float  # of the device with the highest peak
     step_s: float | None = None
     mfu: float | None = None  # fraction of the devices' peak
     bubble: float | None = None  # fraction of the pipeline's time in which the busiest device idles
@@ -63,28 +63,28 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Return whether the combination is predicted to run."""
+        """Whether the combination is predicted to run."""
         return self.verdict is Verdict.RUNS
 
 
 @dataclass(frozen=True, slots=True)
 class Predictor:
-    """Predicts combinations of one model on one machine, by what they are counted to cost."""
+    """Predict combinations of one model on one machine from counted costs."""
 
     subject: Subject
     machine: Machine
     counts: Callable[[Combination], Counted]
     post_validation: bool = False
     measured: MeasuredCosts | None = None
-    headroom_bytes: float = 0.0  # of every device, kept free
+    headroom_bytes: float = 0.0  # kept free on every device
 
     @property
     def limit_bytes(self) -> float:
-        """Return the memory of a device, without what is kept free."""
+        """Memory of a device minus the headroom."""
         return self.machine.cluster.device.memory_gib * GIB - self.headroom_bytes
 
     def __call__(self, combination: Combination) -> Prediction:
-        """Return what the combination takes."""
+        """Predict the combination."""
         it, planned = combination, None
         try:
             if it.schedule == ADAPTIVE:
@@ -101,11 +101,11 @@ class Predictor:
             raise SweepError(f"{it}: {error}") from None
 
     def survey(self, combinations: Iterable[Combination], margin: float) -> Iterator[Prediction]:
-        """Yield every combination's prediction, those that need planning last.
+        """Yield every combination's prediction; combinations that need planning come last.
 
-        Planning takes seconds, so an adaptive combination is only planned if it could come
-        within `margin` of the best of its workload, were it free of bubbles, or has arguments of
-        its own; the most promising come first, for they leave the fewest to plan.
+        Planning needs seconds. So an adaptive combination is planned only if it could come within
+        `margin` of the best of its workload without any bubble, or if it has additional arguments.
+        The most promising come first, because they exclude most others.
         """
         best: dict[tuple[int, int], float] = {}
         least_s = [
@@ -122,11 +122,11 @@ class Predictor:
             yield found
 
     def _least_s(self, combination: Combination) -> float:
-        """Return the step's time on the best placement if the busiest device never idled."""
+        """Return the step time on the best placement without idle time of the busiest device."""
         it, least = combination, math.inf
         try:
             every = self._on_placements(it)
-        except SweepError:  # which is told when it is predicted
+        except SweepError:  # reported by its prediction
             return 0.0
         for stages in every:
             sizes = it.pipeline_parallel, it.num_microbatches
@@ -135,10 +135,10 @@ class Predictor:
         return least * 1e-6
 
     def _on_placements(self, it: Combination) -> "list[_Stages]":
-        """Return the stages on each placement that is planned for, each by itself.
+        """Return the stages for each placement to plan for, one by one.
 
-        What the parameters leave of a device's memory differs: in a V the embedding and the head
-        lie on one device, in a loop on two.
+        The memory left by the parameters depends on the placement: in a V, the embedding and the
+        output layer are on one device, in a loop on two.
         """
         devices = it.pipeline_parallel
         placements = default_placements(devices, count_stages(ADAPTIVE, devices))
@@ -150,7 +150,7 @@ class Predictor:
     def _predict(
         self, stages: "_Stages", schedule: Schedule, planned: Timeline | None
     ) -> Prediction:
-        """Return the prediction of a schedule, whose planning may have simulated it already."""
+        """Predict a schedule; planning may have simulated it already."""
         combination = stages.combination
         limit = self.limit_bytes
         schedule = shared_if_told(schedule, stages.costs)
@@ -177,13 +177,13 @@ class Predictor:
         )
 
     def mfu(self, combination: Combination, step_s: float) -> float:
-        """Return the fraction of the devices' peak that a step of so long a time makes use of."""
+        """Return the fraction of the devices' peak FLOPS that a step with this time achieves."""
         it = combination
         flops = self.subject.flops(it.sequence_length, it.global_batch_size)
         return flops / (step_s * self.machine.gpu.bf16_flops * it.num_devices)
 
     def _planned(self, it: Combination) -> tuple["_Stages", Timeline]:
-        """Return the best adaptive order of any placement; raises SweepError where none fits."""
+        """Return the best adaptive schedule over all placements; raises SweepError if none fits."""
         found, reasons = [], []
         spare = self.limit_bytes - self.machine.beside_gib * GIB
         objective = Objective.SPAN if self.post_validation else Objective.MAKESPAN
@@ -202,9 +202,9 @@ class Predictor:
         return self._pipeline_us(timeline) + stages.after_us
 
     def _pipeline_us(self, timeline: Timeline) -> float:
-        """Return the time of the passes; without barrier between steps, that of one device.
+        """Return the time of the passes; without a barrier between steps, the maximum per device.
 
-        Devices that share too few processors take at least their work divided by those.
+        With processors shared among devices, this is at least the work divided by the processors.
         """
         passes = timeline.span if self.post_validation else timeline.makespan
         shared = self.machine.cluster.shared_processors
@@ -224,12 +224,12 @@ def plan_adaptive(
     objective: Objective,
     in_host_bytes: float = math.inf,
 ) -> Timeline:
-    """Return the best order found on a placement with at most `limits_bytes` on each device.
+    """Plan for a placement with at most `limits_bytes` on each device.
 
-    Of each at most `in_host_bytes` wait in host memory, where the costs have copies.
+    At most `in_host_bytes` of each device are offloaded, if the costs have offloading.
 
     Raises:
-        SweepError: nothing fits.
+        SweepError: the limits are infeasible.
     """
     fixed = max(costs.fixed_bytes(placement, combination.pipeline_parallel))
     if fixed >= min(limits_bytes):
@@ -261,12 +261,12 @@ def _made(name: str, num_devices: int, num_microbatches: int) -> Schedule:
 
 @dataclass(frozen=True, slots=True)
 class _Stages:
-    """A combination's stages: their costs, and what their devices hold all the time."""
+    """Stages of a combination: their costs, including permanent memory."""
 
     combination: Combination
     placement: Placement
     costs: Costs
-    after_us: float  # the time after the passes
+    after_us: float  # time after the passes
 
     @classmethod
     def of(cls, it: Combination, predictor: Predictor, placement: Placement) -> "_Stages":
@@ -281,12 +281,12 @@ class _Stages:
             tokens = it.sequence_length // it.context_parallel * it.microbatch_size
             hidden = tokens * subject.widths(1).hidden / it.tensor_parallel
             held = subject.dtype_bytes * (tokens * rows + hidden) * (1 + further)
-            # A sum of hidden states goes once over every link, as a message does over one.
+            # An all-reduce of hidden states crosses each link once, like a message.
             pieces = shared_pieces(pieces, it.pipeline_parallel, pieces.send_us, held, further)
             sizes = subject.sizes(it.sequence_length)
             pieces = pieces.predicting(further, sizes.merging_in_layers, sizes.predicted)
         elif placement[0] != placement[-1] and (further or subject.is_tied):
-            # The last stage's own copy of the embedding, which a V's first device has anyway.
+            # The last stage has a copy of the embedding; in a V, the first device has it anyway.
             more = pieces.last.state_bytes + pieces.first.state_bytes
             pieces = replace(pieces, last=replace(pieces.last, state_bytes=more))
         costs = pieces.costs(layers)
@@ -296,9 +296,9 @@ class _Stages:
 
 
 def _measured(counted: Pieces, measured: Pieces) -> Pieces:
-    """Return counted pieces with measured times and bytes, what they hold all the time kept.
+    """Replace times and bytes of counted pieces by measured ones; state and workspace stay.
 
-    What was measured on one device has no exchanges: they are the counted ones.
+    A measurement on one device has no collectives, so the counted ones are used.
     """
     made = {}
     for name in ("first", "layer", "last"):

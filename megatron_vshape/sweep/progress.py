@@ -1,4 +1,4 @@
-"""Live progress of a sweep: what runs, what has ended and how; plain lines where no one watches."""
+"""Live progress of a sweep: running and finished runs; plain lines without a terminal."""
 
 from rich import progress as rich_progress
 from rich.console import Console
@@ -8,7 +8,7 @@ from megatron_vshape.sweep.results import Result
 
 
 class LiveProgress:
-    """A bar over all runs, a line for each that runs, and one for each that has ended.
+    """A bar over all runs, a line per running run, and a line per finished one.
 
     `before` of the `total` runs were made by an earlier sweep.
     """
@@ -40,12 +40,12 @@ class LiveProgress:
         self._running[combination] = self._bars.add_task(f"  {combination}", total=1)
 
     def put_back(self, combination: Combination, reason: str) -> None:
-        """Show that a run, ended by no fault of its own, will be submitted again."""
+        """Show that a run, interrupted for external reasons, will be submitted again."""
         self._forget(combination)
         self._say(f"again  {combination} {reason}")
 
     def ended(self, result: Result) -> None:
-        """Show how a run ended."""
+        """Show the result of a run."""
         self._forget(result.combination)
         self._bars.advance(self._all)
         outcome = result.outcome

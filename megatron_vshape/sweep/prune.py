@@ -1,4 +1,4 @@
-"""Which of the predicted combinations are worth a run."""
+"""Select the predicted combinations that are worth a run."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ from megatron_vshape.sweep.predict import Prediction
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What will run, the best predicted first, and what will not."""
+    """Combinations to run, best predicted first, and the others."""
 
     run: tuple[Prediction, ...]
     dropped: tuple[Dropped, ...]
 
 
 def prune(predictions: Iterable[Prediction], pruning: Pruning) -> Pruned:
-    """Return the predictions that fit and are not beaten by the margin, workload by workload.
+    """Return the predictions that fit and are within the margin of the best, by workload.
 
-    The best of every schedule runs whatever the margin is, so that schedules can be compared;
-    so do the runs with arguments of their own, which somebody asked for by name.
+    The best prediction of every schedule always runs, so that schedules can be compared. So do runs
+    with additional arguments, because the user requested them explicitly.
     """
     run: list[Prediction] = []
     dropped: list[Dropped] = []
@@ -47,7 +47,7 @@ def prune(predictions: Iterable[Prediction], pruning: Pruning) -> Pruned:
 def _beaten(
     each: Prediction, place: int, fitting: Sequence[Prediction], pruning: Pruning
 ) -> str | None:
-    """Return why the prediction at `place` of those that fit is not worth a run."""
+    """Return the reason why the prediction at `place` among those that fit is not worth a run."""
     it = each.combination
     if it.arguments or all(other.combination.schedule != it.schedule for other in fitting[:place]):
         return None

@@ -1,4 +1,4 @@
-"""How well the predicted order agrees with the measured one."""
+"""Agreement of predicted and measured rankings."""
 
 import itertools
 import math
@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 def kendall_tau(
     one: Sequence[float], other: Sequence[float], groups: Sequence[object] | None = None
 ) -> float | None:
-    """Return Kendall's tau-b of two rankings: 1 the same order, -1 the reverse, 0 unrelated.
+    """Compute Kendall's tau-b of two rankings: 1 same order, -1 reverse order, 0 unrelated.
 
-    With `groups`, of every value, only values of one group are compared. None where it means
-    nothing: fewer than two values, or one side all equal.
+    With `groups` (one per value), only values of the same group are compared. None if undefined:
+    fewer than two values, or all values of one side are equal.
     """
     agree = ties_one = ties_other = pairs = 0
     among = zip(one, other, groups or [None] * len(one), strict=True)
@@ -27,7 +27,7 @@ def kendall_tau(
 
 
 def pareto(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points (cost, worth) that no other beats in both, by rising cost."""
+    """Return the Pareto front: points (cost, worth) that no other point beats, by rising cost."""
     front: list[tuple[float, float]] = []
     for cost, worth in sorted(points, key=lambda point: (point[0], -point[1])):
         if not front or worth > front[-1][1]:

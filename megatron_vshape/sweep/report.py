@@ -1,4 +1,4 @@
-"""What a sweep found: tables, CSV, and the Pareto picture of memory against throughput."""
+"""Report of a sweep: tables, CSV, and the Pareto plot of memory and throughput."""
 
 import csv
 import math
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 COLOURS = "#4477aa #ee6677 #228833 #aa8800 #33aadd #aa3377 #994400 #000000".split()
 SHAPES = "o s".split()
-"""Colours told apart by people who see red and green alike; two schedules of a picture share one,
-in another shape, where there are more of them than colours."""
+"""Colors distinguishable with red-green color blindness; with more schedules than colors, two
+schedules share a color with different shapes."""
 
 NAMED = 12
 """Maximum labelled points of the front, those with the highest MFU."""
@@ -38,20 +38,20 @@ NAMED = 12
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A combination with what was predicted of it and, where it ran, what was measured."""
+    """A combination with its prediction and, after a run, its measurements."""
 
     combination: Combination
     verdict: str
     predicted_step_s: float | None
     predicted_mfu: float | None
     predicted_bubble: float | None
-    predicted_peak_gib: float | None  # None of what was not planned
+    predicted_peak_gib: float | None  # None if not planned
     step_s: float | None = None
     mfu: float | None = None
     bubble: float | None = None
     peak_gib: float | None = None
     note: str = ""
-    # Of the pipeline's ranks in turn, GiB with spaces between: all, and what that consists of.
+    # By pipeline rank, in GiB separated by spaces: the total and its parts.
     predicted_ranks: str = ""
     predicted_states: str = ""
     predicted_activations: str = ""
@@ -59,23 +59,23 @@ class Row:
 
     @property
     def ran(self) -> bool:
-        """Return whether the combination has run, however that ended."""
+        """Whether the combination has run, with any outcome."""
         return not self.verdict.startswith("predicted")
 
     @property
     def best_mfu(self) -> float:
-        """Return the measured MFU, or the predicted one of what has not run; else nothing."""
+        """Measured MFU; predicted MFU if it has not run; otherwise 0."""
         return (self.mfu if self.ran else self.predicted_mfu) or 0.0
 
 
 def rows_of(predictions: Iterable[Prediction], results: Iterable[Result] = ()) -> list[Row]:
-    """Return one row per prediction, the measured values where there are any."""
+    """Return one row per prediction, with measurements where there are any."""
     measured = {each.combination: each for each in results}
     return [_row(each, measured.get(each.combination)) for each in predictions]
 
 
 def prediction_of(result: Result, predictor: Predictor) -> Prediction:
-    """Return what was predicted before a run was made."""
+    """Return the prediction that was recorded before a run."""
     it, step_s = result.combination, result.predicted_step_s
     return Prediction(
         it,
@@ -110,7 +110,7 @@ def _row(prediction: Prediction, result: Result | None) -> Row:
 
 
 def memory_lines(rows: Iterable[Row]) -> Iterator[str]:
-    """Yield what every rank of the best row of each workload needs, and what that consists of."""
+    """Yield the predicted memory of every rank for the best row of each workload, by part."""
     best: dict[tuple[int, int], Row] = {}
     for row in sorted(rows, key=lambda row: row.best_mfu):
         if row.predicted_ranks:
@@ -124,9 +124,9 @@ def memory_lines(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def best_rows(rows: Iterable[Row]) -> list[Row]:
-    """Return the best row of every workload and schedule; one out of memory if all are.
+    """Return the best row of every workload and schedule; an OOM row if all are.
 
-    With a shared vocabulary and without it are two.
+    Rows with and without vocabulary parallelism are separate.
     """
     best: dict[tuple[tuple[int, int], str, bool], Row] = {}
     for row in rows:
@@ -142,10 +142,10 @@ def _rank(row: Row) -> tuple[float, float]:
 
 
 def result_tables(rows: Sequence[Row]) -> list[Table]:
-    """Return a table per workload, the best row in bold.
+    """Return a table per workload, with the best row in bold.
 
-    What is the same in all rows is said once, above them; on a narrow terminal the figures keep
-    their columns, and what follows them is broken into lines.
+    Values common to all rows are in the title. On a narrow terminal, the columns of figures keep
+    their width, and later columns are wrapped.
     """
     workloads = dict.fromkeys(row.combination.workload for row in rows)
     groups = [[row for row in rows if row.combination.workload == each] for each in workloads]
@@ -200,7 +200,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def parallel(it: Combination) -> str:
-    """Return DP, TP, PP, CP and the microbatch size in one short text."""
+    """Format DP, TP, PP, CP and the microbatch size."""
     sizes = (
         it.data_parallel,
         it.tensor_parallel,
@@ -214,7 +214,7 @@ def parallel(it: Combination) -> str:
 def _both(
     row: Row, measured: float | None, predicted: float | None, scale: float, digits: int
 ) -> str:
-    """Return what a run measured with the predicted value in brackets, or what was predicted."""
+    """Format a measured value with the predicted one in brackets, or the predicted value only."""
     texts = [
         "-" if each is None else f"{each * scale:.{digits}f}" for each in (measured, predicted)
     ]
@@ -223,7 +223,7 @@ def _both(
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A figure from elsewhere to stand beside ours; no MFU where it ran out of memory."""
+    """A published result for comparison; no MFU if it ran out of memory."""
 
     sequence_length: int
     schedule: str
@@ -232,7 +232,7 @@ class Published:
 
 
 def load_published(path: Path) -> list[Published]:
-    """Return the rows of a CSV with sequence_length, schedule, mfu_percent (or OOM), parallel.
+    """Load a CSV with sequence_length, schedule, mfu_percent (or OOM) and parallel.
 
     Raises:
         ScheduleError: the file cannot be read or has other columns.
@@ -264,7 +264,7 @@ def _percent(text: str) -> float:
 
 
 def comparison_table(rows: Sequence[Row], published: Sequence[Published]) -> tuple[Table, bool]:
-    """Return ours beside the published figures, and whether every winner is the same."""
+    """Return a table of predicted and published results, and whether all winners are equal."""
     title = "best MFU in % and its DP TP PP microbatch size: predicted and published"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for name in ("sequence", "schedule"):
@@ -273,7 +273,7 @@ def comparison_table(rows: Sequence[Row], published: Sequence[Published]) -> tup
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("predicted", "published", "winner"):
         table.add_column(name, no_wrap=True)
-    # Published figures name no batch size: theirs are the best, so ours are the best of any.
+    # Published results do not specify a batch size, so compare with the best over all batch sizes.
     ours = {
         (row.combination.sequence_length, row.combination.schedule): row
         for row in sorted(rows, key=_rank)
@@ -329,9 +329,10 @@ def write_csv(rows: Iterable[Row], path: Path) -> None:
 
 
 def ranking_line(rows: Iterable[Row]) -> str:
-    """Return how well the predicted order of step times agrees with the measured one.
+    """Format the agreement of predicted and measured rankings of step times.
 
-    A longer sequence or a larger batch takes longer anyway: runs are compared within a workload.
+    Runs are compared within a workload, because longer sequences or larger batches are always
+    slower.
     """
     found = [
         (row.predicted_step_s, row.step_s, row.combination.workload)
@@ -348,7 +349,7 @@ def ranking_line(rows: Iterable[Row]) -> str:
 
 
 def draw_pareto(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Draw peak memory against MFU, one colour a schedule, hollow where only predicted."""
+    """Plot peak memory and MFU, with one color per schedule, hollow if only predicted."""
     from matplotlib.figure import Figure
 
     from megatron_vshape.view.figure import FORMATS, save
@@ -380,13 +381,13 @@ def draw_pareto(rows: Sequence[Row], path: Path, title: str) -> None:
         title="on the front: schedule, DP TP PP CP mbs",
         title_fontsize=7,
     )
-    for axes, (marks, others) in zip(panels, fronts, strict=True):  # as the legend takes room
+    for axes, (marks, others) in zip(panels, fronts, strict=True):  # after the legend is placed
         name_marks(axes, marks, others)
     save(figure, path)
 
 
 def _legend_of(axes: "Axes") -> "tuple[list[Artist], list[str]]":
-    """Return the axes' marks with what they stand for."""
+    """Return the marks of the axes with their labels."""
     marks, texts = axes.get_legend_handles_labels()
     return list(marks), list(texts)
 
@@ -394,7 +395,7 @@ def _legend_of(axes: "Axes") -> "tuple[list[Artist], list[str]]":
 def _panel(
     axes: "Axes", rows: Sequence[Row], looks: Mapping[str, tuple[str, str]]
 ) -> "tuple[list[Mark], list[tuple[float, float]]]":
-    """Draw the rows of one workload; return the points to name, and those not to."""
+    """Draw the rows of one workload; return the points with labels, and those without."""
     from megatron_vshape.view.labels import Mark
 
     points = [(row.peak_gib or row.predicted_peak_gib or 0.0, 100 * row.best_mfu) for row in rows]
@@ -433,7 +434,7 @@ def _named(it: Combination) -> str:
 
 
 def _looks(schedules: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Return the colour and the shape of each schedule, in the order of the catalogue."""
+    """Return the color and the shape of each schedule, in the catalogue's order."""
     place = {name: at for at, name in enumerate(EVERY_NAME)}
     names = sorted(set(schedules), key=lambda name: (place.get(name.partition(":")[0], 99), name))
     looks = [(colour, shape) for shape in SHAPES for colour in COLOURS]

@@ -1,4 +1,4 @@
-"""The results file: SQLite, one transaction per result, so that a kill loses none collected."""
+"""Results file: SQLite, one transaction per result, so that a killed sweep loses no result."""
 
 import fcntl
 import hashlib
@@ -15,17 +15,17 @@ from megatron_vshape.sweep.files import GIVEN, Loaded, SweepError
 from megatron_vshape.sweep.grid import ADAPTIVE, Combination
 from megatron_vshape.sweep.measured_costs import MeasuredCosts, key_of_shapes
 
-APPLICATION = 0x56534850  # "VSHP": marks the file as one of ours
+APPLICATION = 0x56534850  # "VSHP": identifies results files
 FORMAT = 1
 BUSY_S = 60.0
-"""So long a sweep that writes waits for one that reads, and the other way round."""
+"""Seconds for which a writing sweep waits for a reading one, and vice versa."""
 
 MAX_VALUE_BYTES = 2**24
-"""Of one value in the file; a log's tail is a few thousand."""
+"""Maximum bytes of one value in the file; the tail of a log has a few thousand."""
 
 
 class Status(StrEnum):
-    """How a run ended."""
+    """Status of a finished run."""
 
     OK = "ok"
     OUT_OF_MEMORY = "OOM"
@@ -34,7 +34,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one run measured; None where it did not get that far."""
+    """Measurements of one run; None for values that it did not reach."""
 
     status: Status
     step_s: float | None = None
@@ -45,7 +45,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One row of the results file: a combination, what was predicted, what was measured."""
+    """One row of the results file: a combination, its prediction and its measurements."""
 
     combination: Combination
     outcome: Outcome
@@ -76,12 +76,12 @@ CREATE TABLE in_flight (key TEXT PRIMARY KEY, job TEXT NOT NULL);
 
 
 def key_of(combination: Combination, loaded: Loaded, measured: MeasuredCosts | None) -> str:
-    """Return what identifies a run: change its command or its plan, and it is another run."""
+    """Return the identity of a run: a different command or plan is a different run."""
     run = loaded.sweep.run
-    # Measured costs change no command; of the orders, they change those that are planned.
+    # Measured costs change no command, but they change planned schedules.
     planned = measured if combination.schedule == ADAPTIVE else None
     costs = (planned or {}).get(key_of_shapes(combination))
-    # What older files have not must not make other runs of theirs.
+    # Defaults of fields that older files lack must not change the keys of existing runs.
     unset = {"host_link"} if loaded.cluster.host_link is None else set[str]()
     it = asdict(combination)
     if it["expert_parallel"] == 1:
@@ -101,15 +101,16 @@ def key_of(combination: Combination, loaded: Loaded, measured: MeasuredCosts | N
 
 
 class Results:
-    """An open results file; use `open_results`."""
+    """An open results file; see `open_results`."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
 
     def ended(self, retry_failed: bool = False) -> set[str]:
-        """Return the keys of the runs that have ended; with `retry_failed` not of failed ones.
+        """Return the keys of finished runs; with `retry_failed`, without failed ones.
 
-        A failed run keeps its row until its retry ends; while that is in flight, it has not ended.
+        A failed run keeps its row until its retry ends. While the retry is in flight, it is not
+        finished.
         """
         rows = self._connection.execute(
             "SELECT key, status FROM results WHERE key NOT IN (SELECT key FROM in_flight)"
@@ -117,7 +118,7 @@ class Results:
         return {key for key, status in rows if not (retry_failed and status == Status.FAILED)}
 
     def record(self, key: str, sweep: str, result: Result) -> None:
-        """Add a result; it is on the disk when this returns."""
+        """Add a result; it is on disk when this returns."""
         outcome = result.outcome
         values = (
             key,
@@ -141,7 +142,7 @@ class Results:
             self._connection.execute("DELETE FROM in_flight WHERE key = ?", (key,))
 
     def start(self, key: str, job: str) -> None:
-        """Note that a run is in flight as `job`."""
+        """Record that a run is in flight as `job`."""
         with self._connection:
             self._connection.execute("INSERT OR REPLACE INTO in_flight VALUES (?, ?)", (key, job))
 
@@ -151,19 +152,20 @@ class Results:
         return None if row is None else str(row[0])
 
     def num_in_flight(self, keys: Collection[str]) -> int:
-        """Return how many of these runs are in flight, or were when their sweep ended."""
+        """Return how many of these runs are in flight, or were at the end of their sweep."""
         return sum(key in keys for (key,) in self._connection.execute("SELECT key FROM in_flight"))
 
     def read(self, keys: Collection[str]) -> list[Result]:
-        """Return the results of these runs in the order in which they came.
+        """Return the results of these runs in the order of their arrival.
 
-        Not those of a sweep's name: `ended` knows keys alone, and what is not run again is shown.
+        Selected by key, not by the sweep's name: `ended` uses only keys, and results that are not
+        run again are shown too.
         """
         rows = self._connection.execute("SELECT * FROM results ORDER BY rowid")
         try:
             return [_result(row) for key, _, *row, _ in rows if key in keys]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            why = " ".join(str(error).split())  # pydantic's has several lines
+            why = " ".join(str(error).split())  # pydantic's message has several lines
             raise SweepError(
                 f"a result cannot be read ({why:.200}): move the results file away, or name "
                 "another with --results"
@@ -171,7 +173,7 @@ class Results:
 
 
 def _result(row: Sequence[Any]) -> Result:
-    """Return the result in a row; raises ValueError, TypeError or KeyError where it holds none."""
+    """Parse a row; raises ValueError, TypeError or KeyError for an invalid row."""
     text, status, step_s, mfu, peak_bytes, bubble, *predicted, log_tail = row
     predicted_s, predicted_bytes, predicted_bubble = predicted
     for value in (step_s, peak_bytes, bubble, mfu, predicted_s, predicted_bubble):
@@ -186,10 +188,10 @@ def _result(row: Sequence[Any]) -> Result:
 
 @contextmanager
 def open_results(path: Path) -> Iterator[Results]:
-    """Open the results file, made if there is none, and keep other sweeps out of it.
+    """Open the results file exclusively, and create it if missing.
 
     Raises:
-        SweepError: it is no results file, is damaged, cannot be written, or another sweep is
+        SweepError: it is not a results file, is damaged, cannot be written, or another sweep is
             writing it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -212,10 +214,10 @@ def open_results(path: Path) -> Iterator[Results]:
 
 @contextmanager
 def read_results(path: Path) -> Iterator[Results]:
-    """Open the results file to read what there is, though a sweep may be writing it.
+    """Open the results file for reading, even while a sweep is writing it.
 
     Raises:
-        SweepError: there is none, it is no results file, is damaged, or cannot be read.
+        SweepError: it does not exist, is not a results file, is damaged, or cannot be read.
     """
     if not path.is_file():
         raise SweepError(f"{path}: there are no results yet; --results names another file")
@@ -226,7 +228,7 @@ def read_results(path: Path) -> Iterator[Results]:
 
 @contextmanager
 def _connected(path: Path, writing: bool) -> Iterator[sqlite3.Connection]:
-    # A reader may write too: it can be the first to see what a kill has left of a commit.
+    # A reader needs write access too: it may be the first to roll back a killed commit.
     uri = f"{path.absolute().as_uri()}?mode={'rwc' if writing else 'rw'}"
     try:
         with closing(sqlite3.connect(uri, timeout=BUSY_S, uri=True)) as connection:
@@ -237,9 +239,9 @@ def _connected(path: Path, writing: bool) -> Iterator[sqlite3.Connection]:
 
 
 def _told(error: sqlite3.DatabaseError, path: Path, done: str) -> str:
-    """Return what is wrong with the file, or with the disk that it is on, and what to do."""
-    # An operational error is the disk's, but for SQL that a damaged schema breaks, and for text
-    # that is not UTF-8, which has no code.
+    """Format the fault of the file or of its disk, with a fix."""
+    # Operational errors concern the disk, except for SQL errors from a damaged schema, and for text
+    # that is not UTF-8 (which has no code).
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
     if isinstance(error, sqlite3.OperationalError) and code != sqlite3.SQLITE_ERROR:
         return (
@@ -253,10 +255,10 @@ def _told(error: sqlite3.DatabaseError, path: Path, done: str) -> str:
 
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
-    """Make the tables where there are none, and let a commit end when it is on the disk."""
+    """Create missing tables, and make each commit wait for the disk."""
     num_tables = _num_tables(connection)
-    # A write-ahead log would need memory that all nodes of a cluster share. A journal that is cut
-    # off is as safe from a kill at any moment, and FULL waits for the disk at every commit.
+    # A write-ahead log would require shared memory among all nodes of a cluster. Truncated journals
+    # are as safe against kills at any moment, and FULL waits for the disk at every commit.
     connection.execute("PRAGMA journal_mode = TRUNCATE")
     connection.execute("PRAGMA synchronous = FULL")
     if num_tables:
@@ -269,7 +271,7 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def _check(connection: sqlite3.Connection, path: Path) -> None:
-    """Raise SweepError for a database that is not one of ours."""
+    """Raise SweepError if the database is not a results file."""
     if not _num_tables(connection):
         raise SweepError(f"{path}: there are no results yet; --results names another file")
     application = connection.execute("PRAGMA application_id").fetchone()[0]
@@ -284,12 +286,12 @@ def _check(connection: sqlite3.Connection, path: Path) -> None:
 def _num_tables(connection: sqlite3.Connection) -> int:
     try:
         return int(connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0])
-    except UnicodeDecodeError as error:  # SQLite's message quotes what is damaged
+    except UnicodeDecodeError as error:  # SQLite's message quotes damaged text
         raise sqlite3.DatabaseError(str(error)) from None
 
 
 def _schema(connection: sqlite3.Connection) -> list[tuple[Any, ...]]:
-    """Return every table, view, index and trigger; a view or a trigger could run anything."""
+    """Return every table, view, index and trigger; a foreign view or trigger could run any code."""
     rows = connection.execute("SELECT type, name, sql FROM sqlite_master ORDER BY type, name")
     return rows.fetchall()
 

@@ -1,4 +1,4 @@
-"""What a sweep trains: Megatron's own arguments, of a model file or of a training command."""
+"""Trained model: Megatron's arguments, from a model file or a training command."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CPU = """
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model and how it is trained; `identity` tells its runs from those of another."""
+    """A model and its training settings; `identity` distinguishes its runs from those of others."""
 
     name: str
     command: Command
@@ -34,37 +34,37 @@ class Subject:
 
     @property
     def layers(self) -> int:
-        """Return how many layers the model has."""
+        """Number of layers."""
         return self.command.layers
 
     @property
     def heads(self) -> int:
-        """Return how many heads the queries have."""
+        """Number of query heads."""
         return self.command.number("--num-attention-heads", 1)
 
     @property
     def groups(self) -> int:
-        """Return how many key and value heads there are."""
+        """Number of key and value heads."""
         return self.command.number("--num-query-groups", self.heads)
 
     @property
     def experts(self) -> int:
-        """Return how many experts a layer has; 0 of a dense one."""
+        """Number of experts per layer; 0 for a dense model."""
         return self.command.number("--num-experts", 0)
 
     @property
     def mtp_layers(self) -> int:
-        """Return how many layers of multi-token prediction there are."""
+        """Number of multi-token-prediction layers."""
         return self.command.mtp_layers
 
     @property
     def is_tied(self) -> bool:
-        """Return whether embedding and output layer are one matrix."""
+        """Whether the embedding and the output layer share one matrix."""
         return not self.command.has("--untie-embeddings-and-output-weights")
 
     @property
     def vocabulary(self) -> int:
-        """Return how many rows the output layer has, but for what Megatron pads."""
+        """Number of rows of the output layer, without Megatron's padding."""
         given = self.command.number("--padded-vocab-size", 0)
         kind = self.command.value("--tokenizer-type", "GPT2BPETokenizer") or ""
         more = self.command.number("--vocab-size", VOCABULARIES.get(kind, 0) - 1) + 1
@@ -72,11 +72,11 @@ class Subject:
 
     @property
     def dtype_bytes(self) -> int:
-        """Return the size of a number of an activation."""
+        """Bytes per activation value."""
         return 2 if self.command.has("--bf16") or self.command.has("--fp16") else 4
 
     def widths(self, sequence: int) -> Widths:
-        """Return what the products of a layer and of the head depend on."""
+        """Return the sizes that determine the GEMMs of a layer and of the output layer."""
         return widths_of(self.command.option, self.vocabulary, sequence)
 
     def sizes(self, sequence: int) -> Sizes:
@@ -84,9 +84,9 @@ class Subject:
         return sizes_of(self.command.option, self.vocabulary, sequence)
 
     def flops(self, sequence: int, batch: int) -> float:
-        """Return the FLOPs of a step that MFU counts: no recompute, attention without its mask.
+        """Return the model FLOPs of a step for MFU: no recomputation, attention without its mask.
 
-        Megatron's and PaLM's convention; a backward pass is two forward passes.
+        Megatron's and PaLM's convention; a backward pass counts as two forward passes.
         """
         widths, further = self.widths(sequence), self.mtp_layers
         scores = 4.0 * sequence * widths.attention
@@ -100,7 +100,7 @@ class Subject:
 
 
 def of_command(words: Sequence[str], name: str) -> Subject:
-    """Return what a training command trains, or a file that holds one.
+    """Return the subject of a training command, or of a file with one.
 
     Raises:
         ScheduleError: there is no command, or the file has none.
@@ -110,7 +110,7 @@ def of_command(words: Sequence[str], name: str) -> Subject:
 
 
 def of_model_file(model: ModelFile, on_cpu: bool, path: Path) -> Subject:
-    """Return what a model file describes, in Megatron's arguments, which the log tells."""
+    """Convert a model file to Megatron's arguments, and log them."""
     flags = [*model_flags(model), *_of_device(model, on_cpu)]
     logger.info("%s as Megatron's arguments: %s", path, " ".join(flags))
     command = Command("pretrain_gpt.py", tuple(flags))
@@ -118,7 +118,7 @@ def of_model_file(model: ModelFile, on_cpu: bool, path: Path) -> Subject:
 
 
 def model_flags(model: ModelFile) -> list[str]:
-    """Return the trainer's flags that make its GPT this model, whatever the tokenizer."""
+    """Return the trainer's flags for this GPT model, for any tokenizer."""
     given: dict[str, Any] = {
         "num-layers": model.layers,
         "hidden-size": model.hidden_size,

@@ -1,4 +1,4 @@
-"""From a combination to the trainer's command line, and to what is counted of it."""
+"""Convert a combination to the trainer's command line, and to the command to estimate."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ _TRAINING = (
 
 
 def command_of(subject: Subject, it: Combination) -> Command:
-    """Return the training command in the combination's sizes, without a schedule of ours."""
+    """Return the training command with the combination's sizes, without a schedule."""
     sizes: dict[str, Any] = {
         "seq_length": it.sequence_length,
         "max_position_embeddings": it.sequence_length,
@@ -43,7 +43,7 @@ def command_of(subject: Subject, it: Combination) -> Command:
 
 
 def _recompute(setting: str) -> dict[str, Any]:
-    """Return the flags of a setting of recompute, those that it takes away as None."""
+    """Return the flags of a recomputation setting; None for flags to remove."""
     if setting == GIVEN:
         return {}
     nothing = {f"recompute_{name}": None for name in RECOMPUTE} | {"recompute_activations": None}
@@ -61,9 +61,9 @@ def _recompute(setting: str) -> dict[str, Any]:
 def trainer_command(
     loaded: Loaded, combination: Combination, schedule_file: Path | None = None
 ) -> list[str]:
-    """Return the trainer's script with its flags; the sweep's own flags come last, so they win.
+    """Return the trainer's script and flags; the sweep's own flags come last to take precedence.
 
-    `schedule_file` replaces the schedule's name, for the orders that have none.
+    `schedule_file` replaces the schedule's name, for planned schedules.
     """
     it, run, subject = combination, loaded.sweep.run, loaded.subject
     flags = [*command_of(subject, it).flags]
@@ -82,7 +82,7 @@ def trainer_command(
     if schedule_file is not None and link is not None and link.memory_gib is not None:
         flags += ["--pipeline-host-memory-limit", str(link.memory_gib)]
     if loaded.sweep.post_validation:
-        # Megatron's check for reruns would hold all ranks up as the norm does.
+        # Megatron's rerun check would synchronize all ranks, as the gradient norm does.
         flags += "--optimizer-post-validation --rerun-mode disabled".split()
     if subject.translated:
         flags += _TRAINING

@@ -1,4 +1,4 @@
-"""One run, inside its job: start the trainer, read what it measured, say how it ended."""
+"""One run within its job: start the trainer, read its measurements, and report the outcome."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from megatron_vshape.sweep.results import Outcome, Status
 
 LAST_LINES = 12
 POLL_S = 0.2
-STOPPING_S = 40.0  # torchrun gives its ranks 30 before it kills them
+STOPPING_S = 40.0  # torchrun gives its ranks 30 s before it kills them
 FIRST_PORT, NUM_PORTS = 20_000, 10_000
 """Rendezvous port range; jobs that share a node use different ports."""
 
@@ -43,28 +43,28 @@ Figures = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a run needs; it travels to the node."""
+    """Settings of a run, sent to the node."""
 
-    command: list[str]  # the trainer's, without torchrun
+    command: list[str]  # of the trainer, without torchrun
     folder: Path
     run: RunPart
     cluster: Cluster
-    launcher: int | None = None  # a process without which the run is in vain
-    is_ordered: bool = False  # Megatron demands an order of launches of the environment
+    launcher: int | None = None  # process id; the run stops if it ends
+    is_ordered: bool = False  # whether Megatron requires launch order, by the environment
 
     @property
     def timeout_s(self) -> float:
-        """Return how long the trainer may take."""
+        """Time limit of the trainer in seconds."""
         return 60.0 * self.run.timeout_minutes
 
     @property
     def ranks(self) -> list[str]:
-        """Return what torchrun is told of a node's ranks, whichever node it is."""
+        """Arguments of torchrun for a node's ranks, the same on all nodes."""
         return ["--nproc-per-node", str(self.cluster.devices_per_node), *self.command]
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return what the trainer has in its environment beside the node's own."""
+        """Environment variables of the trainer in addition to the node's."""
         given = {"OMP_NUM_THREADS": str(self.run.threads)}
         if self.cluster.backend == "gloo":
             given["CUDA_VISIBLE_DEVICES"] = ""
@@ -74,16 +74,16 @@ class Job:
 
 
 def run_job(job: Job) -> Outcome:
-    """Run the trainer on this node and return how it ended; the outcome is also a file.
+    """Run the trainer on this node and return its outcome, which is also written to a file.
 
     Raises:
-        SystemExit: the job was told to end, as when it is preempted. That says nothing of the run,
-            so there is no outcome, and submitit, which takes it for no result, writes none either.
+        SystemExit: the job was stopped, for example by preemption. The run has no outcome then, and
+            submitit, which finds no result, writes none either.
     """
     node, where = _this_node(job.cluster.nodes)
     log = job.folder / f"node{node}.log"
     measured = job.folder / f"node{node}.jsonl"
-    measured.unlink(missing_ok=True)  # of a run that was ended half way
+    measured.unlink(missing_ok=True)  # from an interrupted run
     command = [sys.executable, "-m", "torch.distributed.run", *where, *job.ranks]
     with _told_to_end(job.folder) as told:
         with log.open("w") as output:
@@ -99,17 +99,17 @@ def run_job(job: Job) -> Outcome:
         outcome = outcome_of(text, figures.read(measured), code, job)
         if told:
             raise SystemExit(128 + signal.SIGTERM)
-        if _alive(job.launcher):  # else the run was ended half way, and will be run again
+        if _alive(job.launcher):  # otherwise the run was interrupted and will run again
             write_outcome(job.folder / outcome_name(node), outcome)
     return outcome
 
 
 @contextmanager
 def _told_to_end(folder: Path) -> Iterator[list[int]]:
-    """Hear the signals by which SLURM ends a job, in place of submitit, which requeues it.
+    """Handle the signals by which SLURM ends a job, instead of submitit, which would requeue it.
 
-    Yields those that have been heard. That there are any is noted in the run's folder at once: what
-    is left of the job's time is for ending the ranks.
+    Yields the list of received signals. The first one is recorded in the run's folder at once: the
+    remaining time of the job is for ending the ranks.
     """
     heard: list[int] = []
 
@@ -127,7 +127,7 @@ def _told_to_end(folder: Path) -> Iterator[list[int]]:
 
 
 def _this_node(num_nodes: int) -> tuple[int, tuple[str, ...]]:
-    """Return this node's number among the job's, and torchrun's flags for where they meet."""
+    """Return this node's index in the job, and torchrun's rendezvous flags."""
     if num_nodes == 1:
         return 0, ("--standalone",)
     environment = submitit.JobEnvironment()
@@ -146,7 +146,7 @@ def _run(
     output: int,
     in_vain: Callable[[], bool],
 ) -> int | None:
-    """Return the exit code, or None where time was up or the run has become in vain."""
+    """Return the exit code; None after the time limit, or if the run is no longer needed."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -179,9 +179,9 @@ def _alive(process: int | None) -> bool:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the run: torchrun, which ends its ranks, and whatever it leaves of them.
+    """End the run: torchrun, which ends its ranks, and any ranks that remain.
 
-    Each rank is in a session of its own, so no signal to torchrun's group reaches it.
+    Each rank is in a separate session, so signals to torchrun's group do not reach it.
     """
     if process.poll() is not None:
         return
@@ -197,11 +197,11 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _descendants(process: int) -> list[int]:
-    """Return the processes below one, as Linux tells them; elsewhere none."""
+    """Return the descendants of a process, from /proc on Linux; empty elsewhere."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
-            # pid (name) state parent ..., where the name may hold anything.
+        with suppress(OSError):  # it has ended
+            # pid (name) state parent ...; the name may contain any characters.
             parent = path.read_text(errors="replace").rpartition(")")[2].split()[1]
             children.setdefault(int(parent), []).append(int(path.parent.name))
     found = [process]
@@ -211,7 +211,7 @@ def _descendants(process: int) -> list[int]:
 
 
 def outcome_of(text: str, measured: Figures, code: int | None, job: Job) -> Outcome:
-    """Return what the log, the figures and the exit code say."""
+    """Derive the outcome from the log, the figures and the exit code."""
     steps = [each for each in measured if "step_s" in each]
     peak = _peak_bytes(measured, job)
     if code == 0 and len(steps) >= job.run.warmup_steps + job.run.measured_steps:
@@ -223,7 +223,7 @@ def outcome_of(text: str, measured: Figures, code: int | None, job: Job) -> Outc
     if _OUT_OF_MEMORY.search(text) or code == -signal.SIGKILL:
         return Outcome(Status.OUT_OF_MEMORY, peak_bytes=peak, log_tail=tail)
     if code == 0:
-        # The last node's ranks tell of the steps, the first one's of what was allocated.
+        # The last node's ranks report step times, and the first node's report allocated memory.
         status = Status.FAILED if job.cluster.nodes == 1 else Status.OK
         tail += f"\nended after {len(steps)} steps"
         return Outcome(status, peak_bytes=peak, log_tail=tail)
@@ -236,9 +236,9 @@ def outcome_of(text: str, measured: Figures, code: int | None, job: Job) -> Outc
 
 
 def _tail(text: str) -> str:
-    """Return the last lines up to the first fault: what other ranks say later follows from it.
+    """Return the last lines up to the first fault, because later faults follow from it.
 
-    Where none of them named a fault, what they said last: not what torchrun says of them.
+    Without a fault, return the last lines before torchrun's report.
     """
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     footer = next((at for at, line in enumerate(lines) if _FOOTER.search(line)), 0)
@@ -249,7 +249,7 @@ def _tail(text: str) -> str:
 
 
 def _of_steps(steps: Figures, name: str, job: Job) -> float | None:
-    """Return a figure of the measured steps, None where the trainer has not measured it."""
+    """Return a figure of the measured steps; None if the trainer has not measured it."""
     found = [each[name] for each in steps if each[name] is not None]
     if not found:
         return None
@@ -257,9 +257,9 @@ def _of_steps(steps: Figures, name: str, job: Job) -> float | None:
 
 
 def _peak_bytes(measured: Figures, job: Job) -> float | None:
-    """Return the most a GPU had allocated, or without GPUs the most a process had resident.
+    """Return the peak memory allocated on a GPU, or without GPUs, resident in a process.
 
-    None where no rank of this node, as of all but the first, says what the GPUs had.
+    None if no rank of this node reports GPU memory; only the first node does.
     """
     found = [each["allocated_bytes"] for each in measured if "allocated_bytes" in each]
     if found:
@@ -270,19 +270,19 @@ def _peak_bytes(measured: Figures, job: Job) -> float | None:
 
 
 def outcome_name(node: int) -> str:
-    """Return the name of the file that holds a node's outcome."""
+    """Return the name of the file with a node's outcome."""
     return f"node{node}.json"
 
 
 def write_outcome(path: Path, outcome: Outcome) -> None:
-    """Write the outcome in one step: a reader finds all of it or nothing."""
+    """Write the outcome atomically, so that a reader finds a complete file or none."""
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(asdict(outcome)))
     draft.replace(path)
 
 
 def read_outcome(folder: Path, num_nodes: int) -> Outcome | None:
-    """Return the outcome that every node of a run has written; None while one is missing."""
+    """Read and merge the outcomes of all nodes of a run; None while one is missing."""
     outcomes = []
     for node in range(num_nodes):
         try:
@@ -294,7 +294,7 @@ def read_outcome(folder: Path, num_nodes: int) -> Outcome | None:
 
 
 def merge(outcomes: Sequence[Outcome]) -> Outcome:
-    """Return one outcome of all nodes: worst status, the one step time, highest peak, bubble."""
+    """Merge outcomes of nodes: worst status, maximum step time, peak memory and bubble."""
     order = (Status.OUT_OF_MEMORY, Status.FAILED, Status.OK)
     worst = min(outcomes, key=lambda each: order.index(each.status))
     if worst.status is not Status.OK:
