@@ -328,7 +328,7 @@ class _Walk:
         self._untaken: list[dict[int, _Transfer]] = [{} for _ in rows]  # by device, in send order
         self._awaited: list[dict[int, _Transfer]] = [{} for _ in rows]
         self._num_sent = 0
-        self.ran: list[tuple[int, int]] = []  # device and pass, in an order in which they can run
+        self.ran: list[tuple[int, int]] = []  # device and pass, in a feasible order
         for each in transfers:
             self._sends[each.message.source].setdefault(each.sent, []).append(each)
             self._posts[each.message.target].setdefault(each.posted, []).append(each)
