@@ -1,14 +1,13 @@
 """Pipeline schedules with controllable activation memory (arXiv 2405.15362) for Megatron-Core.
 
-`register` puts them into Megatron. All else works without Megatron and without a GPU:
+`register` adds them to Megatron. All other functions work without Megatron and without a GPU:
 
-* `make` a published schedule by its name, `load_schedule` from a file, or `plan` the best order
-  for your own `Costs` within a memory limit;
-* `verify` proves that it can run, `simulate` says when every pass runs, `peak_held` what devices
-  hold;
-* `Timeline.draw` is a picture in text, `schedule_figure` one of paper quality, `write_trace` one
-  for Perfetto; `Schedule.to_json` is what `--pipeline-schedule FILE` trains with;
-* `lower` adds the messages between the devices, and `run_program` runs the outcome over
+* `make` a published schedule by its name, `load_schedule` from a file, or `plan` the best schedule
+  for your `Costs` within a memory limit;
+* `verify` a schedule, `simulate` its timeline, and compute its peak memory with `peak_held`;
+* draw it as text (`Timeline.draw`), as a figure (`schedule_figure`) or as a trace for Perfetto
+  (`write_trace`), and save it with `Schedule.to_json` to train with `--pipeline-schedule FILE`;
+* `lower` it to a program with P2P messages, and run that with `run_program` over
   torch.distributed, with stages of any model.
 
 >>> import megatron_vshape
@@ -79,14 +78,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return what is public, imported when it is asked for: torch and matplotlib take seconds."""
+    """Import public names at their first use, because torch and matplotlib need seconds."""
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    """Return the public names, so that help() tells of them, too."""
+    """Return the public names, so that help() includes them."""
     return [*globals(), *_HOME_OF]
 
 
@@ -99,20 +98,30 @@ def register(**options: Any) -> None:
 
         megatron_vshape.register(schedule="v-half")
 
-    `schedule` is a name, "auto" or the path of a schedule file. The others are optional:
-    `memory_limit_gib` of a device, or the schedule whose memory it is, as in "interleaved-1f1b:4",
-    and `costs_file` (both for "auto"), `host_memory_limit_gib` of what waits in host memory,
-    `layer_split` ("auto" or "N,N,..."), `vocab_parallel` (True or False), `slices` of every
-    microbatch along its sequence, `profile_steps` (first, last),
-    `keep_order` of unlike microbatches (True or False), `lengths`, a function of a microbatch that
-    returns those of its sequences, `split_graphs` ("off": CUDA graphs keep weight gradients in B),
-    `trace_folder` and `timeout_seconds`. Where a program's main is not yours to edit, the
-    environment variable MEGATRON_VSHAPE holds the same:
-    "schedule=v-half,timeout_seconds=120".
+    To set the same options without editing a program, use the environment variable
+    MEGATRON_VSHAPE, as in "schedule=v-half,timeout_seconds=120".
+
+    Args:
+        options: The options; all except `schedule` are optional.
+
+            * `schedule`: a schedule's name, "auto", or the path of a schedule file.
+            * `memory_limit_gib`: memory limit per GPU, or a schedule with that memory, as
+              "interleaved-1f1b:4" (for "auto").
+            * `costs_file`: path of a costs file (for "auto").
+            * `host_memory_limit_gib`: host memory for offloaded activations.
+            * `layer_split`: "auto" or "N,N,...".
+            * `vocab_parallel`: vocabulary parallelism (True or False).
+            * `slices`: slices of every microbatch along its sequence.
+            * `profile_steps`: first and last step to profile.
+            * `keep_order`: keep the order of variable-length microbatches (True or False).
+            * `lengths`: function that returns the sequence lengths of a microbatch.
+            * `split_graphs`: "off" keeps weight gradients in B within CUDA graphs.
+            * `trace_folder`: folder for traces.
+            * `timeout_seconds`: time limit of a P2P message.
 
     Raises:
-        HookError: this Megatron-Core is not one the hooks were written for.
-        UnsupportedError: there is no such option.
+        HookError: this version of Megatron-Core is not supported.
+        UnsupportedError: an option does not exist.
     """
     from megatron_vshape.mcore.hooks import registry
 

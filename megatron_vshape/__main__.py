@@ -1,4 +1,4 @@
-"""`python -m megatron_vshape` is `megatron-vshape`."""
+"""Run `megatron-vshape` as `python -m megatron_vshape`."""
 
 import sys
 

@@ -1,31 +1,30 @@
-"""What a schedule's ranks need in their environment, by which CUDA, torch and NCCL start.
+"""Environment variables that a schedule requires of CUDA, torch and NCCL.
 
-A run sets it when a schedule is chosen (`mcore.setup.ready`), which is early enough until CUDA
-starts: CUDA reads the number of its queues with the device's context, and NCCL its variables when
-it connects. CUDA reads how to load kernels as soon as it is asked for a device. If a trainer has
-done that before, kernels load within steps; no proof depends on it. A run sets the allocator by
-torch's function and not by its variable, which processes started later would inherit. Programs that
-only measure set the variable.
+A run sets them when a schedule is selected (`mcore.setup.ready`), before CUDA starts: CUDA reads
+the number of its queues when it creates the device's context, and NCCL reads its variables when it
+connects. CUDA reads the kernel loading mode at the first query for a device. If a trainer queries a
+device earlier, kernels load within steps; no proof depends on that. A run configures the allocator
+by torch's function instead of its variable, which processes started later would inherit. Programs
+that only measure set the variable.
 """
 
 from collections.abc import Mapping, MutableMapping
 from typing import NamedTuple
 
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""How torch spells the allocator's variable: at first the one way, later the other too, and which
-of the two wins has changed between versions."""
+"""Names of the allocator's variable in torch: the first is older, and which of the two takes
+precedence depends on the version."""
 
 SEGMENTS = "expandable_segments:True"
 
 LOADING = "CUDA_MODULE_LOADING"
 
 CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-"""Before Blackwell Megatron demands it where tensor or context parallelism has more than one rank,
-whatever the schedule."""
+"""Required by Megatron for tensor or context parallelism before Blackwell, with any schedule."""
 
 
 class Setting(NamedTuple):
-    """The value of a variable, and why it has it."""
+    """Value of a variable, with the reason."""
 
     value: str
     why: str
@@ -34,11 +33,13 @@ class Setting(NamedTuple):
 def settings(
     *, kernels: bool, ordered: bool, graphs: bool = False, registers: bool = False
 ) -> dict[str, Setting]:
-    """Return what a schedule needs, by variable.
+    """Return the settings that a schedule requires, by variable.
 
-    `kernels` says that messages are (on GPUs), `ordered` that what overlaps relies on the order of
-    launches, `graphs` that CUDA graphs are captured, and `registers` that NCCL registers buffers,
-    which no segment that can grow may hold.
+    Args:
+        kernels: messages are kernels (on GPUs).
+        ordered: overlap relies on the launch order.
+        graphs: CUDA graphs are captured.
+        registers: NCCL registers buffers, which must not be in expandable segments.
     """
     found: dict[str, Setting] = {}
     if kernels:
@@ -57,10 +58,10 @@ def settings(
 
 
 def missing(needed: Mapping[str, Setting], environ: Mapping[str, str]) -> dict[str, Setting]:
-    """Return what `environ` lacks of it; what is there is the user's choice and stays.
+    """Return the settings missing from `environ`; the user's settings take precedence.
 
-    So does the allocator's variable in both spellings where it is there in one, and with it what
-    is needed beside such segments.
+    If the user has set either name of the allocator's variable, neither name is missing, and
+    settings for expandable segments are not required.
     """
     found = {name: each for name, each in needed.items() if name not in environ}
     if any(name in environ for name in ALLOCATOR):
@@ -70,11 +71,11 @@ def missing(needed: Mapping[str, Setting], environ: Mapping[str, str]) -> dict[s
 
 
 def complete(environ: MutableMapping[str, str], *, kernels: bool, ordered: bool) -> None:
-    """Set what a schedule needs and `environ` lacks, where its passes are to be measured."""
+    """Set the missing variables, for programs that measure passes."""
     lacking = missing(settings(kernels=kernels, ordered=ordered), environ)
     environ.update({name: value for name, (value, _) in lacking.items()})
 
 
 def told(found: Mapping[str, Setting]) -> str:
-    """Return the variables, each with its value and why, in a line."""
+    """Format the variables in one line, each with its value and reason."""
     return ", ".join(f"{name}={value} ({why})" for name, (value, why) in found.items())

@@ -1,8 +1,8 @@
-"""What a run measures, in a file for programs to read: a line of JSON each.
+"""Measurements of a run in a file for programs, one JSON object per line.
 
-Whoever starts a run names the file in its environment; the ranks that tell people tell it too. The
-rank that logs iterations writes `{"step_s": ..., "bubble": ...}` for each that it logs, the first
-rank `{"allocated_bytes": [...]}` at the end, one number per pipeline rank.
+The launcher of a run sets the file's path in the environment. The rank that logs iterations writes
+`{"step_s": ..., "bubble": ...}` for each logged iteration. The first rank writes
+`{"allocated_bytes": [...]}` at the end, with one number per pipeline rank.
 """
 
 import json
@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "MEGATRON_VSHAPE_FIGURES"
-"""Names the file; where it is not set, nothing is written."""
+"""Path of the file; if it is not set, nothing is written."""
 
 
 def tell(**figures: object) -> None:
-    """Add a record to the file, if there is to be one."""
+    """Append a record to the file, if its path is set."""
     path = os.environ.get(VARIABLE)
     if path:
         with Path(path).open("a", encoding="utf-8") as stream:
@@ -24,7 +24,7 @@ def tell(**figures: object) -> None:
 
 
 def read(path: Path) -> list[Mapping[str, Any]]:
-    """Return the records of a file; none where it was not written, and no line that was cut off."""
+    """Read the records of a file; empty if it does not exist. An incomplete line is ignored."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except FileNotFoundError:

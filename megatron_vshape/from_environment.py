@@ -1,9 +1,9 @@
-"""Registers what the environment variable MEGATRON_VSHAPE asks for, in programs of any `main`.
+"""Register the options of the environment variable MEGATRON_VSHAPE, without changing a program.
 
     MEGATRON_VSHAPE="schedule=v-half,timeout_seconds=120"
 
-The installed package's start-up file imports this module where the variable is set. Megatron itself
-is not imported by that: the schedule is registered as soon as the program has imported it.
+The installed package's start-up file imports this module if the variable is set. That does not
+import Megatron: the schedule is registered right after the program has imported it.
 """
 
 import importlib.util
@@ -20,12 +20,12 @@ MEGATRON = "megatron.core"
 
 
 class _AfterMegatron(MetaPathFinder):
-    """Registers once Megatron-Core has been imported."""
+    """Import hook that registers after the import of Megatron-Core."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find Megatron-Core where it is, and have its own loader register after it."""
+        """Find Megatron-Core, and extend its loader to register after the import."""
         if name != MEGATRON:
             return None
         sys.meta_path.remove(self)
@@ -50,7 +50,7 @@ def _register() -> None:
 
 
 def watch() -> None:
-    """Register when the program imports Megatron-Core, or now if it has."""
+    """Register now if Megatron-Core is imported, otherwise at its import."""
     if MEGATRON in sys.modules:
         _register()
     else:

@@ -1,1 +1,1 @@
-"""Run a Program over torch.distributed; knows torch, knows nothing of Megatron."""
+"""Run programs over torch.distributed; independent of Megatron."""
