@@ -1,12 +1,12 @@
-// The server's answers: what it offers, and schedules made on request, with progress.
+// Requests to the server: its choices, and schedules on request with progress.
 
 import { readPayload } from "./model.js";
 
-const KEPT_BYTES = 192 * 2 ** 20; // of answers: going back to a schedule is immediate
+const KEPT_BYTES = 192 * 2 ** 20; // cache of answers, for immediate navigation to earlier schedules
 const BROKEN_OFF = "The answer broke off.";
 const answered = new Map();
 
-/** What one field of the page says is wrong. */
+/** Invalid field of a request, with the server's message. */
 export class Refusal extends Error {
   constructor(field, text) {
     super(text);
@@ -14,12 +14,12 @@ export class Refusal extends Error {
   }
 }
 
-/** Return what the page offers to choose from. */
+/** Fetch the choices that the server offers. */
 export async function loadOffers() {
   return readJson(await askServer("/api/offers"));
 }
 
-/** Return the answer to a request; `onProgress` hears what is known so far. */
+/** Fetch the answer to a request; `onProgress` receives intermediate results. */
 export async function makeAnswer(request, { signal, onProgress } = {}) {
   const body = JSON.stringify(request);
   if (answered.has(body)) return keepAnswer(body, answered.get(body)).result;
@@ -29,7 +29,7 @@ export async function makeAnswer(request, { signal, onProgress } = {}) {
   return keepAnswer(body, { result: readPayload(buffer), size }).result;
 }
 
-/** Return a text that the server makes: a schedule file, a trace. */
+/** Fetch a text made by the server: a schedule file or a trace. */
 export async function makeText(request) {
   const answer = await askToMake(JSON.stringify(request));
   const buffer = await readFrames(answer.body.getReader(), () => {});
@@ -58,7 +58,7 @@ async function readJson(answer) {
   }
 }
 
-/** Return what is on its way; where it fails and was not called off, say so in words. */
+/** Fetch a response; convert a failure, unless cancelled, to an error message. */
 async function arrived(coming, words) {
   try {
     return await coming;
@@ -78,7 +78,7 @@ function keepAnswer(body, kept) {
   return kept;
 }
 
-/** Read frames (a letter, a length, so many bytes) up to the result; return its bytes. */
+/** Read frames (a letter, a length, that number of bytes) up to the result; return its bytes. */
 async function readFrames(reader, onProgress) {
   let held = new Uint8Array(0);
   for (;;) {
@@ -107,7 +107,7 @@ function frameLength(bytes) {
   return new DataView(bytes.buffer, bytes.byteOffset).getUint32(1, true);
 }
 
-/** Join what is there; for a large frame, read all of it into one buffer of its size. */
+/** Join the received parts; a large frame is read into one buffer of its size. */
 async function gather(first, second, reader) {
   let held = second ? joined([first, second]) : first;
   if (held.length < 5) return held;

@@ -1,4 +1,4 @@
-// The page: begins with what the URL says, and shows what the state stands for.
+// Entry point: restores the state from the URL and displays it.
 
 import { Refusal, loadOffers } from "./api.js";
 import { showStatus } from "./asking.js";
@@ -21,9 +21,9 @@ const SHOWS = {
   measured: showMeasured,
 };
 
-const ASKING = new Set(["frontier", "measured"]); // their lead has what to choose anew
+const ASKING = new Set(["frontier", "measured"]); // their panel contains the choices
 
-/** Show all of the state: the form, the tabs, the pictures. */
+/** Display the complete state: form, tabs and pictures. */
 async function render() {
   app.work?.abort();
   const work = new AbortController();
@@ -45,7 +45,7 @@ async function render() {
   }
 }
 
-/** Show nothing that another state stood for, and say what went wrong; a fault goes on as one. */
+/** Clear the display of the earlier state and show the error; rethrow an unexpected one. */
 function showFailure(error) {
   clearPictures();
   if (!ASKING.has(app.state.tab)) byId("lead").replaceChildren();
@@ -58,7 +58,7 @@ function showWrong({ field = "", message }) {
   showStatus(message, { wrong: true, again: !marked });
 }
 
-/** Show what the address says, if it is news. */
+/** Display the state in the address, if it has changed. */
 async function showUrl() {
   if (!(await readUrl())) return;
   if (app.embedded) keepToEmbedded(app.state);
@@ -66,14 +66,14 @@ async function showUrl() {
   await render();
 }
 
-/** A page without a server has one schedule, whatever the link says. */
+/** A page without a server has one schedule, regardless of the link. */
 function keepToEmbedded(state) {
   const { devices, microbatches, name } = app.embedded.state;
   Object.assign(state, { devices, microbatches, entries: [{ source: "name", name }], active: 0 });
   if (!app.embedded.has(state.tab)) state.tab = "timeline";
 }
 
-/** Find out what there is to show; return whether that worked. */
+/** Load the choices; return whether that succeeded. */
 async function load() {
   try {
     app.embedded = await embeddedPage();

@@ -1,4 +1,4 @@
-// Asking for what the state stands for: progress while it takes long, and what went wrong.
+// Requests for the current state, with progress and error messages.
 
 import { makeAnswer } from "./api.js";
 import { byId, element } from "./dom.js";
@@ -6,9 +6,9 @@ import { app, showAgain } from "./page.js";
 import { clearPictures } from "./pictures.js";
 import { unitsFor } from "./units.js";
 
-const PATIENCE_MS = 250; // what is there sooner needs no word of progress
+const PATIENCE_MS = 250; // no progress message for faster answers
 
-/** Return the request for what the state stands for. */
+/** Return the request for the current state. */
 export function requestOf(want, more = {}) {
   const { state } = app;
   const file = state.costsFile;
@@ -18,7 +18,7 @@ export function requestOf(want, more = {}) {
   return { want, devices: state.devices, microbatches: state.microbatches, costs, ...more };
 }
 
-/** Return the units of what is made at the chosen costs. */
+/** Return the units at the selected costs. */
 export function unitsAsked() {
   const measured = app.state.costsFile !== null;
   return unitsFor({ in_us: measured, in_bytes: measured }, app.state.unit);
@@ -29,7 +29,7 @@ export function timelineRequest(entry) {
   return requestOf("timeline", { schedule: entry });
 }
 
-/** Ask for an answer; while it takes long, say how far it is and let the reader cancel. */
+/** Send a request; if it is slow, show its progress and a cancel button. */
 export async function ask(request, signal, onProgress = () => {}) {
   if (app.embedded) return app.embedded.answer(request.want);
   const began = performance.now();
@@ -58,7 +58,7 @@ function showProgress(known, seconds) {
   const progress = element("progress", known.of ? { max: known.of, value: known.done } : {});
   if (status.hidden || status.dataset.busy !== "true") {
     const cancel = element("button", { type: "button", class: "button", click: cancelWork }, "Cancel");
-    const clock = element("span", { "aria-hidden": "true" }); // not to be read out at every tick
+    const clock = element("span", { "aria-hidden": "true" }); // not read out at every tick
     status.replaceChildren(progress, element("p", {}), clock, cancel);
     status.dataset.busy = "true";
     status.dataset.wrong = "false";
@@ -80,7 +80,7 @@ function cancelWork() {
   showStatus("Cancelled.", { again: true });
 }
 
-/** Say how it went; with `again`, offer to try once more. */
+/** Show the outcome; with `again`, offer to try again. */
 export function showStatus(text, { wrong = false, again = false } = {}) {
   const status = byId("status");
   const code = text.includes("\n");

@@ -1,8 +1,8 @@
-// The tool bar over the pictures: zoom, the block's repeat, the followed microbatch, the legend.
+// Tool bar above the pictures: zoom, block interval, followed microbatch, legend.
 
 import { element } from "./dom.js";
 
-// What a legend names, by the kinds of pass that have it: a whole backward is drawn as both halves.
+// Legend entries by pass kind; a full backward is drawn as its two halves.
 const LEGEND = [
   { of: [0], parts: [0], name: "forward" },
   { of: [1], parts: [1], name: "input gradient" },
@@ -10,7 +10,7 @@ const LEGEND = [
   { of: [3], parts: [1, 2], name: "whole backward" },
 ];
 
-/** Return the tool bar's parts. */
+/** Return the elements of the tool bar. */
 export function barParts({ state, view, chunkCount, kinds, palette, hasPeriod, seek, change }) {
   const button = (id, text, title, act, pressed) =>
     element("button", { type: "button", class: "button", id, title, "aria-label": text.length < 4 ? title : null, "aria-pressed": pressed, click: act }, text);
@@ -26,7 +26,7 @@ export function barParts({ state, view, chunkCount, kinds, palette, hasPeriod, s
     ),
   ];
   if (hasPeriod) {
-    const on = state.block && state.follow === null && state.range === null; // which hide it
+    const on = state.block && state.follow === null && state.range === null; // these hide the block
     parts.push(button("block", "Block's repeat", "Mark the building block's repeat", () =>
       change({ block: !on, follow: null, range: null }), String(on)));
   }
@@ -40,7 +40,7 @@ export function barParts({ state, view, chunkCount, kinds, palette, hasPeriod, s
   return parts;
 }
 
-let sought = ""; // what was last looked for; the bar is made anew meanwhile
+let sought = ""; // last search text, because the bar is rebuilt meanwhile
 
 function finder(seek) {
   const missed = element("span", { id: "missed", role: "status", "aria-live": "polite" });

@@ -1,11 +1,11 @@
-// The frontier: memory against step time, a point per schedule, the best of them joined by a line.
+// Memory-time frontier: a point per schedule, and a line through the best.
 
 import { digits, element, percent } from "./dom.js";
 
 const HEIGHT = 392;
 const EDGE = { left: 56, right: 96, top: 42, bottom: 44 };
 
-/** Return the points that no other beats in both memory and step time, by memory. */
+/** Return the Pareto front in memory and step time, by memory. */
 function paretoOf(points) {
   const sorted = [...points].sort((a, b) => a.peak - b.peak || a.makespan - b.makespan);
   let best = Infinity;
@@ -29,7 +29,7 @@ export function drawChart(points, { width, units, chosen, choose }) {
   const most = Math.max(...points.map(({ peak }) => peak)) * 1.06;
   const fastest = Math.min(...points.map(({ makespan }) => makespan));
   const slower = ({ makespan }) => makespan / fastest - 1;
-  const known = points.filter(({ source }) => source === "name"); // plans in little memory take far longer
+  const known = points.filter(({ source }) => source === "name"); // some plans are much slower
   const worst = Math.max(...(known.length ? known : points).map(slower), 0.01) * 1.08;
   const x = (peak) => EDGE.left + (peak / most) * (wide - EDGE.left - EDGE.right);
   const y = (share) => HEIGHT - EDGE.bottom - (Math.min(share, worst) / worst) * (HEIGHT - EDGE.top - EDGE.bottom);
@@ -108,13 +108,13 @@ function drawPoint(point, place, marked, placed, { units, choose, slower }) {
   return group;
 }
 
-/** Where a name may stand beside its point, the best first. */
+/** Possible label positions next to a point, best first. */
 const PLACES = (width) => [
   [9, -8], [10, 18], [12, 4], [-9 - width, -8], [-12 - width, 4], [-9 - width, 18],
   [10, 32], [10, -22], [-9 - width, -22], [-9 - width, 32],
 ];
 
-/** Return the point's name where no other name stands yet. */
+/** Return the point's label if it overlaps no other label. */
 function labelOf(name, place, placed) {
   const width = name.length * 6.9;
   for (const [dx, dy] of PLACES(width)) {
@@ -122,9 +122,9 @@ function labelOf(name, place, placed) {
     const free = placed.every(
       (other) => box.left > other.right || box.right < other.left || Math.abs(box.y - other.y) > 13,
     );
-    if (!free || box.left < 0 || box.y > HEIGHT - EDGE.bottom - 3) continue; // there is the axis
+    if (!free || box.left < 0 || box.y > HEIGHT - EDGE.bottom - 3) continue; // the axis is there
     placed.push(box);
-    return [element("text", { x: box.left, y: box.y, "aria-hidden": "true" }, name)]; // its title says it
+    return [element("text", { x: box.left, y: box.y, "aria-hidden": "true" }, name)]; // named by its title
   }
   return [];
 }

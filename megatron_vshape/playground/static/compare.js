@@ -1,4 +1,4 @@
-// Several schedules: on one time axis, and as points of memory against step time.
+// Comparison of schedules: on one time axis, and as points of memory and step time.
 
 import { Refusal } from "./api.js";
 import { ask, requestOf, timelineRequest, unitsAsked } from "./asking.js";
@@ -11,7 +11,7 @@ import { captioned, highestOf, setPictures, shared } from "./pictures.js";
 import { drawShare } from "./share.js";
 import { showOne } from "./single.js";
 
-/** Show up to six schedules on one time axis; return what is wrong with those that have none. */
+/** Show up to six schedules on one time axis; return the errors of those without a timeline. */
 export async function showCompared(signal) {
   const { entries, active } = app.state;
   const found = [];
@@ -24,7 +24,7 @@ export async function showCompared(signal) {
       if (!(error instanceof Refusal) || entries.length === 1) throw error;
       const text = `${entryTitle(entry)}: ${error.message}`;
       if (at === active) failed.unshift(new Refusal(error.field, text));
-      else failed.push(new Refusal("request", text)); // the form has no field of it
+      else failed.push(new Refusal("request", text)); // the form has no such field
     }
   }
   if (signal.aborted) return null;
@@ -39,7 +39,7 @@ export async function showCompared(signal) {
   return failed[0];
 }
 
-/** Show memory against step time, and the chosen schedule under it. */
+/** Show memory and step time, and the selected schedule below. */
 export async function showFrontier(signal) {
   const host = byId("frontier") ?? element("div", { id: "frontier" });
   const toggle = element(
@@ -60,7 +60,7 @@ export async function showFrontier(signal) {
   if (!signal.aborted) showOne(timelines[0], entry);
 }
 
-/** Ask for the points of the frontier and draw what is known of them; none once that fails. */
+/** Request the points of the frontier and draw them as they arrive; stop after a failure. */
 async function askPoints(signal, draw) {
   const points = [];
   const told = ({ point }) => {
@@ -85,7 +85,7 @@ function frontierChart(points, width) {
   return drawChart(points, { width, units: unitsAsked(), chosen, choose: choosePoint });
 }
 
-/** Whether an entry is what choosing the point of a plan makes of it. */
+/** Return whether the entry equals the result of selecting this plan's point. */
 function isPlanned(point, entry) {
   const usual = entry.objective === "makespan" && !entry.seconds && !entry.chunks;
   return usual && point.limit === entry.limit;

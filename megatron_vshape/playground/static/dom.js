@@ -1,9 +1,9 @@
-// Elements and numbers: what every other module uses to write on the page.
+// Helpers for elements and numbers.
 
 const SVG = "http://www.w3.org/2000/svg";
 const SVG_TAGS = new Set("svg g path rect circle line text title".split(" "));
 
-/** Return a new element; attributes that are functions become listeners. */
+/** Create an element; function attributes become listeners. */
 export function element(tag, attributes = {}, ...children) {
   const made = SVG_TAGS.has(tag) ? document.createElementNS(SVG, tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -20,7 +20,7 @@ export function byId(id) {
   return document.getElementById(id);
 }
 
-/** Replace what is in an element; the focus stays where it was, told by its id, or close to it. */
+/** Replace the content of an element, and keep the focus on the same or a nearby element. */
 export function refill(host, ...children) {
   const before = document.activeElement;
   const inside = host.contains(before);
@@ -32,31 +32,31 @@ export function refill(host, ...children) {
   after.setSelectionRange(before.selectionStart, before.selectionEnd);
 }
 
-const formats = new Map(); // making one takes longer than a frame has
+const formats = new Map(); // cached, because creating one takes longer than a frame
 
 function formatFor(key, options) {
   if (!formats.has(key)) formats.set(key, new Intl.NumberFormat("en", options));
   return formats.get(key);
 }
 
-/** Return a number with so many significant digits, thousands apart. */
+/** Format a number with `significant` digits and thousands separators. */
 export function digits(value, significant = 4) {
   if (!Number.isFinite(value)) return "–";
   return formatFor(significant, { maximumSignificantDigits: significant }).format(value);
 }
 
-/** Return a number with so many decimals, thousands apart. */
+/** Format a number with a number of decimals and thousands separators. */
 export function decimal(value, decimals) {
   const options = { minimumFractionDigits: decimals, maximumFractionDigits: decimals };
   return formatFor(`.${decimals}`, options).format(value);
 }
 
-/** Return a share as per cent with one decimal; what rounds to nothing is nothing. */
+/** Format a share as a percentage with one decimal, without a negative zero. */
 export function percent(share) {
   return `${(100 * share).toFixed(1).replace("-0.0", "0.0")} %`;
 }
 
-/** Return a function that runs `act` once it has not been called for so many milliseconds. */
+/** Debounce: run `act` after no call for that number of milliseconds. */
 export function debounced(act, milliseconds) {
   let timer = 0;
   return (...given) => {
@@ -65,7 +65,7 @@ export function debounced(act, milliseconds) {
   };
 }
 
-/** Let the reader save a text or blob as a file. */
+/** Download a text or blob as a file. */
 export function saveFile(name, content, type = "text/plain") {
   const blob = content instanceof Blob ? content : new Blob([content], { type });
   const url = URL.createObjectURL(blob);

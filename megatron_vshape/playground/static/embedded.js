@@ -1,9 +1,9 @@
-// The page as one file: what the server would answer lies in it, packed.
+// Single-file page: the server's answers are embedded in compressed form.
 
 import { readPayload } from "./model.js";
 import { through } from "./state.js";
 
-/** Return what lies in the page, or null where a server stands behind it. */
+/** Return the embedded data, or null if there is a server. */
 export async function embeddedPage() {
   const holder = document.getElementById("embedded");
   if (holder === null) return null;

@@ -1,4 +1,4 @@
-// What is shown: the tabs, the schedules that are compared, the files that the reader opens.
+// Tabs, compared schedules, and files opened by the user.
 
 import { byId, element, refill } from "./dom.js";
 import { fileCosts } from "./form.js";
@@ -21,7 +21,7 @@ const ABOUT = {
   measured: "A trace that training wrote with --pipeline-trace, beside what was planned. Passes that ran late by more than a tenth of their time, through no fault of what they waited for, are marked.",
 };
 
-/** Load what the reader opened: told by their keys, they become a schedule, costs or a trace. */
+/** Load the user's files; their keys identify schedules, costs and traces. */
 export async function openFiles(files) {
   const wrong = [];
   for (const file of files) {
@@ -72,7 +72,7 @@ export function drawTabs() {
   byId("about").textContent = ABOUT[app.state.tab];
 }
 
-/** Return what is compared where the reader has chosen nothing to compare with. */
+/** Return the default schedules to compare with. */
 function exampleOf(tab) {
   const { entries } = app.state;
   return tab === "compare" && entries.length === 1 && !app.embedded ? { entries: [...entries, nextEntry()] } : {};
@@ -87,7 +87,7 @@ function stepTabs(event) {
   next.click();
 }
 
-/** Return what an entry is called before its schedule is made. */
+/** Return the title of an entry before its schedule is made. */
 export function entryTitle(entry) {
   if (entry.source === "plan") {
     const few = entry.chunks && entry.chunks < Math.max(...app.offers.plan_chunks);
@@ -99,7 +99,7 @@ export function entryTitle(entry) {
   return entry.chunks ? `${title}:${entry.chunks}` : title;
 }
 
-/** Draw the schedules that are compared. */
+/** Draw the compared schedules. */
 export function drawEntries() {
   const { state } = app;
   if (app.embedded || state.tab === "measured") return refill(byId("entries"));

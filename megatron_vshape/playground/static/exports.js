@@ -1,4 +1,4 @@
-// Pictures to take away: what is seen, as SVG and as PNG.
+// Export of the visible pictures as SVG and PNG.
 
 import { decimal, element } from "./dom.js";
 import { MARGIN, numberSize, ticksOf } from "./geometry.js";
@@ -7,7 +7,7 @@ import { fontOf } from "./paint.js";
 
 const TITLE = 30;
 
-/** Return the SVG of what the tracks show, one above the other, but for what the reader marked. */
+/** Return the SVG of all tracks, stacked, without the user's marks. */
 export function svgOf(tracks, titles) {
   const width = Math.max(...tracks.map((track) => track.width));
   const { skin } = tracks[0];
@@ -173,7 +173,7 @@ function* svgAxis(track) {
   yield `<text x="${MARGIN.left + plotWidth + 8}" y="${y + 14}">${escapeText(units.timeName)}</text>`;
 }
 
-/** Return a PNG of what the tracks show, twice as fine as the screen; null: it is too large. */
+/** Return a PNG of all tracks at twice the screen resolution; null if it would be too large. */
 export function pngOf(tracks, titles) {
   const ratio = 2;
   const width = Math.max(...tracks.map((track) => track.width));

@@ -1,4 +1,4 @@
-// The controls: what is scheduled, how large, at which costs; each change goes into the state.
+// Controls for schedule, size and costs; each change updates the state.
 
 import { element, refill } from "./dom.js";
 
@@ -6,7 +6,7 @@ const PLAN = "plan";
 const EXTRAS = ["forward", "backward", "weight", "held"];
 const EXTRA_NAMES = ["F", "B", "W", "held"];
 
-/** Fill the form from the state. `change(patch)` is called with what the reader changes. */
+/** Fill in the form from the state. `change(patch)` is called with the user's changes. */
 export function fillForm(form, state, offers, change) {
   const open = form.querySelector("details")?.open ?? window.innerWidth > 860;
   const fold = element(
@@ -21,7 +21,7 @@ export function fillForm(form, state, offers, change) {
   refill(form, fold);
 }
 
-/** Mark the field that is wrong and say why beside it; return whether there is such a field. */
+/** Mark the invalid field and show the reason; return whether the field exists. */
 export function markField(form, field, text) {
   const input = form.querySelector(`[data-field="${CSS.escape(field)}"]`);
   if (input === null) return false;
@@ -190,7 +190,7 @@ function chosenCosts(value, state, offers) {
   };
 }
 
-/** Return what changes with a costs file: times are then microseconds, and limits GiB. */
+/** Return the units with a costs file: times in microseconds, limits in GiB. */
 export function fileCosts(state, file) {
   const entries = state.entries.map((entry) =>
     entry.source === PLAN && !entry.limit_in_gib

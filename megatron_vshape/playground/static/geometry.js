@@ -1,8 +1,8 @@
-// Where things are on a picture: rows of passes, rows of memory, the axis. Lengths are CSS pixels.
+// Layout of a picture: rows of passes, rows of memory, axis. Lengths are CSS pixels.
 
 export const MARGIN = { left: 34, right: 46, top: 24, axis: 26, between: 26 };
 
-/** Return the rows' places for so many devices; `high` is what the rows of passes may take. */
+/** Return the positions of the rows; `high` is the height of all rows of passes. */
 export function layOut(timeline, { high = 420, heldHigh = 300, withHeld = true, heldMost } = {}) {
   const { devices } = timeline;
   const row = Math.min(26, Math.max(6, Math.floor(high / devices)));
@@ -25,13 +25,13 @@ export function layOut(timeline, { high = 420, heldHigh = 300, withHeld = true, 
   };
 }
 
-/** Return the font size of a number in a box so many pixels wide and high; 0: it does not fit. */
+/** Return the font size of a number in a box of this size in pixels; 0 if it does not fit. */
 export function numberSize(text, wide, high) {
   const size = Math.min(11, Math.floor(high * 0.72));
   return size >= 7 && wide >= text.length * size * 0.6 + 3 ? size : 0;
 }
 
-/** Return round times for an axis: at most one every `room` pixels. */
+/** Return round times for an axis, at least `room` pixels apart. */
 export function ticksOf(start, span, width, room = 84) {
   const wanted = (span * room) / width;
   const power = 10 ** Math.floor(Math.log10(wanted));

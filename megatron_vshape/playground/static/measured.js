@@ -1,4 +1,4 @@
-// A measured trace beside what was planned.
+// Measured trace next to its plan.
 
 import { Refusal } from "./api.js";
 import { ask, requestOf } from "./asking.js";
@@ -9,7 +9,7 @@ import { app, change } from "./page.js";
 import { captioned, clearPictures, highestOf, setPictures, shared } from "./pictures.js";
 import { drawShare } from "./share.js";
 
-/** Show a trace under its plan, or ask for one. */
+/** Show a trace below its plan, or ask the user to open one. */
 export async function showMeasured(signal) {
   const traces = app.offers.files.filter(({ sort }) => sort === "trace");
   const [given, [example]] = [traces.filter(({ example }) => !example), traces.filter(({ example }) => example)];

@@ -1,4 +1,4 @@
-// Timeline: the passes of a schedule with their times, as typed arrays that came from the server.
+// Timeline: passes of a schedule with their times, as typed arrays from the server.
 
 const KINDS = ["F", "B", "W", "BW"];
 export const KIND_NAMES = [
@@ -17,7 +17,7 @@ const ARRAYS = [
   ["kind", Uint8Array],
 ];
 
-/** Return the header and the timelines of an answer. */
+/** Decode the header and the timelines of an answer. */
 export function readPayload(buffer) {
   const length = new DataView(buffer).getUint32(0, true);
   const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
@@ -49,7 +49,7 @@ export class Timeline {
     this.indexed = null;
   }
 
-  /** Find the first start, the last end, the highest memory and a typical pass's length. */
+  /** Find the first start, the last end, the peak memory and the typical length of a pass. */
   measure() {
     let first = Infinity;
     let last = -Infinity;
@@ -75,14 +75,14 @@ export class Timeline {
     this.typical = lengths[Math.floor(lengths.length / 4)] || 1;
   }
 
-  /** Return [low, high): the passes of a device that touch the time from t0 to t1. */
+  /** Return [low, high): the passes of a device that overlap the time from t0 to t1. */
   range(device, t0, t1) {
     const [low, high] = [this.offsets[device], this.offsets[device + 1]];
     const from = firstWhere(low, high, (at) => this.end[at] > t0);
     return [from, firstWhere(low, high, (at) => this.start[at] >= t1)];
   }
 
-  /** Return the pass of a device at a time, or -1 in a bubble. */
+  /** Return the pass of a device at a time, or -1 if it is idle. */
   at(device, time) {
     const [low, high] = this.range(device, time, time);
     const found = Math.min(low, this.offsets[device + 1] - 1);
@@ -108,12 +108,12 @@ export class Timeline {
     return this.meta.chunks[this.stage[at]];
   }
 
-  /** Return a pass as it is written: B3.12. */
+  /** Return the text form of a pass, as in B3.12. */
   nameOf(at) {
     return `${KINDS[this.kind[at]]}${this.stage[at]}.${this.microbatch[at]}`;
   }
 
-  /** Return the pass that does this part (F, B or W) of a stage and microbatch, or -1. */
+  /** Return the pass that includes this part (F, B or W) of a stage and microbatch, or -1. */
   find(part, stage, microbatch) {
     const { placement, microbatches } = this.meta;
     if (!(microbatch >= 0 && microbatch < microbatches)) return -1;
@@ -132,7 +132,7 @@ export class Timeline {
     }
   }
 
-  /** Return the pass of this name, or the one that does it as well; -1 if there is none. */
+  /** Return the pass with this name, or the one that includes it; -1 if there is none. */
   named(text) {
     const found = /^(F|B|W|BW)(\d+)\.(\d+)$/.exec(text.trim().toUpperCase());
     if (!found) return -1;
@@ -141,7 +141,7 @@ export class Timeline {
     return this.find(this.meta.parts[KINDS.indexOf(found[1])][0], stage, microbatch);
   }
 
-  /** Return how long passes of each kind run between two times, summed over the devices. */
+  /** Return the total time of each kind of pass between two times, summed over the devices. */
   workBetween(t0, t1) {
     const work = KINDS.map(() => 0);
     for (let device = 0; device < this.devices; device++) {
@@ -153,7 +153,7 @@ export class Timeline {
     return work;
   }
 
-  /** Return what a pass reads: the pass that makes it, and when it is there. */
+  /** Return the inputs of a pass: the producing passes, with their arrival times. */
   needsOf(at) {
     const part = this.meta.parts[this.kind[at]][0];
     const device = this.deviceOf(at);
@@ -167,7 +167,7 @@ export class Timeline {
     return found;
   }
 
-  /** Return what a pass waited for last: the pass before it on its device, or one it reads. */
+  /** Return the last dependency of a pass: the pass before it on its device, or an input. */
   cause(at) {
     const low = this.offsets[this.deviceOf(at)];
     let best = null;
@@ -178,7 +178,7 @@ export class Timeline {
     return best;
   }
 
-  /** Return the passes of a microbatch: forwards in model order, then backwards, then the rest. */
+  /** Return the passes of a microbatch: forwards in model order, then backwards, then the others. */
   passesOf(microbatch) {
     const stages = this.meta.placement.length;
     const found = [];
@@ -193,7 +193,7 @@ export class Timeline {
     return { path, rest };
   }
 
-  /** Return what a device holds between the end of a pass and the start of the next. */
+  /** Return the memory of a device between the end of a pass and the start of the next. */
   heldAfter(at) {
     const next = at + 1;
     if (next >= this.offsets[this.deviceOf(at) + 1]) return 0;
@@ -202,7 +202,7 @@ export class Timeline {
   }
 }
 
-/** Return the first place in [low, high) where something holds that holds from there on. */
+/** Return the first index in [low, high) at which the monotonic condition is true. */
 function firstWhere(low, high, holds) {
   while (low < high) {
     const middle = (low + high) >> 1;

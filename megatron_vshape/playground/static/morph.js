@@ -1,8 +1,8 @@
-// From one step to the next: every pass moves from where it was to where it will be.
+// Animated transition between steps: every pass moves from its old to its new position.
 
 const LENGTH_MS = 900;
 
-/** Return the timeline part of the way from another: passes that are new come out of the block. */
+/** Return a timeline between two others; new passes start at their pass in the block. */
 export function between(from, to) {
   const moving = Object.create(to);
   moving.start = new Float64Array(to.size);
@@ -26,7 +26,7 @@ export function between(from, to) {
   return moving;
 }
 
-/** Let a track show `to` coming out of `from`; at once where the reader wants no motion. */
+/** Animate a track from `from` to `to`; without animation if the user prefers reduced motion. */
 export function playMorph(track, from, to, label) {
   const still = window.matchMedia("(prefers-reduced-motion: reduce)").matches;
   if (still || to.size > 30_000 || from === to) return track.show(to, label);

@@ -1,9 +1,9 @@
-// The numbers beside a picture: of one schedule, and of several in a table.
+// Key figures next to a picture: of one schedule, or of several in a table.
 
 import { KIND_NAMES } from "./model.js";
 import { digits, element, percent } from "./dom.js";
 
-/** Return the numbers of a timeline as terms and values. */
+/** Return the key figures of a timeline as terms and values. */
 export function numberCards(timeline, units, gibPerChunk) {
   const { numbers, facts } = timeline.meta;
   const peak = Math.max(...numbers.peaks);
@@ -25,7 +25,7 @@ export function numberCards(timeline, units, gibPerChunk) {
   );
 }
 
-/** Say how long a stretch of time is, and what the devices do in it. */
+/** Format the length of a time range, and the work of the devices in it. */
 export function rangeText(timeline, [from, to], units) {
   const time = (value) => units.time(value - timeline.first);
   const work = timeline.workBetween(from, to);
@@ -45,7 +45,7 @@ function peakNote(peak, facts, gibPerChunk) {
   return parts.join(", ");
 }
 
-/** Return a table with a row for every timeline; the best of a column is marked. */
+/** Return a table with a row per timeline; the best of a column is marked. */
 export function factsTable(timelines, units, gibPerChunk) {
   const rows = timelines.map((timeline) => {
     const { numbers, facts } = timeline.meta;

@@ -1,12 +1,11 @@
-// What lies over the passes: axis, names of devices, the repeat of the block, the followed
-// microbatch, the chosen pass.
+// Overlays on the passes: axis, device names, block interval, followed microbatch, selected pass.
 
 import { decimal } from "./dom.js";
 import { MARGIN, numberSize, ticksOf } from "./geometry.js";
 import { KIND_NAMES } from "./model.js";
 import { fontOf } from "./paint.js";
 
-/** Draw the frame of a picture: device numbers, peaks, headings, the axis. */
+/** Draw the frame of a picture: device numbers, peaks, headings, axis. */
 export function drawFrame(pen, track) {
   const { timeline, geometry, skin } = track;
   const every = Math.max(1, Math.ceil(11 / geometry.row));
@@ -22,7 +21,7 @@ export function drawFrame(pen, track) {
   drawAxis(pen, track);
 }
 
-/** Return what stands behind the heading of the rows of memory. */
+/** Return the note next to the heading of the memory rows. */
 export function heldNote({ timeline, units }) {
   const { numbers, facts } = timeline.meta;
   const limit = facts.limit === null ? "" : `, limit ${units.held(facts.limit)}`;
@@ -57,7 +56,7 @@ function drawHeldFrame(pen, track) {
   drawPeaks(pen, track, peaks);
 }
 
-/** Whether the limit lies within the rows of memory; far above the peaks, only its number is told. */
+/** Whether the limit is within the memory rows; far above the peaks, only its number is shown. */
 export function limitFits({ timeline, geometry }) {
   const { limit } = timeline.meta.facts;
   return limit !== null && limit <= geometry.heldMost;
@@ -105,7 +104,7 @@ function drawAxis(pen, track) {
     const x = Math.round(MARGIN.left + ((tick - origin) / scaled) * width) + 0.5;
     pen.moveTo(x, y);
     pen.lineTo(x, y + 4);
-    if (x > MARGIN.left + width - 14) continue; // the unit stands there
+    if (x > MARGIN.left + width - 14) continue; // the unit is there
     pen.fillText(decimal(tick, decimals), x, y + 8);
   }
   pen.stroke();
@@ -114,7 +113,7 @@ function drawAxis(pen, track) {
   pen.textBaseline = "middle";
 }
 
-/** Mark one repeat of the building block: its passes outlined, its length above the rows. */
+/** Mark one interval of the building block: outlined passes, and its length above the rows. */
 export function drawPeriod(pen, track) {
   const period = track.timeline.meta.facts.period;
   if (period === null) return;
@@ -160,7 +159,7 @@ function strokePass(pen, track, at, high) {
   pen.strokeRect(left + 0.5, top + 0.5, Math.max(across - 1, 1), high - 1);
 }
 
-/** Show one microbatch alone on its way through the stages, the others behind a veil. */
+/** Highlight one microbatch on its path through the stages, and dim the others. */
 export function drawFollowed(pen, track, microbatch) {
   const { timeline, geometry, skin } = track;
   const { path, rest } = timeline.passesOf(microbatch);
@@ -204,7 +203,7 @@ function fillPass(pen, track, at) {
   pen.fillText(text, left + across / 2, top + geometry.rowInner / 2 + 0.5);
 }
 
-/** Mark the pass under the pointer or chosen by keyboard, and what it waited for. */
+/** Mark the pass under the pointer or selected by keyboard, and its last dependency. */
 export function drawChosen(pen, track, at) {
   const { timeline, geometry, skin } = track;
   clipPlot(pen, track, MARGIN.top - 4);
@@ -227,7 +226,7 @@ export function drawChosen(pen, track, at) {
   pen.restore();
 }
 
-/** Mark a stretch of time that is measured, with how long it is. */
+/** Mark a measured time range with its length. */
 export function drawRange(pen, track, [from, to]) {
   const { geometry, skin, units } = track;
   const [left, right] = [track.xOf(from), track.xOf(to)];
@@ -259,7 +258,7 @@ function clipPlot(pen, track, top) {
   pen.clip();
 }
 
-/** Say in words what a pass is, when it runs and what it waited for. */
+/** Describe a pass: its kind, its times and its last dependency. */
 export function describePass(timeline, at, units) {
   const time = (value) => units.time(value - timeline.first);
   const device = timeline.deviceOf(at);

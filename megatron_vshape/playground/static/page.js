@@ -1,4 +1,4 @@
-// The page's state and what is known besides it: taken from the URL, changed, written back.
+// State of the page, loaded from the URL and written back.
 
 import { byId, debounced } from "./dom.js";
 import { afterPress } from "./press.js";
@@ -6,7 +6,7 @@ import { readState, writeState } from "./state.js";
 import { View } from "./view.js";
 
 const VIEW_ONLY = new Set(["follow", "block", "window", "range", "theme", "step", "tab", "active"]);
-const REDRAWN = new Set(["follow", "block", "range", "theme"]); // what needs no schedule made
+const REDRAWN = new Set(["follow", "block", "range", "theme"]); // require no new schedule
 
 export const app = {
   state: null,
@@ -16,7 +16,7 @@ export const app = {
   shown: [],
   work: null,
   bounds: "",
-  complaint: null, // of the files that were opened, until the next change
+  complaint: null, // about the opened files, until the next change
   written: null,
 };
 
@@ -27,15 +27,15 @@ export const view = new View(() => {
 const writeUrlSoon = debounced(() => writeUrl(), 200);
 
 const acts = {};
-let urlTurn = 0; // of reading and writing the address: both take a moment, and the last one counts
-let stepOwed = false; // whether the next address written is one that Back leads away from
+let urlTurn = 0; // reading and writing the address are asynchronous; only the last one counts
+let stepOwed = false; // whether the next address becomes a new history entry
 
-/** Say what follows from a change: `render`, `redraw`, `dress`, and `open` for files. */
+/** Register the reactions to a change: `render`, `redraw`, `dress`, and `open` for files. */
 export function connect(given) {
   Object.assign(acts, given);
 }
 
-/** Take a change of the reader's into the state and show what follows from it; Back undoes it. */
+/** Apply a change by the user to the state and the display; Back undoes it. */
 export function change(patch, { undoable = true } = {}) {
   app.complaint = null;
   if (patch.files) return acts.open(patch.files);
@@ -48,7 +48,7 @@ export function change(patch, { undoable = true } = {}) {
   else showAgain();
 }
 
-/** Show all of the state once the reader's click or key has had its effect on what is there. */
+/** Display the complete state after the current click or key press has been handled. */
 export function showAgain() {
   app.work?.abort();
   app.work = null;
@@ -56,7 +56,7 @@ export function showAgain() {
   afterPress(acts.render);
 }
 
-/** Take the state from the address; return whether it is another than was written there. */
+/** Load the state from the address; return whether it differs from the last written one. */
 export async function readUrl() {
   const text = location.hash.slice(1);
   if (text === app.written) return false;
@@ -69,7 +69,7 @@ export async function readUrl() {
   return true;
 }
 
-/** Write the state into the address, as a new one in the history if Back is to undo it. */
+/** Write the state to the address, as a new history entry if Back is to undo it. */
 export async function writeUrl(undoable = false) {
   stepOwed ||= undoable;
   const mine = ++urlTurn;

@@ -1,7 +1,7 @@
-// Painting: rows of passes and what devices hold, onto one tile of a picture.
+// Painting of passes and memory rows onto one tile of a picture.
 //
-// Where passes are narrower than a few pixels, a row is one line of pixels, each the mean colour of
-// what runs there; it costs a few additions per pass. Where they are wider, every pass is a box.
+// If passes are narrower than a few pixels, a row is one line of pixels with the mean color of its
+// passes, which costs a few additions per pass. Otherwise, every pass is a box.
 
 import { numberSize } from "./geometry.js";
 
@@ -12,7 +12,7 @@ export function fontOf(size, weight = 400) {
   return `${weight} ${size}px ${FONT}`;
 }
 
-/** Return the colours of a timeline's passes: fill and ink by kind and chunk. */
+/** Return the colors of a timeline's passes: fill and ink by kind and chunk. */
 export function coloursOf(palette, chunkCount) {
   const place = Math.min(chunkCount, palette.fills.length) - 1;
   const last = palette.fills[place][0].length - 1;
@@ -23,12 +23,12 @@ export function coloursOf(palette, chunkCount) {
   };
 }
 
-/** Whether passes are wide enough to be seen one by one, as boxes. */
+/** Whether passes are wide enough for separate boxes. */
 export function isBoxed(timeline, scale) {
   return timeline.typical * scale >= 3.5;
 }
 
-/** Paint one tile: `geometry` has the rows' places, `time0` and `scale` say which time is where. */
+/** Paint one tile: `geometry` has the rows' positions, `time0` and `scale` map times to pixels. */
 export function paintTile(context, timeline, geometry, time0, scale, width, skin) {
   paintBubbles(context, timeline, geometry, time0, scale, width, skin);
   if (isBoxed(timeline, scale)) {
@@ -53,7 +53,7 @@ function paintBubbles(context, timeline, geometry, time0, scale, width, skin) {
   }
 }
 
-/** Return the small hatched square that bubbles are filled with. */
+/** Return the hatched square that fills idle time. */
 export function makeHatch(context, colour, ratio) {
   const size = 8;
   const square = document.createElement("canvas");
@@ -173,7 +173,7 @@ function paintLines(context, timeline, geometry, time0, scale, width, skin) {
   }
 }
 
-/** Add up, column by column, the colours of a row's passes by how much of the column they take. */
+/** Add up the colors of a row's passes, weighted by their share of each column. */
 function mixRow(timeline, device, time0, scale, columns, mixing, mixed) {
   const [low, high] = timeline.range(device, time0, time0 + columns / scale);
   const { start, end, kind, stage, chunkCount } = timeline;
@@ -232,7 +232,7 @@ function paintHeld(context, timeline, geometry, time0, scale, width, skin) {
   }
 }
 
-/** Write into every column the most that a device holds in it. */
+/** Write the maximum memory of a device in every column. */
 function mostHeld(timeline, device, time0, scale, columns, most) {
   const [low, high] = timeline.range(device, time0, time0 + columns / scale);
   const begin = Math.max(low - 1, timeline.offsets[device]);

@@ -1,4 +1,4 @@
-// The pictures: timelines one above the other on one time axis, and the tool bar over them.
+// Pictures: timelines stacked on one time axis, with the tool bar above.
 
 import { barParts } from "./bar.js";
 import { byId, element, refill } from "./dom.js";
@@ -10,7 +10,7 @@ import { makeTip } from "./tip.js";
 import { Track } from "./track.js";
 import { unitsFor } from "./units.js";
 
-/** What every track reads. */
+/** State shared by all tracks. */
 export const shared = {
   view,
   palette: null,
@@ -28,7 +28,7 @@ export const shared = {
 
 let drawnRange = null; // while it is drawn
 
-/** Measure a stretch of time, or none; it is of the state once it is `done`. */
+/** Set the measured time range, or none; it becomes part of the state once it is `done`. */
 function onRange(range, done) {
   drawnRange = done ? null : range;
   if (done) return change({ range });
@@ -45,7 +45,7 @@ function drawRangeNote() {
   byId("range").replaceChildren(...lines);
 }
 
-/** Show the pass of this name in the first picture that has one; return whether there is any. */
+/** Show the pass with this name in the first picture that has one; return whether there is any. */
 function seek(name) {
   for (const track of app.tracks) {
     const at = track.timeline?.named(name) ?? -1;
@@ -56,12 +56,12 @@ function seek(name) {
   return false;
 }
 
-/** Return a timeline as it is shown, under its title and with what there is to note. */
+/** Return the elements of a timeline: title, picture and notes. */
 export function captioned(timeline) {
   return { timeline, title: timeline.meta.title, note: timeline.meta.facts.note };
 }
 
-/** Show timelines one above the other on one axis, which is long enough for `all`. */
+/** Show timelines stacked on one axis that is long enough for `all`. */
 export function setPictures(shown, layout = {}, all = shown.map(({ timeline }) => timeline)) {
   const host = byId("pictures");
   while (app.tracks.length > shown.length) {
@@ -126,20 +126,20 @@ function drawBar() {
   refill(byId("bar"), ...parts);
 }
 
-/** Draw what is shown anew, with the same schedules. */
+/** Redraw the timelines with the same schedules. */
 export function redrawAll() {
   drawBar();
   for (const track of app.tracks) track.request();
 }
 
-/** Take the colours of the theme. */
+/** Apply the colors of the theme. */
 export function dressAll() {
   setTheme(app.state.theme);
   byId("theme").textContent = { auto: "Theme: auto", light: "Theme: light", dark: "Theme: dark" }[app.state.theme];
   for (const track of app.tracks) track.dress();
 }
 
-/** Return the most that any device of the timelines holds. */
+/** Return the peak memory over all devices of the timelines. */
 export function highestOf(timelines) {
   return Math.max(...timelines.map((timeline) => timeline.highest));
 }

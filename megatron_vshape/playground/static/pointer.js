@@ -1,19 +1,19 @@
-// Mouse, touch and keys on a track: pan, zoom, choose a pass, follow a microbatch, measure a range.
+// Mouse, touch and keyboard input of a track: pan, zoom, select, follow a microbatch, measure.
 
 import { MARGIN } from "./geometry.js";
 
-const CLICK = 4; // pixels; what moves less is a click
+const CLICK = 4; // pixels; a shorter movement is a click
 
-/** Let a track be moved and read. */
+/** Add the listeners of a track. */
 export function listenTo(track) {
   const { canvas } = track;
-  const held = new Map(); // pointers that are down, by id
+  const held = new Map(); // pressed pointers, by id
   let moved = 0;
   let spread = 0;
-  let from = null; // the time that a range is drawn from
+  let from = null; // start time of a range in progress
 
   canvas.addEventListener("pointerdown", (event) => {
-    if (event.button !== 0) return; // its menu may take the release
+    if (event.button !== 0) return; // a context menu may swallow the release
     held.set(event.pointerId, place(event));
     if (event.isTrusted) canvas.setPointerCapture(event.pointerId);
     moved = 0;
@@ -57,7 +57,7 @@ function place(event) {
   return { x: event.offsetX, y: event.offsetY };
 }
 
-/** Return the stretch between two times, none where they are one. */
+/** Return the time range between two times; null if they are equal. */
 function stretchOf(a, b) {
   return a === b ? null : [Math.min(a, b), Math.max(a, b)];
 }
@@ -81,7 +81,7 @@ function click(track, { x, y }) {
   track.choose(at);
 }
 
-/** Ctrl or a pinch zooms, sideways pans; a plain wheel is left to the page. */
+/** Ctrl or pinch zooms, horizontal scrolling pans; plain scrolling is left to the page. */
 function turn(track, event) {
   if (!track.timeline) return;
   const sideways = event.shiftKey ? event.deltaY || event.deltaX : event.deltaX;
@@ -119,7 +119,7 @@ function press(track, event) {
   act();
 }
 
-/** Measure the chosen pass, and from it to the pass at which the key is pressed again. */
+/** Measure the selected pass; at the next press, from it to the pass selected then. */
 function measure(track) {
   const { timeline, chosen } = track;
   if (chosen < 0) return;
@@ -148,7 +148,7 @@ function changeDevice(track, by) {
   if (near >= 0) track.choose(near, true);
 }
 
-/** Follow the microbatch of a pass; let it go if it is followed already. */
+/** Follow the microbatch of a pass, or stop following it. */
 function follow(track, at) {
   if (at < 0) return;
   const microbatch = track.timeline.microbatch[at];

@@ -1,9 +1,9 @@
-// What waits for the end of a click: it is lost if what was pressed is replaced before the release.
+// Defer changes to the end of a click: replacing a pressed element would lose the click.
 
 let pressed = false;
 let waiting = null;
 
-/** Run `act` in a task of its own once no button is held down; of several, the last given. */
+/** Run `act` in a separate task once no button is pressed; a later call replaces it. */
 export function afterPress(act) {
   waiting = act;
   setTimeout(runWaiting);
@@ -24,7 +24,7 @@ function endPress() {
 addEventListener(
   "pointerdown",
   (event) => {
-    pressed = event.button === 0 && !event.target.closest("select"); // its list takes the release
+    pressed = event.button === 0 && !event.target.closest("select"); // its list swallows the release
   },
   true,
 );

@@ -1,4 +1,4 @@
-// To take away: the buttons under a picture, and the commands that make and train it.
+// Export buttons below a picture, and the commands to make and train its schedule.
 
 import { makeText } from "./api.js";
 import { requestOf, showStatus } from "./asking.js";
@@ -6,11 +6,11 @@ import { byId, element, refill, saveFile } from "./dom.js";
 import { pngOf, svgOf } from "./exports.js";
 import { app, writeUrl } from "./page.js";
 
-/** Draw the buttons that take the pictures away, and the commands that make the one schedule. */
+/** Draw the export buttons, and the commands of the schedule. */
 export function drawShare(timeline, entry) {
   const stem = fileStem();
   const made = (want, suffix) => {
-    const request = requestOf(want, { schedule: entry }); // of what is shown, whatever comes next
+    const request = requestOf(want, { schedule: entry }); // of the displayed schedule
     return () => saveMade(request, stem + suffix);
   };
   const button = (text, act, id) => element("button", { type: "button", class: "button", id, click: act }, text);
@@ -32,7 +32,7 @@ export function drawShare(timeline, entry) {
 function commandsOf(timeline, stem) {
   const { facts, devices, microbatches } = timeline.meta;
   const name = facts.train || `${stem}.json`;
-  const saved = facts.train ? "" : ` --export ${name}`; // trained from the file, proved as it is
+  const saved = facts.train ? "" : ` --export ${name}`; // training uses the file, which is verified
   const train = `--pipeline-schedule ${name} --pipeline-model-parallel-size ${devices} --micro-batch-size 1 --global-batch-size ${microbatches}`;
   const rows = [commandRow("train", "Train", train)];
   if (facts.recipe) rows.push(commandRow("recipe", "Make", `megatron-vshape ${facts.recipe}${saved}`));

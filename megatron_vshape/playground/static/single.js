@@ -1,4 +1,4 @@
-// One schedule: its timeline, and the four steps that it is made in.
+// One schedule: its timeline, and its four steps.
 
 import { ask, requestOf, timelineRequest } from "./asking.js";
 import { byId, element, refill } from "./dom.js";
@@ -8,7 +8,7 @@ import { app, change } from "./page.js";
 import { captioned, highestOf, setPictures, shared } from "./pictures.js";
 import { drawShare } from "./share.js";
 
-/** Show the timeline of the chosen schedule. */
+/** Show the timeline of the selected schedule. */
 export async function showTimeline(signal) {
   const entry = app.state.entries[app.state.active];
   const { timelines } = await ask(timelineRequest(entry), signal);
@@ -17,14 +17,14 @@ export async function showTimeline(signal) {
   showOne(timelines[0], entry);
 }
 
-/** Show a timeline with its numbers. */
+/** Show a timeline with its key figures. */
 export function showOne(timeline, entry) {
   byId("numbers").replaceChildren(...numberCards(timeline, shared.unitsOf(timeline), app.state.gibPerChunk));
   setPictures([captioned(timeline)]);
   drawShare(timeline, entry);
 }
 
-/** Show the four steps, all at once or one of them. */
+/** Show all four steps, or one of them. */
 export async function showSteps(signal) {
   const entry = app.state.entries[app.state.active];
   const { timelines } = await ask(requestOf("steps", { schedule: entry }), signal);
@@ -46,7 +46,7 @@ export async function showSteps(signal) {
   const from = step > 0 && app.shown.length === 1 && timelines.includes(before) ? before : null;
   const chosen = step === 0 ? shown : [{ ...shown[step - 1], from }];
   const layout = step === 0 ? { withHeld: false, high: 210 } : { heldMost: highestOf(timelines) };
-  setPictures(chosen, layout, timelines); // on one axis, so that one sees the time fall
+  setPictures(chosen, layout, timelines); // on one axis, which shows that the time decreases
   if (step > 0) byId("numbers").replaceChildren(...numberCards(timelines[step - 1], shared.unitsOf(timelines[0])));
   drawShare(null, null);
 }

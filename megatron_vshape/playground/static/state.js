@@ -1,10 +1,10 @@
-// The state of the page, and its form in the URL: everything that a picture depends on.
+// State of the page and its URL form: all inputs of a picture.
 
 export const MOST_ENTRIES = 6;
 const TABS = ["timeline", "steps", "compare", "frontier", "measured"];
-const MOST_URL = 60_000; // characters; some programs cut longer links off
+const MOST_URL = 60_000; // characters; some programs truncate longer links
 
-/** Return the state that the page begins with. */
+/** Return the initial state. */
 export function firstState() {
   return {
     tab: "timeline",
@@ -29,7 +29,7 @@ export function firstState() {
   };
 }
 
-/** Return the state as the part of a URL behind the #; files that were loaded are in it too. */
+/** Return the state as the fragment of a URL, including opened files. */
 export async function writeState(state) {
   const given = new URLSearchParams();
   const loaded = [];
@@ -92,7 +92,7 @@ function writeEntry(entry, loaded) {
   return entry.name + chunks + group;
 }
 
-/** Return the state that a URL holds; what is missing or senseless is as at the beginning. */
+/** Parse the state from a URL; missing or invalid values get their defaults. */
 export async function readState(text) {
   const state = firstState();
   const given = new URLSearchParams(text);
@@ -155,7 +155,7 @@ function readEntry(text, loaded) {
   if (name === "plan") return readPlan(rest);
   const entry = { source: "name", name };
   for (const option of rest) {
-    if (/^c?\d+$/.test(option)) entry.chunks = Number(option.replace("c", "")); // :4 as on a command line
+    if (/^c?\d+$/.test(option)) entry.chunks = Number(option.replace("c", "")); // :4 as on the command line
     if (/^g\d+$/.test(option)) entry.group_size = Number(option.slice(1));
   }
   return entry;
@@ -195,7 +195,7 @@ async function unpackFiles(text) {
   }
 }
 
-/** Return bytes after they went through a stream that packs or unpacks them. */
+/** Return bytes after compression or decompression by a stream. */
 export async function through(bytes, stream) {
   return new Uint8Array(await new Response(new Blob([bytes]).stream().pipeThrough(stream)).arrayBuffer());
 }

@@ -1,4 +1,4 @@
-// Light and dark: the style sheet's colours, also for what is drawn.
+// Light and dark theme: the style sheet's colors, also for the pictures.
 
 const NAMES = ["page", "ink", "quiet", "faint", "rule", "late", "idle", "held", "veil"];
 const ORDER = ["auto", "light", "dark"];
@@ -14,7 +14,7 @@ export function setTheme(theme) {
   document.documentElement.dataset.theme = dark ? "dark" : "light";
 }
 
-/** Return the colours that pictures are drawn in. */
+/** Return the colors of the pictures. */
 export function themeColours() {
   const style = getComputedStyle(document.documentElement);
   const colours = Object.fromEntries(NAMES.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));

@@ -1,10 +1,10 @@
-// The small box beside the pass that the pointer is on.
+// Tooltip of the pass under the pointer.
 
 import { element } from "./dom.js";
 
 const ROOM = 12;
 
-/** Return what shows and hides the box. */
+/** Return functions to show and hide the tooltip. */
 export function makeTip(box) {
   return {
     show(said, x, y, high) {

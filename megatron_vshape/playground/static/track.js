@@ -1,4 +1,4 @@
-// Track: the picture of one timeline on a canvas, drawn from tiles that are painted once.
+// Track: picture of one timeline on a canvas, drawn from cached tiles.
 
 import { element } from "./dom.js";
 import { MARGIN, layOut } from "./geometry.js";
@@ -6,9 +6,9 @@ import { describePass, drawChosen, drawFollowed, drawFrame, drawPeriod, drawRang
 import { coloursOf, isBoxed, makeHatch, mixingTable, paintTile } from "./paint.js";
 import { listenTo } from "./pointer.js";
 
-const TILE = 512; // CSS pixels; a multiple of the hatch, so that it meets at the seams
+const TILE = 512; // CSS pixels; a multiple of the hatch's size, for seamless tiles
 const MOST_TILES = 24;
-const SOUGHT = 40; // passes across the picture around one that was asked for by name
+const SOUGHT = 40; // visible passes around a pass that was searched by name
 
 export class Track {
   /** `shared`: view, units, palette, theme(), follow(), onFollow(microbatch), range(), onRange, tip. */
@@ -18,7 +18,7 @@ export class Track {
     this.view = shared.view;
     this.timeline = null;
     this.chosen = -1;
-    this.said = null; // of the chosen pass, while it is shown
+    this.said = null; // description of the selected pass, while it is shown
     this.tiles = new Map();
     this.waiting = 0;
     this.canvas = element("canvas", { tabindex: 0, role: "application", class: "track" });
@@ -31,7 +31,7 @@ export class Track {
     listenTo(this);
   }
 
-  /** Stop drawing; the element is about to go. */
+  /** Stop drawing, before the element is removed. */
   close() {
     this.view.listeners.delete(this.redraw);
     this.sizes.disconnect();
@@ -50,7 +50,7 @@ export class Track {
     return this.plotWidth / this.view.span;
   }
 
-  /** Whether passes are wide enough to be seen one by one. */
+  /** Whether passes are wide enough for separate boxes. */
   get boxed() {
     return isBoxed(this.timeline, this.scale);
   }
@@ -59,7 +59,7 @@ export class Track {
     return MARGIN.left + (time - this.view.start) * this.scale;
   }
 
-  /** Return the time at a place of the canvas, or the nearest that there is. */
+  /** Return the time at a position of the canvas, limited to the visible timeline. */
   timeWithin(x) {
     const time = Math.min(Math.max(this.timeAt(x), this.view.start), this.view.end);
     return Math.min(Math.max(time, this.view.first), this.view.last);
@@ -73,7 +73,7 @@ export class Track {
   show(timeline, label) {
     this.timeline = timeline;
     this.chosen = -1;
-    this.measuredFrom = null; // the pass that a range begins at
+    this.measuredFrom = null; // pass at which a range starts
     this.hideTip();
     this.canvas.setAttribute("aria-label", `${label}. Arrow keys move from pass to pass, Enter
       follows a microbatch, plus and minus zoom, 0 shows all, M measures from pass to pass, slash
@@ -81,7 +81,7 @@ export class Track {
     this.resize();
   }
 
-  /** Make the canvas as wide as its host and forget what was painted for another size. */
+  /** Fit the canvas to its parent, and drop tiles of another size. */
   resize() {
     if (this.timeline === null) return;
     const width = Math.floor(this.canvas.parentElement.clientWidth);
@@ -95,7 +95,7 @@ export class Track {
     this.dress();
   }
 
-  /** Take the colours of the theme; what was painted in others is painted anew. */
+  /** Apply the colors of the theme, and repaint all tiles. */
   dress() {
     if (!this.geometry) return;
     const theme = this.shared.theme();
@@ -112,7 +112,7 @@ export class Track {
     this.draw();
   }
 
-  /** Paint at another fineness and return the canvas; `resize` puts it back. */
+  /** Paint at another resolution and return the canvas; `resize` restores it. */
   picture(ratio) {
     this.ratio = ratio;
     this.canvas.width = Math.round(this.width * ratio);
@@ -121,7 +121,7 @@ export class Track {
     return this.canvas;
   }
 
-  /** Draw before the next frame is shown. */
+  /** Draw before the next frame. */
   request() {
     if (this.waiting) return;
     this.waiting = requestAnimationFrame(() => {
@@ -186,7 +186,7 @@ export class Track {
     for (const at of far.slice(0, this.tiles.size - MOST_TILES)) this.tiles.delete(at);
   }
 
-  /** Return the pass at a place of the canvas, or -1. */
+  /** Return the pass at a position of the canvas, or -1. */
   passAt(x, y) {
     const device = this.geometry.deviceAt(y);
     if (device < 0 || device >= this.timeline.devices || x < MARGIN.left) return -1;
@@ -196,7 +196,7 @@ export class Track {
     return exact >= 0 || this.boxed ? exact : this.timeline.nearest(device, time);
   }
 
-  /** Choose a pass; `spoken` by keyboard, so that it is read out and brought into sight. */
+  /** Select a pass; with `spoken` (by keyboard), read it out and scroll to it. */
   choose(at, spoken = false) {
     if (at === this.chosen && !spoken) return;
     this.chosen = at;
@@ -207,7 +207,7 @@ export class Track {
     this.request();
   }
 
-  /** Choose a pass that was asked for by name, wide enough to be seen by itself. */
+  /** Select a pass that was searched by name, and zoom in until it is visible. */
   seek(at) {
     const { start, end, typical } = this.timeline;
     const span = SOUGHT * typical;
@@ -223,7 +223,7 @@ export class Track {
     this.placeTip();
   }
 
-  /** Show what is said of the chosen pass beside it, wherever it has moved. */
+  /** Show the description of the selected pass next to its current position. */
   placeTip() {
     const { timeline, chosen, geometry } = this;
     const box = this.canvas.getBoundingClientRect();
@@ -232,7 +232,7 @@ export class Track {
     this.shared.tip.show(this.said, box.left + x, box.top + y, geometry.row);
   }
 
-  /** Show no longer what is said of the chosen pass; it stays chosen. */
+  /** Hide the description of the selected pass, which stays selected. */
   hideTip() {
     this.said = null;
     this.shared.tip.hide();

@@ -1,10 +1,10 @@
-// How times and memory are scaled and called.
+// Scales and labels of times and memory.
 
 import { digits } from "./dom.js";
 
 const TIMES = { "": "passes", ms: "ms", us: "µs" };
 
-/** Return the units of a timeline: its own where it has any, else what the reader chose. */
+/** Return the units of a timeline, or else of the user's choice. */
 export function unitsFor(facts, unit) {
   const timeScale = facts.in_us ? 1e-3 : 1;
   const heldDivisor = facts.in_bytes ? 2 ** 30 : 1;

@@ -1,18 +1,18 @@
-// View: which stretch of time is seen; shared by all pictures that stand on one axis.
+// View: the visible time range, shared by all pictures on one axis.
 
-const CLOSEST = 4; // passes of typical length across the picture at the highest zoom
-const MOST_AT_ONCE = 1000; // passes across; of more, one sees a pattern of their colours alone
+const CLOSEST = 4; // passes of typical length across the picture at maximum zoom
+const MOST_AT_ONCE = 1000; // passes across the picture; with more, only a color pattern is visible
 const READABLE = 200;
 
 export class View {
   constructor(onChange) {
     this.onChange = onChange;
     this.listeners = new Set();
-    this.anchor = null; // the time that a zoom from no other place keeps where it is
+    this.anchor = null; // default center of a zoom
     this.setBounds(0, 1, 1);
   }
 
-  /** Set the whole stretch of time, and the length of a typical pass. */
+  /** Set the complete time range, and the length of a typical pass. */
   setBounds(first, last, typical) {
     this.first = first;
     this.last = last > first ? last : first + 1;
@@ -23,7 +23,7 @@ export class View {
     this.span = this.opening;
   }
 
-  /** Show what is seen before the reader has moved anything: all, or a beginning one can read. */
+  /** Show the initial range: everything, or a readable part at the start. */
   open() {
     this.show(this.first, this.opening, false);
   }
@@ -36,7 +36,7 @@ export class View {
     return this.start + this.span;
   }
 
-  /** The chosen pass where it is in sight, else the middle of what is seen. */
+  /** The selected pass if it is visible, otherwise the middle of the view. */
   get middle() {
     const seen = this.anchor !== null && this.anchor >= this.start && this.anchor <= this.end;
     return seen ? this.anchor : this.start + this.span / 2;
@@ -46,7 +46,7 @@ export class View {
     return this.span >= (this.last - this.first) * 0.999999;
   }
 
-  /** Show the time from `start` on; a pan keeps `span` as it is to the last bit. */
+  /** Show the time from `start` on; a pan keeps `span` bitwise equal. */
   show(start, span = this.span, told = true) {
     this.span = Math.min(Math.max(span, this.least), this.last - this.first);
     this.start = Math.min(Math.max(start, this.first), this.last - this.span);
@@ -58,7 +58,7 @@ export class View {
     this.show(this.start + time);
   }
 
-  /** Magnify by `factor` so that `time` stays where it is. */
+  /** Zoom by `factor`, with `time` fixed. */
   zoom(factor, time = this.middle) {
     const span = Math.min(Math.max(this.span / factor, this.least), this.last - this.first);
     this.show(time - ((time - this.start) * span) / this.span, span);
@@ -68,7 +68,7 @@ export class View {
     this.show(this.first, this.last - this.first);
   }
 
-  /** Bring a stretch of time into sight, with some room around it. */
+  /** Scroll to a time range, with some margin. */
   reveal(t0, t1) {
     if (t0 >= this.start && t1 <= this.end) return;
     const span = Math.max(this.span, (t1 - t0) * 1.2);
