@@ -6,9 +6,9 @@ no pass waits for B; B in warm-up and cool-down, where a chain of B is the criti
 
 The search starts from three plans: all backwards split; B and W fused where no pass is delayed; no
 backward split. `planner.steps` continues from each. It splits in warm-up and cool-down, in the
-steady state or in one chunk, runs a local search over pass orders, and then fuses and splits by
-stage and by ever smaller groups of microbatches if the step gets shorter. Simulated step times with
-F/B/W/message 1/1.15/0.85/0.05:
+steady state or in one chunk, and runs a local search over pass orders. Then it fuses and splits by
+stage and by ever smaller groups of microbatches, if the step gets shorter. Simulated step times
+with F/B/W/message 1/1.15/0.85/0.05:
 
     devices, microbatches, limit, saved | all split | B, W fused | none split | chosen
     4, 8, 8 chunks, 10%                 |      51.9 |       51.9 |       54.6 |   50.0

@@ -17,8 +17,8 @@ def period_of(timeline: Timeline, microbatches: int | None = None) -> Period | N
 
     `microbatches` is the number of microbatches in the building block; without a block it is
     detected. The length is measured at the last stage, because forwards of stage 0 may run ahead.
-    If a schedule with a block is too short for its passes to repeat, the length is the work of the
-    busiest device for these microbatches, which equals the block's interval.
+    If a schedule with a block is too short to repeat, the length is the work of the busiest device
+    for these microbatches: the block's interval.
     """
     schedule = timeline.schedule
     if microbatches is None:

@@ -70,8 +70,8 @@ def defer(
             called twice.
         weights: the weights of the job; traces use the name of the first.
         kept: the tensors that the job reads. If the job runs on another stream, that stream waits
-            for this one, and the tensors' memory is not reused before the job has read it,
-            whichever stream allocated it.
+            for this one. The tensors' memory is not reused before the job has read it, whichever
+            stream allocated it.
 
     Raises:
         RuntimeError: no bucket is open; check `is_open` first.

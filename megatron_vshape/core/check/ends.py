@@ -1,9 +1,9 @@
 """Proven idle time of a device in warm-up and cool-down, under its memory limit.
 
-Until a time t after the start, the work of a device is limited by the microbatches that can have
-arrived by then and that fit its memory. The remaining time to t is idle. The same applies backwards
-from the end of the step, with W before B and B before F. If the two intervals do not overlap, their
-idle times add up.
+Until a time t after the start, a device works only on microbatches that can have arrived by then
+and that fit its memory. The remaining time to t is idle. The same applies backwards from the end of
+the step, with W before B and B before F. If the two intervals do not overlap, their idle times add
+up.
 
 For each pass type, the count of passes started by t is limited by
 

@@ -289,8 +289,8 @@ def without_ends(pieces: Pieces) -> Pieces:
 def with_predicting(head: AnyPiece, layer: AnyPiece, count: int, merging: float) -> AnyPiece:
     """Return the last stage's additional costs with `count` multi-token-prediction layers.
 
-    Each adds a layer, the merging of two hidden states (time of `merging` layers, negligible
-    memory), and the output layer again (if it is in the stage) with the same weights.
+    Each adds a layer, and the merging of two hidden states (time of `merging` layers, negligible
+    memory). Each also adds the output layer again, if it is in the stage, with the same weights.
     """
     once = {name: getattr(head, name) for name in (STATE, DUMMY)}
     heads = replace(head.times(1 + count), **once)
