@@ -226,6 +226,7 @@ class Planner:
         def schedules() -> list[Schedule]:
             return list(self._known(count))
 
+        # As in `_plan`, rank 0 makes the schedules for all ranks.
         known = schedules() if self.once is None else self.once(schedules)
         limits = limits_of(self._asked(Question(AUTO, self.choice.num_devices, count)))
         # Limits are per device of the planned numbering, programs per rank.

@@ -1,6 +1,6 @@
-"""Warnings after a run's first step, for mistakes that change gradients without an error.
+"""Warnings after the first training step, for mistakes that silently change gradients.
 
-Each needs the passes themselves: no option and no built model shows it.
+These mistakes are visible only in the passes, not in the options or the built model.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ class _StageFindings(NamedTuple):
 
     stage: int
     without_gradient: int  # trainable parameters, if the output of an F requires no gradient
-    packed: frozenset[bool]  # whether the model was given packed sequences, over its microbatches
+    packed: frozenset[bool]  # whether the model got packed sequences, over all microbatches
 
 
 class FirstStep(Capability):
-    """Looks at the first training step; warns once, on rank 0."""
+    """Observes the first training step; warns once, on rank 0."""
 
     def __init__(self) -> None:
-        """Begin before the first step."""
+        """Start before the first step."""
         self._look: _Look | None = None
         self._is_over = False
 
     def begin(self, beginning: Beginning) -> Part | None:
-        """Return the part that looks, in the first training step."""
+        """Return the observing part in the first training step."""
         if self._is_over or self._look is not None or beginning.step.forward_only:
             return None
         self._look = _Look(beginning)
         return self._look
 
     def end(self) -> None:
-        """Compare the stages of the pipeline, which all of its ranks do."""
+        """Compare the stages of the pipeline; all of its ranks call this."""
         look, self._look, self._is_over = self._look, None, True
         if look is not None:
             look.close()
@@ -57,19 +57,19 @@ class FirstStep(Capability):
                     logger.warning(text)
 
     def clear(self) -> None:
-        """Let go of the model."""
+        """Free the reference to the model."""
         if self._look is not None:
             self._look.close()
         self._look = None
 
 
 class _Look(Part):
-    """What the passes of a rank's stages show."""
+    """Observations of the passes of a rank's stages."""
 
     def __init__(self, beginning: Beginning) -> None:
-        """Look at how each chunk with attention is called."""
-        # Without `beginning` itself: its step has this part, and the circle would keep the
-        # trainer's data iterators, whose processes then outlive the trainer.
+        """Register a hook on each chunk with attention, to see how it is called."""
+        # Do not store `beginning`: its step references this part, and the reference cycle would
+        # keep the trainer's data iterators alive, whose processes then outlive the trainer.
         self.group = beginning.groups.pp
         self._cut_off: set[int] = set()
         self._packed: dict[int, set[bool]] = {}
@@ -86,17 +86,17 @@ class _Look(Part):
         self._packed.setdefault(stage, set()).add(given is not None)
 
     def ends_forward(self, stage: int, number: int, output: Tensor) -> None:
-        """Note an output that no trainable parameter is behind, as far as autograd knows."""
+        """Record an output without gradient: autograd found no trainable parameter before it."""
         if not output.requires_grad:
             self._cut_off.add(stage)
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
     def found(self) -> list[_StageFindings]:
-        """Return the findings, by stage."""
+        """Return the findings by stage."""
         return [
             _StageFindings(
                 stage,
@@ -116,7 +116,7 @@ def _num_trainable(chunk: nn.Module) -> int:
 
 
 def warnings(found: Iterable[_StageFindings]) -> list[str]:
-    """Return a text for each mistake of a pipeline's stages."""
+    """Return one warning text per mistake of a pipeline's stages."""
     stages = sorted(set(found), key=lambda each: each.stage)
     texts = [
         f"stage {each.stage}: {each.without_gradient:,} trainable parameters get no gradient, "

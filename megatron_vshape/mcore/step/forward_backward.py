@@ -1,4 +1,4 @@
-"""The function that takes the place of Megatron's forward_backward_func."""
+"""The replacement of Megatron's forward_backward_func."""
 
 from __future__ import annotations
 
@@ -62,9 +62,10 @@ from megatron_vshape.runtime.variable_p2p import VariableTransport
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What the trainer passes for one step; the same for every step of a run's training.
+    """The trainer's arguments for one step, equal in all training steps of a run.
 
-    The parameters of Megatron's own function, but for two.
+    These are the parameters of Megatron's function, except adjust_tensor_shapes_fn and
+    p2p_communicator.
     """
 
     forward_step_func: Any
@@ -83,7 +84,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A step under way, of which nothing or its first forwards have run."""
+    """A prepared step, of which no passes or only the first forwards have run."""
 
     call: Call
     chunks: list[nn.Module]
@@ -91,13 +92,13 @@ class _Begun:
     transport: Transport
     step: Step
     program: Program
-    early_ends: Cut  # how far it runs early, where it does
+    early_ends: Cut  # number of instructions per rank to run early; () if not early
     run: ProgramRun
-    order: Sequence[int] | None  # of microbatches by place; None: as they come
+    order: Sequence[int] | None  # microbatches in execution order; None: as given
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """Run the passes inside what its parts want around them."""
+        """Enter the contexts of all parts around the passes."""
         with contextlib.ExitStack() as stack:
             for part in self.step.parts:
                 stack.enter_context(part.session())
@@ -106,21 +107,22 @@ class _Begun:
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """The next step, begun early, and what it takes to undo that."""
+    """The next step, started early, and the state to roll it back."""
 
     begun: _Begun
     random: RandomState
 
 
 class PipelineRunner:
-    """Runs training and evaluation steps of one schedule; what Megatron's trainer calls.
+    """Runs training and evaluation steps of one schedule; the step function of the trainer.
 
-    Made when the trainer asks for its function, that is when all process groups exist. What
-    takes long, the process groups of the transport, is made at the first step and kept.
+    Created when the trainer requests its step function, that is, after all process groups exist.
+    The transport with its process groups is created in the first step, because this is slow, and
+    reused.
     """
 
     def __init__(self, state: StepState, pipeline: Pipeline, logs: Logs) -> None:
-        """Take what layers share, the schedule, and whether the trainer logs iterations."""
+        """Set the state shared with layers, the schedule, and whether the trainer logs a step."""
         self._state = state
         self._pipeline = pipeline
         self._transport: Transport | None = None
@@ -135,14 +137,14 @@ class PipelineRunner:
         self._profiler = Profiler(pipeline, self.report)
         self.meter = BubbleMeter(logs, pipeline.planner.predicted_bubble)
         self._courier = Courier()
-        self._last: Call | None = None  # of a training step
+        self._last: Call | None = None  # the last training step
         self._ahead: _Ahead | None = None
         self._early: tuple[Program, tuple[Program, Cut]] | None = None
         self._replays: list[Replay] = []
         self._agreement = Agreement()
-        self._places: Places | None = None  # once a step's microbatches may be unlike
-        self._keeps_order: bool | None = None  # of them, by what all ranks have; asked for once
-        self.local_ranks: int | None = None  # of this host, once all have been asked
+        self._places: Places | None = None  # set once microbatches can be reordered
+        self._keeps_order: bool | None = None  # agreed by all ranks once; None before
+        self.local_ranks: int | None = None  # number of ranks on this host, once known
         self._capabilities: tuple[Capability, ...] = (
             HostMemoryWaiting(self.report),
             VocabularySharing(),
@@ -153,9 +155,9 @@ class PipelineRunner:
     def __call__(
         self, *, adjust_tensor_shapes_fn: Any = None, p2p_communicator: Any = None, **arguments: Any
     ) -> list[Any]:
-        """Run one step and return what the loss function reported, one entry per microbatch.
+        """Run one step and return the reports of the loss function, one entry per microbatch.
 
-        The parameters are those of Megatron's own function. The reports come back on the last
+        The parameters are those of Megatron's function. The reports are returned on the last
         pipeline rank, where the trainer reads them, and on the rank of the last stage.
         """
         if adjust_tensor_shapes_fn is not None:
@@ -171,9 +173,9 @@ class PipelineRunner:
             return self._evaluate(call) if call.forward_only else self._train(call)
 
     def connect(self, model: Any) -> str | None:
-        """Make the connections of all ranks, which the first step would make else.
+        """Create the P2P connections of all ranks now instead of in the first step.
 
-        All ranks of the world call it. Returns what carries the messages in a line, over NCCL.
+        All ranks of the world call this. Returns a line about the P2P backend with NCCL, else None.
         """
         chunks = _as_list(model)
         group = parallel_state.get_pipeline_model_parallel_group()
@@ -181,21 +183,21 @@ class PipelineRunner:
         return self._ready_transport(config, (1, 1, 1), chunks[0], group).summary()
 
     def tell(self) -> str:
-        """Return what this rank does or waits for, whatever thread asks."""
+        """Describe the current pass or wait of this rank; can be called from any thread."""
         if self._transport is None:
             return f"rank {dist.get_rank()}: before its first pass"
         return self._transport.tell(self._place)
 
     def rest(self) -> None:
-        """Ask the device nothing until the next pass, as while CUDA graphs are captured."""
+        """Synchronize the device, and keep the transport idle until the next pass."""
         if self._transport is not None:
             torch.cuda.synchronize()
             self._transport.rest()
 
     def run_ahead(self) -> None:
-        """Begin the training step that follows the one just run, as far as it can be undone.
+        """Start the next training step as far as it can be rolled back.
 
-        Does nothing where the next step is measured from its start, and before the first step.
+        Does nothing before the first step, or if the next step is measured from its start.
         """
         call = self._last
         observers = (self.report.measures_next, self._profiler.profiles_next, self.meter.times_next)
@@ -203,20 +205,23 @@ class PipelineRunner:
             return
         for replay in self._replays:
             replay.mark()
+        # Early forwards consume data and random numbers; both must be restored on a rollback.
         random = RandomState.now()
         begun = self._begin(call, is_early=True)
         self._ahead = _Ahead(begun, random)
         begun.run.advance(begun.early_ends[begun.groups.pp.rank()])
 
     def drop_ahead(self) -> None:
-        """Undo what of the next step has run early; all ranks of the pipeline call this together.
+        """Roll back the early part of the next step; all ranks of the pipeline call this together.
 
-        Does nothing where nothing has.
+        Does nothing if nothing has run early.
         """
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             return
         begun = ahead.begun
+        # Early forwards may have sent messages without a matching receive yet. Complete them first,
+        # so that the transport is consistent for the next step.
         instructions = drain(begun.program, begun.early_ends, begun.groups.pp.rank())
         run_drain(instructions, begun.transport, begun.transport.blank())
         for capability in self._capabilities:
@@ -226,13 +231,13 @@ class PipelineRunner:
         ahead.random.restore()
 
     def forget_data(self, quietly: bool = False) -> None:
-        """Let go of all that the steps have left, when none follows, or the last one has failed.
+        """Free all state of previous steps, after the last step or a failed one.
 
-        These are the weight jobs of a step that failed, what waits in host memory and that memory
-        itself, the transport's threads, and the last step's data iterators. A loader tells its
-        processes to end when nothing holds it; with --exit-signal-handler they ignore the signal
-        that would end them otherwise, and the trainer would wait for them. `quietly` is for a
-        process that trains again after this.
+        This state includes weight jobs of a failed step, offloaded activations and their host
+        memory, the threads of the transport, and data iterators. A data loader stops its worker
+        processes when its last reference is gone. With --exit-signal-handler the workers ignore the
+        signal that would stop them otherwise, and the trainer would wait for them. `quietly` is for
+        a process that trains again.
         """
         self._last, self._ahead, self._replays = None, None, []
         self._state.jobs.clear()
@@ -263,7 +268,7 @@ class PipelineRunner:
         torch_device = device_of(_as_list(call.model)[0])
         profiled = self._profiler.begin_step(torch_device)
         timer = self.meter.begin_step(call.num_microbatches, torch_device, profiled)
-        # Costs are those of passes that run apart, so a profiled B runs nothing of a W.
+        # Measured costs must be those of separate passes, so a profiled B runs no jobs of a W.
         begun = self._take_ahead(call) or self._begin(call, timer, hides=profiled is None)
         tokens = call.num_microbatches * call.micro_batch_size * call.seq_length
         sync = begun.step.gradient_sync
@@ -291,12 +296,13 @@ class PipelineRunner:
             capability.end()
         if begun.step.config.finalize_model_grads_func is not None:
             self._finalize(begun)
-        checks.make()  # behind that, so that the host launches it without waiting for the passes
+        # After finalize, so that the host launches it without waiting for the passes.
+        checks.make()
         self._last = call
         return self._reports(begun)
 
     def _take_ahead(self, call: Call) -> _Begun | None:
-        """Return this step if it was begun early and is the one that is asked for now."""
+        """Return the step that was started early if its call equals the current one, else None."""
         ahead = self._ahead
         if ahead is not None and ahead.begun.call != call:
             self.drop_ahead()
@@ -313,7 +319,7 @@ class PipelineRunner:
         is_early: bool = False,
         hides: bool = True,
     ) -> _Begun:
-        """Return the step with all that it needs, none of its passes run."""
+        """Prepare a step with everything that its passes need, without running any pass."""
         chunks = _as_list(call.model)
         iterators = given_iterators(call.data_iterator, len(chunks))
         config, shares = get_model_config(chunks[0]), self._pipeline.choice.shares
@@ -321,6 +327,7 @@ class PipelineRunner:
         groups = _default_groups() if call.pg_collection is None else call.pg_collection
         slices = self._slices(call, config)
         shape = _message_shape(call, config, groups, slices)
+        # The message shape can change between steps: for example, evaluation does not slice.
         transport = self._ready_transport(config, shape, chunks[0], groups.pp)
         with refusing():
             how = call.num_microbatches * slices, call.force_all_reduce, call.forward_only
@@ -329,7 +336,10 @@ class PipelineRunner:
             sync.gather_parameters()
             iterators = self._replayed(iterators)
         program, beside = self._program(call, hides)
+        # Before `shared_out`, so that chunks that share an iterator also share its order.
         order, iterators = self._order(call, config, iterators, groups, slices)
+        # Vocabulary parallelism reads the data of the last chunk once more: a loss of logits is
+        # computed on every rank.
         iterators, again = read_again(iterators) if shares else (shared_out(iterators), None)
         program, early_ends = self._begun_early(program) if is_early else (program, ())
         by_layers = self._pipeline.by_layers and not call.forward_only
@@ -369,11 +379,11 @@ class PipelineRunner:
     def _order(
         self, call: Call, config: Any, iterators: list[Any], groups: Any, slices: int
     ) -> tuple[Sequence[int] | None, list[Any]]:
-        """Return which microbatch takes which place in this step, and what gives them so.
+        """Return the microbatch order of this step (None: as given), and iterators with this order.
 
-        They are placed where the order is planned. Forward passes alone take as long whoever comes
-        first; and with post-validation ranks are in different steps, and would have to wait for
-        each other to agree.
+        Microbatches are reordered only with a planned schedule. In evaluation, the order does not
+        affect the step time. With post-validation, ranks are in different steps and would have to
+        wait for each other to agree on an order.
         """
         options, planned = self._pipeline.options, self._pipeline.choice.name == AUTO
         if call.forward_only or options.keep_order or options.post_validates:
@@ -391,7 +401,7 @@ class PipelineRunner:
         return self._places.order(plan, iterators, call.num_microbatches, groups, first_rank)
 
     def _program(self, call: Call, hides: bool) -> tuple[Program, Mapping[Pass, Beside]]:
-        """Return what all ranks run in a step, and which W's its B's hide."""
+        """Return the program of all ranks, and the W jobs that its B's overlap with."""
         planner = self._pipeline.planner
         if call.forward_only:
             return planner.evaluation(call.num_microbatches), {}
@@ -402,7 +412,7 @@ class PipelineRunner:
         return plan.program, plan.beside if hides else {}
 
     def _slices(self, call: Call, config: Any) -> int:
-        """Return in how many slices the step's microbatches are cut; evaluation runs them whole."""
+        """Return the number of slices per microbatch; evaluation does not slice."""
         planner = self._pipeline.planner
         if call.forward_only:
             return 1
@@ -412,13 +422,13 @@ class PipelineRunner:
         return planner.training(call.num_microbatches).schedule.slices
 
     def _begun_early(self, program: Program) -> tuple[Program, Cut]:
-        """Return `begun_early(program)`; most steps run the program of the step before."""
+        """Return `begun_early(program)`, cached because most steps run the same program."""
         if self._early is None or self._early[0] is not program:
             self._early = program, begun_early(program)
         return self._early[1]
 
     def _replayed(self, iterators: Sequence[Any]) -> list[Any]:
-        """Return iterators that can give microbatches again, where a step may have to be undone."""
+        """Wrap the iterators so that they can replay microbatches, if a step may be rolled back."""
         if not self._pipeline.options.post_validates:
             return list(iterators)
         known = {id(each.source): each for each in self._replays}
@@ -429,7 +439,7 @@ class PipelineRunner:
         return [each if each is None else known[id(each)] for each in iterators]
 
     def _reports(self, begun: _Begun) -> list[Any]:
-        """Return the losses, on the ranks that the trainer reads them on."""
+        """Return the losses on the ranks where the trainer reads them."""
         reports = self._courier.bring_losses(
             as_given(begun.step.loss_store, begun.order),
             self._pipeline.stage_map.loss_rank,
@@ -462,13 +472,15 @@ class PipelineRunner:
                 self._pipeline.options.timeout_seconds,
                 like=pipeline_group,
             )
+            # The first use of a communicator blocks, so warm up all of them before the schedule
+            # runs.
             self._transport.prepare(self._pipeline.planner.smallest())
             first_cause.watch_the_end(TransportError)
         self._transport.expect(shape, dtype)
         return self._transport
 
     def _finalize(self, begun: _Begun) -> None:
-        """Have Megatron finish the gradients, as its own schedules do at their end."""
+        """Call Megatron's finalization of gradients, as its schedules do at their end."""
         step, groups = begun.step, begun.groups
         finalize = step.config.finalize_model_grads_func
         options = {"pg_collection": groups, "force_all_reduce": begun.call.force_all_reduce}
@@ -478,17 +490,18 @@ class PipelineRunner:
         late = self._pipeline.options.post_validates
         if late and inspect.unwrap(finalize) is finalize_model_grads:
             loss_rank = self._pipeline.stage_map.loss_rank
+            # An all-reduce over the pipeline would make its ranks wait for each other.
             tokens = self._courier.bring_tokens(step.num_tokens, loss_rank, groups.pp)
             finalize(begun.chunks, None, **options)
             divide_by_tokens(begun.chunks, tokens, groups)
             return
-        # Megatron takes the last rank's count for the pipeline's; only the loss rank has one.
+        # Megatron uses the count of the last rank, but only the loss rank has counted tokens.
         dist.all_reduce(step.num_tokens, group=groups.pp)
         finalize(begun.chunks, step.num_tokens, **options)
 
 
 def _stages(begun: Beginning) -> Mapping[int, Stage]:
-    """Return what runs the passes of this rank's chunks, by stage."""
+    """Return the objects that run the passes of this rank's chunks, by stage."""
     stage_map = begun.pipeline.stage_map
     return {
         stage: MegatronStage(
@@ -506,9 +519,9 @@ def _stages(begun: Beginning) -> Mapping[int, Stage]:
 
 
 def _message_shape(call: Call, config: Any, groups: Any, slices: int) -> Sequence[int]:
-    """Return the shape [s, b, h] of what a stage sends of a slice, or of a whole microbatch.
+    """Return the shape [s, b, h] of a P2P message, for one slice or a full microbatch.
 
-    With several residual streams (mHC, of Megatron after 0.19) all of them are sent.
+    With several residual streams (mHC, in Megatron after 0.19) h includes all of them.
     """
     with refusing():
         check_sequence(slices, call.seq_length, config)
@@ -534,7 +547,7 @@ def _check_captured(captured: Program | None, program: Program) -> None:
 
 
 def _of_one_length(config: Any) -> Any:
-    """Return a config for which Megatron tells the shape of messages, those of full length."""
+    """Return a config for which Megatron computes the shape of full-length messages."""
     if not config.variable_seq_lengths:
         return config
     whole = copy.copy(config)
@@ -544,7 +557,7 @@ def _of_one_length(config: Any) -> Any:
 
 @contextlib.contextmanager
 def _timed(config: Any) -> Iterator[None]:
-    """Run Megatron's timer of a step meanwhile; evaluation has none."""
+    """Run Megatron's timer of a step in this context; evaluation has none."""
     if config.timers is None:
         yield
         return
@@ -567,7 +580,7 @@ def _all_pipelines(pipeline_group: dist.ProcessGroup) -> list[list[int]]:
 
 
 def _default_groups() -> ProcessGroupCollection:
-    """Return the process groups that Megatron's own schedules take when none are passed."""
+    """Return the process groups that Megatron's schedules use if the trainer passes none."""
     state = parallel_state
     groups = ProcessGroupCollection()
     groups.tp = state.get_tensor_model_parallel_group()

@@ -1,10 +1,10 @@
-"""Losses of multi-token prediction where all pipeline ranks share the vocabulary.
+"""Losses of multi-token prediction with vocabulary parallelism.
 
-Megatron makes them within F of the last stage, of logits by the model's own output layer, and hangs
-them on the graph of what leaves that stage (`process_mtp_loss`). Its logits begin only after F, so
-it is given zeros for the losses. They are a function of the hidden state whose gradient B asks for,
-and the graph says what theirs is as soon as F has run. What Megatron counts of them for the log is
-counted once they are known.
+Megatron computes these losses within the F of the last stage, from logits of the model's output
+layer, and attaches them to the graph of the stage's output (`process_mtp_loss`). Here the LOGITS
+pass runs after F, so Megatron gets zeros for the losses. The zeros are a function of the hidden
+state, whose gradient B needs, and the graph gives their own gradient as soon as F has run. The
+metrics for the log are recorded once the losses are known.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch import Tensor
 from megatron_vshape.mcore.replaced import Replaced
 
 COUNTS = ("save_metrics_to_tracker", "save_loss_to_tracker")
-"""Megatron's names of the tracker of layer losses; the second up to 0.18."""
+"""Megatron's names of the method that records layer losses; the second up to 0.18."""
 
 
 class _LaterLosses(torch.autograd.Function):
-    """Zeros for the losses of a hidden state; `take` returns its gradient once B wants that."""
+    """Zeros for the losses of a hidden state; `take` returns its gradient in B."""
 
     @staticmethod
     def forward(
@@ -43,28 +43,28 @@ class _LaterLosses(torch.autograd.Function):
 
 @dataclass(slots=True)
 class _Layer:
-    """What one layer has made of a microbatch."""
+    """The tensors of one layer and microbatch."""
 
     hidden: Tensor  # [s, b, h] or a part of the sequence
     losses: Tensor  # [s, b, 1], the zeros
     labels: Tensor | None = None  # [b, s]
-    weights: Tensor | None = None  # by which losses count in the mean that is logged, [b, s]
-    count: Callable[[Tensor, Tensor], None] | None = None  # for the log: their mean, and hits
-    gradient: Tensor | None = None  # of the losses, [b, s]
+    weights: Tensor | None = None  # weights of the losses in the logged mean, [b, s]
+    count: Callable[[Tensor, Tensor], None] | None = None  # records the mean and the hits
+    gradient: Tensor | None = None  # gradient of the losses, [b, s]
 
 
 @dataclass(eq=False)
 class FurtherLosses:
-    """Those of a step's microbatches, on the rank that makes the loss."""
+    """The multi-token prediction losses of a step's microbatches, on the loss rank."""
 
     layers: int
-    shapes: Mapping[int, tuple[int, int]]  # [b, s] of the microbatches on this rank
+    shapes: Mapping[int, tuple[int, int]]  # [b, s] of each microbatch on this rank
     _made: dict[int, list[_Layer]] = field(default_factory=dict)
     _hidden_gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     @contextmanager
     def forward(self, microbatch: int) -> Iterator[None]:
-        """Call the model inside, in F of the last stage."""
+        """Context for the model's call in the F of the last stage."""
         made = self._made[microbatch] = []
         counted: list[inspect.BoundArguments] = []
         helper = MTPLossLoggingHelper
@@ -79,14 +79,14 @@ class FurtherLosses:
             yield
         for layer, given in zip(made, counted, strict=False):
             mean = given.arguments["loss"]
-            if mean.requires_grad:  # else no token counts
+            if mean.requires_grad:  # otherwise no token has a loss weight
                 (weights,) = torch.autograd.grad(mean, layer.losses, retain_graph=True)
                 layer.weights = _by_sequence(weights)
             given.arguments["loss"] = mean.detach()
             layer.count = partial(_count, count, given)
 
     def begin(self, microbatch: int, hidden: Tensor) -> Tensor | None:
-        """Return what stands for the logits of the next layer; None if the model's own come."""
+        """Return the replacement of the next layer's logits; None for the main logits."""
         made = self._made[microbatch]
         if len(made) == self.layers:
             return None
@@ -96,9 +96,9 @@ class FurtherLosses:
         return losses
 
     def keep_labels(self, microbatch: int, labels: Tensor, logits: Tensor) -> Tensor | None:
-        """Take a layer's labels; return what stands for its losses, None if these are no layer's.
+        """Store a layer's labels; return its zero losses, or None if `logits` belong to no layer.
 
-        `logits` is what `begin` returned for it.
+        `logits` is the return value of `begin` for the layer.
         """
         for layer in self._made[microbatch]:
             if layer.losses is logits:
@@ -107,9 +107,9 @@ class FurtherLosses:
         return None
 
     def end(self, microbatch: int, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the stage's output and the labels with those of all layers, as more sequences.
+        """Return the stage's output and labels, with those of all layers appended as sequences.
 
-        `hidden` is what F has returned, with its graph.
+        `hidden` is the output of F with its graph.
         """
         made = self._made[microbatch]
         if not made:
@@ -122,15 +122,15 @@ class FurtherLosses:
         return whole, torch.cat([labels, *(_known(layer.labels) for layer in made)])
 
     def forget(self, microbatch: int) -> None:
-        """Let go of a microbatch that nothing is learned from."""
+        """Free a microbatch without training."""
         self._made.pop(microbatch, None)
 
     def learn(
         self, microbatch: int, losses: Sequence[Tensor], best: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Count every layer's true losses for the log, and return their gradients; all are [b, s].
+        """Record every layer's true losses for the log; return their gradients, all [b, s].
 
-        `best` is which row of the vocabulary has the largest logit.
+        `best` has the index of the vocabulary row with the largest logit.
         """
         gradients = []
         made = self._made.pop(microbatch)
@@ -143,7 +143,7 @@ class FurtherLosses:
         return gradients
 
     def keep_gradients(self, microbatch: int, gradients: Sequence[Tensor]) -> None:
-        """Take the gradients of all layers' hidden states, for B."""
+        """Store the gradients of all layers' hidden states for B."""
         for layer, gradient in enumerate(gradients):
             self._hidden_gradients[microbatch, layer] = gradient
 
@@ -158,7 +158,7 @@ def _count(
 
 
 def _by_sequence(numbers: Tensor) -> Tensor:
-    """Return numbers of tokens, [s, b, 1], as [b, s]."""
+    """Transpose values per token from [s, b, 1] to [b, s]."""
     return numbers.squeeze(-1).t()
 
 

@@ -1,4 +1,4 @@
-"""When data-parallel gradients are reduced during a step."""
+"""Start of data-parallel gradient reductions during a step."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from megatron_vshape.mcore.setup.pipeline import Pipeline
 
 @dataclass(slots=True)
 class _Reduction:
-    """The reduction of one bucket group, and what it waits for."""
+    """The reduction of one bucket group, and the work that must complete first."""
 
     start: Callable[[], None]
-    chunks: frozenset[int]  # all their backwards must have run
-    jobs: int = 0  # weight jobs of its parameters that wait for their W
+    chunks: frozenset[int]  # chunks whose backwards must all have run
+    jobs: int = 0  # pending weight jobs of its parameters
 
 
 class GradientSync:
-    """Starts the reduction of every bucket in the W that completes it.
+    """Starts the reduction of every bucket in the W that completes its gradients.
 
-    DDP would start a bucket when autograd has come through its parameters for the last time,
-    which with weight gradients put off is too early; so the whole step runs under `no_sync` and
-    the buckets are started here: the first when the last W of their chunk begins, the others as
-    its jobs add the gradients they lack. All data-parallel ranks run the same program, and the
-    buckets of a chunk start in their order, so the reductions match.
+    DDP would start a bucket when autograd passes its parameters for the last time, which is too
+    early with deferred weight gradients. So the whole step runs under `no_sync`, and this class
+    starts the buckets: the first one when the last W of its chunk starts, the others when the jobs
+    have added their missing gradients. All data-parallel ranks run the same program, and the
+    buckets of a chunk start in order, so the reductions match.
     """
 
     def __init__(
@@ -49,7 +49,8 @@ class GradientSync:
         """Plan the reductions of one step.
 
         Raises:
-            UnsupportedError: they are to overlap, and a chunk is not in Megatron's DDP.
+            UnsupportedError: Reductions should overlap, but a chunk is not wrapped in Megatron's
+                DDP.
         """
         self._config = config
         self._model = model
@@ -66,7 +67,7 @@ class GradientSync:
                 self._plan(chunk)
 
     def gather_parameters(self) -> None:
-        """Start to gather the parameters of all chunks, where Megatron leaves that to the step."""
+        """Start parameter all-gathers of all chunks, if Megatron leaves this to the schedule."""
         param_sync = self._config.param_sync_func
         if param_sync is not None:
             for chunk, sync in zip(self._model, self._per_chunk(param_sync), strict=True):
@@ -74,7 +75,7 @@ class GradientSync:
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """Run a step inside: hold DDP's own reductions back."""
+        """Disable DDP's reductions during a step."""
         with contextlib.ExitStack() as stack:
             no_sync = self._config.no_sync_func
             if no_sync is not None:
@@ -85,33 +86,33 @@ class GradientSync:
             yield
 
     def deferred(self, parameters: Sequence[Tensor]) -> None:
-        """Note that a job for W adds to the gradients of `parameters`."""
+        """Count a new job that adds to the gradients of `parameters`."""
         for parameter in parameters:
             if parameter in self._reduction_of:
                 self._reduction_of[parameter].jobs += 1
 
     def added(self, parameters: Sequence[Tensor]) -> None:
-        """Note that such a job has run."""
+        """Count a completed job, and start reductions that are ready."""
         for parameter in parameters:
             if parameter in self._reduction_of:
                 self._reduction_of[parameter].jobs -= 1
         self._start_ready()
 
     def splits(self, chunk: int) -> bool:
-        """Return whether a whole backward of the chunk is to run as B, then W.
+        """Return whether a full backward of the chunk runs as B, then W.
 
-        The last one is, so that its buckets start one by one. Not where layers are recomputed:
-        between B and W all their activations would be there at once.
+        True for the last one, so that its buckets start one by one. False with full recompute,
+        because all recomputed activations would be allocated between B and W.
         """
         return self.overlaps and self._splits_last and self._left[chunk] == 1
 
     def weights_begin(self, chunk: int) -> None:
-        """Note that a W of the chunk is going to run, whose B has."""
+        """Record that a W of the chunk starts; its B has run."""
         if self._left[chunk] == 1:
             self._close(chunk)
 
     def weights_done(self, chunk: int) -> None:
-        """Note that a chunk has one microbatch's weight gradients more."""
+        """Record that the weight gradients of one more microbatch are complete."""
         self._left[chunk] -= 1
         if not self._left[chunk]:
             self._close(chunk)
@@ -127,7 +128,7 @@ class GradientSync:
                     queue.popleft().start()
 
     def _plan(self, chunk: int) -> None:
-        """Line up the reductions of a chunk's bucket groups, those of experts apart."""
+        """Queue the reductions of a chunk's bucket groups, with a separate queue for experts."""
         model: Any = self._model[chunk]
         if not hasattr(model, "bucket_groups"):
             raise UnsupportedError(
@@ -138,7 +139,7 @@ class GradientSync:
             queue: deque[_Reduction] = deque()
             for group in groups:
                 parameters = [each for bucket in group.buckets for each in bucket.params_list]
-                # The embedding, marked where the last chunk's passes add to its gradient too.
+                # A shared embedding, to whose gradient the last chunk's passes add as well.
                 shared = any(getattr(each, "zero_out_wgrad", False) for each in parameters)
                 chunks = range(len(self._model)) if shared else [chunk]
                 reduction = _Reduction(partial(self._start_group, group), frozenset(chunks))
@@ -147,7 +148,7 @@ class GradientSync:
             self._queues.append(queue)
 
     def _start_group(self, group: Any) -> None:
-        # DDP would start its "first batch" once more at the end of the step.
+        # Otherwise DDP would start its "first batch" again at the end of the step.
         group.is_first_batch = False
         group.start_grad_sync(force_all_reduce=self._force_all_reduce)
 
@@ -156,9 +157,9 @@ class GradientSync:
 
 
 def divide_by_tokens(model: Sequence[Any], tokens: Tensor, groups: Any) -> None:
-    """Divide the gradients by the number of tokens, as Megatron does when it is given that.
+    """Divide the gradients by the number of tokens, as Megatron does if it gets that number.
 
-    `tokens` is this pipeline's number; the data-parallel ranks' are added to it.
+    `tokens` is the number of this pipeline; it is summed over data-parallel ranks.
     """
     dist.all_reduce(tokens, group=getattr(groups, "dp_cp_gtp_remat", None) or groups.dp_cp)
     scaling = 1.0 / torch.clamp(tokens, min=1)
@@ -168,10 +169,10 @@ def divide_by_tokens(model: Sequence[Any], tokens: Tensor, groups: Any) -> None:
 
 @contextlib.contextmanager
 def _overlap(model: Sequence[nn.Module], is_on: bool) -> Iterator[None]:
-    """Let DDP take overlap_grad_reduce for on, or off, meanwhile.
+    """Set overlap_grad_reduce in DDP's config within this context.
 
-    Its hooks insist on a gradient from every backward where it is on, and a B leaves none of the
-    weights that wait; its bucket groups reduce asynchronously only where it is on.
+    If true, DDP's hooks require a gradient from every backward, which a B with deferred weights
+    does not have. But bucket groups reduce asynchronously only if it is true.
     """
     with Replaced() as replaced:
         for each in model:
@@ -181,5 +182,5 @@ def _overlap(model: Sequence[nn.Module], is_on: bool) -> Iterator[None]:
 
 
 def overlaps_grad_reduce(chunk: nn.Module) -> bool:
-    """Return whether the chunk's DDP is to reduce gradients during the backward."""
+    """Return whether the chunk's DDP reduces gradients during the backward."""
     return bool(getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False))

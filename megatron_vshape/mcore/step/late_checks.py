@@ -1,14 +1,14 @@
-"""Checks of losses that wait until the passes of their step have been run.
+"""Loss checks that run after the passes of their step.
 
-A script has Megatron validate the loss of every microbatch where it computes it. Whether a number
-on a device is NaN the host can tell only by waiting for it, so it would wait in every F of the last
-stage and order no work meanwhile; in a V that is on rank 0, whose row has no gap to lose.
+A training script makes Megatron validate the loss of every microbatch where it is computed. To test
+a device value for NaN, the host must wait for the device. So it would wait in every F of the last
+stage and launch no work meanwhile. In the V placement this is on rank 0, which has no idle time.
 
-Megatron acts on what a check finds after the step, so nothing is lost by asking then: the calls are
-kept with the numbers that they are about, and made in their order when the numbers have come to
-the host. The copy, one for all, starts after the last pass; a training step finishes its gradients
-before it waits for that, so that the GPU has work meanwhile. With --rerun-mode disabled a bad loss
-is an exception, which comes after that, and still tells the pass that the loss was computed in.
+Megatron acts on the result of a check only after the step, so checking later has no disadvantage.
+The calls are stored with their values, and run in order once the values are on the host. One copy
+for all values starts after the last pass. A training step finalizes its gradients before it waits
+for the copy, so the GPU stays busy. With --rerun-mode disabled, a bad loss raises an exception at
+that point; it still names the pass that computed the loss.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ from megatron_vshape.runtime.program_runner import Place
 
 
 class _Kept(NamedTuple):
-    check: Callable[[Tensor], None]  # Megatron's, of everything but the result
+    check: Callable[[Tensor], None]  # Megatron's check with all arguments but the result
     result: Tensor
-    instruction: Instruction | None  # that ran when the check was asked for
+    instruction: Instruction | None  # the running instruction at the call
 
 
 class _Fetched(NamedTuple):
     checks: list[_Kept]
-    values: Tensor  # on the host, once they have arrived
-    arrived: torch.cuda.Event | None  # None: they are there
+    values: Tensor  # on the host, valid after `arrived`
+    arrived: torch.cuda.Event | None  # None: already valid
 
 
 class LateChecks:
-    """The checks asked for since the step began, or since the last were made."""
+    """Checks recorded since the step started or since the last `make`."""
 
     def __init__(self, place: Place) -> None:
-        """Take where the program stands, which a check that raises must tell."""
+        """Set the position of the program, which a failing check reports."""
         self._place = place
         self._kept: list[_Kept] = []
         self._fetched: list[_Fetched] = []
 
     def add(self, check: Callable[[Tensor], None], result: Tensor) -> None:
-        """Keep a check, with the result as it is now: Megatron goes on to divide it in place."""
+        """Store a check with a copy of the result, because Megatron then divides it in place."""
         self._kept.append(_Kept(check, result.detach().clone(), self._place.instruction))
 
     def fetch(self) -> None:
-        """Start to copy the results kept to the host; does not wait."""
+        """Start to copy the stored results to the host, without waiting."""
         kept, self._kept = self._kept, []
         for _, alike in groupby(kept, key=lambda each: (each.result.device, each.result.dtype)):
             checks = list(alike)
             results = torch.stack([each.result for each in checks])
-            # To memory that torch pins for it, where they come from a GPU.
+            # From a GPU, torch copies into pinned memory, so the copy is asynchronous.
             values = results.to("cpu", non_blocking=True)
             arrived = None
             if results.is_cuda:
@@ -67,9 +67,9 @@ class LateChecks:
             self._fetched.append(_Fetched(checks, values, arrived))
 
     def make(self) -> None:
-        """Make the checks kept, as if the program stood where each was asked for.
+        """Run the stored checks, each with the program position of its recording.
 
-        Raises what the checks raise.
+        Raises the exceptions of the checks.
         """
         self.fetch()
         fetched, self._fetched = self._fetched, []
@@ -84,19 +84,19 @@ class LateChecks:
 
 
 class LateFaults:
-    """Faults whose conditions are on the device until the passes of a step have run.
+    """Faults whose conditions stay on the device until the passes of a step have run.
 
-    Reading a condition makes the host wait for all the device has queued, so it is read once.
+    Reading a condition makes the host wait for all queued device work, so it is read once.
     """
 
     def __init__(self) -> None:
         self._found: dict[str, Tensor] = {}  # by message, whether it applies
 
     def add(self, condition: Tensor | bool, message: str) -> None:
-        """Record a fault that applies if `condition` holds.
+        """Record a fault that applies if `condition` is true.
 
         Raises:
-            UnsupportedError: the condition is known on the host, and holds.
+            UnsupportedError: The condition is known on the host, and true.
         """
         if isinstance(condition, bool):
             if condition:
@@ -119,7 +119,7 @@ def unlike(found: Tensor, known: Tensor) -> Tensor | bool:
     """Compare the bits of two tensors on the device, where NaN equals NaN.
 
     Returns:
-        Whether they differ: True for other shapes, else a tensor on the device of `known`.
+        Whether they differ: True for different shapes, else a tensor on the device of `known`.
     """
     if found.shape != known.shape:
         return True
@@ -129,9 +129,9 @@ def unlike(found: Tensor, known: Tensor) -> Tensor | bool:
 
 @contextmanager
 def checked_late(state: StepState, place: Place) -> Iterator[LateChecks]:
-    """Have the checks asked for inside wait; yield what makes them, once the passes have run.
+    """Defer the loss checks of this context; yields the object that runs them.
 
-    Where a pass inside has failed, none is made.
+    If a pass fails, no check runs.
     """
     checks = LateChecks(place)
     state.late_checks = checks
@@ -143,11 +143,11 @@ def checked_late(state: StepState, place: Place) -> Iterator[LateChecks]:
 
 
 def can_wait(machine: Any, result: Any, rejection_func: Any, comparison_func: Any) -> bool:
-    """Return whether a check finds the same later, in a copy of the result on the host.
+    """Return whether a check has the same result later, on a host copy of the value.
 
-    It does with the functions of Megatron's own scripts, which look at the number and nothing else.
-    `machine` is Megatron's RerunStateMachine.
+    True for the functions of Megatron's scripts, which depend only on the value. `machine` is
+    Megatron's RerunStateMachine.
     """
-    function = getattr(rejection_func, "func", rejection_func)  # of a partial
+    function = getattr(rejection_func, "func", rejection_func)  # unwrap a partial
     known = function in (torch.isnan, torch.isinf, machine.is_unexpectedly_large)
     return known and comparison_func is None and isinstance(result, Tensor) and not result.dim()

@@ -1,13 +1,14 @@
-"""A chunk's passes by Megatron's layer plans, of which an F can run beside a B of any other.
+"""Run a chunk's passes by Megatron's layer plans, which can overlap an F with a B.
 
-Megatron cuts a chunk's F and B into nodes that compute and nodes that exchange tokens with the
-ranks of other experts, each kind on a stream of its own (`build_schedule_plan`). Its own order of
-the nodes hides the exchanges of one pass behind what the other computes; those of a B that runs
-alone behind its weight gradients. Which passes run together Megatron's schedules decide for
-themselves: here the program does, and Megatron's `combined_forward_backward_step` runs them.
+Megatron splits a chunk's F and B into compute nodes and expert communication nodes (all-to-all),
+each type on its own stream (`build_schedule_plan`). Its node order overlaps the communication of
+one pass with the compute of the other; if a B runs alone, its communication overlaps with its
+weight gradients. Megatron's schedules choose the pairs of passes themselves. Here the program
+chooses them, and Megatron's `combined_forward_backward_step` runs them.
 
-Weight gradients are jobs here too (see `runtime.weight_jobs`). Those of a B are left for its W;
-those of a BW run where the plan has Megatron's own delayed ones, behind the B of their node.
+Weight gradients are jobs, as elsewhere (see `runtime.weight_jobs`). Those of a B are deferred to
+its W. Those of a BW run where the plan runs Megatron's delayed weight gradients: after the B of
+their node.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ LayerPlan = Any
 
 
 class Forward(NamedTuple):
-    """What Megatron asks for to run F of a microbatch."""
+    """Megatron's arguments for the F of a microbatch."""
 
     forward_step_func: Callable[..., Any]
     data_iterator: Any
@@ -39,36 +40,37 @@ class Forward(NamedTuple):
     collect_non_loss_data: bool
     is_first: bool
     microbatch: int
-    chunk: int | None  # None where the device has one
+    chunk: int | None  # None if the rank has one chunk
     context_parallel_size: int
-    makes_loss: bool  # it ends with the loss
+    makes_loss: bool  # whether F ends with the loss
 
 
 class Backward(NamedTuple):
-    """What Megatron asks for to run B of a microbatch whose F has run by its plan."""
+    """Megatron's arguments for the B of a microbatch whose F has run."""
 
     model: nn.Module
-    received: Tensor | None  # by its F
-    output: Tensor  # of its F, which the plan hangs on
-    gradient: Tensor | None  # of the output, None on the last stage
-    whole: WeightJobs | None = None  # by which its W runs inside; None: its jobs are left
+    received: Tensor | None  # input of its F
+    output: Tensor  # output of its F; references the layer plan
+    gradient: Tensor | None  # gradient of the output, None on the last stage
+    whole: WeightJobs | None = None  # runs the W inside (BW); None: jobs are deferred
 
 
 class Made(NamedTuple):
-    """What the passes have made; None of the one that did not run."""
+    """Results of the passes; None for a pass that did not run."""
 
     output: Any  # a Tensor
     num_tokens: Any  # a Tensor
-    gradient: Tensor | None  # of the input
+    gradient: Tensor | None  # gradient of the input
 
 
 def run_by_layers(config: Any, forward: Forward | None, backward: Backward | None) -> Made:
-    """Run an F, a B, or both beside each other, of unlike microbatches.
+    """Run an F, a B, or both overlapped (of different microbatches).
 
-    What they return may have been made on the stream of exchanges, and is there for this one.
+    The results may be allocated on the communication stream; they are safe to use on the current
+    stream.
 
     Raises:
-        UnsupportedError: the batch has what the plans leave out.
+        UnsupportedError: The batch has data that layer plans drop.
     """
     _make_streams(config)
     if backward is not None and backward.whole is not None:
@@ -100,9 +102,9 @@ def run_by_layers(config: Any, forward: Forward | None, backward: Backward | Non
 
 
 def kept_by(output: Tensor) -> Iterator[Tensor]:
-    """Yield what the plan that an F's output hangs on keeps, but for that output.
+    """Yield the tensors that the plan of an F's output retains, except that output.
 
-    The graphs behind these tensors keep more.
+    The autograd graphs of these tensors retain more.
     """
     plan = getattr(output, "schedule_plan", None)
     if plan is None:
@@ -120,7 +122,7 @@ def kept_by(output: Tensor) -> Iterator[Tensor]:
 
 
 def _make_streams(config: Any) -> None:
-    """Make the stream of exchanges, which Megatron does in its own schedules; once."""
+    """Create the communication stream once, as Megatron's schedules do."""
     if getattr(config, "high_priority_a2a_comm_stream", False):
         utils.set_streams(high_priority=True)
     else:
@@ -128,7 +130,7 @@ def _make_streams(config: Any) -> None:
 
 
 def _planned(forward_step_func: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, Any]:
-    """Return the plan of a microbatch, and its loss function."""
+    """Return the plan of a microbatch and its loss function."""
     plan, loss_func = forward_step_func(*args, **options)
     for name in ("packed_seq_params", "padding_mask"):
         if getattr(getattr(plan, "state", None), name, None) is not None:
@@ -144,20 +146,20 @@ def _layers(plan: Any) -> list[LayerPlan]:
 
 
 def _nodes_with_weights(layer: LayerPlan) -> tuple[Any, Any]:
-    """Return the nodes of which a plan runs the weight gradients by themselves."""
-    # The first was named `attn` up to 0.18.
+    """Return the nodes for which a plan runs weight gradients separately."""
+    # `attn` is the name up to 0.18.
     return getattr(layer, "pre_dispatch_computation", None) or layer.attn, layer.mlp
 
 
 def _run_weights_in_place(node: Any, jobs: WeightJobs) -> None:
-    """Have the node's B leave its weight gradients as jobs, and its plan run them where it does.
+    """Make the B of a node defer its weight gradients as jobs, which the plan runs afterwards.
 
-    Neither method may hold on to the node, whose tensors have to go when its plan lets go of it.
+    Neither function may reference the node: its tensors must be freed with the plan.
     """
     key = object()
 
     def backward(*gradients: Any) -> Any:
-        del node.backward  # which is this function, and has the node
+        del node.backward  # this function, which references the node
         with jobs.collect(key):
             return node.backward(*gradients)
 

@@ -1,15 +1,16 @@
-"""A trainer's own loss of logits, where all pipeline ranks share the vocabulary.
+"""A trainer's own loss of logits with vocabulary parallelism.
 
-Libraries for reinforcement learning call the model without labels, and make log-probabilities and
-entropy of its logits: within the function that calls the model (verl), or in the one that this
-returns (slime). Theirs is code for the rows of a tensor-parallel rank, which sums over Megatron's
-tensor-parallel group. So in F of the last stage their function is ended where it would go on with
-logits; and in S every rank calls it anew, with a call of the model that returns this rank's rows of
-the logits, and the ranks of pipeline and tensor parallelism together for that group. All make the
-same loss, and of its gradient each has that of its own rows. The last stage's rank reports it.
+Libraries for reinforcement learning call the model without labels, and compute log-probabilities
+and entropy from its logits: in the function that calls the model (verl), or in the loss function
+that it returns (slime). Their code supports the rows of a tensor-parallel rank and reduces over
+Megatron's tensor-parallel group. So in the F of the last stage, their function is stopped before it
+uses logits. In the LOGITS pass, every rank calls it again. Its call of the model then returns the
+logits of this rank's rows, and the ranks of pipeline and tensor parallelism together replace the
+tensor-parallel group. All ranks compute the same loss, and each has the gradient of its own logits.
+The rank of the last stage reports the loss.
 
 From the call of the model on, the group is also in the attributes of the model and in the number of
-tensor-parallel ranks (`RanksOfRows`), by which some libraries decide whether logits are sharded.
+tensor-parallel ranks (`RanksOfRows`), by which some libraries check whether logits are sharded.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ _LEAVE_OUT = "remove --pipeline-vocab-parallel"
 
 
 class _WantsLogits(BaseException):
-    """Ends a trainer's function that called the model without labels, before it sees logits."""
+    """Stops a trainer's function that called the model without labels, before it gets logits."""
 
 
 class _OwnLogits(torch.autograd.Function):
-    """Logits [b, s, rows] of a hidden state [s, b, h]; `keep` takes their gradient [s, b, rows]."""
+    """Logits [b, s, rows] of a hidden state [s, b, h]; `keep` gets their gradient [s, b, rows]."""
 
     @staticmethod
     def forward(
         ctx: Any, anchor: Tensor, hidden: Tensor, weight: Tensor, keep: Callable[[Tensor], None]
     ) -> Tensor:
         ctx.keep = keep
-        # No view: the trainer may divide it by a temperature in place.
+        # Not a view: the trainer may divide the logits by a temperature in place.
         return hidden.transpose(0, 1).contiguous() @ weight.t()
 
     @staticmethod
@@ -59,20 +60,20 @@ class _OwnLogits(torch.autograd.Function):
 
 @dataclass(slots=True)
 class RanksOfRows:
-    """The number of tensor-parallel ranks while the trainer's function runs in S.
+    """The number of tensor-parallel ranks while the trainer's function runs in the LOGITS pass.
 
-    Code that uses it before the call of the model pads sequences to a multiple of it, and may pad
-    labels after the call (verl): it always gets the number of F. Other code has logits, and takes
-    them for all of the vocabulary if the number is 1 (ms-swift, ROLL): after the call it gets the
+    Code that reads the number before the call of the model pads sequences to a multiple of it, and
+    may pad labels after the call (verl). It always gets the number of F. Other code has logits, and
+    assumes the full vocabulary if the number is 1 (ms-swift, ROLL). After the call it gets the
     number of ranks that have rows.
     """
 
     of_stage: int
-    of_rows: int | None = None  # from the call of the model on
+    of_rows: int | None = None  # set by the call of the model
     _pads: set[CodeType] = field(default_factory=set)
 
     def number_for(self, code: CodeType) -> int:
-        """Return the number for this code."""
+        """Return the number for the caller with this code object."""
         if self.of_rows is None:
             self._pads.add(code)
         return self.of_stage if self.of_rows is None or code in self._pads else self.of_rows
@@ -81,11 +82,12 @@ class RanksOfRows:
 def called_up_to_logits(
     forward_step_func: Callable[..., Any], iterator: Any, model: nn.Module, labels: dict[int, Any]
 ) -> tuple[Any, Tensor | None]:
-    """Call the trainer's function in F of the last stage.
+    """Call the trainer's function in the F of the last stage.
 
     Returns:
-        Its result, and None. Or None, and the output of the model, if it calls the model without
-        labels, which would have added to `labels`: it is ended there.
+        Its result and None. If it calls the model without labels, which would have added to
+            `labels`,
+        it is stopped there: None and the output of the model.
     """
     inner, known = unwrapped(model), len(labels)
     run, outputs = inner.forward, list[Tensor]()
@@ -107,24 +109,28 @@ def called_up_to_logits(
 
 @dataclass(frozen=True, slots=True)
 class LossOfLogits:
-    """Makes such losses, of one step, on this rank."""
+    """Computes the trainer's loss of logits for one step on this rank."""
 
     state: StepState
-    model: nn.Module  # the last chunk, as the trainer has it
-    iterator: Any  # of its data, anew
+    model: nn.Module  # the last chunk, wrapped
+    iterator: Any  # second reader of its data
     forward_step_func: Callable[..., Any]
-    shards: Any  # which part of the rows is this rank's: `layout.vocabulary.Shards`
-    lose: Callable[..., Any]  # `stage.loss_maker`
-    faults: LateFaults  # of the step
+    shards: Any  # this rank's shard of the rows: `layout.vocabulary.Shards`
+    lose: Callable[..., Any]  # result of `stage.loss_maker`
+    faults: LateFaults  # faults of the step
 
     def of(self, hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor | None:
-        """Make the loss of a microbatch; return the gradient of this rank's logits [s, b, rows].
+        """Compute the loss of a microbatch; return the gradient of this rank's logits [s, b, rows].
 
-        None where there is none. `hidden` is the last stage's output, [s, b, h], `weight` this
-        rank's rows, and `tokens` are the microbatch's, [b, s], as the first stage has read them.
+        None if the loss does not depend on the logits.
+
+        Args:
+            hidden: Output of the last stage, [s, b, h].
+            weight: This rank's rows of the output layer.
+            tokens: The microbatch's tokens, [b, s], as read by the first stage.
 
         Raises:
-            UnsupportedError: this rank has no data, other data, or a model that gathers logits.
+            UnsupportedError: This rank has no data or different data, or its model gathers logits.
         """
         self._check()
         inner = unwrapped(self.model)
@@ -171,7 +177,7 @@ class LossOfLogits:
         )
 
     def _take_all_for_tensor_parallel(self, replaced: Replaced) -> None:
-        """Have the ranks that share the vocabulary be Megatron's tensor-parallel group."""
+        """Set the ranks that share the vocabulary as Megatron's tensor-parallel group."""
         group = parallel_state.get_model_parallel_group()
         if (group.rank(), group.size()) != (self.shards.rank(), self.shards.size()):
             raise UnsupportedError(
@@ -189,22 +195,22 @@ class LossOfLogits:
         inner = unwrapped(self.model)
         groups = copy.copy(inner.pg_collection)
         groups.tp = group
-        loss = "compute_language_model_loss"  # else this package's on the last stage, which is of F
+        loss = "compute_language_model_loss"  # replaces this package's, which is for F
         for name, value in (
             ("tp_group", group),
             ("pg_collection", groups),
             (loss, partial(getattr(type(inner), loss), inner)),
         ):
             replaced.put(inner, name, value)
-        # Of the class: whoever has imported the function by name calls this.
+        # Patch the class, because libraries import the function by name, and it calls the class.
         entropy = cross_entropy._VocabParallelCrossEntropy
         replaced.put(entropy, "forward", staticmethod(_unsmoothed(entropy.forward)))
 
 
 def _unsmoothed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Have Megatron's cross entropy of sharded logits reject label smoothing.
+    """Make Megatron's cross entropy of sharded logits reject label smoothing.
 
-    It averages log-probabilities over the rows of a rank where it means the vocabulary.
+    It averages log-probabilities over the rows of a rank instead of the full vocabulary.
     """
 
     def checked(

@@ -1,4 +1,4 @@
-"""The losses, brought to where Megatron's trainer reads them."""
+"""Transfer of losses to the rank where Megatron's trainer reads them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_vshape.mcore.layout import multi_token
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a nest has a tensor: its kind, and its place among all of them."""
+    """Placeholder of a tensor in a nested structure: its index, dtype and shape."""
 
     at: int
     dtype: torch.dtype
@@ -29,15 +29,15 @@ class _Place:
 
 
 class Courier:
-    """Brings the loss rank's results to others; what it sends is kept until `forget`.
+    """Sends results of the loss rank to other ranks; buffers stay allocated until `forget`.
 
-    With post-validation the ranks of a pipeline are in different steps at a time, and the loss
-    rank may be the first to go on: it does not wait until their steps end too.
+    With post-validation, the ranks of a pipeline can be in different steps, and the loss rank may
+    be the first to continue. So it does not wait for the other ranks.
     """
 
     def __init__(self) -> None:
         self._under_way: list[tuple[dist.Work, Tensor]] = []
-        self._form = b""  # of the last reports that were sent or received
+        self._form = b""  # pickled structure of the last reports sent or received
 
     def bring_losses(
         self,
@@ -46,13 +46,13 @@ class Courier:
         pipeline_group: dist.ProcessGroup,
         device: torch.device,
     ) -> list[Any]:
-        """Return the loss rank's reports on the last pipeline rank too; elsewhere what is there.
+        """Return the loss rank's reports also on the last pipeline rank; elsewhere return `store`.
 
-        The trainer averages, prints and logs losses on the pipeline's last rank, whichever stage
-        that holds. What the loss function reports is any nest of dicts, lists and tensors. Its
-        tensors travel from device to device as the bytes of one; the host of the loss rank waits
-        for none of them. The rest travels as an object, where it is not that of the step before.
-        What Megatron has counted of multi-token prediction goes along.
+        The trainer averages, prints and logs losses on the last rank of the pipeline, whichever
+        stage it has. The loss function may report any nested structure of dicts, lists and tensors.
+        All tensors are sent from device to device as one byte tensor, without a wait on the host of
+        the loss rank. The structure is sent only if it differs from that of the previous step. The
+        metrics of multi-token prediction are sent along.
         """
         last_rank = pipeline_group.size() - 1
         rank = pipeline_group.rank()
@@ -61,7 +61,7 @@ class Courier:
         if rank == loss_rank:
             self._send_nest((store, multi_token.take_metrics()), last_rank, pipeline_group, device)
             return store
-        # Written by another rank of this very run.
+        # Unpickling is safe: the sender is a rank of this run.
         brought, metrics = self._receive_nest(loss_rank, pipeline_group, device)
         multi_token.add_metrics(metrics)
         reports: list[Any] = brought
@@ -99,7 +99,7 @@ class Courier:
     def bring_tokens(
         self, tokens: Tensor, loss_rank: int, pipeline_group: dist.ProcessGroup
     ) -> Tensor:
-        """Return the loss rank's number of tokens, on every rank of the pipeline."""
+        """Return the loss rank's number of tokens on every rank of the pipeline."""
         if pipeline_group.rank() != loss_rank:
             dist.recv(tokens, group=pipeline_group, group_src=loss_rank)
             return tokens
@@ -114,14 +114,14 @@ class Courier:
             self._under_way.append((work, tensor))
 
     def forget(self) -> None:
-        """Wait until what was sent has left; by the time the step is validated, it has."""
+        """Wait for all sends; they are complete by the time the step is validated."""
         for work, _ in self._under_way:
             work.wait()
         self._under_way.clear()
 
 
 def _packed(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the bytes of all tensors in one, the widest numbers first, where all are aligned."""
+    """Return all tensors as one byte tensor, widest dtypes first so that all are aligned."""
     here = (each if each.device == device else each.to(device) for each in tensors)
     rows = [each.detach().reshape(-1) for each in here]
     rows.sort(key=lambda each: -each.itemsize)
@@ -131,7 +131,7 @@ def _packed(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:
-    """Return the nest with places where its tensors were, which are added to `tensors`."""
+    """Replace the tensors in a nested structure by placeholders, and append them to `tensors`."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return _Place(len(tensors) - 1, value.dtype, tuple(value.shape))
@@ -139,7 +139,7 @@ def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _with_tensors(nest: Any, values: Tensor) -> Any:
-    """Return the nest with its tensors in place, which are parts of `values`, their bytes."""
+    """Replace the placeholders in a nested structure by tensors, which are views of `values`."""
     places: list[_Place] = []
 
     def find(value: Any) -> Any:
@@ -160,7 +160,7 @@ def _with_tensors(nest: Any, values: Tensor) -> Any:
 
 
 def _mapped(value: Any, of: Callable[[Any], Any]) -> Any:
-    """Return a nest of the same types with `of` of each of its parts; anything else as it is."""
+    """Apply `of` to each element of a dict, list or tuple; return any other value unchanged."""
     if isinstance(value, dict):
         return {key: of(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""The data iterators of a rank's chunks: one for each, or one that serves several."""
+"""The data iterators of a rank's chunks: one per chunk, or one shared by several chunks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from megatron_vshape.mcore.refusals import UnsupportedError
 
 @dataclass(eq=False)
 class _Shared:
-    """An iterator of which several chunks read every microbatch, each at a time of its own."""
+    """An iterator of which several chunks read every microbatch at different times."""
 
     source: Any
     readers: int
-    _given: int = 0  # by the source
-    _waiting: dict[int, tuple[Any, int]] = field(default_factory=dict)  # with who has yet to read
+    _given: int = 0  # number of items read from the source
+    _waiting: dict[int, tuple[Any, int]] = field(default_factory=dict)  # item, readers left
 
     def read(self, number: int) -> Any:
-        """Return a microbatch: the source's next to who asks first, and a copy to each other.
+        """Return a microbatch: a copy to each reader except the last, which gets the original.
 
-        A forward step may take the batch that it gets apart.
+        Readers need copies because a forward step may modify its batch.
         """
         while self._given <= number:
             self._waiting[self._given] = next(self.source), self.readers
@@ -33,7 +33,7 @@ class _Shared:
         return item if left == 1 else copy.copy(item)
 
     def leave(self, number: int) -> None:
-        """Keep a microbatch for one reader less, if it is there."""
+        """Count one reader less for a microbatch, and free it after the last."""
         if number in self._waiting:
             item, left = self._waiting.pop(number)
             if left > 1:
@@ -42,7 +42,7 @@ class _Shared:
 
 @dataclass(eq=False)
 class Reader:
-    """What one chunk reads of it in one step; everything but `next` is passed on."""
+    """One chunk's view of a shared iterator in one step; other attributes are forwarded."""
 
     shared: _Shared
     _number: int = 0
@@ -56,7 +56,7 @@ class Reader:
         return item
 
     def pass_over(self) -> None:
-        """Do not read the next microbatch."""
+        """Skip the next microbatch."""
         self.shared.leave(self._number)
         self._number += 1
 
@@ -65,11 +65,11 @@ class Reader:
 
 
 def given_iterators(data_iterator: Any, num_chunks: int) -> list[Any]:
-    """Return what the trainer passes as one iterator per chunk; the same one may serve several.
+    """Return one iterator per chunk from the trainer's argument; chunks may share an iterator.
 
     Raises:
-        UnsupportedError: there are neither one nor as many as chunks; or one is to serve several,
-            and is read otherwise than by `next`.
+        UnsupportedError: The number is neither one nor that of the chunks, or several chunks share
+            an object that is not read by `next`.
     """
     iterators = list(data_iterator) if isinstance(data_iterator, list | tuple) else [data_iterator]
     if len(iterators) == 1:
@@ -89,7 +89,7 @@ def given_iterators(data_iterator: Any, num_chunks: int) -> list[Any]:
 
 
 def shared_out(iterators: Sequence[Any]) -> list[Any]:
-    """Return what every chunk reads in one step: of an iterator that several have, each reads all.
+    """Return the iterators of a step's chunks; chunks that share one each read all its items.
 
     None stays None.
     """
@@ -101,9 +101,9 @@ def shared_out(iterators: Sequence[Any]) -> list[Any]:
 
 
 def read_again(iterators: Sequence[Any]) -> tuple[list[Any], Any]:
-    """Return what every chunk reads in one step, and what reads the last chunk's microbatches anew.
+    """Return the iterators of a step's chunks, and another one over the last chunk's microbatches.
 
-    An iterator that is read otherwise than by `next` is copied for that, as it stands.
+    An object that is not read by `next` is copied for this in its current state.
     """
     last = iterators[-1]
     if last is not None and not hasattr(last, "__next__"):
@@ -113,6 +113,6 @@ def read_again(iterators: Sequence[Any]) -> tuple[list[Any], Any]:
 
 
 def _readers(iterators: Sequence[Any]) -> dict[int, tuple[Any, int]]:
-    """Return every iterator once, with how many chunks have it."""
+    """Return every distinct iterator with the number of its chunks."""
     times = Counter(map(id, iterators))
     return {id(each): (each, times[id(each)]) for each in iterators}

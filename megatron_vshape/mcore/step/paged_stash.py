@@ -1,7 +1,7 @@
-"""Megatron's paged stash, in which what experts save for B waits in pages (0.18 on).
+"""Megatron's paged stash, which stores activations of experts for B in pages (since 0.18).
 
-It records the order of the first step that it takes part in, whatever that is, and asks for the
-same in every step from then on. An overflow shows after a step, which is then run again without it.
+The stash records the pass order of its first enabled step, and requires the same order in every
+later step. An overflow is detected after a step, which then runs again without the stash.
 """
 
 from typing import Any
@@ -10,9 +10,9 @@ from megatron_vshape.mcore.refusals import uses_stash
 
 
 def begin_step(config: Any, trains: bool) -> None:
-    """Tell the stash that a step begins, as Megatron's own schedules do.
+    """Notify the stash of a new step, as Megatron's schedules do.
 
-    `trains` is whether it takes part: in steps whose order is the run's last.
+    `trains` enables the stash in this step; it must be false until the pass order is final.
     """
     if not uses_stash(config):
         return
@@ -20,5 +20,5 @@ def begin_step(config: Any, trains: bool) -> None:
 
     stash = PagedStashManager.get_instance()
     if stash.status == "begin":
-        stash.current_layer = None  # it counts microbatches before it takes part, too
+        stash.current_layer = None  # the stash counts microbatches even while disabled
     paged_stash_reset(enabled=trains, config=config)

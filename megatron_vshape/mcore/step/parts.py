@@ -1,7 +1,7 @@
-"""What capabilities do in a step: around the passes of a chunk, and by passes of their own.
+"""Interface for optional features of a step: hooks around passes, and additional passes.
 
-A `Capability` is asked at the beginning of every step for its `Part` in it. The runner and the
-stages know of no capability more than that.
+At the start of every step, each `Capability` returns its `Part` for this step. The runner and the
+stages use capabilities only through this interface.
 """
 
 from __future__ import annotations
@@ -29,49 +29,49 @@ ForwardStep = Callable[..., Any]
 
 
 class Part:
-    """A capability's part in one step; in a step without it nothing of this is done.
+    """A capability's part in one step; the defaults do nothing.
 
-    Methods with a stage are called by it; `is_last` says that it is the model's last.
+    `stage` is the stage of the pass, and `is_last` whether it is the last stage of the model.
     """
 
-    makes_loss = False  # in place of the F of the last stage
+    makes_loss = False  # computes the loss instead of the F of the last stage
 
     def handlers(self) -> Mapping[Kind, Handler]:
-        """Return what runs passes of kinds of its own."""
+        """Return the functions that run this part's kinds of passes."""
         return {}
 
     def session(self) -> AbstractContextManager[None]:
-        """Return what the step's passes run inside."""
+        """Return the context manager for the passes of the step."""
         return nullcontext()
 
     def slice_of(self, number: int) -> Slice | None:
-        """Return the slice that passes of this number are of; None where microbatches are whole."""
+        """Return the slice of passes with this number; None without slices."""
 
     def forward(self, stage: int, is_last: bool, number: int, step: ForwardStep) -> ForwardStep:
-        """Return what is to be called in F for the trainer's function."""
+        """Return the replacement of the trainer's function in F."""
         return step
 
     def output(self, is_last: bool, number: int, output: Tensor) -> Tensor:
-        """Return the output of an F, with its graph, as B is to have it."""
+        """Return the output of an F, with its graph, for B."""
         return output
 
     def ends_forward(self, stage: int, number: int, output: Tensor) -> None:
-        """Take note of what an F has left behind; `output` still has its data."""
+        """Observe the end of an F; `output` still has its data."""
 
     def sent(self, stage: int, number: int, output: Tensor) -> None:
-        """Take what the last stage's F would send: its output without graph."""
+        """Handle the output of the last stage's F, without its graph, which is not sent."""
 
     def begins(self, work: Pass) -> None:
-        """Have B, BW or W find what it reads."""
+        """Make the data of a B, BW or W available before it runs."""
 
     def gradient(self, is_last: bool, number: int, received: Tensor | None) -> Tensor | None:
-        """Return the gradient of a stage's output, for its B."""
+        """Return the gradient of a stage's output for its B."""
         return received
 
 
 @dataclass(slots=True)
 class Step:
-    """What the trainer passed in for this step, what it hides, and what the stages put into it."""
+    """The trainer's arguments of this step, W jobs to overlap, and results of the stages."""
 
     config: Any  # Megatron's TransformerConfig
     forward_step_func: ForwardStep
@@ -81,34 +81,34 @@ class Step:
     collect_non_loss_data: bool
     first_val_step: bool | None
     gradient_sync: GradientSync
-    num_tokens: Tensor  # of this rank's microbatches; only the last stage counts any
-    beside: Mapping[Pass, Beside] = field(default_factory=dict)  # by B, what it runs of a W
-    by_layers: bool = False  # by Megatron's layer plans, of which two can run beside each other
-    slices: int = 1  # of every microbatch
+    num_tokens: Tensor  # tokens of this rank's microbatches; only the last stage counts them
+    beside: Mapping[Pass, Beside] = field(default_factory=dict)  # B -> W jobs it overlaps with
+    by_layers: bool = False  # use Megatron's layer plans, which can overlap two passes
+    slices: int = 1  # slices per microbatch
     parts: list[Part] = field(default_factory=list)
     loss_store: list[Any] = field(default_factory=list)
 
     def handlers(self) -> dict[Kind, Handler]:
-        """Return what runs the passes that are no stage's own, by kind."""
+        """Return the handlers of passes that do not belong to a stage, by kind."""
         return {kind: each for part in self.parts for kind, each in part.handlers().items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """A step that begins, as a capability sees it."""
+    """The context of a starting step for capabilities."""
 
     state: StepState
     pipeline: Pipeline
     step: Step
     chunks: Sequence[nn.Module]
-    iterators: Sequence[Any]  # of the data, by chunk
+    iterators: Sequence[Any]  # data iterators by chunk
     groups: Any  # Megatron's ProcessGroupCollection
     transport: Transport
     program: Program
-    shape: tuple[int, ...]  # of a message: [s, b, h] of a slice
+    shape: tuple[int, ...]  # [s, b, h] of a P2P message, for one slice
     seq_length: int
-    local_ranks: int | None  # of this host
-    again: Any = None  # reads the last chunk's data once more, where a shared vocabulary does
+    local_ranks: int | None  # number of ranks on this host
+    again: Any = None  # second reader of the last chunk's data, for vocabulary parallelism
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -122,23 +122,23 @@ class Beginning:
 
 
 class Capability:
-    """What a schedule may have beside F, B and W; kept from step to step."""
+    """An optional feature of a schedule in addition to F, B and W; lives across steps."""
 
     def begin(self, beginning: Beginning) -> Part | None:
-        """Return its part in a step; None where it has none."""
+        """Return its part in a step, or None."""
 
     def end(self) -> None:
-        """Take note that a training step has run."""
+        """Called after a training step."""
 
     def forget(self) -> None:
-        """Let go of what a step has left that is undone."""
+        """Drop the state of a step that is rolled back."""
 
     def clear(self) -> None:
-        """Let go of all that is kept between steps."""
+        """Free all state between steps."""
 
 
 def counted(state: StepState, handler: Handler) -> Handler:
-    """Return the handler of passes after each of which memory is counted, where it is."""
+    """Wrap a handler so that memory is counted after each pass, if it is being measured."""
 
     def run(work: Pass) -> None:
         handler.run(work)
@@ -149,7 +149,7 @@ def counted(state: StepState, handler: Handler) -> Handler:
 
 
 def parts_of(capabilities: Iterable[Capability], beginning: Beginning) -> list[Part]:
-    """Return the parts in a step."""
+    """Return the parts of all capabilities in a step."""
     found = (each.begin(beginning) for each in capabilities)
     return [part for part in found if part is not None]
 

@@ -1,8 +1,8 @@
-"""The start of the next training step, run before this one is known to stand.
+"""Early start of the next training step, before the current one is validated.
 
-Only forwards before any loss run early (`early_start.forward_cut`). If the parameters turn out to
-be others, everything that they left is undone: tensors are dropped, messages brought to rest,
-microbatches given again, random numbers drawn anew.
+Only forwards before the first loss run early (`early_start.forward_cut`). If the parameters change
+afterwards, all effects are rolled back: tensors are dropped, P2P messages are drained, and
+microbatches and random numbers are replayed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor
 
 
 class Replay:
-    """An iterator that can give again what it has given since a mark."""
+    """An iterator that can return again all items since a mark."""
 
     def __init__(self, source: Any) -> None:
-        """Take the trainer's iterator; everything but `next` is passed on to it."""
+        """Set the trainer's iterator; all attributes except `next` are forwarded to it."""
         self.source = source
         self._again: deque[Any] = deque()
         self._given: list[Any] | None = None
@@ -32,7 +32,7 @@ class Replay:
     def __next__(self) -> Any:
         item = self._again.popleft() if self._again else next(self.source)
         if self._given is not None:
-            # A copy, since a forward step may take the batch it gets apart.
+            # A copy, because a forward step may modify its batch.
             self._given.append(copy.copy(item))
         return item
 
@@ -40,36 +40,36 @@ class Replay:
         return getattr(self.source, name)
 
     def mark(self) -> None:
-        """Keep what is given from now on."""
+        """Start recording items."""
         self._given = []
 
     def forget(self) -> None:
-        """Keep nothing: what has been given is used."""
+        """Stop recording; the recorded items are consumed."""
         self._given = None
 
     def rewind(self) -> None:
-        """Give everything since the mark again."""
+        """Return all items since the mark again."""
         self._again.extendleft(reversed(self._given or []))
         self._given = None
 
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """The random numbers that the model is going to draw."""
+    """States of all random number generators that the model uses."""
 
     host: Tensor
     device: Tensor
-    tracked: dict[str, Any]  # of Megatron's tracker, by name
+    tracked: dict[str, Any]  # states of Megatron's RNG tracker, by name
 
     @classmethod
     def now(cls) -> RandomState:
-        """Return the present state."""
+        """Return the current state."""
         tracker = tensor_parallel.get_cuda_rng_tracker()
         tracked = {name: _frozen(each) for name, each in tracker.get_states().items()}
         return cls(torch.get_rng_state(), torch.cuda.get_rng_state(), tracked)
 
     def restore(self) -> None:
-        """Have the same numbers drawn again."""
+        """Set all generators to this state."""
         torch.set_rng_state(self.host)
         torch.cuda.set_rng_state(self.device)
         tracker = tensor_parallel.get_cuda_rng_tracker()
@@ -77,14 +77,14 @@ class RandomState:
 
 
 class _Frozen(NamedTuple):
-    """A generator, as trackers for CUDA graphs and Transformer Engine's have, and its state."""
+    """A generator with its state; RNG trackers for CUDA graphs and TE track generators."""
 
     generator: torch.Generator
     state: Tensor
 
 
 def _frozen(tracked: Any) -> Any:
-    """Return what does not change when numbers are drawn: a state is replaced, a generator not."""
+    """Return an immutable copy: draws replace a tracked state tensor but modify a generator."""
     is_generator = isinstance(tracked, torch.Generator)
     return _Frozen(tracked, tracked.get_state()) if is_generator else tracked
 

@@ -1,6 +1,6 @@
-"""Before a step runs, ranks make sure that all run the same, of a plan that one has made for all.
+"""Check before a step that all ranks run the same program.
 
-Each has made its program of that by itself, from the costs and files that it has.
+One rank plans for all, but each rank builds its program from its own copy of costs and files.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from megatron_vshape.mcore.setup.recent import keep, recall
 
 
 class Agreement:
-    """Compares the programs of all ranks of the world, each once."""
+    """Compares the programs of all ranks of the world, once per program."""
 
     def __init__(self) -> None:
         self._agreed: dict[int, Program] = {}  # by number of microbatches
 
     def check(self, program: Program, beside: Mapping[Pass, Beside] | None = None) -> None:
-        """Return if all ranks run this program in the step; all call this for the same steps.
+        """Check that all ranks run this program; all ranks call this for the same steps.
 
-        Replicas that run unlike orders would start their reductions in unlike orders, which hangs
-        or adds up what does not belong together. So would tensor-parallel ranks of which not all
-        run the same jobs inside a B: `beside` says which. Ranks of one pipeline that post receives
-        by unlike programs could wait for each other for ever.
+        If data-parallel replicas ran different schedules, they would start their reductions in
+        different orders, which hangs or sums wrong tensors. The same holds for tensor-parallel
+        ranks that run different jobs inside a B (`beside`). Ranks of one pipeline with different
+        programs could wait for each other forever.
 
         Raises:
-            ScheduleError: on all ranks, if one has another.
+            ScheduleError: On all ranks, if one has a different program.
         """
         schedule = program.schedule
         if recall(self._agreed, schedule.num_microbatches) is program:

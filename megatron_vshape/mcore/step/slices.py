@@ -1,9 +1,9 @@
-"""What the passes of a microbatch's slices share: one call of the trainer's function, one loss.
+"""State shared by the slices of a microbatch: one call of the trainer's function, and one loss.
 
-The trainer's function runs once a microbatch and stage, in F of the first slice, with a stand-in
-for the model that notes what it is called with. The other slices call the model with their part of
-that. On the last stage the losses of all slices make the loss together, after F of the last one, by
-the trainer's own function: so masks, averages and counts of tokens are those of the microbatch.
+The trainer's function runs once per microbatch and stage, in the F of the first slice. It gets a
+recording proxy of the model, and the other slices call the model with their part of the recorded
+arguments. On the last stage, the trainer's loss function runs once, on the losses of all slices,
+after the F of the last slice. So masks, averages and token counts are those of the microbatch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LABELS, COUNTS = "labels", "loss_mask"
 
 
 class _Called(NamedTuple):
-    """How the model was called for a microbatch, and the loss function that came with it."""
+    """The arguments of the model's call for a microbatch, and the returned loss function."""
 
     arguments: inspect.BoundArguments
     loss_function: Any
@@ -41,30 +41,30 @@ class _Called(NamedTuple):
 
 @dataclass(eq=False)
 class Slices(Part):
-    """What slices of a step share on this rank; `lose` makes a loss of losses, [b, s]."""
+    """State of a step's slices on this rank; `lose` computes a loss from losses, [b, s]."""
 
-    count: int  # of a microbatch
-    length: int  # of a microbatch's sequence
+    count: int  # slices per microbatch
+    length: int  # sequence length of a microbatch
     lose: Callable[[Tensor, Any], Tensor | None] = field(init=False)
     _calls: dict[tuple[int, int], _Called] = field(default_factory=dict)
-    _loss_functions: dict[int, Any] = field(default_factory=dict)  # of what ran last, by stage
+    _loss_functions: dict[int, Any] = field(default_factory=dict)  # latest, by stage
     _losses: dict[int, list[Tensor]] = field(default_factory=dict)
     _gradients: dict[int, Tensor] = field(default_factory=dict)
 
     makes_loss = True
 
     def part(self, number: int) -> Slice:
-        """Return which slice has this number in the schedule."""
+        """Return the slice with this number in the schedule."""
         microbatch, at = divmod(number, self.count)
         own = self.length // self.count
         return Slice(microbatch, at * own, (at + 1) * own, self.length)
 
     def slice_of(self, number: int) -> Slice:
-        """Return which slice has this number in the schedule."""
+        """Return the slice with this number in the schedule."""
         return self.part(number)
 
     def forward(self, stage: int, is_last: bool, number: int, step: ForwardStep) -> ForwardStep:
-        """Return what takes the place of the trainer's function in F."""
+        """Return the replacement of the trainer's function in F."""
         part = self.part(number)
         if part.begin:
             return partial(self._later, stage, part)
@@ -88,7 +88,7 @@ class Slices(Part):
         return _call(model, arguments, part), self._loss_function(stage, part)
 
     def _loss_function(self, stage: int, part: Slice) -> Any:
-        """Return the loss function of the F that runs; of the last slice nothing else is kept."""
+        """Return the loss function of the running F; the last slice drops the recorded call."""
         called = self._calls[stage, part.microbatch]
         if part.end == part.total:
             del self._calls[stage, part.microbatch]
@@ -96,11 +96,11 @@ class Slices(Part):
         return called.loss_function
 
     def output(self, is_last: bool, number: int, output: Tensor) -> Tensor:
-        """Return the last stage's as more than a view, of which Megatron frees nothing."""
+        """Copy the last stage's output, because Megatron does not free the memory of a view."""
         return output.clone() if is_last else output
 
     def sent(self, stage: int, number: int, losses: Tensor) -> None:
-        """Take the losses, [b, s], of an F of the last stage; of the last slice make the loss."""
+        """Store the losses, [b, s], of a last-stage F; after the last slice, compute the loss."""
         part = self.part(number)
         if losses.shape[1:] != (part.end - part.begin,):
             raise UnsupportedError(
@@ -117,7 +117,7 @@ class Slices(Part):
         self._gradients[part.microbatch] = gradient
 
     def gradient(self, is_last: bool, number: int, received: Tensor | None) -> Tensor | None:
-        """Return the gradient of a slice's losses, for its B."""
+        """Return the gradient of a slice's losses for its B."""
         if not is_last:
             return received
         part = self.part(number)
@@ -126,10 +126,10 @@ class Slices(Part):
 
 
 class Slicing(Capability):
-    """Has microbatches run in slices."""
+    """Runs microbatches in slices."""
 
     def begin(self, beginning: Beginning) -> Part | None:
-        """Return what the slices of a step share."""
+        """Return the shared state of a step's slices."""
         step = beginning.step
         if step.slices > 1:
             slices = Slices(step.slices, beginning.seq_length)
@@ -141,7 +141,7 @@ class Slicing(Capability):
 
 
 class _Noting:
-    """Stands in for the model while the trainer's function runs, and notes how it is called."""
+    """Proxy of the model during the trainer's function, which records the call."""
 
     def __init__(self, model: nn.Module, part: Slice) -> None:
         self._model, self._part = model, part
@@ -159,7 +159,7 @@ class _Noting:
 
 
 def _call(model: nn.Module, arguments: inspect.BoundArguments, part: Slice) -> Any:
-    """Return what the model makes of a slice."""
+    """Call the model for one slice."""
     given = dict(arguments.arguments)
     cut = _plain
     if looks_ahead(model):
@@ -181,7 +181,7 @@ def _plain(whole: Tensor, part: Slice) -> Tensor:
 
 
 def _cut(name: str, value: Any, part: Slice, cut: Callable[[Tensor, Slice], Tensor]) -> Any:
-    """Return the part of an argument that is a slice's."""
+    """Return the part of an argument that belongs to a slice."""
     if value is None or isinstance(value, bool) or value in ({}, ()):
         return value
     shape = value.shape if isinstance(value, Tensor) else ()

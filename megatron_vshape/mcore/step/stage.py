@@ -1,4 +1,4 @@
-"""One chunk of a Megatron model during one step, as the program runner wants it."""
+"""One chunk of a Megatron model during one step, with the interface of the program runner."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_vshape.mcore.step_state import StepState
 
 @dataclass(eq=False)
 class MegatronStage:
-    """Runs the passes of one chunk: by Megatron's forward_step and backward_step, or its plans."""
+    """Runs the passes of one chunk by Megatron's step functions or by its layer plans."""
 
     state: StepState
     step: Step
@@ -30,13 +30,13 @@ class MegatronStage:
     chunk: int
     stage: int
     is_last: bool
-    has_chunks: bool  # whether its device has others
+    has_chunks: bool  # whether the rank has several chunks
     _has_run: bool = False
     _inputs: dict[int, Tensor | None] = field(default_factory=dict)
     _outputs: dict[int, Tensor] = field(default_factory=dict)
 
     def forward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
-        """Run F; the output's memory belongs to the caller alone afterwards."""
+        """Run F; afterwards only the caller owns the memory of the output."""
         begun = self._begun(microbatch, received)
         with self._running(microbatch):
             output, num_tokens, _ = self._run(self.step.config, begun, None)
@@ -50,10 +50,10 @@ class MegatronStage:
         work: Pass,
         gradient: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Run F beside `work`, a B or BW of `other`; return what each would return alone.
+        """Run F overlapped with `work`, a B or BW of `other`; return the results of both.
 
-        `gradient` is what `work` receives. Where the memory of every pass is counted, the two run
-        in turn.
+        `gradient` is the gradient that `work` receives. While memory is measured, the two passes
+        run one after the other.
         """
         if self.state.census is not None or not self.step.by_layers:
             sent = self.forward(microbatch, received)
@@ -74,9 +74,9 @@ class MegatronStage:
         return self._ended(begun, output, num_tokens), gradient
 
     def backward_inputs(self, microbatch: int, received: Tensor | None) -> Tensor | None:
-        """Run B; the linears leave their weight gradients as jobs.
+        """Run B; linear layers defer their weight gradients as jobs.
 
-        Where the memory of every pass is counted, no W's jobs run inside.
+        While memory is measured, no jobs of a W run inside.
         """
         beside: tuple[Any, ...] = ()
         found = self.step.beside.get(Pass(Kind.B, self.stage, microbatch))
@@ -98,7 +98,7 @@ class MegatronStage:
         self.step.gradient_sync.weights_done(self.chunk)
 
     def backward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
-        """Run B and W at once, which is upstream's backward."""
+        """Run B and W as one backward, which is upstream's."""
         if self.step.gradient_sync.splits(self.chunk):
             gradient = self.backward_inputs(microbatch, received)
             self.backward_weights(microbatch)
@@ -114,19 +114,19 @@ class MegatronStage:
         return self.is_last and not any(part.makes_loss for part in self.step.parts)
 
     def _running(self, microbatch: int) -> AbstractContextManager[None]:
-        """Tell whoever is deep in the model what runs inside."""
+        """Set the running chunk and slice for code deep in the model."""
         own = None
         for part in self.step.parts:
             own = part.slice_of(microbatch) or own
         return self.state.running(self.chunk, own)
 
     def taken(self, microbatch: int, received: Tensor | None, whole: bool) -> Backward:
-        """Return what a B by layer plans needs, which the stage keeps no longer."""
+        """Return the arguments of a B, and drop the stage's references to them."""
         inputs, outputs = self._inputs.pop(microbatch), self._outputs.pop(microbatch)
         return Backward(self.model, inputs, outputs, received, self.state.jobs if whole else None)
 
     def _begun(self, microbatch: int, received: Tensor | None) -> Forward:
-        """Return what an F needs."""
+        """Return the arguments of an F."""
         step = self.step
         if received is not None and not step.forward_only:
             received.requires_grad_()
@@ -153,7 +153,7 @@ class MegatronStage:
         )
 
     def _ended(self, begun: Forward, output: Tensor, num_tokens: Tensor) -> Tensor | None:
-        """Keep what B needs of an F that has run, and return what the next stage does."""
+        """Store the tensors of an F that B needs; return the tensor for the next stage."""
         step, microbatch = self.step, begun.microbatch
         step.num_tokens += num_tokens
         for part in step.parts:
@@ -166,7 +166,7 @@ class MegatronStage:
             part.ends_forward(self.stage, microbatch, output)
         if begun.makes_loss:
             return None
-        # Of the output only grad_fn is still needed here; its memory goes with the alias.
+        # From here on only grad_fn of the output is needed; the alias owns its memory.
         sent: Tensor = output.detach()
         schedules.deallocate_output_tensor(output, step.config.deallocate_pipeline_outputs)
         if not self.is_last:
@@ -185,7 +185,7 @@ class MegatronStage:
         with self._running(microbatch):
             backward = self.taken(microbatch, received, kind is Kind.BW)
             gradient = self._run(self.step.config, None, backward).gradient
-        # A replayed graph's own, which the next B writes to while this is on its way.
+        # A gradient in graph memory needs a copy: the next replay overwrites it during the send.
         kept: Tensor | None = self.state.graph_memory.kept(gradient)
         return kept
 
@@ -206,7 +206,7 @@ class MegatronStage:
 
 
 def run_alone(config: Any, forward: Forward | None, backward: Backward | None) -> Made:
-    """Run an F, or a B, as Megatron's own schedules do."""
+    """Run an F, or a B, as Megatron's schedules do."""
     output = num_tokens = gradient = None
     if forward is not None:
         output, num_tokens = schedules.forward_step(
@@ -234,14 +234,14 @@ def run_alone(config: Any, forward: Forward | None, backward: Backward | None) -
 def loss_maker(
     state: StepState, step: Step, model: nn.Module, num_chunks: int, reports: bool = True
 ) -> Callable[..., Tensor | None]:
-    """Make the function that computes the loss of a microbatch, by the function that F returned.
+    """Create the function that computes the loss of a microbatch with the loss function of its F.
 
-    It is given the losses [b, s], and returns their gradient in training: Megatron's own averages
-    and scales, masks and loss scale are part of it. Or it is given a tensor that the trainer has
-    computed from logits, with its graph (`is_leaf` false), and returns nothing. With `reports`, the
-    reports of the loss and its number of tokens are kept for the step.
+    In the usual case, the function gets the losses [b, s] and returns their gradient in training,
+    including averages, scales, masks and loss scale of Megatron and the trainer. With `is_leaf`
+    false, it gets a tensor that the trainer has computed from logits, with its graph, and returns
+    None. With `reports`, the reports of the loss and its number of tokens are stored in the step.
 
-    The loss function runs as in F of the last chunk, since it may ask which stage this is.
+    The loss function runs as in the F of the last chunk, because it may query the stage.
     """
     store: list[Any] = step.loss_store if reports else []
 
@@ -252,7 +252,7 @@ def loss_maker(
     def make(losses: Any, function: Any, is_leaf: bool) -> Tensor | None:
         if is_leaf and not step.forward_only:
             losses.requires_grad_()
-        if step.config.timers is not None:  # what makes the loss stops it
+        if step.config.timers is not None:  # forward_step_calc_loss stops this timer
             step.config.timers("forward-compute", log_level=2).start()
         loss, num_tokens = schedules.forward_step_calc_loss(
             model,
@@ -280,5 +280,5 @@ def loss_maker(
 
 
 def zero_tokens(device: torch.device) -> Tensor:
-    """Return the start of a step's count of tokens."""
+    """Return the initial token count of a step."""
     return torch.zeros([], dtype=torch.int, device=device)

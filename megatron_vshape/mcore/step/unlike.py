@@ -1,4 +1,4 @@
-"""Unlike microbatches of a training step: how long they are, and which takes which place."""
+"""Variable-length microbatches of a training step: their lengths and their reordering."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from megatron_vshape.runtime.p2p import TransportError
 logger = logging.getLogger(__name__)
 
 Lengths = Callable[[Any], Sequence[int]]
-"""Returns the lengths of the sequences in a microbatch, as the data iterator gives it."""
+"""Returns the lengths of the sequences in a microbatch, as the data iterator returns it."""
 
 
 class _FoundOrder(NamedTuple):
-    """What one rank finds for all that share the microbatches."""
+    """The decision of one rank for all ranks that share the microbatches."""
 
-    knows: bool  # whether batches tell lengths
-    order: tuple[int, ...] | None = None  # None: as they come
-    fault: str | None = None  # why there is none
+    knows: bool  # whether batches contain lengths
+    order: tuple[int, ...] | None = None  # None: the order of the iterator
+    fault: str | None = None  # error message, if there is no order
 
 
 PACKED = ("cu_seqlens", "cu_seqlens_q")
@@ -41,10 +41,10 @@ BACKWARD_OF_ATTENTION = 2.5
 
 
 def lengths_of(item: Any, is_unpadded: bool) -> list[int] | None:
-    """Return the lengths of the sequences in a microbatch; None where it does not tell.
+    """Return the lengths of the sequences in a microbatch; None if the batch has no lengths.
 
-    By the ends of packed ones; where the model gets them without padding, by a mask [b, s] of
-    padded ones, or the shape of the tokens.
+    Sources are the ends of packed sequences or, if the model gets sequences without padding, a mask
+    [b, s] of padded sequences or the shape of the tokens.
     """
     packed = getattr(item, "packed_seq_params", None)
     if isinstance(item, dict):
@@ -68,10 +68,10 @@ def lengths_of(item: Any, is_unpadded: bool) -> list[int] | None:
 
 
 class InOrder:
-    """An iterator over another's microbatches of one step, the k-th by its number in `order`."""
+    """An iterator over another iterator's microbatches of one step, in the order `order`."""
 
     def __init__(self, source: Any, order: Sequence[int]) -> None:
-        """Take what is read; everything but `next` is passed on to it."""
+        """Set the source; all attributes except `next` are forwarded to it."""
         self._source = source
         self._order = list(order)
         self._read: list[Any] = []
@@ -93,15 +93,15 @@ class InOrder:
 
 
 class Ahead:
-    """An iterator from which some has been read already, to look at."""
+    """An iterator with lookahead."""
 
     def __init__(self, source: Any) -> None:
-        """Take what is read; everything but `next` is passed on to it."""
+        """Set the source; all attributes except `next` are forwarded to it."""
         self.source = source
         self._read: deque[Any] = deque()
 
     def look(self, number: int) -> Any:
-        """Return the next one, of number 0, or one behind it without giving any."""
+        """Return the item `number` positions after the next one, without consuming any."""
         while len(self._read) <= number:
             self._read.append(next(self.source))
         return self._read[number]
@@ -117,19 +117,20 @@ class Ahead:
 
 
 class Places:
-    """Chooses the order of a step's microbatches, alike on all ranks that share them.
+    """Chooses the order of a step's microbatches, equal on all ranks that share them.
 
-    The first of the first stage's context- and tensor-parallel ranks reads the step's microbatches
-    and decides: what another is given may be its part alone. Replicas decide for themselves.
+    The first context- and tensor-parallel rank of the first stage reads the microbatches of the
+    step and decides, because other ranks may get only a part of each batch. Data-parallel replicas
+    decide independently.
     """
 
     def __init__(self, config: Any, given: Lengths | None) -> None:
-        """Take the model's config, and what tells lengths if their own batches are not to."""
+        """Set the model's config, and the user's function for lengths, if any."""
         self._given = given
         self._is_unpadded = bool(config.variable_seq_lengths)
         self._attention = float(config.kv_channels * config.num_attention_heads)
         self._weights = _weights_of_layer(config, self._attention)
-        self._knows: bool | None = None  # whether batches tell; found in the first step
+        self._knows: bool | None = None  # whether batches have lengths; None before the first step
         self._graphs: dict[int, tuple[PlannedStep, PassGraph]] = {}
         self.last: Evened | None = None
         self._has_told = False
@@ -137,13 +138,13 @@ class Places:
     def order(
         self, plan: PlannedStep, iterators: Sequence[Any], count: int, groups: Any, first_rank: int
     ) -> tuple[Sequence[int] | None, list[Any]]:
-        """Return the order, None for as they come, and the iterators to read from.
+        """Return the order of the microbatches (None: as given), and the iterators to use.
 
-        All ranks of the pipeline call it, before they read any of the step's `count` microbatches;
-        `first_rank` of it has the first stage.
+        All ranks of the pipeline call this before they read any of the step's `count` microbatches.
+        `first_rank` is the pipeline rank of the first stage.
 
         Raises:
-            RefusedError: on all these ranks, if `lengths` returns no lengths.
+            RefusedError: On all these ranks, if the user's `lengths` function returns no lengths.
         """
         found: list[Any] = [None]
         finds = False
@@ -161,7 +162,7 @@ class Places:
             return None, read
         self._knows, order, fault = found[0]
         if fault is not None:
-            # Only this replica knows, of which rank 0 need not be a part.
+            # Only this replica has the error, and rank 0 may be in another one.
             raise RefusedError(fault, prints=finds)
         if order is None:
             return None, read
@@ -174,7 +175,7 @@ class Places:
     def _attempted(
         self, plan: PlannedStep, iterators: Sequence[Any], count: int
     ) -> tuple[list[Any], _FoundOrder]:
-        """Decide; a fault is a result too, since the other ranks wait for one."""
+        """Decide; an error is also a result, because the other ranks wait for one."""
         try:
             return self._decided(plan, iterators, count)
         except UnsupportedError as error:
@@ -183,7 +184,7 @@ class Places:
     def _decided(
         self, plan: PlannedStep, iterators: Sequence[Any], count: int
     ) -> tuple[list[Any], _FoundOrder]:
-        """Return what gives again the microbatches that are looked at, and what is found."""
+        """Return iterators that return the inspected microbatches again, and the decision."""
         first = next((each for each in iterators if hasattr(each, "__next__")), None)
         if first is None:
             return list(iterators), _FoundOrder(False)
@@ -195,7 +196,7 @@ class Places:
         lengths: list[list[int]] = []
         for number in range(count):
             own = self._lengths(look(number))
-            if own is None and not lengths:  # nor would the others tell
+            if own is None and not lengths:  # other microbatches will not have lengths either
                 return _FoundOrder(False)
             lengths.append(own or [])
         return _FoundOrder(True, self._chosen(plan, lengths))
@@ -214,15 +215,15 @@ class Places:
     def _chosen(
         self, plan: PlannedStep, lengths: Sequence[Sequence[int]]
     ) -> tuple[int, ...] | None:
-        """Return the order that is predicted to be the fastest; None where that is as given."""
+        """Return the order with the shortest predicted step; None if it is the given order."""
         if len({tuple(sorted(each)) for each in lengths}) == 1 or not all(map(sum, lengths)):
             return None
         schedule = plan.schedule
         costs = plan.costs or Costs.uniform(schedule.num_devices, schedule.num_stages)
         costs = self.unlike(costs, lengths)
-        if id(plan) not in self._graphs:  # the plan is kept, so that no other has its number
+        if id(plan) not in self._graphs:  # the plan is stored too, so that its id stays unique
             self._graphs[id(plan)] = plan, graph_of(schedule, costs_of(schedule, costs))
-        # No device is to hold more than it would as given.
+        # No device may exceed its memory peak in the given order.
         self.last = even_out(schedule, costs, 0.0, graph=self._graphs[id(plan)][1])
         if self.last.order == tuple(range(len(lengths))):
             return None
@@ -237,9 +238,9 @@ class Places:
         return self.last.order
 
     def unlike(self, costs: Costs, lengths: Sequence[Sequence[int]]) -> Costs:
-        """Return the costs with each microbatch's share, by how many and how long its sequences.
+        """Return costs with each microbatch's share, from the number and lengths of its sequences.
 
-        Products with weights take a time by the tokens, attention by the squares of the lengths.
+        GEMMs with weights scale with the tokens, attention with the squares of the lengths.
         """
         tokens = [float(sum(each)) for each in lengths]
         squares = [float(sum(x * x for x in each)) for each in lengths]
@@ -260,10 +261,10 @@ class Places:
 
 
 def _tell(found: list[Any], group: Any, source: int, device: int) -> None:
-    """Send what one rank of the group has found to all.
+    """Broadcast the decision of one rank to the group.
 
     Raises:
-        TransportError: one of them is gone; with what it has told before.
+        TransportError: A rank has exited; the message has the error it reported before.
     """
     if group.size() == 1:
         return
@@ -277,7 +278,7 @@ def _tell(found: list[Any], group: Any, source: int, device: int) -> None:
 
 
 def _weights_of_layer(config: Any, attention: float) -> float:
-    """Return how many weights of a layer a token is multiplied by, by the model's config."""
+    """Return the number of weights per layer that a token is multiplied by."""
     hidden = config.hidden_size
     groups = config.num_query_groups or config.num_attention_heads
     own = hidden * (2 * attention + 2 * groups * config.kv_channels)
@@ -288,17 +289,17 @@ def _weights_of_layer(config: Any, attention: float) -> float:
 
 
 def as_given(reports: list[Any], order: Sequence[int] | None) -> list[Any]:
-    """Return the reports of microbatches in the order in which they came."""
+    """Return reports of microbatches in the original order."""
     if order is None or len(reports) != len(order):
         return reports
     return [report for _, report in sorted(zip(order, reports, strict=True), key=lambda x: x[0])]
 
 
 def has_dropout(chunks: Sequence[nn.Module], group: Any) -> bool:
-    """Check whether a rank of the pipeline has an active Dropout that no config describes.
+    """Return whether any rank of the pipeline has an active Dropout that no config describes.
 
-    Adapters (LoRA) have one: in another order its random numbers are those of other microbatches.
-    All ranks of `group` call this.
+    Adapters (LoRA) have such modules. After reordering, a microbatch would get the random numbers
+    of another one. All ranks of `group` call this.
     """
     modules = (each for chunk in chunks for each in chunk.modules())
     own = any(isinstance(each, _DropoutNd) and each.p > 0 for each in modules)
@@ -310,10 +311,10 @@ def has_dropout(chunks: Sequence[nn.Module], group: Any) -> bool:
 
 
 def may_reorder(config: Any, slices: int) -> bool:
-    """Return whether microbatches may take other places, and gradients change by rounding alone.
+    """Return whether reordering microbatches changes gradients by rounding only.
 
-    None may draw random numbers of its own. Megatron's global_aux_loss is of the experts' loads in
-    the step so far, so each microbatch has another loss behind others.
+    This requires that no microbatch draws random numbers. Megatron's global_aux_loss depends on the
+    expert loads of the step so far, so each microbatch's loss depends on the order.
     """
     draws = config.attention_dropout, config.hidden_dropout, config.moe_input_jitter_eps
     balancing = config.moe_router_load_balancing_type

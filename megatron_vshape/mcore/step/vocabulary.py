@@ -1,20 +1,22 @@
-"""The passes of a vocabulary that all pipeline ranks share, during one step.
+"""The passes of vocabulary parallelism during one step.
 
-F of the first stage finds the embeddings of its tokens there, and F of the last ends where logits
-would begin. The microbatch's tokens are known when they are looked up: the trainer's function,
-which reads them and calls the model, is called then, and its call of the model is kept for F.
+The F of the first stage uses embeddings from the LOOKUP pass, and the F of the last stage ends
+before the logits. LOOKUP needs the tokens of the microbatch. So it calls the trainer's function,
+which reads the tokens and calls the model, and records this call for F.
 
-The loss is made by the trainer's own function, of true losses, once the sums are there: before
-whatever needs its gradient first, which is the next S, with which the gradient goes to all ranks.
-Only that of a step's last microbatch goes by itself, and the loss rank waits for the sums within
-that S; it never does within others. The trainer's function may communicate, so it runs where
-passes run, in their order, and not beside them.
+The trainer's own function computes the loss from true losses, after the reductions of the LOGITS
+pass. It runs before the first use of its gradient, which is the next LOGITS pass: this pass also
+sends the gradient to all ranks. The gradient of a step's last microbatch is sent separately, and
+the loss rank waits for the reductions within that LOGITS pass; it never waits within others. The
+trainer's function may communicate, so it runs in pass order and not on the collective stream.
 
-A trainer that calls the model without labels makes its loss of logits in S, on every rank of that
-rank's rows (`loss_of_logits`).
+If a trainer calls the model without labels, the LOGITS pass computes its loss of logits on every
+rank, from the rows of this rank (`loss_of_logits`).
 
-Each layer of multi-token prediction has tokens and logits of its own for every token. They are
-further sequences of the same microbatch in all these passes (`further_losses`).
+Each layer of multi-token prediction has its own tokens and logits per token. In all these passes
+they are additional sequences of the same microbatch (`further_losses`).
+
+In names and comments, g is the gradient of the losses and X the hidden state of the last stage.
 """
 
 from __future__ import annotations
@@ -76,19 +78,19 @@ _OTHER_LOGITS = (
 
 @dataclass(eq=False)
 class SharedVocabulary(Part):
-    """This rank's part in one step."""
+    """This rank's part of the vocabulary passes in one step."""
 
     beginning: Beginning
     together: Together
-    running: int = -1  # the microbatch whose F runs
+    running: int = -1  # microbatch of the running F
     _calls: dict[int, tuple[tuple[Any, ...], dict[str, Any], Any]] = field(default_factory=dict)
     _tokens: dict[int, Tensor] = field(default_factory=dict)
     _lookups: dict[int, Pending[tuple[Tensor, ...]]] = field(default_factory=dict)
-    _found: dict[int, list[Tensor]] = field(default_factory=dict)  # of them, what F has yet to take
-    _embedded: dict[int, list[Tensor]] = field(default_factory=dict)  # and what it has
+    _found: dict[int, list[Tensor]] = field(default_factory=dict)  # embeddings not yet used by F
+    _embedded: dict[int, list[Tensor]] = field(default_factory=dict)  # embeddings used by F
     _embedded_gradients: dict[int, list[Tensor]] = field(default_factory=dict)
-    _read: dict[int, Tensor] = field(default_factory=dict)  # what this rank reads in a meeting
-    _last_hidden: dict[int, Tensor] = field(default_factory=dict)  # of the F that runs
+    _read: dict[int, Tensor] = field(default_factory=dict)  # last stage's output, input of LOGITS
+    _last_hidden: dict[int, Tensor] = field(default_factory=dict)  # of the running F
     _labels: dict[int, Tensor] = field(default_factory=dict)
     _loss_functions: dict[int, Any] = field(default_factory=dict)
     _logits: dict[int, Logits] = field(default_factory=dict)
@@ -98,17 +100,17 @@ class SharedVocabulary(Part):
     _gradients: dict[int, Tensor] = field(default_factory=dict)  # g, [heads x b, s]
     _last_gradient: Pending[Tensor] | None = None
     _shapes: dict[int, tuple[int, int]] = field(default_factory=dict)  # [b, s] of microbatches
-    _wants_logits: bool | None = None  # whether the trainer makes its loss of them: in the first S
+    _wants_logits: bool | None = None  # whether the loss is one of logits; set in the first LOGITS
     _of_logits: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # gradient, hidden
     _faults: LateFaults = field(default_factory=LateFaults)
     makes_loss = True
 
     def __post_init__(self) -> None:
-        """Find this rank's rows, and tell what reduces gradients when theirs are complete."""
+        """Find this rank's rows, and register their gradients for reduction."""
         begun, step = self.beginning, self.beginning.step
         self.state, self.config = begun.state, step.config
         self.stage_map, self.iterator = begun.pipeline.stage_map, begun.iterators[0]
-        self.first, self.last = begun.chunks[0], begun.chunks[-1]  # as the trainer has them
+        self.first, self.last = begun.chunks[0], begun.chunks[-1]  # wrapped
         self.forward_step_func, self.num_microbatches = (
             step.forward_step_func,
             step.num_microbatches,
@@ -116,13 +118,13 @@ class SharedVocabulary(Part):
         self.learns, self.gradient_sync = not step.forward_only, step.gradient_sync
         self.tensor_group, self.context_group = begun.groups.tp, begun.groups.cp
         self.again = begun.again
-        # [b, s] of a microbatch on this rank; None where they have unlike ones, as the first tells.
+        # [b, s] of a microbatch on this rank; None with variable lengths (see `_tell_shape`).
         self.tokens_shape: tuple[int, int] | None = None
         if not self.config.variable_seq_lengths:
             length, batch, _ = begun.shape
             whole = begun.groups.tp.size() if self.config.sequence_parallel else 1
             self.tokens_shape = batch, length * whole
-        # Makes the loss of a microbatch by its losses, [b, s], and the function that F returned.
+        # Computes the loss of a microbatch from its losses, [b, s], and the loss function of F.
         reports = begun.groups.pp.rank() == self.stage_map.loss_rank
         self.lose = loss_maker(self.state, step, self.last, self.stage_map.num_chunks, reports)
         self._rows = unwrapped(self.first).embedding.word_embeddings
@@ -135,16 +137,17 @@ class SharedVocabulary(Part):
         self._device = self.together.device
         self._tensor_ranks = self.tensor_group.size()
         self._scatters = self.config.sequence_parallel and self._tensor_ranks > 1
-        # Who looks up the tokens, and then those of each layer of multi-token prediction.
+        # The ranks that use embeddings: first stage, then each multi-token prediction layer.
         predicting = self.stage_map.predicting
         self._readers = self._first_device, *(self._loss_device,) * predicting
         self._further = FurtherLosses(predicting, self._shapes)
+        # Weight gradients of the vocabulary are not jobs of a layer, so register them here.
         for _ in range(self.num_microbatches if self.learns else 0):
             self.gradient_sync.deferred([self._table])
             self.gradient_sync.deferred([self._head])
 
     def handlers(self) -> Mapping[Kind, Handler]:
-        """Return what runs I, E, S, C, T and J; E and C beside the passes."""
+        """Return the handlers of the vocabulary passes by kind."""
 
         def of(method: Callable[[int], None], *join: Callable[[Pass], None]) -> Handler:
             return Handler(lambda work: method(work.microbatch), *join)
@@ -160,20 +163,21 @@ class SharedVocabulary(Part):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Have layers find this inside; who waits for a collective is told if a pass fails."""
+        """Set this object in the shared state; if a pass fails, close the collectives."""
         self.state.shared_vocabulary = self
         try:
             yield
             self.together.drain()
             self._faults.check()
         except BaseException:
+            # Other ranks wait in a collective; they get an error instead of a timeout.
             self.together.close()
             raise
         finally:
             self.state.shared_vocabulary = None
 
     def join(self, work: Pass) -> None:
-        """Come to I, S or J and return once what it reads is there."""
+        """Join the collective before LOOKUP, LOGITS or LOOKUP_WEIGHT that provides its input."""
         joins = {
             LOOKUP: self._read_tokens,
             LOGITS: self._read_hidden,
@@ -184,7 +188,7 @@ class SharedVocabulary(Part):
         joins[work.kind](work.microbatch)
 
     def look_up(self, microbatch: int) -> None:
-        """Run I."""
+        """Run LOOKUP."""
         tokens = self._tokens[microbatch]
         table, each = self._table.detach(), tokens.split(self._shapes[microbatch][0])
         parts = [look_up(table, own, self._first_row) for own in each]
@@ -201,21 +205,22 @@ class SharedVocabulary(Part):
             self._lookups[microbatch] = pending
 
     def wait_for_embeddings(self, microbatch: int) -> None:
-        """Run E, beside the passes."""
+        """Run LOOKED_UP on the collective queue."""
         self._lookups[microbatch].wait()
 
     def embedded(self, tokens: Tensor) -> Tensor:
-        """Return the embeddings for the F that runs: [b, s, h], or a sequence's part [s/t, b, h].
+        """Return the embeddings for the running F: [b, s, h], or a part [s/t, b, h].
 
-        The sum over tensor-parallel ranks is made here, as Megatron's embedding makes it. Tokens
-        of multi-token prediction, which calls for them layer by layer, follow those of the model.
-        `tokens`, [b, s], must be those that were looked up before F.
+        Reduces over tensor-parallel ranks, as Megatron's embedding does. Embeddings of multi-token
+        prediction, which the model requests layer by layer, follow those of the model. `tokens`,
+        [b, s], must equal the tokens looked up before F.
         """
         if self.running in self._lookups:
             self._found[self.running] = list(self._lookups.pop(self.running).result())
         left = self._found[self.running]
         own = [at for at, device in enumerate(self._readers) if device == self._device]
         known = self._tokens[self.running].split(self._shapes[self.running][0])[own[-len(left)]]
+        # Checked on the device and read after the passes, so that the host does not wait here.
         self._faults.add(unlike(tokens, known), _OTHER_TOKENS)
         part = left.pop(0)
         if self._rows.reduce_scatter_embeddings and self._tensor_ranks > 1:
@@ -227,7 +232,7 @@ class SharedVocabulary(Part):
         return part
 
     def forward(self, stage: int, is_last: bool, number: int, step: ForwardStep) -> ForwardStep:
-        """Return what stands for the trainer's function in F of the first and the last stage."""
+        """Return the replacement of the trainer's function in F of the first and last stage."""
         self.running = number
         if stage == 0:
             args, options, loss_function = self._calls.pop(number)
@@ -235,7 +240,7 @@ class SharedVocabulary(Part):
         return self._last_forward(number) if is_last else step
 
     def _last_forward(self, microbatch: int) -> ForwardStep:
-        """Return what calls the last stage, which makes no loss yet."""
+        """Return a function that runs the last stage without its loss."""
 
         def forward(iterator: Any, model: Any) -> Any:
             with self._further.forward(microbatch):
@@ -258,7 +263,7 @@ class SharedVocabulary(Part):
         return forward
 
     def before_logits(self, hidden: Tensor) -> Tensor:
-        """Return what stands for the logits of a hidden state of the F that runs."""
+        """Return the replacement of the logits for a hidden state of the running F."""
         further = self._further.begin(self.running, hidden)
         if further is not None:
             return further
@@ -267,7 +272,7 @@ class SharedVocabulary(Part):
         return whole
 
     def keep_labels(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Take the labels, [b, s], of what stands for logits; return what does for their losses."""
+        """Store the labels, [b, s], for replaced logits; return the replacement of their losses."""
         further = self._further.keep_labels(self.running, labels, logits)
         if further is not None:
             return further
@@ -277,7 +282,7 @@ class SharedVocabulary(Part):
         return logits
 
     def output(self, is_last: bool, number: int, output: Tensor) -> Tensor:
-        """Take the last stage's, [s, b, h] or a part of the sequence, with its graph."""
+        """Store the last stage's output, [s, b, h] or a part of the sequence, with its graph."""
         if is_last and self.learns and number in self._labels:
             made = self._further.end(number, output, self._labels[number])
             self._read[number], self._labels[number] = made
@@ -287,7 +292,7 @@ class SharedVocabulary(Part):
         return output
 
     def own_logits(self, microbatch: int) -> None:
-        """Run S, and begin the sums."""
+        """Run LOGITS, and start its reductions."""
         hidden = self._read.pop(microbatch)
         if self._scatters:
             hidden = self._gathered(hidden)
@@ -295,12 +300,16 @@ class SharedVocabulary(Part):
         if self._wants_logits:
             self._lose_of_logits(microbatch, hidden, tokens)
             return
+        # Only a loss of logits reads the data again; otherwise do not keep the batch for it.
         if isinstance(self.again, Reader):
             self.again.pass_over()
         labels = self._labels.pop(microbatch)
         flat, weight = labels.t().flatten(), self._head.detach()
         asks_best = len(labels) > self._shapes[microbatch][0]
         made = Logits.of(weight, hidden.flatten(0, 1), flat, self._first_row, asks_best)
+        # The input gradient is computed here, before the global maxima and sums are known, and
+        # rescaled after the reduction. So B does not wait for another GEMM (arXiv 2411.05288,
+        # Algorithm 2).
         product = made.softmax @ weight if self.learns else None
         part = torch.stack(made.statistics)
         parts = self._of_tensor_ranks(part)
@@ -321,6 +330,7 @@ class SharedVocabulary(Part):
         if self.learns:
             self._logits[microbatch] = made
             self._count(made.softmax, made.hidden)
+        # No later LOGITS pass sends this gradient.
         if microbatch == self.num_microbatches - 1 or not self.learns:
             self._tell_last_gradient(microbatch)
 
@@ -352,13 +362,13 @@ class SharedVocabulary(Part):
         self._count(*self._of_logits[microbatch])
 
     def wait_for_sums(self, microbatch: int) -> None:
-        """Run C, beside the passes."""
+        """Run LOSS on the collective queue."""
         pending = self._sums.get(microbatch)
-        if pending is not None:  # else a pass has taken it
+        if pending is not None:  # otherwise another pass has read the result already
             pending.wait()
 
     def gradient(self, is_last: bool, number: int, received: Tensor | None) -> Tensor | None:
-        """Return the gradient of the last stage's output, for its B."""
+        """Return the gradient of the last stage's output for its B."""
         if not is_last:
             return received
         batch = self._shapes[number][0]
@@ -375,7 +385,7 @@ class SharedVocabulary(Part):
         return parts[0]
 
     def own_head_weights(self, microbatch: int) -> None:
-        """Run T."""
+        """Run HEAD_WEIGHT."""
         if self._wants_logits:
             gradient, hidden = self._of_logits.pop(microbatch)
             accumulate_weight_grad(self._head, gradient, hidden, self._kernel())
@@ -387,7 +397,7 @@ class SharedVocabulary(Part):
         self.gradient_sync.added([self._head])
 
     def own_embedding_weights(self, microbatch: int) -> None:
-        """Run J."""
+        """Run LOOKUP_WEIGHT."""
         rows = Rows.of(self._tokens.pop(microbatch).flatten(), self._first_row, len(self._table))
         gradients = [each.flatten(0, 1) for each in self._embedded_gradients.pop(microbatch)]
         add_rows(self._table, rows, torch.cat(gradients) if len(gradients) > 1 else gradients[0])
@@ -405,17 +415,17 @@ class SharedVocabulary(Part):
         self._tokens[microbatch] = self.together.from_one(self._first_device, tokens, "tokens")
 
     def _tell_shape(self, lookups: Sequence[int]) -> tuple[int, int]:
-        """Return the [b, s] of a microbatch; the first device tells it by those of its lookups."""
+        """Return [b, s] of a microbatch; with variable lengths, the first stage broadcasts it."""
         if self.tokens_shape is not None:
             return self.tokens_shape
         shape = torch.tensor(tuple(lookups), device=self._table.device)
         shape = self.together.from_one(self._first_device, shape, "the shape of tokens")
-        is_known = self._device == self._first_device  # its host need not wait for the device
+        is_known = self._device == self._first_device  # avoids a wait of its host for the device
         batches, sequence = lookups if is_known else shape.tolist()
         return batches // (1 + self.stage_map.predicting), sequence
 
     def _next_tokens(self, microbatch: int) -> Tensor:
-        """Have the trainer's function read a microbatch, and keep its call of the model for F."""
+        """Make the trainer's function read a microbatch, and record its call of the model for F."""
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         blank = self._empty((), torch.float32)
 
@@ -449,7 +459,7 @@ class SharedVocabulary(Part):
         return torch.cat(sequences)
 
     def _read_hidden(self, microbatch: int) -> None:
-        """Read the last stage's output and labels, and g of the microbatch before."""
+        """Receive the last stage's output and labels, and g of the previous microbatch."""
         what = f"the output of the last stage's F of microbatch {microbatch}"
         self._tell_what_is_wanted(microbatch, what)
         shape = self._logits_shape(microbatch)
@@ -463,6 +473,7 @@ class SharedVocabulary(Part):
         if self._wants_logits:
             return
         before = microbatch - 1 if self.learns else -1
+        # One broadcast for both: float64 represents labels exactly.
         notes = self._empty((2, *shape), torch.float64)
         if self._device == self._loss_device:
             notes[0] = self._labels[microbatch]
@@ -473,15 +484,16 @@ class SharedVocabulary(Part):
             self._gradients.setdefault(before, notes[1].float())
 
     def _logits_shape(self, microbatch: int) -> tuple[int, int]:
-        """Return [b, s] with the sequences of further layers: only training wants their logits."""
+        """Return [b, s] including the sequences of multi-token prediction (training only)."""
         batch, sequence = self._shapes[microbatch]
         return (1 + self.stage_map.predicting * self.learns) * batch, sequence
 
     def _tell_what_is_wanted(self, microbatch: int, what: str) -> None:
-        """Have all ranks know whether the trainer makes its loss of logits, in all of a step."""
+        """Broadcast once per step whether the trainer computes its loss from logits."""
         has_labels = microbatch in self._labels
         if self._wants_logits is None:
-            asks = self._device == self._loss_device and not has_labels  # elsewhere it is heard
+            # Only the loss rank knows; all others receive its value.
+            asks = self._device == self._loss_device and not has_labels
             wanted = torch.tensor([asks], device=self._table.device)
             self._wants_logits = bool(self.together.from_one(self._loss_device, wanted, what))
         if self._device == self._loss_device and has_labels == self._wants_logits:
@@ -508,7 +520,7 @@ class SharedVocabulary(Part):
         self._embedded_gradients[microbatch] = made
 
     def _sum(self, microbatch: int) -> Statistics:
-        """Return what a microbatch's sums are; waits for them."""
+        """Wait for the reductions of a microbatch, and return them."""
         if microbatch not in self._whole:
             made = self._sums[microbatch].result()
             del self._sums[microbatch]
@@ -518,7 +530,7 @@ class SharedVocabulary(Part):
         return self._whole[microbatch]
 
     def _gradient(self, microbatch: int) -> Tensor:
-        """Return g of a microbatch; the loss rank makes it when it is first asked for."""
+        """Return g of a microbatch; the loss rank computes the loss at the first call."""
         if microbatch not in self._gradients:
             if self._device == self._loss_device:
                 self._make_loss(microbatch)
@@ -538,11 +550,11 @@ class SharedVocabulary(Part):
             self._gradients[microbatch] = torch.cat([gradient, *gradients])
 
     def _by_sequence(self, microbatch: int, flat: Tensor) -> Tensor:
-        """Return numbers of all tokens as [heads x b, s]."""
+        """Reshape values of all tokens to [heads x b, s]."""
         return flat.view(*self._logits_shape(microbatch)[::-1]).t()
 
     def _tell_last_gradient(self, microbatch: int) -> None:
-        """Make the loss that no S follows, and tell all ranks its gradient."""
+        """Compute the loss of the last microbatch, and broadcast its gradient."""
         if self._device == self._loss_device:
             self._make_loss(microbatch)
         if not self.learns:
@@ -557,7 +569,7 @@ class SharedVocabulary(Part):
         self._last_gradient = self.together.begin(tell, [gradient])
 
     def _of_tensor_ranks(self, part: Tensor) -> Tensor:
-        """Return the parts, [t, ...], of the tensor-parallel ranks that share this one's stage."""
+        """All-gather the parts, [t, ...], of the tensor-parallel ranks of this stage."""
         whole = part.new_empty((self._tensor_ranks, *part.shape))
         if self._tensor_ranks == 1:
             return part.unsqueeze(0)
@@ -565,11 +577,11 @@ class SharedVocabulary(Part):
         return whole
 
     def _gathered(self, part: Tensor) -> Tensor:
-        """Return a sequence whose parts, [s/t, ...], the tensor-parallel ranks have."""
+        """All-gather a sequence from the parts, [s/t, ...], of the tensor-parallel ranks."""
         return self._of_tensor_ranks(part.contiguous()).flatten(0, 1)
 
     def _over_tensor_ranks(self, part: Tensor) -> Tensor:
-        """Return the sum [s, b, h] of these ranks' parts, or where they cut it this one's of it."""
+        """Sum over tensor-parallel ranks: [s, b, h], or this rank's part of the sequence."""
         if self._scatters:
             return self._reduce_scattered(part)
         if self._tensor_ranks > 1:
@@ -577,7 +589,7 @@ class SharedVocabulary(Part):
         return part
 
     def _reduce_scattered(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of the sequence, [s/t, ...], of the sum over these ranks."""
+        """Reduce-scatter over tensor-parallel ranks; return this rank's part [s/t, ...]."""
         parts = [each.contiguous() for each in whole.chunk(self._tensor_ranks)]
         own = torch.empty_like(parts[0])
         dist.reduce_scatter(own, parts, group=self.tensor_group)
@@ -590,7 +602,7 @@ class SharedVocabulary(Part):
         return fused_kernel(total.device.type, total.dtype, self._head.dtype)
 
     def _gather_parameters(self) -> None:
-        """Do what Megatron hooks to the modules' forward, which waits for their parameters."""
+        """Run the pre-forward hooks of DDP, which wait for parameters: the forwards are skipped."""
         for module in self._modules:
             for hook in module._forward_pre_hooks.values():
                 hook(module, ())
@@ -605,10 +617,10 @@ class SharedVocabulary(Part):
 
 
 class VocabularySharing(Capability):
-    """Has all ranks share the embedding and the output layer."""
+    """Shares the embedding and the output layer between all ranks."""
 
     def begin(self, beginning: Beginning) -> Part | None:
-        """Return this rank's part in a step, if its vocabulary is shared."""
+        """Return this rank's part in a step with vocabulary parallelism."""
         together = beginning.transport.together
         if not beginning.pipeline.choice.shares or together is None:
             return None

@@ -1,4 +1,4 @@
-"""Activations that wait in host memory, as a capability of a step (see `runtime.offload`)."""
+"""Activation offloading to host memory as a capability of a step (see `runtime.offload`)."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from megatron_vshape.runtime.stage import Handler
 
 
 class Waiting(Part):
-    """Has microbatches of one step wait, by passes of their own."""
+    """Offloads and reloads microbatches of one step in separate passes."""
 
     def __init__(self, state: StepState, offload: Offload) -> None:
-        """Take what layers share, and what has waited in the steps before."""
+        """Set the shared state, and the offload buffers that live across steps."""
         self._state, self._offload = state, offload
 
     def handlers(self) -> Mapping[Kind, Handler]:
-        """Return what runs D, L, R and H; memory is counted after the markers."""
+        """Return the handlers of the offload passes; memory is counted after RELEASE and RELOAD."""
         found = self._offload.handlers()
         markers = {kind: counted(self._state, found[kind]) for kind in (RELEASE, RELOAD)}
         return found | markers
 
     def ends_forward(self, stage: int, number: int, output: Tensor) -> None:
-        """Take note of what an F has left behind; keys and values that slices share stay."""
+        """Register the activations of an F; keys and values that slices share are not offloaded."""
         shared = (
             tensor
             for by_microbatch in self._state.kept
@@ -41,7 +41,7 @@ class Waiting(Part):
         self._offload.ends_forward(stage, number, output, shared)
 
     def begins(self, work: Pass) -> None:
-        """Have B, BW or W find what it reads."""
+        """Make the activations of a B, BW or W available."""
         if work.kind is Kind.W:
             self._offload.begins_weights(work)
         else:
@@ -49,16 +49,16 @@ class Waiting(Part):
 
 
 class HostMemoryWaiting(Capability):
-    """Keeps host memory, and what has been learned of the stages, from step to step."""
+    """Owns the host memory and the known sizes of stages across steps."""
 
     def __init__(self, report: RunReport) -> None:
-        """Take the report, which tells what has waited."""
+        """Set the report, which provides the measured sizes."""
         self._report = report
-        self._offload: Offload | None = None  # made for the first step that may need it
-        self._learns = False  # what may wait in the step that has begun
+        self._offload: Offload | None = None  # created for the first step that may offload
+        self._learns = False  # whether the current step determines what can be offloaded
 
     def begin(self, beginning: Beginning) -> Part | None:
-        """Return what lets microbatches of this step wait in host memory, if any are to."""
+        """Return the part that offloads in this step, or None."""
         choice = beginning.pipeline.choice
         waits = beginning.program.schedule.copies
         self._learns = False
@@ -72,16 +72,16 @@ class HostMemoryWaiting(Capability):
         return Waiting(beginning.state, self._offload)
 
     def end(self) -> None:
-        """Have memory measured again: more is held while it is learned what may wait."""
+        """Measure memory again after a step that determined what to offload: it retains more."""
         if self._learns:
             self._report.remeasure()
 
     def forget(self) -> None:
-        """Let go of what waits."""
+        """Drop the offloaded activations."""
         if self._offload is not None:
             self._offload.forget()
 
     def clear(self) -> None:
-        """Let go of the host memory too."""
+        """Free the host memory as well."""
         if self._offload is not None:
             self._offload.clear()
