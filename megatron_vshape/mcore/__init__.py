@@ -1,1 +1,1 @@
-"""Everything that knows Megatron."""
+"""Integration with Megatron-Core and with Megatron-LM's trainer."""

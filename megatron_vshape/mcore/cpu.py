@@ -1,16 +1,14 @@
-"""CPU mode: lets an unmodified Megatron-Core train on CPU tensors over gloo, where there is no GPU.
+"""CPU mode: train an unmodified Megatron-Core on CPU tensors over gloo, on machines without a GPU.
 
-Megatron asks for "cuda" by name in some two hundred places. `install` answers those requests with
-the CPU's equivalent: a tensor asked for on the GPU is made on the CPU, the device's random
-generator is the CPU's, streams and `synchronize` have nothing to wait for. No result is faked:
-what is computed is computed, only elsewhere.
+Megatron requests "cuda" by name in about two hundred places. `install` redirects these requests to
+the CPU: tensors are allocated on the CPU, the device's random generator is that of the CPU, and
+streams and `synchronize` do nothing. All results are computed, none is faked.
 
-Three answers are not measurements, because a CPU has none to give: the allocator's statistics are
-zeros, the compute capability is (0, 0), and `torch.compile` returns its argument (a schedule does
-not need minutes of C++ builds).
+Three values are placeholders, because a CPU has no such values: the allocator's statistics are
+zero, the compute capability is (0, 0), and `torch.compile` returns its argument (to avoid minutes
+of C++ builds).
 
-Not covered: Transformer Engine, fp8, CUDA graphs, memory pools, and everything that needs NCCL by
-name.
+Not supported: Transformer Engine, fp8, CUDA graphs, memory pools, and features that require NCCL.
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ import torch.distributed.distributed_c10d as c10d
 
 from megatron_vshape.mcore.replaced import Replaced
 
-# A TorchFunctionMode would be one hook instead of these thirty, but torch pops it while
-# backward() runs, and a device="cuda" inside a custom autograd.Function would then escape it.
+# A TorchFunctionMode would be one hook instead of these thirty. But torch disables it while
+# backward() runs, so it would miss a device="cuda" inside a custom autograd.Function.
 FACTORIES = (
     "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace logspace "
     "ones ones_like rand rand_like randint randint_like randn randn_like randperm scalar_tensor "
@@ -51,15 +49,18 @@ _BYTE_COUNTS = "max_memory_allocated max_memory_reserved memory_allocated memory
 _Replacement = tuple[Any, str, Any]
 """Owner, attribute name, and the replacement while the mode is on."""
 
-# The mode changes the process-wide torch module, so what to put back is process-wide too.
+# The mode changes the process-wide torch module, so the record of originals is process-wide too.
 replaced = Replaced()
 
 
 def install() -> bool:
-    """Turn the CPU mode on and return True, or do nothing and return False where torch sees a GPU.
+    """Enable the CPU mode and return True; if torch finds a GPU, do nothing and return False.
 
-    Call it before Megatron is imported, because Megatron copies some of torch's functions when it
-    is. Raises RuntimeError when that is too late.
+    Call this before Megatron is imported, because Megatron copies some of torch's functions on
+    import.
+
+    Raises:
+        RuntimeError: Megatron has been imported already.
     """
     if replaced:
         return True
@@ -73,7 +74,7 @@ def install() -> bool:
 
 def _refuse_if_megatron_came_first() -> None:
     random = sys.modules.get("megatron.core.tensor_parallel.random")
-    # Under an earlier install it has copied the right functions, which still serve.
+    # After an earlier install, Megatron has copied the replacements, which still work.
     if random is not None and random._lazy_call is not _call_now:
         raise RuntimeError(
             "the CPU mode was asked for after megatron.core had been imported, and would only half "
@@ -88,7 +89,7 @@ def _replacements() -> Iterator[_Replacement]:
     yield from _random_generator()
     yield from _tensors()
     yield torch, "compile", _eager
-    # torch compares operations by identity in batch_isend_irecv, so both names must hold the same
+    # torch compares operations by identity in batch_isend_irecv, so both names must be the same
     # function.
     isend = _isend_of_an_alias(c10d.isend)
     yield c10d, "isend", isend
@@ -103,8 +104,8 @@ def _replacements() -> Iterator[_Replacement]:
 def _identity() -> Iterator[_Replacement]:
     cuda = torch.cuda
     yield cuda, "is_available", _available_to_megatron(cuda.is_available)
-    # Megatron builds its process groups only where there are devices, and wants one for each
-    # local rank.
+    # Megatron builds its process groups only if there are devices, and requires one per local
+    # rank.
     yield cuda, "device_count", lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     yield cuda, "current_device", lambda: 0
     yield cuda, "get_device_name", lambda device=None: "cpu"
@@ -149,10 +150,10 @@ def _random_generator() -> Iterator[_Replacement]:
         yield module, "set_rng_state", set_state
     yield cuda, "default_generators", (generator,)
     yield cuda, "manual_seed", lambda seed: generator.manual_seed(int(seed))
-    # torch.manual_seed calls this one after it has seeded the CPU's generator itself.
+    # torch.manual_seed calls this function after it has seeded the CPU's generator itself.
     yield cuda, "manual_seed_all", _no_op()
     yield cuda, "_lazy_init", _no_op()
-    # torch queues these calls until a GPU wakes up, which would be never.
+    # torch queues these calls until CUDA is initialized, which never happens here.
     yield cuda, "_lazy_call", _call_now
 
 
@@ -169,9 +170,9 @@ def _tensors() -> Iterator[_Replacement]:
 
 
 def _no_op() -> Callable[..., None]:
-    """Return a stand-in for what has no meaning where an operation ends before it returns.
+    """Return a function that does nothing, for operations without meaning on a synchronous device.
 
-    A new one each time: torch's compiler refuses a function that stands under two names.
+    Each call returns a new function, because torch's compiler rejects one function under two names.
     """
     return lambda *args, **kwargs: None
 
@@ -181,19 +182,22 @@ def _call_now(callback: Callable[[], None], **kwargs: object) -> None:
 
 
 def _eager(model: Callable[..., Any] | None = None, **options: object) -> Any:
-    """Return `model` as it is; with options only, return a decorator that does so."""
+    """Return `model` unchanged; with options only, return a decorator that does so."""
     return _eager if model is None else model
 
 
 def called_from(*packages: str) -> bool:
-    """Return whether the code two frames up is one of these; torch's own must hear the truth."""
+    """Return whether the code two frames up belongs to one of these packages.
+
+    torch itself must get the real answer.
+    """
     module = str(sys._getframe(2).f_globals.get("__name__", ""))
     return module.partition(".")[0] in packages
 
 
 def _available_to_megatron(is_available: Callable[[], bool]) -> Callable[[], bool]:
-    # torch's optimizers ask as well, and with a yes they would go on to query a driver that is
-    # not there.
+    # torch's optimizers call this as well, and after True they would query a driver that does not
+    # exist.
     @functools.wraps(is_available)
     def answer() -> bool:
         return called_from("megatron") or is_available()
@@ -202,7 +206,7 @@ def _available_to_megatron(is_available: Callable[[], bool]) -> Callable[[], boo
 
 
 def is_gpu(device: object) -> bool:
-    """Return whether `device` names a GPU in any of torch's spellings; a bare number is one."""
+    """Return whether `device` is a GPU in any of torch's notations, including a plain number."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
     if isinstance(device, str):
@@ -215,7 +219,7 @@ def _made_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         if is_gpu(kwargs.get("device")):
             kwargs["device"] = "cpu"
-        kwargs.pop("pin_memory", None)  # memory is pinned for copies to a GPU
+        kwargs.pop("pin_memory", None)  # pinning requires a GPU
         return factory(*args, **kwargs)
 
     return make
@@ -234,8 +238,8 @@ def _moved_to_cpu(to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
 
 def _typed_as_on_gpu(type_of: Callable[..., Any]) -> Callable[..., Any]:
-    # Megatron's optimizers take 'torch.cuda.FloatTensor' and its like by this name, and refuse
-    # any other.
+    # Megatron's optimizers compare type names such as 'torch.cuda.FloatTensor', and reject all
+    # others.
     @functools.wraps(type_of)
     def answer(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = type_of(self, *args, **kwargs)
@@ -248,8 +252,8 @@ def _typed_as_on_gpu(type_of: Callable[..., Any]) -> Callable[..., Any]:
 
 def _isend_of_an_alias(isend: Callable[..., Any]) -> Callable[..., Any]:
     # Megatron frees an output's storage right after an asynchronous send. NCCL's stream order
-    # keeps the memory alive; gloo holds only the tensor, whose storage has then been swapped, and
-    # sends whatever comes to lie there.
+    # keeps the memory valid. gloo references only the tensor, whose storage Megatron has replaced
+    # by then, and would send other data.
     @functools.wraps(isend)
     def send(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return isend(tensor.detach(), *args, **kwargs)
@@ -258,8 +262,8 @@ def _isend_of_an_alias(isend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _all_to_all_of_lists(all_to_all_single: Callable[..., Any]) -> Callable[..., Any]:
-    # Expert parallelism brings its counts of tokens from the GPU as numbers, and leaves a tensor
-    # as it is that is on the CPU already; torch takes numbers only.
+    # Expert parallelism converts token counts on the GPU to numbers, but leaves a CPU tensor as it
+    # is. torch accepts only numbers.
     @functools.wraps(all_to_all_single)
     def exchange(output: torch.Tensor, input: torch.Tensor, *splits: Any, **options: Any) -> Any:
         named = {key: _as_list(value) for key, value in options.items()}
@@ -269,10 +273,10 @@ def _all_to_all_of_lists(all_to_all_single: Callable[..., Any]) -> Callable[...,
 
 
 def _with_one_worker(gloo: Any, create: Callable[..., None]) -> Callable[..., None]:
-    # A group's worker threads, two where nothing is said, note the name of the operation that they
-    # have ended in one string, without a lock (ProcessGroupGloo::runLoop, torch 2.15). A name of
-    # more than 15 characters, such as that of Megatron's coalesced gathers, lies on the heap: when
-    # two operations end together, it is freed twice. One worker runs them in order, as NCCL does.
+    # The worker threads of a group, two by default, write the name of their last operation to one
+    # string without a lock (ProcessGroupGloo::runLoop, torch 2.15). A name of more than 15
+    # characters, such as that of Megatron's coalesced gathers, is on the heap, and is freed twice
+    # if two operations end together. One worker runs operations in order, as NCCL does.
     @functools.wraps(create)
     def init(self: Any, store: Any, rank: int, size: int, *args: Any, **named: Any) -> None:
         if args or "options" in named:
@@ -290,10 +294,10 @@ def _with_one_worker(gloo: Any, create: Callable[..., None]) -> Callable[..., No
 
 @functools.cache
 def _gloo_devices(process: int, names: str) -> list[Any]:
-    """Return what torch takes by itself: the interfaces of GLOO_SOCKET_IFNAME, or the host's.
+    """Create torch's default gloo devices: the interfaces of GLOO_SOCKET_IFNAME, or the host's.
 
-    Once for all groups of a process: each device has a thread, which wakes a hundred times a
-    second, and a rank of Megatron has thirty groups.
+    They are shared by all groups of a process: each device has a thread that wakes up a hundred
+    times per second, and a rank of Megatron has thirty groups.
     """
     gloo = dist.ProcessGroupGloo
     if names:
@@ -311,20 +315,20 @@ def _free_and_total_bytes() -> tuple[int, int]:
 
 
 def _properties() -> SimpleNamespace:
-    """Return what Megatron reads of a device's properties, for this CPU."""
+    """Return the device properties that Megatron reads, for this CPU."""
     memory, cores = _free_and_total_bytes()[1], os.cpu_count() or 1
     version = {"name": "cpu", "major": 0, "minor": 0}
     return SimpleNamespace(**version, total_memory=memory, multi_processor_count=cores)
 
 
 class _Stream:
-    """A stream on which everything has already happened."""
+    """A stream whose work is always complete."""
 
     cuda_stream = 0
     device = torch.device("cpu")
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        """Accept what torch.cuda.Stream accepts."""
+        """Accept the arguments of torch.cuda.Stream."""
 
     wait_stream = wait_event = synchronize = _no_op()
 
@@ -348,7 +352,7 @@ class _Stream:
 
 
 class _Event:
-    """An event that took place when it was recorded."""
+    """An event that completes when it is recorded."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._recorded_s = 0.0

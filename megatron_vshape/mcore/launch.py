@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 4 -m megatron_vshape.mcore.launch PATH/pretrain_gpt.py FLAGS...
 
-Where torch sees no GPU the script trains on the CPU. The script is executed in this module's own
-`__main__`, not by runpy: writing a checkpoint spawns processes that import the main file again,
-and that must be this one, which does nothing when imported.
+If torch finds no GPU, the script trains on the CPU. The script is executed in this module's
+`__main__` instead of by runpy: saving a checkpoint spawns processes that import the main file
+again. That file must be this one, which does nothing when imported.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ USAGE = "usage: python -m megatron_vshape.mcore.launch SCRIPT [ARGUMENTS OF THE 
 
 
 def prepare(argv: list[str]) -> str:
-    """Hook into Megatron, make `argv` and the import path the script's, and return its source.
+    """Register with Megatron, set `argv` and the import path for the script, and return its source.
 
     Raises:
-        SystemExit: no script is named, or it cannot be read.
+        SystemExit: No script is given, or it cannot be read.
     """
     if len(argv) < 2 or argv[1] in ("-h", "--help"):
         raise SystemExit(USAGE)
@@ -31,7 +31,7 @@ def prepare(argv: list[str]) -> str:
         source = script.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SystemExit(f"megatron-vshape: the script {script} cannot be read: {error}") from None
-    # Before Megatron is imported, from here or from the checkout that the script belongs to.
+    # Before the first import of Megatron, which may be in the checkout of the script.
     sys.path.insert(0, str(script.resolve().parent))
     cpu.install()
     megatron_vshape.register()

@@ -1,8 +1,8 @@
-"""What a run may ask of this package: every option stands here once.
+"""All options of this package; each is defined once, here.
 
-A field of `Options` is the keyword of `register` and the key of the variable MEGATRON_VSHAPE; what
-is told with it makes the flag of Megatron's parser, reads its text, checks its value, and is the
-row of the table in docs/reference.md.
+A field of `Options` is the keyword of `register` and the key in the variable MEGATRON_VSHAPE. Its
+metadata define the flag in Megatron's parser, parsing and validation of the value, and the row of
+the table in docs/ways-in.md.
 """
 
 from __future__ import annotations
@@ -29,51 +29,51 @@ TIMEOUT_SHARE = 0.9
 """Default of --pipeline-timeout as a share of --distributed-timeout-minutes."""
 
 TRACE_STEPS = (4, 6)
-"""Profiled where only a trace is asked for; the first steps still set caches up."""
+"""Profiled steps if only a trace is requested; the first steps still fill caches."""
 
 
 class UnsupportedError(ValueError):
-    """An option does not go with the schedule; the text names it and says what to change."""
+    """The schedule does not support an option; the message has the option and the fix."""
 
     def __init__(self, text: str, *options: str) -> None:
-        """Take the text, and the names of the options without which it would not be said."""
+        """Set the message and the names of the options that cause it."""
         super().__init__(text)
         self.options = options
 
 
 class Values(NamedTuple):
-    """What values an option may have."""
+    """The valid values of an option."""
 
-    wants: str  # in a sentence
+    wants: str  # description for error messages
     fits: Callable[[Any], bool]
-    read: Callable[[str], Any] = str  # of a text
+    read: Callable[[str], Any] = str  # parses a text
 
     def of_text(self, text: str) -> Any:
-        """Return the value in a text, to be checked later; raises ArgumentTypeError."""
+        """Parse a text without validation; raises ArgumentTypeError."""
         try:
             return self.read(text)
         except ValueError:
             raise ArgumentTypeError(f"{text!r:.40} is not {self.wants}") from None
 
     def check(self, value: Any, named: str) -> None:
-        """Raise UnsupportedError, which calls the option so, unless it may have this value."""
+        """Raise UnsupportedError, with the option's name `named`, if the value is invalid."""
         if not self.fits(value):
             shown = f"{value:g}" if isinstance(value, float) else f"{value!r:.40}"
             raise UnsupportedError(f"{named} {shown} is not {self.wants}")
 
 
 class Option(NamedTuple):
-    """What is known of an option beside its keyword and its default."""
+    """Metadata of an option in addition to its keyword and default."""
 
-    flag: str  # empty: a keyword alone
+    flag: str  # empty: only a keyword
     metavar: str  # empty: a switch
     help: str
     values: Values
-    for_ours: bool  # only a schedule of this package uses it
+    for_ours: bool  # used only by schedules of this package
 
     @property
     def argument(self) -> str:
-        """Return the attribute that it is of Megatron's arguments."""
+        """Return the name of the attribute in Megatron's arguments."""
         return self.flag[2:].replace("-", "_")
 
 
@@ -87,7 +87,7 @@ def _are_steps(value: Any) -> bool:
 
 
 def _limit(text: str) -> float | str:
-    """Return the GiB that a text says, or the schedule that it names; the name is checked later."""
+    """Parse a number of GiB or the name of a schedule, which is validated later."""
     try:
         return float(text)
     except ValueError:
@@ -116,7 +116,7 @@ _GIB = Values("a number of GiB above 0", _is_above_0, float)
 
 
 def schedule_names() -> tuple[str, ...]:
-    """Return every name that `--pipeline-schedule` knows."""
+    """Return all names that `--pipeline-schedule` supports."""
     own = (name for name in catalogue.EVERY_NAME if name not in MEGATRONS_OWN)
     return (*MEGATRONS_OWN, *own, *PLUS_NAMES, AUTO)
 
@@ -124,7 +124,7 @@ def schedule_names() -> tuple[str, ...]:
 def _option(
     flag: str, values: Values, told: str, default: Any = None, for_ours: bool = True
 ) -> Any:
-    """Return the field of an option, whose flag is written with its value, if it takes one."""
+    """Create the field of an option; `flag` includes the metavar, if it has a value."""
     name, _, metavar = flag.partition(" ")
     return field(
         default=default, metadata={"option": Option(name, metavar, told, values, for_ours)}
@@ -133,7 +133,7 @@ def _option(
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a run asks for."""
+    """The options of a run."""
 
     schedule: str | None = _option(
         "--pipeline-schedule NAME|FILE",
@@ -236,19 +236,19 @@ class Options:
 
     @classmethod
     def given(cls, values: Mapping[str, Any]) -> Options:
-        """Return these options; a trace has some steps profiled by itself."""
+        """Create options from values that are not None; a trace implies profiled steps."""
         steps = {"profile_steps": TRACE_STEPS} if values.get("trace_folder") is not None else {}
         return cls(**steps | {name: value for name, value in values.items() if value is not None})
 
     def check(self) -> None:
-        """Raise UnsupportedError for a value that an option cannot have."""
+        """Raise UnsupportedError for an invalid value."""
         for name in self._given():
             OPTIONS[name].values.check(getattr(self, name), OPTIONS[name].flag or name)
 
     def flags_for_ours(self) -> list[str]:
-        """Return the flags given that only a schedule of this package uses.
+        """Return the given flags that only schedules of this package use.
 
-        A trace asks for some steps to be profiled by itself.
+        Profiled steps that a trace implies do not count.
         """
         own = None if self.trace_folder is None else "profile_steps"
         given = [at for at in self._given() if OPTIONS[at].for_ours and at != own]
@@ -259,29 +259,29 @@ class Options:
 
     @property
     def asks_for_megatrons_own(self) -> bool:
-        """Return whether the schedule is one that Megatron itself runs."""
+        """Return whether Megatron itself runs the schedule."""
         return is_megatrons_own(self.schedule) and self.slices == 1
 
     @property
     def checked_steps(self) -> tuple[int, int]:
-        """Return the steps that are held against what the profiled ones predict.
+        """Return the steps that are compared with the prediction from the profiled steps.
 
-        The step in between counts the new order's memory, and pays for what it needs first.
+        The step in between measures the memory of the new schedule, and its one-time costs.
         """
         first, last = self.profile_steps or (0, -1)
         return last + 2, last + 2 + (last - first)
 
     def costs(self) -> Costs | None:
-        """Return the costs in the file, if one is given."""
+        """Return the costs from the file, if one is given."""
         return None if self.costs_file is None else Costs.load(self.costs_file)
 
 
 OPTIONS: dict[str, Option] = {each.name: each.metadata["option"] for each in fields(Options)}
-"""Every option by its keyword."""
+"""All options by keyword."""
 
 
 def add_arguments(parser: ArgumentParser, hear: Callable[[str], str] = str) -> ArgumentParser:
-    """Add the flags to `parser` and return it; `hear` is given the schedule that is named."""
+    """Add the flags to `parser` and return it; `hear` is called with the given schedule name."""
     group = parser.add_argument_group("pipeline schedules (megatron-vshape)")
     for name, option in OPTIONS.items():
         if not option.flag:
@@ -290,16 +290,16 @@ def add_arguments(parser: ArgumentParser, hear: Callable[[str], str] = str) -> A
         if option.metavar:
             read = hear if name == "schedule" else option.values.of_text
             how = {"metavar": option.metavar, "type": read}
-        # What is not given leaves no trace.
+        # Options that are not given leave no attribute in the arguments.
         group.add_argument(option.flag, default=SUPPRESS, help=option.help, **how)
     return parser
 
 
 def options_of(args: Namespace) -> Options:
-    """Return the flags' values in parsed arguments.
+    """Return the options in parsed arguments.
 
-    Unless it is told, a pipeline rank gives up before Megatron's own watchdogs do, those of whose
-    other groups count from when the host has asked for a collective.
+    By default, a pipeline rank times out before Megatron's watchdogs. Those of other process groups
+    count from the launch of a collective on the host.
     """
     given = {name: getattr(args, option.argument, None) for name, option in OPTIONS.items()}
     if given["timeout_seconds"] is None:
@@ -308,20 +308,20 @@ def options_of(args: Namespace) -> Options:
 
 
 def watchdog_seconds(args: Namespace) -> float:
-    """Return after how long Megatron's own watchdogs end a run."""
+    """Return the timeout of Megatron's watchdogs in seconds."""
     return 60.0 * getattr(args, "distributed_timeout_minutes", MEGATRONS_TIMEOUT_MINUTES)
 
 
 def options_from(given: Mapping[str, Any]) -> Options:
-    """Return what `register` was given, as the flags would say it.
+    """Validate the arguments of `register` and return them as options.
 
     Raises:
-        UnsupportedError: there is no such option, it cannot have this value, or it does not work
-            without Megatron's trainer.
+        UnsupportedError: An option does not exist, has an invalid value, or requires Megatron's
+            trainer.
     """
     unknown = sorted(given.keys() - OPTIONS.keys())
     if unknown:
-        known = sorted(OPTIONS.keys() - {"post_validates"})  # of which is told below
+        known = sorted(OPTIONS.keys() - {"post_validates"})  # rejected below
         raise UnsupportedError(
             f"register knows no option {unknown[0]!r:.60}; its options are {', '.join(known)}"
         )
@@ -343,10 +343,10 @@ def options_from(given: Mapping[str, Any]) -> Options:
 
 
 def options_in(text: str) -> dict[str, Any]:
-    """Return the options that the variable's text gives, `name=value` with commas between.
+    """Parse the text of the environment variable, comma-separated `name=value`.
 
     Raises:
-        ValueError: a part has no `=`, or a value is none of its option's.
+        ValueError: A part has no `=`, or a value is invalid.
     """
     options: dict[str, Any] = {}
     last = None
@@ -354,7 +354,7 @@ def options_in(text: str) -> dict[str, Any]:
         name, given, value = part.partition("=")
         if given:
             options[name.strip()], last = value.strip(), name.strip()
-        elif last == "layer_split":  # whose own commas stand between layers
+        elif last == "layer_split":  # its value contains commas
             options[last] += f",{part}"
         else:
             raise ValueError(

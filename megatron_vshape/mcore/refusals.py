@@ -1,7 +1,7 @@
 """Combinations that a schedule of this package rejects, before anything is built.
 
-A message has the problem, the reason and the fix. `REFUSALS` is the table of reasons and fixes;
-without a fix of its own, an entry advises to remove the feature of this package.
+A message has the problem, the reason and the fix. `REFUSALS` is the table of reasons and fixes. An
+entry without a fix advises to remove the feature of this package.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class MissingError(UnsupportedError):
 
 
 class RefusedError(SystemExit):
-    """Ends every rank of a run that cannot go on, with the reason printed once."""
+    """Ends every rank of a run that cannot continue; the reason is printed once."""
 
     def __init__(self, why: object, prints: bool | None = None) -> None:
-        """Take the reason, and whether this rank prints it; by default, the first rank does.
+        """Set the reason, and whether this rank prints it; by default, rank 0 does.
 
-        All ranks raise this. Of an unreadable file the first rank of every node prints the reason,
-        since the file may be missing on some nodes only.
+        All ranks raise this. For an unreadable file, the first rank of every node prints the
+        reason, since the file may be missing on some nodes only.
         """
         if prints is None:
             rank = os.environ.get("RANK", "0")
@@ -44,7 +44,7 @@ class RefusedError(SystemExit):
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """End all ranks with one message if a check inside fails, which fails on all ranks alike."""
+    """End all ranks with one message if a check in this context fails, equally on all ranks."""
     try:
         yield
     except (ScheduleError, UnsupportedError) as error:
@@ -53,10 +53,10 @@ def refusing() -> Iterator[None]:
 
 @contextmanager
 def refusing_together() -> Iterator[None]:
-    """End all ranks with one message if a check inside fails on any of them.
+    """End all ranks with one message if a check in this context fails on any of them.
 
-    All ranks of the world call this together. Nothing inside may communicate: a rank whose check
-    fails leaves early.
+    All ranks of the world call this together. The context must not communicate, because a rank
+    whose check fails leaves early.
     """
     import torch.distributed as dist
 
@@ -90,10 +90,10 @@ class By(StrEnum):
 class Refusal(NamedTuple):
     """An option that is rejected if `is_set(value)`, or if `holds(options)`.
 
-    `why` is the reason, `fix` what to change; None: remove the feature that rejects the option.
+    `why` is the reason, `fix` the advice; None: remove the feature that rejects the option.
     """
 
-    name: str  # of the attribute of Megatron's arguments or config
+    name: str  # attribute of Megatron's arguments or config
     why: str
     flag: str | None = None  # if it is not the name with dashes
     is_set: Callable[[Any], bool] = bool
@@ -109,7 +109,7 @@ class Refusal(NamedTuple):
         return self.flag or f"--{self.name.replace('_', '-')}"
 
     def said_of(self, options: Any) -> str | None:
-        """Return the option as given in arguments or a config, None if it is not."""
+        """Return the option as given in arguments or a config, or None if it is not given."""
         if self.holds is not None:
             return self.option if self.holds(options) else None
         value = getattr(options, self.name, None)
@@ -143,7 +143,7 @@ def _has(part: str) -> Callable[[Any], bool]:
 
 
 def parts_of(scope: Any) -> set[str]:
-    """Return the names in a list of parts of a layer, however it is given."""
+    """Return the names in a list of layer parts, in any notation."""
     parts = scope if isinstance(scope, list | tuple) else str(scope or "").split(",")
     return {str(getattr(each, "name", each)).strip() for each in parts} - {""}
 
@@ -181,7 +181,7 @@ GRAPH_SCOPES = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_depr
 
 
 def graph_scope(options: Any) -> set[str]:
-    """Return the parts of a layer that CUDA graphs cover; none stands for all of it."""
+    """Return the parts of a layer that CUDA graphs cover; empty for the full layer."""
     found = (parts_of(getattr(options, name, None)) for name in GRAPH_SCOPES)
     return next(filter(None, found), set()) - {"full"}
 
@@ -605,7 +605,7 @@ REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
 
 
 def conflicts(options: Any, placement: Placement) -> Iterator[UnsupportedError]:
-    """Yield an error for each thing that layer plans do not go with, where these are asked for."""
+    """Yield an error for each option that layer plans do not support, if they are enabled."""
     if not getattr(options, BESIDE, False):
         return
     for refusal in REFUSALS[By.LAYER_PLANS]:
@@ -621,7 +621,7 @@ def conflicts(options: Any, placement: Placement) -> Iterator[UnsupportedError]:
 
 
 def check_layer_plans(options: Any, placement: Placement) -> None:
-    """Raise UnsupportedError for the first thing that layer plans do not go with."""
+    """Raise UnsupportedError for the first option that layer plans do not support."""
     for error in conflicts(options, placement):
         raise error
 
@@ -641,10 +641,10 @@ def check_script(forward_step_func: Callable[..., Any]) -> None:
 def check_slices(
     slices: int, options: Any, others: Mapping[str, object], alike: bool = True
 ) -> None:
-    """Raise UnsupportedError for the first option of arguments or a config that slices cannot have.
+    """Raise UnsupportedError for the first option that slices do not support.
 
-    `others` are options of this package, by what they are called, that do not go with them. With
-    `alike` the sequence must be cut in so many evenly.
+    `options` is Megatron's arguments or a config; `others` has options of this package by label.
+    With `alike`, the sequence must be divisible into equal slices.
     """
     if slices == 1:
         return
@@ -660,19 +660,19 @@ def check_slices(
 
 
 def even_slices(counts: Iterable[int], length: int | None, options: Any) -> tuple[int, ...]:
-    """Return in how many of these slices a sequence of so many tokens can be cut alike."""
+    """Return those of the numbers of slices into which `length` tokens divide evenly."""
     unit = _least_tokens(options)
     return tuple(each for each in counts if each == 1 or not (length or 0) % (each * unit))
 
 
 def _least_tokens(options: Any) -> int:
-    """Return the tokens that a slice has a multiple of."""
+    """Return the number of tokens that must divide the length of a slice."""
     parts: int = getattr(options, "tensor_model_parallel_size", 1)
     return parts if getattr(options, "sequence_parallel", False) else 1
 
 
 def check_sequence(slices: int, length: int | None, options: Any) -> None:
-    """Raise UnsupportedError unless a sequence of so many tokens can be cut in slices alike."""
+    """Raise UnsupportedError unless `length` tokens are divisible into equal slices."""
     unit = _least_tokens(options)
     if length is None or even_slices([slices], length, options):
         return
@@ -686,18 +686,18 @@ def check_sequence(slices: int, length: int | None, options: Any) -> None:
 
 
 def check_vocabulary(shares: bool, options: Any) -> None:
-    """Raise UnsupportedError for the first option of arguments or a config that it cannot have."""
+    """Raise UnsupportedError for the first option that vocabulary parallelism does not support."""
     if shares:
         _check(REFUSALS[By.VOCABULARY], options, "--pipeline-vocab-parallel")
 
 
 def check_post_validation(args: Namespace) -> None:
-    """Raise UnsupportedError for the first option that post-validation cannot have."""
+    """Raise UnsupportedError for the first option that post-validation does not support."""
     _check(REFUSALS[By.POST_VALIDATION], args, "--optimizer-post-validation")
 
 
 def check_arguments(args: Namespace, schedule: str, placement: Placement) -> None:
-    """Raise UnsupportedError for the first of Megatron's options that `schedule` cannot have."""
+    """Raise UnsupportedError for the first Megatron option that `schedule` does not support."""
     known = [each for each in REFUSALS[By.SCHEDULE] if not each.is_derived]
     chunked = () if is_plain(placement) else REFUSALS[By.CHUNKS]
     _check((*known, *chunked), args, f"--pipeline-schedule {schedule}")
@@ -731,17 +731,17 @@ def check_arguments(args: Namespace, schedule: str, placement: Placement) -> Non
 
 
 def captures_graphs(options: Any) -> bool:
-    """Check whether arguments, or a config, request the CUDA graphs of Transformer Engine."""
+    """Return whether arguments or a config enable the CUDA graphs of Transformer Engine."""
     by_name = getattr(options, "cuda_graph_impl", None) == "transformer_engine"
     return by_name or bool(getattr(options, "external_cuda_graph", False))
 
 
 TE_OF_SPLIT_GRAPHS = "2.11.0"
-"""The first Transformer Engine that captures a W anywhere after its B."""
+"""The first Transformer Engine release that can capture a W anywhere after its B."""
 
 
 def check_split_graphs(options: Any) -> None:
-    """Raise UnsupportedError for what keeps weight gradients of captured layers in B."""
+    """Raise UnsupportedError if weight gradients of captured layers must stay in B."""
     what = "--pipeline-split-graphs auto"
     _check(REFUSALS[By.SPLIT_GRAPHS], options, what)
     from megatron.core.utils import get_te_version, is_te_min_version
@@ -755,12 +755,12 @@ def check_split_graphs(options: Any) -> None:
 
 
 def uses_stash(options: Any) -> bool:
-    """Return whether arguments, or a config, ask for Megatron's paged stash (0.18 on)."""
+    """Return whether arguments or a config enable Megatron's paged stash (since 0.18)."""
     return bool(getattr(options, "moe_paged_stash", False))
 
 
 def check_derived(args: Namespace, schedule: str) -> None:
-    """Raise UnsupportedError for what other options amount to, once Megatron has worked it out."""
+    """Raise UnsupportedError for unsupported values that Megatron derives from options."""
     derived = [each for each in REFUSALS[By.SCHEDULE] if each.is_derived]
     _check(derived, args, f"--pipeline-schedule {schedule}")
 
@@ -771,7 +771,7 @@ def has_transformer_engine() -> bool:
 
 
 def check_config(config: Any, post_validates: bool) -> None:
-    """Raise UnsupportedError for an option that a script has set in the TransformerConfig alone."""
+    """Raise UnsupportedError for an option that a script has set only in the TransformerConfig."""
     late = [each for by in (By.SCHEDULE, By.LATE) for each in REFUSALS[by] if each.in_config]
     _check(late, config, "--pipeline-schedule")
     if post_validates:
@@ -780,29 +780,29 @@ def check_config(config: Any, post_validates: bool) -> None:
 
 
 def check_library(config: Any, schedule: str, placement: Placement) -> None:
-    """Raise UnsupportedError for what a library's config asks for and `schedule` cannot have."""
+    """Raise UnsupportedError for an option in a library's config that `schedule` rejects."""
     check_config(config, post_validates=False)
     _check(() if is_plain(placement) else REFUSALS[By.CHUNKS], config, f"schedule {schedule}")
 
 
 def is_plain(placement: Placement) -> bool:
-    """Return whether every rank holds one stage, in the order of the ranks."""
+    """Return whether every rank has one stage, in the order of the ranks."""
     return placement == tuple(range(len(placement)))
 
 
 def check_one_module(schedule: str, *given: Any) -> None:
-    """Raise UnsupportedError where the trainer passes what several modules of a model share.
+    """Raise UnsupportedError if the trainer passes communicators for several modules of a model.
 
-    Such modules, an encoder of images and a language model, each have a pipeline of their own.
+    Such modules, for example an image encoder and a language model, each have their own pipeline.
     """
     for each in given:
-        # By their names: what is refused is told where Megatron is not installed, too.
+        # By class name, because this check also runs without Megatron.
         if any(base.__name__.startswith("MultiModule") for base in type(each).__mro__):
             raise refused_model(schedule, type(each).__name__)
 
 
 def refused_model(schedule: str, name: str) -> UnsupportedError:
-    """Return the error that refuses a model which is not one stack of layers."""
+    """Return the error for a model with more than one stack of layers."""
     return UnsupportedError(
         f"schedule {schedule} does not work with {name}: it needs one stack of layers, and this "
         "model has several. Remove the schedule, and Megatron runs its own"

@@ -1,4 +1,4 @@
-"""Attributes of other people's objects that are replaced for a while."""
+"""Temporary replacement of attributes of other objects, such as modules and classes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ABSENT = object()
 
 
 class Replaced:
-    """Replaces attributes, and puts them back in the reverse order; at the end of a `with` too."""
+    """Replaces attributes and restores them in reverse order; also a context manager."""
 
     def __init__(self) -> None:
         self._originals: list[tuple[Any, str, Any]] = []
@@ -19,12 +19,12 @@ class Replaced:
         return bool(self._originals)
 
     def put(self, owner: Any, name: str, value: Any) -> None:
-        """Let `owner.name` be `value`; of an instance, for this object alone."""
+        """Set `owner.name` to `value`; for an instance, only on this object."""
         self._originals.append((owner, name, vars(owner).get(name, ABSENT)))
         setattr(owner, name, value)
 
     def undo(self) -> list[tuple[Any, Any]]:
-        """Leave every attribute as it was; return what they were until now, and what they are."""
+        """Restore all attributes; return pairs of the replaced and the restored value."""
         undone = []
         while self._originals:
             owner, name, original = self._originals.pop()

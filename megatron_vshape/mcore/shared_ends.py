@@ -1,7 +1,8 @@
-"""What passes of a vocabulary that all devices share take, measured on the ranks there are.
+"""Measure the passes of vocabulary parallelism on the available ranks.
 
-Each rank has its rows among so many devices, however many there are, and computes what training
-does (`step.vocabulary`), all ranks at once. Sums take ranks of several stages.
+Each rank has the rows of one of `devices` devices, whatever the number of ranks. All ranks run the
+computation of training (`step.vocabulary`) at the same time. Reductions need ranks of several
+stages.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ TIMEOUT_S = 600.0
 
 
 def measure(model: Model, devices: int, heads: int, repeats: int) -> dict[str, float]:
-    """Return the times of these passes with so many output layers, by the names that costs know.
+    """Return the median times of these passes in us with `heads` output layers, by cost name.
 
-    Of sums there are none where all ranks belong to one stage.
+    Without ranks of other stages, the times of reductions are missing.
     """
     together = _together(model)
     timer = PassTimer(torch.device(model.device))
@@ -51,7 +52,7 @@ def measure(model: Model, devices: int, heads: int, repeats: int) -> dict[str, f
 
 
 def _together(model: Model) -> Together | None:
-    """Return what sums over one rank of each stage; None where there is one stage."""
+    """Return the collectives over one rank per stage; None with one stage."""
     world, of_stage = dist.get_world_size(), model.ranks
     if world <= of_stage:
         return None
@@ -65,7 +66,7 @@ def _together(model: Model) -> Together | None:
 
 
 class _Ends:
-    """A rank's part of embedding and output layer."""
+    """A rank's rows of the embedding and the output layer."""
 
     def __init__(
         self, model: Model, devices: int, heads: int, together: Together | None, timer: PassTimer
@@ -110,7 +111,7 @@ class _Ends:
         product: Tensor,
         own: Tensor,
     ) -> None:
-        """Run E and C, to which all ranks come at one time."""
+        """Run LOOKED_UP and LOSS, which all ranks start at the same time."""
 
         def sum_embedded() -> Tensor:
             return [together.sum_to(0, each, "the embeddings' sum") for each in embedded][0]

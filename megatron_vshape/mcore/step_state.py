@@ -1,4 +1,4 @@
-"""What the layers and the stages of a process share while a step runs."""
+"""State that the layers and stages of a process share during a step."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from megatron_vshape.runtime.weight_jobs import Job, WeightJobs, defer
 
 
 class Reducer(Protocol):
-    """What reduces gradients from within W; `gradient_sync.GradientSync`."""
+    """Reduces gradients from within W; implemented by `gradient_sync.GradientSync`."""
 
     def deferred(self, parameters: Sequence[Tensor]) -> None:
-        """Take note that a job is left for the gradients of these."""
+        """Count a deferred job for the gradients of `parameters`."""
 
     def added(self, parameters: Sequence[Tensor]) -> None:
-        """Take note that one has run."""
+        """Count a completed job."""
 
 
 class Checks(Protocol):
-    """What keeps checks of losses until the passes have run; `late_checks.LateChecks`."""
+    """Stores loss checks until the passes have run; implemented by `late_checks.LateChecks`."""
 
     def add(self, check: Callable[[Tensor], None], result: Tensor) -> None:
-        """Keep a check."""
+        """Store a check."""
 
     def make(self) -> None:
-        """Make those that are kept; raises what they raise."""
+        """Run the stored checks; raises their exceptions."""
 
 
 class TensorRanks(Protocol):
-    """The number of tensor-parallel ranks for who asks; `loss_of_logits.RanksOfRows`."""
+    """Number of tensor-parallel ranks per caller; implemented by `loss_of_logits.RanksOfRows`."""
 
     def number_for(self, code: CodeType) -> int:
-        """Return the number for this code."""
+        """Return the number for a caller with this code object."""
 
 
 class Slice(NamedTuple):
-    """Which part of a microbatch's sequence a pass is of, in tokens."""
+    """The token range of a microbatch's sequence that a pass runs on."""
 
     microbatch: int
     begin: int
@@ -57,38 +57,38 @@ class Slice(NamedTuple):
 
 @dataclass(slots=True)
 class StepState:
-    """The state that layers deep in a model and Megatron's own functions are replaced with.
+    """State behind the replacements of Megatron's functions and of layers deep in a model.
 
-    One per process; what a step sets, it takes back.
+    One object per process. A step resets all fields that it sets.
     """
 
-    splits_backward: bool = False  # linear layers must be able to put their weight gradient off
+    splits_backward: bool = False  # linear layers must support deferred weight gradients
     jobs: WeightJobs = field(default_factory=WeightJobs)
-    running_chunk: int | None = None  # that Megatron's questions about "this stage" mean
+    running_chunk: int | None = None  # the chunk of Megatron's "is this the first stage?" checks
     graph_memory: GraphMemory = field(default_factory=GraphMemory)
-    # While Transformer Engine captures F, B and W: a `split.graph_weights.Capture`.
+    # A `split.graph_weights.Capture` while Transformer Engine captures F, B and W.
     capture: Any = None
-    captured: Program | None = None  # whose passes CUDA graphs replay; no other can run then
-    census: Census | None = None  # while a step's activation memory is measured: what passes leave
-    late_checks: Checks | None = None  # while a step's passes run: keeps checks of losses
-    timer: PassTimer | None = None  # while a step of Megatron's own schedules is timed
-    gradient_sync: Reducer | None = None  # while a step runs whose gradients are reduced in W
-    # While one runs whose vocabulary all ranks share: its `step.vocabulary.SharedVocabulary`.
+    captured: Program | None = None  # the program that CUDA graphs replay; no other can run
+    census: Census | None = None  # set while a step measures activation memory
+    late_checks: Checks | None = None  # set while passes run; stores loss checks
+    timer: PassTimer | None = None  # set while a step of Megatron's schedules is timed
+    gradient_sync: Reducer | None = None  # set in a step that reduces gradients in W
+    # A `step.vocabulary.SharedVocabulary` in a step with vocabulary parallelism.
     shared_vocabulary: Any = None
-    # While the trainer's own loss is made on every rank, of its rows of the logits.
+    # True while every rank computes the trainer's loss of logits from its rows.
     has_logits: bool = False
-    tensor_ranks: TensorRanks | None = None  # the same: how many ranks have rows, by who asks
-    slice: Slice | None = None  # while a pass of one runs
-    # Where microbatches are cut in slices, by layer: `split.sliced_attention.KeysValues` of those
-    # whose passes have begun.
+    tensor_ranks: TensorRanks | None = None  # as has_logits: number of ranks, by caller
+    slice: Slice | None = None  # set while a pass of a slice runs
+    # With sequence slices, one dict per layer: `split.sliced_attention.KeysValues` of the
+    # microbatches in flight.
     kept: list[dict[int, Any]] = field(default_factory=list)
 
     @property
     def running_slice(self) -> Slice:
-        """Return the slice that a pass runs of.
+        """Return the slice of the running pass.
 
         Raises:
-            RuntimeError: none does: a layer of slices runs outside the passes.
+            RuntimeError: No pass of a slice runs.
         """
         if self.slice is None:
             raise RuntimeError("attention of slices ran, or its backward, outside any pass")
@@ -96,7 +96,7 @@ class StepState:
 
     @contextmanager
     def running(self, chunk: int, part: Slice | None = None) -> Iterator[None]:
-        """Have a pass of a chunk, of a slice perhaps, run inside."""
+        """Set the running chunk, and the slice if any, in this context."""
         before = self.running_chunk, self.slice
         self.running_chunk, self.slice = chunk, part
         try:
@@ -106,7 +106,7 @@ class StepState:
 
     @contextmanager
     def having_logits(self, tensor_ranks: TensorRanks) -> Iterator[None]:
-        """Have this rank be all stages inside, and one of these ranks, as far as one can ask."""
+        """Let this rank count as every stage, and as one of `tensor_ranks`, in this context."""
         self.has_logits, self.tensor_ranks = True, tensor_ranks
         try:
             yield
@@ -115,7 +115,7 @@ class StepState:
 
     @contextmanager
     def reducing(self, reducer: Reducer | None) -> Iterator[None]:
-        """Have gradients reduced inside from within W, by this if it is one."""
+        """Set the reducer of gradients within W in this context, if any."""
         self.gradient_sync = reducer
         try:
             yield
@@ -124,7 +124,7 @@ class StepState:
 
     @contextmanager
     def counting(self, census: Census) -> Iterator[None]:
-        """Have what passes leave counted inside."""
+        """Count the memory that passes leave in this context."""
         self.census = census
         try:
             yield
@@ -132,9 +132,9 @@ class StepState:
             self.census = None
 
     def defer(self, job: GatheringJob, parameters: Sequence[Tensor]) -> None:
-        """Leave a job for W that adds to the gradients of `parameters` and keeps tensors till then.
+        """Defer a job to W that adds to the gradients of `parameters` and retains tensors.
 
-        The tensors count where memory is being measured.
+        The tensors count as activations while memory is measured.
         """
         job.tensors = self.graph_memory.kept(job.tensors)
         kept = list(plain_tensors(job.tensors))
@@ -155,7 +155,7 @@ class StepState:
 
 
 def unwrapped(chunk: nn.Module) -> Any:
-    """Return the chunk without what data parallelism and 16 bits put around it."""
+    """Return the chunk without the wrappers of data parallelism and 16-bit precision."""
     while isinstance(inner := getattr(chunk, "module", None), nn.Module):
         chunk = inner
     return chunk
