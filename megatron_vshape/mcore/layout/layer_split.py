@@ -32,10 +32,10 @@ class Split(NamedTuple):
     """The layers of every stage, in model order, and the costs of these stages."""
 
     layers: tuple[int, ...]
-    costs: Costs | None  # measured, if any were given
-    estimate: Costs | None = None  # in chunks and their passes; None where all stages are alike
-    limits: tuple[float, ...] | None = None  # that the order was chosen for, where it was
-    shares: tuple[Share, ...] = ()  # of each layer, if these are not identical
+    costs: Costs | None  # measured costs, if given
+    estimate: Costs | None = None  # in units of a chunk's passes; None if all stages are equal
+    limits: tuple[float, ...] | None = None  # memory limits of the chosen schedule, if any
+    shares: tuple[Share, ...] = ()  # share of each layer, if layers are not identical
 
 
 _Chosen = tuple[tuple[int, ...], tuple[float, ...] | None]

@@ -31,16 +31,16 @@ class Choice:
     num_devices: int
     name: str
     from_file: Schedule | None = None
-    costs: Costs | None = None  # in us and bytes; with None every chunk pass takes one unit,
-    estimate: Costs | None = None  # or this, in such units, where stages have unlike layers
-    limit_bytes: float | None = None  # of a device, for auto; None: activations as `limit_of` holds
-    limit_of: str | tuple[float, ...] | None = None  # a schedule, or its peaks; None: 1F1B's
-    host_limit_bytes: float = math.inf  # of what waits in host memory of a device
-    num_layers: int | None = None  # of the model
-    layer_shares: tuple[Share, ...] = ()  # of each of these, if they are not identical
-    keeps_backward_whole: bool = False  # every B takes its W along, as where layers are recomputed
-    whole_stages: frozenset[int] = frozenset()  # the same of these: no W is left of their B
-    hides: bool = False  # a B that waits for tensor-parallel ranks runs jobs of the W after it
+    costs: Costs | None = None  # in us and bytes; None: `estimate`
+    estimate: Costs | None = None  # relative costs of unequal stages; None: one unit per pass
+    limit_bytes: float | None = None  # memory limit of a device, for auto; None: `limit_of`
+    limit_of: str | tuple[float, ...] | None = None  # a schedule, or its peaks; None: 1F1B
+    host_limit_bytes: float = math.inf  # host memory of a device for offloading
+    num_layers: int | None = None  # layers of the model
+    layer_shares: tuple[Share, ...] = ()  # share of each layer, if layers are not identical
+    keeps_backward_whole: bool = False  # no B is split (full recompute)
+    whole_stages: frozenset[int] = frozenset()  # stages whose B is not split
+    hides: bool = False  # a B that waits for tensor-parallel ranks runs jobs of the next W
     ties_ends: bool = False  # the first and the last stage add to one gradient
     shares: bool = False  # all devices share the vocabulary
     kernels: bool = False  # messages are kernels, as on NCCL

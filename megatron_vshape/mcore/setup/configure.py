@@ -232,7 +232,7 @@ def _split_megatrons_own_hybrid(args: Namespace, options: Options) -> None:
     """
     pattern, ranks = args.hybrid_layer_pattern, args.pipeline_model_parallel_size
     chunks = args.num_virtual_stages_per_pipeline_rank or 1
-    args.num_virtual_stages_per_pipeline_rank = None  # the pattern says how many
+    args.num_virtual_stages_per_pipeline_rank = None  # the pattern defines the number
     if not hybrid.marks_stages(args):
         split = split_layers(args, looping(ranks, chunks), options.layer_split, options.costs())
         args.hybrid_layer_pattern = hybrid.cut(pattern, split.layers)

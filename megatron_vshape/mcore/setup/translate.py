@@ -64,11 +64,11 @@ class Translation(NamedTuple):
     layers: Callable[[Any, Placement], Layers] | None = None
     renames: str | None = None  # the attribute that takes the value
     is_chunks: bool = False  # the value is a number of chunks per rank
-    for_one_chunk: bool = False  # where ranks have more, the option is left as it is
-    only_if: Callable[[Any], Any] | None = None  # else the options are left as they are
-    usual: str | None = None  # the option that Megatron takes its value from, if none is given
-    offloads: bool = False  # the plan may have activations wait in host memory
-    left: Callable[[Any], Any] | None = None  # of a value, once it is translated; None: `off`
+    for_one_chunk: bool = False  # apply only if ranks have one chunk
+    only_if: Callable[[Any], Any] | None = None  # condition for the rule
+    usual: str | None = None  # the option that gives Megatron's default value
+    offloads: bool = False  # enables offloading in plans
+    left: Callable[[Any], Any] | None = None  # value after the translation; None: `off`
 
     @property
     def outcome(self) -> Treatment:

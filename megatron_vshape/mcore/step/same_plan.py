@@ -27,9 +27,13 @@ class Agreement:
         """Check that all ranks run this program; all ranks call this for the same steps.
 
         If data-parallel replicas ran different schedules, they would start their reductions in
-        different orders, which hangs or sums wrong tensors. The same holds for tensor-parallel
-        ranks that run different jobs inside a B (`beside`). Ranks of one pipeline with different
-        programs could wait for each other forever.
+        different orders, which hangs or sums wrong tensors. The same is true for tensor-parallel
+        ranks that run different jobs inside a B. Ranks of one pipeline with different programs
+        could wait for each other forever.
+
+        Args:
+            program: The program of this step.
+            beside: The W jobs that run inside each B.
 
         Raises:
             ScheduleError: On all ranks, if one has a different program.

@@ -147,7 +147,10 @@ class SharedVocabulary(Part):
             self.gradient_sync.deferred([self._head])
 
     def handlers(self) -> Mapping[Kind, Handler]:
-        """Return the handlers of the vocabulary passes by kind."""
+        """Return the handlers of the vocabulary passes by kind.
+
+        LOOKED_UP and LOSS run on the collective queue, in parallel with other passes.
+        """
 
         def of(method: Callable[[int], None], *join: Callable[[Pass], None]) -> Handler:
             return Handler(lambda work: method(work.microbatch), *join)

@@ -72,7 +72,7 @@ class HostMemoryWaiting(Capability):
         return Waiting(beginning.state, self._offload)
 
     def end(self) -> None:
-        """Measure memory again after a step that determined what to offload: it retains more."""
+        """Measure memory again after a step that selected tensors to offload: it retains more."""
         if self._learns:
             self._report.remeasure()
 
