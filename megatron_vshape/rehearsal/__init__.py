@@ -1,1 +1,1 @@
-"""Whole training steps of Megatron without memory and arithmetic: what each rank would allocate."""
+"""Dry runs of Megatron's training steps in fake tensors, to estimate memory and time per rank."""

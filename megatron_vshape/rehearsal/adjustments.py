@@ -1,4 +1,4 @@
-"""Where Megatron asks for values, a driver or other ranks as it sets up, it is answered here."""
+"""Replacements of Megatron's setup code that reads values or queries the driver or other ranks."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from megatron_vshape.rehearsal.device import on_host
 
 
 def install() -> None:
-    """Put the answers in; Megatron is imported by now."""
+    """Install the replacements, after Megatron has been imported."""
     initialize = importlib.import_module("megatron.training.initialize")
     initialize._compile_dependencies = lambda: None  # type: ignore[attr-defined]
     utils: Any = importlib.import_module("megatron.core.pipeline_parallel.utils")
-    utils.set_ideal_affinity_for_current_gpu = lambda: None  # it asks the driver
+    utils.set_ideal_affinity_for_current_gpu = lambda: None  # queries the driver
     data: Any = importlib.import_module("megatron.core.tensor_parallel.data")
     data._build_key_size_numel_dictionaries = _sizes_of_own_data
     masks: Any = importlib.import_module("megatron.core.transformer.enums").AttnMaskType
-    # A checkpoint of attention keeps its mask's type in a tensor, whose value is not there.
+    # Recomputed attention stores the mask type in a tensor, whose value does not exist here.
     masks._missing_ = classmethod(lambda cls, value: cls.causal)
     _leave_generators_alone()
     _keep_meshes_real()
@@ -33,10 +33,10 @@ def install() -> None:
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Have `around(what it was, ...)` run in place of a function."""
+    """Replace a function by `around(original, ...)`."""
     call = getattr(owner, name)
 
-    @functools.wraps(call)  # whoever asks for the signature is to see the same
+    @functools.wraps(call)  # keeps the signature for inspection
     def run(*args: Any, **kwargs: Any) -> Any:
         return around(call, *args, **kwargs)
 
@@ -44,7 +44,7 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def _sizes_of_own_data(keys: list[str], data: Any, *unused: Any, **options: Any) -> Any:
-    """Return sizes, numbers of elements and their sum, which tensor-parallel rank 0 would send."""
+    """Return sizes, element counts and their sum, which tensor-parallel rank 0 would send."""
     sizes = {key: data[key].size() for key in keys}
     numbers = {key: size.numel() for key, size in sizes.items()}
     return sizes, numbers, sum(numbers.values())
@@ -60,10 +60,10 @@ def _leave_generators_alone() -> None:
 
 
 class _Nothing:
-    """A context in which nothing is done."""
+    """A context without effect."""
 
     def __init__(self, *unused: Any, **options: Any) -> None:
-        """Accept anything."""
+        """Accept any arguments."""
 
     def __enter__(self) -> None:
         """Do nothing."""
@@ -73,7 +73,7 @@ class _Nothing:
 
 
 def _really(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Compute: meshes of ranks are numbers on the host, not tensors of the run."""
+    """Compute with real values: meshes of ranks are numbers on the host, not tensors of the run."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes(), on_host():
@@ -81,7 +81,7 @@ def _really(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _keep_meshes_real() -> None:
-    """Have Megatron-FSDP's meshes of ranks computed."""
+    """Compute Megatron-FSDP's meshes of ranks with real values."""
     from torch.distributed.device_mesh import DeviceMesh
 
     for name, member in list(vars(DeviceMesh).items()):
@@ -100,7 +100,7 @@ def _keep_meshes_real() -> None:
 
 
 def _trust_other_ranks() -> None:
-    """Leave out where Megatron-FSDP compares with what other ranks would have sent."""
+    """Disable comparisons of Megatron-FSDP with data of other ranks."""
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core.distributed.fsdp.src"):
             if hasattr(module, "validate_uneven_dtensor"):
@@ -108,7 +108,7 @@ def _trust_other_ranks() -> None:
 
 
 def _let_offload_take_fake_tensors() -> None:
-    """Have activations offloaded, which are fake tensors here: it leaves those to a compiler."""
+    """Enable activation offloading of fake tensors, which Megatron skips."""
     with suppress(ImportError):  # 0.17 has none
         name = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
         handler = getattr(importlib.import_module(name), "ChunkOffloadHandler", None)

@@ -1,4 +1,4 @@
-"""Counts shapes side by side, each once; what was counted before lies in the user's cache."""
+"""Estimate several parallel configurations at once, with results cached in the user's folder."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ Ranks = Sequence[Mapping[str, Any]]
 def count_all(
     asked: Rehearsed, commands: Iterable[Command], tell: Callable[[int, int], None]
 ) -> list[Ranks | str]:
-    """Return of each command what the ranks of its least form do and hold, or why they cannot.
+    """Return, per command, the results of the ranks of its smallest form, or an error message.
 
-    `tell` hears how many of how many rehearsals have ended; none where all was counted before.
+    `tell` is called with the number of finished and of all estimates; not called if all are cached.
 
     Raises:
-        ScheduleError: nothing can be rehearsed here.
+        ScheduleError: Nothing can be estimated here.
     """
     stamp, keys = _stamp(asked), []
     found: dict[str, Ranks | str] = {}
@@ -89,7 +89,7 @@ def _counted(
 
 
 def _key(command: Command, asked: Rehearsed, stamp: str) -> str:
-    """Return what a count is kept by: all that it depends on."""
+    """Return the cache key, a hash of everything that affects the result."""
     few, sizes = least_of(command)
     what = (
         stamp,
@@ -104,7 +104,7 @@ def _key(command: Command, asked: Rehearsed, stamp: str) -> str:
 
 
 def _stamp(asked: Rehearsed) -> str:
-    """Return what changes with the programs: this package's, Megatron's, Transformer Engine's."""
+    """Return a hash of the programs: this package, Megatron and Transformer Engine."""
     folders = [Path(__file__).parents[1], asked.programs.megatron, asked.programs.te]
     if asked.programs.megatron is None:
         spec = importlib.util.find_spec("megatron.core")
@@ -131,7 +131,7 @@ def _cached(key: str) -> Ranks | None:
 
 
 def _keep(key: str, ranks: Ranks) -> None:
-    """Write a count in one step; a cache that cannot be written is none."""
+    """Write a result atomically; errors are ignored because the cache is optional."""
     with contextlib.suppress(OSError):
         _folder().mkdir(parents=True, exist_ok=True)
         draft = _folder() / f"{key}.{os.getpid()}"

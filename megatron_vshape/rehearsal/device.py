@@ -1,4 +1,4 @@
-"""What torch.cuda answers in a rehearsal: on top of the CPU mode, a GPU of the kind asked for."""
+"""torch.cuda in a dry run: the CPU mode, plus the properties of the requested GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch._dynamo  # before the factories are wrapped: it refuses one function by two names
+import torch._dynamo  # before the factories are wrapped: it rejects one function with two names
 import torch.cuda.nvtx
 import torch.cuda.random
 from torch import Tensor
@@ -26,16 +26,16 @@ _ASKERS = ("megatron", "transformer_engine", "mamba_ssm", "__main__", "model_pro
 
 
 class Current:
-    """The ledger and the GPU of this process's rank; before there are any, nothing is counted."""
+    """The ledger and the GPU of this process's rank. Without a ledger, nothing is counted."""
 
     ledger: Ledger | None = None
     gpu: Gpu | None = None
 
 
 def install() -> None:
-    """Have torch answer as one that sees a GPU; no value is computed anywhere.
+    """Make torch report a GPU; no value is computed.
 
-    Call it before Megatron and Transformer Engine are imported, once in a process that does nothing
+    Call this before Megatron and Transformer Engine are imported, in a process that does nothing
     else.
     """
     cpu.install()
@@ -111,7 +111,7 @@ def _rng_state() -> Tensor:
 
 
 class _Generator:
-    """The GPU's random generator: a graph may take its state along."""
+    """The GPU's random generator, whose state a CUDA graph may register."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
@@ -120,12 +120,12 @@ class _Generator:
 
 
 def on_host(is_so: bool = True) -> contextlib.AbstractContextManager[None]:
-    """Take what is made inside from nothing as made in host memory, or on the GPU."""
+    """Count factory results in this context as host memory, or as GPU memory."""
     return contextlib.nullcontext() if Current.ledger is None else Current.ledger.on_host(is_so)
 
 
 def _compile(function: Any = None, *unused: Any, **options: Any) -> Any:
-    """Return what is to be compiled as one kernel."""
+    """Return the function as one kernel instead of compiling it."""
     if function is None:
         return _compile
     if not callable(function) or isinstance(function, torch.nn.Module | type):
@@ -161,9 +161,9 @@ _true_device = FakeTensor.device.__get__
 
 
 def _device_of(self: Any) -> torch.device:
-    """Return what Megatron and Transformer Engine are to hear, and torch's own code the truth.
+    """Return the GPU to Megatron and Transformer Engine, and the true device to torch's own code.
 
-    Many a tensor is made with the device of another.
+    The distinction is necessary because many tensors are created on the device of another tensor.
     """
     fake: torch.device = _true_device(self)
     if fake.type != "cpu" or str(sys._getframe(1).f_globals.get("__name__", "")).startswith(
@@ -174,7 +174,7 @@ def _device_of(self: Any) -> torch.device:
 
 
 def _wrapper(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Have wrapped tensors be the CPU's to autograd, which would ask the driver for another's."""
+    """Create wrapper tensors on the CPU: for another device, autograd would query the driver."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if is_gpu(kwargs.get("device")):
@@ -185,7 +185,7 @@ def _wrapper(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _dispatched(dispatch: Callable[..., Any]) -> Callable[..., Any]:
-    """Have quantized tensors ask their parts, which would not know the types beside them."""
+    """Let quantized tensors dispatch to their parts; fake tensors reject their type."""
 
     def run(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(each.__module__.startswith("transformer_engine") for each in types):
@@ -196,7 +196,7 @@ def _dispatched(dispatch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def let_be_on_gpu(quantized: Any) -> None:
-    """Have tensors of Transformer Engine's class, which are wrapped ones, say that they are."""
+    """Make tensors of Transformer Engine's class report the GPU as their device."""
     truth = Tensor.device.__get__
 
     def answer(self: Any) -> torch.device:
@@ -212,7 +212,7 @@ def _lies_on_host(tensor: Tensor) -> bool:
 
 
 def to_gpu(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy on the GPU of one that lies in host memory."""
+    """Return the tensor, or a GPU copy if it is in host memory."""
     if not _lies_on_host(tensor):
         return tensor
     with on_host(False):
@@ -220,7 +220,7 @@ def to_gpu(tensor: Tensor) -> Tensor:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Return a copy in host memory of a tensor that lies on the GPU."""
+    """Return the tensor, or a host copy if it is in GPU memory."""
     if Current.ledger is None or _lies_on_host(tensor):
         return tensor
     with on_host():
@@ -228,9 +228,9 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def _alias(set_: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Have a tensor that is made of a storage hold it, and count nothing.
+    """Make a tensor reference its source storage in set_(), without counting memory.
 
-    torch's own leaves a reference to a fake storage behind, which then is never let go.
+    torch's set_() leaks a reference to a fake storage, which would then never be freed.
     """
 
     @functools.wraps(set_)
@@ -248,7 +248,7 @@ def _alias(set_: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _placed(make: Callable[..., Tensor], like: bool) -> Callable[..., Tensor]:
-    """Return a factory that tells the ledger where its tensor is to lie."""
+    """Wrap a factory so that the ledger knows the device of its result."""
 
     @functools.wraps(make)
     def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -270,7 +270,7 @@ def _placed(make: Callable[..., Tensor], like: bool) -> Callable[..., Tensor]:
 
 
 def _knowing(made: Tensor, args: tuple[Any, ...]) -> Tensor:
-    """Have the tensor know its values where it is made from a list, or from one that does."""
+    """Propagate known values to a tensor created from a list or from a tensor with known values."""
     if args and isinstance(args[0], list):
         made.known_values = args[0]  # type: ignore[attr-defined]
     elif args and isinstance(args[0], Tensor):
@@ -297,7 +297,7 @@ def _moved(to: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _apply(self: torch.nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-    """Do what Module._apply does; torch's would swap the parameters, which fake ones are not."""
+    """Replace Module._apply, which would swap parameters; fake tensors do not support this."""
     for child in self.children():
         child._apply(fn)
     for parameter in self._parameters.values():
@@ -323,12 +323,12 @@ def _resized(resize: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Keep what a GPU's kernel does: a mask of a byte; a CPU's keeps the scaled noise."""
+    """Save a mask of one byte per value, as the GPU kernel; the CPU kernel saves scaled noise."""
     return torch.native_dropout(x, p, True)[0] if training and p else x
 
 
 def _unlaunched_triton() -> None:
-    """Launch nothing: a Triton kernel writes into what Python has allocated before."""
+    """Disable launches: a Triton kernel writes only to memory that Python has allocated."""
     try:
         import triton.runtime.autotuner as autotuner
         import triton.runtime.jit as jit

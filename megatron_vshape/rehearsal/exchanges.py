@@ -1,4 +1,4 @@
-"""torch.distributed without other ranks: every exchange has ended as it begins, and is counted."""
+"""torch.distributed without other ranks: communication completes immediately and is counted."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LARGER_SIDE: dict[str, tuple[int, str]] = {
 
 
 class Done:
-    """An exchange that has ended."""
+    """A completed communication."""
 
     def wait(self, *unused: object) -> bool:
         return True
@@ -51,11 +51,11 @@ class Done:
         return self
 
     def append(self, *unused: object) -> None:
-        """Take another exchange of a batch."""
+        """Accept another communication of a batch."""
 
 
 def install() -> None:
-    """Put the exchanges into torch.distributed; the process group is torch's "fake" one."""
+    """Replace torch.distributed's communication functions; groups use torch's "fake" backend."""
     for name, (place, key) in _LARGER_SIDE.items():
         made = _exchange(name, place, key)
         for module in (dist, c10d):
@@ -73,7 +73,7 @@ def install() -> None:
 
 
 def start(rank: int, world: int) -> None:
-    """Make this process one rank of a world that is not there."""
+    """Initialize this process as one rank of a world without other ranks."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
@@ -105,7 +105,7 @@ def _exchange(name: str, place: int, key: str) -> Callable[..., Any]:
 
 
 def count(name: str, group: Any, size: float) -> None:
-    """Count an exchange of this kind within the group, and the bytes of its larger side."""
+    """Count a communication of this kind in the group, and the bytes of its larger side."""
     ranks, span = _of(group)
     described = getattr(group, "group_desc", None) or "world"
     work = Current.ledger.work if Current.ledger is not None else None
@@ -117,7 +117,7 @@ def count(name: str, group: Any, size: float) -> None:
 
 @functools.cache
 def _of(group: Any) -> tuple[int, int]:
-    """Return how many ranks a group has, and over how many neighbours it reaches."""
+    """Return the number of ranks of a group, and its span from the lowest to the highest rank."""
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     return len(ranks), max(ranks) - min(ranks) + 1
 

@@ -1,4 +1,4 @@
-"""Counts which memory of a rank would lie in the pool of its CUDA graphs."""
+"""Accounting of a rank's memory in the pool of its CUDA graphs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from megatron_vshape.rehearsal.ledger import Ledger, tensors_in
 
 
 class GraphPool:
-    """Marks as of graphs what captured modules allocate in F and B; W allocates gathers alone.
+    """Marks allocations of captured modules in F and B as graph memory; W allocates only gathers.
 
-    The pool and other memory do not lend to each other, so that both peaks add up, whenever they
-    are. Of each F a copy of its input stays beside them until its B.
+    The pool and other memory cannot share blocks, so both peaks add up even if they occur at
+    different times. A copy of the input of each F stays allocated until its B.
     """
 
     def __init__(self, ledger: Ledger, chunks: Iterable[nn.Module]) -> None:
-        """Watch the modules of `chunks` that graphs cover."""
+        """Add hooks to the modules of `chunks` that graphs cover."""
         self._ledger, self._running, self._inputs = ledger, nn.Module(), 0
         self.most_inputs = 0
-        self._inputs_of: dict[int, int] = {}  # bytes of a microbatch, by chunk
+        self._inputs_of: dict[int, int] = {}  # bytes per microbatch, by chunk
         self._pass, self._of_pass = "", 0
         covered = graphs.covered(chunks)
         inner = {child for module in covered for child in module.children()}
@@ -52,7 +52,7 @@ class GraphPool:
 
     def _end_backward(self, module: nn.Module, size: int, gradient: Tensor) -> None:
         self._keep_input(-size)
-        if self._running is module:  # the module below may have begun
+        if self._running is module:  # the next module may have started
             self._ledger.graphed = False
 
     def _keep_input(self, size: int) -> None:
@@ -69,10 +69,10 @@ class GraphPool:
             self._inputs_of[int(chunk[0])] = self._of_pass
 
     def inputs_of(self, chunk: int) -> int:
-        """Compute the bytes of the static inputs that a microbatch of a chunk has from F to B."""
+        """Return the bytes of a microbatch's static inputs, allocated from F to B of a chunk."""
         return self._inputs_of.get(chunk, 0)
 
     def plain(self) -> dict[str, int]:
-        """Return the bytes of the pool, of other memory, and of static inputs, at most each."""
+        """Return the peaks in bytes of the pool, of other memory, and of static inputs."""
         ledger = self._ledger
         return {"pool": ledger.pool_peak, "other": ledger.other_peak, "inputs": self.most_inputs}

@@ -1,4 +1,4 @@
-"""Counts what torch's caching allocator would have handed out: every storage, birth to death."""
+"""Accounting of torch's caching allocator: every storage from allocation to release."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from megatron_vshape.rehearsal.scratch import scratch_sizes
 from megatron_vshape.rehearsal.work import Work
 
 UNIT = 512
-"""Bytes that torch's allocator rounds up to."""
+"""Rounding of torch's allocator, in bytes."""
 
 LARGE = 1 << 20
-"""Bytes from which on it is noted which code asked for a storage."""
+"""Minimum size in bytes for which the allocating code is recorded."""
 
 GEMMS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm"))
 _NO_KERNEL = (
@@ -35,28 +35,28 @@ _NO_KERNEL = (
 
 WORKSPACES = "workspaces"
 OUTPUT_LAYER = "output_layer"
-"""The module, of whatever model of Megatron's, whose product is logits."""
+"""Module name, in all of Megatron's models, whose GEMM produces logits."""
 
 NEVER = sys.maxsize
 
 
 @dataclass(slots=True)
 class Record:
-    """A storage of the GPU: its bytes, when it was there, and what it is for."""
+    """A storage on the GPU: size in bytes, lifetime and purpose."""
 
     size: int
-    born: int  # on the clock of the ledger's events
+    born: int  # in events of the ledger
     died: int
     phase: str
-    place: str  # the module that made it
+    place: str  # the allocating module
     shape: tuple[int, ...]
-    what: str = ""  # weights, gradients, optimizer, logits; else an activation
+    what: str = ""  # weights, gradients, optimizer, logits; otherwise an activation
     code: str = ""
     graphed: bool = False  # in the memory pool of CUDA graphs
 
 
 class Ran(NamedTuple):
-    """A pass that ran: when, in seconds of this rank's work, and the bytes around it."""
+    """A pass that ran: start and end in seconds of this rank's work, and bytes around it."""
 
     phase: str
     start: float
@@ -68,20 +68,20 @@ class Ran(NamedTuple):
 
 
 class Ledger(TorchDispatchMode):
-    """Follows the storages that operations return until they die; the time is a count of events."""
+    """Tracks storages that operations return until they are freed; the clock counts events."""
 
     def __init__(self, cublas_workspace_bytes: int, multiprocessors: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = self.peak_at = self.clock = 0
         self.records: list[Record] = []
         self.curve: list[tuple[float, int, int]] = []
-        """(seconds of this rank's work, bytes then, clock): passes begin, are largest, end."""
+        """(seconds of this rank's work, bytes, clock) at start, peak and end of each pass."""
         self.passes: list[Ran] = []
         self.seconds: Callable[[Work], float] = lambda work: 0.0
         self.work = Work()
         self.phase = self.place = ""
         self.operations = 0
-        self.graphed = False  # what is made now lies in the pool of CUDA graphs
+        self.graphed = False  # whether allocations now go to the pool of CUDA graphs
         self.pool = self.pool_peak = self.other_peak = 0
         self._has_logits = False
         self._live: dict[int, tuple[Any, Record | None]] = {}
@@ -93,7 +93,7 @@ class Ledger(TorchDispatchMode):
     # ---- storages ----
 
     def add(self, tensor: Tensor, on_host: bool) -> None:
-        """Count the tensor's storage, which is a new one."""
+        """Add the tensor's storage, which must be new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         size = 0 if on_host or self._device == _OUTSIDE else rounded(storage.nbytes())
@@ -124,7 +124,7 @@ class Ledger(TorchDispatchMode):
         self._change(-record.size)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage anew whose size was changed."""
+        """Update a storage after its size has changed."""
         reference, record = self._live.get(storage._cdata, (None, None))
         if record is None:
             return
@@ -136,20 +136,20 @@ class Ledger(TorchDispatchMode):
         self._change(size)
 
     def is_on_host(self, tensor: Tensor) -> bool:
-        """Return whether the tensor lies in host memory."""
+        """Return whether the tensor is in host memory."""
         if not isinstance(tensor, FakeTensor):
             return False
         found = self._live.get(tensor.untyped_storage()._cdata)
         return found is not None and found[1] is None
 
     def name(self, tensor: Tensor, what: str) -> None:
-        """Say what a storage is for."""
+        """Set the purpose of a storage."""
         found = self._live.get(tensor.untyped_storage()._cdata)
         if found is not None and found[1] is not None and found[1] is not _EMPTY:
             found[1].what = what
 
     def pass_by(self, *sizes: int) -> None:
-        """Count bytes that are there for a moment only: inside a kernel, when all it makes is."""
+        """Count temporary memory of a kernel, allocated in addition to all of its results."""
         if self._inside:
             self._beside += sizes
         if self._inside or not sizes:
@@ -159,7 +159,7 @@ class Ledger(TorchDispatchMode):
         self._end(record)
 
     def stay(self, size: int, what: str) -> None:
-        """Count bytes that no tensor of Python holds, for good."""
+        """Count permanent memory that no Python tensor owns."""
         self._record(size, ()).what = what
         self._change(size)
 
@@ -170,7 +170,7 @@ class Ledger(TorchDispatchMode):
             self.mark()
 
     def mark(self) -> None:
-        """Compare what is there now with the peak."""
+        """Update the peak from the current memory."""
         self.pool_peak = max(self.pool_peak, self.pool)
         self.other_peak = max(self.other_peak, self.now - self.pool)
         if self.now > self._local:
@@ -182,14 +182,14 @@ class Ledger(TorchDispatchMode):
     peak_phase = peak_place = ""
 
     def held_at(self, clock: int) -> list[Record]:
-        """Return the storages that were there after so many events."""
+        """Return the storages that were allocated at this clock."""
         return [each for each in self.records if each.born < clock <= each.died]
 
     # ---- where things are made ----
 
     @contextlib.contextmanager
     def kernel(self) -> Iterator[None]:
-        """Take what is made inside and gone at its end as never there: it stays in registers."""
+        """Ignore tensors that are allocated and freed in this context: one fused kernel."""
         self._inside += 1
         try:
             yield
@@ -202,13 +202,13 @@ class Ledger(TorchDispatchMode):
 
     @contextlib.contextmanager
     def on_host(self, on_host: bool = True) -> Iterator[None]:
-        """Take what is made inside from nothing as made in host memory, or on the GPU."""
+        """Count factory results in this context as host memory, or as GPU memory."""
         with self._on(_HOST if on_host else _GPU):
             yield
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
-        """Take what is made inside as on the GPU, and not from torch's allocator."""
+        """Count factory results in this context as GPU memory outside torch's allocator."""
         with self._on(_OUTSIDE):
             yield
 
@@ -222,7 +222,7 @@ class Ledger(TorchDispatchMode):
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Note this as the phase of what is made inside, and the memory at both ends."""
+        """Set the phase of allocations in this context, and record the memory at both ends."""
         before, self.phase = self.phase, phase
         outer = self._local, self._local_at
         self._local, self._local_at = self.now, self.clock
@@ -240,7 +240,7 @@ class Ledger(TorchDispatchMode):
             self._local, self._local_at = max(outer, (self._local, self._local_at))
 
     def begin_step(self) -> None:
-        """Count work, and follow the passes, from here on."""
+        """Reset work and passes for a new step."""
         self.work = Work()
         self.curve.clear()
         self.passes.clear()
@@ -248,26 +248,26 @@ class Ledger(TorchDispatchMode):
     # ---- work ----
 
     def product(self, number_format: str, rows: int, inner: int, columns: int, at: int = 1) -> None:
-        """Count a matrix product, or so many of a size that one kernel makes."""
+        """Count a GEMM, or a kernel with `at` GEMMs of this size."""
         key = (number_format, rows, inner, columns, at)
         self.work.products[key] = self.work.products.get(key, 0) + 1
         self.work.kernels += 1
 
     def attention(self, flops: float, number_format: str) -> None:
-        """Count what scores and values take."""
+        """Count the FLOPs of attention."""
         known = self.work.attention_flops
         known[number_format] = known.get(number_format, 0.0) + flops
         self.work.kernels += 1
 
     def cublas(self) -> None:
-        """Count torch's workspace: one for the forward's handle, one for autograd's thread."""
+        """Count torch's cuBLAS workspaces: one for forward, one for the autograd thread."""
         backward = torch._C._current_graph_task_id() != -1
         if backward not in self._handles:
             self._handles.add(backward)
             self.stay(self._workspace, WORKSPACES)
 
     def moved(self, *values: Any) -> None:
-        """Count a kernel that is bound by memory: what it reads and writes."""
+        """Count a memory-bound kernel with the bytes that it reads and writes."""
         size = sum(each.numel() * each.element_size() for each in tensors_in(values))
         if self.phase == "optimizer":
             self.work.optimizer_bytes += size
@@ -277,7 +277,7 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         wrapped = next(filter(_is_quantized, types), None)
-        if wrapped is not None:  # what it does in its own way is to be seen here, too
+        if wrapped is not None:  # its inner operations must be counted, too
             with self:
                 return wrapped.__torch_dispatch__(func, types, args, kwargs or {})
         try:
@@ -285,7 +285,7 @@ class Ledger(TorchDispatchMode):
         except DataDependentOutputException:
             if func is not torch.ops.aten._local_scalar_dense.default:
                 raise
-            return 0  # torch itself asks for a value: as in values.py
+            return 0  # torch itself reads a value: as in values.py
         self.operations += 1
         made = [each for each in tensors_in((out,)) if not self._knows(each)]
         on_host = False
@@ -304,7 +304,7 @@ class Ledger(TorchDispatchMode):
         return out
 
     def _knows(self, tensor: Tensor) -> bool:
-        if not isinstance(tensor, FakeTensor):  # a quantized one, whose parts are counted
+        if not isinstance(tensor, FakeTensor):  # a quantized tensor; its parts are counted
             return True
         return tensor.untyped_storage()._cdata in self._live
 
@@ -315,7 +315,7 @@ class Ledger(TorchDispatchMode):
         return bool(given) and all(map(self.is_on_host, given))
 
     def _tell_logits(self, product: bool, made: list[Tensor], args: Any) -> None:
-        """Say which are logits: the output layer's product, and what comes of logits, as large."""
+        """Mark logits: the result of the output layer's GEMM, and later tensors of its size."""
         at_output = self.place.endswith(OUTPUT_LAYER) or self.phase.startswith("S ")
         if not (product and at_output or self._has_logits):
             return
@@ -351,12 +351,12 @@ def _is_quantized(kind: type) -> bool:
 
 
 def rounded(size: int) -> int:
-    """Return the bytes that the allocator hands out for so many."""
+    """Return the size of the allocator's block for a request."""
     return (size + UNIT - 1) // UNIT * UNIT
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
-    """Yield the tensors in lists of lists."""
+    """Yield the tensors in nested lists."""
     for each in values:
         if isinstance(each, Tensor):
             yield each
@@ -368,7 +368,7 @@ _OURS = ("/megatron_vshape/", "/torch/")
 
 
 def _code() -> str:
-    """Return where Megatron or Transformer Engine asked for it: `file:line function`."""
+    """Return the line of Megatron or Transformer Engine that allocates: `file:line function`."""
     frame = sys._getframe(3)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -382,9 +382,9 @@ def _code() -> str:
 
 
 def fused(ledger: Ledger, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` as one kernel, as torch.compile would make it.
+    """Wrap `function` as one kernel, as torch.compile does.
 
-    What it writes into its arguments the compiler makes functional: a new buffer, copied back.
+    The compiler makes writes to arguments functional: into a new buffer, which is copied back.
     """
 
     @functools.wraps(function)

@@ -1,7 +1,7 @@
-"""Stand-ins for mamba-ssm and causal-conv1d: what their functions keep, and hold meanwhile.
+"""Replacements of mamba-ssm and causal-conv1d that allocate the same memory as their functions.
 
-The sizes are those of mamba_ssm/ops/triton/ssd_combined.py and the files beside it (2.3.2), and of
-causal_conv1d/cpp_functions.py (1.6): each array is made and let go where it is there.
+The sizes are those of mamba_ssm/ops/triton/ssd_combined.py and its neighbors (2.3.2), and of
+causal_conv1d/cpp_functions.py (1.6). Each array is allocated and freed at the same point.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from megatron_vshape.rehearsal.device import Current
 
-_TILE = 32  # the least rows of a kernel's tile, by which its sums of parts are laid out
+_TILE = 32  # minimum rows of a kernel's tile; determines the number of partial sums
 
 
 def modules() -> dict[str, dict[str, Any]]:
-    """Return the stand-ins' modules by name, and what each of them has."""
+    """Return the replaced modules by name, with their attributes."""
     return {
         "causal_conv1d": {
             "__version__": "1.6.0",
@@ -50,7 +50,7 @@ class _Scan:
     heads: int
     head: int  # channels of a head
     groups: int
-    state: int  # of a channel
+    state: int  # state size of a channel
     chunk: int
 
     @property
@@ -59,7 +59,7 @@ class _Scan:
 
     @property
     def splits(self) -> int:
-        """Return the parts in which a group's heads are summed: a GPU's worth of programs."""
+        """Return the number of partial sums over a group's heads, which fill the GPU."""
         units = torch.cuda.get_device_properties(0).multi_processor_count
         heads = self.heads // self.groups
         each = max(min(ceil(self.batch * self.chunks * self.heads / units), heads), 1)
@@ -76,7 +76,7 @@ class _Scan:
         return _wide(self.batch, self.chunks, *more, self.groups, self.chunk, self.chunk)
 
     def forward(self, x: Tensor, gated: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the output and what the backward keeps of it, which differs where it is gated."""
+        """Return the output and the tensor saved for backward; they differ if gated."""
         self.count(1.0, x)
         steps = self.steps(), self.steps()
         wide = self.states(torch.float32)
@@ -91,7 +91,7 @@ class _Scan:
         return out, kept
 
     def backward(self, x: Tensor, gated: bool, dtype: torch.dtype) -> None:
-        """Hold for a moment what the backward does beside the gradients that it is given."""
+        """Allocate and free the temporary tensors of the backward."""
         self.count(2.5, x)
         steps = self.steps(), self.steps()
         squares = self.squares()
@@ -119,7 +119,7 @@ class _Scan:
         return _wide(self.batch, self.tokens, self.groups, self.state)
 
     def count(self, times: float, x: Tensor) -> None:
-        """Count the products within chunks and between them, causal ones half."""
+        """Count the FLOPs within and between chunks; causal ones count half."""
         ledger = Current.ledger
         if ledger is not None:
             rows = self.batch * self.tokens
@@ -130,7 +130,7 @@ class _Scan:
 
 
 class _SplitScan(torch.autograd.Function):
-    """The convolution and the scan of a layer: keeps its input and the scan's output."""
+    """The convolution and the scan of a layer; saves its input and the scan's output."""
 
     @staticmethod
     def forward(ctx: Any, mixed: Tensor, weight: Tensor, *given: Any) -> Tensor:
@@ -155,7 +155,7 @@ class _SplitScan(torch.autograd.Function):
 
 
 def _convolved(mixed: Tensor, weight: Tensor) -> Tensor:
-    """Return what the convolution makes of its channels, which it wants aligned."""
+    """Return the output of the convolution, which requires aligned channels."""
     shape = (*mixed.shape[:2], weight.shape[0])
     copy = torch.empty(shape, dtype=mixed.dtype, device="cuda") if mixed.shape[-1] % 8 else None
     out = torch.empty(shape, dtype=mixed.dtype, device="cuda")
@@ -190,7 +190,7 @@ def mamba_split_conv1d_scan_combined(
 
 
 class _ChunkScan(torch.autograd.Function):
-    """The scan alone: keeps what goes in and comes out, and the steps in fp32."""
+    """The scan alone; saves its inputs and output, and the time steps in fp32."""
 
     @staticmethod
     def forward(ctx: Any, scan: _Scan, dtype: torch.dtype, *given: Tensor | None) -> Tensor:
@@ -245,13 +245,13 @@ class _Convolution(torch.autograd.Function):
 def causal_conv1d_fn(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *unused: Any, **options: Any
 ) -> Tensor:
-    """Return as many channels and tokens as go in."""
+    """Return a tensor of the input's shape."""
     made: Tensor = _Convolution.apply(x, weight, bias)
     return made
 
 
 class _GatedNorm(torch.autograd.Function):
-    """Keeps what goes in and the statistics of each group of a row, in fp32."""
+    """Saves the inputs and the statistics of each group of a row, in fp32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, z: Tensor | None, groups: int) -> Tensor:
@@ -272,7 +272,7 @@ class _GatedNorm(torch.autograd.Function):
 
 
 class GatedNorm(torch.nn.Module):
-    """mamba-ssm's RMSNorm, by groups of a row, and gated where it is given what to gate by."""
+    """mamba-ssm's RMSNorm over groups of a row; gated if `z` is given."""
 
     def __init__(
         self,

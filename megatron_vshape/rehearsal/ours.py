@@ -1,4 +1,4 @@
-"""What our own schedules need beside Megatron's in a rehearsal, where no other rank answers."""
+"""Additional replacements for a dry run of this package's schedules, where no other rank exists."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.runtime.stage import Handler
 
 Watch = Callable[[Callable[..., Any], str], Callable[..., Any]]
-"""Makes a pass handler report each pass, with stage and microbatch, by this name."""
+"""Wraps a pass handler so that it reports each pass, with stage and microbatch, under this name."""
 
 
 def install(watch: Watch) -> None:
-    """Register the schedules and stand in for what would wait for another rank or a thread."""
+    """Register the schedules, and replace all waits for other ranks or threads."""
     import megatron_vshape
 
     megatron_vshape.register()
@@ -26,11 +26,11 @@ def install(watch: Watch) -> None:
     from megatron_vshape.runtime import host_memory, offload, program_runner
 
     replaced: Any = host_memory
-    replaced.free_host_bytes = lambda ranks=None: None  # what is free here says nothing of there
+    replaced.free_host_bytes = lambda ranks=None: None  # this host is not a training host
     for replaced in (offload, te_layers):
-        replaced.Tensor = FakeTensor  # what is copied, and cut to its part, in place of plain ones
+        replaced.Tensor = FakeTensor  # these modules offload and shard only this type
     replaced = program_runner
-    replaced.ThreadPoolExecutor = _AtOnce  # fake tensors know one thread
+    replaced.ThreadPoolExecutor = _AtOnce  # fake tensors support one thread
     run_alone()
     stage: Any = MegatronStage
     for kind in (*PARTS, Kind.BW):
@@ -40,19 +40,19 @@ def install(watch: Watch) -> None:
 
 
 def run_alone() -> None:
-    """Have a rank wait for no other: what it would hear from them is stood in for."""
+    """Remove all waits for other ranks, and replace the data that they would send."""
     from megatron_vshape.mcore.setup import library, one_planner
     from megatron_vshape.mcore.step import loss_reporting
     from megatron_vshape.runtime import p2p, together
 
     replaced: Any = p2p.Transport
-    replaced._warm_up = lambda self, edges: None  # it checks what it receives
+    replaced._warm_up = lambda self, edges: None  # the original checks received values
     replaced = library
-    replaced._messages_are_kernels = lambda: True  # NCCL's programs, whatever the backend says
+    replaced._messages_are_kernels = lambda: True  # programs as with NCCL, for any backend
     replaced = p2p
     replaced._WaitedSends = lambda timeout_s, tell: _sends_until_waited_for(tell)
     replaced = one_planner.OnePlanner
-    replaced.__call__ = lambda self, plan: plan()  # rank 0 is not there to plan for all
+    replaced.__call__ = lambda self, plan: plan()  # there is no rank 0 that plans for all
     replaced = together.Together
     replaced.begin = _begin_at_once
     replaced = loss_reporting.Courier
@@ -60,7 +60,7 @@ def run_alone() -> None:
 
 
 def _watching(begin: Callable[[Any], None], watch: Watch) -> Callable[[Any], None]:
-    """Return what begins a program's run, and has the handlers of passes tell of them."""
+    """Wrap the start of a program's run so that all pass handlers report to `watch`."""
 
     def begin_watched(run: Any) -> None:
         def told(call: Callable[[Pass], None] | None, name: str, work: Pass, at: Any) -> None:
@@ -82,7 +82,7 @@ def _watching(begin: Callable[[Any], None], watch: Watch) -> Callable[[Any], Non
 
 
 def _sends_until_waited_for(tell: Any) -> Any:
-    """Return sends none of which has left before the program waits for it: the host is ahead."""
+    """Return a send queue that completes sends only when the program waits: the host runs ahead."""
     from megatron_vshape.runtime import p2p
 
     class Sends(p2p._PolledSends):
@@ -111,16 +111,16 @@ def _done(value: Any) -> Future[Any]:
 
 
 class _AtOnce:
-    """An executor that runs a job as it is given."""
+    """An executor that runs a job when it is submitted."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Accept what an executor does."""
+        """Accept the arguments of an executor."""
 
     def submit(self, job: Callable[[], Any]) -> Future[Any]:
         return _done(job())
 
     def shutdown(self, *args: Any, **options: Any) -> None:
-        """Leave nothing running, for nothing is."""
+        """Do nothing: no job is running."""
 
 
 def _bring(self: Any, store: Any, loss_rank: int, group: Any, device: Any) -> Any:

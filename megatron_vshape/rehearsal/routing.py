@@ -1,4 +1,4 @@
-"""How many tokens go to each expert: as many as to the others, or more to this rank's."""
+"""Number of tokens per expert: balanced, or with a given imbalance for this rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_vshape.rehearsal.values import KnownNumbers, known
 
 
 class Routing:
-    """What the run's flags say of experts; `imbalance` is this rank's tokens over the mean."""
+    """Expert options of the run; `imbalance` is this rank's tokens relative to the mean."""
 
     topk = 1
     experts = 1
@@ -22,14 +22,14 @@ class Routing:
 
     @staticmethod
     def counts(rows: int, local: int) -> Tensor:
-        """Return the tokens of each of a rank's experts, that the host knows."""
+        """Return the tokens of each local expert as a tensor with known values."""
         each = rows // local
         with on_host():
             return known([each] * (local - 1) + [rows - each * (local - 1)])
 
 
 def install(args: Any, imbalance: float) -> None:
-    """Have Megatron's dispatchers read such counts where they read the router's."""
+    """Make Megatron's dispatchers use these counts instead of the router's."""
     from megatron.core.transformer.moe import token_dispatcher
 
     Routing.topk, Routing.experts = args.moe_router_topk, args.num_experts
@@ -49,7 +49,7 @@ def install(args: Any, imbalance: float) -> None:
 
 
 def _exchanged(self: Any, point: Any, tokens_per_expert: Any = None) -> Tensor:
-    """Set what the all-to-all dispatcher brings to the host, and return tokens per expert."""
+    """Set the host values of the all-to-all dispatcher, and return the tokens per expert."""
     tokens = self.routing_map.shape[0] * self.config.moe_router_topk
     local, ranks, shards = self.num_local_experts, self.ep_size, self.tp_size
     unit = ranks * local * shards
@@ -73,18 +73,18 @@ def _exchanged(self: Any, point: Any, tokens_per_expert: Any = None) -> Tensor:
 
 
 def _permuted(call: Callable[..., Any], tokens: Tensor, routing_map: Tensor, **options: Any) -> Any:
-    """Permute as many rows as routing says where they were summed up from values of the GPU."""
+    """Permute the number of rows of `Routing` if it would be read from GPU values."""
     if not options.get("num_out_tokens", 1):
         options["num_out_tokens"] = _rows_of(routing_map, routing_map.shape[1])
     return call(tokens, routing_map, **options)
 
 
 def _routed(self: Tensor, mask: Tensor) -> Tensor:
-    """Return what a routing map of [experts, tokens] selects: each token as often as it goes."""
+    """Return the selection of a routing map [experts, tokens]: each token once per expert."""
     return self.reshape(-1)[: _rows_of(mask, mask.shape[0])].clone()
 
 
 def _rows_of(routing_map: Tensor, experts: int) -> int:
-    """Return the rows that go to so many experts, all of them or this rank's."""
+    """Return the number of rows for this number of experts, all of them or those of this rank."""
     rows = routing_map.numel() * Routing.topk // Routing.experts
     return rows if experts == Routing.experts else int(rows * Routing.imbalance)

@@ -1,8 +1,9 @@
-"""Megatron-Bridge's saved configuration as the command that trains the same model.
+"""Convert a saved configuration of Megatron-Bridge to a training command of the same model.
 
-Bridge writes `run_config.yaml` into every checkpoint; `ConfigContainer.to_yaml` writes the same of
-a recipe. Nearly all of its names are those of Megatron's own arguments, so Megatron's parser says
-which flag sets what; here stands only what has another name, or depends on several.
+Bridge writes `run_config.yaml` into every checkpoint; `ConfigContainer.to_yaml` writes a recipe in
+the same format. Nearly all names equal those of Megatron's arguments, so Megatron's parser gives
+the flag of each name. This module has only names that differ, and flags that depend on several
+settings.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ CONTAINER = "megatron.bridge.training.config.ConfigContainer"
 LAYOUT = "--pipeline-model-parallel-layout"
 
 _SECTIONS = ("model", "ddp", "optimizer", "train", "scheduler", "dist", "rng")
-"""In this order: where two have a name, the first is heard."""
+"""In order of precedence: if two sections have the same name, the first one applies."""
 
 _RENAMED = {
     "num_moe_experts": "num_experts",
@@ -53,7 +54,7 @@ _BY_RULE = frozenset(
     ffn_hidden_size expert_tensor_parallel_size
     """.split()
 )
-"""Names that `_by_rule` reads, and `_ends`."""
+"""Names that `_by_rule` and `_ends` read."""
 
 _WITHOUT_EFFECT = frozenset(
     """
@@ -67,13 +68,14 @@ _WITHOUT_EFFECT = frozenset(
 """Settings that follow from others, or do not change the memory of a step."""
 
 _BRIDGE_DEFAULTS = {"parallel_output": True, "scatter_embedding_sequence_parallel": True}
-"""Of fields that Bridge's providers have and no configuration of Megatron's; else nothing is on."""
+"""Defaults of fields that only Bridge's providers have. All other such fields are off by
+default."""
 
 _PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16_mixed": {"bf16": True, "grad_reduce_in_fp32": True},
     "fp16_mixed": {"fp16": True, "grad_reduce_in_fp32": False},
 }
-"""Two of the names of Bridge's training/mixed_precision.py, which most recipes use."""
+"""Two recipes of Bridge's training/mixed_precision.py, used by most model recipes."""
 
 _DTYPES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _DTYPES |= {"half": "fp16", "uint8": "fp8"}
@@ -82,7 +84,7 @@ _LAYERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
 class _Callable:
-    """Stands for what a configuration names and cannot say: a function, an object."""
+    """Placeholder for a value that a configuration only names: a function or an object."""
 
 
 def is_saved_config(found: Any) -> bool:
@@ -91,13 +93,13 @@ def is_saved_config(found: Any) -> bool:
 
 
 def flags_of_config(found: Mapping[str, Any], given: Iterable[str] = ()) -> list[str]:
-    """Return the flags of Megatron that ask for what the configuration asks for.
+    """Return Megatron's flags for the configuration.
 
-    What no flag can say is told in one line. `given` are flags that follow the file.
+    Settings without a flag are logged in one line. `given` are the flags that follow the file.
 
     Raises:
-        ScheduleError: Megatron is not installed; or the configuration trains adapters, names a
-            precision, or has lost a pipeline layout, that cannot be told from the file.
+        ScheduleError: Megatron is not installed; or the configuration trains adapters, has only the
+            name of a precision recipe, or lacks its pipeline layout.
     """
     if found.get("peft"):
         raise ScheduleError(
@@ -131,13 +133,13 @@ def flags_of_config(found: Mapping[str, Any], given: Iterable[str] = ()) -> list
 
 
 def _sections(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the sections, with what Bridge puts into them when a run starts."""
+    """Return the sections, including settings that Bridge adds when a run starts."""
     sections = {
         name: {key: _plain(value) for key, value in (found.get(name) or {}).items()}
         for name in (*_SECTIONS, "tokenizer", "dataset")
     }
     inner = (found.get("model") or {}).get("transformer")
-    if isinstance(inner, dict):  # a builder's configuration holds Megatron's own
+    if isinstance(inner, dict):  # a builder's configuration contains that of Megatron
         sections["model"] = {key: _plain(value) for key, value in inner.items()} | sections["model"]
         del sections["model"]["transformer"]
     precision = found.get("mixed_precision")
@@ -158,7 +160,7 @@ def _sections(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value without its `_target_`: an enum's name, a dtype as flags say it."""
+    """Return a value without its `_target_`: the name of an enum, or a dtype as in flags."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
     if not isinstance(value, dict) or "_target_" not in value:
@@ -170,7 +172,7 @@ def _plain(value: Any) -> Any:
 
 
 def _by_rule(sections: Mapping[str, Mapping[str, Any]], lost: list[str]) -> dict[str, Any]:
-    """Return arguments that depend on more than one setting, or are the opposite of one."""
+    """Return arguments that depend on several settings, or are the opposite of one."""
     model = sections["model"]
     heads, groups = model.get("num_attention_heads"), model.get("num_query_groups")
     grouped = groups not in (None, heads) and not model.get("multi_latent_attention")
@@ -178,7 +180,7 @@ def _by_rule(sections: Mapping[str, Mapping[str, Any]], lost: list[str]) -> dict
     reduced_in_fp32 = sections["ddp"].get("grad_reduce_in_fp32")
     fusion = model.get("cross_entropy_fusion_impl")
     if fusion == "te" and model.get("cross_entropy_loss_fusion"):
-        fusion = "native"  # Megatron's command line refuses the other
+        fusion = "native"  # Megatron's parser rejects "te" here
         lost.append("cross_entropy_fusion_impl")
     group = model.get("microbatch_group_size_per_vp_stage")
     ffn = model.get("ffn_hidden_size") or 4 * (model.get("hidden_size") or 0)
@@ -199,11 +201,11 @@ def _by_rule(sections: Mapping[str, Mapping[str, Any]], lost: list[str]) -> dict
         "grad_reduce_in_bf16": bool(model.get("bf16")) and reduced_in_fp32 is False,
         "accumulate_allreduce_grads_in_fp32": bool(model.get("fp16") and reduced_in_fp32),
         "cross_entropy_fusion_impl": fusion,
-        # as large as the pipeline unless it is said, so that another pipeline has its own
+        # The default is the pipeline size, so that it follows another pipeline size.
         "microbatch_group_size_per_vp_stage": (
             None if group == model.get("pipeline_model_parallel_size") else group
         ),
-        # Bridge's step asks for none unless it is told to
+        # By default, Bridge's forward step uses no mask from the data loader.
         "create_attention_mask_in_dataloader": (
             sections["dataset"].get("skip_getting_attention_mask_from_dataset") is False
         ),
@@ -211,7 +213,7 @@ def _by_rule(sections: Mapping[str, Mapping[str, Any]], lost: list[str]) -> dict
 
 
 def _activation(model: Mapping[str, Any], function: str) -> dict[str, Any]:
-    """Return the arguments of a function in MLPs; a gate of any other is as wide as SwiGLU's."""
+    """Return the arguments of the MLP's activation; other gated functions have SwiGLU's sizes."""
     gated = bool(model.get("gated_linear_unit"))
     quick = gated and function == "quick_gelu"
     swiglu = gated and not quick
@@ -232,7 +234,7 @@ def _activation(model: Mapping[str, Any], function: str) -> dict[str, Any]:
 def _ends(
     found: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]], given: Iterable[str]
 ) -> dict[str, Any]:
-    """Return what MLPs are made of, how stages are cut, and how many tokens are known."""
+    """Return the arguments of the activation, of the pipeline layout and of the vocabulary size."""
     model = sections["model"]
     raw = {**(found["model"].get("transformer") or {}), **found["model"]}
     function = raw.get("activation_func")
@@ -257,10 +259,10 @@ def _ends(
 
 
 def _layout(written: Any, given: Iterable[str]) -> str | None:
-    """Return a pipeline layout as the flag has it, stages parted by |.
+    """Return a pipeline layout as the flag's text, with stages separated by |.
 
     Raises:
-        ScheduleError: the file has an object there, whose layers were not written.
+        ScheduleError: The file has an object without its layers.
     """
     if written is None or LAYOUT in given:
         return None
@@ -279,7 +281,7 @@ def _layout(written: Any, given: Iterable[str]) -> str | None:
 
 
 class _Arguments:
-    """Megatron's own arguments, by the names of their attributes."""
+    """Megatron's arguments by attribute name."""
 
     def __init__(self) -> None:
         self._actions: dict[str, list[Action]] = {}
@@ -297,12 +299,12 @@ class _Arguments:
             self._actions.setdefault(action.dest, []).append(action)
 
     def dest_of(self, name: str) -> str:
-        """Return the argument's name for a setting's."""
+        """Return the name of the argument for a setting."""
         name = _RENAMED.get(name, name)
         return f"ddp_{name}" if f"ddp_{name}" in self._actions else name
 
     def words(self, dest: str, value: Any) -> list[str] | None:
-        """Return what sets an argument, nothing where it is so already; None: no flag can."""
+        """Return the words that set an argument, none if it is the default; None if no flag can."""
         if isinstance(value, _Callable) or value is None:
             return []
         if dest not in self._actions:
@@ -317,7 +319,7 @@ class _Arguments:
         return None
 
     def is_default(self, section: str, name: str, value: Any) -> bool:
-        """Return whether a setting without a flag is as if it were not there."""
+        """Return whether a setting without a flag has its default value."""
         if isinstance(value, _Callable) or section not in self._defaults:
             return True
         known = self._defaults[section]
@@ -383,7 +385,7 @@ def _words(action: Action, value: Any) -> list[str] | None:
 
 
 def _as_one_word(action: Action, value: list[Any]) -> list[str] | None:
-    """Return a list for an argument that parses it by itself."""
+    """Return the flag for a list that the argument's type parses from one word."""
     convert: Any = action.type or str
     for text in (str(value).replace(" ", ""), ",".join(map(str, value))):
         with contextlib.suppress(Exception):
@@ -394,7 +396,7 @@ def _as_one_word(action: Action, value: list[Any]) -> list[str] | None:
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """Keep what Megatron prints and warns of while it is imported to itself."""
+    """Suppress Megatron's output and warnings during import."""
     with (
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(io.StringIO()),

@@ -1,7 +1,8 @@
-"""What torch's own CUDA kernels hold only while they run, and no tensor shows.
+"""Temporary memory of torch's CUDA kernels that no tensor owns.
 
-As `setReduceConfig` (aten/src/ATen/native/cuda/Reduce.cuh) and `embedding_backward_cuda_kernel`
-(EmbeddingBackwardKernel.cu) have it in torch 2.11, and as an H200's allocator was seen to hand out.
+Sources: `setReduceConfig` (aten/src/ATen/native/cuda/Reduce.cuh) and
+`embedding_backward_cuda_kernel` (EmbeddingBackwardKernel.cu) in torch 2.11, checked against the
+allocator on an H200.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-THREADS = 512  # of a block, at most
-THREADS_AT_ONCE = 2048  # of a multiprocessor
+THREADS = 512  # maximum threads per block
+THREADS_AT_ONCE = 2048  # maximum threads per multiprocessor
 WARP = 32
 VALUES = 16, 256
-"""How many values a thread adds up, at least and at most, where blocks share an output."""
+"""Minimum and maximum number of values per thread if blocks share an output."""
 ROWS = 10
-"""Rows of an embedding's gradient that are added up as one part."""
+"""Rows of an embedding's gradient per partial sum."""
 FEW_TOKENS = 3072
 """Maximum tokens for which the gradient of an embedding is accumulated in place."""
 
@@ -26,13 +27,13 @@ FEW_TOKENS = 3072
 def scratch_sizes(
     func: Any, args: Sequence[Any], out: Any, multiprocessors: int
 ) -> tuple[int, ...]:
-    """Return the bytes of each block that the kernels of an operation hold beside `out`."""
+    """Return the bytes of each temporary block that an operation allocates besides `out`."""
     sizes = _SIZES.get(func)
     return () if sizes is None else sizes(args, out, multiprocessors)
 
 
 def _reduction(args: Sequence[Any], out: Tensor, multiprocessors: int) -> tuple[int, ...]:
-    """Return what blocks that share outputs leave for each other, and their semaphores."""
+    """Return the sizes of partial results and semaphores of blocks that share outputs."""
     given: Tensor = args[0]
     told = args[1] if len(args) > 1 and args[1] is not None else []
     over = {each % given.dim() for each in told} or set(range(given.dim()))
@@ -40,7 +41,7 @@ def _reduction(args: Sequence[Any], out: Tensor, multiprocessors: int) -> tuple[
     outputs = max(1, out.numel())
     inputs = given.numel() // outputs
     kept = next((each for each in dims if not each[0]), None)
-    # Whether threads of a block that are neighbours add up to one output.
+    # Whether neighboring threads of a block reduce to one output.
     within = kept is None or (dims[0][0] and dims[0][1] < kept[1])
     vector = 1
     width, height = (inputs, outputs) if within else (outputs, inputs)
@@ -53,12 +54,12 @@ def _reduction(args: Sequence[Any], out: Tensor, multiprocessors: int) -> tuple[
     step_input, step_output = (block_x, 1) if within else (1, block_x)
     values = _parts(inputs, step_input)
     if values < min(16 * block_y, VALUES[1]):
-        return ()  # a warp has outputs of its own
+        return ()  # no output is shared between warps
     values = _parts(inputs, step_input * block_y)
     grid = _parts(outputs // vector, step_output)
     target = multiprocessors * (THREADS_AT_ONCE // (block_x * block_y))
     if values < VALUES[1] or grid > target:
-        return ()  # a block has
+        return ()  # no output is shared between blocks
     least, most = (_parts(values, each) for each in reversed(VALUES))
     blocks = max(min(_parts(target, grid), most), least)
     if blocks == 1:
@@ -68,7 +69,7 @@ def _reduction(args: Sequence[Any], out: Tensor, multiprocessors: int) -> tuple[
 
 
 def _dimensions(given: Tensor, over: set[int]) -> list[tuple[bool, int, int]]:
-    """Return (reduced, stride, size), the reduced ones first, neighbours in memory as one."""
+    """Return (reduced, stride, size), reduced dimensions first, with adjacent dimensions merged."""
     found: list[tuple[bool, int, int]] = []
     strides = zip(given.stride(), given.shape, range(given.dim()), strict=True)
     ordered = sorted((at not in over, stride, size) for stride, size, at in strides if size > 1)
@@ -81,19 +82,19 @@ def _dimensions(given: Tensor, over: set[int]) -> list[tuple[bool, int, int]]:
 
 
 def _vector(size: int, strides: Sequence[int]) -> int:
-    """Return how many outputs a thread reads at once."""
+    """Return the number of outputs that a thread reads at once."""
     return next(n for n in (4, 2, 1) if not any(each % n for each in (size, *strides)))
 
 
 def _block(width: int, height: int, threads: int) -> tuple[int, int]:
-    """Return a block's threads along both dimensions."""
+    """Return a block's threads in both dimensions."""
     x, y = (threads if each >= threads else _power(each) for each in (width, height))
     block_y = min(y, threads // min(x, WARP))
     return min(x, threads // block_y), block_y
 
 
 def _power(number: int) -> int:
-    """Return the largest power of two that is not above the number, 1 for none."""
+    """Return the largest power of two not above the number; 1 for zero."""
     return 1 << max(0, number.bit_length() - 1)
 
 
@@ -102,7 +103,7 @@ def _parts(number: int, size: int) -> int:
 
 
 def _embedding(args: Sequence[Any], out: Tensor, _: int) -> tuple[int, ...]:
-    """Return the sorted tokens, where their parts begin, and the parts' sums in fp32."""
+    """Return the sizes of the sorted tokens, of the part offsets, and of the fp32 partial sums."""
     gradient, tokens = args[:2]
     number, wide = tokens.numel(), tokens.element_size()
     if number <= FEW_TOKENS and args[3] < 0:

@@ -1,7 +1,7 @@
-"""Imports Transformer Engine's own Python, with functions of ours for its compiled module.
+"""Import Transformer Engine's Python with replacements of its compiled module.
 
-What asks, saves, hands over and returns is Transformer Engine's code; only what it calls in C++ is
-given here. The rehearsal gives it functions that know shapes, the tests functions that compute.
+Transformer Engine's Python code runs unchanged; only its C++ functions are replaced. Dry runs pass
+functions that compute shapes, tests pass functions that compute values.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ ENUMERATIONS = {
     "FP8BwdTensors": " ".join(f"GRAD_OUTPUT{at} GRAD_INPUT{at}" for at in (1, 2, 3)),
     "NVTE_Fused_Attn_Backend": "NVTE_No_Backend NVTE_F16_arbitrary_seqlen NVTE_FP8",
 }
-"""Those whose members are looked up by value; of the others any numbers do."""
+"""Enumerations whose members are looked up by value. For all others, any distinct numbers work."""
 
 EXPORT_ONLY = ("onnx", "onnxscript", "onnx_ir", "ml_dtypes")
-"""Packages that are needed to export a model, and to import Transformer Engine."""
+"""Packages that only model export uses, but that Transformer Engine imports."""
 
 
 class _Numbers(type):
-    """A class every attribute of which is a number: enumerations that nobody looks at."""
+    """A class whose attributes are distinct numbers, for enumerations that are not looked up."""
 
     __members__ = property(lambda cls: cls._asked)
 
@@ -45,14 +45,14 @@ class _Numbers(type):
         return int(asked.setdefault(name, len(asked)))
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
-        """Fail by name: this is a function that nobody stands in for, not an enumeration."""
+        """Raise NotImplementedError: a function has no replacement and is not an enumeration."""
         raise NotImplementedError(
             f"Transformer Engine calls {cls.__name__}, which rehearse does not support"
         )
 
 
 class Extension(types.ModuleType):
-    """Stands in for the compiled module; what is not given is an enumeration or never called."""
+    """Replaces the compiled module; an unknown attribute is an enumeration or is never called."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -63,7 +63,7 @@ class Extension(types.ModuleType):
 
 
 class _Anything(types.ModuleType):
-    """A package that is imported and not used: each of its names is something one can call."""
+    """A package that is imported but not used; each of its attributes is callable."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -97,8 +97,8 @@ def _attention_of(directory: Path) -> str:
 def load(directory: Path, functions: Mapping[str, Callable[..., Any]]) -> Any:
     """Import Transformer Engine from `directory` and return its PyTorch package.
 
-    `directory` holds a folder transformer_engine, as an unpacked wheel or a checkout does;
-    `functions` are what its compiled module has, by name. torch must answer for a GPU by now.
+    `directory` contains a folder transformer_engine, as an unpacked wheel or a checkout does.
+    `functions` are the functions of the compiled module by name. torch must report a GPU already.
     """
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # do not look for CUDA's libraries
     os.environ["NVTE_TORCH_COMPILE"] = "0"
@@ -106,7 +106,7 @@ def load(directory: Path, functions: Mapping[str, Callable[..., Any]]) -> Any:
     extension.__file__, extension.__spec__ = "none", None
     for name, members in ENUMERATIONS.items():
         known = dict.fromkeys(members.split())
-        # Before 2.18 there was one more kind of fused attention.
+        # Before 2.18 there was one more fused attention backend.
         known |= dict.fromkeys(re.findall(rf"{name}\.(NVTE_\w+)", _attention_of(directory)))
         setattr(extension, name, enum.IntEnum(name, list(known), start=0))
     for name, function in functions.items():
@@ -115,7 +115,7 @@ def load(directory: Path, functions: Mapping[str, Callable[..., Any]]) -> Any:
         for name in re.findall(r"\btex\.([A-Za-z]\w*)", file.read_text()):
             getattr(extension, name)  # so that it is there for an "import *"
     sys.modules[EXTENSION] = extension
-    importlib.import_module("torch._dynamo")  # it looks for some of the packages stood in for
+    importlib.import_module("torch._dynamo")  # before the replacements: it checks these packages
     _stand_in_for_export()
     _bare_package(directory)
     import transformer_engine.common as common
@@ -136,7 +136,7 @@ def _stand_in_for_export() -> None:
 
 
 def _bare_package(directory: Path) -> None:
-    """Put the outer package there, whose own start looks for the compiled library."""
+    """Create the outer package, whose own __init__ would load the compiled library."""
     folder = Path(directory, "transformer_engine")
     package: Any = types.ModuleType("transformer_engine")
     package.__path__ = [str(folder)]
@@ -152,7 +152,7 @@ def _bare_package(directory: Path) -> None:
         ours = name.replace("_", "-") in ("transformer-engine", "transformer-engine-torch")
         return version if ours else str(ask(name))
 
-    metadata.version = answer  # Megatron and Transformer Engine ask by this
+    metadata.version = answer  # Megatron and Transformer Engine read versions through this
 
 
 def version_in(directory: Path) -> str:

@@ -1,7 +1,7 @@
-"""What Transformer Engine's compiled functions return, as far as shapes and formats go.
+"""Replacements of Transformer Engine's compiled functions that return correct shapes and formats.
 
-Written against the calls in its Python of versions 2.13 to main. Where an argument's place differs
-between them, it is found by what it is: the tensors of attention by their rank, for one.
+Based on the calls in its Python from version 2.13 to main. If the position of an argument differs
+between versions, it is found by its properties, for example attention's tensors by their rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _IN_PLACE = """
 
 
 def functions() -> dict[str, Callable[..., Any]]:
-    """Return the stand-ins by the name of what they stand in for."""
+    """Return the replacements by function name."""
     given: dict[str, Callable[..., Any]] = {
         "generic_gemm": generic_gemm,
         "te_general_grouped_gemm": grouped_gemm,
@@ -74,7 +74,7 @@ def functions() -> dict[str, Callable[..., Any]]:
     given |= {name: _activation(gated=False) for name in _PLAIN}
     given |= {"d" + name: _d_activation for name in (*_GATED, *_PLAIN)}
     given |= {"clamped_swiglu": _activation(gated=True), "clamped_dswiglu": _d_activation}
-    for name in ("swiglu", "situglu", "clamped_swiglu"):  # from 2.20 on
+    for name in ("swiglu", "situglu", "clamped_swiglu"):  # since 2.20
         given["scaled_" + name] = lambda x, scales, *_: _like(x, *x.shape[:-1], x.shape[-1] // 2)
     given["scaled_srelu"] = lambda x, scales, *_: _like(x)
     for name in ("dswiglu", "dsituglu", "clamped_dswiglu", "dsrelu"):
@@ -89,7 +89,7 @@ def functions() -> dict[str, Callable[..., Any]]:
 
 
 def answers() -> dict[str, Callable[..., Any]]:
-    """Return what says how the library was built."""
+    """Return functions that report how the library was built."""
     return {
         "get_num_cublas_streams": lambda: 4,
         "get_cudnn_version": lambda: 91800,
@@ -107,7 +107,7 @@ def answers() -> dict[str, Callable[..., Any]]:
 
 
 class Userbuffer:
-    """A buffer that products and exchanges share; it is the driver's, not torch's."""
+    """A buffer shared by GEMMs and communication, allocated by the driver instead of torch."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class Userbuffer:
         """Do nothing."""
 
     def is_fp8_ubuf(self) -> bool:
-        """Return whether it holds bytes."""
+        """Return whether the elements are bytes."""
         return self._dtype.itemsize == 1
 
     def is_atomic_gemm(self) -> bool:
@@ -151,7 +151,7 @@ class Userbuffer:
 
 
 def _kernel(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel: on the GPU, one, and counted."""
+    """Wrap a function as one kernel on the GPU, and count it."""
     counts_itself = "gemm" in name or "attn" in name
     lists_at = 2 if "multi_tensor" in name else None
 
@@ -201,7 +201,7 @@ def generic_gemm(
     *unused: Any,
     **options: Any,
 ) -> tuple[Any, ...]:
-    """Return the product of column-major matrices, as cuBLAS has it, and the bias gradient."""
+    """Return the product of column-major matrices, as in cuBLAS, and the bias gradient."""
     rows, inner, columns = _product_sizes(a, transpose_a, b, transpose_b)
     _count(a, rows, inner, columns)
     if out is None:
@@ -226,7 +226,7 @@ def grouped_gemm(
     bias: Any,
     *unused: Any,
 ) -> Any:
-    """Count a product per group; the outputs were made by the caller."""
+    """Count one GEMM per group; the caller has allocated the outputs."""
     sizes = Counter(
         _product_sizes(left, transpose_a, right, transpose_b)
         for left, right in zip(a, b, strict=False)
@@ -319,7 +319,7 @@ def _l2norm(
 
 
 def fused_attn_fwd(queries: int, keys: int, is_training: bool, *args: Any) -> list[Tensor]:
-    """Return the output, the softmax's statistics in fp32 and the generator's state."""
+    """Return the output, the softmax statistics in fp32 and the RNG state."""
     q, k, v = _wide(args)[:3]
     batch, heads = _batch(args, q), q.shape[-2]
     seen = _keys_seen(args, keys)
@@ -331,10 +331,10 @@ def fused_attn_fwd(queries: int, keys: int, is_training: bool, *args: Any) -> li
 
 
 def fused_attn_bwd(queries: int, keys: int, *args: Any) -> list[Any]:
-    """Return three gradients; cuDNN's workspace is there meanwhile.
+    """Return three gradients, and count cuDNN's temporary workspace.
 
-    Seen on an H200 with cuDNN 9.19: dq in fp32 and a sum for each row; where heads share keys and
-    values, their gradients for each head.
+    As observed on an H200 with cuDNN 9.19: dq in fp32 and one sum per row. If heads share keys and
+    values, also their gradients per head.
     """
     q, k, v = _wide(args)[:3]
     batch, heads = _batch(args, q), q.shape[-2]
@@ -348,7 +348,7 @@ def fused_attn_bwd(queries: int, keys: int, *args: Any) -> list[Any]:
 
 
 def _keys_seen(args: tuple[Any, ...], keys: int) -> float:
-    """Return how many keys a query sees: half of them, or those of its window."""
+    """Return the number of keys per query: half of them (causal), or those of its window."""
     for each in args:
         if isinstance(each, list | tuple) and len(each) == 2 and type(each[0]) is int:
             return min(keys / 2, each[0] + 1) if each[0] >= 0 else keys / 2
@@ -356,7 +356,7 @@ def _keys_seen(args: tuple[Any, ...], keys: int) -> float:
 
 
 def _offsets_of(args: tuple[Any, ...], heads: int) -> list[Tensor]:
-    """Return the learned offset of the softmax, if there is one."""
+    """Return the learned softmax offset, if there is one."""
     return [each for each in tensors_in(args) if tuple(each.shape) == (1, heads, 1, 1)]
 
 

@@ -1,4 +1,4 @@
-"""Transformer Engine's quantized tensors, made by its own description of what they hold."""
+"""Transformer Engine's quantized tensors, created from its own description of their parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FORMATS = {
 
 
 def functions() -> dict[str, Callable[..., Any]]:
-    """Return the stand-ins by name."""
+    """Return the replacements by name."""
     return {
         "quantize": quantize,
         "dequantize": dequantize,
@@ -37,14 +37,14 @@ def functions() -> dict[str, Callable[..., Any]]:
 
 
 def settle() -> None:
-    """Answer what would be read of values: signs of a random transform, which change no shape."""
+    """Fix values that are read from tensors: signs of a random transform."""
     with suppress(ImportError):  # before 2.8 there is no such format
         module: Any = importlib.import_module("transformer_engine.pytorch.tensor.nvfp4_tensor")
         module.get_sign_from_vector = lambda vector: 1
 
 
 def torch_dtype(given: Any) -> torch.dtype | None:
-    """Return torch's name of one of Transformer Engine's formats, None of an 8- or 4-bit one."""
+    """Return torch's dtype for a Transformer Engine format; None for 8- and 4-bit formats."""
     if given is None or isinstance(given, torch.dtype):
         return given
     name = getattr(given, "name", None)
@@ -56,7 +56,7 @@ def torch_dtype(given: Any) -> torch.dtype | None:
 
 
 def format_of(operand: Any) -> str:
-    """Return the format that a product computes in, by its operand's."""
+    """Return the compute format of a GEMM with this operand."""
     kind = type(operand).__name__
     if kind.startswith("NVFP4"):
         return "nvfp4"
@@ -69,7 +69,7 @@ def format_of(operand: Any) -> str:
 
 
 def quantize(x: Tensor, quantizer: Any, out: Any = None, noop: Any = None) -> Any:
-    """Return what quantizing makes: the tensor given for it, or a new one."""
+    """Return the result of quantization: `out` if given, else a new tensor."""
     if quantizer is None:
         return x
     return make(quantizer, x.shape, x.dtype) if out is None else out
@@ -86,7 +86,7 @@ def split_quantize(
 
 
 def dequantize(x: Any, dtype: Any) -> Tensor:
-    """Return a tensor of full width."""
+    """Return a tensor in full precision."""
     shape = x.shape if isinstance(x, Tensor) else x.size()
     return torch.empty(tuple(shape), dtype=torch_dtype(dtype), device="cuda")
 
@@ -101,10 +101,9 @@ def fp8_transpose(data: Tensor, dtype: Any, *, out: Tensor | None = None) -> Ten
 
 
 def make(quantizer: Any, shape: Iterable[int], dtype: torch.dtype) -> Any:
-    """Return an empty tensor of the quantizer's kind.
+    """Return an empty tensor of the quantizer's type.
 
-    The parts are those that the quantizer itself describes. The one of delayed scaling does not,
-    and has them here.
+    The quantizer describes its parts, except with delayed scaling; its parts are defined here.
     """
     shape = tuple(shape)
     if dtype.itemsize < 2:

@@ -1,7 +1,7 @@
-"""What a fake tensor answers where Megatron asks for its values on the host.
+"""Values of fake tensors where Megatron reads them on the host.
 
-Zero is "no overflow", "no clipping", "not NaN"; of all values everything is true.
-Where a list was put into a tensor, it comes back.
+Zero means "no overflow", "no clipping", "not NaN"; a check of all values is true. A tensor created
+from a list returns the list.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 class KnownNumbers(list[Any]):
-    """A list of known numbers that answers as an array would; of more dimensions all are equal."""
+    """A list of known numbers with an array interface; in several dimensions all are equal."""
 
     @property
     def T(self) -> KnownNumbers:
@@ -31,7 +31,7 @@ class KnownNumbers(list[Any]):
 
 
 def install() -> None:
-    """Have fake tensors answer."""
+    """Replace the methods of fake tensors that read values."""
     kind: Any = FakeTensor
     kind.item = _or_zero(Tensor.item)
     kind.__bool__ = lambda self: bool(kind.item(self))
@@ -47,14 +47,14 @@ def install() -> None:
 
 
 def known(values: list[Any]) -> Tensor:
-    """Return a tensor whose values the host knows."""
+    """Return a tensor with values that the host can read."""
     made = torch.tensor(values)
     made.known_values = values  # type: ignore[attr-defined]
     return made
 
 
 def _yes(ask: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Have what asks of all values, whether they are finite or equal, hear that they are."""
+    """Make a check of all values (finite, equal) return true."""
 
     @functools.wraps(ask)
     def run(*args: Any, **kwargs: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""What kernels do, in counts that no GPU's rates are in; `step_time` prices it."""
+"""GPU-independent counts of kernel work; `step_time` converts them to time."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 ExchangeKey = tuple[str, str, int, int]
-"""Kind, group, ranks and their reach."""
+"""Kind, group, number of ranks and their span."""
 
 
 @dataclass(slots=True)
 class Work:
-    """What kernels do, to be priced: counts of one step."""
+    """Counts of the kernel work of one step."""
 
     products: dict[tuple[str, int, int, int, int], int] = field(default_factory=dict)
-    """By number format, rows, inner and columns, and how many run as one kernel: how often."""
+    """(number format, rows, inner, columns, GEMMs per kernel) -> number of kernels."""
     attention_flops: dict[str, float] = field(default_factory=dict)  # by number format
     bytes_moved: float = 0.0
     optimizer_bytes: float = 0.0
     kernels: int = 0
     exchanges: dict[ExchangeKey, list[float]] = field(default_factory=dict)
-    """By kind, group, ranks and their reach: number, and bytes of the larger side."""
+    """(kind, group, ranks, span) -> number, and bytes of the larger side."""
 
     def copy(self) -> Work:
-        """Return the counts as they are now."""
+        """Return a copy of the current counts."""
         exchanges = {key: list(each) for key, each in self.exchanges.items()}
         products, attention = dict(self.products), dict(self.attention_flops)
         return replace(self, products=products, attention_flops=attention, exchanges=exchanges)
 
     def less(self, other: Work) -> Work:
-        """Return what was counted beyond an earlier copy."""
+        """Return the difference to an earlier copy."""
         products = {key: n - other.products.get(key, 0) for key, n in self.products.items()}
         attention = {
             name: flops - other.attention_flops.get(name, 0.0)
@@ -52,10 +52,10 @@ class Work:
     def repeating(
         self, keys: Collection[ExchangeKey], passes: Collection[Work], microbatches: int = 1
     ) -> Work:
-        """Return this work with the exchanges of `keys` marked as those of every microbatch.
+        """Return this work with the collectives of `keys` marked as part of every microbatch.
 
-        Each has those of `passes`, which are of one microbatch. FSDP gathers for the first one
-        before its passes, so the last one tells.
+        Each microbatch has the collectives of `passes`, the passes of one microbatch. For the first
+        microbatch FSDP gathers before its passes, so `passes` should be those of the last one.
         """
         exchanges = {key: list(each) for key, each in self.exchanges.items()}
         for work in passes:
@@ -79,7 +79,7 @@ class Work:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Work:
-        """Return the counts that `plain` has written."""
+        """Return the counts from the result of `plain`."""
         products: dict[Any, int] = {}
         for *key, number in plain["products"]:
             products[tuple(key)] = products.get(tuple(key), 0) + number
@@ -92,10 +92,10 @@ class Work:
         return cls(products, attention, exchanges=exchanges, **sums)
 
     def spread(self, ratio: float, is_sharded: bool) -> Work:
-        """Return the work of a step that so many times as many replicas share.
+        """Return the work of a step with `ratio` times as many replicas.
 
-        What a step has once alone depends on them: its exchanges, and the optimizer's bytes where
-        `is_sharded`.
+        Only work that occurs once per step depends on the replicas: its collectives and, if
+        `is_sharded`, the optimizer's bytes.
         """
         exchanges = {}
         for (kind, group, ranks, span), sent in self.exchanges.items():
@@ -110,16 +110,16 @@ class Work:
 
 
 EACH = " in each microbatch"
-"""Behind the name of a data-parallel group: exchanges that every microbatch has, as FSDP's."""
+"""Suffix of a data-parallel group's name for collectives in every microbatch, as in FSDP."""
 
 _SHARDS = ("all_gather", "_all_gather", "reduce_scatter", "_reduce_scatter")
 
 
 def repeated(passes: Iterable[tuple[str, Work]]) -> set[ExchangeKey]:
-    """Find gathers and scatters of replicas that passes of several microbatches have.
+    """Find gathers and scatters of replicas that occur in several microbatches.
 
-    Data parallelism sums gradients in the last microbatch and gathers parameters in the first; FSDP
-    does both in each. A pass has a name as `F 0 7`, whose last word is its microbatch.
+    Data parallelism reduces gradients in the last microbatch and gathers parameters in the first.
+    FSDP does both in each. Passes are named as `F 0 7`; the last word is the microbatch.
     """
     seen: dict[ExchangeKey, set[str]] = {}
     for name, work in passes:
@@ -135,5 +135,5 @@ def of_replicas(group: str) -> bool:
 
 
 def is_once(group: str) -> bool:
-    """Return whether a step has the group's exchanges once, not every microbatch."""
+    """Return whether the group's collectives occur once per step instead of per microbatch."""
     return of_replicas(group) and not group.endswith(EACH)
