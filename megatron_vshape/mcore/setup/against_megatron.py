@@ -22,11 +22,11 @@ MOST_CHUNKS = 12
 
 
 def megatrons_if_best(args: Namespace, options: Options, once: OnePlanner) -> Rival | None:
-    """Return Megatron's schedule if no plan for the model is faster, else None.
+    """Return the best of Megatron's schedules if no plan for the model is faster, else None.
 
     A model is built for one placement, so this comparison runs before. It requires costs, and a
     limit that does not depend on the memory of the model, which does not exist yet. None if the run
-    uses features of this package or defines its own layer split.
+    uses features of this package or defines its layer split.
 
     Raises:
         ScheduleError: Costs, limit and number of ranks do not fit each other.

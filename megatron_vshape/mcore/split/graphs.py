@@ -1,8 +1,8 @@
 """Modules that CUDA graphs cover, and the order in which Transformer Engine captures them.
 
 TE captures the F and the B of every layer and microbatch once, in execution order, and replays
-them. A replayed B also computes weight gradients. So the layers that a graph covers are not split
-from the first step on, unless `graph_weights` makes TE capture weight gradients separately.
+them. A replayed B also computes weight gradients. So layers in graphs are never split, unless
+`graph_weights` makes TE capture weight gradients separately.
 """
 
 from __future__ import annotations
