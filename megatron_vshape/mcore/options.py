@@ -2,7 +2,7 @@
 
 A field of `Options` is the keyword of `register` and the key in the variable MEGATRON_VSHAPE. Its
 metadata define the flag in Megatron's parser, parsing and validation of the value, and the row of
-the table in docs/ways-in.md.
+the table in docs/reference.md.
 """
 
 from __future__ import annotations
