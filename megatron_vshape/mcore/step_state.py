@@ -136,6 +136,7 @@ class StepState:
 
         The tensors count as activations while memory is measured.
         """
+        # Graph replays overwrite graph memory before W runs, so such tensors are copied.
         job.tensors = self.graph_memory.kept(job.tensors)
         kept = list(plain_tensors(job.tensors))
         if self.census is not None:

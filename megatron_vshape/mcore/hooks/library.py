@@ -87,6 +87,7 @@ def provide_hybrid(
     session.provided_chunk = vp_stage
     try:
         with Replaced() as replaced:
+            # The provider raises if the config has virtual stages.
             replaced.put(config, "virtual_pipeline_model_parallel_size", None)
             return original(config, pre_process, post_process)
     finally:
@@ -175,6 +176,7 @@ def model_init(session: Session, original: Function) -> Function:
         original(*bound.args, **bound.kwargs)
         session.is_building = True
         if pipeline.choice.shares:
+            # Before the library wraps the chunk: the shared rows replace its modules.
             session.embedding_end = opening = session.embedding_end if chunk else self
             with refusing():
                 vocabulary.share(session.step, opening, self, pipeline.stage_map, rank, chunk or 0)
@@ -239,6 +241,8 @@ def _have_stages_found(session: Session, pipeline: Pipeline) -> None:
         return pipeline.ends(self.pipeline_model_parallel_rank, vp_stage)[1]
 
     def is_on_this_rank(self: Any, weight_name: str, vp_stage: int | None = None) -> bool:
+        # A tied output layer is the embedding itself, so only the chunk of the first stage loads
+        # it.
         is_twice = stage_map.ends_meet and weight_name == _ROWS[0] and not self.revert
         elsewhere = is_twice and not is_first(self, vp_stage or 0)
         return not elsewhere and bool(is_here(self, weight_name, vp_stage))

@@ -258,6 +258,8 @@ class Profiler:
         made = measured_costs(kept, send_us, all_held)
         if self.pipeline.choice.shares:
             made = holding_logits(made, max(each for _, _, each in everyones))
+        # Replicas must plan the same schedule, because different ones would reduce gradients in
+        # different orders.
         world = [made] * dist.get_world_size()
         dist.all_gather_object(world, made)
         source = _source(f"{MEASURED} in training on {len(world)} ranks", self.report, kept[0])

@@ -48,6 +48,7 @@ def static_memory(
     gradients = [each for each in main_grads if isinstance(each, Tensor)]
     stepped = [each for group in optimizer.param_groups for each in group["params"]]
     held = {_storage(each) for each in own}
+    # A stepped parameter outside the model's storages is an fp32 copy.
     copies = [each for each in stepped if _storage(each) not in held]
     moments = ADAM_STATES * 4 * sum(each.numel() for each in stepped)
     return StaticMemory(

@@ -80,6 +80,7 @@ def prepare(
         _check_values(args, options)
     name, ranks = options.schedule, args.pipeline_model_parallel_size
     once = once or one_planner(args)
+    # Before `pipeline_of`, which resets options that Megatron's schedule needs.
     rival = megatrons_if_best(args, options, once)
     if rival is not None:
         _run_megatrons(args, rival)
@@ -315,6 +316,7 @@ def prepare_layers(
         sliced_attention.install(state, chunks)
         sliced_router.install(state, chunks)
     whole = graphs.covered(chunks)
+    # With split graphs, covered TE layers get a store too: their W is captured separately.
     if splits_graphs:
         whole = {each for each in whole if not te_layers.is_splittable(each)}
     te_layers.install(state, chunks, whole)
@@ -325,5 +327,6 @@ def prepare_layers(
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(with_context_parallel=True),
     )
+    # Tensor- and data-parallel replicas have the same layers, so one of them logs.
     if replicas == (0, 0):
         unsplit.tell(chunks, whole)

@@ -85,6 +85,7 @@ def changing_counts(args: Namespace) -> Iterator[Count]:
             sizes = f"all batch sizes of {flag} / (--micro-batch-size x data-parallel size)"
             yield Count(number, f"training step {iteration + 1} ({flag})", f"Make {sizes}")
         consumed += calculator.get_current_running_global_batch_size()
+    # Restore the calculator's state for the first step.
     calculator.update_num_microbatches(args.consumed_train_samples, consistency_check=False)
 
 

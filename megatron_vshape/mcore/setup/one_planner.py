@@ -96,6 +96,7 @@ class OnePlanner:
         if error is None:
             value: Planned = outcome.value
             return value
+        # The store may be served by this process: keep it until all ranks have read the error.
         with suppress(RuntimeError):  # of the store: some ranks have exited or never started
             store.wait([_heard(key)], timedelta(seconds=LISTENING_S))
         raise error
@@ -110,6 +111,7 @@ class OnePlanner:
                 f"rank 0, which plans for all ranks, has sent no plan within "
                 f"{self._timeout.total_seconds():g} s: see its log ({type(error).__name__})"
             ) from None
+        # The last reader releases rank 0, which waits before it raises.
         if store.add(f"{key} count", 1) == size - 1:
             store.set(_heard(key), "")
         return _value(outcome)

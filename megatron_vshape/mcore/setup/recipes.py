@@ -134,6 +134,7 @@ def examine(
     choice = choice_for(own, options[DEVICES])
     left = SimpleNamespace(**{**defaults, **_of_precision(options), **options})
     found = _Checked([], [], [])
+    # Each round removes at least one rejected option, so the loop ends.
     while not _is_settled(left, choice, own, found):
         pass
     translated = translate(copy(left), choice.placement, own.layer_split)

@@ -88,6 +88,7 @@ class _UpToEnd(torch.autograd.Function):
         ctx.state, ctx.kept = state, kept
         if part.microbatch not in kept:
             kept[part.microbatch] = KeysValues(own, part.total)
+            # All microbatches have buffers of the same size.
             if state.census is not None and part.microbatch == 0:
                 state.census.shares(state.running_chunk or 0, kept[0].sizes_bytes)
         return kept[part.microbatch].put(part, own)
@@ -164,6 +165,8 @@ def _sliced(state: StepState, core: Any, kept: dict[int, KeysValues]) -> Callabl
         keys, values = _UpToEnd.apply(state, kept, key, value)
         if part.begin == 0:
             return inner(query, keys, values, attention_mask, **options)
+        # A later slice has more keys than queries, so the causal mask must be aligned at the bottom
+        # right.
         if not is_local:
             options["attn_mask_type"] = AttnMaskType.causal_bottom_right
             return inner(query, keys, values, None, **options)

@@ -115,6 +115,8 @@ class FurtherLosses:
         if not made:
             return hidden.detach(), labels
         losses, nothing = [each.losses for each in made], hidden.new_zeros(()).expand_as(hidden)
+        # Megatron attaches a loss by a function whose gradient does not depend on the output's, so
+        # zeros are enough.
         gradients = torch.autograd.grad(hidden, losses, nothing, retain_graph=True)
         for layer, gradient in zip(made, gradients, strict=True):
             layer.gradient = _by_sequence(gradient)

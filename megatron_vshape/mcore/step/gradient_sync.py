@@ -123,6 +123,8 @@ class GradientSync:
 
     def _start_ready(self) -> None:
         for queue in self._queues:
+            # Data-parallel ranks must start the reductions of a queue in the same order, so never
+            # skip one.
             while queue and not queue[0].jobs and queue[0].chunks <= self._closed:
                 with _overlap(self._model, True):
                     queue.popleft().start()

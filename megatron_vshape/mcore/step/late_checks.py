@@ -78,6 +78,7 @@ class LateChecks:
             if arrived is not None:
                 arrived.synchronize()
             for each, value in zip(checks, values, strict=True):
+                # A failing check reports the pass in which the loss was computed.
                 self._place.instruction = each.instruction
                 each.check(value)
         self._place.instruction = now

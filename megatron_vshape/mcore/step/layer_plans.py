@@ -95,6 +95,8 @@ def run_by_layers(config: Any, forward: Forward | None, backward: Backward | Non
         is_first_microbatch=f is not None and f.is_first,
         current_microbatch=None if f is None else f.microbatch,
     )
+    # Plans may allocate these on the communication stream; the allocator must know of their use
+    # here.
     for tensor in (output, gradient):
         if tensor is not None:
             tensor.record_stream(torch.cuda.current_stream())

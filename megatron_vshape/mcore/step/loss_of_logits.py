@@ -136,6 +136,7 @@ class LossOfLogits:
         inner = unwrapped(self.model)
         gradients: list[Tensor] = []
         signature = inspect.signature(type(inner).forward)
+        # `hidden` and `weight` are detached, so the logits need another input that requires grad.
         anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
 
         ranks = RanksOfRows(parallel_state.get_tensor_model_parallel_world_size())

@@ -72,6 +72,7 @@ class Courier:
     ) -> None:
         tensors: list[Tensor] = []
         form = pickle.dumps(_without_tensors(nest, tensors))
+        # The structure rarely changes, so in most steps only the tensors are sent.
         is_new = form != self._form
         values = _packed(tensors, device)
         sizes = torch.tensor([values.numel(), len(form) if is_new else 0], device=device)

@@ -75,6 +75,7 @@ class Slices(Part):
     ) -> Any:
         noting = _Noting(model, part)
         output, loss_function = step(iterator, noting)
+        # Later slices call the model directly, so they would miss any work around the model's call.
         if noting.arguments is None or output is not noting.output:
             raise UnsupportedError(
                 "--pipeline-slices does not support this script: its forward step must call the "
@@ -111,6 +112,8 @@ class Slices(Part):
         made.append(losses)
         if part.end < part.total:
             return
+        # The trainer's function masks, averages and counts tokens, so it must see the full
+        # microbatch.
         whole = torch.cat(self._losses.pop(part.microbatch), dim=1)
         gradient = self.lose(whole, self._loss_functions[stage])
         assert gradient is not None
@@ -121,6 +124,7 @@ class Slices(Part):
         if not is_last:
             return received
         part = self.part(number)
+        # The B of the first slice runs last.
         take = self._gradients.pop if part.begin == 0 else self._gradients.__getitem__
         return take(part.microbatch)[:, part.begin : part.end].contiguous()
 
@@ -164,6 +168,8 @@ def _call(model: nn.Module, arguments: inspect.BoundArguments, part: Slice) -> A
     cut = _plain
     if looks_ahead(model):
         cut = TokensOfSlice.cut
+        # Without a mask, Megatron counts the tokens of the call. With one, `TokensOfSlice.sum`
+        # counts those of the microbatch.
         if given.get(COUNTS) is None and given.get(LABELS) is not None:
             given[COUNTS] = torch.ones_like(given[LABELS])
     own = {name: _cut(name, value, part, cut) for name, value in given.items()}

@@ -55,9 +55,13 @@ class MegatronStage:
         `gradient` is the gradient that `work` receives. While memory is measured, the two passes
         run one after the other.
         """
+        # Only layer plans can overlap passes. While memory is measured, overlapped passes would mix
+        # their allocations.
         if self.state.census is not None or not self.step.by_layers:
             sent = self.forward(microbatch, received)
             return sent, getattr(other, work.kind.method)(work.microbatch, gradient)
+        # A BW of layer plans runs its weight gradients inside, unless gradient reductions need a
+        # separate W.
         whole = work.kind is Kind.BW and not other.step.gradient_sync.splits(other.chunk)
         begun = self._begun(microbatch, received)
         jobs, key = self.state.jobs, (other.stage, work.microbatch)
@@ -129,6 +133,7 @@ class MegatronStage:
         """Return the arguments of an F."""
         step = self.step
         if received is not None and not step.forward_only:
+            # B sends the gradient of this tensor to the previous stage.
             received.requires_grad_()
         is_first = schedules.check_first_val_step(
             step.first_val_step, step.forward_only, not self._has_run
@@ -251,6 +256,8 @@ def loss_maker(
 
     def make(losses: Any, function: Any, is_leaf: bool) -> Tensor | None:
         if is_leaf and not step.forward_only:
+            # The losses are detached from the model, so this backward ends here and gives their
+            # gradient.
             losses.requires_grad_()
         if step.config.timers is not None:  # forward_step_calc_loss stops this timer
             step.config.timers("forward-compute", log_level=2).start()
@@ -269,6 +276,7 @@ def loss_maker(
         if reports:
             step.num_tokens += num_tokens
         else:
+            # Every rank computes this loss, but only one may report it to the trainer.
             store.clear()
         if step.forward_only:
             return None

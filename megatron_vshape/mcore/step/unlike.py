@@ -149,6 +149,8 @@ class Places:
         found: list[Any] = [None]
         finds = False
         read = list(iterators)
+        # The decision goes from one rank to its context-parallel group, then to the tensor-parallel
+        # group, and from the first stage to all others.
         if self._knows is not False and groups.pp.rank() == first_rank:
             if groups.tp.rank() == 0:
                 if groups.cp.rank() == 0:
@@ -255,6 +257,8 @@ class Places:
         of_times = share(1.0), share(BACKWARD_OF_ATTENTION), share(0.0)
         by_time = dict(zip(TIMES, of_times, strict=True))
         if costs.whole_backward_us is not None:
+            # A full backward costs 2x the forward for GEMMs and 2.5x for attention: half of that
+            # relative to GEMMs.
             by_time["whole_backward_us"] = share(BACKWARD_OF_ATTENTION / 2)
         by_name = by_time | dict.fromkeys(HELD, share(0.0))
         return replace(costs, by_microbatch=tuple(by_name.items()))

@@ -62,6 +62,7 @@ class HostMemoryWaiting(Capability):
         choice = beginning.pipeline.choice
         waits = beginning.program.schedule.copies
         self._learns = False
+        # A step that measures memory also determines what later plans can offload.
         if not waits and not (choice.may_offload and self._report.measures_next):
             return None
         if self._offload is None:
