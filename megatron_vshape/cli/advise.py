@@ -282,7 +282,7 @@ class _Advice:
             if len(parts) == 1 and not self.layers % pipeline:  # Megatron cuts it evenly
                 parts = (self.layers // pipeline,) * pipeline
             chunks = max(1, len(parts) // pipeline)
-            return _megatrons_name(chunks), parts if len(parts) > 1 else None
+            return megatrons_name(chunks), parts if len(parts) > 1 else None
         if layout := command.value(LAYOUT):
             layers, _ = layers_in(layout)
             return megatrons_name(max(1, len(layers) // pipeline)), layers
