@@ -20,7 +20,7 @@ class Stream(NamedTuple):
     """
 
     kind: Kind  # F: activations, B: gradients
-    chunk: int  # of the stage that sends
+    chunk: int  # of the sending stage
     upward: bool  # from a lower to a higher device
 
 
@@ -107,7 +107,7 @@ class Program:
 
     def text(self) -> str:
         """Format the instructions, one line per device."""
-        # A message is in four instructions: its text is made once.
+        # A message is part of four instructions, so format it once.
         text_of = cache(Pass.__str__)
         return "\n".join(
             ", ".join(
@@ -144,7 +144,7 @@ class Program:
 
 
 Source = tuple[Stream, int]
-"""Stream and sending device: a first-in, first-out channel."""
+"""Stream and sending device: a FIFO channel."""
 
 
 def source_of(message: Message) -> Source:
@@ -182,13 +182,13 @@ class Messages:
                     self.sent[message.target].setdefault(source_of(message), []).append(message)
 
     def _find(self) -> dict[tuple[Kind, int, int], Message]:
-        """Find the messages that passes read; return them by the passes that make them."""
+        """Find the messages that passes read, and return them by the sending pass."""
         made_by: dict[tuple[Kind, int, int], Message] = {}
         links: dict[tuple[Kind, int], list[Message]] = {}
         for row in self.schedule.order:
             for work in row:
                 kind, stage, microbatch = work
-                # Found once for all microbatches: a step has thousands of passes.
+                # Computed once for all microbatches, because a step has thousands of passes.
                 if (kind, stage) not in links:
                     links[kind, stage] = self._links(work)
                 for (need_kind, need_stage, _), source, target, stream in links[kind, stage]:
@@ -199,7 +199,7 @@ class Messages:
 
     def _links(self, work: Pass) -> list[Message]:
         """Return the messages that a pass reads."""
-        if work.kind.of:  # what it reads of others comes by a collective
+        if work.kind.of:  # inputs from other devices arrive by a collective
             return []
         placement, chunks = self.schedule.placement, self.chunks
         target = placement[work.stage]

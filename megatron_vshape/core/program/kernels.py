@@ -63,11 +63,11 @@ class _Transfer:
     """A message with its gaps."""
 
     message: Message
-    sent: int  # the gap of its source
-    read: int  # the pass of its target that reads it
-    least: int  # the first gap of its target in which it may be posted
-    posted: int  # the gap of its target
-    order: int = -1  # its send's place among all sends, where all devices wait
+    sent: int  # gap of the sender
+    read: int  # pass of the receiver that reads it
+    least: int  # first gap of the receiver in which it can be posted
+    posted: int  # gap of the receiver
+    order: int = -1  # index of its send among all sends, if all devices wait
 
 
 def lower_to_kernels(
@@ -104,7 +104,7 @@ def waits_for_ever(program: Program, *, takes: bool = False) -> dict[int, Instru
     that may run with messages as kernels. Only the instructions are used.
     """
     at = [0] * len(program.instructions)
-    # By the pass that makes it: messages of which a device has reached its end alone.
+    # By the sending pass: transfers that only this device has reached.
     is_open: list[dict[Pass, Message]] = [{} for _ in at]
     sent: set[Pass] = set()
     meetings = Meetings(len(at))
@@ -114,17 +114,21 @@ def waits_for_ever(program: Program, *, takes: bool = False) -> dict[int, Instru
         row = program.instructions[device]
         while at[device] < len(row):
             each = row[at[device]]
+            # A pass may synchronize the device, so all transfers of the device must have ended.
             if isinstance(each, Run):
                 if is_open[device] or not meetings.comes(device, each.work, awake):
                     break
             elif isinstance(each, Send | Receive):
                 message, work = each.message, each.message.work
                 own, other = is_open[device], message.source + message.target - device
+                # The receive blocks until the length arrives, so its send must come first.
                 is_too_soon = takes and isinstance(each, Receive) and work not in sent
+                # Behind another transfer of its stream, this one would block the hardware queue.
                 if is_too_soon or _is_behind(message, own):
                     break
                 if isinstance(each, Send):
                     sent.add(work)
+                # If the peer has arrived, the transfer ends for both devices.
                 if is_open[other].pop(work, None) is None:
                     own[work] = message
                 awake.append(other)
@@ -167,9 +171,10 @@ class _Placed:
             for each in self._transfers
             if each.posted == each.read and each.read - AHEAD >= each.least
         ]
+        # If two receives cross, only the first in this order can move.
         left.sort(key=lambda each: (-self._gain_us(each), each.order))
         moved = True
-        while moved:  # again, for those whose stream had an earlier one posted later
+        while moved:  # repeat for receives whose stream predecessor has moved
             still = []
             for each in left:
                 sooner, wanted = before[id(each)], each.read - AHEAD
@@ -196,7 +201,7 @@ class _Placed:
         rows = self._messages.steps
         posts: list[dict[int, list[Instruction]]] = [{} for _ in rows]
         releases: list[dict[int, list[Instruction]]] = [{} for _ in rows]
-        # Where devices stop together, what was sent before that is posted before it.
+        # If devices stop together, messages sent before the stop are posted before it.
         for each in sorted(self._transfers, key=lambda each: (each.least, each.order)):
             message = each.message
             posts[message.target].setdefault(each.posted, []).append(Receive(message))
@@ -212,6 +217,7 @@ class _Placed:
         posted_us = planned.ends[target][each.posted - 1] if each.posted else 0.0
         gone_us = max(posted_us, planned.ends[source][each.sent - 1]) + planned.send_us
         starts, gap = planned.starts[source], each.sent + SLACK
+        # Release where the plan has SLACK passes after the end of the send, so that it never waits.
         while gap < len(starts) and starts[gap - SLACK] < gone_us:
             gap += 1
         return gap
@@ -224,9 +230,9 @@ class _Placed:
     ) -> tuple[Instruction, ...]:
         """Return the instructions of a device.
 
-        In a gap the send comes first, and the receives in the order in which all is sent where all
-        wait: where all streams share one queue of the hardware, a receive that waits behind another
-        of its stream holds up all that is launched after it.
+        In a gap the sends come first, then the receives in the order of their sends (if all devices
+        wait). Since all streams share one hardware queue, a receive behind another one of its
+        stream blocks all later launches.
         """
         messages, row = self._messages, list[Instruction]()
         read_by, sent_after = messages.read_by.get, messages.sent_by.get
@@ -240,7 +246,7 @@ class _Placed:
             for work in step:
                 if (message := sent_after(work)) is not None:
                     row.append(Send(message))
-        # The end of the step waits for all that is sent, so nothing is released there.
+        # The end of the step waits for all sends, so it needs no Release.
         row += posts.get(len(messages.steps[device]), ())
         return tuple(row)
 
@@ -269,7 +275,7 @@ def _transfers(
     waits of senders, which `_Walk` resolves. A message sent between two collectives is also posted
     between them.
     """
-    sent, read = dict[Pass, int](), dict[Pass, int]()  # by the pass that makes the message
+    sent, read = dict[Pass, int](), dict[Pass, int]()  # by the sending pass
     joins = [[at for at, step in enumerate(row) if step[0].kind.joins] for row in messages.steps]
     past_joins = [[-1, *own, len(row)] for own, row in zip(joins, planned.starts, strict=True)]
     for row in messages.steps:
@@ -284,10 +290,12 @@ def _transfers(
     for row, streams in zip(messages.steps, messages.sent, strict=True):
         for stream in streams.values():
             posted, found = len(row), []
-            for message in reversed(stream):  # none is posted before those sent earlier
+            for message in reversed(stream):  # not before receives of earlier sends
                 work, source, target, _ = message
                 after, before = sent[work], read[work]
+                # The first gap after the send, in which the receive waits for nothing.
                 gap = bisect_left(planned.starts[target], planned.ends[source][after - 1])
+                # Between the same collectives as the send: no device passes a collective alone.
                 joined, past = bisect_left(joins[source], after), past_joins[target]
                 posted, least = min(posted, gap, before, past[joined + 1]), past[joined] + 1
                 posted = max(posted, least)
@@ -322,7 +330,7 @@ class _Walk:
         rows = messages.steps
         self._lengths = [len(row) for row in rows]
         self._gap = [-1] * len(rows)
-        self._open = [0] * len(rows)  # messages of which a device has reached its end alone
+        self._open = [0] * len(rows)  # transfers that only this device has reached
         self._sends: list[dict[int, list[_Transfer]]] = [{} for _ in rows]
         self._posts: list[dict[int, list[_Transfer]]] = [{} for _ in rows]
         self._untaken: list[dict[int, _Transfer]] = [{} for _ in rows]  # by device, in send order
@@ -343,6 +351,7 @@ class _Walk:
                 self.ran.append((device, self._gap[device]))
                 awake += self._arrive(device)
             if not awake:
+                # Nothing moves with the planned posts, so post receives earlier for one sender.
                 awake += self._post_for_a_sender()
 
     def _arrive(self, device: int) -> list[int]:
@@ -353,7 +362,7 @@ class _Walk:
             sent.order, self._num_sent = self._num_sent, self._num_sent + 1
             freed += self._meet(sent, device, self._awaited[sent.message.target])
         for each in self._posts[device].get(gap, ()):
-            if each.posted == gap:  # and not sooner, for its sender
+            if each.posted == gap:  # not posted earlier for its sender
                 freed += self._meet(each, device, self._untaken[each.message.source])
         return freed
 
@@ -372,8 +381,9 @@ class _Walk:
         """Post the receives that one device's sends wait for; return the devices that can go on."""
         for device, untaken in enumerate(self._untaken):
             if self._gap[device] == self._lengths[device]:
-                continue  # it has run all, and its last sends end with the others' last passes
+                continue  # has run all; its last sends end with the others' last passes
             freed: list[int] = []
+            # Receives in earlier gaps are posted already; only later ones can move here.
             for each in list(untaken.values()):
                 at = self._gap[each.message.target]
                 if each.least <= at < each.posted:
@@ -396,7 +406,7 @@ class _EventOrder:
         self, planned: Timeline, ran: Sequence[tuple[int, int]], transfers: Sequence[_Transfer]
     ) -> None:
         first = 0
-        self._first: list[int] = []  # by device: its gap 0; its pass 0, gap 1, ... follow
+        self._first: list[int] = []  # by device: gap 0; then pass 0, gap 1, ...
         for row in planned.starts:
             self._first.append(first)
             first += 2 * len(row) + 1
@@ -416,7 +426,7 @@ class _EventOrder:
         sends, posts = self._gaps(each, gap)
         if not self._orders(sends, posts + 1):
             return False
-        self._hold_sender(sends, posts)  # for an earlier gap than before; it closes no cycle
+        self._hold_sender(sends, posts)  # earlier than before, so it closes no cycle
         return True
 
     def place_of_send(self, each: _Transfer) -> int:
@@ -463,13 +473,14 @@ class _EventOrder:
                 return False
             lead = self._reach(sooner, self._ahead, low, high)
             events = [*sorted(lead, key=at.__getitem__), *sorted(follow, key=at.__getitem__)]
+            # Only the events between the two change their indices.
             for event, place in zip(events, sorted([at[each] for each in events]), strict=True):
                 at[event] = place
         self._add(sooner, later)
         return True
 
     def _reach(self, event: int, step: Sequence[Sequence[int]], low: int, high: int) -> set[int]:
-        """Return the events that `step` leads to from this one, among those at `low` to `high`."""
+        """Return the events reachable by `step` from `event`, with indices from `low` to `high`."""
         found, open_ends, at = {event}, [event], self._at
         while open_ends:
             for each in step[open_ends.pop()]:

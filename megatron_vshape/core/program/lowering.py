@@ -34,7 +34,7 @@ from megatron_vshape.core.program.stuck import Meetings, explain_stuck_messages
 WINDOW = 2
 """Receives posted ahead per stream and sender.
 
-Two hide the latency, each costs one activation's memory.
+Two hide the latency; each costs the memory of one activation tensor.
 """
 
 
@@ -137,7 +137,7 @@ def needed_us(timeline: Timeline) -> dict[Pass, float]:
     needed: dict[Pass, float] = {}
     for device, row in enumerate(schedule.order):
         for (kind, stage, microbatch), start in zip(row, timeline.starts[device], strict=True):
-            # Found once for all microbatches: a step has thousands of passes.
+            # Computed once for all microbatches, because a step has thousands of passes.
             if (kind, stage) not in reads:
                 reads[kind, stage] = list(_reads_of_others(timeline, kind, stage))
             for maker_kind, maker, send_us in reads[kind, stage]:
@@ -149,7 +149,7 @@ def needed_us(timeline: Timeline) -> dict[Pass, float]:
 def _reads_of_others(
     timeline: Timeline, kind: Kind, stage: int
 ) -> Iterator[tuple[Kind, int, float]]:
-    """Yield what such passes read of other stages, and how long it is sent."""
+    """Yield the inputs of such passes from other stages: kind, stage and message time."""
     placement = timeline.schedule.placement
     for read in kind.reads:
         for maker in read.stages(stage, len(placement)):
@@ -174,6 +174,7 @@ def _fused(timeline: Timeline) -> Timeline:
             last = row[-1] if row else None
             whole = joint.get((last.kind, work.kind)) if last else None
             if whole and last and last[1:] == work[1:] and last not in beside:
+                # A BW with a separate cost can be shorter than B + W.
                 whole_end = end if whole_us is None else starts[-1] + whole_us[work.stage]
                 if whole_end <= min(end, deadline.get(last, end)):
                     row[-1], ends[-1] = work._replace(kind=whole), end
@@ -224,11 +225,13 @@ def _instructions(messages: Messages, device: int, window: int) -> Iterator[Inst
             posted[source] += 1
             yield Receive(message)
 
+    # The window is filled before the first pass.
     for source in incoming:
         yield from post(source, window)
     for step in messages.steps[device]:
         for message in filter(None, map(messages.read_by.get, step)):
             source, at = source_of(message), position[message.work]
+            # A pass may read beyond the window: post all earlier messages too, for FIFO order.
             yield from post(source, at + 1)
             yield Await(message)
             yield from post(source, at + 1 + window)
