@@ -2,13 +2,14 @@
 
 `register` adds them to Megatron. All other functions work without Megatron and without a GPU:
 
-* `make` a published schedule by its name, `load_schedule` from a file, or `plan` the best schedule
-  for your `Costs` within a memory limit;
-* `verify` a schedule, `simulate` its timeline, and compute its peak memory with `peak_held`;
-* draw it as text (`Timeline.draw`), as a figure (`schedule_figure`) or as a trace for Perfetto
-  (`write_trace`), and save it with `Schedule.to_json` to train with `--pipeline-schedule FILE`;
-* `lower` it to a program with P2P messages, and run that with `run_program` over
-  torch.distributed, with stages of any model.
+* `make` returns a published schedule by name, `load_schedule` one from a file, and `plan` the best
+  schedule for your `Costs` within a memory limit.
+* `verify` proves that a schedule can run, `simulate` computes the time of every pass, and
+  `peak_held` the peak activation memory of every device.
+* `Timeline.draw` draws a schedule as text, `schedule_figure` as a figure, and `write_trace` as a
+  trace for Perfetto. `Schedule.to_json` writes the file for `--pipeline-schedule FILE`.
+* `lower` adds the P2P messages, and `run_program` runs the resulting program over
+  torch.distributed with stages of any model.
 
 >>> import megatron_vshape
 >>> schedule = megatron_vshape.make("v-min", num_devices=3, num_microbatches=4)
@@ -78,50 +79,49 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import public names at their first use, because torch and matplotlib need seconds."""
+    """Import a public name at its first use: torch and matplotlib take seconds to import."""
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    """Return the public names, so that help() includes them."""
+    """Return all names including public ones that are not imported yet, for help()."""
     return [*globals(), *_HOME_OF]
 
 
 def register(**options: Any) -> None:
     """Add the schedules to Megatron, by flags of Megatron-LM or by `options` for any library.
 
-    Without options it adds `--pipeline-schedule` and its companions to Megatron's parser; call it
-    before Megatron parses its arguments and builds its model. With options, it is enough before
-    the model's config is made, whatever library makes it and trains:
+    Without options, this adds `--pipeline-schedule` and related flags to Megatron's parser. Call it
+    before Megatron parses its arguments and builds its model. With options, call it before the
+    model's config is created, with any library and trainer:
 
         megatron_vshape.register(schedule="v-half")
 
-    To set the same options without editing a program, use the environment variable
-    MEGATRON_VSHAPE, as in "schedule=v-half,timeout_seconds=120".
+    `schedule` is a name, "auto" or the path of a schedule file. All other options are optional:
 
-    Args:
-        options: The options; all except `schedule` are optional.
+    * `memory_limit_gib`: memory limit of a device for "auto", or a schedule whose memory is the
+      limit,
+      as in "interleaved-1f1b:4"
+    * `host_memory_limit_gib`: limit of host memory per rank for offloading
+    * `costs_file`: costs of every stage, for "auto"
+    * `layer_split`: "auto" or "N,N,..."
+    * `vocab_parallel`: vocabulary parallelism (True or False)
+    * `slices`: sequence slices per microbatch
+    * `profile_steps`: first and last step to measure
+    * `keep_order`: keep the order of variable-length microbatches (True or False)
+    * `lengths`: function that returns the sequence lengths of a microbatch
+    * `split_graphs`: "off" makes CUDA graphs compute weight gradients in B
+    * `trace_folder`: directory for traces
+    * `timeout_seconds`: time limit of a P2P message
 
-            * `schedule`: a schedule's name, "auto", or the path of a schedule file.
-            * `memory_limit_gib`: memory limit per GPU, or a schedule with that memory, as
-              "interleaved-1f1b:4" (for "auto").
-            * `costs_file`: path of a costs file (for "auto").
-            * `host_memory_limit_gib`: host memory for offloaded activations.
-            * `layer_split`: "auto" or "N,N,...".
-            * `vocab_parallel`: vocabulary parallelism (True or False).
-            * `slices`: slices of every microbatch along its sequence.
-            * `profile_steps`: first and last step to profile.
-            * `keep_order`: keep the order of variable-length microbatches (True or False).
-            * `lengths`: function that returns the sequence lengths of a microbatch.
-            * `split_graphs`: "off" keeps weight gradients in B within CUDA graphs.
-            * `trace_folder`: folder for traces.
-            * `timeout_seconds`: time limit of a P2P message.
+    If you cannot edit the program, set the environment variable MEGATRON_VSHAPE to the same
+    options: "schedule=v-half,timeout_seconds=120".
 
     Raises:
-        HookError: this version of Megatron-Core is not supported.
-        UnsupportedError: an option does not exist.
+        HookError: This Megatron-Core does not match the hooks.
+        UnsupportedError: An option does not exist.
     """
     from megatron_vshape.mcore.hooks import registry
 

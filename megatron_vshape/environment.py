@@ -1,30 +1,30 @@
-"""Environment variables that a schedule requires of CUDA, torch and NCCL.
+"""Environment variables that a schedule needs on its ranks, read when CUDA, torch and NCCL start.
 
-A run sets them when a schedule is selected (`mcore.setup.ready`), before CUDA starts: CUDA reads
-the number of its queues when it creates the device's context, and NCCL reads its variables when it
-connects. CUDA reads the kernel loading mode at the first query for a device. If a trainer queries a
-device earlier, kernels load within steps; no proof depends on that. A run configures the allocator
-by torch's function instead of its variable, which processes started later would inherit. Programs
-that only measure set the variable.
+A run sets them when its schedule is chosen (`mcore.setup.ready`). This is early enough until CUDA
+starts: CUDA reads the number of its queues when it creates the device's context, and NCCL reads its
+variables when it connects. CUDA reads the kernel loading mode at the first device query. If a
+trainer has queried before, kernels load within steps; the proof of freedom from deadlocks does not
+depend on this. A run sets the allocator through torch's function, because processes started later
+would inherit its variable. Programs that only measure set the variable.
 """
 
 from collections.abc import Mapping, MutableMapping
 from typing import NamedTuple
 
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Names of the allocator's variable in torch: the first is older, and which of the two takes
-precedence depends on the version."""
+"""Names of the allocator's variable in torch. Old versions have only the first; the precedence
+of the two has changed between versions."""
 
 SEGMENTS = "expandable_segments:True"
 
 LOADING = "CUDA_MODULE_LOADING"
 
 CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-"""Required by Megatron for tensor or context parallelism before Blackwell, with any schedule."""
+"""Required by Megatron before Blackwell with tensor or context parallelism, for any schedule."""
 
 
 class Setting(NamedTuple):
-    """Value of a variable, with the reason."""
+    """The value of a variable, with the reason."""
 
     value: str
     why: str
@@ -33,13 +33,13 @@ class Setting(NamedTuple):
 def settings(
     *, kernels: bool, ordered: bool, graphs: bool = False, registers: bool = False
 ) -> dict[str, Setting]:
-    """Return the settings that a schedule requires, by variable.
+    """Return the settings that a schedule needs, by variable.
 
     Args:
-        kernels: messages are kernels (on GPUs).
-        ordered: overlap relies on the launch order.
-        graphs: CUDA graphs are captured.
-        registers: NCCL registers buffers, which must not be in expandable segments.
+        kernels: Whether P2P messages are GPU kernels.
+        ordered: Whether overlap relies on the launch order.
+        graphs: Whether CUDA graphs are captured.
+        registers: Whether NCCL registers buffers, which must not be in expandable segments.
     """
     found: dict[str, Setting] = {}
     if kernels:
@@ -58,10 +58,10 @@ def settings(
 
 
 def missing(needed: Mapping[str, Setting], environ: Mapping[str, str]) -> dict[str, Setting]:
-    """Return the settings missing from `environ`; the user's settings take precedence.
+    """Return the needed settings that `environ` lacks; existing values are the user's choice.
 
-    If the user has set either name of the allocator's variable, neither name is missing, and
-    settings for expandable segments are not required.
+    If one of the allocator's variables exists, both are omitted, together with the setting that
+    expandable segments require.
     """
     found = {name: each for name, each in needed.items() if name not in environ}
     if any(name in environ for name in ALLOCATOR):
@@ -71,11 +71,11 @@ def missing(needed: Mapping[str, Setting], environ: Mapping[str, str]) -> dict[s
 
 
 def complete(environ: MutableMapping[str, str], *, kernels: bool, ordered: bool) -> None:
-    """Set the missing variables, for programs that measure passes."""
+    """Set the missing variables for a measurement of passes."""
     lacking = missing(settings(kernels=kernels, ordered=ordered), environ)
     environ.update({name: value for name, (value, _) in lacking.items()})
 
 
 def told(found: Mapping[str, Setting]) -> str:
-    """Format the variables in one line, each with its value and reason."""
+    """Format variables with values and reasons in one line."""
     return ", ".join(f"{name}={value} ({why})" for name, (value, why) in found.items())

@@ -1,8 +1,8 @@
-"""Measurements of a run in a file for programs, one JSON object per line.
+"""Measurements of a run in a machine-readable file, one JSON object per line.
 
-The launcher of a run sets the file's path in the environment. The rank that logs iterations writes
-`{"step_s": ..., "bubble": ...}` for each logged iteration. The first rank writes
-`{"allocated_bytes": [...]}` at the end, with one number per pipeline rank.
+The program that starts a run sets the file name in the environment. The rank that logs iterations
+writes `{"step_s": ..., "bubble": ...}` for each logged one. Rank 0 writes `{"allocated_bytes":
+[...]}` at the end, with one number per pipeline rank.
 """
 
 import json
@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "MEGATRON_VSHAPE_FIGURES"
-"""Path of the file; if it is not set, nothing is written."""
+"""Environment variable with the file name; without it, nothing is written."""
 
 
 def tell(**figures: object) -> None:
-    """Append a record to the file, if its path is set."""
+    """Append a record to the file, if there is one."""
     path = os.environ.get(VARIABLE)
     if path:
         with Path(path).open("a", encoding="utf-8") as stream:
@@ -24,7 +24,7 @@ def tell(**figures: object) -> None:
 
 
 def read(path: Path) -> list[Mapping[str, Any]]:
-    """Read the records of a file; empty if it does not exist. An incomplete line is ignored."""
+    """Return the complete records of a file; none if the file does not exist."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except FileNotFoundError:

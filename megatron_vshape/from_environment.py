@@ -1,9 +1,9 @@
-"""Register the options of the environment variable MEGATRON_VSHAPE, without changing a program.
+"""Register the schedule of the environment variable MEGATRON_VSHAPE in any program.
 
     MEGATRON_VSHAPE="schedule=v-half,timeout_seconds=120"
 
-The installed package's start-up file imports this module if the variable is set. That does not
-import Megatron: the schedule is registered right after the program has imported it.
+The installed package's start-up file imports this module if the variable is set. This does not
+import Megatron: the schedule is registered as soon as the program has imported it.
 """
 
 import importlib.util
@@ -20,12 +20,12 @@ MEGATRON = "megatron.core"
 
 
 class _AfterMegatron(MetaPathFinder):
-    """Import hook that registers after the import of Megatron-Core."""
+    """Registers the schedule after Megatron-Core has been imported."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find Megatron-Core, and extend its loader to register after the import."""
+        """Find Megatron-Core, and make its loader register the schedule after loading."""
         if name != MEGATRON:
             return None
         sys.meta_path.remove(self)
@@ -50,7 +50,7 @@ def _register() -> None:
 
 
 def watch() -> None:
-    """Register now if Megatron-Core is imported, otherwise at its import."""
+    """Register when the program imports Megatron-Core, or now if it has been imported."""
     if MEGATRON in sys.modules:
         _register()
     else:
