@@ -130,7 +130,6 @@ def copied(model: Model) -> Case:
         costs,
         limit=limit,
         placements=(v_shape(model.devices),),
-        holds_less=False,
     )
     answer = best_order(question)
     return Case("plan with copies", [], answer.schedule, answer.costs, as_file=True)

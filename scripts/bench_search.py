@@ -2,18 +2,16 @@
 """Compare the adaptive scheduler with published schedules, cell by cell.
 
     python3 scripts/bench_search.py [--judge PATH] [--peers PATH] [--chunks C] [--steps N]
-                                    [--proof-seconds S] [--longer S]
+                                    [--longer S]
 
 A cell is a number of devices and microbatches and one F, B, W, communication. Per cell and memory
 limit: the best published overhead that fits, ours as `replay.py` judges the exported file, their
 ratio, the lower bound of the overhead, how far the step time may be above the best of the plan's
-placement, and the seconds of processor time taken, which all cores share; with
---proof-seconds CP-SAT takes so long over every cell of up to 4 devices and 8 microbatches, its
-bound stands in the table, and `=` beside it where the plan is proven the best. With --longer a plan
-whose proven gap is above 1 % is made again in S seconds of all cores, counted in processor time,
-and what that gains of its step time stands at the end of the row. Then geometric
-means, medians of the proven gap, and the overhead when every pass takes up to 10 % more or less
-than planned. Exit status 1 if any plan is worse than what is published.
+placement, with `=` if it is proven the best, and the seconds of processor time taken, which all
+cores share. With --longer a plan whose proven gap is above 1 % is made again in S seconds of all
+cores, counted in processor time, and what that gains of its step time stands at the end of the row.
+Then geometric means, medians of the proven gap, and the overhead when every pass takes up to 10 %
+more or less than planned. Exit status 1 if any plan is worse than what is published.
 """
 
 import argparse
@@ -36,12 +34,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.compiling import processors
-from megatron_vshape.core.model.costs import Costs, regroup
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper import catalogue
 from megatron_vshape.core.planner import search
-from megatron_vshape.core.planner.exact import prove
 
 JUDGE = Path(__file__).resolve().parents[2] / "shared" / "judge"
 TRIALS = 20
@@ -131,9 +128,6 @@ def measure(judge: ModuleType, cell: Cell, published: float, options: argparse.N
     costs = Costs.uniform(cell.devices, options.chunks * cell.devices, *cell.cost)
     made = search.plan(costs, cell.devices, cell.microbatches, cell.limit, steps=options.steps)
     seconds = time.process_time() - started
-    if options.proof_seconds and cell.devices <= 4 and cell.microbatches <= 8 and made.gap > 0:
-        own = regroup(costs, made.schedule.num_stages, "the plan")
-        made = prove(made, own, cell.limit, options.proof_seconds, workers=processors())
     verdict = judged(judge, made.schedule, cell)
     if verdict["peak"] > cell.limit + SLACK:
         raise SystemExit(f"{cell}: the plan holds {verdict['peak']}, more than the limit")
@@ -266,7 +260,6 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="budget of every plan (default: its own)")
     parser.add_argument("--devices", type=int, help="only cells of so many devices")
     parser.add_argument("--chunks", type=int, default=4, help="most stages a device may hold")
-    parser.add_argument("--proof-seconds", type=float, default=0.0, help="per small cell")
     parser.add_argument("--longer", type=float, default=0.0, metavar="S", help="per cell")
     parser.add_argument("--no-robustness", action="store_true")
     arguments = parser.parse_args()

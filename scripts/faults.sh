@@ -18,6 +18,6 @@ if [[ ${1-} == -h || ${1-} == --help ]]; then
     usage
     exit
 fi
-make_environment .venv megatron,exact,search,draw,sweep,playground,dev constraints.txt
+make_environment .venv megatron,search,draw,sweep,playground,dev constraints.txt
 exec .venv/bin/python -m pytest tests/faults -q -W ignore -m "slow or not slow" \
     --ignore tests/faults/test_soak.py "$@"

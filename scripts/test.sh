@@ -112,7 +112,7 @@ check() {
 }
 
 processors=$(nproc)
-markers='not slow and not gpu' extras=megatron,exact,search,draw,sweep,playground,dev
+markers='not slow and not gpu' extras=megatron,search,draw,sweep,playground,dev
 megatron='' checkout='' bridge='' clients='' pytest_args=()
 while (($#)); do
     case $1 in

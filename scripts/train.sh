@@ -71,7 +71,7 @@ choose_device() {
 
 parse_options "$@"
 check_options
-make_environment .venv megatron,exact,search,draw constraints.txt
+make_environment .venv megatron,search,draw constraints.txt
 # Megatron and its libraries warn of each optional package that is not there, on every rank.
 export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}
 if [[ -z $data_path ]]; then

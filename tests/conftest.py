@@ -14,9 +14,6 @@ SLOW = {
     "cli/test_profile.py": {
         "test_ranks_measure_what_their_experts_exchange": ["False", "True"],
     },
-    "core/test_layer_choice.py": {
-        "test_layers_are_chosen_beside_copies": ["0"],
-    },
     "core/test_trades.py": {
         "test_more_room_is_never_slower": ["0.5-False", "0.5-True"],
     },

@@ -16,7 +16,7 @@ from megatron_vshape.core.rivals import (
     Rival,
     why_not_stock,
 )
-from megatron_vshape.view.names import plain, shape_text
+from megatron_vshape.view.names import plain
 from megatron_vshape.view.numbers import percent
 from megatron_vshape.view.trades import way_text
 
@@ -53,7 +53,7 @@ def comparison_rows(
     idle = simulate(answer.schedule, answer.costs).mean_idle
     name, best = _name(answer), answer.plan
     rest: list[_TableRow] = []
-    for each in (*answer.others, *compare(question, answer)):
+    for each in compare(question, answer):
         if each.rival is not None and each.rival == answer.is_known:
             continue
         value = each.least if isinstance(each, Possible) else question.objective.of(each.timeline)
@@ -123,11 +123,8 @@ def _row(
         over = max(peak - limit for peak, limit in zip(each.peak, answer.limits, strict=True))
         why = f"{held(over)} {ABOVE}"
     peak, idle = held(max(each.peak)), percent(each.timeline.mean_idle)
-    # Other plans differ from the answer's by where their stages lie.
-    other = f"plan, {shape_text(each.schedule)}"
-    name = other if each.rival is None else str(each.rival)
     return [
-        name,
+        str(each.rival),
         str(each.schedule.num_chunks),
         peak,
         time(value),

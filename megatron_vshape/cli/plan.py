@@ -4,7 +4,6 @@ import argparse
 import csv
 import io
 import math
-import os
 import shlex
 import signal
 import sys
@@ -23,7 +22,6 @@ from megatron_vshape.cli.files import (
     Output,
     check_can_draw,
     check_targets,
-    is_installed,
     report_written,
     schedule_output,
     write_all,
@@ -56,7 +54,6 @@ from megatron_vshape.cli.progress import Progress, told
 from megatron_vshape.cli.stopping import Budget
 from megatron_vshape.core.ask import (
     AUTO,
-    LESS_STEPS,
     SLICES,
     SUFFIXES,
     Cut,
@@ -71,7 +68,6 @@ from megatron_vshape.core.ask import (
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.simulate import filled, simulate
 from megatron_vshape.core.frontier import Point, families, frontier, published
-from megatron_vshape.core.layer_choice import choose_layers
 from megatron_vshape.core.model.costs import Costs, chunk_of
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.layers import AUTO_SPLIT, Pieces
@@ -79,7 +75,6 @@ from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Objective, Plan, check_size
 from megatron_vshape.core.paper.catalogue import EVERY_NAME
 from megatron_vshape.core.planner.lighter import lighter_layers
-from megatron_vshape.core.planner.vocabulary import is_shared
 from megatron_vshape.core.rivals import NOT_STOCK, SAME, Known, why_not_stock
 from megatron_vshape.view.names import placement_text, plain
 from megatron_vshape.view.numbers import (
@@ -109,9 +104,8 @@ BASE_CHUNKS = 4
 FIRST_SHARE = 0.5
 """Share of --seconds for the first search, before others and the comparison."""
 
-PROOF_SECONDS = 10.0
-PROVABLE = (4, 8)
-"""Devices and microbatches up to which CP-SAT gets anywhere in seconds."""
+HINT_STEPS = 150_000
+"""Search steps of the plans that only show what another option would gain."""
 
 _TARGETS = {"export": SUFFIXES, "html": (".html",), "frontier": FIGURE_SUFFIXES}
 
@@ -174,8 +168,8 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
     add(
         "--layer-split",
         choices=(AUTO_SPLIT,),
-        brief="Distribute the layers unevenly; needs --layers",
-        help="Distribute the layers unevenly, with the schedule; needs --layers or --costs",
+        brief="Balance the layers of the stages; needs --layers",
+        help="Balance the work of the stages by moving layers; needs --layers or --costs",
     )
     add(
         "--slices",
@@ -225,14 +219,6 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
         brief="Baseline schedule, as in interleaved-1f1b:4",
         help="Baseline to report the gain over: a schedule, as in interleaved-1f1b:4 (4 chunks per "
         "rank), or a schedule file (default: none)",
-    )
-    add(
-        "--proof-seconds",
-        type=number_of("a number of seconds, 0 or more"),
-        default=PROOF_SECONDS,
-        metavar="S",
-        help="Time limit in seconds of the CP-SAT proof, for at most 4 ranks and 8 microbatches; "
-        f"needs the extra exact (default: {PROOF_SECONDS:g}; 0: no proof)",
     )
 
 
@@ -363,10 +349,7 @@ def _searched(
     time: Callable[[float], str],
 ) -> _Searched:
     """Return the best order, and what it is to be seen beside, for as long as there is time."""
-    answer, layers = _answered(question)
-    seconds = 0.0 if question.stopped() else options.proof_seconds
-    made = _proved(answer, max(answer.limits), seconds)
-    answer = replace(answer, plan=made, schedule=made.schedule)
+    answer = best_order(question)
     question.found(lambda: answer)
     more = []
     if not question.stopped():
@@ -381,7 +364,15 @@ def _searched(
     compared = table(rows)
     if others:
         compared += f"\n{others} more rows with --all: slower, or above the limit and not faster"
-    return _Searched(answer, [*more, *labelled("layers", layers)], compared)
+    return _Searched(answer, [*more, *_layers_told(question, answer)], compared)
+
+
+def _layers_told(question: Question, answer: Planned) -> list[tuple[str, str]]:
+    """Format the layers per stage as the training flag, if the plan has balanced them."""
+    layers = answer.costs.layers
+    if question.layers is None or layers is None:
+        return []
+    return [("layers", f"--pipeline-layer-split {','.join(map(str, layers))}")]
 
 
 def _cut_short(question: Question, budget: Budget) -> _Searched:
@@ -398,10 +389,7 @@ def _cut_short(question: Question, budget: Budget) -> _Searched:
         raise ScheduleError(
             f"no plan was found in --seconds {budget.seconds}: increase --seconds or --memory-limit"
         )
-    layers = answer.costs.layers
-    more = []
-    if question.layers is not None and layers is not None:
-        more.append(("layers", f"--pipeline-layer-split {','.join(map(str, layers))}"))
+    more = _layers_told(question, answer)
     skipped = "comparison table skipped (time limit); no published schedule that fits is faster"
     return _Searched(answer, more, skipped)
 
@@ -474,7 +462,7 @@ def _ways_told(
     time: Callable[[float], str],
 ) -> list[tuple[str, str]]:
     """Return what takes the model's ends off the device that needs most, within the same limits."""
-    asked = replace(question, limit=answer.limits, seconds=None, steps=LESS_STEPS, holds_less=False)
+    asked = replace(question, limit=answer.limits, seconds=None, steps=HINT_STEPS)
     other = _question(heavy_ends.shared(options), None, measured)
     ways = [("vocab parallel", replace(asked, costs=other.costs, cut=other.cut))]
     layers, _ = lighter_layers(answer.schedule, answer.costs)
@@ -496,23 +484,6 @@ def _cut(options: argparse.Namespace, measured: Costs | None) -> Cut:
     if options.host is None:
         return cut
     return lambda stages, name: replace(cut(stages, name), host_us=options.host)
-
-
-def _answered(question: Question) -> tuple[Planned, list[str]]:
-    """Return the answer, and what is to be told of its layers where they are chosen with it."""
-    answer = best_order(question)
-    if question.layers is None:
-        return answer, []
-    balanced = answer.plan.value
-    if is_shared(answer.schedule):  # so no stage has the ends, which other layers would make up for
-        layers = answer.costs.layers or ()
-    else:
-        answer, layers, balanced = choose_layers(question, answer)
-    split = ",".join(map(str, layers))
-    told = [f"--pipeline-layer-split {split}"]
-    if answer.plan.value < balanced:
-        told.append(f"{percent(balanced / answer.plan.value - 1)} faster than balanced layers")
-    return answer, told
 
 
 def _pieces(options: argparse.Namespace, measured: Costs | None) -> tuple[Pieces, int] | None:
@@ -693,8 +664,6 @@ def _recipe(options: argparse.Namespace) -> str:
         words += ["--cost", options.cost]
     if options.objective is not Objective.MAKESPAN:
         words += ["--objective", options.objective]
-    if options.proof_seconds != PROOF_SECONDS:
-        words += ["--proof-seconds", argument(options.proof_seconds)]
     if options.offload is not None:
         words += ["--offload", argument(options.offload)]
     known = ("costs", "embedding", "memory_limit", "headroom", "layers", "layer_split", "head")
@@ -758,27 +727,13 @@ def _more_told(question: Question, answer: Planned, unit: float | None) -> list[
 
 def _gap_text(answer: Planned) -> str:
     value, own = answer.plan.value, answer.plan.gap
-    if not answer.any_bound:  # cut short
+    if not answer.searched_bound:  # cut short
         return f"at most {percent(own)} for this placement"
-    searched, anywhere = (value / each - 1 for each in (answer.searched_bound, answer.any_bound))
+    searched = value / answer.searched_bound - 1
     return (
         f"at most {percent(own)} for this placement, {percent(max(searched, own))} for all "
-        f"searched placements, {percent(max(anywhere, own))} for any"
+        "searched placements"
     )
-
-
-def _proved(answer: Planned, limit: float, seconds: float) -> Plan:
-    """Return a small plan with CP-SAT's bound, or CP-SAT's better plan, if OR-tools is there."""
-    made, schedule = answer.plan, answer.schedule
-    if answer.costs.trades or answer.costs.joins or is_shared(schedule):
-        # CP-SAT knows of the order of F, B and W alone
-        return made
-    small = schedule.num_devices <= PROVABLE[0] and schedule.num_microbatches <= PROVABLE[1]
-    if not small or made.gap <= 0 or seconds <= 0 or not is_installed("ortools"):
-        return made
-    from megatron_vshape.core.planner.exact import prove
-
-    return prove(made, answer.costs, limit, seconds, workers=os.cpu_count() or 1)
 
 
 def _held_text(

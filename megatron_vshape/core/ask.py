@@ -11,28 +11,18 @@ terms and units. It defines their common rules:
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from itertools import product
-from operator import attrgetter, sub
+from operator import sub
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_vshape.core.check.any_placement import bound_of_any_placement
-from megatron_vshape.core.check.bounds import (
-    LimitError,
-    bound_at,
-    check_limits,
-    each_limit,
-    fits,
-)
-from megatron_vshape.core.check.simulate import peak_held
+from megatron_vshape.core.check.bounds import LimitError, bound_at, each_limit, fits
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs, regroup
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Pieces
-from megatron_vshape.core.model.placement import Placement, default_placements, looping, v_shape
+from megatron_vshape.core.model.placement import Placement, default_placements, v_shape
 from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, load_schedule
 from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.core.paper.catalogue import (
@@ -50,12 +40,10 @@ from megatron_vshape.core.planner.vocabulary import (
     share_vocabulary,
     shared_if_told,
     tells_shared,
-    without_passes,
     without_shared,
 )
 from megatron_vshape.core.program.lowering import lower, whole_backwards
 from megatron_vshape.core.rivals import (
-    MOST_COMPARED,
     SAME,
     Known,
     Rival,
@@ -82,25 +70,6 @@ SLICES = (1, 2, 4, 8)
 
 SUFFIXES = (".json", ".csv")
 """Suffixes of schedule files."""
-
-ALSO_PLANNED = 2
-"""Additional numbers of stages per device to plan for, besides `default_placements`. These are the
-numbers of the best evaluated schedules, or twice the largest if none fits. Each needs as much time
-as the default placements."""
-
-LATER = 4
-"""Seconds of the first search per second of a later one."""
-
-GLANCE_STEPS = 540_000
-GLANCED = 0.003
-"""A later search ends after GLANCE_STEPS if its result is more than this share above the best. The
-rest of its budget, 25 times as many steps, gains another 0.06% to 0.47% (simulated loops of eight
-stages at d=8, m=64, 1/1.15/0.85/0.05, 10 and 14 chunks; they stay 0.3% and 0.6% above loops of
-four)."""
-
-LESS_TRIES = 4
-LESS_STEPS = 150_000
-"""Repeats and steps of the search for a plan with equal time and less memory."""
 
 Cut = Callable[[int, str], Costs]
 """Returns the costs of the model cut into that number of stages; the text names their user."""
@@ -135,7 +104,6 @@ class Question:
     placements: tuple[Placement, ...] = ()  # allowed for AUTO; (): any
     chunks: tuple[int, ...] = ()  # stages per device for AUTO; (): up to the stages of `costs`
     joint: bool = False  # keep F&B pairs of a named schedule even without costs
-    holds_less: bool = True  # among equal times, AUTO minimizes memory
     choices: tuple[tuple[str, int], ...] = ()  # further arguments of `make`
     slices: int | tuple[int, ...] = 1  # per microbatch; AUTO chooses from several
     steps: int | None = None  # search steps; None: the default of `search.plan`
@@ -228,22 +196,18 @@ class Planned(Answer):
         plan: the search result.
         limits: memory limit of each device.
         known: the evaluated schedules that could be better.
-        others: the best plans with other numbers of stages per device.
         is_known: the catalogue entry of the schedule, as interleaved-1f1b:4; None for a new
             schedule.
         is_megatrons: whether Megatron runs it.
         searched_bound: lower bound over the searched placements.
-        any_bound: lower bound over all placements with an allowed number of stages per device.
     """
 
     plan: Plan = field(kw_only=True)
     limits: tuple[float, ...] = field(kw_only=True)
     known: tuple[Known, ...] = field(kw_only=True)
-    others: tuple[Known, ...] = field(kw_only=True, default=())
     is_known: Rival | None = field(kw_only=True, default=None)
     is_megatrons: bool = field(kw_only=True, default=False)
     searched_bound: float = field(kw_only=True, default=0.0)
-    any_bound: float = field(kw_only=True, default=0.0)
 
 
 def ask(question: Question) -> Answer:
@@ -402,34 +366,14 @@ def best_order(question: Question, *known: Known) -> Planned:
             refused = refused or error
     value = min((each.plan.value for each in found), default=math.inf)
     rivals = [joined(each, goal) for each in (*known, *_rivals(question, limits, value))]
-    # Evaluated schedules show which other numbers of stages per device are worth a search.
-    for placement in _also_planned(question, limits, rivals, searched):
-        if question.stopped():
-            break
-        with suppress(LimitError):  # as above
-            found.append(_later(_on(question, placement, 1 / LATER), limits, found))
-            question.found(partial(found.__getitem__, len(found) - 1))
-            searched = (*searched, placement)
-    plans = [judge(each.schedule, each.costs) for each in found]
     found += [as_planned(each, limits, goal) for each in rivals if fits(each.peak, limits)]
     if not found:
         raise refused or ScheduleError("nothing fits")
     best = min(found, key=_rank)
-    # The search ignores memory below the limit, so a second one reduces it at equal time.
-    if question.holds_less and not best.costs.trades and not question.stopped():
-        best = _holding_less(question, best)
-    best = _dealt_anew(question, best)
     verify(best.schedule, limits, best.costs)
     bounds = [_bound(question, placement, limits) for placement in searched]
-    anywhere = _bounds_anywhere(question, limits)
-    top = best.plan.value
-    return replace(
-        best,
-        known=tuple(rivals),
-        others=tuple(each for each in plans if each.schedule.placement != best.schedule.placement),
-        searched_bound=min(top, best.plan.lower_bound, *bounds),
-        any_bound=min(top, best.plan.lower_bound, *bounds, *anywhere),
-    )
+    bound = min(best.plan.value, best.plan.lower_bound, *bounds)
+    return replace(best, known=tuple(rivals), searched_bound=bound)
 
 
 def best_known(question: Question) -> Planned | None:
@@ -461,16 +405,6 @@ def with_more(question: Question, answer: Planned, more: float) -> float:
     )
     found = _planned(asked, tuple(limit + more for limit in answer.limits))
     return min(answer.plan.value, found.plan.value)
-
-
-def _later(question: Question, limits: tuple[float, ...], found: Sequence[Planned]) -> Planned:
-    """Plan for an additional placement; the full budget is used only if it gets near the best."""
-    value = min((each.plan.value for each in found), default=math.inf)
-    if question.steps is None and question.seconds is None and not question.whole().trades:
-        first = _planned(replace(question, steps=GLANCE_STEPS), limits)
-        if first.plan.value > value * (1 + GLANCED) or question.stopped():
-            return first
-    return _planned(question, limits)
 
 
 def _by_costs(question: Question, placements: Sequence[Placement]) -> list[Question]:
@@ -578,30 +512,6 @@ def _plain(costs: Costs) -> Costs:
     return costs.without_copies().never_joined()
 
 
-def _dealt_anew(question: Question, best: Planned) -> Planned:
-    """Improve a vocabulary-parallel schedule by local search, then re-insert vocabulary passes.
-
-    The local search ignores that devices wait for each other in collectives. Returns the previous
-    schedule unless the new one is faster.
-    """
-    if not tells_shared(best.costs) or question.stopped():
-        return best
-    from megatron_vshape.core.planner.steps import best_steps  # imports numba
-
-    costs, limits, goal = best.costs, best.limits, question.objective
-    steps = min(question.steps or LESS_STEPS, LESS_STEPS)
-    made = best_steps([best.schedule], costs, limits, goal, steps, question.in_host)
-    bare = without_passes(best.schedule if made is None else made)
-    for waiting in WAITING:
-        left = min(map(sub, limits, peak_held(bare, costs))) - most_logits_bytes(costs, waiting)
-        known = judge(share_vocabulary(bare, costs, max(left, 0.0), [waiting]), costs)
-        if fits(known.peak, limits) and goal.of(known.timeline) < best.plan.value * (1 - SAME):
-            plan = _plan_of(known, limits, goal, best.plan.source, best.plan.steps)
-            own = replace(best, schedule=plan.schedule, plan=plan)
-            best = replace(own, is_known=None, is_megatrons=False, block=None)
-    return best
-
-
 def _shared_with(question: Question, limits: tuple[float, ...], waiting: int) -> tuple[Known, Plan]:
     """Plan with vocabulary parallelism and the logits of `waiting` microbatches in memory.
 
@@ -628,24 +538,17 @@ def _split(
     made: Plan,
     chooses: bool,
 ) -> Planned:
-    """Return the search result with B and W fused where that pays off."""
-    from megatron_vshape.core.splitting import split_where_it_pays
-
+    """Return the best of three plans: all backwards split, adjacent B and W fused, none split."""
     goal = question.objective
     own = question.costs_of(made.schedule.placement, "the plan")
     if own.whole_us is None:
         return Planned(made.schedule, own, plan=made, limits=limits, known=())
-    found = [joined(judge(made.schedule, own), goal)]
+    split = judge(made.schedule, own)
+    found = [joined(split, goal), split]
     if chooses:
-        starts = [made.schedule, found[0].schedule]
         whole = whole_backwards(planned(whole=True).schedule)
-        sizes = attrgetter("placement", "slices")
-        alike = sizes(whole) == sizes(made.schedule)
-        for each in [[*starts, whole]] if alike else [starts, [whole]]:
-            own = question.costs_of(each[0].placement, "the plan")
-            asked = own, limits, goal, made.steps // 2, question.in_host
-            chosen = split_where_it_pays(each, *asked)
-            found.append(judge(chosen, own))
+        found.append(judge(whole, question.costs_of(whole.placement, "the plan")))
+    found = [each for each in found if fits(each.peak, limits)]
     best = min(found, key=lambda each: goal.of(each.timeline))
     taken = _plan_of(best, limits, goal, made.source, made.steps)
     taken = replace(taken, tried=made.tried)
@@ -696,34 +599,6 @@ def _bound(question: Question, placement: Placement, limits: Sequence[float]) ->
         _least(costs, placement, question.num_microbatches, tuple(limits), goal, slices)
         for slices in question.slice_counts()
     )
-
-
-def _bounds_anywhere(question: Question, limits: Sequence[float]) -> list[float]:
-    """Return the lower bounds over all placements, by stages per device and slices."""
-    return [
-        _bound_anywhere(
-            costs.sliced(slices), slices * question.num_microbatches, limits, question.objective
-        )
-        for costs, slices in product(_cuts(question), question.slice_counts())
-    ]
-
-
-def _bound_anywhere(
-    costs: Costs, num_microbatches: int, limits: Sequence[float], goal: Objective
-) -> float:
-    """Return a lower bound over all placements and all choices of the costs."""
-    if costs.copies:  # any activations may be offloaded
-        limits = (math.inf,) * len(limits)
-    return bound_of_any_placement(costs, num_microbatches, limits, goal is Objective.SPAN)
-
-
-def _cuts(question: Question) -> Iterator[Costs]:
-    """Yield the costs for every possible number of stages per device."""
-    for chunks in question.chunk_counts():
-        try:
-            yield question.costs_of(looping(question.num_devices, chunks), "a plan")
-        except ScheduleError:
-            continue
 
 
 def _rivals(question: Question, limits: Sequence[float], value: float) -> Iterator[Known]:
@@ -794,41 +669,6 @@ def compare(question: Question, answer: Planned) -> Iterator[Known | Possible]:
             yield each
 
 
-def _also_planned(
-    question: Question,
-    limits: Sequence[float],
-    rivals: Sequence[Known],
-    searched: Sequence[Placement],
-) -> list[Placement]:
-    """Return the most promising loops with other numbers of stages than those searched."""
-    if question.placements:
-        return []
-    devices = question.num_devices
-    known = {len(placement) // devices for placement in searched}
-    best: dict[int, float] = {}
-    for each in rivals:
-        chunks = each.schedule.num_chunks
-        loops = each.schedule.placement == looping(devices, chunks)
-        if chunks not in known and loops and fits(each.peak, limits):
-            value = question.objective.of(each.timeline)
-            best[chunks] = min(best.get(chunks, value), value)
-    chosen = sorted(best, key=lambda chunks: (best[chunks], chunks))[:ALSO_PLANNED]
-    twice = 2 * max(known)
-    if not chosen and twice in question.chunk_counts() and _is_compared(question, twice):
-        chosen = [twice]
-    return [looping(devices, chunks) for chunks in chosen]
-
-
-def _is_compared(question: Question, chunks: int) -> bool:
-    """Return whether there are costs for `chunks` stages per device, and not too many passes."""
-    placement = looping(question.num_devices, chunks)
-    try:
-        question.costs_of(placement, "a plan")
-    except ScheduleError:
-        return False
-    return 3 * len(placement) * question.num_microbatches <= MOST_COMPARED
-
-
 def as_planned(known: Known, limits: tuple[float, ...], objective: Objective) -> Planned:
     """Convert an evaluated schedule to an answer."""
     plan = _plan_of(known, limits, objective, str(known.rival or known.schedule.name))
@@ -849,48 +689,6 @@ def _plan_of(
     return Plan(named, objective, value, timeline.busy, bound, peak, source, steps)
 
 
-def _holding_less(question: Question, best: Planned) -> Planned:
-    """Search for a plan with equal time and less memory.
-
-    The main search considers memory only near the limit, so its result may use memory without
-    benefit. This repeats it on the same placement with lower limits, by bisection between the peak
-    and the minimum from the bounds, `LESS_TRIES` times. Moving passes in the found schedule never
-    sufficed, because schedules with less memory differ from the start.
-    """
-    schedule, costs, limits = best.schedule, best.costs, best.limits
-    most = max(best.plan.peak)
-    limits = tuple(min(limit, most) for limit in limits)
-    least = min(each for each in costs.held_after_forward_bytes if each > 0)
-    held = least / schedule.slices
-    free = min(limit - peak for limit, peak in zip(limits, best.plan.peak, strict=True))
-    unit = max(held, (most - free) / 2**LESS_TRIES)
-    asked = replace(
-        question,
-        costs=costs,
-        placements=(schedule.placement,),
-        slices=schedule.slices,
-        steps=min(question.steps or LESS_STEPS, LESS_STEPS),
-        seconds=None,
-        progress=_stopping(question),
-    )
-
-    def less(count: int) -> tuple[float, ...]:
-        return tuple(limit - free - count * unit for limit in limits)
-
-    low, high = 0, _most_freed(asked, best.plan.value, less, int(most / unit))
-    for _ in range(LESS_TRIES):
-        if low >= high or question.stopped():
-            break
-        tried = (low + high + 1) // 2
-        found = _planned(asked, less(tried))
-        if _rank(found)[:2] < _rank(best)[:2]:
-            plan = replace(found.plan, lower_bound=min(best.plan.lower_bound, found.plan.value))
-            best, low = replace(found, plan=plan, limits=best.limits), tried
-        else:
-            high = tried - 1
-    return best
-
-
 def _stopping(question: Question) -> Callable[[int, float, float], None] | None:
     """Return a progress callback that ends a search once the request is stopped."""
     if question.stopped is _never:
@@ -901,23 +699,3 @@ def _stopping(question: Question) -> Callable[[int, float, float], None] | None:
             raise KeyboardInterrupt
 
     return stop
-
-
-def _most_freed(
-    asked: Question, value: float, less: Callable[[int], tuple[float, ...]], most: int
-) -> int:
-    """Return the maximum units to leave free at this value, according to the bounds."""
-    (placement,), (slices,) = asked.placements, asked.slice_counts()
-    low, high = 0, most
-    while low < high:
-        tried = (low + high + 1) // 2
-        limits = less(tried)
-        try:
-            room = tuple(limit - most_logits_bytes(asked.whole(), min(WAITING)) for limit in limits)
-            costs = asked.whole().sliced(slices)
-            check_limits(costs, placement, asked.num_devices, room, slices)
-            possible = _bound(asked, placement, limits) <= value * (1 + SAME)
-        except ScheduleError:
-            possible = False
-        low, high = (tried, high) if possible else (low, tried - 1)
-    return low

@@ -51,7 +51,7 @@ def frontier(
         costs, min(WAITING)
     )
     for limit in [each for each in sorted(limits) if each * _SAME >= least] or [max(limits)]:
-        made = best_order(replace(question, limit=limit, holds_less=False)).plan
+        made = best_order(replace(question, limit=limit)).plan
         point = Point(limit, max(made.peak), made.value, made.bubble, made.schedule, made)
         # For equal values, keep the plan with less memory.
         if points and points[-1].value <= point.value * _SAME:

@@ -4,30 +4,19 @@ B sends its gradient before W has run, and W fills idle time. BW costs less if i
 or saves launch overhead. So the better choice depends on the position: BW in the steady state, if
 no pass waits for B; B in warm-up and cool-down, where a chain of B is the critical path.
 
-The search starts from three plans: all backwards split; B and W fused where no pass is delayed; no
-backward split. `planner.steps` continues from each. It splits in warm-up and cool-down, in the
-steady state or in one chunk, and runs a local search over pass orders. Then it fuses and splits by
-stage and by ever smaller groups of microbatches, if the step gets shorter. Simulated step times
-with F/B/W/message 1/1.15/0.85/0.05:
-
-    devices, microbatches, limit, saved | all split | B, W fused | none split | chosen
-    4, 8, 8 chunks, 10%                 |      51.9 |       51.9 |       54.6 |   50.0
-    8, 24, 10 chunks, 15%               |     166.4 |      166.1 |      188.2 |  164.5
-    8, 24, 16 chunks, 30%               |     153.1 |      149.5 |      136.2 |  133.7
+A plan is the best of three: all backwards split; B and W fused where they are adjacent; no backward
+split.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from math import inf
 
-from megatron_vshape.core.check.bounds import fits
-from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import PARTS, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Objective, Schedule
-from megatron_vshape.core.planner.steps import best_steps
 from megatron_vshape.core.program.lowering import fuse
 
 WORTH = 0.002
@@ -130,23 +119,3 @@ def _join(schedule: Schedule, stages: Sequence[int], apart: set[Pass]) -> Schedu
                 row.append(work)
         rows.append(tuple(row))
     return replace(schedule, order=tuple(rows))
-
-
-def split_where_it_pays(
-    starts: Sequence[Schedule],
-    costs: Costs,
-    limits: Sequence[float],
-    objective: Objective,
-    steps: int,
-    in_host: float = inf,
-) -> Schedule:
-    """Search for the best schedule from these starts, of one placement, with `steps` search steps.
-
-    The result is at least as fast as each start that fits the limits.
-
-    Raises:
-        ScheduleError: the costs are for other stages.
-    """
-    made = best_steps(starts, costs, limits, objective, steps, in_host)
-    found = [each for each in (*starts, made) if each and fits(peak_held(each, costs), limits)]
-    return min(found, key=lambda each: objective.of(simulate(each, costs)))

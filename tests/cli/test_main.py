@@ -53,8 +53,8 @@ def test_help_fits_a_terminal(capsys, monkeypatch, command):
 
 def test_help_all_adds_rare_options_and_details(capsys):
     brief, full = (help_of(capsys, "plan", flag) for flag in ("--help", "--help-all"))
-    assert "--proof-seconds" not in brief
-    assert "--proof-seconds" in full
+    assert "--objective" not in brief
+    assert "--objective" in full
     assert "(required)" in brief
     assert "BW=X" in full
 

@@ -91,7 +91,7 @@ def test_lighter_layers_need_what_is_told_and_no_move_of_one_needs_less() -> Non
 def test_a_limit_in_gib_is_of_all_and_one_in_chunks_of_activations(
     file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    short = ("--costs", file, "--proof-seconds", "0", "--chunks", "2")
+    short = ("--costs", file, "--chunks", "2")
     text = told(capsys, "plan", *short, "--memory-limit", "56GiB")
     peak = re.search(r"peak memory +([\d.]+) GiB, limit 56 GiB\n", text)
     assert peak is not None
@@ -115,7 +115,7 @@ def test_layers_are_dealt_out_so_that_something_fits(
     file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With as many in each, one microbatch alone needs 39.5 GiB of the largest device."""
-    own = ("plan", "--costs", file, "--proof-seconds", "0", "--chunks", "2", "--memory-limit")
+    own = ("plan", "--costs", file, "--chunks", "2", "--memory-limit")
     assert main([*own, "37GiB", "--devices", "4", "--microbatches", "8"]) == 2
     assert "no schedule fits: the limit of rank" in capsys.readouterr().err
     text = told(capsys, *own, "37GiB", "--layer-split", "auto")
@@ -123,7 +123,7 @@ def test_layers_are_dealt_out_so_that_something_fits(
     assert split is not None
     layers = tuple(map(int, split[1].split(",")))
     assert sum(layers) == 32
-    assert layers[0] + layers[-1] < 8
+    assert layers != (4,) * 8
     peak = re.search(r"peak memory +([\d.]+) GiB, limit 37 GiB\n", text)
     assert peak is not None
     assert float(peak[1]) <= 37

@@ -1,21 +1,10 @@
 """The one question: what it decides for everyone who asks."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megatron_vshape.core import ask as ask_module
-from megatron_vshape.core.ask import (
-    AUTO,
-    GLANCE_STEPS,
-    Planned,
-    Question,
-    _later,
-    ask,
-    best_order,
-    find,
-)
+from megatron_vshape.core.ask import AUTO, Planned, Question, ask, best_order, find
 from megatron_vshape.core.check.bounds import lower_bound
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
@@ -110,23 +99,4 @@ def test_a_whole_backward_may_fit_where_no_split_one_does() -> None:
     answer = best_order(Question(AUTO, 2, 8, costs))
     assert answer.limits == (4.0, 4.0)
     assert max(answer.plan.peak) <= 4
-    assert answer.any_bound <= answer.plan.value < 72  # of 1F1B
-
-
-@pytest.mark.parametrize(
-    ("value", "searches"), [(1.0, [GLANCE_STEPS]), (2.0, [GLANCE_STEPS, None])]
-)
-def test_a_further_placement_is_searched_to_the_end_where_it_comes_near(
-    monkeypatch: pytest.MonkeyPatch, value: float, searches: list[int | None]
-) -> None:
-    asked: list[int | None] = []
-    best = best_order(Question(AUTO, 2, 4, steps=1000))
-
-    def planned(question: Question, limits: tuple[float, ...]) -> Planned:
-        asked.append(question.steps)
-        return replace(best, plan=replace(best.plan, value=2.0))
-
-    monkeypatch.setattr(ask_module, "_planned", planned)
-    found = [replace(best, plan=replace(best.plan, value=value))]
-    _later(Question(AUTO, 2, 4), best.limits, found)
-    assert asked == searches
+    assert answer.searched_bound <= answer.plan.value < 72  # of 1F1B

@@ -11,9 +11,8 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.planner.search import Objective, plan
 
 pytest.importorskip("ortools")
+from exact import _make_model, prove
 from ortools.sat.python import cp_model
-
-from megatron_vshape.core.planner.exact import _make_model, prove
 
 
 def test_a_small_plan_is_proven_best() -> None:

@@ -115,7 +115,7 @@ def test_filled_and_dealt_orders_are_complete_and_fit(block: object, cool: int) 
     problem = make_problem(9, 2 * DEVICES, 1, 1.3, 0.7, 0.1)
     shop = job_shop.make_shop(problem, 9)
     row = cyclic_orders.cyclic_order_of_block(block(DEVICES)).unroll(9)  # type: ignore[operator]
-    for made in (refilling.fill(problem, row, cool), refilling.refill(problem, row, 2)):
+    for made in (refilling.fill(problem, row, cool), refilling.refill(problem, row)):
         assert made is not None
         assert np.array_equal(np.sort(made, axis=1), np.sort(row, axis=1))
         assert improve.settle(shop, improve.new_state(made, 1))

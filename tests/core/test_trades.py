@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from link_replay import Found, Prices, replay
 
-from megatron_vshape.core.check.bounds import LimitError
-from megatron_vshape.core.check.choices import bound_of_choices
+from megatron_vshape.core.check.bounds import LimitError, bound_at
 from megatron_vshape.core.check.simulate import peak_in_host, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
@@ -193,22 +192,9 @@ def test_bounds_hold_whatever_is_chosen(seed: int) -> None:
     for objective in Objective:
         made = plan(costs, devices, microbatches, limit, objective, trades=True, steps=20_000)
         verify(made.schedule, limit, costs)
-        sizes = made.schedule.placement, devices, microbatches, (limit,) * devices
-        bound = bound_of_choices([costs], True, *sizes, span=objective is Objective.SPAN)
+        sizes = made.schedule.placement, microbatches, (limit,) * devices, objective
+        bound = bound_at(costs, *sizes)
         assert 0 < bound <= made.value * (1 + 1e-9)
-
-
-def test_the_bound_knows_the_link_and_the_memory() -> None:
-    """One device: all is held or copied for at least as long as its own passes and copies take."""
-    costs = replace(Costs.uniform(1, 1, 0.5, 0.5, 0.5), send_us=0.0).with_copies(4.0, True)
-    bound = bound_of_choices([costs], True, (0,), 1, 10, (2.0,))
-    assert bound == pytest.approx(10 * 3.0, rel=1e-6)  # order alone needs 3 at a limit of 2
-    two = Costs.uniform(2, 4, 1.0, 1.0, 1.0).with_copies(1.0)
-    sizes = v_shape(2), 2, 1000
-    # Held for 7 and 5 on device 1, of which a chunk that is copied takes 5, and for 1.5 T in all.
-    alone, copies = (bound_of_choices([two], each, *sizes, (1.5, 1.5)) for each in (False, True))
-    assert alone == pytest.approx(1000 * 12 / 1.5 + 1, rel=1e-6)
-    assert copies == pytest.approx(1000 * 10 / 1.5 + 1, rel=1e-3)
 
 
 @pytest.mark.parametrize("placement", [v_shape(4), looping(4, 2)])

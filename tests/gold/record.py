@@ -170,7 +170,7 @@ class Recorder:
             arguments += ["--memory-limit", draw.choice((limit, limit, "v-half", "1f1b"))]
         if draw.random() < 0.3:
             arguments += ["--objective", "span"]
-        arguments += ["--chunks", "2", "--proof-seconds", "0", "--export", str(export)]
+        arguments += ["--chunks", "2", "--export", str(export)]
         name = f"plan/{at}/{family}"
         self.keep(name, " ".join(arguments) + "\n" + command(*arguments))
         if export.exists():
@@ -229,7 +229,7 @@ class Recorder:
             if isinstance(made, asking.Planned):
                 plan = made.plan
                 lines.append(f"{plan.value!r} {plan.lower_bound!r} {plan.source} {plan.steps}")
-                lines.append(f"{made.searched_bound!r} {made.any_bound!r} {made.is_known}")
+                lines.append(f"{made.searched_bound!r} {made.is_known}")
                 lines += [f"{each.rival} {each.timeline.makespan!r}" for each in made.known]
             return "\n".join(lines)
 
@@ -356,7 +356,6 @@ if __name__ == "__main__":
     options = parser.parse_args()
     for module in (search, joint_walk):
         module.default_steps = _few_steps
-    asking.LESS_STEPS = STEPS
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as made:
         said = Recorder(Path(made), options.seed).run(options.questions)

@@ -111,7 +111,7 @@ def train(folder: Path, environment: Mapping[str, str]) -> str:
     for each in ("scripts", *files):
         (folder / each).symlink_to(ROOT / each)
     made = "".join((ROOT / each).read_text() for each in files)
-    write(folder / ".venv" / ".installed-with-megatron-exact-search-draw", made)
+    write(folder / ".venv" / ".installed-with-megatron-search-draw", made)
     write(folder / ".venv/bin/python", PYTHON.replace("REAL", sys.executable))
     data = folder / "data"
     write(folder / "data.bin", "")

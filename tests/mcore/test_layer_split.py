@@ -19,7 +19,7 @@ from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.mcore.layout.layer_split import split_layers
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.setup.choice import Choice
-from megatron_vshape.mcore.setup.pipeline import _question
+from megatron_vshape.mcore.setup.pipeline import _limit_bytes
 
 Train = Callable[..., Ended]
 
@@ -108,41 +108,23 @@ def test_auto_by_the_sizes_of_the_model() -> None:
     assert split_layers(moe, linear(4), "auto", None).layers == (8, 8, 9, 6)
 
 
-def test_auto_with_measured_costs_chooses_the_layers_with_the_order() -> None:
-    pieces = Pieces.estimated(2.0, 9 / 4, (1, 1.15, 0.85, 0.05))
-    balanced = pieces.balanced(9, v_shape(2))
-    question = Question("auto", 2, 6, placements=(v_shape(2),), steps=10_000)
-    split = split_layers(
-        arguments(num_layers=9), v_shape(2), "auto", pieces.costs(balanced), question
-    )
-    assert split.layers != balanced
-    assert split.costs is not None
-    assert split.costs.layers == split.layers
-    asked = replace(question, limit=split.limits)
-
-    def value(layers: tuple[int, ...]) -> float:
-        return best_order(replace(asked, costs=pieces.costs(layers))).plan.value
-
-    assert value(split.layers) < 0.95 * value(balanced)
-
-
 def test_a_limit_in_gib_deals_layers_by_all_that_a_rank_needs() -> None:
-    """Where the costs know it: else nothing is asked before the model is built."""
+    """Only if the costs know it."""
     plain = Pieces.estimated(0.0, 3.0, (1, 1, 1, 0))
     layer, last = replace(plain.layer, state_bytes=2.0), replace(plain.last, state_bytes=14.0)
     costs = replace(plain, layer=layer, last=last).costs((3, 3, 3, 3))
     options = Options(schedule="auto", layer_split="auto")
     choice = Choice(2, "auto", costs=costs, limit_bytes=24.0)
-    assert _question(replace(choice, costs=plain.costs((3, 3, 3, 3))), options, 6) is None
-    question = _question(choice, options, 6)
-    assert question is not None
-    question = replace(question, steps=1_000)
-    split = split_layers(arguments(num_layers=12), v_shape(2), "auto", costs, question)
+    assert _limit_bytes(replace(choice, costs=plain.costs((3, 3, 3, 3))), options) is None
+    limit = _limit_bytes(choice, options)
+    assert limit == 24
+    split = split_layers(arguments(num_layers=12), v_shape(2), "auto", costs, limit)
     assert split.costs is not None
-    asked = replace(question, costs=split.costs)
-    assert max(peak_held(best_order(asked).schedule, split.costs)) <= 24
+    asked = Question("auto", 2, 6, limit=limit, placements=(v_shape(2),), steps=1_000)
+    answer = best_order(replace(asked, costs=split.costs))
+    assert max(peak_held(answer.schedule, split.costs)) <= 24
     with pytest.raises(ScheduleError):
-        best_order(replace(question, costs=costs))
+        best_order(replace(asked, costs=costs))
 
 
 def test_further_layers_stay_where_the_vocabulary_is_shared() -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from megatron_vshape.cli.main import main
-from megatron_vshape.core import ask as asking
 from megatron_vshape.core.ask import AUTO, PLUS_NAMES, Question, ask
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import LOGITS, VOCABULARY, ScheduleError
@@ -89,7 +88,6 @@ def test_questions_are_answered_alike(
     count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(search, "default_steps", lambda problem: 200)
-    monkeypatch.setattr(asking, "LESS_STEPS", 200)
     draw, file, refused = random.Random(38), tmp_path / "costs.json", 0
     for _ in range(count):
         name, microbatches, costs = draw.choice(NAMES), draw.randrange(2, 5), costs_of(draw)

@@ -14,10 +14,11 @@ their bounds applies.
 """
 
 from collections.abc import Callable, Sequence
+from math import inf
 from operator import sub
+from typing import NamedTuple
 
 from megatron_vshape.core.check.relax import of_largest, split_no_slower
-from megatron_vshape.core.check.ways import Ways, ways_of
 from megatron_vshape.core.model.costs import Costs, held_text, regroup
 from megatron_vshape.core.model.kinds import PARTS, ScheduleError
 from megatron_vshape.core.model.placement import Placement, check_placement, stages_of
@@ -154,12 +155,35 @@ def bound_at(
     """
     costs, limits = room_in(costs, placement, limits)
     costs, span = costs.sliced(slices), goal is Objective.SPAN
+    if costs.copies:
+        # A copied microbatch may leave the device's memory at any time, so memory bounds nothing.
+        limits = (inf,) * len(limits)
     sizes = placement, len(limits), num_microbatches * slices
-    if not costs.trades:
-        return lower_bound(costs, *sizes, limits, span, slices)
-    from megatron_vshape.core.check.choices import bound_of_choices  # circular import
+    return lower_bound(costs, *sizes, limits, span, slices)
 
-    return bound_of_choices([costs], costs.copies, *sizes, limits, span)
+
+class Ways(NamedTuple):
+    """Shortest times along the way of one microbatch, per stage."""
+
+    forward: tuple[float, ...]  # until F(s) can start
+    round_trip: tuple[float, ...]  # from the start of F(s) to the end of B(s)
+    drain: tuple[float, ...]  # from the end of B(s) to the end of B(0) and its W
+
+
+def ways_of(costs: Costs, placement: Placement) -> Ways:
+    """Return the shortest times of a placement's stages."""
+    stages = len(placement)
+    away = [placement[stage] != placement[stage - 1] for stage in range(1, stages)]
+    hop = [costs.message_us(s, s + 1) if far else 0.0 for s, far in enumerate(away)]
+    forward, drain = [0.0], [costs.weight_us[0]]
+    for stage in range(1, stages):
+        forward.append(forward[-1] + costs.forward_us[stage - 1] + hop[stage - 1])
+        drain.append(drain[-1] + costs.backward_us[stage - 1] + hop[stage - 1])
+    trip = [costs.forward_us[-1] + costs.backward_us[-1]]
+    for stage in reversed(range(stages - 1)):
+        own = costs.forward_us[stage] + costs.backward_us[stage]
+        trip.append(trip[-1] + own + 2 * hop[stage])
+    return Ways(tuple(forward), tuple(reversed(trip)), tuple(drain))
 
 
 def lower_bound(

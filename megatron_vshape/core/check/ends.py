@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_vshape.core.check.ways import Ways
+from megatron_vshape.core.check.bounds import Ways
 from megatron_vshape.core.model.costs import Costs
 
 Floats = npt.NDArray[np.float64]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megatron_vshape.core.model.costs import LEAST, Costs, pair_of
-from megatron_vshape.core.model.kinds import EXCHANGES, HELD, PARTS, TIMES, Kind
+from megatron_vshape.core.model.kinds import EXCHANGES, PARTS, Kind
 
 
 def of_shortest(costs: Costs) -> Costs:
@@ -105,13 +105,3 @@ def never_split(costs: Costs) -> Costs:
         whole_backward_us=None,
         held_after_backward_bytes=(0.0,) * costs.num_stages,
     )
-
-
-def least_of(settings: Sequence[Costs]) -> Costs:
-    """Return the elementwise minimum of all costs."""
-    split = [dict(split_no_slower(costs).amounts) for costs in settings]
-    least = {
-        name: tuple(map(min, zip(*(each[name] for each in split), strict=True)))
-        for name in (*TIMES, *HELD)
-    }
-    return split_no_slower(settings[0]).having(**least)

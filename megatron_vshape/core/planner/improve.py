@@ -30,14 +30,11 @@ class Manner(NamedTuple):
     """How a walk goes.
 
     Of the passes that are on no critical path one of `spared` is moved, to make room; `exchanged`
-    sixteenths of the draws exchange two passes. The objective may grow by a share `growth` of what
-    it was, until `moves` are taken.
+    sixteenths of the draws exchange two passes.
     """
 
     spared: int = 2
     exchanged: int = 6
-    growth: float = 0.0
-    moves: int = -1
 
 
 USUAL = Manner()
@@ -528,15 +525,16 @@ def walk(
     high: np.ndarray,
     steps: int,
     manner: Manner,
+    longer: float = 0.0,
 ) -> int:
     """Draw `steps` passes outside [low, high) of each lane, move some; return the objective.
 
-    Only what is on a critical path shortens anything.
+    Only what is on a critical path shortens anything. The objective may grow by a share `longer`.
     """
     # No function of its own for one step: calling it makes the walk a third slower.
-    spared, exchanged, growth, moves = manner
+    spared, exchanged = manner
     bar = objective(shop, state)
-    bar += int(bar * growth)
+    bar += int(bar * longer)
     for _ in range(steps):
         lane = draw(state.random) % len(state.row)
         length = shop.length[lane]
@@ -559,12 +557,8 @@ def walk(
         else:
             count = 1 + (luck >> 18) % MANY if (luck >> 16) & 3 else 1
             done = _propose(shop, state, start, distance, count, lane, first, last)
-        if done and _decide(shop, state, lane, done, bar):
-            moves -= 1
-            if moves == 0:
-                break
-            if not growth:
-                bar = objective(shop, state)
+        if done and _decide(shop, state, lane, done, bar) and not longer:
+            bar = objective(shop, state)
     return objective(shop, state)
 
 

@@ -8,36 +8,9 @@ That order alone decides both figures that matter:
   arcs are the data dependencies and each device's order. At a trial period that is a longest-path
   problem; a cycle that stays positive has a ratio above the trial, which is the next trial.
 
-For a V with one microbatch a period `modulo_v` finds the least period exactly; elsewhere, and
-with two microbatches a period, `modulo_anneal` searches. Published blocks move in unit slots and
-repeat bubbles when F, B and W differ (arXiv 2405.15362, section 5); nothing here is tied to slots.
-
-Slack of the period over the work, in per cent, with F/B/W/send 1/1.15/.85/.05 and 1/2/1/.05:
-
-    devices, chunks   published V    one microbatch   two a period
-    4, 4 (V-Min)      18.3   52.5      17.5   26.3     15.8   26.3
-    4, 6 (V-Half)      0     13.8       0      0
-    8, 8 (V-Min)      19.2   53.1      10.8   15.0      9.2   15.0
-    8, 9              19.2   53.1      10.8   13.8      4.2    8.1
-    8, 10 (V-Half)     0     13.8       0      1.3      -      1.3
-    16, 12 (V-Min)    19.7   53.5      19.6   41.3     19.6   41.3
-    16, 17            19.7   53.5      10.8   13.8      5.4    8.4
-    16, 18 (V-Half)    0     13.8       0      1.9      -      1.9
-
-(80,000 steps for two a period, which is no proof; one microbatch is the optimum.)
-CP-SAT, on a grid of time, had found 10.4 at 8 devices and 8 chunks in minutes; the graph of
-patterns with all idle time in one piece finds none there below 17.
-
-What was tried before and gave less:
-
-* A path through patterns whose idle time is one piece, or several of a fixed grain: exact without
-  slack, blind with it. How it is spread decides at the memory of V-Min; the demands of
-  `modulo_v` leave that open.
-* Annealing alone, one microbatch a period: the optimum at 8 devices in 0.1 to 1 s, but at 16
-  devices 53 instead of 41 per cent (1/2/1/.05, 12 chunks), as several slow places must all go
-  before the period moves. It still gives other orders of the same period, for better ends.
-* More periods between the passes of a device than the two choices `modulo_v` tries: no gain.
-* Two microbatches a period begun from slower orders of one, or with much heat: less, see HEATS.
+`modulo_anneal` searches, first with one microbatch a period, then with two: those begin from the
+orders of one, each doubled. Published blocks move in unit slots and repeat bubbles when F, B and W
+differ (arXiv 2405.15362, section 5); nothing here is tied to slots.
 
 Times are whole numbers inside (the busiest device's work is 2 ** 30 units), and so are the random
 numbers: the same inputs give the same orders on every machine, with numba or, slower, without.
@@ -52,11 +25,7 @@ from megatron_vshape.core.check.bounds import check_limits, each_limit
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import PARTS, Kind
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.model.placement import (
-    Placement,
-    chunks_of,
-    v_shape,
-)
+from megatron_vshape.core.model.placement import Placement, chunks_of
 from megatron_vshape.core.planner.modulo_anneal import anneal, sample
 from megatron_vshape.core.planner.modulo_graph import (
     NEVER,
@@ -66,16 +35,8 @@ from megatron_vshape.core.planner.modulo_graph import (
     Scratch,
     empty_orders,
     find_latency,
-    find_period,
     lay,
     make_scratch,
-)
-from megatron_vshape.core.planner.modulo_v import (
-    PATTERNS,
-    WIDTH,
-    find_chains,
-    make_chain,
-    set_orders,
 )
 from megatron_vshape.core.planner.race import race
 
@@ -83,7 +44,7 @@ UNITS = 1 << 30
 """The work of the busiest device per period, in the whole numbers the search counts in."""
 
 PRECISION = 1 << 13
-"""The least period of a V is found to one part in so many of the busiest device's work."""
+"""Periods that differ by less than one part in so many of the busiest device's work are equal."""
 
 ROUNDING = 1e-9
 """Sums of memory may exceed a limit by so much of it; the verifier allows the same."""
@@ -138,13 +99,10 @@ def find_steady_orders(
     limits = each_limit(limits, num_devices)
     check_limits(costs, placement, num_devices, limits)
     single = _make_problem(costs, placement, num_devices, limits, 1)
-    annealed = _search(single, steps // 4, seed, [])
-    solved = _solve_v(single) if placement == v_shape(num_devices) else []
-    found = sorted(solved + annealed, key=_Found.rank)
+    found = _search(single, steps // 4, seed, [])
     if found[0].period > single.busy:
         double = _make_problem(costs, placement, num_devices, limits, 2)
-        half = STARTS // 2
-        starts = [_doubled(each, double) for each in solved[:half] + annealed[:half]]
+        starts = [_doubled(each, double) for each in found[:STARTS]]
         found += _search(double, steps - steps // 4, seed, starts)
     found = sorted(found, key=_Found.rank)
     return [each.steady(costs, placement) for each in found[:RETURNED]]
@@ -233,61 +191,6 @@ def _data_arcs(stages: int, classes: int, work: Ints, home: Ints, send: int) -> 
             feeds[source, way] = node
             lag[source, way] = work[source] + (send if home[source] != home[node] else 0)
     return feeds, lag
-
-
-def _solve_v(problem: _Problem) -> list[_Found]:
-    """Return the orders of a V that have the least period with one microbatch a period.
-
-    Trial periods grow until one can be kept, then the interval is halved; orders found at a
-    trial often allow a lower period, which is the next to beat. None if F and B of one
-    microbatch, each W right after its B, do not fit: `sample` has the order that does.
-    """
-    solve = _ChainSolver(problem)
-    low, high, found = problem.busy, problem.busy, solve(problem.busy)
-    step = problem.busy // 64
-    serial = int(problem.graph.work.sum() + problem.graph.lag.sum())
-    while not found:
-        if high > serial:
-            return []
-        low, high = high, high + step
-        step *= 2
-        found = solve(high)
-    while True:
-        high = min(each.period for each in found)
-        if high - low <= problem.busy // PRECISION:
-            return found
-        middle = (low + high) // 2
-        better = solve(middle)
-        if better:
-            found = better
-        else:
-            low = middle
-
-
-class _ChainSolver:
-    """Holds the working memory of `find_chains` for one problem."""
-
-    def __init__(self, problem: _Problem) -> None:
-        self.problem = problem
-        devices = len(problem.graph.own)
-        width = max(16, WIDTH // devices)
-        self.chain = make_chain(problem.graph)
-        self.demands = np.zeros((devices + 1, width, 4), np.int64)
-        self.origins = np.zeros((devices + 1, width, 5), np.int64)
-        self.ways = np.zeros((RETURNED, devices, 4), np.int64)
-
-    def __call__(self, period: int) -> list[_Found]:
-        """Return orders that keep the period, the fastest first."""
-        count = find_chains(self.chain, PATTERNS, period, self.demands, self.origins, self.ways)
-        found = map(self._found, self.ways[:count])
-        return sorted(found, key=_Found.rank)
-
-    def _found(self, way: Ints) -> _Found:
-        graph = self.problem.graph
-        orders, scratch = empty_orders(graph), make_scratch(graph, 0)
-        set_orders(self.chain, PATTERNS, way, orders)
-        period = int(find_period(graph, orders, scratch, self.problem.busy, NEVER))
-        return _found(self.problem, orders, scratch, period)
 
 
 def _search(problem: _Problem, steps: int, seed: int, starts: list[Orders]) -> list[_Found]:

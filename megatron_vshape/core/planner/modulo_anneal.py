@@ -1,7 +1,6 @@
 """Annealing of steady orders: random starting points, random moves, exact memory and period.
 
-Where `modulo_v` does not decide (other placements, two microbatches a period) this finds orders
-at about a microsecond per step and 8 devices: a move disturbs the potentials only around its
+A step takes about a microsecond at 8 devices: a move disturbs the potentials only around its
 device, and most moves die on the memory, or on the first cycle that is too slow.
 """
 

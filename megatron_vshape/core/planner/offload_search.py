@@ -18,8 +18,6 @@ from megatron_vshape.core.model.schedule import ORDER_ALONE, Way
 from megatron_vshape.core.planner.job_shop import Problem, make_problem
 from megatron_vshape.core.planner.offloading import with_copies
 from megatron_vshape.core.planner.orders import (
-    DELAYS,
-    MANY_PASSES,
     STARTS,
     VALUE,
     Candidate,
@@ -120,15 +118,12 @@ class OffloadSearch(PlacementSearch):
         problem, m = self.problem, self.problem.num_microbatches
         none = np.zeros(1, np.int64)
         made = []
-        is_large = base.row.size >= MANY_PASSES
-        slacks: Sequence[float] = SLACKS[::2] if is_large else SLACKS
-        slacks = SLACKS[:1] if self.way.throughout else slacks
-        delays = DELAYS[:1] if is_large else DELAYS
+        slacks: Sequence[float] = SLACKS[:1] if self.way.throughout else SLACKS
         chosen = slacks, self.way.throughout, problem.room_in_host
         for rows in with_copies(problem, self._parts_shop(), base.row, *chosen):
-            dealt = (refill(problem, rows, delay, m) for delay in delays)
             made += [
-                self._made(f"{base.name}, copies", 1, m, row, none, none) for row in (rows, *dealt)
+                self._made(f"{base.name}, copies", 1, m, row, none, none)
+                for row in (rows, refill(problem, rows, m))
             ]
         return [each for each in made if each is not None]
 

@@ -47,28 +47,14 @@ Run = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 STARTS = 8
 """So many orders are improved at first."""
 
-DELAYS = (0, 2, 4)
-"""How much a W may delay what follows, in eighths of its time, when it is dealt out anew."""
-
-MANY_PASSES = 20_000
-"""Orders of so many passes and more are filled, and W dealt out, in fewer ways, to save time."""
-
 DEALT = ", W dealt"
 
-EFFORTS = ((1.0, 6), (0.85, 12), (1.0, 48), (0.85, 96))
-"""Steady orders are annealed for a share of the limit, which leaves the ends more room, with one of
-so many parts of the budget. Less effort finds other orders, whose ends can be better than those of
-a lower period."""
+EFFORT, WIDE = 4, 16
+"""One of so many parts of the budget is spent on annealing; on more devices than `WIDE` as much as
+on a turn of the walk."""
 
-FEW = 1000
-"""Orders of fewer passes are soon stuck, and which of them leaves is luck."""
-
-KICK, STEPS_AFTER_KICK = improve.Manner(growth=0.2, moves=80), 100_000
-"""Those are kicked: so many moves that let the objective grow by such a share, and so many steps
-of the walk. At d=4, m=8, 1/2/1/.05, 6 chunks 12 walks of 4 M steps end at 72.9 in the mean without,
-72.1 with; kicks of half of this 72.2, of an eighth to a quarter 72.3 to 73.2, of more the same;
-larger orders are worse with kicks. At 4 chunks all kicks end at 91.3, 40 M steps and six times the
-annealing too, where a minute of two cores finds 90.0."""
+RESTART_STEPS, RESTART_SHARE = 150, 0.2
+"""Of a walk that restarts: it may make the objective longer by such a share."""
 
 MOST_AT_ONCE = 300_000
 """So many steps at most until progress is shown and W is dealt out anew."""
@@ -163,10 +149,6 @@ class PlacementSearch:
         found = [each for made in run(self._candidates, cyclic) for each in made]
         for each in found:
             self.keep(each)
-        for made in run(self._all_dealt, best_of(found, 2 * starts, VALUE)):
-            for each in made:
-                self.keep(each)
-                found.append(each)
         return best_of(found, starts, VALUE)
 
     def value(self) -> float:
@@ -207,19 +189,17 @@ class PlacementSearch:
         # the zero-bubble V holds what 1F1B does; with more, only the ends can gain
         held = problem.costs.held_after_forward_bytes
         each = [sum(held[stage] for stage in own) for own in stages]
-        ample = [devices * one for one in each]
+        most = [devices * one for one in each]
         room = [y - (slices - 1) * one for y, one in zip(rooms, each, strict=True)]
+        limits = [max(x, min(y, z)) for x, y, z in zip(least, room, most, strict=True)]
 
-        def steady(share: float, steps: int) -> list[CyclicOrder]:
-            limits = [
-                max(x, min(share * y, most)) for x, y, most in zip(least, room, ample, strict=True)
-            ]
+        def steady(steps: int) -> list[CyclicOrder]:
             orders = find_steady_orders(costs, problem.placement, devices, limits, steps, self.seed)
-            named = (f"steady-{at} at {share:.0%}" for at in range(len(orders)))
+            named = (f"steady-{at}" for at in range(len(orders)))
             made = map(cyclic_order_of_steady, orders, named)
             return [of_slices(order, slices) for order in made]
 
-        return [known, *(partial(steady, share, budget // part) for share, part in EFFORTS)]
+        return [known, partial(steady, budget // EFFORT if devices <= WIDE else budget)]
 
     def _shop(self, num_microbatches: int) -> improve.Shop:
         if num_microbatches not in self.shops:
@@ -240,14 +220,14 @@ class PlacementSearch:
         if window is None:
             short = m
         name, row = cyclic.name, cyclic.unroll(short)
-        starts = {name: row, name + ", filled": fill(problem, row, problem.num_devices)}
-        if row.size < MANY_PASSES:
-            starts[name + ", filled throughout"] = fill(problem, row, m)
-            if problem.slices > 1:
-                # Where a group of slices is as long as the devices, messages leave gaps in every
-                # round that are shorter than a pass, and a walk does not find how to close them.
-                starts[name + ", filled at once"] = fill(problem, row, m, delay=EIGHTHS)
-        starts[name + DEALT] = refill(problem, row, 0)
+        filled = fill(problem, row, problem.num_devices)
+        starts = {name: row, name + ", filled": filled, name + DEALT: refill(problem, row)}
+        if filled is not None:
+            starts[name + ", filled" + DEALT] = refill(problem, filled)
+        if problem.slices > 1:
+            # If a group of slices is as long as the devices, messages leave gaps in every round
+            # that are shorter than a pass, and a walk does not find how to close them.
+            starts[name + ", filled at once"] = fill(problem, row, m, delay=EIGHTHS)
         none = self._shop(short).length
         made = (
             self._made(source, k, short, own, *(window or (none, none)))
@@ -284,19 +264,10 @@ class PlacementSearch:
         made = Candidate(name, period, short, state, low, high, shop, chosen)
         return made if self._judge(made) else None
 
-    def _all_dealt(self, candidate: Candidate) -> list[Candidate]:
-        """Return the candidate with its W dealt out anew, in every way that fits."""
-        made = (self._dealt(candidate, delay) for delay in self._delays(candidate))
-        return [each for each in made if each is not None]
-
-    def _delays(self, candidate: Candidate) -> tuple[int, ...]:
-        """Return the delays with which the candidate's W are dealt out anew."""
-        return DELAYS if candidate.state.row.size < MANY_PASSES else DELAYS[:1]
-
-    def _dealt(self, candidate: Candidate, delay: int) -> Candidate | None:
-        """Return the candidate with its W dealt out anew."""
+    def _dealt(self, candidate: Candidate) -> Candidate | None:
+        """Return the candidate with its W dealt out anew, if it fits."""
         short = candidate.microbatches
-        row = refill(self.problem, self._row(candidate), delay, short)
+        row = refill(self.problem, self._row(candidate), short)
         name = candidate.name.removesuffix(DEALT) + DEALT
         return self._made(name, candidate.period, short, row, candidate.low, candidate.high)
 
@@ -306,29 +277,24 @@ class PlacementSearch:
         Changes nothing but the candidate, so that threads can improve several.
         """
         window = candidate.low, candidate.high
-        kicks = max(steps // STEPS_AFTER_KICK - 1, 0) if len(candidate.shop.sort) < FEW else 0
-        steps -= kicks * STEPS_AFTER_KICK
-        least = improve.walk(candidate.shop, candidate.state, *window, steps, improve.USUAL)
-        for number in range(kicks):
-            other = self.again(candidate, number + 1).state
-            improve.walk(candidate.shop, other, *window, STEPS_AFTER_KICK, KICK)
-            reached = improve.walk(candidate.shop, other, *window, STEPS_AFTER_KICK, improve.USUAL)
-            if reached <= least:
-                candidate.state, least = other, reached
-            else:
-                candidate.state.random[0] = other.random[0]
+        improve.walk(candidate.shop, candidate.state, *window, steps, improve.USUAL)
         self._judge(candidate)
-        random = candidate.state.random
-        for again in self._all_dealt(candidate):
-            if again.value <= candidate.value:
-                candidate.state, candidate.value = again.state, again.value
-                candidate.state.random[0] = random[0]
+        again = self._dealt(candidate)
+        if again is not None and again.value <= candidate.value:
+            again.state.random[0] = candidate.state.random[0]
+            candidate.state, candidate.value = again.state, again.value
 
-    def again(self, candidate: Candidate, number: int) -> Candidate:
-        """Return a copy of the candidate that goes its own way."""
+    def again(self, candidate: Candidate, number: int, restart: bool = False) -> Candidate:
+        """Return a copy of the candidate that goes its own way, from a longer order to restart."""
         state = improve.State(*(part.copy() for part in candidate.state))
         improve.stir(state, number)
-        return replace(candidate, state=state)
+        made = replace(candidate, state=state)
+        if restart:
+            window = candidate.low, candidate.high
+            usual = improve.USUAL
+            improve.walk(candidate.shop, state, *window, RESTART_STEPS, usual, RESTART_SHARE)
+            self._judge(made)
+        return made
 
     def keep(self, candidate: Candidate) -> None:
         """Remember the candidate's order if it is the best so far."""

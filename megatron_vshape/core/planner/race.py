@@ -12,11 +12,9 @@ def best_of(found: Sequence[_One], at_most: int, value: Callable[[_One], Any]) -
     return [different[each] for each in sorted(different)][:at_most]
 
 
-def better_half(
-    live: Sequence[_One], value: Callable[[_One], Any], at_least: int = 1
-) -> list[_One]:
-    """Return the better half, and so many if there are."""
-    return best_of(live, max(-(-len(live) // 2), at_least), value)
+def better_half(live: Sequence[_One], value: Callable[[_One], Any]) -> list[_One]:
+    """Return the better half, and one at least."""
+    return best_of(live, -(-len(live) // 2), value)
 
 
 def race(

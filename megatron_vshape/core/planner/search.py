@@ -18,59 +18,6 @@
 6. With `trades` each way to save memory is a search of its own, on each placement: those
    with copies begin from orders planned for more memory (`offload_search`). They share one budget,
    and what a bound leaves nothing to gain never begins.
-
-What was tried, as overheads in chunk passes (F/B/W/comm, memory in chunks, published best):
-
-* Ties are what matters. Taking only moves that lower (makespan, sum of ends) gives 40.6 from
-  V-Half's order at d=8, m=24, 1/2/1/.05, 10 chunks (59.9); walking along ties as well 33-35 in
-  the same time, from whatever start. The sum of ends, even as a mild preference, makes it worse
-  (34.5 to 35.9), and so do annealing (50), late acceptance (58) and a band above the best (35-37).
-* What is on no critical path must move as well, and two passes of a lane must be able to change
-  places, for where the memory is full neither can go by itself. Overheads after as many seconds as
-  the first takes for 4 M steps (b, d) or 6 M (a), from one start, means of 8 to 24 seeds: one of 16
-  of the uncritical moved, 73.4 (a), 210.7 (b), 465.8 (d); one of 2, 72.7, 210.2, 464.6; and six
-  sixteenths exchanges, 72.9, 209.9, 464.2. a is d=4, m=8, 6 chunks; b d=8, m=24, 12; d d=16, m=48,
-  18; step times, all 1/2/1/.05. Near exchanges alone are better at a, far ones at b. Moving a pass
-  and then the next that makes room for it: nothing (73.8 at a).
-* Steady orders against blocks: d=8, m=64, 1/2/1/.05, 10 chunks: 86 from V-Half's order, whose
-  period no change of the ends can mend, 39-41 from steady orders (103.9); 8 chunks: 270 and 110
-  (286.7).
-* W as filler: at d=16, 1/2/1/.05, 32 chunks the best filled order has 46.0, with W dealt out
-  anew 33.6 (33.65); at 24 chunks, 1/1.15/.85/.05, 57.4 and 49.2, and after the walk 40.5 (45.75).
-* Moving neighbouring microbatches together and mostly passes on a critical path: 5 % less in
-  the same time; moving neighbouring stages together: nothing. Greedy list scheduling with 768
-  settings of caps and priorities: never better than filled orders but once (23.0 against 26.4 at
-  d=8, 12 chunks, before the walk, after which the filled ones lead).
-* Looking again only at what a move touches (heads and tails, as in job-shop search) makes a step
-  about a microsecond at any number of microbatches; recomputing all took 2 to 6.
-* At d=8, m=24, 1/1.15/.85/.05, 10 chunks every start ends at 22.4 (23.7; solver windows 22.5).
-
-* Four stages a device, overheads at d=8, m=24, 1/1.15/.85/.05 and 10, 12, 16 chunks: the V of two
-  has 22.4, 18.7, 9.1; a loop of four 16.4, 12.1, 6.1, from grouped interleaved blocks alone
-  (annealed orders of a loop only take their turns from them). A V walked twice (0..7, 7..0 and
-  again; every steady order of a V of half the stages makes one of the same period) 24.2, 20.5 and
-  21: its ends are those of the V. Both other ways to turn (up up down down, up down down up) 25-30.
-  Only at d=4, 6 chunks, is the double V ahead: 5.7 and 8.2 (1/2/1) against 6.0 and 10.3.
-* Eight stages a device: worth it at V-Half's memory of many devices, which a loop of four exceeds
-  (d=16, 18 chunks: 38.4 against 53.8, and 78.7 against 84.3 for 1/2/1); else like four.
-* Groups of 4, 5, 6 or 8 eighths of the devices: below half, a group is through before its first
-  microbatch is back, and nothing fits the period.
-
-* Ten times the steps of one turn (700,000 at 8 devices) and eighty times, in per cent of the step
-  time that they save: 0.3 and no more at V-Half's memory, d=8 (160.15 is then the proven best, as
-  the bound of `core.check` says); at V-Min's 1.5 and 1.7 (d=8), 0.5 and 1.0 to 2.4 (d=16). There
-  the steady order decides: eight times the share of its annealing takes d=8, m=24, 1/1.15/.85/.05
-  from 37.75 to 36.65 and m=64 from 60.3 to 57.8; thirty times, hardly more (36.35, 57.65).
-
-With activations in host memory (`trades`, overheads at d=8, 1/1.15/.85/.05, m=32, a copy as long
-as an F; `benchmarks/bench_offload.py` prints more): greedy copies and W dealt out anew alone give
-11.55 at 8 chunks, and the walk 9.8 to 10.9 by its random numbers, from V-ZB's order; at 4 chunks
-14.5 from grouped interleaved ones of a loop, where the best V has 21.9. Starts that keep some of
-host memory free lead to no more than other random numbers do (8 chunks: 16 in the host 10.15, any
-10.9); twice the turns do (10.15), for what the steady orders took that no longer are planned there.
-
-Open: below V-Half's memory the period bounds the gain; at the memory of V-ZB d - 1 hops are all
-that is left; between them (24 of 32 chunks at d=16) ten times the steps still gain a fifth.
 """
 
 import time
@@ -88,7 +35,7 @@ from megatron_vshape.core.model.placement import Placement, default_placements
 from megatron_vshape.core.model.schedule import ORDER_ALONE, Objective, Plan, Tried
 from megatron_vshape.core.planner.job_shop import Problem, make_problem
 from megatron_vshape.core.planner.offload_search import Bases, OffloadSearch, ways_to_save
-from megatron_vshape.core.planner.orders import FEW, MOST_AT_ONCE, Candidate, PlacementSearch
+from megatron_vshape.core.planner.orders import MOST_AT_ONCE, Candidate, PlacementSearch
 from megatron_vshape.core.planner.race import better_half, race
 
 __all__ = ["Objective", "Plan", "plan"]
@@ -97,24 +44,17 @@ ROUNDS, LEAST = 3, 1000
 """The budget is spent in about so many rounds, each with half as many orders and so many steps."""
 
 WALKS, WALKS_OF_FEW = 2, 6
-"""So many orders are walked side by side at least, those of the same start in different ways.
+"""So many orders are walked side by side at least: copies of the better half fill up the rest."""
 
-With more of them each goes less far: at d=8, m=24, 1/2/1/.05, 12 chunks 2 end at 209.4 and 4 at
-210.2. Of orders of fewer than `FEW` passes more are walked, and as many different ones stay: at
-d=4, m=8, 6 chunks 2 end at 72.9, without kicks, 6 with as many steps each at 72.3. At 4 chunks the
-best come from orders that are bad at first: 90.6 in two of five seeds, where copies of the best
-give 91.3.
+FEW, STEPS_OF_FEW = 1000, 100_000
+"""Fewer passes are soon stuck, so after so many steps of each order copies of them restart.
+
+A copy begins with moves that may make its order longer. d=4, m=8, 1/1.15/.85/.05, 11 chunks:
+49.65, without 50.25.
 """
 
 OLD = TURNS = 3
-"""One of so many turns goes on from the orders that those before it ended with, and is the last.
-
-Against six short turns, seconds of processor time and step times, 1/2/1/.05: d=8, m=24, 12 chunks
-3.6 and 211.8, now 10.9 and 208.4; d=16, m=48, 18 chunks, where new orders are dear, 8 and 468.5,
-now 8 and 462.9. The two at once, old orders beside new ones in a turn: the new drop out too early.
-At d=4, m=8, 4 chunks, means of five or six seeds, 91.1 now: more turns that begin anew 91.4, the
-best of every start in the last turn 91.2, two or four shorter last turns for one 91.4 and 91.5.
-"""
+"""One of so many turns goes on from the orders that those before it ended with, and is the last."""
 
 LONGER = 24
 """A turn that goes on has so many times the budget: old orders still gain where new ones do not."""
@@ -343,7 +283,8 @@ class _Race:
                     return live
             return _going_on(self._open(live))
 
-        return race(self._open(live), budget, ROUNDS, advance, LEAST)
+        live = self._open(live)
+        return race(live, budget, _rounds_of(live, budget), advance, LEAST)
 
     def _open(self, live: list[_Runner]) -> list[_Runner]:
         """Return those whose placement can still have a better order."""
@@ -384,13 +325,23 @@ def _improve(job: tuple[PlacementSearch, Candidate, int]) -> tuple[PlacementSear
 
 def _going_on(live: list[_Runner]) -> list[_Runner]:
     """Return the better half, and where that is few, these again on ways of their own."""
-    few = all(_passes_of(search.problem) < FEW for search, _ in live)
+    few = _are_few(live)
     walks = WALKS_OF_FEW if few else WALKS
-    live = better_half(live, _value_of, WALKS_OF_FEW if few else 1)
+    live = better_half(live, _value_of)
     copies = [
-        (search, search.again(each, number)) for number in range(1, walks) for search, each in live
+        (search, search.again(each, number, restart=few))
+        for number in range(1, walks)
+        for search, each in live
     ]
     return (live + copies)[: max(walks, len(live))]
+
+
+def _rounds_of(live: list[_Runner], steps: int) -> int:
+    return max(ROUNDS, steps // (STEPS_OF_FEW * WALKS_OF_FEW)) if _are_few(live) else ROUNDS
+
+
+def _are_few(live: list[_Runner]) -> bool:
+    return all(_passes_of(search.problem) < FEW for search, _ in live)
 
 
 def _value_of(runner: _Runner) -> float:

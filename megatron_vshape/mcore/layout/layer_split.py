@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
-from megatron_vshape.core.ask import Question, best_order
-from megatron_vshape.core.layer_choice import choose_layers
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import (
@@ -22,6 +19,7 @@ from megatron_vshape.core.model.layers import (
     without_ends,
 )
 from megatron_vshape.core.model.placement import Placement
+from megatron_vshape.core.planner.lighter import fitting_layers
 from megatron_vshape.core.planner.vocabulary import SUM, shared_pieces, tells_shared
 from megatron_vshape.mcore.layout.sizes import Sizes, options_of, sizes_of
 
@@ -34,11 +32,7 @@ class Split(NamedTuple):
     layers: tuple[int, ...]
     costs: Costs | None  # measured costs, if given
     estimate: Costs | None = None  # in units of a chunk's passes; None if all stages are equal
-    limits: tuple[float, ...] | None = None  # memory limits of the chosen schedule, if any
     shares: tuple[Share, ...] = ()  # share of each layer, if layers are not identical
-
-
-_Chosen = tuple[tuple[int, ...], tuple[float, ...] | None]
 
 
 def split_layers(
@@ -46,14 +40,13 @@ def split_layers(
     placement: Placement,
     text: str | None,
     costs: Costs | None,
-    question: Question | None = None,
+    limit_bytes: float | None = None,
     shares: bool = False,
-    once: Callable[[Callable[[], _Chosen]], _Chosen] = lambda plan: plan(),
 ) -> Split:
     """Return the split that `text` specifies, or the even split.
 
-    With `text` auto, measured costs and a `question`, layers and schedule are chosen together, and
-    `once` runs that choice.
+    With `text` auto, the measured or estimated work of the stages is balanced. If `limit_bytes` is
+    given, layers then move between stages until one microbatch fits.
 
     Args:
         args: Megatron's arguments, or the config of a library.
@@ -62,42 +55,33 @@ def split_layers(
         costs: Costs from a file. If they include layer counts, or `text` is auto, they are
             converted to the layers of this run. Otherwise they apply to this run's stages as they
             are.
-        question: The plan request of this run, if known.
+        limit_bytes: Memory limit per rank, including model states, if the costs include these.
         shares: Whether all ranks share the vocabulary. Then no stage has the embedding or the
             output layer, and the costs include each rank's part of them.
-        once: Runs a function on one rank and returns its result on all.
 
     Raises:
         ScheduleError: The layers or the costs do not fit the stages.
     """
     layers, measured = given_layers(args, placement, text, costs)
-    limits, sizes = None, _sizes(args)
+    sizes = _sizes(args)
     if layers is None:
         pieces = measured or _estimated(sizes, len(placement))
         if shares:
             pieces = _without_ends(sizes, pieces)
         layers = pieces.balanced(sizes.num_layers, placement)
-        if question is not None and measured is not None:
-            layers, limits = once(
-                partial(_choose, replace(question, layers=(pieces, sizes.num_layers)))
-            )
+        if limit_bytes is not None and measured is not None:
+            layers = fitting_layers(pieces, layers, placement, limit_bytes)
     if text is not None and os.environ.get("RANK", "0") == "0":
         told = ",".join(map(str, layers))
         logger.info("layers per stage, in model order: %s", told)
     if shares:
-        return _share(args, sizes, layers, placement, costs)._replace(limits=limits)
+        return _share(args, sizes, layers, placement, costs)
     unlike = len(set(Share.of_stages(layers, sizes.shares))) > 1 or sizes.predicting > 0
     estimate = _estimated(sizes, len(placement)).costs(layers) if unlike else None
     if costs is not None and measured is not None and costs.layers != layers:
         if costs.layers is not None or text == AUTO_SPLIT:
             costs = measured.costs(layers)
-    return Split(layers, costs, estimate, limits, sizes.shares)
-
-
-def _choose(question: Question) -> _Chosen:
-    """Return the layers of the best schedule, and its memory limits."""
-    _, layers, _ = chosen = choose_layers(question, best_order(question))
-    return layers, chosen.answer.limits
+    return Split(layers, costs, estimate, sizes.shares)
 
 
 def given_layers(

@@ -57,7 +57,6 @@ def megatrons_if_best(args: Namespace, options: Options, once: OnePlanner) -> Ri
         choice.in_host_bytes,
         placements=(choice.placement,),
         slices=choice.slices,
-        holds_less=False,
     )
     overlaps = getattr(args, "overlap_p2p_comm", False)
 

@@ -34,7 +34,7 @@ class Choice:
     costs: Costs | None = None  # in us and bytes; None: `estimate`
     estimate: Costs | None = None  # relative costs of unequal stages; None: one unit per pass
     limit_bytes: float | None = None  # memory limit of a device, for auto; None: `limit_of`
-    limit_of: str | tuple[float, ...] | None = None  # a schedule, or its peaks; None: 1F1B
+    limit_of: str | None = None  # a schedule; None: 1F1B
     host_limit_bytes: float = math.inf  # host memory of a device for offloading
     num_layers: int | None = None  # layers of the model
     layer_shares: tuple[Share, ...] = ()  # share of each layer, if layers are not identical

@@ -35,7 +35,6 @@ from megatron_vshape.mcore.setup.microbatches import (
     changing_counts,
     check_interleaved,
     fixed_counts,
-    in_training,
 )
 from megatron_vshape.mcore.setup.one_planner import OnePlanner
 from megatron_vshape.mcore.setup.pipeline import Pipeline, pipeline_of
@@ -106,7 +105,6 @@ def prepare(
         check=check_arguments,
         ties_ends=not args.untie_embeddings_and_output_weights,
         kernels=args.distributed_backend == "nccl",
-        microbatches=in_training(args),
     )
     _tell_megatron(args, pipeline)
     return pipeline

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_vshape.core.ask import AUTO, Question
+from megatron_vshape.core.ask import AUTO
 from megatron_vshape.mcore.layout import multi_token
 from megatron_vshape.mcore.layout.layer_split import Split, split_layers
 from megatron_vshape.mcore.layout.stage_map import StageMap
@@ -62,7 +62,6 @@ def pipeline_of(
     check: Check,
     ties_ends: bool | None,
     kernels: bool,
-    microbatches: int | None = None,
     loss_last: bool = False,
 ) -> Pipeline:
     """Check a run's options and return its pipeline.
@@ -80,8 +79,6 @@ def pipeline_of(
         check: Rejects unsupported options of `model`.
         ties_ends: Whether the embeddings are tied; None if only the built model knows.
         kernels: Whether P2P messages are GPU kernels (NCCL).
-        microbatches: Microbatches per step, if known; then auto chooses layers and schedule
-            together.
         loss_last: See above.
 
     Raises:
@@ -94,7 +91,7 @@ def pipeline_of(
     keeps_order = options.keep_order or _counts_losses(model)
     options = replace(options, layer_split=translated.layer_split, keep_order=keeps_order)
     may_offload = translated.may_offload
-    split = _split(model, choice, options, microbatches, once)
+    split = _split(model, choice, options)
     stage_map = StageMap(choice.placement, split.layers, multi_token.num_predicting(model))
     check_stages(model, choice, stage_map, may_offload, ties_ends is True)
     splits_graphs = _splits_graphs(model, options)
@@ -141,38 +138,22 @@ def _splits_graphs(model: Any, options: Options) -> bool:
     return True
 
 
-def _split(
-    model: Any,
-    choice: Choice,
-    options: Options,
-    microbatches: int | None,
-    once: OnePlanner,
-) -> Split:
+def _split(model: Any, choice: Choice, options: Options) -> Split:
     """Return the layers of every stage, and the costs of these stages."""
-    text, asked = options.layer_split, _question(choice, options, microbatches)
-    return split_layers(model, choice.placement, text, choice.costs, asked, choice.shares, once)
+    text, limit_bytes = options.layer_split, _limit_bytes(choice, options)
+    return split_layers(model, choice.placement, text, choice.costs, limit_bytes, choice.shares)
 
 
-def _question(choice: Choice, options: Options, microbatches: int | None) -> Question | None:
-    """Return the plan request of auto if it is known before a model is built, else None.
+def _limit_bytes(choice: Choice, options: Options) -> float | None:
+    """Return the memory limit for the layers of the stages, or None if it is unknown.
 
-    It is unknown if the run measures costs, or with a limit in GiB if the costs do not include the
-    static memory of layers and embeddings, which is part of the limit.
+    It is unknown if the run measures its costs, or if the costs do not include the model states of
+    layers and embeddings, which are part of the limit.
     """
-    total, costs = choice.limit_bytes, choice.costs
-    knows = costs is not None and costs.knows_all and not choice.shares
-    later = options.profile_steps is not None or (total is not None and not knows)
-    if choice.name != AUTO or later or microbatches is None:
+    knows = choice.costs is not None and choice.costs.knows_all and not choice.shares
+    if choice.name != AUTO or options.profile_steps is not None or not knows:
         return None
-    return Question(
-        AUTO,
-        choice.num_devices,
-        microbatches,
-        limit=choice.limit_of if total is None else total,
-        in_host=choice.in_host_bytes,
-        placements=(choice.placement,),
-        slices=choice.slices,
-    )
+    return choice.limit_bytes
 
 
 def _of_model(
@@ -183,7 +164,6 @@ def _of_model(
         choice,
         costs=split.costs,
         estimate=split.estimate,
-        limit_of=split.limits or choice.limit_of,
         num_layers=sum(split.layers),
         layer_shares=split.shares,
         keeps_backward_whole=getattr(model, "recompute_granularity", None) == "full",

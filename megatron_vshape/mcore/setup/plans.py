@@ -374,7 +374,7 @@ class Planner:
     def _asked(self, question: Question) -> Question:
         """Return the plan request of the best schedule at the current costs within the limit."""
         costs, layers = self._allowed(self._known_costs), self.choice.num_layers
-        limit = self.choice.limit_of
+        limit: str | tuple[float, ...] | None = self.choice.limit_of
         if self.choice.limit_bytes is not None:  # the run reserves the measured state itself
             costs = costs.having(**{STATE: None}) if costs.knows_all else costs
         left = self._left_bytes(costs)

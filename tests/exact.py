@@ -2,7 +2,7 @@
 
 OR-tools' CP-SAT, started from a plan, proves it the best, finds a better one, or stops with the
 bound it has reached. Up to about 4 devices and 8 microbatches that takes seconds to minutes; the
-number of passes decides. Needs the extra `exact`.
+number of passes decides.
 """
 
 import math
@@ -50,12 +50,8 @@ def prove(
     Raises:
         ScheduleError: OR-tools is not installed, or the plan does not fit the limits.
     """
-    try:
-        from ortools.sat.python import cp_model
-    except ImportError:
-        raise ScheduleError(
-            "a proof needs OR-tools: pip install 'megatron-vshape[exact]'"
-        ) from None
+    from ortools.sat.python import cp_model
+
     schedule = plan.schedule
     unlike = costs.by_microbatch or costs.more_send_us
     if costs.whole_us is not None or unlike or not schedule.kinds.issubset(PARTS):
