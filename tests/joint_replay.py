@@ -69,6 +69,4 @@ def _length(step: list[Key], costs: Costs) -> float:
     took = sum(compute[part][s] for part, s in parts) + exchanges + costs.host_us * len(step)
     if len(step) == 1:
         return took
-    (_, forward, _), (kind, backward, _) = step
-    took = max(took - (costs.hidden_share or 0.0) * exchanges, exchanges)
-    return dict(costs.joint).get(f"F{forward}&{kind}{backward}", took)
+    return max(took - exchanges, exchanges)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from megatron_vshape.core.check.simulate import simulate
-from megatron_vshape.core.model.costs import Costs, joint_name
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import KINDS, Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass, can_join
 from megatron_vshape.core.model.schedule import Schedule
@@ -121,16 +121,10 @@ def with_pairs(draw: st.DrawFn, schedule: Schedule) -> Schedule:
 
 @st.composite
 def joint_costs(draw: st.DrawFn, costs: Costs) -> Costs:
-    """Draw the costs with exchanges and with prices of some joint passes."""
+    """Draw the costs with exchanges, which hide in joint passes."""
     stages = range(costs.num_stages)
     each = st.just(0.0) | st.floats(0.125, 2.0, width=32)
     waits = st.lists(each, min_size=len(stages), max_size=len(stages))
-    names = [joint_name(f, k, b) for f in stages for k in (Kind.B, Kind.BW) for b in stages]
-    known = draw(st.dictionaries(st.sampled_from(names), st.floats(0.125, 9.0, width=32)))
-    return replace(
-        costs,
-        forward_exchange_us=tuple(draw(waits)),
-        backward_exchange_us=tuple(draw(waits)),
-        joint=tuple(known.items()),
-        hidden_share=draw(st.none() | st.floats(0.0, 1.0, width=32)),
+    return costs.having(
+        forward_exchange_us=tuple(draw(waits)), backward_exchange_us=tuple(draw(waits))
     )

@@ -10,7 +10,6 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.rivals import (
     MEGATRONS_OWN,
     NOT_STOCK,
-    OVERLAPPED,
     SAME,
     Known,
     Rival,
@@ -150,11 +149,8 @@ def recommended(answer: Planned) -> str:
     known, chunks = answer.is_known, answer.schedule.num_chunks
     if known is not None and answer.is_megatrons:
         stages = f" with {chunks} virtual stages per rank" if chunks > 1 else ""
-        own = known.name.removeprefix(OVERLAPPED)
-        flag = " and --overlap-moe-expert-parallel-comm" if own != known.name else ""
-        return (
-            f"recommended: stock Megatron's {own}{stages}{flag}; no plan within the limit is faster"
-        )
+        name = f"stock Megatron's {known.name}{stages}"
+        return f"recommended: {name}; no plan within the limit is faster"
     if known is not None:
         return f"recommended: {known}, as published; no plan within the limit is faster"
     slices = answer.schedule.slices

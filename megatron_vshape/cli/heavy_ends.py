@@ -55,7 +55,7 @@ def shares(options: argparse.Namespace, measured: Costs | None) -> bool:
 
 def may_share(options: argparse.Namespace, measured: Costs | None) -> bool:
     """Return whether the ends could be shared too, and the costs know what that takes off whom."""
-    if measured is None or not measured.knows_all or measured.trades or measured.joins:
+    if measured is None or not measured.knows_all or measured.trades:
         return False
     known = bool(measured.layers or options.layers) and options.mtp_layers is None
     return known and options.vocab_parallel is None and not tells_shared(measured)

@@ -69,7 +69,7 @@ from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.simulate import filled, simulate
 from megatron_vshape.core.frontier import Point, families, frontier, published
 from megatron_vshape.core.model.costs import Costs, chunk_of
-from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import AUTO_SPLIT, Pieces
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Objective, Plan, check_size
@@ -84,7 +84,6 @@ from megatron_vshape.view.numbers import (
     enough,
     fixed,
     idle_told,
-    joint_told,
     labelled,
     peaks_told,
     percent,
@@ -187,13 +186,6 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
         "file",
     )
     add(
-        "--hidden",
-        type=number_of("a share from 0 to 1", most=1.0),
-        metavar="SHARE",
-        help="Allow overlapped forward-backward passes: fraction (0-1) of communication hidden, "
-        "for pairs of stages without a measurement in the costs file",
-    )
-    add(
         "--objective",
         type=Objective,
         choices=list(Objective),
@@ -251,8 +243,6 @@ def run(options: argparse.Namespace) -> int:
     measured = None if options.costs is None else _measured(options.costs, options.layers)
     if measured is not None and _in_chunks(options):
         measured = measured.of_activations()
-    if options.hidden is not None and measured is not None:
-        measured = _hiding(measured, options.hidden)
     costs = _costs(options, measured)
     if options.frontier is not None:
         if costs.trades and options.layer_split:
@@ -515,25 +505,12 @@ def _check(options: argparse.Namespace) -> None:
             f"--host {options.host:g} must be finite, at least 0, and without --costs FILE, which "
             "contains host_us"
         )
-    if options.hidden is not None and options.costs is None:
-        raise ScheduleError("--hidden needs --costs FILE with communication times")
     if options.frontier is not None:
         check_can_draw("--frontier")
     if options.frontier is not None and (options.memory_limit or options.export or options.html):
         raise ScheduleError(
             "--frontier plans at every limit: remove --memory-limit, --export and --html"
         )
-
-
-def _hiding(costs: Costs, share: float) -> Costs:
-    """Return the costs with the share of the exchanges that joint passes are taken to hide."""
-    stages = range(costs.num_stages)
-    if not any(costs.exchanges_us(kind, at) for kind in (Kind.F, Kind.B) for at in stages):
-        raise ScheduleError(
-            "--hidden has no effect: --costs contains no communication times. Measure them with "
-            "profile --expert-parallel or --tensor-parallel"
-        )
-    return replace(costs, hidden_share=share).with_source("assumed by --hidden", "hidden_share")
 
 
 def _costs(options: argparse.Namespace, measured: Costs | None) -> Costs:
@@ -668,7 +645,7 @@ def _recipe(options: argparse.Namespace) -> str:
         words += ["--offload", argument(options.offload)]
     known = ("costs", "embedding", "memory_limit", "headroom", "layers", "layer_split", "head")
     ends = ("vocab_parallel", "mtp_layers", "slices", "host")
-    for name in (*known, *ends, "host_memory_limit", "hidden", "chunks", "seconds"):
+    for name in (*known, *ends, "host_memory_limit", "chunks", "seconds"):
         value = getattr(options, name)
         if value is not None:
             text = argument(value) if isinstance(value, float) else value
@@ -703,7 +680,6 @@ def _print(answer: Planned, limit: float, costs: Costs, in_bytes: bool) -> None:
         ("peak memory", f"{held(peaks[0])}, limit {held(peaks[1])}"),
         *labelled("per rank", peaks_told(made.schedule, answer.costs)),
         ("split backward", where_split(made.schedule)),
-        *([("overlapped F&B", joint_told(made.schedule))] if answer.costs.joins else []),
         *trades_told(timeline, answer.costs, held),
     ]
     if in_bytes:
@@ -751,17 +727,13 @@ def _held_text(
 
 
 def _run_frontier(options: argparse.Namespace, costs: Costs, measured: Costs | None) -> int:
-    """Plan at every whole number of chunks up to 1F1B's, print the table and write the files.
-
-    Up to DualPipeV's where costs know of joint passes.
-    """
+    """Plan at every whole number of chunks up to 1F1B's, print the table and write the files."""
     from megatron_vshape.view.figure import save
     from megatron_vshape.view.frontier import frontier_figure
 
     devices = options.devices
     chunk = chunk_of(costs, devices)
-    most = 2 * devices + costs.joins
-    limits = [chunk * chunks for chunks in range(2, most + 1)]
+    limits = [chunk * chunks for chunks in range(2, 2 * devices + 1)]
     question = _question(options, costs, measured)
     time = partial(time_text, in_us=measured is not None)
     with told(time) as progress, _limits_told(costs, devices, measured is not None):

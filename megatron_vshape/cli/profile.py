@@ -187,12 +187,6 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
         help="EP size (default: 1); a stage has max(T, E) ranks",
     )
     parallel.add_argument(
-        "--joint",
-        action="store_true",
-        help="Measure overlapped forward-backward passes too, as "
-        "--overlap-moe-expert-parallel-comm runs them; needs torchrun and --expert-parallel",
-    )
-    parallel.add_argument(
         "--sequence-parallel",
         action="store_true",
         help="Use sequence parallelism, as Megatron's flag; needs torchrun",
@@ -399,14 +393,9 @@ def _model(options: argparse.Namespace, sizes: "ModelFile", device: str) -> "Mod
             f"--expert-parallel {options.expert_parallel}: {options.model} has no experts; add "
             "experts: with count, per_token and ffn_hidden_size, or leave the option out"
         )
-    if options.joint and options.offload:
-        raise ScheduleError("--joint does not support --offload: measure one or the other")
-    alone = not (options.joint or options.offload)
-    if (options.vocab_parallel or sizes.mtp_layers) and not alone:
+    if (options.vocab_parallel or sizes.mtp_layers) and options.offload:
         what = "--vocab-parallel" if options.vocab_parallel else f"mtp_layers in {options.model}"
-        raise ScheduleError(
-            f"{what} supports neither --joint nor --offload: measure one or the other"
-        )
+        raise ScheduleError(f"{what} does not support --offload: measure one or the other")
     if options.sequence_parallel and options.tensor_parallel == 1:
         raise ScheduleError("--sequence-parallel needs --tensor-parallel of at least 2")
     own = "bfloat16" if sizes.parameter_bytes == 2 and device == "cuda" else "float32"
@@ -429,7 +418,6 @@ def _model(options: argparse.Namespace, sizes: "ModelFile", device: str) -> "Mod
         tensor_parallel=options.tensor_parallel,
         expert_parallel=options.expert_parallel,
         sequence_parallel=options.sequence_parallel,
-        joint=options.joint,
     )
 
 

@@ -27,7 +27,6 @@ from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, load_
 from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.core.paper.catalogue import (
     EVERY_NAME,
-    JOINT_NAMES,
     OPTIONS,
     make,
     make_block,
@@ -103,7 +102,7 @@ class Question:
     objective: Objective = Objective.MAKESPAN
     placements: tuple[Placement, ...] = ()  # allowed for AUTO; (): any
     chunks: tuple[int, ...] = ()  # stages per device for AUTO; (): up to the stages of `costs`
-    joint: bool = False  # keep F&B pairs of a named schedule even without costs
+    joint: bool = False  # keep F&B pairs of a named schedule
     choices: tuple[tuple[str, int], ...] = ()  # further arguments of `make`
     slices: int | tuple[int, ...] = 1  # per microbatch; AUTO chooses from several
     steps: int | None = None  # search steps; None: the default of `search.plan`
@@ -150,20 +149,14 @@ class Question:
         counts = (self.slices,) if isinstance(self.slices, int) else self.slices
         if max(counts) == 1:
             return (1,)
-        whole = self.whole()
-        unsliced = {
-            "joint passes": whole.joins,
-            "a shared vocabulary": tells_shared(whole),
-        }
-        for what, there in unsliced.items():
-            if there and 1 in counts:
-                return (1,)
-            if there:
-                raise ScheduleError(
-                    f"slices do not support {what}, which the costs contain: remove --slices, "
-                    "or remove them from the costs"
-                )
-        return counts
+        if not tells_shared(self.whole()):
+            return counts
+        if 1 in counts:
+            return (1,)
+        raise ScheduleError(
+            "slices do not support a shared vocabulary, which the costs contain: remove --slices, "
+            "or remove the shared vocabulary from the costs"
+        )
 
     def chunk_counts(self) -> tuple[int, ...]:
         """Return the allowed numbers of stages per device."""
@@ -242,7 +235,7 @@ def ask(question: Question) -> Answer:
         # The name includes the chunks, to distinguish several schedules of one name.
         name = made if own.chunks is None else replace(made, name=name)
     costs = question.costs_of(name.placement, name.name)
-    if block is not None and not (question.joint or costs.joins):
+    if block is not None and not question.joint:
         name = name.parted()
     return Answer(shared_if_told(name, costs), costs, block)
 
@@ -434,13 +427,9 @@ def _planned(question: Question, limits: tuple[float, ...]) -> Planned:
     from megatron_vshape.core.splitting import WORTH, saves
 
     costs, goal = question.whole(), question.objective
-    if tells_shared(costs):
-        return _shared(question, limits)
-    paired = _joint(question, limits)
-    # If no schedule without pairs can be faster, according to its bound, skip that search.
-    if paired is not None and paired.plan.value <= _bound_of_simple(question, limits):
-        return paired
     slices, trades = question.slice_counts(), costs.trades
+    if tells_shared(costs):
+        return _shared(replace(question, slices=slices), limits)
     chooses = max(saves(costs.sliced(each)) for each in slices) >= WORTH
     planned = partial(
         plan,
@@ -461,10 +450,7 @@ def _planned(question: Question, limits: tuple[float, ...]) -> Planned:
     def begun(best: Callable[[], Plan]) -> None:
         question.found(lambda: _in_order_alone(best(), question, limits))
 
-    best = _split(question, limits, planned, planned(begun=begun), chooses)
-    if paired is not None and paired.plan.value < best.plan.value * (1 - SAME):
-        return paired
-    return best
+    return _split(question, limits, planned, planned(begun=begun), chooses)
 
 
 def _in_order_alone(made: Plan, question: Question, limits: tuple[float, ...]) -> Planned:
@@ -488,8 +474,9 @@ def _shared(question: Question, limits: tuple[float, ...]) -> Planned:
         len(limits), whole.num_stages, whole.trades
     )
     asked = [_on(question, each, 1 / len(placements)) for each in placements]
-    if whole.trades or whole.joins:
-        asked += [replace(each, costs=_plain(each.whole()), cut=None) for each in asked]
+    if whole.trades:
+        alone = [each.whole().without_copies() for each in asked]
+        asked += [replace(e, costs=own, cut=None) for e, own in zip(asked, alone, strict=True)]
     for each in asked:
         fitting: list[tuple[Known, Plan]] = []
         for waiting in sorted(WAITING, reverse=True):
@@ -506,10 +493,6 @@ def _shared(question: Question, limits: tuple[float, ...]) -> Planned:
     costs = question.costs_of(best.schedule.placement, "the plan")
     plan = _plan_of(best._replace(costs=costs), limits, goal, made.source, made.steps)
     return Planned(plan.schedule, costs, plan=plan, limits=limits, known=())
-
-
-def _plain(costs: Costs) -> Costs:
-    return costs.without_copies().never_joined()
 
 
 def _shared_with(question: Question, limits: tuple[float, ...], waiting: int) -> tuple[Known, Plan]:
@@ -555,44 +538,6 @@ def _split(
     return Planned(taken.schedule, best.costs, plan=taken, limits=limits, known=())
 
 
-def _joint(question: Question, limits: tuple[float, ...]) -> Planned | None:
-    """Return the best schedule with F&B pairs; None if the costs have none, or none fits."""
-    whole = question.whole()
-    if not whole.joins:
-        return None
-    placements = question.placements or default_placements(question.num_devices, whole.num_stages)
-    found = (_joint_on(each, question, limits) for each in placements if question.allows(each))
-    return min(filter(None, found), key=lambda each: each.plan.value, default=None)
-
-
-def _joint_on(
-    placement: Placement, question: Question, limits: tuple[float, ...]
-) -> Planned | None:
-    from megatron_vshape.core.planner.joint_walk import best_joint  # imports numba
-
-    costs, goal = question.costs_of(placement, "a plan"), question.objective
-    asked = limits, goal, placement, question.steps, question.in_host
-    made = best_joint(costs, question.num_microbatches, *asked)
-    if made is None:
-        return None
-    paired = joined(judge(made, costs), goal)
-    plan = _plan_of(paired, limits, goal, f"joint passes, {made.name}")
-    return Planned(plan.schedule, costs, plan=plan, limits=limits, known=())
-
-
-def _bound_of_simple(question: Question, limits: Sequence[float]) -> float:
-    """Return a lower bound over all schedules without F&B pairs that the search may find."""
-    whole = question.whole()
-    placements = question.placements or default_placements(
-        question.num_devices, whole.num_stages, whole.trades
-    )
-    sizes = question.num_microbatches, limits, question.objective
-    return min(
-        bound_at(question.costs_of(each, "a plan").never_joined(), each, *sizes)
-        for each in placements
-    )
-
-
 def _bound(question: Question, placement: Placement, limits: Sequence[float]) -> float:
     costs, goal = question.costs_of(placement, "a plan"), question.objective
     return min(
@@ -630,8 +575,6 @@ def _possible(question: Question, limits: Sequence[float]) -> Iterator[Possible]
         try:
             costs = question.costs_of(block.placement, str(rival))
         except ScheduleError:  # the costs do not have its stages
-            continue
-        if rival.name in JOINT_NAMES and not costs.joins:
             continue
         slices, placement = rival.slices, block.placement
         numbers = slices * question.num_microbatches

@@ -9,7 +9,7 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import default_placements
 from megatron_vshape.core.model.schedule import Plan, Schedule
-from megatron_vshape.core.paper.catalogue import EVERY_NAME, JOINT_NAMES
+from megatron_vshape.core.paper.catalogue import NAMES
 from megatron_vshape.core.planner.vocabulary import WAITING, most_logits_bytes
 from megatron_vshape.core.rivals import judge
 
@@ -81,12 +81,10 @@ def _of_both(before: Plan | None, made: Plan) -> Plan | None:
 
 def published(question: Question) -> Iterator[Point]:
     """Yield the catalogue's schedules as points, with the request's costs for each."""
-    for name in EVERY_NAME:
+    for name in NAMES:
         try:
             answer = ask(replace(question, name=name, slices=1))
         except ScheduleError:  # not for this size, or no costs for its stages
-            continue
-        if name in JOINT_NAMES and not answer.costs.joins:
             continue
         known = judge(answer.schedule, answer.costs)
         peak, value = max(known.peak), question.objective.of(known.timeline)

@@ -12,14 +12,11 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline
 from megatron_vshape.core.paper.building_block import BuildingBlock
-from megatron_vshape.core.paper.catalogue import EVERY_NAME, OPTIONS, make, make_block
+from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS, make, make_block
 from megatron_vshape.core.planner.vocabulary import is_shared, shared_if_told
 
 MEGATRONS_OWN = ("1f1b", "interleaved-1f1b")
 """Schedules of stock Megatron."""
-
-OVERLAPPED = "overlapped-"
-"""Prefix of schedules that Megatron runs with --overlap-moe-expert-parallel-comm."""
 
 MOST_COMPARED = 20_000
 """Maximum passes of a published schedule in a comparison: generating a larger one is slower than
@@ -42,8 +39,9 @@ def why_not_stock(name: str, num_devices: int, num_microbatches: int) -> str:
 
     Empty for other schedules.
     """
-    own = name.partition(":")[0].removeprefix(OVERLAPPED)
-    if own != "interleaved-1f1b" or num_microbatches % num_devices == 0:
+    own = name.partition(":")[0]
+    interleaved = own in ("interleaved-1f1b", "overlapped-interleaved-1f1b")
+    if not interleaved or num_microbatches % num_devices == 0:
         return ""
     return f"{num_microbatches} microbatches are not a multiple of {num_devices} ranks"
 
@@ -62,8 +60,7 @@ class Rival(NamedTuple):
     def is_megatrons(self, num_devices: int, num_microbatches: int) -> bool:
         """Return whether Megatron runs it; interleaved 1F1B requires complete groups."""
         whole = self.name == "1f1b" or num_microbatches % num_devices == 0
-        own = self.name.removeprefix(OVERLAPPED) in MEGATRONS_OWN
-        return own and whole and self.slices == 1
+        return self.name in MEGATRONS_OWN and whole and self.slices == 1
 
 
 class Known(NamedTuple):
@@ -97,7 +94,7 @@ def rivals_of(
     other libraries slice them; the search itself starts from the sliced blocks of all others.
     """
     allowed = sorted(set(chunk_counts))
-    for slices, name in product(slice_counts, EVERY_NAME):
+    for slices, name in product(slice_counts, NAMES):
         if slices > 1 and name not in MEGATRONS_OWN:
             continue
         more = [chunks for chunks in allowed if chunks > 1]
@@ -134,9 +131,7 @@ def judge_rival(
     """
     schedule = _made(rival, num_devices, num_microbatches)
     costs = costs_of(schedule.placement, str(rival))
-    if not costs.joins:
-        schedule = schedule.parted()
-    return judge(schedule, costs)._replace(rival=rival)
+    return judge(schedule.parted(), costs)._replace(rival=rival)
 
 
 @lru_cache(maxsize=64)  # a frontier evaluates the same ones at every limit
@@ -163,7 +158,7 @@ def may_fit(
 
 def joined(known: Known, objective: Objective) -> Known:
     """Fuse B and W to BW where that is not slower, if BW has a separate cost."""
-    if known.costs.whole_us is None and not known.costs.joint:
+    if known.costs.whole_us is None:
         return known
     from megatron_vshape.core.splitting import joined  # imports numba
 

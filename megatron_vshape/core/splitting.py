@@ -10,7 +10,6 @@ split.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
@@ -60,11 +59,10 @@ def where_split(schedule: Schedule) -> str:
 def joined(schedule: Schedule, costs: Costs, objective: Objective) -> Schedule:
     """Fuse adjacent B and W to BW where that is not slower.
 
-    Only if BW has a separate cost, alone or in an F&B pair; otherwise `lower` fuses without any
-    effect on times. First fuse where no pass is delayed, then everywhere, or stage by stage if that
-    is slower.
+    Only if BW has a separate cost; otherwise `lower` fuses without any effect on times. First fuse
+    where no pass is delayed, then everywhere, or stage by stage if that is slower.
     """
-    if costs.whole_us is None and not costs.joint:
+    if costs.whole_us is None:
         return schedule
     best = fuse(simulate(schedule, costs))
     value = objective.of(simulate(best, costs))
@@ -78,7 +76,7 @@ def joined(schedule: Schedule, costs: Costs, objective: Objective) -> Schedule:
 
 
 def _better_apart(schedule: Schedule, costs: Costs) -> set[Pass]:
-    """Return the B that must stay split because fusing would take longer, including in F&B pairs.
+    """Return the B that must stay split because fusing would take longer, or is in an F&B pair.
 
     The step time does not show this for passes off the critical path.
     """
@@ -88,21 +86,13 @@ def _better_apart(schedule: Schedule, costs: Costs) -> set[Pass]:
         if costs.time_us(Kind.BW, stage)
         > costs.time_us(Kind.B, stage) + costs.time_us(Kind.W, stage) + 1e-9
     }
-    dear = cache(
-        lambda f, b: (
-            costs.joint_us(f, Kind.BW, b) >= costs.joint_us(f, Kind.B, b) + costs.time_us(Kind.W, b)
-        )
-    )
-    beside = schedule.beside()
-    alone = {
+    dear = {
         work
         for row in schedule.order
         for work in row
         if work.kind is Kind.B and work.stage in stages
     }
-    return {b for f, b in beside.items() if dear(f.stage, b.stage)} | alone.difference(
-        beside.values()
-    )
+    return dear.union(schedule.beside().values())
 
 
 def _join(schedule: Schedule, stages: Sequence[int], apart: set[Pass]) -> Schedule:

@@ -76,13 +76,6 @@ def check_ranks(model: Model) -> None:
             f"started: start {of_stage} to measure collectives, or {2 * of_stage} to measure P2P "
             "messages too"
         )
-    if model.joint and (model.expert_parallel == 1 or num_ranks() == 1):
-        raise ScheduleError(
-            "--joint is measured on ranks that exchange experts' tokens: add --expert-parallel, "
-            f"and start this with torchrun --nproc-per-node {max(of_stage, 2)}"
-        )
-    if model.joint and model.dtype == "float32":
-        raise ScheduleError("--joint runs Megatron's layer plans: add --dtype bfloat16")
     if num_ranks() == 1 and model.sequence_parallel:
         raise ScheduleError(
             "--sequence-parallel is measured on the ranks of a stage: start this with torchrun "
@@ -119,11 +112,6 @@ def measure(
     if model.ranks > 1:
         nothing = (0.0,) * len(layers)
         costs = costs.having(**{name: costs.lists().get(name, nothing) for name in EXCHANGES})
-    if model.joint:
-        own_us = one_device.profile_pairs(model, layers, repeats)
-        prices = of_all(own_us)
-        joint = ((name, median(each[name] for each in prices)) for name in sorted(own_us))
-        costs = replace(costs, joint=tuple(joint)).with_source(f"{MEASURED} {where}", "joint")
     return costs.with_source(f"{MEASURED} {where}")
 
 

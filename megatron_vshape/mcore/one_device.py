@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
 from megatron_vshape import environment
-from megatron_vshape.core.model.costs import Piece, joint_name
+from megatron_vshape.core.model.costs import Piece
 from megatron_vshape.core.model.kinds import (
     COPY_BACK,
     COPY_OUT,
@@ -104,7 +104,6 @@ class Model:
     tensor_parallel: int = 1
     expert_parallel: int = 1
     sequence_parallel: bool = False  # the tensor-parallel ranks share the tokens of the rest
-    joint: bool = False  # passes run by Megatron's layer plans, some beside others
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -153,8 +152,7 @@ class Model:
         head_size = self.head_size or self.hidden_size // self.attention_heads
         parts: dict[str, Any] = {name: size // ranks for name, size in sizes.items()}
         experts = self.experts and self.experts.shard(self.expert_parallel)
-        # Layer plans free what an exchange with nobody returns as it is.
-        apart: dict[str, Any] = {"tensor_parallel": 1, "expert_parallel": 1, "joint": False}
+        apart: dict[str, Any] = {"tensor_parallel": 1, "expert_parallel": 1}
         return replace(
             self, head_size=head_size, experts=experts, sequence_parallel=False, **apart, **parts
         )
@@ -499,60 +497,6 @@ def _profile_stage(
     return Piece(forward, backward, weight, after_forward, after_backward, saved)
 
 
-def profile_pairs(model: Model, layers: Sequence[int], repeats: int) -> dict[str, float]:
-    """Return what F of a stage takes beside B and BW of its device's other stage, by `joint_name`.
-
-    Devices hold two stages each, as a V has them. All ranks of a stage call this together.
-    """
-    state = split_state()
-    last, names = len(layers) - 1, names_of(layers)
-    found: dict[tuple[str, str], dict[Kind, float]] = {}
-    prices: dict[str, float] = {}
-    for forward, backward in zip(range(last + 1), range(last, -1, -1), strict=True):
-        key = names[forward], names[backward]
-        if key not in found:
-            chunks = [
-                build(model, state, layers[at], at == 0, at == last) for at in (forward, backward)
-            ]
-            found[key] = _profile_pair(model, state, chunks, repeats)
-        for kind, us in found[key].items():
-            prices[joint_name(forward, kind, backward)] = us
-    return prices
-
-
-def _profile_pair(
-    model: Model, state: Any, chunks: Sequence[nn.Module], repeats: int
-) -> dict[Kind, float]:
-    """Return the median times of F of the first chunk beside B, and BW, of the second."""
-    zero_gradients(chunks)
-    total = WARM_UP + repeats
-    stages = [alone(model, state, chunk, 2 * total) for chunk in chunks]
-    reads = [not unwrap(chunk).pre_process for chunk in chunks]
-    learns = [not unwrap(chunk).post_process for chunk in chunks]
-
-    def given(receives: bool) -> Tensor | None:
-        return made_up(model) if receives else None
-
-    found = {}
-    ahead, behind = stages
-    microbatches = iter(range(2 * total))
-    for kind in (Kind.B, Kind.BW):
-        timer = PassTimer(torch.device(model.device))
-        for at in islice(microbatches, total):
-            with answering_for(behind):
-                behind.forward(at, given(reads[1]))
-            work, activations, gradient = Pass(kind, 0, at), given(reads[0]), given(learns[1])
-            with answering_for(ahead):
-                timer.begins(work)
-                ahead.forward_beside(at, activations, behind, work, gradient)
-                timer.ends(work)
-            if kind is Kind.B:
-                behind.backward_weights(at)
-            ahead.backward(at, given(learns[0]))
-        found[kind] = median(end - start for _, start, end in timer.slots()[WARM_UP:])
-    return found
-
-
 def profile_copies(model: Model, layers: Sequence[int], repeats: int) -> dict[str, Copies]:
     """Return what copies to and from the host take, as `profile_stages` does of the passes."""
     state = split_state()
@@ -643,7 +587,7 @@ def alone(model: Model, state: Any, chunk: nn.Module, num_microbatches: int) -> 
     from megatron_vshape.mcore.step.stage import MegatronStage
 
     is_last = unwrap(chunk).post_process
-    step = start_step(chunk, num_microbatches, model.joint)
+    step = start_step(chunk, num_microbatches)
     return MegatronStage(state, step, chunk, batches(model), 0, 0, is_last, has_chunks=False)
 
 

@@ -101,7 +101,7 @@ def _costs(measured: Timeline, pricing: Pricing) -> Costs:
     schedule = measured.schedule
     if pricing.in_bytes:
         return pricing.costs_for(schedule.num_devices, schedule.num_stages)
-    times, joint = times_in([measured])
+    times = times_in([measured])
     typical = {key: statistics.median(values) for key, values in times.items()}
     least = min((value for value in typical.values() if value > 0), default=1.0)
 
@@ -118,7 +118,6 @@ def _costs(measured: Timeline, pricing: Pricing) -> Costs:
         0.0,
         unit.held_after_forward_bytes,
         unit.held_after_backward_bytes,
-        joint=tuple((name, statistics.median(values)) for name, values in joint.items()),
     )
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_vshape.core.check.simulate import times_in
-from megatron_vshape.core.model.costs import Costs, Piece, joint_name
+from megatron_vshape.core.model.costs import Costs, Piece
 from megatron_vshape.core.model.kinds import KINDS, PROCESSOR, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule, Slot, Timeline
@@ -157,7 +157,7 @@ def slowdowns(
     found = []
     for each in timelines:
         took, due = [[0.0] * each.schedule.num_devices for _ in range(2)]
-        times, _ = times_in([each])
+        times = times_in([each])
         for key, values in times.items():
             if key in usual and not key[0].of:
                 device = each.schedule.placement[key[1]]
@@ -176,7 +176,7 @@ def undisturbed(
     `DISTURBED`. At least half of the steps are used.
     """
     by_step = [
-        {key: statistics.median(values) for key, values in times_in([each])[0].items()}
+        {key: statistics.median(values) for key, values in times_in([each]).items()}
         for each in timelines
     ]
     keys = set().union(*by_step)
@@ -203,13 +203,13 @@ def measured_costs(
     - A stage with both full and split backwards has a cost for each.
     - A stage with full backwards only is divided in the ratio of all stages; without any split
       backward, in half.
-    - Overlapped F&B passes have a cost per pair of stages. A stage that ran a pass type only in
-      pairs has the median cost of the other stages.
+    - Overlapped F&B passes are ignored. A stage that ran a pass type only in pairs has the median
+      cost of the other stages.
     - The host time per pass is the gap between a W and the pass before it, because a W waits for no
       message.
     """
     gaps: list[float] = []
-    times, joint = times_in(timelines)
+    times = times_in(timelines)
     for timeline in timelines:
         for device in range(timeline.schedule.num_devices):
             pairs = itertools.pairwise(
@@ -234,32 +234,7 @@ def measured_costs(
         send_us,
         host_us=max(0.0, statistics.median(gaps)) if gaps else 0.0,
     )
-    prices = {name: statistics.median(values) for name, values in joint.items()}
-    joint_prices = _joint_prices(timelines[0].schedule, costs, prices)
-    return replace(costs, joint=joint_prices).having(**dict(_shared_times(times, stages)))
-
-
-def _joint_prices(
-    schedule: Schedule, costs: Costs, known: Mapping[str, float]
-) -> tuple[tuple[str, float], ...]:
-    """Return the costs of all F&B pairs on a rank, for the pass types that ran.
-
-    A pair that did not run has the median ratio of the pairs that did, relative to two separate
-    passes.
-    """
-    placement, joint = schedule.placement, dict(known)
-    for kind in (Kind.B, Kind.BW):
-        pairs = {
-            joint_name(f, kind, b): costs.time_us(Kind.F, f) + costs.time_us(kind, b)
-            for f, holder in enumerate(placement)
-            for b, other in enumerate(placement)
-            if holder == other
-        }
-        ratios = [known[name] / apart for name, apart in pairs.items() if name in known]
-        if ratios:
-            share = statistics.median(ratios)
-            joint = {name: share * apart for name, apart in pairs.items()} | joint
-    return tuple(sorted(joint.items()))
+    return costs.having(**dict(_shared_times(times, stages)))
 
 
 def _in_joint_passes(timeline: Timeline) -> set[tuple[Kind, int]]:

@@ -127,20 +127,8 @@ def prices_told(costs: Costs) -> list[str]:
     ]
     if any(exchanges):
         lines.append(f"exposed collectives per microbatch: {shown}")
-    if costs.joint:
-        lines.append(f"overlapped passes: costs of {len(costs.joint)} pairs of stages")
-    if costs.hidden_share is not None:
-        share = percent(costs.hidden_share)
-        other = " for other pairs" if costs.joint else ""
-        lines.append(f"overlapped passes hide {share} of their communication{other}")
     untold = "the costs file does not name the source of its costs"
     return [*lines, *(list(costs.sources_told()) or [untold])]
-
-
-def joint_told(schedule: Schedule) -> str:
-    """Format the number of forwards that overlap with a backward."""
-    forwards = schedule.num_stages * schedule.num_microbatches
-    return f"{len(schedule.joint):,} of {forwards:,} forwards overlap with a backward"
 
 
 def argument(value: float) -> str:

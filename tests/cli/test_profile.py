@@ -156,7 +156,7 @@ def test_what_is_derived_goes_with_plain_stages_alone(
     arguments = ["profile", "--model", str(model), "--devices", "2", "--seq-length", "64"]
     arguments += ["--device", "cpu", "--output", str(tmp_path / "costs.json")]
     assert main([*arguments, "--vocab-parallel", "--offload"]) == 2
-    assert "--vocab-parallel supports neither --joint nor --offload" in capsys.readouterr().err
+    assert "--vocab-parallel does not support --offload" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -282,21 +282,6 @@ def test_ranks_measure_what_their_experts_exchange(
     assert min(costs.forward_us) > 0
 
 
-@pytest.mark.slow
-def test_ranks_measure_passes_beside_each_other(model: Path, tmp_path: Path) -> None:
-    model.write_text(MODEL + EXPERTS)
-    flags = ["--expert-parallel", "2", "--joint", "--dtype", "bfloat16"]
-    _, costs = on_two_ranks(model, tmp_path / "costs.json", *flags)
-    pairs = [(0, 3), (1, 2), (2, 1), (3, 0)]
-    joint = dict(costs.joint)
-    assert set(joint) == {f"F{f}&{kind}{b}" for f, b in pairs for kind in ("B", "BW")}
-    assert (
-        dict(costs.sources)["joint"] == "measured on 2 ranks, tensor-parallel 1, expert-parallel 2"
-    )
-    assert min(joint.values()) > 0
-    assert joint["F1&B2"] == joint["F2&B1"]  # of inner stages of as many layers
-
-
 def test_what_experts_exchange_is_assumed_on_one_device() -> None:
     pytest.importorskip("megatron.core")
     from megatron_vshape.mcore.on_ranks import Link, assumed
@@ -328,8 +313,6 @@ def test_a_rank_alone_computes_as_much_as_with_others() -> None:
     ("flags", "said"),
     [
         (["--expert-parallel", "2"], "has no experts; add experts: with count, per_token and"),
-        (["--joint"], "--joint is measured on ranks that exchange experts' tokens: add --expert"),
-        (["--joint", "--offload"], "--joint does not support --offload"),
         (["--sequence-parallel"], "--sequence-parallel needs --tensor-parallel of at least 2"),
         (
             ["--sequence-parallel", "--tensor-parallel", "2"],

@@ -239,7 +239,7 @@ def test_files_of_earlier_versions_that_recompute_by_stage(
         Schedule.from_json(json.dumps(data | {"recompute": ["none", "mlp", "full", "none"]}))
     old = {"recompute": {"full": {"backward_us": [2, 2]}}, "sources": {"recompute": "measured"}}
     assert Costs.from_json(json.dumps(COSTS | old)).backward_us == tuple(COSTS["backward_us"])
-    assert "(recompute), which plans no longer choose: ignored" in caplog.text
+    assert "(recompute) which plans no longer choose: ignored" in caplog.text
 
 
 COSTS = json.loads(Costs.uniform(1, 2).to_json())

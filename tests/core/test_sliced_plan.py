@@ -11,12 +11,14 @@ from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, linear, looping, v_shape
 from megatron_vshape.core.model.schedule import Objective
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.planner.rows import Codec
 from megatron_vshape.core.planner.search import plan
+from megatron_vshape.core.planner.vocabulary import shared_pieces
 from megatron_vshape.core.program.lowering import lower
 
 
@@ -40,8 +42,8 @@ def test_numbers_of_what_descends_are_their_turns() -> None:
         assert codec.number(work) % 8 == number
         assert codec.work(codec.number(work)) == work
     schedule = make("v-zb", 2, 2, slices=4)
-    rows = [np.array([first for (first,) in row]) for row in codec.steps(schedule)]
-    assert codec.order(map(np.ndarray.tolist, rows)) == (schedule.order, frozenset())
+    rows = [np.array(list(map(codec.number, row))) for row in schedule.order]
+    assert codec.order(map(np.ndarray.tolist, rows)) == schedule.order
     for row in rows:  # passes of a sort stand in the order of their numbers
         for sort in set(row // 8):
             own = row[row // 8 == sort]
@@ -219,8 +221,9 @@ def test_in_the_memory_of_a_name_of_slices() -> None:
 
 
 def test_what_has_no_slices_yet_is_told() -> None:
-    costs = replace(Costs.uniform(2, 4, 1, 1, 1), hidden_share=0.5)
+    pieces = Pieces.estimated(2.0, 2.0)
+    costs = shared_pieces(pieces, 2, 0.1, 0.25).costs((2,) * 4)
     asked = Question(AUTO, 2, 2, costs, limit=4.0, steps=200, slices=2)
-    with pytest.raises(ScheduleError, match="slices do not support joint passes"):
+    with pytest.raises(ScheduleError, match="slices do not support a shared vocabulary"):
         ask(asked)
     assert ask(replace(asked, slices=(1, 2))).schedule.slices == 1

@@ -51,7 +51,7 @@ def test_joint_passes_and_whole_backwards_keep_their_prices() -> None:
     schedule = make("dualpipev", 4, 12)
     costs = unlike(4, schedule.num_stages, 12, 1)
     both = tuple(0.9 * (b + w) for b, w in zip(costs.backward_us, costs.weight_us, strict=True))
-    costs = replace(costs, hidden_share=0.5).having(whole_backward_us=both)
+    costs = costs.having(whole_backward_us=both)
     found = even_out(schedule, costs, tries=20)
     assert found.given_us == pytest.approx(simulate(schedule, costs).makespan)
 

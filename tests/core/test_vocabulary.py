@@ -37,7 +37,6 @@ from megatron_vshape.core.planner.vocabulary import (
     share_forwards,
     share_vocabulary,
     shared_pieces,
-    without_passes,
     without_shared,
 )
 from megatron_vshape.core.program.kernels import waits_for_ever
@@ -337,27 +336,21 @@ def test_it_is_shared_beside_whatever_a_plan_has(joint: bool, half_duplex: bool 
     assert shared.joint == plain.joint
     assert shared.half_duplex == plain.half_duplex
     assert shared.beside() == plain.beside()
-    assert without_passes(shared).kinds == plain.kinds
+    assert {kind for kind in shared.kinds if not kind.of} == plain.kinds
     timeline = simulate(shared, own)
     assert waits_for_ever(lower(shared, timeline, kernels=True)) == {}
 
 
-def test_two_currencies_in_one_plan_are_no_slower_than_each_alone() -> None:
+def test_a_shared_vocabulary_with_copies_is_no_slower_than_without() -> None:
     pieces = Pieces.estimated(HEAD, 2.0, (1, 1.15, 0.85, 0.05))
     costs = shared_pieces(pieces, 4, 0.1, 0.25).costs((2,) * 8)
-    stages = costs.num_stages
-    costs = costs.having(forward_exchange_us=(0.3,) * stages, backward_exchange_us=(0.3,) * stages)
-    every = replace(costs.with_copies(1.0), hidden_share=1.0)
-    bare = every.without_copies()
-    alone = bare.never_joined(), bare, every.never_joined()
     question = Question(AUTO, 4, 12, limit=4.5, steps=10_000)
     values = []
-    for each in (*alone, every):
+    for each in (costs, costs.with_copies(1.0)):
         answer = best_order(replace(question, costs=each))
         verify(answer.schedule, answer.limits, answer.costs)
         lower(answer.schedule, kernels=True)
         assert is_shared(answer.schedule)
         assert answer.plan.lower_bound <= answer.plan.value
         values.append(answer.plan.value)
-    assert values[-1] <= min(values[:-1]) * (1 + 1e-9)
-    assert values[-1] < 0.97 * values[0]
+    assert values[1] < 0.97 * values[0]

@@ -31,7 +31,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Pieces, recut
 from megatron_vshape.core.model.schedule import Objective, Schedule, load_schedule
 from megatron_vshape.core.paper.catalogue import EVERY_NAME
-from megatron_vshape.core.planner import joint_walk, search
+from megatron_vshape.core.planner import search
 from megatron_vshape.core.rivals import judge
 from megatron_vshape.mcore.setup.choice import GIB, Choice, choice_of
 from megatron_vshape.mcore.setup.plans import Planner
@@ -354,8 +354,7 @@ if __name__ == "__main__":
     parser.add_argument("--questions", type=int, default=300)
     parser.add_argument("--seed", type=int, default=38)
     options = parser.parse_args()
-    for module in (search, joint_walk):
-        module.default_steps = _few_steps
+    search.default_steps = _few_steps
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as made:
         said = Recorder(Path(made), options.seed).run(options.questions)

@@ -1,4 +1,4 @@
-"""Training with joint passes: every bit of the same order with its pairs apart, and as 1F1B."""
+"""Training with overlapped passes equals the same order without them bit by bit, and 1F1B."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from mcore.test_training import losses, relative
 
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
-from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.core.planner.joint_orders import joint_orders
 from megatron_vshape.core.program.lowering import lower
+from megatron_vshape.core.program.pairing import pair_adjacent
 
 Train = Callable[..., Ended]
 
@@ -99,9 +98,16 @@ def test_pairs_change_no_bit(train: Train, tmp_path: Path, case: str) -> None:
     joint, apart = files(tmp_path, name, 2, whole)
     flags = (*STEPS, *SIZE, *options.split(), *BESIDE)
     ours = train(ranks, "--pipeline-schedule", joint, *flags)
-    same_bits(ours, train(ranks, "--pipeline-schedule", apart, *flags))
     plain = (*STEPS, *SIZE, *options.split(), "--bf16")
+    same_bits(ours, train(ranks, "--pipeline-schedule", apart, *plain))
     assert_equal(ours, train(ranks, "--pipeline-schedule", "1f1b", *plain), bf16=True)
+
+
+def test_adjacent_passes_of_a_schedule_by_name_overlap(train: Train) -> None:
+    assert pair_adjacent(make("v-zb", 2, 8)).joint
+    named = ("--pipeline-schedule", "v-zb", *STEPS, *SIZE, *EXPERT_PARALLEL.split())
+    ours = train(4, *named, *BESIDE)
+    same_bits(ours, train(4, *named, "--bf16"))
 
 
 AUTO = "--pipeline-schedule auto --pipeline-profile-iterations 2:3"
@@ -124,18 +130,18 @@ def test_more_ranks(train: Train, tmp_path: Path, name: str) -> None:
     size = ("--pipeline-model-parallel-size", "4", "--global-batch-size", "16")
     flags = (*size, *EXPERT_PARALLEL.split())
     ours = train(8, "--pipeline-schedule", joint, *STEPS, *flags, *BESIDE)
-    same_bits(ours, train(8, "--pipeline-schedule", apart, *STEPS, *flags, *BESIDE))
+    same_bits(ours, train(8, "--pipeline-schedule", apart, *STEPS, *flags, "--bf16"))
     theirs = train(8, "--pipeline-schedule", "1f1b", *STEPS, *flags, "--bf16")
     assert_equal(ours, theirs, bf16=True)
 
 
 @pytest.mark.slow
 def test_a_loop_of_four_stages_a_rank(train: Train, tmp_path: Path) -> None:
-    (planned,) = joint_orders(2, 8, looping(2, 4))
-    assert len(planned.joint) > 16
-    joint, apart = written(tmp_path, planned)
+    published = make("overlapped-interleaved-1f1b", 2, 8, num_chunks=4)
+    assert len(published.joint) > 16
+    joint, apart = written(tmp_path, published)
     flags = (*STEPS, *SIZE, *EXPERT_PARALLEL.split())
     ours = train(4, "--pipeline-schedule", joint, *flags, *BESIDE)
-    same_bits(ours, train(4, "--pipeline-schedule", apart, *flags, *BESIDE))
+    same_bits(ours, train(4, "--pipeline-schedule", apart, *flags, "--bf16"))
     theirs = train(4, "--pipeline-schedule", "1f1b", *flags, "--bf16")
     assert_equal(ours, theirs, bf16=True)

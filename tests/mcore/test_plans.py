@@ -1,6 +1,5 @@
 """Plans by name and by file, for any number of microbatches."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,12 +9,10 @@ from posting import streams_of
 from megatron_vshape.core.ask import Question, ask, find
 from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import COPY_OUT, VOCABULARY, ScheduleError
+from megatron_vshape.core.model.kinds import VOCABULARY, ScheduleError
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
-from megatron_vshape.core.planner import search
 from megatron_vshape.core.planner.vocabulary import share_vocabulary
 from megatron_vshape.mcore.observe.report import opening_lines
 from megatron_vshape.mcore.options import options_from
@@ -55,19 +52,12 @@ def test_auto_without_a_limit_plans_for_the_memory_of_1f1b(chunks: int) -> None:
     assert max(peak_held(made, costs)) == pytest.approx(8)
 
 
-def test_no_run_has_copies_beside_joint_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan has what pays of both, but a run knows either; it takes the better of the two."""
-    monkeypatch.setattr(search, "default_steps", lambda problem: 4_000)
-    waits = dict.fromkeys(("forward_exchange_us", "backward_exchange_us"), (0.3,) * 8)
-    own = Costs.uniform(4, 8, 0.7, 0.95, 0.85, 0.05).having(**waits)
-    costs = replace(own.with_copies(0.8), hidden_share=1.0)
-    question = Question("auto", 4, 16, costs, limit=4.0, placements=(v_shape(4),), steps=20_000)
-    both = ask(question).schedule
-    assert both.joint
-    assert COPY_OUT in both.kinds
-    made = Planner(Choice(4, "auto", costs=costs, limit_bytes=4.0, may_join=True)).training(16)
-    assert not (made.schedule.joint and COPY_OUT in made.schedule.kinds)
-    assert max(peak_held(made.schedule, costs)) <= 4
+def test_adjacent_passes_overlap_if_the_run_can() -> None:
+    for name in ("v-zb", "interleaved-1f1b"):
+        made = Planner(Choice(4, name, may_join=True)).training(16)
+        assert made.schedule.joint
+        assert made.schedule.order == Planner(Choice(4, name)).training(16).schedule.order
+        assert not Planner(Choice(4, name)).training(16).schedule.joint
 
 
 def test_a_name_that_looks_like_no_file() -> None:

@@ -234,31 +234,13 @@ def test_a_stage_that_ran_both_has_a_price_for_whole_backwards() -> None:
     assert measured_costs([timeline], 0.0, HELD).whole_backward_us is None
 
 
-def test_what_runs_as_one_has_a_price_by_its_stages() -> None:
+def test_passes_that_run_as_one_do_not_count() -> None:
     schedule = make("dualpipev", 2, 8)
     alone = Costs.of([Piece(10.0 + at, 12.0, 8.0, *HELD[at]) for at in range(4)], 0.0)
-    priced = replace(alone, joint=(("F0&BW3", 21.0), ("F1&BW2", 20.0)))
-    pairs = {(work.stage, other.stage) for work, other in schedule.beside().items()}
-    assert pairs > {(0, 3), (1, 2)}
-    timeline = simulate(schedule, replace(priced, hidden_share=0.0))
-    found = measured_costs([timeline], 0.0, HELD)
-    joint = dict(found.joint)
-    assert joint["F0&BW3"] == pytest.approx(21.0)
-    assert joint["F1&BW2"] == pytest.approx(20.0)
-    assert found.forward_us == pytest.approx(alone.forward_us)
-    assert all(f"F{f}&BW{b}" in joint for f, b in pairs)
-    assert not any("&B0" in name for name in joint)  # of the B that ran beside none
-    assert measured_costs([simulate(schedule.parted(), alone)], 0.0, HELD).joint == ()
-
-
-def test_a_pair_that_never_ran_saves_what_others_do() -> None:
-    schedule = make("dualpipev", 2, 8)
-    kept = {work for work, other in schedule.beside().items() if other.stage == 3}
-    costs = Costs.of([Piece(10.0, 12.0, 8.0, *HELD[at]) for at in range(4)], 0.0)
-    costs = replace(costs, joint=(("F0&BW3", 24.0),))
-    timeline = simulate(replace(schedule, joint=frozenset(kept)), costs)
-    joint = dict(measured_costs([timeline], 0.0, HELD).joint)
-    assert joint["F3&BW0"] == joint["F1&BW2"] == pytest.approx(24.0)
+    waits = (3.0,) * 4
+    priced = alone.having(forward_exchange_us=waits, backward_exchange_us=waits)
+    found = measured_costs([simulate(schedule, priced)], 0.0, HELD)
+    assert found.forward_us == pytest.approx([us + 3 for us in alone.forward_us])
 
 
 def test_two_passes_that_run_as_one_are_timed_once() -> None:

@@ -7,7 +7,7 @@ no more memory. The exception is `never_split`, which is for searches.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from megatron_vshape.core.model.costs import LEAST, Costs, pair_of
+from megatron_vshape.core.model.costs import LEAST, Costs
 from megatron_vshape.core.model.kinds import EXCHANGES, PARTS, Kind
 
 
@@ -30,9 +30,7 @@ def _with_shares(costs: Costs, of_all: Callable[[Sequence[float]], float]) -> Co
 
 
 def in_passes(costs: Costs) -> Costs:
-    """Move collectives and host time into the times of the passes, and remove F&B costs."""
-    if costs.joins:
-        return in_passes(costs.never_joined())
+    """Move collectives and host time into the times of the passes."""
     if not costs.host_us and all(getattr(costs, name) is None for name in EXCHANGES):
         return costs
     stages = range(costs.num_stages)
@@ -41,44 +39,13 @@ def in_passes(costs: Costs) -> Costs:
     return bare.having(**times, whole_backward_us=costs.whole_us, **dict.fromkeys(EXCHANGES))
 
 
-def joined_no_slower(costs: Costs) -> Costs:
-    """Relax the costs so that no F&B pair is faster than its two passes, and remove F&B costs.
-
-    A schedule at the given costs then runs with each pair as its F and then its backward, no slower
-    and with no more memory. Each pass is shortened by the part of its collective that can be
-    hidden, and by half of any further gain of a measured pair.
-    """
-    if not costs.joins:
-        return costs
-    stages, hidden = range(costs.num_stages), costs.hidden_share or 0.0
-    left = {
-        kind: [costs.time_us(kind, s) - hidden * costs.exchanges_us(kind, s) for s in stages]
-        for kind in (Kind.F, Kind.B, Kind.BW)
-    }
-    spared = {kind: [0.0] * costs.num_stages for kind in left}
-    for name, price in costs.joint:
-        f, kind, b = pair_of(name)
-        half = (left[Kind.F][f] + left[kind][b] - price) / 2
-        for each, stage in ((Kind.F, f), (kind, b)):
-            spared[each][stage] = max(spared[each][stage], half)
-    forward, backward, whole = (
-        tuple(max(t - s, t / 1000) for t, s in zip(left[kind], spared[kind], strict=True))
-        for kind in left
-    )
-    return in_passes(costs).having(
-        forward_us=forward,
-        backward_us=backward,
-        whole_backward_us=tuple(map(max, whole, backward)),
-    )
-
-
 def split_no_slower(costs: Costs) -> Costs:
-    """Relax the costs so that full backwards and F&B pairs are no faster than separate passes.
+    """Relax the costs so that full backwards are no faster than separate passes.
 
     A schedule at the given costs then runs with each BW as B and W, no slower and with no more
     memory. So bounds for the relaxed costs apply.
     """
-    priced = in_passes(joined_no_slower(of_shortest(costs)))
+    priced = in_passes(of_shortest(costs))
     # BW retains F's activations until it ends, even if B would retain more for its W.
     held = map(min, costs.held_after_forward_bytes, costs.held_after_backward_bytes)
     priced = priced.having(held_after_backward_bytes=tuple(held))

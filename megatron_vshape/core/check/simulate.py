@@ -9,7 +9,7 @@ from operator import add
 from megatron_vshape.core.check import wavefront
 from megatron_vshape.core.check.deadlock import explain_deadlock
 from megatron_vshape.core.check.wavefront import Rows
-from megatron_vshape.core.model.costs import Costs, joint_name
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import HELD, KINDS, TO_HOST, Kind, ScheduleError
 from megatron_vshape.core.model.passes import NeedTable, Pass
 from megatron_vshape.core.model.schedule import Lane, Schedule, Timeline
@@ -321,20 +321,13 @@ def _peak_in_host(passes: Sequence[Pass], moved: Sequence[float]) -> float:
     return peak
 
 
-def times_in(
-    timelines: Iterable[Timeline],
-) -> tuple[dict[tuple[Kind, int], list[float]], dict[str, list[float]]]:
-    """Return the durations of passes by kind and stage, and of F&B pairs by name."""
+def times_in(timelines: Iterable[Timeline]) -> dict[tuple[Kind, int], list[float]]:
+    """Return the durations of passes by kind and stage, without overlapped passes."""
     times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-    joint: dict[str, list[float]] = defaultdict(list)
     for timeline in timelines:
-        beside = timeline.schedule.beside()
-        joined = set(beside.values())
+        pairs = {work for pair in timeline.schedule.beside().items() for work in pair}
         for device in range(timeline.schedule.num_devices):
             for work, start, end in timeline.slots(device):
-                # Only pairs have a joint time; their passes have no separate ones.
-                if (other := beside.get(work)) is not None:
-                    joint[joint_name(work.stage, other.kind, other.stage)].append(end - start)
-                elif work not in joined:
+                if work not in pairs:
                     times[work.kind, work.stage].append(end - start)
-    return times, joint
+    return times

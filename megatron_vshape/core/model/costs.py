@@ -1,10 +1,8 @@
 """Costs of the passes of every stage: time and memory."""
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import product
 from operator import add, sub
 from pathlib import Path
 from statistics import median
@@ -13,7 +11,6 @@ from typing import Any, Generic, Self, TypeVar, cast
 from megatron_vshape.core.model.costs_file import read_costs, text_of
 from megatron_vshape.core.model.files import read_text
 from megatron_vshape.core.model.kinds import (
-    BESIDE,
     COPY_BACK,
     COPY_OUT,
     DEVICE,
@@ -70,13 +67,6 @@ class Piece:
         """Time of all passes of a microbatch with a split backward."""
         exchange_us = self.forward_exchange_us + self.backward_exchange_us
         return self.forward_us + self.backward_us + self.weight_us + exchange_us
-
-    def pass_us(self, kind: Kind) -> float:
-        """Return the time of F, B, or a full backward."""
-        if kind is Kind.F:
-            return self.forward_us + self.forward_exchange_us
-        both = self.weight_us - self.saved_us - self.hidden_exchange_us
-        return self.backward_us + self.backward_exchange_us + (both if kind is Kind.BW else 0.0)
 
     def times(self, factor: float) -> Self:
         """Scale the piece; the workspace does not scale, because layers run one after another."""
@@ -152,9 +142,8 @@ class Costs:
     Variable-length microbatches: `by_microbatch` has a factor for each microbatch of a step, by the
     name of a time or of the memory after F or B. Overlapped passes have no such factors.
 
-    Overlapped forward-backward (F&B): `joint` has the time of a pair by the name `F0&B7` or
-    `F0&BW7` of its stages. For other pairs, `hidden_share` of both passes' collectives is hidden
-    behind computation. Without both, a pair takes the sum of its passes.
+    Overlapped forward-backward (F&B): a pair takes the time of its passes without their
+    collectives, which are hidden behind the other pass, but at least the time of the collectives.
 
     >>> from megatron_vshape import Costs
     >>> costs = Costs.uniform(num_devices=2, num_stages=4, forward=1, backward=1.2, weight=0.8)
@@ -168,8 +157,6 @@ class Costs:
     host_us: float  # launch overhead of a pass of the processor
     sources: tuple[tuple[str, str], ...]  # "measured ..." or "assumed ...", by name
     half_duplex: bool
-    joint: tuple[tuple[str, float], ...]
-    hidden_share: float | None
     by_microbatch: tuple[tuple[str, Amounts], ...]  # factors by name
     more_send_us: Amounts  # added to send_us, per boundary behind each stage
     device_bytes: float  # of every device: workspaces, message buffers
@@ -198,8 +185,6 @@ class Costs:
         host_us: float = 0.0,
         sources: tuple[tuple[str, str], ...] = (),
         half_duplex: bool = False,
-        joint: tuple[tuple[str, float], ...] = (),
-        hidden_share: float | None = None,
         by_microbatch: tuple[tuple[str, Amounts], ...] = (),
         more_send_us: Amounts = (),
         device_bytes: float = 0.0,
@@ -218,8 +203,8 @@ class Costs:
             raise ScheduleError(f"no kind of pass has {min(unknown)!r:.40}")
         known = ((name, own.get(name)) for name in names)
         in_turn = tuple((name, each) for name, each in known if each is not None)
-        values = in_turn, send_us, layers, host_us, sources, half_duplex, joint
-        more_values = hidden_share, by_microbatch, more_send_us, device_bytes
+        values = in_turn, send_us, layers, host_us, sources, half_duplex
+        more_values = by_microbatch, more_send_us, device_bytes
         for each, value in zip(fields(self), (*values, *more_values), strict=True):
             object.__setattr__(self, each.name, value)
         self._check()
@@ -384,40 +369,9 @@ class Costs:
 
     def joint_us(self, forward: int, kind: Kind, backward: int) -> float:
         """Return the time of an F&B pair: F of one stage, and B or BW of another."""
-        known = next(
-            (us for name, us in self.joint if name == joint_name(forward, kind, backward)), None
-        )
-        if known is not None:
-            return known
         alone = self.time_us(Kind.F, forward) + self.time_us(kind, backward)
         exchanges = self.exchanges_us(Kind.F, forward) + self.exchanges_us(kind, backward)
-        return max(alone - (self.hidden_share or 0.0) * exchanges, exchanges)
-
-    @property
-    def joins(self) -> bool:
-        """Whether the costs have times of F&B pairs; otherwise none are planned."""
-        return bool(self.joint) or self.hidden_share is not None
-
-    @property
-    def share_hidden(self) -> float | None:
-        """Share of collectives hidden in F&B pairs: given, or derived from measured pairs.
-
-        None if neither is known, or no pass has collectives.
-        """
-        if self.hidden_share is not None or not self.joint:
-            return self.hidden_share
-        shares = []
-        for name, price in self.joint:
-            forward, kind, backward = pair_of(name)
-            waits = self.exchanges_us(Kind.F, forward) + self.exchanges_us(kind, backward)
-            alone = self.time_us(Kind.F, forward) + self.time_us(kind, backward)
-            if waits:
-                shares.append((alone - price) / waits)
-        return min(max(median(shares), 0.0), 1.0) if shares else None
-
-    def never_joined(self) -> "Costs":
-        """Return the costs without F&B pairs."""
-        return replace(self, joint=(), hidden_share=None) if self.joins else self
+        return max(alone - exchanges, exchanges)
 
     @property
     def whole_us(self) -> tuple[float, ...] | None:
@@ -444,7 +398,6 @@ class Costs:
                 (name, values if name in (STATE, DUMMY) else share(values))
                 for name, values in self.amounts
             ),
-            "joint": tuple((name, price / slices) for name, price in self.joint),
             "by_microbatch": tuple(
                 (name, tuple(value for value in shares for _ in range(slices)))
                 for name, shares in self.by_microbatch
@@ -491,10 +444,6 @@ class Costs:
     def offloaded_bytes(self) -> Sequence[float]:
         """Offloadable bytes of a microbatch, by stage."""
         return self.held(RELEASE)[2]
-
-    def copies_us(self, stage: int) -> tuple[float, float]:
-        """Return the time of a stage's copy to the host, and of the copy back."""
-        return self.time_us(COPY_OUT, stage), self.time_us(COPY_BACK, stage)
 
     def without_copies(self) -> "Costs":
         """Return the costs without offloading."""
@@ -651,7 +600,6 @@ class Costs:
             for stage, value in enumerate(values):
                 _check_value(name, f"{name} of stage {stage}", value, name in EXCHANGES)
         self._check_layers()
-        self._check_joint()
         self._check_microbatches()
         _check_value("send_us", "send_us", self.send_us, may_be_zero=True)
         if len(self.more_send_us) not in (0, self.num_stages - 1):
@@ -664,7 +612,6 @@ class Costs:
         _check_value("host_us", "host_us", self.host_us, may_be_zero=True)
         _check_value("device_bytes", "device_bytes", self.device_bytes)
         times = [time for name in values_of if name.endswith("_us") for time in values_of[name]]
-        times += [price for _, price in self.joint]
         longest = max(*times, self.send_us, self.host_us, *self.more_send_us)
         shortest = min(filter(None, times))
         if longest > MAX_RATIO * shortest:
@@ -672,18 +619,6 @@ class Costs:
                 f"the times reach from {shortest} to {longest}; none may be more than "
                 f"{MAX_RATIO:g} times another"
             )
-
-    def _check_joint(self) -> None:
-        for name, price in self.joint:
-            match = _JOINT.fullmatch(name)
-            if match is None or max(map(int, match.groups())) >= self.num_stages:
-                raise ScheduleError(
-                    f"joint has {name!r:.40}; it must name two of the {self.num_stages} stages, "
-                    "one of F and one of the overlapped B or BW, as in F0&B7 or F0&BW7"
-                )
-            _check_value("joint_us", f"joint {name}", price)
-        if self.hidden_share is not None and not 0 <= self.hidden_share <= 1:
-            raise ScheduleError(f"hidden_share is {self.hidden_share}; it must be from 0 to 1")
 
     def _check_microbatches(self) -> None:
         counts = {len(shares) for _, shares in self.by_microbatch}
@@ -720,21 +655,6 @@ def _check_value(name: str, what: str, value: float, may_be_zero: bool = False) 
         raise ScheduleError(f"{what} is {value}; it must be {wanted}")
     if value > MOST or (value < LEAST and not may_be_zero):
         raise ScheduleError(f"{what} is {value}; it must be from {LEAST:g} to {MOST:g}")
-
-
-_JOINT = re.compile(r"F([0-9]{1,9})&BW?([0-9]{1,9})", re.ASCII)
-
-
-def joint_name(forward: int, kind: Kind, backward: int) -> str:
-    """Return the name of the F&B pair in `Costs.joint`."""
-    return f"{Kind.F}{forward}{BESIDE}{kind}{backward}"
-
-
-def pair_of(name: str) -> tuple[int, Kind, int]:
-    """Parse the name of an F&B pair: stage of F, kind of the backward, and its stage."""
-    forward, beside = name.removeprefix(Kind.F).split(BESIDE)
-    kind = Kind.BW if beside.startswith(Kind.BW) else Kind.B
-    return int(forward), kind, int(beside.removeprefix(kind))
 
 
 def held_text(held: float) -> str:
@@ -778,25 +698,8 @@ def regroup(costs: Costs, num_stages: int, name: str) -> Costs:
         costs,
         amounts=tuple(amounts),
         layers=None if costs.layers is None else tuple(map(int, _groups(costs.layers, size, sum))),
-        joint=tuple(_joint_sums(costs, num_stages)),
         more_send_us=costs.more_send_us[size - 1 :: size],
     )
-
-
-def _joint_sums(costs: Costs, num_stages: int) -> Iterator[tuple[str, float]]:
-    """Yield the costs of pairs of the coarser split whose parts are all known.
-
-    The first part of F overlaps with the last part of the backward, and so on.
-    """
-    known, size = dict(costs.joint), costs.num_stages // num_stages
-    pairs = product(range(num_stages), (Kind.B, Kind.BW), range(num_stages))
-    for forward, kind, backward in pairs if known else ():
-        names = [
-            joint_name(forward * size + at, kind, (backward + 1) * size - 1 - at)
-            for at in range(size)
-        ]
-        if all(name in known for name in names):
-            yield joint_name(forward, kind, backward), math.fsum(map(known.__getitem__, names))
 
 
 def _groups(

@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 _FIELDS = (*TIMES, "send_us", *HELD)
 _DEVICE = "device_bytes"
-_ALONE = "layers host_us sources half_duplex joint hidden_share".split() + [_DEVICE]
-_FORMER = "recompute"
-"""Costs of stages that recompute, in files of 0.2.0 and before; they are ignored."""
+_ALONE = "layers host_us sources half_duplex".split() + [_DEVICE]
+_FORMER = ("recompute", "joint", "hidden_share")
+"""Recomputation and overlapped passes in files of 0.2.0 and before; they are ignored."""
 _UNLIKE, _MORE = "by_microbatch", "more_send_us"
 
 MEASURED, COUNTED, ASSUMED = "measured", "counted", "assumed"
@@ -40,8 +40,6 @@ def text_of(costs: "Costs") -> str:
         _DEVICE: costs.device_bytes or None,
         "sources": dict(costs.sources) or None,
         "half_duplex": costs.half_duplex or None,
-        "joint": dict(costs.joint) or None,
-        "hidden_share": costs.hidden_share,
         _UNLIKE: dict(costs.by_microbatch) or None,
         _MORE: costs.more_send_us or None,
     }
@@ -62,19 +60,15 @@ def read_costs(text: str) -> dict[str, Any]:
     for name in ("host_us", _DEVICE):
         (made[name],) = _numbers(name, [data.pop(name, 0.0)])
     made["sources"] = _sources(data.pop("sources", {}))
-    if data.pop(_FORMER, None):
+    former = [name for name in _FORMER if data.pop(name, None)]
+    if former:
         logger.warning(
-            "the costs file has costs with recomputation (%s), which plans no longer choose: "
-            "ignored",
-            _FORMER,
+            "the costs file has costs (%s) which plans no longer choose: ignored", ", ".join(former)
         )
     half_duplex = data.pop("half_duplex", False)
     if not isinstance(half_duplex, bool):
         raise ScheduleError(f"half_duplex is {half_duplex!r:.40}; it must be true or false")
-    joint, hidden = _joint(data.pop("joint", {})), data.pop("hidden_share", None)
-    if hidden is not None and not is_number(hidden):
-        raise ScheduleError(f"hidden_share is {hidden!r:.40}; it must be a number from 0 to 1")
-    made |= {"half_duplex": half_duplex, "joint": joint, "hidden_share": hidden}
+    made["half_duplex"] = half_duplex
     shares = data.pop(_UNLIKE, {})
     if not isinstance(shares, dict):
         raise ScheduleError(f"{_UNLIKE} is {shares!r:.60}; it must be an object of lists")
@@ -90,18 +84,11 @@ def read_costs(text: str) -> dict[str, Any]:
     return made
 
 
-def _joint(given: object) -> tuple[tuple[str, float], ...]:
-    """Parse the costs of F&B pairs."""
-    if not isinstance(given, dict):
-        raise ScheduleError(f"joint is {given!r:.60}; it must be an object with a price per pair")
-    return tuple((name, _numbers(f"joint {name}", [price])[0]) for name, price in given.items())
-
-
 def _sources(given: object) -> tuple[tuple[str, str], ...]:
     """Parse the sources; raises ScheduleError for unknown names."""
     if not isinstance(given, dict):
         raise ScheduleError(f"sources is {given!r:.60}; it must be an object with a text per name")
-    known = (*amount_names(KINDS), "send_us", *_ALONE, _FORMER)
+    known = (*amount_names(KINDS), "send_us", *_ALONE, *_FORMER)
     for name, text in given.items():
         if name not in known:
             raise ScheduleError(f"sources names {name!r:.40}, which no costs file has")
@@ -110,7 +97,7 @@ def _sources(given: object) -> tuple[tuple[str, str], ...]:
                 f"the source of {name} is {text!r:.60}; it must begin with "
                 f"{MEASURED}, {COUNTED} or {ASSUMED}"
             )
-    return tuple(given.items())
+    return tuple((name, text) for name, text in given.items() if name not in _FORMER)
 
 
 def _numbers(name: str, values: object) -> tuple[float, ...]:

@@ -7,7 +7,7 @@ from math import fsum
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
-from megatron_vshape.core.model.costs import Costs, Piece, pair_of, regroup
+from megatron_vshape.core.model.costs import Costs, Piece, regroup
 from megatron_vshape.core.model.cuts import balanced_cuts
 from megatron_vshape.core.model.kinds import (
     COPY_BACK,
@@ -15,7 +15,6 @@ from megatron_vshape.core.model.kinds import (
     DUMMY,
     STATE,
     WORKS,
-    Kind,
     ScheduleError,
 )
 from megatron_vshape.core.model.placement import Placement, looping
@@ -97,7 +96,6 @@ class Pieces:
     send_us: float
     host_us: float = 0.0  # per pass, independent of its layers
     sources: tuple[tuple[str, str], ...] = ()  # sources of the costs
-    hidden_share: float | None = None  # of collectives, in overlapped F&B passes
     others: tuple[tuple[str, float], ...] = ()  # amounts of passes without a stage, by name
     half_duplex: bool = False  # of the host link
     by_microbatch: tuple[tuple[str, tuple[float, ...]], ...] = ()  # as in `Costs`
@@ -138,7 +136,6 @@ class Pieces:
             costs.send_us,
             costs.host_us,
             costs.sources,
-            costs.share_hidden,
             costs.of_no_stage(),
             costs.half_duplex,
             costs.by_microbatch,
@@ -177,8 +174,7 @@ class Pieces:
         stages = [stage.at_least(least) for stage in stages]
         of_layers = layers, self.host_us, self.sources, self.half_duplex
         others: dict[str, Any] = {name: (each,) * len(stages) for name, each in self.others}
-        others |= {"hidden_share": self.hidden_share, "by_microbatch": self.by_microbatch}
-        others["device_bytes"] = self.device_bytes
+        others |= {"by_microbatch": self.by_microbatch, "device_bytes": self.device_bytes}
         if self.more_send_us is not None:
             others["more_send_us"] = (self.more_send_us,) * (len(stages) - 1)
         return Costs.of(stages, self.send_us, *of_layers, **others)
@@ -304,20 +300,10 @@ def with_predicting(head: AnyPiece, layer: AnyPiece, count: int, merging: float)
 
 
 def with_ends(costs: Costs, first: Piece, last: Piece) -> Costs:
-    """Add the costs of the embedding to the first stage, and of the output layer to the last.
-
-    Overlapped F&B passes of these stages get the additional time too: it hides no communication.
-    """
+    """Add the costs of the embedding to the first stage, and of the output layer to the last."""
     stages = costs.stages()
     stages[0], stages[-1] = stages[0].plus(first), stages[-1].plus(last)
-    made = costs.with_stages(stages)
-    more = {0: first, costs.num_stages - 1: last}
-    joint = []
-    for name, price in costs.joint:
-        (stage, kind, other) = pair_of(name)
-        ends = (Kind.F, more.get(stage)), (kind, more.get(other))
-        joint.append((name, price + sum(each.pass_us(k) for k, each in ends if each is not None)))
-    return replace(made, joint=tuple(joint))
+    return costs.with_stages(stages)
 
 
 def check_stages(num_layers: int, least: int, num_stages: int) -> None:

@@ -9,14 +9,13 @@ from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.schedule import Schedule
 
 
-def dualpipev(num_devices: int, num_microbatches: int, *, apart: bool = False) -> Schedule:
+def dualpipev(num_devices: int, num_microbatches: int) -> Schedule:
     """Make the DualPipeV schedule (github.com/deepseek-ai/DualPipe, dualpipev.py, 3da1bbe).
 
-    It requires at least 2 * num_devices microbatches. Its pairs are F with a full backward. With
-    `apart`, every W is a separate pass right after the pair, so that the pair ends earlier.
+    It requires at least 2 * num_devices microbatches. Its pairs are F with a full backward.
     """
     devices = range(num_devices)
-    rows = [_DualPipeV(num_devices, num_microbatches, device, apart) for device in devices]
+    rows = [_DualPipeV(num_devices, num_microbatches, device) for device in devices]
     return Schedule(
         "dualpipev",
         num_devices,
@@ -30,9 +29,8 @@ def dualpipev(num_devices: int, num_microbatches: int, *, apart: bool = False) -
 class _DualPipeV:
     """Passes of one device, in the eight steps of the published code."""
 
-    def __init__(self, num_devices: int, num_microbatches: int, device: int, apart: bool) -> None:
+    def __init__(self, num_devices: int, num_microbatches: int, device: int) -> None:
         self.stages = device, 2 * num_devices - 1 - device
-        self.apart = apart
         self.row: list[Pass] = []
         self.joint: set[Pass] = set()
         self._begun: Counter[tuple[Kind, int]] = Counter()
@@ -74,11 +72,9 @@ class _DualPipeV:
 
     def _backward(self, chunk: int, *, split: bool = False) -> None:
         work = self._next(Kind.B, chunk)
-        self.row.append(work if split or self.apart else work._replace(kind=Kind.BW))
+        self.row.append(work if split else work._replace(kind=Kind.BW))
         if split:
             self._late.append(work._replace(kind=Kind.W))
-        elif self.apart:
-            self.row.append(work._replace(kind=Kind.W))
 
     def _weight(self) -> None:
         self.row.append(self._late.pop(0))

@@ -24,22 +24,10 @@ REACH = 12
 MANY = 8
 """So many microbatches of a sort move at once, at most."""
 _MASK = 0xFFFFFFFF
-
-
-class Manner(NamedTuple):
-    """How a walk goes.
-
-    Of the passes that are on no critical path one of `spared` is moved, to make room; `exchanged`
-    sixteenths of the draws exchange two passes.
-    """
-
-    spared: int = 2
-    exchanged: int = 6
-
-
-USUAL = Manner()
-CALM = Manner(spared=16, exchanged=0)
-"""It keeps more of the order."""
+SPARED = 2
+"""One of so many passes that are on no critical path is moved, to make room."""
+EXCHANGED = 6
+"""So many sixteenths of the draws exchange two passes."""
 
 
 class Shop(NamedTuple):
@@ -519,20 +507,13 @@ def _decide(shop: Shop, state: State, lane: int, done: int, bar: int) -> bool:
 
 @compiled
 def walk(
-    shop: Shop,
-    state: State,
-    low: np.ndarray,
-    high: np.ndarray,
-    steps: int,
-    manner: Manner,
-    longer: float = 0.0,
+    shop: Shop, state: State, low: np.ndarray, high: np.ndarray, steps: int, longer: float = 0.0
 ) -> int:
     """Draw `steps` passes outside [low, high) of each lane, move some; return the objective.
 
     Only what is on a critical path shortens anything. The objective may grow by a share `longer`.
     """
     # No function of its own for one step: calling it makes the walk a third slower.
-    spared, exchanged = manner
     bar = objective(shop, state)
     bar += int(bar * longer)
     for _ in range(steps):
@@ -542,7 +523,7 @@ def walk(
         work = state.row[lane, start]
         luck = draw(state.random)
         near = state.head[work] + state.tail[work] >= bar
-        if low[lane] <= start < high[lane] or (not near and luck % spared):
+        if low[lane] <= start < high[lane] or (not near and luck % SPARED):
             continue
         first, last = 0, low[lane] - 1
         if start >= high[lane]:
@@ -552,7 +533,7 @@ def walk(
             distance = 1 + distance % 3
         if (luck >> 13) & 1:
             distance = -distance
-        if (luck >> 22) % 16 < exchanged:
+        if (luck >> 22) % 16 < EXCHANGED:
             done = _exchange(shop, state, start, distance, lane, first, last)
         else:
             count = 1 + (luck >> 18) % MANY if (luck >> 16) & 3 else 1

@@ -276,8 +276,7 @@ class PlacementSearch:
 
         Changes nothing but the candidate, so that threads can improve several.
         """
-        window = candidate.low, candidate.high
-        improve.walk(candidate.shop, candidate.state, *window, steps, improve.USUAL)
+        improve.walk(candidate.shop, candidate.state, candidate.low, candidate.high, steps)
         self._judge(candidate)
         again = self._dealt(candidate)
         if again is not None and again.value <= candidate.value:
@@ -291,8 +290,7 @@ class PlacementSearch:
         made = replace(candidate, state=state)
         if restart:
             window = candidate.low, candidate.high
-            usual = improve.USUAL
-            improve.walk(candidate.shop, state, *window, RESTART_STEPS, usual, RESTART_SHARE)
+            improve.walk(candidate.shop, state, *window, RESTART_STEPS, RESTART_SHARE)
             self._judge(made)
         return made
 
@@ -358,7 +356,7 @@ class PlacementSearch:
         """Return the order as a schedule, a device's lanes in one row."""
         problem, m = self.problem, self.problem.num_microbatches
         rows = in_one_row(problem, self._shop(m), row)
-        order, _ = Codec(m, problem.kinds, problem.slices).order(rows)
+        order = Codec(m, problem.kinds, problem.slices).order(rows)
         one_way = problem.costs.half_duplex and self.parts is not problem
         sizes = problem.num_devices, m, problem.placement
         return Schedule("plan", *sizes, order, one_way, slices=problem.slices)

@@ -1,25 +1,19 @@
 """Orders as the compiled loops have them: rows of numbers, of passes of which each has one.
 
 A sort is len(kinds) * stage + the place of a kind among `kinds`, and a pass has the number
-sort * num_microbatches + microbatch. A step, which is one pass or several that run as one, has the
-number of its first. Rows are as long as the longest, filled up with NONE.
+sort * num_microbatches + microbatch. Rows are as long as the longest, filled up with NONE.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_vshape.core.model.kinds import KINDS, PARTS, Kind
+from megatron_vshape.core.model.kinds import PARTS, Kind
 from megatron_vshape.core.model.passes import Pass, turned
-from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.planner.improve import NONE
 
 Order = tuple[tuple[Pass, ...], ...]
-
-Steps = Mapping[int, Sequence[int]]
-"""By the number of its first pass, the numbers of all passes of a step of several."""
 
 
 class Codec(NamedTuple):
@@ -52,37 +46,9 @@ class Codec(NamedTuple):
         kind = self.kinds[place]
         return Pass(kind, stage, self._turned(kind, microbatch))
 
-    def steps(self, schedule: Schedule) -> Iterator[list[tuple[int, ...]]]:
-        """Yield the steps of every device as the numbers of what they do."""
-        for device in range(schedule.num_devices):
-            yield list(map(self.step_of, schedule.steps(device)))
-
-    def step_of(self, step: Sequence[Pass]) -> tuple[int, ...]:
-        """Return the numbers of what a step does."""
-        return tuple(self.number(w._replace(kind=part)) for w in step for part in w.kind.does)
-
-    def step(self, numbers: Sequence[int]) -> tuple[Pass, ...]:
-        """Return the passes of a step: two of one where a kind does both."""
-        made: list[Pass] = []
-        for work in map(self.work, numbers):
-            of_both = _OF_BOTH.get((made[-1].kind, work.kind)) if made else None
-            if of_both and made[-1][1:] == work[1:]:
-                made[-1] = work._replace(kind=of_both)
-            else:
-                made.append(work)
-        return tuple(made)
-
-    def order(
-        self, rows: Iterable[Iterable[int]], steps: Steps | None = None
-    ) -> tuple[Order, frozenset[Pass]]:
-        """Return the order of rows of steps, and the first pass of each that is joint."""
-        known = steps or {}
-        order = [[self.step(known.get(n, (n,))) for n in row if n != NONE] for row in rows]
-        joint = frozenset(step[0] for row in order for step in row if len(step) > 1)
-        return tuple(tuple(chain.from_iterable(row)) for row in order), joint
-
-
-_OF_BOTH = {kind.does: kind for kind in KINDS if len(kind.does) > 1}
+    def order(self, rows: Iterable[Iterable[int]]) -> Order:
+        """Return the passes of rows of numbers."""
+        return tuple(tuple(self.work(n) for n in row if n != NONE) for row in rows)
 
 
 def padded(rows: Iterable[Sequence[int]], length: int = 0) -> np.ndarray:

@@ -131,12 +131,6 @@ def without_shared(costs: Costs) -> Costs:
     return costs.having(**dict.fromkeys(there)) if there else costs
 
 
-def without_passes(schedule: Schedule) -> Schedule:
-    """Return a shared order without what all devices share."""
-    rows = (tuple(work for work in row if not work.kind.of) for row in schedule.order)
-    return replace(schedule, order=tuple(rows))
-
-
 def in_proportion(costs: Costs, like: Costs) -> Costs:
     """Return the costs with what `like` has of a shared vocabulary, where they lack it.
 

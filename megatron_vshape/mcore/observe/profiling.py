@@ -345,20 +345,18 @@ def _rest_us(steps: Sequence[Sequence[Sequence[Slot]]], timelines: Sequence[Time
 
 
 def middle_of(costs: Sequence[Costs]) -> Costs:
-    """Return the median of several cost measurements of the same stages and pairs."""
+    """Return the median of several cost measurements of the same stages."""
 
     stages = zip(*(each.stages() for each in costs), strict=True)
     middle = [Piece.middle(measured) for measured in stages]
     send_us, host_us = (
         median(each) for each in zip(*((c.send_us, c.host_us) for c in costs), strict=True)
     )
-    prices = [dict(each.joint) for each in costs]
-    joint = ((name, median(each[name] for each in prices)) for name in prices[0])
     others: dict[str, Any] = {
         name: tuple(map(median, zip(*(each.lists()[name] for each in costs), strict=True)))
         for name, _ in costs[0].others
     }
-    return Costs.of(middle, send_us, host_us=host_us, joint=tuple(joint), **others)
+    return Costs.of(middle, send_us, host_us=host_us, **others)
 
 
 def with_copies(costs: Costs, moved: Mapping[int, int], device: torch.device) -> Costs:

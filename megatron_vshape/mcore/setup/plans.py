@@ -20,7 +20,6 @@ from megatron_vshape.core.model.layers import recut
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Schedule, Timeline
-from megatron_vshape.core.planner.joint_orders import joint_orders
 from megatron_vshape.core.planner.vocabulary import (
     WAITING,
     in_proportion,
@@ -33,6 +32,7 @@ from megatron_vshape.core.planner.vocabulary import (
 from megatron_vshape.core.program.hiding import Beside, weights_beside
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.core.program.lowering import forward_wave, lower, whole_backwards
+from megatron_vshape.core.program.pairing import pair_adjacent
 from megatron_vshape.core.rivals import judge_rival, rivals_of
 from megatron_vshape.mcore.setup.choice import GIB, Choice
 from megatron_vshape.mcore.setup.one_planner import OnePlanner
@@ -207,6 +207,8 @@ class Planner:
         if costs is not None:
             # Vocabulary passes are part of the schedule only if the costs include them.
             schedule = shared_if_told(schedule, costs)
+        if self.choice.may_join:
+            schedule = pair_adjacent(schedule, costs)
         timeline = simulate(schedule, costs)
         program = lower(schedule, timeline, kernels=self.choice.kernels, takes=self._takes)
         return PlannedStep(schedule, timeline, program, costs, self._beside(program, costs))
@@ -346,30 +348,17 @@ class Planner:
             question = replace(question, costs=costs and self._allowed(costs))
         if choice.name == AUTO:
             return self._automatic(question)
-        return self._answered(question)
-
-    def _answered(self, question: Question) -> Schedule:
-        """Return the plan; no plan combines overlapped passes and offloading.
-
-        If the costs allow both, the better of two plans.
-        """
-        costs = question.costs
-        if costs is None or not (costs.joins and costs.copies):
-            return ask(question).schedule
-        found = [ask(question.changed(each)) for each in (Costs.never_joined, Costs.without_copies)]
-        times = [question.objective.of(simulate(each.schedule, each.costs)) for each in found]
-        return found[times.index(min(times))].schedule
+        return ask(question).schedule
 
     def _allowed(self, costs: Costs) -> Costs:
         """Return costs without passes that the run adds later or does not support."""
-        costs = self._of_run(costs, costs.num_stages) or costs
-        return costs if self.choice.may_join else costs.never_joined()
+        return self._of_run(costs, costs.num_stages) or costs
 
     def _automatic(self, question: Question) -> Schedule:
         """Return the best schedule within the limit; without costs, a start schedule."""
         if self.costs is None:
-            return self._start(question)
-        return replace(self._answered(self._asked(question)), name=AUTO)
+            return ask(replace(question, name=START)).schedule
+        return replace(ask(self._asked(question)).schedule, name=AUTO)
 
     def _asked(self, question: Question) -> Question:
         """Return the plan request of the best schedule at the current costs within the limit."""
@@ -388,18 +377,6 @@ class Planner:
 
         within = replace(question, limit=limit, in_host=self.choice.in_host_bytes)
         return replace(within, costs=costs, cut=cut, placements=placements)
-
-    def _start(self, question: Question) -> Schedule:
-        """Return a start schedule until costs are measured; with overlapped passes if supported.
-
-        The run then measures the cost of overlapped pairs, too.
-        """
-        sizes = question.num_devices, question.num_microbatches
-        joint = list(joint_orders(*sizes)) if self.choice.may_join else []
-        if joint and joint[-1].placement == self.choice.planned:
-            # The last one has the lowest memory.
-            return replace(joint[-1], name=f"{START}-joint")
-        return ask(replace(question, name=START)).schedule
 
     def _left_bytes(self, costs: Costs) -> tuple[float, ...] | None:
         """Return the memory that the limit leaves for activations per device; None without a limit.

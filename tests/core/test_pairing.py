@@ -1,0 +1,159 @@
+"""Joint passes in schedules: the published ones, and pairs of neighbours in any schedule.
+
+The figures are of equal stages, F = B = 1 per chunk, of which a share is exchange, hidden where
+joint, and W the rest of F: simulated for the reference by another program.
+"""
+
+from dataclasses import replace
+
+import pytest
+from joint_replay import replay
+
+from megatron_vshape.core.ask import Question, ask
+from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.core.model.placement import v_shape
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.paper.catalogue import JOINT_NAMES, NAMES, make, make_block
+from megatron_vshape.core.planner.search import plan
+from megatron_vshape.core.program.lowering import lower
+from megatron_vshape.core.program.pairing import pair_adjacent
+
+
+def exchanging(devices: int, share: float, chunks: int = 2) -> Costs:
+    """Return the costs of the model above."""
+    stages, size = chunks * devices, 2 / chunks
+    waits = (share * size,) * stages
+    equal = Costs.uniform(devices, stages, 1 - share, 1 - share, 1 - share)
+    return equal.having(forward_exchange_us=waits, backward_exchange_us=waits)
+
+
+def replayed(schedule: Schedule, costs: Costs) -> float:
+    """Return the step's time by the replay that shares no code with the simulator."""
+    times = replay(schedule, costs)
+    assert list(map(len, times)) == list(map(len, schedule.order))
+    return max(end for row in times for _, end in row)
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "share", "published", "interleaved"),
+    [
+        (32, 0.3, 156.5, (191.7, 158.7, 182.2, 151.3)),
+        (64, 0.3, 290.9, (364.5, 293.1, 355.1, 285.8)),
+        (32, 0.4, 140.0, (184.6, 140.6, 175.5, 134.3)),
+        (64, 0.4, 255.2, (351.0, 255.8, 341.9, 249.5)),
+    ],
+)
+def test_published_orders_take_what_the_reference_says(
+    microbatches: int,
+    share: float,
+    published: float,
+    interleaved: tuple[float, float, float, float],
+) -> None:
+    costs = exchanging(8, share)
+    schedule = make("dualpipev", 8, microbatches)
+    verify(schedule, max_held=17)
+    assert simulate(schedule, costs).makespan == pytest.approx(published, abs=0.051)
+    assert replayed(schedule, costs) == pytest.approx(published, abs=0.051)
+    found = [
+        replayed(
+            make(name, 8, microbatches, num_chunks=chunks), exchanging(8, share, chunks=chunks)
+        )
+        for chunks in (2, 4)
+        for name in ("interleaved-1f1b", "overlapped-interleaved-1f1b")
+    ]
+    assert found == pytest.approx(interleaved, abs=0.051)
+
+
+def test_megatrons_overlap_takes_one_more_warm_up() -> None:
+    for chunks, peak in ((2, 24.0), (4, 20.0)):
+        schedule = make("overlapped-interleaved-1f1b", 8, 32, num_chunks=chunks)
+        assert max(peak_held(schedule)) == peak
+        for device, row in enumerate(schedule.order):
+            warm_up = next(at for at, work in enumerate(row) if work.kind is not Kind.F) - 1
+            assert warm_up == 2 * (7 - device) + (chunks - 1) * 8 + 1
+
+
+@pytest.mark.parametrize(("d", "m"), [(1, 2), (2, 4), (3, 9), (5, 12), (8, 16)])
+def test_dualpipev_is_legal_and_holds_what_its_block_says(d: int, m: int) -> None:
+    schedule = make("dualpipev", d, m)
+    verify(schedule, max_held=2 * d + 1)
+    assert max(make_block("dualpipev", d, m).peaks()) == 2 * d + 1
+    assert schedule.placement == v_shape(d)
+
+
+def test_dualpipev_refuses_few_microbatches() -> None:
+    with pytest.raises(ScheduleError, match="at least 2 x ranks microbatches, 8 on 4, not 7"):
+        make("dualpipev", 4, 7)
+
+
+def test_a_name_has_its_joint_passes_if_the_run_has() -> None:
+    assert not set(JOINT_NAMES) & set(NAMES)
+    for name in JOINT_NAMES:
+        question = Question(name, 4, 8)
+        assert not ask(question).schedule.joint
+        assert ask(replace(question, joint=True)).schedule.joint
+
+
+def checked(schedule: Schedule, costs: Costs | None) -> Schedule:
+    """Return the schedule with its neighbours paired, proved with either kind of messages."""
+    paired = pair_adjacent(schedule, costs)
+    assert paired.order == schedule.order
+    verify(paired)
+    timeline = simulate(paired, costs)
+    for kernels in (False, True):
+        lower(paired, timeline, kernels=kernels)
+    assert max(peak_held(paired)) == max(peak_held(schedule))
+    return paired
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("devices", "microbatches"), [(2, 3), (4, 12)])
+def test_neighbours_of_any_schedule_are_paired_and_run(
+    name: str, devices: int, microbatches: int
+) -> None:
+    schedule = make(name, devices, microbatches)
+    chunks = schedule.num_chunks
+    checked(schedule, None)
+    costs = exchanging(devices, 0.35, chunks)
+    paired = checked(schedule, costs)
+    assert simulate(paired, costs).makespan <= simulate(schedule, costs).makespan
+    assert replayed(paired, costs) == pytest.approx(simulate(paired, costs).makespan)
+
+
+@pytest.mark.parametrize(("name", "share"), [("interleaved-1f1b", 0.97), ("v-zb", 0.99)])
+def test_pairs_hide_exchanges(name: str, share: float) -> None:
+    schedule, costs = make(name, 4, 16), exchanging(4, 0.35)
+    paired = pair_adjacent(schedule, costs)
+    assert len(paired.joint) > 16
+    assert replayed(paired, costs) < share * replayed(schedule, costs)
+
+
+def test_a_plan_may_have_pairs() -> None:
+    costs = exchanging(4, 0.35)
+    schedule = plan(costs, 4, 16, 8.0, placements=[v_shape(4)], steps=5000).schedule
+    checked(schedule, costs)
+
+
+def test_nothing_is_paired_if_it_costs_more_than_it_may_hide() -> None:
+    for name in ("1f1b-v", "zb-h1"):  # paired, they take 81 % and 9 % longer
+        assert not pair_adjacent(make(name, 8, 24)).joint
+    assert pair_adjacent(make("v-zb", 8, 24)).joint
+
+
+def test_published_pairs_and_other_kinds_of_passes_stay() -> None:
+    for name in JOINT_NAMES:
+        schedule = make(name, 4, 12)
+        assert pair_adjacent(schedule) == schedule
+    sliced = Costs.uniform(4, 8).with_copies(1.0)
+    copied = plan(sliced, 4, 12, 4.0, trades=True, steps=2000).schedule
+    assert copied.copies
+    assert pair_adjacent(copied, sliced) == copied
+
+
+def test_a_pair_never_waits_for_itself() -> None:
+    """F of the last stage and the B of the same microbatch are neighbours in 1F1B."""
+    paired = pair_adjacent(make("1f1b", 4, 8))
+    assert all(work.microbatch != other.microbatch for work, other in paired.beside().items())
