@@ -44,12 +44,12 @@ import torch
 import torch.distributed as dist
 from bench_gpu import end, provenance, show  # finds the package where it is not installed
 from bench_posting import reposted
+from chunks import choose
 from torch import Tensor
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.core.program.kernels import waits_for_ever
-from megatron_vshape.mcore.one_device import choose
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 110.0  # of one run; all of them together take less than nine minutes

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
-import itertools
 import math
 import os
 import shlex
@@ -22,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be ins
 sys.path.insert(0, str(Path(__file__).parent))  # nor this be the file that Python starts with
 
 import torch
+from chunks import (
+    WARM_UP,
+    Model,
+    build,
+    choose,
+    made_up,
+    observed,
+    prepare,
+    run_layers,
+    zero_gradients,
+)
 from torch import Tensor, nn
 
 import megatron_vshape
@@ -43,20 +53,6 @@ from megatron_vshape.core.model.kinds import (
     ScheduleError,
 )
 from megatron_vshape.environment import ALLOCATOR, complete
-from megatron_vshape.mcore.one_device import (
-    WARM_UP,
-    Model,
-    alone,
-    build,
-    choose,
-    made_up,
-    observed,
-    prepare,
-    profile_copies,
-    run_microbatch,
-    unwrap,
-    zero_gradients,
-)
 from megatron_vshape.runtime.copies import measure_copies
 from megatron_vshape.runtime.measure import PassTimer
 from megatron_vshape.runtime.program_runner import on_stream_of
@@ -67,7 +63,7 @@ NUMERICS_LIMIT = 2e-2  # of a split bf16 gradient's relative error against fp32
 NUMERICS_SLACK, EPSILON = 1.05, 1e-6  # split may be so much worse than whole: sums in other order
 
 
-TINY = Model(14, 32, 4, 512, 16, 1, "cpu", "float32")
+TINY = Model(32, 4, 16, "cpu", "float32")
 
 
 # --- the cost of splitting ----------------------------------------------------------------------
@@ -98,7 +94,7 @@ def split_cost(model: Model, num_layers: int, repeats: int) -> SplitCost:
     show Python's time. A W is timed from the end of its B: what lies between counts.
     """
     state = prepare(model.device)
-    chunk = build(model, state, num_layers, False, False)
+    chunk = build(model, state, num_layers)
     zero_gradients([chunk])
     for _ in range(WARM_UP):
         launched_us = run_both(model, state, chunk, None)
@@ -172,13 +168,6 @@ def run_both(model: Model, state: Any, chunk: nn.Module, timer: PassTimer | None
     return 1e6 * (time.perf_counter() - begun_s)
 
 
-def run_layers(chunk: nn.Module, received: Tensor) -> Tensor:
-    """Return the output of a chunk without embedding and loss."""
-    unwrap(chunk).set_input_tensor(received)
-    output: Tensor = chunk(None, None, None)
-    return output
-
-
 def split_table(costs: Sequence[SplitCost]) -> str:
     """Return the Markdown table of the costs of splitting."""
     columns = "hidden | F us | B us | W us | whole us | (B + W) / whole | host us | caught up"
@@ -209,8 +198,8 @@ def gradient_errors(model: Model, num_layers: int) -> dict[str, tuple[float, flo
     """
     state = prepare(model.device)
     exact = replace(model, dtype="float32")
-    chunk = build(model, state, num_layers, False, False)
-    reference = build(exact, state, num_layers, False, False)
+    chunk = build(model, state, num_layers)
+    reference = build(exact, state, num_layers)
     with torch.no_grad():
         for mine, theirs in zip(reference.parameters(), chunk.parameters(), strict=True):
             mine.copy_(theirs)
@@ -349,22 +338,18 @@ def run_copies(args: argparse.Namespace) -> int:
     """Print rates alone, both ways and beside passes, and what passes take beside copies."""
     model = replace(TINY if args.tiny else full_size(args, args.hidden), device=args.device)
     state, device = prepare(model.device), torch.device(model.device)
-    (own,) = profile_copies(model, [args.layers], args.repeats).values()
-    chunk = build(model, state, args.layers, is_first=False, is_last=False)
+    chunk = build(model, state, args.layers)
     zero_gradients([chunk])
-    stage = alone(model, state, chunk, 2 * (WARM_UP + args.repeats))
-    microbatches = iter(range(2 * (WARM_UP + args.repeats)))
-    passes = median_passes(model, stage, microbatches, args.repeats)
-    with Copying(device, min(int(own.num_bytes), 256 << 20)) as copying:
-        beside = median_passes(model, stage, microbatches, args.repeats)
-    plain = measure_copies(device, 256 << 20 if device.type == "cuda" else 1 << 20)
+    size = 256 << 20 if device.type == "cuda" else 1 << 20
+    passes = median_passes(model, state, chunk, args.repeats)
+    with Copying(device, size) as copying:
+        beside = median_passes(model, state, chunk, args.repeats)
+    plain = measure_copies(device, size)
     show(provenance(args))
     print("| copies | out GB/s | back GB/s |\n|---|---|---|")
-    for what, each in (("in one piece", plain), (f"of {args.layers} layers", own)):
-        rows = (("alone", each[1:3]), ("both ways at once", each[3:5]))
-        for how, (out_us, back_us) in rows:
-            rates = (f"{each.num_bytes / us / 1e3:.1f}" for us in (out_us, back_us))
-            print(f"| {what}, {how} | {' | '.join(rates)} |")
+    for how, times_us in (("alone", plain[1:3]), ("both ways at once", plain[3:5])):
+        rates = (f"{plain.num_bytes / us / 1e3:.1f}" for us in times_us)
+        print(f"| {how} | {' | '.join(rates)} |")
     out, back = copying.gb_per_s
     print(f"| both ways, beside passes | {out:.1f} | {back:.1f} |\n")
     print("| pass | us | us beside copies | ratio |\n|---|---|---|---|")
@@ -374,19 +359,17 @@ def run_copies(args: argparse.Namespace) -> int:
     return 0
 
 
-def median_passes(
-    model: Model, stage: Any, microbatches: Iterator[int], repeats: int
-) -> dict[Kind, float]:
-    """Return the median us of a stage's passes, of so many microbatches once it is warm."""
-    for microbatch in itertools.islice(microbatches, WARM_UP):
-        run_microbatch(model, stage, microbatch)
+def median_passes(model: Model, state: Any, chunk: nn.Module, repeats: int) -> dict[Kind, float]:
+    """Measure the median times of F, B and W in us."""
+    for _ in range(WARM_UP):
+        run_both(model, state, chunk, None)
     timer = PassTimer(torch.device(model.device))
-    for microbatch in itertools.islice(microbatches, repeats):
-        run_microbatch(model, stage, microbatch, timer)
-    times: dict[Kind, list[float]] = {kind: [] for kind in PARTS}
+    for _ in range(repeats):
+        run_both(model, state, chunk, timer)
+    times: dict[Kind, list[float]] = {kind: [] for kind in KINDS}
     for work, start, end in timer.slots():
         times[work.kind].append(end - start)
-    return {kind: statistics.median(each) for kind, each in times.items()}
+    return {kind: statistics.median(times[kind]) for kind in PARTS}
 
 
 # --- the command line ---------------------------------------------------------------------------
@@ -407,7 +390,7 @@ def run_split(args: argparse.Namespace) -> int:
 def full_size(args: argparse.Namespace, hidden: int) -> Model:
     """Return a model of this hidden size with heads of 128."""
     dtype = "bfloat16" if args.device == "cuda" else "float32"
-    return Model(0, hidden, hidden // 128, 50304, args.tokens, 1, args.device, dtype, args.te)
+    return Model(hidden, hidden // 128, args.tokens, args.device, dtype, args.te)
 
 
 def run_numerics(args: argparse.Namespace) -> int:

@@ -11,9 +11,6 @@ with contextlib.suppress(ImportError):
 
 
 SLOW = {
-    "cli/test_profile.py": {
-        "test_ranks_measure_what_their_experts_exchange": ["False", "True"],
-    },
     "core/test_trades.py": {
         "test_more_room_is_never_slower": ["0.5-False", "0.5-True"],
     },

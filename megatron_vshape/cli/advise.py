@@ -490,7 +490,7 @@ def _print(advice: _Advice, lines: Mapping[str, Line | None], left_out: Sequence
         _largest_rank(today),
         *accuracy.sentences(advice.case, advice.gpu),
         "The cost of splitting the backward is not in these errors; measure it with "
-        "megatron-vshape profile on one GPU.",
+        "megatron-vshape rehearse --measure on one GPU.",
         "rehearse estimates a command with all layers and the textbook bubble, advise with one "
         "counted layer per stage and a simulated schedule: peaks differ by about 1%, step times "
         "by several percent.",

@@ -230,7 +230,7 @@ class Also(_File):
 
 
 class Measured(_File):
-    """A costs file of `megatron-vshape profile`, and the settings of its measurement."""
+    """A costs file of `rehearse --measure`, and the settings of its measurement."""
 
     costs: FilePath  # a path, relative to the sweep file
     layers_per_stage: Positive  # of an inner stage

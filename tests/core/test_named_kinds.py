@@ -22,17 +22,14 @@ HOMES = {
     "core/planner/vocabulary.py",
     "runtime/copies.py",
     "runtime/offload.py",
-    "mcore/shared_ends.py",
     "mcore/step/vocabulary.py",
     "mcore/step/waiting.py",
 }
 
 BEYOND = {
-    "cli/profile.py",
     "core/model/costs.py",
     "core/planner/job_shop.py",
     "mcore/observe/report.py",
-    "mcore/one_device.py",
     "view/frontier.py",
 }
 

@@ -19,6 +19,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from mcore.fake_streams import EmptiedError, Event, streams_without_a_gpu
+from mcore.split_state import split_state
 from mcore.without_te import let_predict
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -35,7 +36,6 @@ from torch import Tensor
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.mcore.layout.stages import tie_embeddings
-from megatron_vshape.mcore.one_device import split_state
 from megatron_vshape.mcore.step import layer_plans
 from megatron_vshape.mcore.step.stage import MegatronStage, Step, zero_tokens
 from megatron_vshape.runtime import weight_jobs

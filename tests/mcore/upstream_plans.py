@@ -20,6 +20,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from mcore import latent_attention
+from mcore.split_state import split_state
 from mcore.without_te import let_predict
 from megatron.core import utils
 from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
@@ -29,7 +30,6 @@ from torch import Tensor
 
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.mcore.one_device import split_state
 from megatron_vshape.mcore.step import layer_plans
 from megatron_vshape.mcore.step.stage import MegatronStage, Step, zero_tokens
 from megatron_vshape.mcore.step_state import StepState

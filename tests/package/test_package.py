@@ -130,8 +130,7 @@ class TestNumpyAlone:
             ("playground", "playground"),
             ("sweep configs/sweeps/laptop.yaml --predict-only", "sweep"),
             ("schedule v-half --devices 2 --microbatches 4 --figure a.svg", "draw"),
-            ("profile --model configs/models/tiny.yaml --devices 2 --seq-length 8 --output c.json",)
-            + ("megatron",),
+            ("rehearse -- pretrain_gpt.py", "megatron"),
         ],
     )
     def test_others_name_what_they_need(
