@@ -3,8 +3,7 @@
 
     python scripts/check_graph_weights.py [--output FILE.json] [--only PART ...]
 
-Parts, each a process with a time limit of its own; one that fails prints its traceback, and the
-others still run:
+Parts, each a process with its own time limit; if one fails, the others still run:
 
 layers           Four Transformer Engine layers of a 70B model at TP 8, as rank 0 of 4 ranks runs
                  them under v-half: eagerly, by graphs that compute W in B, by graphs of F, B and
@@ -44,15 +43,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 MIB = 2**20
 LIMITS_S = {
-    "layers": 110,
-    "trainer-eager": 80,
-    "trainer-graphs": 80,
-    "trainer-split": 80,
-    "fp8-delayed": 60,
-    "fp8-current": 60,
-    "fp8-block": 60,
+    "layers": 130,
+    "trainer-eager": 100,
+    "trainer-graphs": 100,
+    "trainer-split": 100,
+    "fp8-delayed": 80,
+    "fp8-current": 80,
+    "fp8-block": 80,
 }
-AHEAD = 3  # parts that import while one runs
 TRAINER_STEPS = 4  # eager; eager and then captured; two that replay
 GRAPHS = "--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 1"
 
@@ -478,28 +476,28 @@ TRAINER = (
     "--tensor-model-parallel-size 8 --global-batch-size 8 --pipeline-schedule v-half --clip-grad 0"
 )
 TRAINER_WORLD = 32
+TRAINER_FLAGS = {
+    "trainer-eager": "",
+    "trainer-graphs": f"{GRAPHS} --pipeline-split-graphs off",
+    "trainer-split": GRAPHS,
+}
 
 
-def import_trainer() -> Any:
-    """Import Megatron's trainer with exchanges that end as they begin."""
-    import measure_ranks
-
-    ranks: Any = measure_ranks
-    ranks._receive = lambda *unused, **options: None  # filled by the stage, by its microbatch
-    ranks.STEPS = TRAINER_STEPS
-    ranks.import_all()
-    return ranks
-
-
-def check_trainer(ranks: Any, flags: str) -> dict[str, Any]:
+def check_trainer(name: str) -> dict[str, Any]:
     """Train for some steps; return checksums of main_grad after each, times and memory."""
-    import torch
+    from measure_ranks import COMMON, SCRIPT
 
+    from megatron_vshape.rehearsal import measured_rank
+
+    ranks: Any = measured_rank
+    ranks._receive = lambda *unused, **options: None  # filled by the stage, by its microbatch
+    ranks.SMALL_STEPS = []
+    ranks.import_all()
     seen: list[Any] = []
 
-    class Summed(ranks.Watched):  # type: ignore[name-defined, misc]
-        def __init__(self) -> None:
-            super().__init__()
+    class Summed(ranks.Watched):  # type: ignore[misc]
+        def __init__(self, steps: int) -> None:
+            super().__init__(steps)
             self.sums: list[list[int]] = []
             self.losses: list[Any] = []
             self.host: dict[str, list[float]] = defaultdict(list)
@@ -535,11 +533,13 @@ def check_trainer(ranks: Any, flags: str) -> dict[str, Any]:
         watch(watched)
 
     ranks._watch_ours, ranks.Watched = watch_filled, Summed
-    common = ranks.COMMON.replace("--lr 1e-9 --min-lr 1e-9", "--lr 1e-4 --min-lr 1e-4")
-    told = " ".join(f"{common} {TRAINER} {flags}".split())
-    if not torch.cuda.is_available():
-        raise RuntimeError("there is no GPU")
-    report = ranks.run_rank({"flags": told, "rank": 0, "world": TRAINER_WORLD})
+    common = COMMON.replace("--lr 1e-9 --min-lr 1e-9", "--lr 1e-4 --min-lr 1e-4")
+    job: dict[str, Any] = {
+        "script": str(SCRIPT),
+        "flags": f"{common} {TRAINER} {TRAINER_FLAGS[name]}".split(),
+    }
+    job |= {"rank": 0, "world": TRAINER_WORLD, "environment": {}, "schedule": True}
+    report = ranks.run_rank(job | {"steps": TRAINER_STEPS})
     for each in report["kinds"]:
         each["host_us"] = statistics.median(seen[0].host[f"{each['kind']}{each['chunk']}"])
     memory = [{name: size / MIB for name, size in each.items()} for each in seen[0].memory]
@@ -583,39 +583,21 @@ def _fill_messages() -> None:
 # --- the parts ----------------------------------------------------------------------------------
 
 
-def serve(name: str) -> None:
-    """Import, wait for a line on stdin, run a part, and print what was found as the last line."""
+def run_part(name: str) -> None:
+    """Run a part and print its result as the last line."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-    found: dict[str, Any]
+    begun = time.perf_counter()
     try:
-        if name.startswith("trainer"):
-            ranks = import_trainer()
-            flags = {
-                "trainer-eager": "",
-                "trainer-graphs": f"{GRAPHS} --pipeline-split-graphs off",
-                "trainer-split": GRAPHS,
-            }[name]
-            run: Callable[[], dict[str, Any]] = lambda: check_trainer(ranks, flags)  # noqa: E731
+        if name in TRAINER_FLAGS:
+            found = check_trainer(name)
         else:
             from megatron_vshape.environment import complete
 
             complete(os.environ, kernels=True, ordered=True)
-            import transformer_engine.pytorch  # noqa: F401
-            from megatron.core.transformer import cuda_graphs  # noqa: F401
-
-            from megatron_vshape.mcore.split import graph_weights  # noqa: F401
-
-            sizes = Sizes()
-            run = lambda: (  # noqa: E731
-                check_layers(sizes) if name == "layers" else check_fp8(sizes, name)
-            )
-        if not sys.stdin.readline():
-            return
-        begun = time.perf_counter()
-        found = run()
+            found = check_layers(Sizes()) if name == "layers" else check_fp8(Sizes(), name)
         found["seconds"] = time.perf_counter() - begun
     except BaseException:
         found = {"error": traceback.format_exc()}
@@ -623,40 +605,30 @@ def serve(name: str) -> None:
     os._exit(0)  # some threads wait for other ranks
 
 
-def run_parts(names: Sequence[str], output: Path, seconds: float) -> dict[str, Any]:
-    """Run the parts one after the other, while the next ones import."""
-    ends = time.monotonic() + seconds
-    pipe = subprocess.PIPE
-    logs = {name: output.with_suffix(f".{name}.log") for name in names}
-
-    def start(name: str) -> subprocess.Popen[str]:
+def run_parts(names: Sequence[str], output: Path) -> dict[str, Any]:
+    """Run the parts one after the other; write and print their results."""
+    found: dict[str, Any] = {}
+    for name in names:
         command = [sys.executable, __file__, "--part", name]
         environment = os.environ | {"OMP_NUM_THREADS": "4"}
-        with open(logs[name], "w") as log:
-            return subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=log, text=True, env=environment
-            )
-
-    waiting = {name: start(name) for name in names[: AHEAD + 1]}
-    found: dict[str, Any] = {}
-    for at, name in enumerate(names):
-        process = waiting.pop(name)
-        limit = max(1.0, min(LIMITS_S[name], ends - time.monotonic()))
-        try:
-            text, _ = process.communicate("go\n", timeout=limit)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            text, _ = process.communicate()
-            text = text or json.dumps({"error": f"not done in {limit:.0f} s"})
-        if at + AHEAD + 1 < len(names):
-            following = names[at + AHEAD + 1]
-            waiting[following] = start(following)
-        lines = text.strip().splitlines()
-        found[name] = json.loads(lines[-1]) if lines else {"error": "it died"}
-        log = logs[name].read_text(errors="replace")
-        if "error" in found[name]:
-            found[name]["log"] = log[-3000:]
-        found[name]["told"] = [each for each in log.splitlines() if "CUDA graphs of W" in each]
+        log = output.with_suffix(f".{name}.log")
+        with log.open("w") as errors:
+            try:
+                ran = subprocess.run(
+                    command,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                    env=environment,
+                    timeout=LIMITS_S[name],
+                )
+                lines = ran.stdout.strip().splitlines()
+                found[name] = json.loads(lines[-1]) if lines else {"error": "no result"}
+            except subprocess.TimeoutExpired:
+                found[name] = {"error": f"not done in {LIMITS_S[name]} s"}
+        text = log.read_text(errors="replace")
+        found[name]["log"] = text[-3000:] if "error" in found[name] else ""
+        found[name]["told"] = [each for each in text.splitlines() if "CUDA graphs of W" in each]
         output.write_text(json.dumps(found, indent=1))
         print("\n".join(lines_of(name, found[name])), flush=True)
     return found
@@ -667,7 +639,7 @@ def lines_of(name: str, part: Mapping[str, Any]) -> Iterator[str]:
     yield f"## {name} ({part.get('seconds', math.nan):.0f} s)"
     if "error" in part:
         yield part["error"]
-        yield part.get("log", "")
+        yield part["log"]
         return
     yield from part["told"]
     if name.startswith("trainer"):
@@ -716,12 +688,8 @@ def verdicts(found: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     eager = found.get("trainer-eager", {}).get("sums")
     for name in ("trainer-graphs", "trainer-split"):
         if name in found:
-            own = found[name].get("sums")
-            yield f"{name}: main_grad of {TRAINER_STEPS} steps equals eager", _same(own, eager)
-
-
-def _same(found: Any, wanted: Any) -> bool:
-    return wanted is not None and found == wanted
+            equal = eager is not None and found[name].get("sums") == eager
+            yield f"{name}: main_grad of {TRAINER_STEPS} steps equals eager", equal
 
 
 def main() -> int:
@@ -729,13 +697,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("graph_weights.json"))
     parser.add_argument("--only", nargs="+", choices=LIMITS_S, default=list(LIMITS_S))
-    parser.add_argument("--seconds", type=float, default=280, help="Default: %(default)s")
     parser.add_argument("--part", choices=LIMITS_S, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part is not None:
-        serve(args.part)
+        run_part(args.part)
         return 0
-    found = run_parts([name for name in LIMITS_S if name in args.only], args.output, args.seconds)
+    found = run_parts([name for name in LIMITS_S if name in args.only], args.output)
     holds = [*verdicts(found)]
     for text, is_so in holds:
         print(f"{'yes' if is_so else 'NO '}  {text}")

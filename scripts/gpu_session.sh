@@ -31,7 +31,7 @@ run_command() {
             ;;
         graph-weights)
             about "CUDA graphs of F, B and W: gradients bit by bit, times of passes, memory, FP8"
-            bench 290 scripts/check_graph_weights.py --output "$folder/graph-weights.json"
+            bench 460 scripts/check_graph_weights.py --output "$folder/graph-weights.json"
             ;;
         trainer)
             about "Megatron's trainer with Transformer Engine, one rank at a time: memory and passes"
