@@ -69,9 +69,12 @@ _attention_layer = ModuleSpec(
             ),
         ),
         self_attn_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
     ),
 )
 
+# Norms have the keys of the GPT's local layers, so that checkpoints of a GPT can be loaded.
+_mlp_keys = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 _mlp_layer = ModuleSpec(
     module=MLPLayer,
     submodules=TransformerLayerSubmodules(
@@ -81,6 +84,7 @@ _mlp_layer = ModuleSpec(
             submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
         ),
         mlp_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=_mlp_keys,
     ),
 )
 
@@ -91,6 +95,7 @@ _moe_layer = ModuleSpec(
         # Any number of experts: the config says how many there are.
         mlp=get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False),
         mlp_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=_mlp_keys,
     ),
 )
 

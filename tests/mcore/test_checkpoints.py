@@ -1,5 +1,6 @@
 """What one schedule saves another loads, bit by bit: parameters and the optimizer's state."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -151,6 +152,43 @@ FAST = 10
 def test_what_one_saves_another_loads(farm: Farm, save: Save, first: str, second: str) -> None:
     folder, saved = save(first)
     assert_same_state(load(farm, second, folder), saved)
+
+
+def of_hybrid(name: str) -> str:
+    """Return the name that a GPT's parameter has in the model of attention and MLP layers."""
+    found = re.match(r"(.*decoder\.layers\.)(\d+)\.(input_layernorm|self_attention)?", name)
+    if found is None:
+        return name.replace("final_layernorm", "final_norm")
+    layer = 2 * int(found[2]) + (found[3] is None)
+    return f"{found[1]}{layer}{name[found.end(2) :]}"
+
+
+@needs_hybrid
+@pytest.mark.parametrize("split", [None, "3,1,2,2,2,1,3,2"], ids=["blocks", "half blocks"])
+def test_a_hybrid_model_loads_a_gpt(farm: Farm, save: Save, split: str | None) -> None:
+    """With the weights and the optimizer's state of Megatron's own 1F1B, bit by bit."""
+    folder, saved = save("1f1b", UNTIED)
+    cuts = () if split is None else (SPLIT, split)
+    flags = ("--hybrid-layer-pattern", "*-" * 8, UNTIED, *cuts)
+    loaded = load(farm, "v-half", folder, *flags)
+    assert loaded.record["losses"] == []
+    for key in ("parameters", "moments"):
+        theirs = {of_hybrid(name): value for name, value in saved.whole(key).items()}
+        mine = loaded.whole(key)
+        assert mine.keys() == theirs.keys()
+        assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
+
+
+@needs_hybrid
+@pytest.mark.slow
+def test_a_hybrid_model_goes_on_where_a_gpt_ended(farm: Farm, save: Save) -> None:
+    folder, _ = save("1f1b", UNTIED)
+    more = ("--train-iters", "4", UNTIED, "--override-opt_param-scheduler")
+    gpt = load(farm, "1f1b", folder, *more)
+    hybrid = load(farm, "v-half", folder, *more, "--hybrid-layer-pattern", "*-" * 8)
+    losses = [[each["lm loss"] for each in run.record["losses"]] for run in (gpt, hybrid)]
+    assert len(losses[0]) == 2
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
 TWO = "--pipeline-model-parallel-size 2"
