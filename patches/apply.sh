@@ -34,8 +34,8 @@ recognise() {
         done
     done
     local files
-    files=$(sums | cut -d ' ' -f 2 | sort -u | paste -sd ' ')
-    die "$files in $checkout differs from every release that there is a patch for" \
+    files=$(sums | cut -d ' ' -f 2 | sort -u | paste -sd ,)
+    die "$files in $checkout differ from every release that there is a patch for" \
         "($(sums | cut -d ' ' -f 1 | uniq | paste -sd ' ')); leave the tree as it is and start" \
         "it with python -m megatron_vshape.mcore.launch instead"
 }

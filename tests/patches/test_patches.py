@@ -42,9 +42,7 @@ def apply(*arguments: str, patches: Path = PATCHES) -> subprocess.CompletedProce
 
 
 def test_the_table_has_every_patch_with_its_commit_and_sums() -> None:
-    assert sorted(row.patch for row in rows()) == sorted(
-        path.name for path in PATCHES.glob("*.patch")
-    )
+    assert {row.patch for row in rows()} == {path.name for path in PATCHES.glob("*.patch")}
     for row in rows():
         assert row.patch == f"megatron-lm-{row.tag.removeprefix('core_v')}.patch"
         assert re.fullmatch("[0-9a-f]{40}", row.commit)
@@ -54,18 +52,22 @@ def test_the_table_has_every_patch_with_its_commit_and_sums() -> None:
 
 
 def test_the_command_by_hand_is_called_from_here(tmp_path: Path) -> None:
-    (tmp_path / "pretrain_gpt.py").write_text("pass\n" * 400)
+    scripts = [tmp_path / f"pretrain_{model}.py" for model in ("gpt", "hybrid")]
+    for script in scripts:
+        script.write_text("pass\n" * 400)
     found = re.search(r"^`(git .*)`\.$", (PATCHES / "README.md").read_text(), re.MULTILINE)
     assert found is not None
     command = found[1].replace("PATH/Megatron-LM", str(tmp_path))
     environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
     subprocess.run(["bash", "-ec", command], cwd=ROOT, env=environment, check=True)
-    assert "megatron_vshape" in (tmp_path / "pretrain_gpt.py").read_text()
+    assert all("megatron_vshape" in script.read_text() for script in scripts)
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: row.tag)
+@pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.tag} {row.file}")
 def test_a_patch_adds_a_few_lines_and_has_no_context(row: Row) -> None:
-    lines = (PATCHES / row.patch).read_text().splitlines()
+    _, *files = (PATCHES / row.patch).read_text().split("diff --git ")
+    (own,) = (each for each in files if each.startswith(f"a/{row.file} "))
+    lines = f"diff --git {own}".splitlines()
     assert lines[:3] == [
         f"diff --git a/{row.file} b/{row.file}",
         f"--- a/{row.file}",
@@ -132,7 +134,7 @@ def test_a_file_that_differs_is_left_alone_and_told_in_one_sentence(
         said = apply(*arguments, patches=patches)
         assert said.returncode == 1
         assert said.stderr.count("\n") == 1
-        assert f"pretrain_gpt.py in {checkout} differs from every release" in said.stderr
+        assert f"pretrain_gpt.py,pretrain_hybrid.py in {checkout} differ from every release" in said.stderr
     assert file.read_text() == before
 
 
