@@ -163,7 +163,7 @@ def run(options: argparse.Namespace) -> int:
     with told(lambda us: f"{us * 1e-6:.1f} s"):
         advice.count(wanted[:MOST_SHAPES], left_out)
         if own not in advice.counted:
-            raise ScheduleError(f"the command could not be rehearsed: {left_out[0]}")
+            raise ScheduleError(f"the command could not be estimated: {advice.reasons[own]}")
         lines = advice.lines(own)
     _print(advice, lines, left_out)
     _write(lines, options)
@@ -210,6 +210,7 @@ class _Advice:
     ) -> None:
         self.command, self.options, self.gpu, self.layers = command, options, gpu, layers
         self.sizes: dict[Shape, Sizes] = {}
+        self.reasons: dict[Shape, str] = {}  # why a shape could not be counted
         self.counted: dict[Shape, Counted] = {}
         self.number = number
         self.limit = gpu.memory_bytes * (1 - HEADROOM) - BESIDE_GIB * GIB
@@ -222,6 +223,7 @@ class _Advice:
         every = count_all(asked, commands, lambda *_: None)
         for shape, command, found in zip(wanted, commands, every, strict=True):
             if isinstance(found, str):
+                self.reasons[shape] = found
                 left_out.append(f"{shape.told()}: {found}")
                 continue
             sizes = sizes_of(command, self.number)

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
 
 from megatron_vshape.rehearsal.device import Current
+from megatron_vshape.rehearsal.hops import DISPATCH
 from megatron_vshape.rehearsal.ledger import tensors_in
 
 _LARGER_SIDE: dict[str, tuple[int, str]] = {
@@ -113,6 +115,11 @@ def count(name: str, group: Any, size: float) -> None:
         entry = work.exchanges.setdefault((name, described, ranks, span), [0, 0])
         entry[0] += 1
         entry[1] += size
+
+
+def count_dispatch(group: Any, tokens: int, like: Tensor, copies: int) -> None:
+    """Count a dispatch or combine of DeepEP or HybridEP; `hops` knows how often a token is sent."""
+    count(f"{DISPATCH}{copies}", group, tokens * like.shape[1] * like.element_size())
 
 
 @functools.cache

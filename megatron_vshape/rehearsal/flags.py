@@ -44,6 +44,8 @@ FILES = """
     --local-rank --high-priority-stream-groups --check-weight-hash-across-dp-replicas-interval
     --deterministic-mode --use-mcore-models --manual-gc --manual-gc-interval
     --lazy-mpu-init --data-parallel-random-init --pipeline-trace --pipeline-timeout
+    --fim-data --fim-rate --fim-spm-rate --fim-split-sample --fim-fragment-rate --fim-no-prefix
+    --fim-prefix-token --fim-middle-token --fim-suffix-token --fim-pad-token --fim-eod-token
 """.split()
 """Flags of data, tokenizers, checkpoints and logs: none of them changes what a step allocates.
 
@@ -193,6 +195,9 @@ def read_command(words: Sequence[str]) -> Command:
             "after -- comes the training command: megatron-vshape rehearse -- pretrain_gpt.py FLAGS"
         )
     scripts = [at for at, word in enumerate(words) if word.endswith(".py")]
+    if not scripts and "-m" in words[:-1]:
+        words = _of_module(words)
+        scripts = [0]
     if scripts:
         at = scripts[0]
         before = {name: value for name, value in map(_assignment, words[:at]) if name}
@@ -208,6 +213,22 @@ def read_command(words: Sequence[str]) -> Command:
     if not scripts and command.pattern and command.script == "pretrain_gpt.py":
         return replace(command, script="pretrain_hybrid.py")
     return command
+
+
+def _of_module(words: Sequence[str]) -> list[str]:
+    """Return `python -m package.pretrain_gpt FLAGS` as a script with flags.
+
+    Raises:
+        ScheduleError: it is the module of another program.
+    """
+    at = words.index("-m") + 1
+    name = words[at].rpartition(".")[2]
+    if not name.startswith("pretrain_"):
+        raise ScheduleError(
+            f"-m {words[at]} is not a training script of Megatron-LM. Pass the script with its "
+            "flags (pretrain_gpt.py FLAGS), or the run_config.yaml that Megatron-Bridge saves"
+        )
+    return [f"{name}.py", *words[at + 1 :]]
 
 
 def _assignment(word: str) -> tuple[str, str]:
@@ -250,6 +271,12 @@ def _of_yaml(path: Path, text: str, command: Command, more: Sequence[str]) -> Co
         raise ScheduleError(f"{path} is no YAML: {str(error).splitlines()[0]}") from None
     if is_saved_config(found):
         return _of_saved_config(found, command, more)
+    if isinstance(found, dict) and isinstance(found.get("model"), dict):
+        _refuse_other_models(_model_of(found))
+        raise ScheduleError(
+            f"{path} is a part of a Megatron-Bridge configuration: its _target_ is missing. Use "
+            "the run_config.yaml of a checkpoint, or the file that ConfigContainer.to_yaml writes"
+        )
     given = found.get("MODEL_ARGS", found) if isinstance(found, dict) else None
     if not isinstance(given, dict):
         raise ScheduleError(
@@ -261,8 +288,19 @@ def _of_yaml(path: Path, text: str, command: Command, more: Sequence[str]) -> Co
 
 def _of_saved_config(found: Mapping[str, Any], command: Command, more: Sequence[str]) -> Command:
     model = found.get("model") or {}
-    _refuse_other_models(Command(str(model.get("_target_", "")).replace(".", "_"), ()))
+    _refuse_other_models(_model_of(found))
+    if model.get("hybrid_layer_pattern") or model.get("hybrid_override_pattern"):
+        command = replace(command, script="pretrain_hybrid.py")
     return replace(command, flags=tuple(flags_of_config(found, more)))
+
+
+def _model_of(found: Mapping[str, Any]) -> Command:
+    """Return the class of the configuration's model as if it were a script."""
+    target = str((found.get("model") or {}).get("_target_", ""))
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", target).replace(
+        ".", "_"
+    )
+    return Command(words, ())
 
 
 def flags_of(given: Mapping[str, Any]) -> list[str]:
@@ -283,6 +321,8 @@ def _words_of(value: Any) -> list[str]:
     text = str(value).strip()
     if text.startswith("[") and text.endswith("]"):
         return shlex.split(text[1:-1].replace(",", " "))
+    if re.fullmatch(r"\d+(\s+\d+)+", text):  # several numbers, as of context-parallel groups
+        return text.split()
     return [text]
 
 
@@ -291,13 +331,13 @@ def _of_shell(path: Path, text: str, command: Command) -> Command:
     text = re.sub(r"(?m)(^|\s)#.*$", r"\1", text).replace("\\\n", " ")
     known: dict[str, str] = dict(command.environment)
     arrays: dict[str, list[str]] = {}
-    for name, plus, body, value in re.findall(
-        r"(?m)^\s*(?:export\s+|declare\s+-a\s+)?(\w+)(\+?)=(?:\(([^)]*)\)|(.*?))\s*$", text
-    ):
-        if body:
+    for assigned in _ASSIGNMENT.finditer(text):
+        name, plus, opening = assigned.groups()
+        if opening:
+            body = _until_closed(text[assigned.end() :])
             arrays[name] = (arrays.get(name, []) if plus else []) + _split(body, known)
-        elif value:
-            known[name] = _filled(value.strip().strip("\"'"), known)
+        elif value := text[assigned.end() :].partition("\n")[0].strip():
+            known[name] = _filled(value.strip("\"'"), known)
     script, flags = command.script, [word for words in arrays.values() for word in words]
     for line in text.splitlines():
         found = re.search(r"(\S+\.py)\s(.*)", line)
@@ -310,6 +350,22 @@ def _of_shell(path: Path, text: str, command: Command) -> Command:
     if not any(word.startswith("--") for word in flags):
         raise ScheduleError(f"{path} has no flags, neither in an array nor after a script's name")
     return Command(script, tuple(flags), {k: v for k, v in known.items() if k.startswith("NVTE_")})
+
+
+_ASSIGNMENT = re.compile(r"(?m)^\s*(?:export\s+|declare\s+-a\s+)?(\w+)(\+?)=(\()?")
+
+
+def _until_closed(text: str) -> str:
+    """Return the body of an array up to the parenthesis that ends it: none within quotes does."""
+    quote = ""
+    for at, each in enumerate(text):
+        if quote:
+            quote = "" if each == quote else quote
+        elif each in "\"'":
+            quote = each
+        elif each == ")":
+            return text[:at]
+    return text
 
 
 def _split(text: str, known: Mapping[str, str]) -> list[str]:

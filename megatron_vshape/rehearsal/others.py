@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_vshape.rehearsal import exchanges, mamba
 from megatron_vshape.rehearsal.device import Current
-from megatron_vshape.rehearsal.hops import DISPATCH
 from megatron_vshape.rehearsal.routing import Routing
 
 _SOFTMAXES = ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda")
@@ -36,8 +35,8 @@ def install() -> None:
             backward=lambda grad, *_: grad,
             get_batch_per_block=lambda *_: 4,
         )
-    _module("deep_ep", HybridEPBuffer=HybridBuffer, Buffer=None)
-    _module("deep_ep.utils", EventHandle=None, EventOverlap=None)
+    _module("deep_ep", HybridEPBuffer=HybridBuffer, Buffer=DeepBuffer)
+    _module("deep_ep.utils", EventHandle=_Event, EventOverlap=_Event)
     for name, members in mamba.modules().items():
         _module(name, **members)
 
@@ -105,17 +104,106 @@ class _Adam(torch.optim.Optimizer):
                         self.state[each][name] = torch.zeros_like(each.data)
 
 
+class _Event:
+    """An event of DeepEP's stream that has happened."""
+
+    def __init__(self, *unused: Any) -> None:
+        """Accept an event to wrap."""
+
+    def current_stream_wait(self) -> None:
+        """Return at once."""
+
+
+class _Handle(NamedTuple):
+    tokens: int  # of this rank
+    arrive: int  # tokens of all ranks that have an expert here
+    rows: int  # of this rank's experts
+    local: int  # experts
+
+
+class _NoBytes:
+    """Configuration of DeepEP's buffers, which are outside of torch's allocator."""
+
+    def get_nvl_buffer_size_hint(self, *unused: int) -> int:
+        return 0
+
+    get_rdma_buffer_size_hint = get_nvl_buffer_size_hint
+
+
+class DeepBuffer:
+    """DeepEP's buffer: a rank gets a token once, whichever number of its experts it goes to."""
+
+    num_nvl_bytes = num_rdma_bytes = 0
+
+    def __init__(self, group: Any, *sizes: int) -> None:
+        self.group = group
+
+    @staticmethod
+    def set_num_sms(number: int) -> None:
+        """Accept the number of multiprocessors."""
+
+    @staticmethod
+    def get_dispatch_config(ranks: int) -> _NoBytes:
+        """Return the configuration of the buffers."""
+        return _NoBytes()
+
+    get_combine_config = get_dispatch_config
+
+    def get_dispatch_layout(self, indices: Tensor, experts: int, **options: Any) -> tuple[Any, ...]:
+        """Return the counts per rank, per node and per expert, and each token's ranks."""
+        ranks = self.group.size()
+        per_rank = torch.empty(ranks, dtype=torch.int32, device="cuda")
+        per_node = torch.empty(max(1, ranks // 8), dtype=torch.int32, device="cuda")
+        per_expert = torch.empty(experts, dtype=torch.int32, device="cuda")
+        reached = torch.empty(indices.shape[0], ranks, dtype=torch.bool, device="cuda")
+        return per_rank, per_node, per_expert, reached, _Event()
+
+    def dispatch(
+        self,
+        x: Tensor,
+        handle: Any = None,
+        topk_idx: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Any, ...]:
+        """Return the tokens of this rank's experts, their experts and their weights."""
+        exchanges.count_dispatch(self.group, x.shape[0], x, Routing.topk)
+        if topk_idx is None:
+            return (
+                torch.empty(handle.arrive, x.shape[1], dtype=x.dtype, device="cuda"),
+                *(None,) * 4,
+                _Event(),
+            )
+        assert num_tokens_per_expert is not None
+        ranks, tokens = self.group.size(), x.shape[0]
+        arrive = int(tokens * ranks * (1 - (1 - 1 / ranks) ** Routing.topk) * Routing.imbalance)
+        local = num_tokens_per_expert.shape[0] // ranks
+        rows = int(tokens * Routing.topk * Routing.imbalance) // local * local
+        got = torch.empty(arrive, x.shape[1], dtype=x.dtype, device="cuda")
+        chosen = torch.empty(arrive, topk_idx.shape[1], dtype=topk_idx.dtype, device="cuda")
+        weights = torch.empty(arrive, topk_idx.shape[1], dtype=torch.float32, device="cuda")
+        handle = _Handle(tokens, arrive, rows, local)
+        return got, chosen, weights, [0] * local, handle, _Event()
+
+    def combine(
+        self, x: Tensor, handle: Any, topk_weights: Tensor | None = None, **options: Any
+    ) -> tuple[Any, ...]:
+        """Return every token once, and its weights."""
+        tokens = handle.tokens
+        exchanges.count_dispatch(self.group, tokens, x, Routing.topk)
+        out = torch.empty(tokens, x.shape[1], dtype=x.dtype, device="cuda")
+        if topk_weights is None:
+            return out, None, _Event()
+        weights = torch.empty(tokens, topk_weights.shape[1], dtype=torch.float32, device="cuda")
+        return out, weights, _Event()
+
+
 class HybridBuffer:
     """DeepEP's buffer across nodes; what it holds itself is not torch's, and so not counted."""
 
     def __init__(self, group: Any = None, **options: Any) -> None:
         """Accept what the real one does."""
         self._group = group
-
-    def _sent(self, tokens: int, like: Tensor) -> None:
-        """Count the bytes of the tokens; `hops` knows how often a token is sent."""
-        size = tokens * like.shape[1] * like.element_size()
-        exchanges.count(f"{DISPATCH}{Routing.topk}", self._group, size)
 
     def dispatch_with_permute(
         self,
@@ -134,7 +222,7 @@ class HybridBuffer:
             table = torch.empty(tokens * Routing.topk * local, dtype=torch.int32, device="cuda")
             handle = (tokens, rows, local, table)
         tokens, rows, local, _ = handle
-        self._sent(tokens, hidden)
+        exchanges.count_dispatch(self._group, tokens, hidden, Routing.topk)
         moved = torch.empty(rows, hidden.shape[1], dtype=hidden.dtype, device="cuda")
         scores = None if probs is None else torch.empty(rows, dtype=torch.float32, device="cuda")
         return moved, scores, None, Routing.counts(rows, local), handle
@@ -144,7 +232,7 @@ class HybridBuffer:
     ) -> tuple[Any, ...]:
         """Return every token once."""
         tokens = handle[0]
-        self._sent(tokens, hidden)
+        exchanges.count_dispatch(self._group, tokens, hidden, Routing.topk)
         out = torch.empty(tokens, hidden.shape[1], dtype=hidden.dtype, device="cuda")
         if probs is None:
             return out, None

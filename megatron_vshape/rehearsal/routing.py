@@ -44,6 +44,9 @@ def install(args: Any, imbalance: float) -> None:
 
     dispatchers.MoEAllGatherTokenDispatcher.dispatch_postprocess = gathered
     wrap(dispatchers, "permute", _permuted)
+    if getattr(dispatchers, "fused_dispatch", None) is not None:
+        wrap(dispatchers, "fused_dispatch", _dispatched)
+        dispatchers._DeepepManager._indices_to_multihot = _multihot
     tensor: Any = Tensor
     tensor.masked_select = _routed
 
@@ -72,9 +75,25 @@ def _exchanged(self: Any, point: Any, tokens_per_expert: Any = None) -> Tensor:
     return Routing.counts(total, local)
 
 
+def _dispatched(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Dispatch as DeepEP does, with counts that the host knows."""
+    *moved, _, handle = call(*args, **options)
+    return *moved, Routing.counts(handle.rows, handle.local), handle
+
+
+def _multihot(self: Any, indices: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each token's experts of this rank as a mask, and their weights."""
+    shape = indices.shape[0], self.num_local_experts
+    mask = torch.zeros(shape, dtype=torch.bool, device="cuda")
+    return mask, probs.sum(dim=1, keepdim=True).expand(shape).contiguous()  # keeps the gradient
+
+
 def _permuted(call: Callable[..., Any], tokens: Tensor, routing_map: Tensor, **options: Any) -> Any:
     """Permute the number of rows of `Routing` if it would be read from GPU values."""
-    if not options.get("num_out_tokens", 1):
+    known_counts = getattr(options.get("tokens_per_expert"), "known_values", None)
+    if known_counts is not None:
+        options["num_out_tokens"] = sum(known_counts)
+    elif not options.get("num_out_tokens", 1):
         options["num_out_tokens"] = _rows_of(routing_map, routing_map.shape[1])
     return call(tokens, routing_map, **options)
 

@@ -1,5 +1,6 @@
 """A training command is read wherever it stands, and what is wrong with it is told."""
 
+import re
 import textwrap
 from pathlib import Path
 
@@ -165,3 +166,71 @@ def test_a_tokenizer_of_unknown_size_is_told() -> None:
 def test_ranks_that_are_none_are_told() -> None:
     with pytest.raises(ScheduleError, match="--ranks 4: all, first, last or numbers from 0 to 3"):
         ranks_asked_for("4", 4)
+
+
+def test_parentheses_in_quotes_do_not_end_an_array(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    layout = "Ettt|(ttt|)*11tttL"
+    script.write_text(
+        "#!/bin/bash\nSIZE=4\nMODEL_ARGS=(\n"
+        '  --moe-layer-freq "([0]*3+[1]*58)"\n'
+        f"  --pipeline-model-parallel-layout '{layout}'\n"
+        "  --tensor-model-parallel-size $SIZE\n)\n"
+        "MODEL_ARGS+=(--bf16)\n"
+        "torchrun pretrain_gpt.py ${MODEL_ARGS[@]} --swiglu\n"
+    )
+    command = read_command([str(script)])
+    assert command.value("--moe-layer-freq") == "([0]*3+[1]*58)"
+    assert command.value("--pipeline-model-parallel-layout") == layout
+    assert command.value("--tensor-model-parallel-size") == "4"
+    assert command.has("--bf16")
+    assert command.has("--swiglu")
+
+
+def test_several_numbers_of_one_flag_are_several_words() -> None:
+    given = {"--hierarchical-context-parallel-sizes": "2 4", "--data-path": "a b"}
+    assert flags_of(given) == [
+        "--hierarchical-context-parallel-sizes", "2", "4", "--data-path", "a b"
+    ]  # fmt: skip
+
+
+def test_fill_in_the_middle_is_data() -> None:
+    flags = ["--bf16", "--fim-data", "--fim-rate", "0.5", "--fim-prefix-token", "<p>"]
+    left = without_files(Command("pretrain_gpt.py", tuple(flags)), 32000)
+    assert left[0] == "--bf16"
+    assert not any("fim" in each for each in left)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("python3 -m verl.trainer.main_ppo trainer.nnodes=4", "-m verl.trainer.main_ppo is not a"),
+        ("python3 -m torch.distributed.run", "-m torch.distributed.run is not a training script"),
+    ],
+)
+def test_modules_of_other_programs_are_rejected(words: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=re.escape(message)):
+        read_command(words.split())
+
+
+def test_a_module_of_megatron_is_its_script() -> None:
+    command = read_command("python3 -m pretrain_gpt --bf16".split())
+    assert command == Command("pretrain_gpt.py", ("--bf16",))
+    started = read_command("python -m torch.distributed.run --nnodes 2 pretrain_gpt.py".split())
+    assert started.script == "pretrain_gpt.py"
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("GPTModelProvider", "is a part of a Megatron-Bridge configuration"),
+        ("Qwen3VLModelProvider", "trains a vision-language model"),
+    ],
+)
+def test_a_partial_configuration_is_told(tmp_path: Path, model: str, message: str) -> None:
+    file = tmp_path / "run_config.yaml"
+    file.write_text(
+        f"model:\n  _target_: bridge.models.{model}\n  num_layers: 4\noptimizer: {{}}\n"
+    )
+    with pytest.raises(ScheduleError, match=message):
+        read_command([str(file)])
