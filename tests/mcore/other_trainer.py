@@ -120,6 +120,7 @@ def make_config(shape: str, ranks: int, given: dict[str, Any]) -> Any:
         "mamba_num_groups": 2,
         "mtp_num_layers": given.get("predicting"),
     }
+    sizes |= given.get("config", {})
     if "beside" in given:
         sizes |= EXPERTS | {"overlap_moe_expert_parallel_comm": given["beside"]}
     if shape != "bridge":

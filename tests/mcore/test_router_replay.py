@@ -1,15 +1,17 @@
-"""Router replay: what follows layer numbers works, and what sorts by Megatron's order is rejected.
+"""Router replay: recorded choices, and replayed ones, reach their own layer and microbatch.
 
-verl appends the expert choices of every forward pass of a chunk, in the order of execution, and
-sorts them by Megatron's get_schedule_table, which it has imported by name.
+`router_replay_utils` sorts and gathers as verl does: by Megatron's get_schedule_table, which it has
+imported by name, and by the placement of Megatron's interleaved schedule.
 """
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from mcore.farm import Farm
 
 pytest.importorskip("megatron.core")
@@ -17,11 +19,14 @@ pytest.importorskip("megatron.core")
 from megatron.core.pipeline_parallel import schedules
 
 import megatron_vshape
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.mcore.hooks import replacements
+from megatron_vshape.mcore.hooks.router_replay import moe_layers_of_stages
 from megatron_vshape.mcore.hooks.session import Session
+from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.refusals import UnsupportedError
 
-V_HALF: Any = SimpleNamespace(choice=SimpleNamespace(name="v-half"))
+V_HALF: Any = SimpleNamespace(stage_map=StageMap((0, 1, 1, 0), (2, 2, 2, 2)))
 SIZES = (4, 2, 2)  # microbatches, chunks, and the microbatches of a group
 
 
@@ -46,20 +51,106 @@ def test_a_client_is_reached_by_name_and_gets_megatrons_order_while_none_is_chos
     assert client.get_schedule_table(*SIZES)[:4] == [(0, 0), (1, 0), (0, 1), (1, 1)]
 
 
-def test_sorting_by_megatrons_order_is_rejected_under_another() -> None:
+def test_sorting_before_the_step_that_records_is_rejected() -> None:
     session = Session(pipeline=V_HALF)
     table = replacements.get_schedule_table(session, lambda *sizes: list(sizes))
-    with pytest.raises(UnsupportedError, match="^schedule v-half does not work with recorded rout"):
+    with pytest.raises(UnsupportedError, match="the last step had 0 forward calls"):
         table(*SIZES)
-    named = {"num_microbatches": 4, "num_model_chunks": 2, "microbatch_group_size_per_vp_stage": 2}
-    with pytest.raises(UnsupportedError, match="R3 or disabled"):
-        table(**named)
+    session.pipeline = SimpleNamespace(stage_map=StageMap((0, 1, 1, 0), (3, 3, 2, 0)))
+    with pytest.raises(UnsupportedError, match="stages 3 of layer split 3,3,2,0 have no layers"):
+        table(*SIZES)
     assert table(4, 1, 2) == [4, 1, 2]  # one chunk runs in the order of the microbatches
     session.captures = True
     assert table(*SIZES) == list(SIZES)
 
 
-def test_replay_by_layer_numbers_trains(farm: Farm) -> None:
-    flags = "--pipeline-schedule v-half --num-experts 4 --moe-enable-routing-replay"
-    untied = "--untie-embeddings-and-output-weights --disable-bias-linear"
-    farm.run(2, *flags.split(), *untied.split()).check()
+def test_dense_layers_have_no_choices() -> None:
+    config = SimpleNamespace(moe_layer_freq=2)
+    assert moe_layers_of_stages(config, (1, 2, 3, 2)) == [1, 1, 1, 1]
+    config.moe_layer_freq = [0, 0, 0, 1, 1, 1, 1, 1]
+    assert moe_layers_of_stages(config, (1, 2, 3, 2)) == [0, 0, 3, 2]
+
+
+PLUGIN = Path(__file__).parent / "replays_routers.py"
+CONFIG = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 16,
+    "moe_enable_routing_replay": True,
+    "add_bias_linear": False,
+}
+RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+
+def replayed(
+    farm: Farm, folder: Path, schedule: str | None, ranks: int, *, recomputes: bool, **options: Any
+) -> list[dict[str, Any]]:
+    folder = folder / f"{Path(str(schedule)).stem}-{recomputes}-{len(options)}"
+    folder.mkdir()
+    trainer = folder / "trainer.py"  # imported, as a library is
+    trainer.write_text("from replays_routers import start")
+    config = CONFIG | (RECOMPUTE if recomputes else {})
+    given = {"schedule": schedule, "options": options, "directory": str(folder), "config": config}
+    farm.run(ranks, plugin=trainer, given=given).check()
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+def compare(ours: list[dict[str, Any]], plain: list[dict[str, Any]]) -> None:
+    wrong = (ours[-1]["choices"] != plain[-1]["choices"]).sum()
+    assert wrong == 0, f"{wrong} of {ours[-1]['choices'].numel()} choices are of another"
+    assert ours[-1]["recorded"] == pytest.approx(plain[-1]["recorded"], abs=1e-6)
+    assert ours[-1]["losses"] == pytest.approx(plain[-1]["losses"], abs=1e-6)
+    mine, theirs = (
+        {name: value for rank in ranks for name, value in rank["gradients"].items()}
+        for ranks in (ours, plain)
+    )
+    for name, value in theirs.items():
+        own = mine.get(name)
+        if own is None:  # its rows are on several ranks
+            parts = sorted(each for each in mine if each.startswith(f"{name}@"))
+            own = torch.cat([mine[each] for each in parts])[: len(value)]
+        torch.testing.assert_close(own, value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "recomputes", "options"),
+    [
+        ("v-half", 2, False, {}),
+        ("v-half", 2, True, {"vocab_parallel": True}),
+        pytest.param("v-half", 2, True, {}, marks=pytest.mark.slow),
+        pytest.param("v-half", 4, False, {}, marks=pytest.mark.slow),
+        pytest.param("v-min", 4, True, {}, marks=pytest.mark.slow),
+        pytest.param("v-zb", 2, False, {"layer_split": "1,3,2,2"}, marks=pytest.mark.slow),
+        pytest.param("grouped-interleaved-1f1b", 2, False, {}, marks=pytest.mark.slow),
+        pytest.param("v-half", 4, True, {"vocab_parallel": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_choices_reach_their_own_layer_and_microbatch(
+    farm: Farm,
+    tmp_path: Path,
+    schedule: str,
+    ranks: int,
+    recomputes: bool,
+    options: dict[str, Any],
+) -> None:
+    plain = replayed(farm, tmp_path, None, ranks, recomputes=recomputes)
+    assert plain[-1]["losses"] != pytest.approx(plain[-1]["recorded"], abs=1e-3)
+    ours = replayed(farm, tmp_path, schedule, ranks, recomputes=recomputes, **options)
+    assert ours[0]["chunks"] == 2
+    compare(ours, plain)
+    # What a recomputation in B replays is used up, each once.
+    assert {left for each in ours for left in each["left"]} == {0 if recomputes else 7}
+
+
+@pytest.mark.slow
+def test_choices_of_reordered_microbatches(farm: Farm, tmp_path: Path) -> None:
+    costs = tmp_path / "costs.json"
+    costs.write_text(Costs.uniform(2, 4, 100, 120, 90, 5).to_json())
+    plain = replayed(farm, tmp_path, None, 2, recomputes=True)
+    ours = replayed(farm, tmp_path, "auto", 2, recomputes=True, costs_file=str(costs))
+    assert all(each["order"] for each in ours)
+    compare(ours, plain)

@@ -363,7 +363,7 @@ HOOKS = (
         _SCHEDULES,
         "get_schedule_table",
         ("num_microbatches", "num_model_chunks"),
-        "rejects libraries that sort recorded expert choices by the order of Megatron's passes",
+        "gives libraries the order of the passes of the schedule, to sort recorded expert choices",
         replacements.get_schedule_table,
         everywhere=True,
     ),

@@ -20,6 +20,7 @@ from megatron.core.transformer import module as transformer_module
 
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.mcore.hooks import router_replay
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.observe.megatrons_own import (
@@ -27,7 +28,6 @@ from megatron_vshape.mcore.observe.megatrons_own import (
     count_forward,
 )
 from megatron_vshape.mcore.refusals import (
-    UnsupportedError,
     check_one_module,
     refused_model,
     refusing,
@@ -151,20 +151,16 @@ def get_schedule_table(
     *args: Any,
     **options: Any,
 ) -> Any:
-    """Reject libraries that sort data by the pass order of Megatron's interleaved schedule.
+    """Return the order in which the last step called the trainer's forward step on this rank.
 
-    verl sorts the expert choices recorded in a forward pass this way, and merges them over ranks as
-    if chunks had Megatron's placement.
+    verl sorts the expert choices by it that it has recorded in that step, and then gathers those of
+    all ranks.
     """
     # Transformer Engine's capture uses only the number of passes in the table.
     if session.pipeline is None or session.captures or num_model_chunks == 1:
         return original(num_microbatches, num_model_chunks, *args, **options)
-    raise UnsupportedError(
-        f"schedule {session.pipeline.choice.name} does not work with recorded router replay (R2 of "
-        "verl): it sorts recorded expert choices by get_schedule_table, the pass order of "
-        "Megatron's interleaved schedule, and layers would get the choices of others. Set the mode "
-        "of router replay to R3 or disabled, or choose a schedule with one chunk, such as zb-h1"
-    )
+    router_replay.gather_by_placement(session)
+    return router_replay.schedule_table(session, num_microbatches, num_model_chunks)
 
 
 @replaces

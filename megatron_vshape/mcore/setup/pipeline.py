@@ -88,7 +88,7 @@ def pipeline_of(
     choice = choice_for(options, model.pipeline_model_parallel_size, loss_last)
     choice, translated = take_options(model, choice, options, check)
     tell(translated)
-    keeps_order = options.keep_order or _counts_losses(model)
+    keeps_order = options.keep_order or _counts_calls(model)
     options = replace(options, layer_split=translated.layer_split, keep_order=keeps_order)
     may_offload = translated.may_offload
     split = _split(model, choice, options)
@@ -116,13 +116,14 @@ def pipeline_of(
     )
 
 
-def _counts_losses(model: Any) -> bool:
-    """Return whether losses are paired with stored logits by their number, one per microbatch.
+def _counts_calls(model: Any) -> bool:
+    """Check for stored logits or expert choices that are paired with microbatches by call number.
 
-    If microbatches were reordered, each loss would get the logits of another microbatch.
+    In another order of microbatches each would get those of another one. slime and miles store
+    expert choices so (use_routing_replay).
     """
-    names = "logits_save_dir", "logits_load_dir"
-    return any(getattr(model, name, None) is not None for name in names)
+    names = "logits_save_dir", "logits_load_dir", "use_routing_replay"
+    return any(getattr(model, name, None) not in (None, False) for name in names)
 
 
 def _splits_graphs(model: Any, options: Options) -> bool:

@@ -44,6 +44,7 @@ from megatron_vshape.mcore.step.loss_reporting import Courier
 from megatron_vshape.mcore.step.microbatches import given_iterators, read_again, shared_out
 from megatron_vshape.mcore.step.paged_stash import begin_step
 from megatron_vshape.mcore.step.parts import Beginning, Capability, Step, device_of, parts_of
+from megatron_vshape.mcore.step.router_replay import ForwardCalls
 from megatron_vshape.mcore.step.run_ahead import RandomState, Replay
 from megatron_vshape.mcore.step.same_plan import Agreement
 from megatron_vshape.mcore.step.slices import Slicing
@@ -141,6 +142,7 @@ class PipelineRunner:
         self._ahead: _Ahead | None = None
         self._early: tuple[Program, tuple[Program, Cut]] | None = None
         self._replays: list[Replay] = []
+        self.calls = ForwardCalls(None)  # of the trainer's function, in the last step
         self._agreement = Agreement()
         self._places: Places | None = None  # set once microbatches can be reordered
         self._keeps_order: bool | None = None  # agreed by all ranks once; None before
@@ -343,9 +345,11 @@ class PipelineRunner:
         iterators, again = read_again(iterators) if shares else (shared_out(iterators), None)
         program, early_ends = self._begun_early(program) if is_early else (program, ())
         by_layers = self._pipeline.by_layers and not call.forward_only
+        is_last = groups.pp.rank() == self._pipeline.stage_map.loss_rank
+        self.calls = ForwardCalls(order)
         step = Step(
             config,
-            call.forward_step_func,
+            self.calls.counting(call.forward_step_func, chunks, self._state, is_last),
             call.num_microbatches,
             groups.cp.size(),
             call.forward_only,

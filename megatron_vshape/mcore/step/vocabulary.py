@@ -51,6 +51,15 @@ from megatron_vshape.mcore.step.late_checks import LateFaults, unlike
 from megatron_vshape.mcore.step.loss_of_logits import LossOfLogits, called_up_to_logits
 from megatron_vshape.mcore.step.microbatches import Reader
 from megatron_vshape.mcore.step.parts import Beginning, Capability, ForwardStep, Part, counted
+from megatron_vshape.mcore.step.router_replay import (
+    LastCalls,
+    ModelCalled,
+    Recorded,
+    are_active,
+    restore,
+    routers_of,
+    states_of,
+)
 from megatron_vshape.mcore.step.stage import loss_maker
 from megatron_vshape.mcore.step_state import unwrapped
 from megatron_vshape.runtime.stage import Handler
@@ -103,6 +112,7 @@ class SharedVocabulary(Part):
     _wants_logits: bool | None = None  # whether the loss is one of logits; set in the first LOGITS
     _of_logits: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # gradient, hidden
     _faults: LateFaults = field(default_factory=LateFaults)
+    _replayed: dict[int, Any] = field(default_factory=dict)  # data that F of the first stage reads
     makes_loss = True
 
     def __post_init__(self) -> None:
@@ -118,6 +128,7 @@ class SharedVocabulary(Part):
         self.learns, self.gradient_sync = not step.forward_only, step.gradient_sync
         self.tensor_group, self.context_group = begun.groups.tp, begun.groups.cp
         self.again = begun.again
+        self._last_calls = LastCalls(routers_of(self.last))
         # [b, s] of a microbatch on this rank; None with variable lengths (see `_tell_shape`).
         self.tokens_shape: tuple[int, int] | None = None
         if not self.config.variable_seq_lengths:
@@ -237,6 +248,9 @@ class SharedVocabulary(Part):
     def forward(self, stage: int, is_last: bool, number: int, step: ForwardStep) -> ForwardStep:
         """Return the replacement of the trainer's function in F of the first and last stage."""
         self.running = number
+        if stage == 0 and number in self._replayed:
+            again = self._replayed.pop(number)
+            return lambda iterator, model: step(again, model)
         if stage == 0:
             args, options, loss_function = self._calls.pop(number)
             return lambda iterator, model: (model(*args, **options), loss_function)
@@ -251,6 +265,8 @@ class SharedVocabulary(Part):
                     self.forward_step_func, iterator, model, self._labels
                 )
             hidden = self._last_hidden.pop(microbatch)
+            if made is None:
+                self._last_calls.end_at_logits(microbatch)
             if logits is not None:
                 self._faults.add(unlike(logits, hidden.transpose(0, 1)), _OTHER_LOGITS)
             if made is not None:
@@ -348,7 +364,8 @@ class SharedVocabulary(Part):
             self.lose,
             self._faults,
         )
-        gradient = makes.of(hidden, weight, tokens)
+        with self._last_calls.rest_of_call(microbatch):
+            gradient = makes.of(hidden, weight, tokens)
         if not self.learns:
             return
         if gradient is None:  # the loss does not depend on the logits
@@ -429,18 +446,7 @@ class SharedVocabulary(Part):
 
     def _next_tokens(self, microbatch: int) -> Tensor:
         """Make the trainer's function read a microbatch, and record its call of the model for F."""
-        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        blank = self._empty((), torch.float32)
-
-        def keep(*args: Any, **options: Any) -> Tensor:
-            calls.append((args, options))
-            return blank
-
-        with Replaced() as replaced, self.state.running(0):
-            replaced.put(self.first, "forward", keep)
-            _, loss_function = self.forward_step_func(self.iterator, self.first)
-        (call,) = calls
-        self._calls[microbatch] = (*call, loss_function)
+        call = self._call_of_first_stage(microbatch)
         model = unwrapped(self.first)
         bound = inspect.signature(type(model).forward).bind(model, *call[0], **call[1])
         tokens: Tensor | None = bound.arguments.get("input_ids")
@@ -460,6 +466,34 @@ class SharedVocabulary(Part):
             rolled, *_ = roll_tensor(sequences[-1], -1, -1, self.context_group, packed)
             sequences.append(rolled)
         return torch.cat(sequences)
+
+    def _call_of_first_stage(self, microbatch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Have the trainer's function call the model, and keep the call for F.
+
+        If routers record or replay, F calls the function itself, once more, with the same data: it
+        sets them before it calls the model, and reads them after that.
+        """
+        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        blank = self._empty((), torch.float32)
+        routers = routers_of(self.first)
+        before, recorded = states_of(routers), Recorded(self.iterator)
+
+        def keep(*args: Any, **options: Any) -> Tensor:
+            calls.append((args, options))
+            if are_active(routers):
+                raise ModelCalled
+            return blank
+
+        with Replaced() as replaced, self.state.running(0):
+            replaced.put(self.first, "forward", keep)
+            iterator = recorded if routers else self.iterator
+            try:
+                _, loss_function = self.forward_step_func(iterator, self.first)
+                self._calls[microbatch] = (*calls[0], loss_function)
+            except ModelCalled:
+                restore(routers, before)
+                self._replayed[microbatch] = recorded.again()
+        return calls[0]
 
     def _read_hidden(self, microbatch: int) -> None:
         """Receive the last stage's output and labels, and g of the previous microbatch."""

@@ -1,0 +1,181 @@
+"""Router replay: experts' choices that a library records in one step and replays in another.
+
+Before it calls the model on a microbatch, the library sets the choices that the routers of a chunk
+replay. After the call it reads the choices that they have recorded, or switches them to the
+backward pass. Its order of records is that of the calls of its forward step.
+
+With vocabulary parallelism some of these calls run no layers: the one that looks up the tokens of
+the first stage, and those that make the loss of logits. They leave the routers as they were.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.step_state import StepState, unwrapped
+
+RouterStates = list[dict[str, Any]]
+"""The attributes of every RouterReplay object of a chunk."""
+
+
+@dataclass(slots=True)
+class ForwardCalls:
+    """The calls of the trainer's forward step in a step, in the order in which they return.
+
+    Each is (microbatch, chunk), as in Megatron's schedule table.
+    """
+
+    order: Sequence[int] | None  # of microbatches; None: as they come
+    ended: list[tuple[int, int]] = field(default_factory=list)
+
+    def counting(
+        self,
+        function: Callable[..., Any],
+        chunks: Sequence[nn.Module],
+        state: StepState,
+        has_loss: bool,
+    ) -> Callable[..., Any]:
+        """Wrap the trainer's function so that its calls are counted."""
+        chunk_of = {id(each): chunk for chunk, each in enumerate(chunks)}
+        numbers = Counter[int]()
+
+        @functools.wraps(function)
+        def call(iterator: Any, model: Any, *args: Any, **options: Any) -> Any:
+            made = function(iterator, model, *args, **options)
+            if has_loss or not state.has_logits:  # else a call for another rank's chunk
+                chunk = chunk_of[id(model)]
+                place = numbers[chunk]
+                numbers[chunk] += 1
+                self.ended.append((place if self.order is None else self.order[place], chunk))
+            return made
+
+        return call
+
+
+def routers_of(chunk: nn.Module) -> list[Any]:
+    """Find the RouterReplay objects of a chunk; none if its config has no experts."""
+    model = unwrapped(chunk)
+    if not getattr(getattr(model, "config", None), "num_moe_experts", None):
+        return []
+    found = (getattr(module, "router_replay", None) for module in model.modules())
+    return [each for each in found if hasattr(each, "router_replay_action")]
+
+
+def are_active(routers: Sequence[Any]) -> bool:
+    """Check whether any router records or replays."""
+    return any(each.router_replay_action is not None for each in routers)
+
+
+def states_of(routers: Sequence[Any]) -> RouterStates:
+    """Copy the state of the routers."""
+    return [_copied(vars(router)) for router in routers]
+
+
+def restore(routers: Sequence[Any], states: RouterStates) -> None:
+    """Give the routers the states of before."""
+    for router, state in zip(routers, states, strict=True):
+        vars(router).update(_copied(state))
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    """Copy a state with its lists, whose tensors are shared."""
+    return {name: list(each) if isinstance(each, list) else each for name, each in state.items()}
+
+
+@contextmanager
+def inactive(routers: Sequence[Any]) -> Iterator[None]:
+    """Have a library find routers that neither record nor replay; restore them afterwards."""
+    before = states_of(routers)
+    for each in routers:
+        each.router_replay_action = None
+    try:
+        yield
+    finally:
+        restore(routers, before)
+
+
+@dataclass(slots=True)
+class LastCalls:
+    """The last chunk's routers on the loss rank, where the library's calls end at the logits.
+
+    The rest of such a call runs later, when the loss is made; the routers may be in another
+    microbatch by then.
+    """
+
+    routers: list[Any]
+    _kept: dict[int, RouterStates] = field(default_factory=dict)
+    _actions: list[Any] | None = None  # after a call, as the library leaves them
+
+    def end_at_logits(self, microbatch: int) -> None:
+        """Keep the state of a call that has ended at the logits."""
+        if are_active(self.routers):
+            self._kept[microbatch] = states_of(self.routers)
+            self._set_actions()
+
+    @contextmanager
+    def rest_of_call(self, microbatch: int) -> Iterator[None]:
+        """Have the rest of a call find the state of its microbatch."""
+        kept = self._kept.pop(microbatch, None)
+        if kept is None:
+            with inactive(self.routers):
+                yield
+            return
+        before = states_of(self.routers)
+        restore(self.routers, kept)
+        try:
+            yield
+            # From the first loss on, which comes before the first backward pass.
+            self._actions = [each.router_replay_action for each in self.routers]
+        finally:
+            restore(self.routers, before)
+        self._set_actions()
+
+    def _set_actions(self) -> None:
+        if self._actions is not None:
+            for router, action in zip(self.routers, self._actions, strict=True):
+                router.router_replay_action = action
+
+
+class ModelCalled(Exception):
+    """Ends a call of the trainer's function at its call of the model."""
+
+
+@dataclass(eq=False)
+class Recorded:
+    """An iterator that keeps the items which it gives, so that they can be read once more."""
+
+    source: Any
+    _items: list[Any] = field(default_factory=list)
+
+    def __iter__(self) -> Recorded:
+        return self
+
+    def __next__(self) -> Any:
+        item = next(self.source)
+        self._items.append(copy.copy(item))  # the trainer may take its own apart
+        return item
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.source, name)
+
+    def again(self) -> Iterator[Any]:
+        """Return the same items.
+
+        Raises:
+            UnsupportedError: the trainer reads its data otherwise than by `next`.
+        """
+        if not self._items:
+            raise UnsupportedError(
+                "--pipeline-vocab-parallel supports router replay only with a data iterator that "
+                "is read by next(). Remove --pipeline-vocab-parallel"
+            )
+        return iter(self._items)
