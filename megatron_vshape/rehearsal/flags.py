@@ -287,10 +287,7 @@ def _of_yaml(path: Path, text: str, command: Command, more: Sequence[str]) -> Co
 
 
 def _of_saved_config(found: Mapping[str, Any], command: Command, more: Sequence[str]) -> Command:
-    model = found.get("model") or {}
     _refuse_other_models(_model_of(found))
-    if model.get("hybrid_layer_pattern") or model.get("hybrid_override_pattern"):
-        command = replace(command, script="pretrain_hybrid.py")
     return replace(command, flags=tuple(flags_of_config(found, more)))
 
 

@@ -134,7 +134,8 @@ def test_a_file_that_differs_is_left_alone_and_told_in_one_sentence(
         said = apply(*arguments, patches=patches)
         assert said.returncode == 1
         assert said.stderr.count("\n") == 1
-        assert f"pretrain_gpt.py,pretrain_hybrid.py in {checkout} differ from every release" in said.stderr
+        scripts = "pretrain_gpt.py,pretrain_hybrid.py"
+        assert f"{scripts} in {checkout} differ from every release" in said.stderr
     assert file.read_text() == before
 
 
