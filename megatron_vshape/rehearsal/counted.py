@@ -1,8 +1,8 @@
-"""A costs file from rehearsals: times by counted work, or as measured, and memory of every stage.
+"""Cost files from dry runs: times from counted work or measured, and the memory of every stage.
 
-A V with two stages a rank is rehearsed, some microbatches with their backward split and some whole,
-so that every stage's F, B, W and BW have run. Ranks that were left out stand for their neighbour
-towards the first, which is said.
+The dry run uses the V placement with two stages per rank. Some microbatches have split backwards
+and some full backwards, so every stage runs F, B, W and BW. A rank without a dry run gets the costs
+of its nearest neighbor toward the first rank, as the source of the costs reports.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ Pass = Mapping[str, Any]
 
 
 def both_backwards(num_devices: int) -> Schedule:
-    """Return a V that runs its first microbatches' backwards split, and those of others whole.
+    """Return a V-shaped schedule: first microbatches with split backwards, then with full ones.
 
-    Every W of the first stands behind all else of theirs: right behind its B they would be one.
+    All W's of the first microbatches come after their other passes. Directly after its B, a W would
+    be fused with it.
     """
     split, whole = (make(name, num_devices, MICROBATCHES) for name in ("v-zb", "1f1b-v"))
     rows = []
@@ -49,12 +50,12 @@ def counted_costs(
     apart: int,
     rates: Rates | None = None,
 ) -> Costs:
-    """Return the costs of the stages, from ranks rehearsed under `both_backwards`.
+    """Return the costs of all stages from ranks with dry runs of `both_backwards`.
 
-    Neighbours of the pipeline stand so many ranks `apart`.
+    `apart` is the distance between neighboring pipeline ranks in GPUs.
 
     Raises:
-        ScheduleError: a stage lacks a pass.
+        ScheduleError: A stage lacks a pass.
     """
     stages = [_where(stage, devices) for stage in range(2 * devices)]
     found = _every_rank(ranks, devices)
@@ -70,7 +71,7 @@ def counted_costs(
         "held_after_backward_bytes": left,
         "state_bytes": tuple(_state(found[rank], chunk) for rank, chunk in stages),
     }
-    none = (0.0, 0.0)  # of counts kept from before they were counted
+    none = (0.0, 0.0)  # for cached results of older versions without this value
     dummies = tuple(
         float(found[rank].get("chunk_dummy_bytes", none)[chunk]) for rank, chunk in stages
     )
@@ -96,7 +97,7 @@ def counted_costs(
 
 
 def with_measured(rank: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the estimated times of the passes of a rank by measured ones, on a GPU memory too.
+    """Replace the estimated pass times of a rank by measured ones; on a GPU also the memory.
 
     `measured` is a result of `measured.measure_all`.
     """
@@ -122,16 +123,16 @@ def _with_measured_source(costs: Costs, ranks: Sequence[Mapping[str, Any]]) -> C
 def pass_times(
     found: Sequence[Mapping[str, Any]], stages: Sequence[tuple[int, int]], devices: int, gpu: Gpu
 ) -> dict[str, Any]:
-    """Return the times of the passes of every stage by the names that `Costs` has.
+    """Return the pass times of every stage by their names in `Costs`.
 
     Args:
-        found: results of some ranks; the others are assumed like their neighbors.
-        stages: rank and chunk of every stage.
-        devices: ranks of the pipeline.
+        found: Results of some ranks. Other ranks are assumed to equal their neighbors.
+        stages: Rank and chunk of every stage.
+        devices: Number of pipeline ranks.
         gpu: GPU and links.
 
     Raises:
-        ScheduleError: a stage lacks a pass.
+        ScheduleError: A stage lacks a pass.
     """
     ranks = _every_rank(found, devices)
     return _times(
@@ -152,7 +153,7 @@ def _times(passes: Mapping[Kind, Sequence[Pass]]) -> dict[str, Any]:
 
 
 def _where(stage: int, devices: int) -> tuple[int, int]:
-    """Return the rank and the chunk of a V's stage."""
+    """Return the rank and the chunk of a stage in the V placement."""
     return (stage, 0) if stage < devices else (2 * devices - 1 - stage, 1)
 
 
@@ -168,7 +169,11 @@ _NOTHING = {"adds_bytes": 0.0, "meanwhile_bytes": 0.0, "seconds": 0.0, "waited_s
 
 
 def _pass(rank: Mapping[str, Any], kind: Kind, chunk: int, gpu: Gpu, rates: Rates | None) -> Pass:
-    """Return what a pass was found to do; a backward that recomputes all runs whole, as its B."""
+    """Return the results of a pass.
+
+    With full recompute, a backward is not split: BW counts as B, and W is empty. If only B and W
+    ran, BW is their sum.
+    """
     ran = {each["kind"]: each for each in rank["kinds"] if each["chunk"] == chunk}
     if kind in (Kind.B, Kind.W) and kind not in ran and Kind.BW in ran:
         if kind is Kind.W:
@@ -184,7 +189,7 @@ def _pass(rank: Mapping[str, Any], kind: Kind, chunk: int, gpu: Gpu, rates: Rate
         )
     work = Work.of(ran[kind]["work"])
     parts = step_time(work, gpu, Scale(1, 1, 1, 1, **rank["scale"]), rates)
-    # The last pass of a step may have begun what a step has once.
+    # The last pass of a step may have started collectives that occur once per step.
     took, waited = parts["step_s"] - parts["data parallel"], parts["exchanges"]
     if "ms" in ran[kind]:  # measured: communication ended at once
         took = float(ran[kind]["ms"]) / 1e3 + waited
@@ -195,10 +200,10 @@ def _pass(rank: Mapping[str, Any], kind: Kind, chunk: int, gpu: Gpu, rates: Rate
 
 
 def _hidden(parts: Mapping[str, float], work: Work) -> float:
-    """Return the seconds of a W's exchanges that its own products hide.
+    """Return the seconds of a W's collectives that overlap with its GEMMs.
 
-    It gathers for a product while the one before it computes (`runtime.weight_jobs`), so that the
-    first gather is waited for, and what is longer than the products.
+    W gathers for a GEMM while the previous one runs (`runtime.weight_jobs`). So it waits for the
+    first gather, and for time by which gathers exceed the GEMMs.
     """
     exchanges = parts["exchanges"]
     gathers = sum(
@@ -212,9 +217,10 @@ def _computes_us(ran: Pass) -> float:
 
 
 def _held(forward: Pass, backward: Pass, weight: Pass) -> tuple[float, float]:
-    """Return what a stage holds after F, and after B.
+    """Return the bytes of a stage after F, and after B.
 
-    What F has made and no backward frees has been let go of between passes: what it sent.
+    Memory that F allocates and no backward frees has been freed between passes: the output that F
+    sent.
     """
     adds, freed, last = (float(each["adds_bytes"]) for each in (forward, backward, weight))
     held = max(0.0, min(adds, -freed - last)) if freed + last < 0 else adds
@@ -223,12 +229,12 @@ def _held(forward: Pass, backward: Pass, weight: Pass) -> tuple[float, float]:
 
 
 def _works(ran: Pass, takes: float) -> float:
-    """Return what is there only meanwhile, beside what the pass takes at its start."""
+    """Return the temporary bytes of a pass beyond `takes`, the bytes allocated at its start."""
     return max(0.0, float(ran["meanwhile_bytes"]) - max(0.0, takes))
 
 
 def _state(rank: Mapping[str, Any], chunk: int) -> float:
-    """Return the stage's part of what its rank holds between steps, by its parameters."""
+    """Return the stage's part of its rank's memory between steps, in proportion to parameters."""
     own = rank["chunk_parameters"]
     return _states(rank) * float(own[chunk] / sum(own))
 
@@ -238,9 +244,9 @@ def _beside(rank: Mapping[str, Any]) -> float:
 
 
 def _unshared(rank: Mapping[str, Any]) -> float:
-    """Compute what the pool of CUDA graphs needs beyond the peak of all memory.
+    """Return the bytes that the pool of CUDA graphs needs beyond the peak of all memory.
 
-    The pool and other memory peak at different times and do not lend to each other.
+    The pool and other memory peak at different times and cannot share blocks.
     """
     apart = rank.get("graph_bytes")
     return float(max(0, apart["pool"] + apart["other"] - rank["peak_bytes"])) if apart else 0.0

@@ -1,4 +1,4 @@
-"""Reads the flags of a training command, wherever they stand, and leaves out what needs files."""
+"""Parse the flags of a training command, and remove those that need files."""
 
 from __future__ import annotations
 
@@ -47,11 +47,9 @@ FILES = """
     --fim-data --fim-rate --fim-spm-rate --fim-split-sample --fim-fragment-rate --fim-no-prefix
     --fim-prefix-token --fim-middle-token --fim-suffix-token --fim-pad-token --fim-eod-token
 """.split()
-"""Flags of data, tokenizers, checkpoints and logs: none of them changes what a step allocates.
-
+"""Flags of data, tokenizers, checkpoints and logs, which do not change the memory of a step.
 --deterministic-mode only checks; other flags and the environment select the functions.
---eval-iters and similar flags are replaced.
-"""
+--eval-iters and similar flags are replaced."""
 
 VOCABULARIES = {
     "GPT2BPETokenizer": 50257,
@@ -84,7 +82,7 @@ class Command:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def value(self, flag: str, default: str | None = None) -> str | None:
-        """Return what follows a flag, the last time it is given."""
+        """Return the value of the last occurrence of a flag."""
         found = default
         for at, each in enumerate(self.flags):
             if each == flag and at + 1 < len(self.flags):
@@ -94,10 +92,10 @@ class Command:
         return found
 
     def number(self, flag: str, default: int) -> int:
-        """Return the number that follows a flag.
+        """Return the integer value of a flag.
 
         Raises:
-            ScheduleError: it is none.
+            ScheduleError: The value is not an integer.
         """
         text = self.value(flag)
         if text is None:
@@ -123,9 +121,9 @@ class Command:
         return hybrid.num_predicting(self.pattern or "") or self.number("--mtp-num-layers", 0)
 
     def option(self, name: str) -> int | str | None:
-        """Return the number that an option is given, or that it is; None where it is not.
+        """Return the value of an option, True for a switch, None if it is not given.
 
-        `name` is that of the attribute of Megatron's arguments. A pattern of layers is a text.
+        `name` is the attribute of Megatron's arguments. The layer pattern is a string.
         """
         if name == hybrid.OPTION:
             return self.pattern
@@ -138,7 +136,7 @@ class Command:
         return any(each == flag or each.startswith(f"{flag}=") for each in self.flags)
 
     def without(self, is_out: Callable[[str], bool]) -> Command:
-        """Return the command without the flags of such names, and what follows them."""
+        """Return the command without flags whose name fulfills `is_out`, and their values."""
         left: list[str] = []
         keep = True
         for word in self.flags:
@@ -158,7 +156,7 @@ class Command:
         )
 
     def without_chunks(self) -> Command:
-        """Return the command without how its layers are cut into several stages a rank."""
+        """Return the command without flags for several stages per rank."""
         return self.without(lambda flag: flag.startswith(_CHUNKS))
 
     def without_predicting(self) -> Command:
@@ -170,9 +168,9 @@ class Command:
         return self.having(mtp_num_layers=None, **old, **{hybrid.OPTION: main})
 
     def having(self, **values: object) -> Command:
-        """Return the command with these flags, underscores for dashes; True is a flag alone.
+        """Return the command with these flags, with underscores for dashes; True adds a switch.
 
-        None takes one out.
+        None removes a flag.
         """
         names = {"--" + name.replace("_", "-") for name in values}
         left = self.without(names.__contains__).flags
@@ -180,14 +178,14 @@ class Command:
 
 
 def read_command(words: Sequence[str]) -> Command:
-    """Return the command that the words after `--` are: as in a script, or naming a file of it.
+    """Return the command in the words after `--`: as in a shell, or with a file that contains it.
 
-    torchrun and python before the script are skipped. The first word may be a file: a YAML of
-    Megatron-LM's functional tests, a configuration that Megatron-Bridge saved, a shell script with
-    an array of flags, or flags alone; flags that follow it are added.
+    torchrun and python before the script are skipped. The first word can be a file: a YAML file of
+    Megatron-LM's functional tests, a saved configuration of Megatron-Bridge, a shell script with an
+    array of flags, or flags alone. Flags after the file are added.
 
     Raises:
-        ScheduleError: there is no command, or the file has none.
+        ScheduleError: There is no command, or the file has none.
     """
     words = list(words)
     if not words:
@@ -292,7 +290,7 @@ def _of_saved_config(found: Mapping[str, Any], command: Command, more: Sequence[
 
 
 def _model_of(found: Mapping[str, Any]) -> Command:
-    """Return the class of the configuration's model as if it were a script."""
+    """Return the class name of the configuration's model as a script name."""
     target = str((found.get("model") or {}).get("_target_", ""))
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", target).replace(
         ".", "_"
@@ -301,7 +299,7 @@ def _model_of(found: Mapping[str, Any]) -> Command:
 
 
 def flags_of(given: Mapping[str, Any]) -> list[str]:
-    """Return a mapping of flags to values as words; true is a flag alone, false none."""
+    """Return a mapping of flags to values as words; true adds a switch, false nothing."""
     words: list[str] = []
     for name, value in given.items():
         flag = name if name.startswith("--") else "--" + name.replace("_", "-")
@@ -324,7 +322,7 @@ def _words_of(value: Any) -> list[str]:
 
 
 def _of_shell(path: Path, text: str, command: Command) -> Command:
-    """Return the flags of a script's arrays and of its own command line, variables put in."""
+    """Return the flags of a script's arrays and command line, with variables substituted."""
     text = re.sub(r"(?m)(^|\s)#.*$", r"\1", text).replace("\\\n", " ")
     known: dict[str, str] = dict(command.environment)
     arrays: dict[str, list[str]] = {}
@@ -353,7 +351,7 @@ _ASSIGNMENT = re.compile(r"(?m)^\s*(?:export\s+|declare\s+-a\s+)?(\w+)(\+?)=(\()
 
 
 def _until_closed(text: str) -> str:
-    """Return the body of an array up to the parenthesis that ends it: none within quotes does."""
+    """Return the body of an array up to its closing parenthesis outside of quotes."""
     quote = ""
     for at, each in enumerate(text):
         if quote:
@@ -383,10 +381,10 @@ def _filled(text: str, known: Mapping[str, str]) -> str:
 
 
 def without_files(command: Command, vocabulary: int | None = None) -> list[str]:
-    """Return the flags with what needs files taken out and what a rehearsal needs put in.
+    """Return the flags without those about files, plus the flags that a dry run needs.
 
     Raises:
-        ScheduleError: nothing says how large the vocabulary is.
+        ScheduleError: The vocabulary size is unknown.
     """
     left = list(command.without(FILES.__contains__).flags)
     size = vocabulary or command.number("--vocab-size", 0) or _vocabulary(command)
@@ -413,21 +411,21 @@ def _vocabulary(command: Command) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The world that a command asks for."""
+    """The parallel sizes of a command."""
 
     world: int
     tensor: int
     context: int
     pipeline: int
-    stage_before_data: bool  # ranks in the order tp-cp-ep-pp-dp: neighbours are stages
+    stage_before_data: bool  # rank order tp-cp-ep-pp-dp: neighboring ranks are stages
 
     @property
     def replicas(self) -> int:
-        """Return how many pipelines train on data of their own."""
+        """Return the number of data-parallel pipelines."""
         return self.world // (self.tensor * self.context * self.pipeline)
 
     def last_rank(self, stage: int) -> int:
-        """Return the last rank of a stage of the pipeline."""
+        """Return the last rank of a pipeline stage."""
         inner = self.tensor * self.context
         if self.stage_before_data:
             return ((self.replicas - 1) * self.pipeline + stage) * inner + inner - 1
@@ -435,10 +433,10 @@ class Sizes:
 
 
 def sizes_of(command: Command, gpus: int | None) -> Sizes:
-    """Return the sizes, for this many GPUs or for the least that they allow.
+    """Return the sizes for this number of GPUs, or for the smallest possible number.
 
     Raises:
-        ScheduleError: the sizes do not divide the GPUs, or the GPUs not the batch.
+        ScheduleError: The sizes do not divide the GPUs, or the GPUs do not divide the batch.
     """
     tensor = command.number("--tensor-model-parallel-size", 1)
     context = command.number("--context-parallel-size", 1)
@@ -467,10 +465,10 @@ def _check_batch(command: Command, replicas: int) -> None:
 
 
 def ranks_asked_for(text: str, pipeline: int) -> list[int]:
-    """Return the pipeline's ranks that `all`, `first,last` or numbers with commas name.
+    """Return the pipeline ranks of `all`, `first,last` or comma-separated numbers.
 
     Raises:
-        ScheduleError: there is no such rank.
+        ScheduleError: A rank does not exist.
     """
     named = {"first": 0, "last": pipeline - 1}
     found: list[int] = []
@@ -492,7 +490,7 @@ def ranks_asked_for(text: str, pipeline: int) -> list[int]:
 def environment_of(
     command: Command, known: Iterable[str] = ("NVTE_", "CUBLAS_", "CUDA_DEVICE_")
 ) -> dict[str, str]:
-    """Return what of the environment the command's allocations depend on."""
+    """Return the environment variables that affect the command's allocations."""
     prefixes = tuple(known)
     here = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
     given = {

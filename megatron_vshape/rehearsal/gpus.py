@@ -1,4 +1,4 @@
-"""The GPUs that a run can be rehearsed for: what the flags do not say, and what kernels reach."""
+"""GPUs that estimates support: memory, peak rates and links."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BESIDE_GIB = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU. Rates are what its maker states, per second; the shares of them are in `Rates`."""
+    """A GPU. Rates are per second, from data sheets; `Rates` has the achieved fractions of them."""
 
     name: str
     capability: tuple[int, int]
@@ -24,14 +24,14 @@ class Gpu:
     flops_in_8_bits: float
     flops_in_4_bits: float
     memory_rate: float
-    near_rate: float  # bytes to neighbours of the node, one way
+    near_rate: float  # bytes to GPUs of the same node, one way
     far_rate: float  # bytes to other nodes, one way
-    node: int  # GPUs that the fast links join
-    host_rate: float  # bytes to the host's memory, one way, as copies reach it
+    node: int  # GPUs that the fast links connect
+    host_rate: float  # bytes to host memory, one way, as measured for copies
 
     @property
     def on_grace(self) -> bool:
-        """Return whether the host's CPU is Grace, not x86."""
+        """Return whether the host's CPU is Grace instead of x86."""
         return self.name.startswith("gb")
 
     def workspace_bytes(self, environment: Mapping[str, str]) -> int:

@@ -9,8 +9,8 @@ import math
 from typing import NamedTuple
 
 DISPATCH = "token dispatch, top "
-"""Kind of a DeepEP or HybridEP exchange, followed by the experts of a token. Its bytes are those of
-the tokens, each counted once; the number of copies depends on the GPUs of a node."""
+"""Kind of a DeepEP or HybridEP dispatch, followed by the experts per token. Its bytes count each
+token once; the number of copies depends on the GPUs of a node."""
 
 
 class Hops(NamedTuple):

@@ -1,7 +1,7 @@
-"""Runs the training program of one rank for two steps, in fake tensors, and says what it held.
+"""Run the training program of one rank for two steps in fake tensors, and report its memory.
 
-The program is the user's own script: its arguments, model, DDP, optimizer, schedule and train_step
-are Megatron's. Replaced are the data, and what comes after the second step.
+The program is the user's script: its arguments, model, DDP, optimizer, schedule and train_step are
+Megatron's. The data is replaced, and the program ends after the second step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron_vshape.rehearsal.work import ExchangeKey, Work, repeated
 from megatron_vshape.runtime.gathering_job import plain_tensors
 
 STEPS = 2
-"""The second step is the first with the optimizer's moments there."""
+"""The second step is the first with allocated optimizer moments."""
 
 CURVE_POINTS = 4000
 HOLDERS = 12
@@ -45,15 +45,15 @@ HOLDERS = 12
 
 @dataclass(frozen=True, slots=True)
 class RankJob:
-    """A rank to rehearse."""
+    """A rank for a dry run."""
 
     script: str
     flags: list[str]
     gpu: str
     world: int
     rank: int
-    imbalance: float = 1.0  # tokens that this rank's experts get, over the mean
-    microbatches: int | None = None  # at most so many; None: twice the pipeline's ranks
+    imbalance: float = 1.0  # tokens of this rank's experts relative to the mean
+    microbatches: int | None = None  # maximum; None: twice the number of pipeline ranks
     environment: dict[str, str] = field(default_factory=dict)
     schedule: bool = False  # whether --pipeline-schedule is among the flags
     stage: int = 0
@@ -63,13 +63,13 @@ class RankJob:
 
 
 class _Enough(BaseException):
-    """Ends the program after its last step of interest; no handler of Megatron's catches it."""
+    """Ends the program after its last measured step; no handler of Megatron catches it."""
 
 
 def rehearse(job: RankJob) -> dict[str, Any]:
-    """Return what the rank allocates and what its passes cost, as plain values for JSON.
+    """Return the allocations of the rank and the costs of its passes as plain values for JSON.
 
-    Run it in a process of its own, after `worker.prepare`.
+    Run this in a separate process, after `worker.prepare`.
     """
     begun = time.monotonic()
     gpu = GPUS[job.gpu]
@@ -109,10 +109,10 @@ def _set_environment(job: RankJob) -> None:
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": 1,
     }
-    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # this package's own choice
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # may be set by this package
     os.environ.update(job.environment)
     os.environ.update({name: str(value) for name, value in own.items()})
-    if not any("fsdp" in flag for flag in job.flags):  # which wants it to be another, or none
+    if not any("fsdp" in flag for flag in job.flags):  # FSDP requires another value or none
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
@@ -126,7 +126,7 @@ def _stop(call: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 class _Run:
-    """Watches the program: puts its own data in, and takes stock between its steps."""
+    """Observes the program: provides its data, and records memory between its steps."""
 
     def __init__(self, job: RankJob, ledger: Ledger) -> None:
         self.job, self.ledger = job, ledger
@@ -139,18 +139,18 @@ class _Run:
         self.chunks: list[Any] = []
         self.pool: GraphPool | None = None
         self.passes = _Passes(ledger)
-        self.notices: list[str] = []  # of options that are translated or ignored
+        self.notices: list[str] = []  # log lines about translated or ignored options
         ledger.seconds = self._seconds
 
     def _seconds(self, work: Work) -> float:
         return self.priced(work)["step_s"]
 
     def priced(self, work: Work) -> dict[str, float]:
-        """Return the seconds of a part of the step, by what they are spent on."""
+        """Return the estimated seconds of a part of the step, by category."""
         return step_time(work, GPUS[self.job.gpu], self.scale(1, 1, 1, 1))
 
     def scale(self, microbatches: int, traced: int, ranks: int, chunks: int) -> Scale:
-        """Return how what was counted stands to a step, and how its kernels are started."""
+        """Return the factors from counted work to a full step, and how kernels are launched."""
         given: Any = self.args or object()
         graphs = getattr(given, "cuda_graph_impl", "none") == "full_iteration"
         beside = bool(getattr(given, "overlap_moe_expert_parallel_comm", False))
@@ -158,7 +158,7 @@ class _Run:
         return Scale(microbatches, traced, ranks, chunks, graphs, experts and not graphs, beside)
 
     def install(self) -> None:
-        """Replace what this run watches."""
+        """Install the replacements and observers."""
         from megatron.core.pipeline_parallel import schedules
         from megatron.training import training
 
@@ -204,7 +204,7 @@ class _Run:
         with self.ledger.during("model"):
             model, optimizer, scheduler = call(*args, **kwargs)
         self.chunks = list(model)
-        # A short run would end before the bytes between two steps are known.
+        # A shorter run would end before the memory between two steps is recorded.
         self.args.train_iters = max(self.args.train_iters or 0, STEPS + 1)
         self._name(optimizer)
         self.passes.know(self.chunks)
@@ -215,7 +215,7 @@ class _Run:
         return model, optimizer, scheduler
 
     def _name(self, optimizer: Any) -> None:
-        """Say of the storages that are there which are weights, gradients, optimizer's."""
+        """Set the purpose of existing storages: weights, gradients or optimizer."""
         for record in self.ledger.held_at(self.ledger.clock):
             record.what = {"model": "weights", "optimizer": "optimizer"}.get(record.phase, "")
         own = [each for chunk in self.chunks for each in chunk.parameters()]
@@ -231,12 +231,12 @@ class _Run:
                 self.ledger.name(each, what)
 
     def _num_microbatches(self, call: Callable[..., Any]) -> int:
-        """Return fewer microbatches than there are: the peak is that of the first few."""
+        """Return fewer microbatches than the batch has: the first few determine the peak."""
         self.many = int(call())
         if self.job.microbatches:
             self.few = min(self.many, self.job.microbatches)
         elif self.job.schedule:
-            self.few = self.many  # a schedule is made for so many
+            self.few = self.many  # a schedule is made for one number
         else:
             ranks = self.args.pipeline_model_parallel_size
             self.few = min(self.many, 2 * ranks if ranks > 1 else 2)
@@ -247,7 +247,7 @@ class _Run:
         if self.ledger.phase == "step":
             self.held.append(self.ledger.now)
             self.held_parts = _parts(self.ledger.held_at(self.ledger.clock), self.ledger.now)
-        # A schedule of ours also checks the model in its first step, and stops at its first pass.
+        # Our schedules check the model in the first step, so `check` stops at the first pass.
         if len(self.held) == STEPS or (self.job.check and not self.job.schedule):
             raise _Enough
         self.ledger.phase = "step"
@@ -272,10 +272,10 @@ class _Run:
         args.do_train, args.do_valid, args.do_test = True, False, False
         from megatron.core.rerun_state_machine import RerunDataIterator
 
-        return RerunDataIterator(_batches(args)), None, None  # of each chunk
+        return RerunDataIterator(_batches(args)), None, None  # called once per chunk
 
     def report(self) -> dict[str, Any]:
-        """Return the figures."""
+        """Return the results."""
         ledger, args = self.ledger, self.args
         ranks = args.pipeline_model_parallel_size
         many = self.job.batch_microbatches or self.many
@@ -328,9 +328,10 @@ class _Run:
         }
 
     def _by_kind(self, passes: list[Ran], keys: set[ExchangeKey]) -> list[dict[str, Any]]:
-        """Return what each kind of pass of each chunk adds and takes meanwhile, and what it did.
+        """Return memory, time and work per kind of pass and chunk.
 
-        Bytes are medians; the work is that of the last, for the first one also casts weights.
+        Bytes are medians. The work is that of the last pass, because the first one also casts
+        weights.
         """
         found: dict[tuple[str, int], list[Ran]] = {}
         for each in passes:
@@ -361,15 +362,16 @@ def _parameters(chunk: Any) -> int:
 
 
 def _layers(chunk: Any) -> int:
-    """Return how many layers a chunk has, those of multi-token prediction apart."""
+    """Return the number of layers of a chunk without multi-token prediction."""
     names = (name for name, _ in chunk.named_modules())
     return sum(re.search(r"decoder\.layers\.\d+$", name) is not None for name in names)
 
 
 def _dummy_bytes(chunk: Any) -> int:
-    """Return what Megatron's own linear layers leave of dummy gradients under its schedules.
+    """Return the bytes of dummy gradients of Megatron's linear layers with Megatron's schedules.
 
-    One for each shape of weight, as Transformer Engine keeps them; of passes of ours none.
+    There is one per weight shape, as Transformer Engine caches them. Passes of this package have
+    none.
     """
     from megatron.core.tensor_parallel import layers
 
@@ -386,7 +388,7 @@ def _dummy_bytes(chunk: Any) -> int:
 
 
 def _message_bytes(args: Any) -> int:
-    """Return the size of what a stage sends to the next of a microbatch."""
+    """Return the bytes of a microbatch's P2P message."""
     shards = args.tensor_model_parallel_size if args.sequence_parallel else 1
     tokens = args.seq_length * args.micro_batch_size // (shards * args.context_parallel_size)
     return int(tokens * args.hidden_size * args.params_dtype.itemsize)
@@ -399,7 +401,7 @@ def _megatron_version() -> str:
 
 
 def _held_between(passes: list[Ran]) -> int:
-    """Return the most that was held at the end of a pass, over the start of the first."""
+    """Return the peak at the end of a pass, relative to the start of the first."""
     ran = [each for each in passes if len(each.phase.split()) == 3]
     return max(each.after_bytes for each in ran) - ran[0].before_bytes if ran else 0
 
@@ -442,7 +444,7 @@ def _held_by(record: Record) -> str:
 def _over_time(
     records: list[Record], curve: list[tuple[float, int, int]]
 ) -> list[tuple[float, int, dict[str, int]]]:
-    """Return (seconds, bytes then, of which by whom) for every point of the curve."""
+    """Return (seconds, bytes, bytes by category) for every point of the curve."""
     changes = [(each.born, each.size, _held_by(each)) for each in records]
     changes += [(each.died, -each.size, _held_by(each)) for each in records]
     changes.sort()
@@ -458,7 +460,7 @@ def _over_time(
 
 
 def _holders(records: list[Record]) -> list[dict[str, Any]]:
-    """Return what holds most, but weights, gradients and optimizer: by part and module."""
+    """Return the largest allocations by part and module, without weights and optimizer."""
     sums: dict[tuple[str, str, str], list[int]] = {}
     for each in records:
         part = _part_of(each)
@@ -474,7 +476,7 @@ def _holders(records: list[Record]) -> list[dict[str, Any]]:
 
 
 class _Passes:
-    """Names the passes of a step, and the module that runs."""
+    """Tracks the names of the passes of a step, and the running module."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -484,7 +486,7 @@ class _Passes:
         self._names: dict[int, str] = {}
 
     def know(self, chunks: list[Any]) -> None:
-        """Take the names of the modules of these chunks."""
+        """Register the names of the modules of these chunks."""
         for at, chunk in enumerate(chunks):
             self._chunks[id(chunk)] = at
             for name, module in chunk.named_modules():
@@ -506,12 +508,12 @@ class _Passes:
             self._ledger.place = self._stack.pop()
 
     def begin_step(self) -> None:
-        """Count microbatches from the first again."""
+        """Count microbatches from zero again."""
         self._count.clear()
         self._made.clear()
 
     def watch(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Return a pass of our own that tells when it runs; its stage says which chunk it is."""
+        """Wrap a pass of this package so that it sets the phase; its stage has the chunk."""
 
         @functools.wraps(call)
         def run(stage: Any, microbatch: Any = 0, *args: Any, **kwargs: Any) -> Any:
@@ -521,7 +523,7 @@ class _Passes:
         return run
 
     def watch_megatrons(self, schedules: Any) -> None:
-        """Have the passes of Megatron's own schedules tell when they run."""
+        """Wrap the passes of Megatron's schedules so that they set the phase."""
         wrap(schedules, "forward_step", self._forward)
         wrap(schedules, "backward_step", self._backward)
 
@@ -555,7 +557,7 @@ def _main_grads(parameters: Iterable[Any]) -> Iterator[Tensor]:
 def _grad_buffers(chunks: Iterable[Any]) -> Iterator[Tensor]:
     for chunk in chunks:
         for name in ("buffers", "expert_parallel_buffers"):
-            found = getattr(chunk, name, None)  # of a module it is a method
+            found = getattr(chunk, name, None)  # in a plain module it is a method
             for buffer in () if found is None or callable(found) else found:
                 if isinstance(buffer.grad_data, Tensor):
                     yield buffer.grad_data
@@ -567,7 +569,7 @@ def _parts_of(tensors: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _batches(args: Any) -> Iterator[dict[str, Tensor]]:
-    """Yield what the data loader gives: it lies in host memory."""
+    """Yield batches in host memory, as the data loader does."""
     shape = (args.micro_batch_size, args.seq_length)
     while True:
         with on_host():
@@ -580,4 +582,4 @@ def _batches(args: Any) -> Iterator[dict[str, Tensor]]:
             if getattr(args, "create_attention_mask_in_dataloader", False):
                 mask = (shape[0], 1, shape[1], shape[1])
                 made["attention_mask"] = torch.zeros(mask, dtype=torch.bool)
-        yield dict(made)  # the program puts its copies on the GPU into what it is given
+        yield dict(made)  # a copy: the program stores its GPU tensors in the batch

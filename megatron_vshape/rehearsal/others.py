@@ -1,4 +1,4 @@
-"""Stand-ins for the other compiled packages that NVIDIA's images have: Apex, DeepEP, mamba-ssm."""
+"""Replacements of other compiled packages of NVIDIA's images: Apex, DeepEP, mamba-ssm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SOFTMAXES = ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_
 
 
 def install() -> None:
-    """Put them where they are imported from."""
+    """Add the replaced modules to sys.modules."""
     _module(
         "fused_weight_gradient_mlp_cuda",
         wgrad_gemm_accum_fp32=_accumulate,
@@ -58,7 +58,7 @@ def _accumulate(x: Tensor, dy: Tensor, out: Tensor) -> None:
 
 
 class _Norm(torch.autograd.Function):
-    """Apex's norm: keeps its input and the statistics of the rows in fp32."""
+    """Apex's norm: saves its input and the statistics of the rows in fp32."""
 
     @staticmethod
     def forward(
@@ -89,14 +89,14 @@ class _AffineNorm(torch.autograd.Function):
 
 
 class _Adam(torch.optim.Optimizer):
-    """Apex's Adam, which Megatron takes where Transformer Engine's is not: moments like weights."""
+    """Apex's Adam, Megatron's choice without Transformer Engine's; moments like weights."""
 
     def __init__(self, params: Any, lr: float = 1e-3, **options: Any) -> None:
         super().__init__(params, {"lr": lr, "bias_correction": True, **options})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Make the moments of parameters that have a gradient."""
+        """Create the moments of parameters that have a gradient."""
         for group in self.param_groups:
             for each in group["params"]:
                 if each.grad is not None and not self.state[each]:
@@ -105,20 +105,20 @@ class _Adam(torch.optim.Optimizer):
 
 
 class _Event:
-    """An event of DeepEP's stream that has happened."""
+    """A completed event of DeepEP's stream."""
 
     def __init__(self, *unused: Any) -> None:
         """Accept an event to wrap."""
 
     def current_stream_wait(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
 
 class _Handle(NamedTuple):
-    tokens: int  # of this rank
-    arrive: int  # tokens of all ranks that have an expert here
-    rows: int  # of this rank's experts
-    local: int  # experts
+    tokens: int  # tokens of this rank
+    arrive: int  # tokens of all ranks with an expert on this rank
+    rows: int  # rows of this rank's experts
+    local: int  # number of local experts
 
 
 class _NoBytes:
@@ -131,7 +131,7 @@ class _NoBytes:
 
 
 class DeepBuffer:
-    """DeepEP's buffer: a rank gets a token once, whichever number of its experts it goes to."""
+    """DeepEP's buffer: a rank gets a token once, for any number of its experts."""
 
     num_nvl_bytes = num_rdma_bytes = 0
 
@@ -199,10 +199,10 @@ class DeepBuffer:
 
 
 class HybridBuffer:
-    """DeepEP's buffer across nodes; what it holds itself is not torch's, and so not counted."""
+    """DeepEP's buffer across nodes; its own memory is outside torch's allocator and not counted."""
 
     def __init__(self, group: Any = None, **options: Any) -> None:
-        """Accept what the real one does."""
+        """Accept the arguments of the original."""
         self._group = group
 
     def dispatch_with_permute(
@@ -214,7 +214,7 @@ class HybridBuffer:
         handle: Any = None,
         **options: Any,
     ) -> tuple[Any, ...]:
-        """Return the tokens of this rank's experts, as many as routing says."""
+        """Return the tokens of this rank's experts, in the number of `Routing`."""
         if handle is None:
             local = num_of_experts_per_rank
             tokens = hidden.shape[0]

@@ -1,4 +1,4 @@
-"""Rehearses ranks side by side, in processes forked from one that has everything imported."""
+"""Run dry runs of several ranks in parallel, in processes forked from a prepared one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_vshape.rehearsal.flags import Command, Sizes, environment_of, with
 
 SCHEDULE = "--pipeline-schedule"
 PER_RANK = 4
-"""Microbatches of a schedule of ours that are run, at most, per rank of the pipeline."""
+"""Maximum microbatches per pipeline rank in a dry run of this package's schedules."""
 
 Found = dict[str, Any]
 """Result of `one_rank.rehearse`, or an error."""
@@ -26,22 +26,22 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """What is rehearsed with."""
+    """The programs of a dry run."""
 
     megatron: Path | None
     te: Path | None
-    jobs: int  # ranks side by side
+    jobs: int  # ranks in parallel
 
 
 @dataclass(frozen=True, slots=True)
 class Rehearsed:
-    """With what ranks of a command are rehearsed, and on what."""
+    """Programs, GPU and other settings for the dry runs of a command."""
 
     programs: Programs
     script: Path
     gpu: str
-    vocabulary: int | None = None  # tokens that the tokenizer's files have
-    imbalance: float = 1.0  # tokens that a rank's experts get, over the mean
+    vocabulary: int | None = None  # vocabulary size of the tokenizer's files
+    imbalance: float = 1.0  # tokens of a rank's experts relative to the mean
 
     @classmethod
     def of(
@@ -54,7 +54,7 @@ class Rehearsed:
         vocabulary: int | None = None,
         imbalance: float = 1.0,
     ) -> Rehearsed:
-        """Return what the command is rehearsed with.
+        """Find the programs for a command.
 
         Raises:
             ScheduleError: Megatron, Transformer Engine or the script cannot be found.
@@ -67,7 +67,7 @@ class Rehearsed:
         return cls(programs, script, gpu, vocabulary, imbalance)
 
     def job(self, command: Command, sizes: Sizes, stage: int, name: str) -> dict[str, Any]:
-        """Return the rehearsal of a rank of the pipeline; `name` comes back with what it finds."""
+        """Return the job for a pipeline rank; its result includes `name`."""
         flags = without_files(command, self.vocabulary)
         ours, many = command.has(SCHEDULE), 0
         if ours:
@@ -90,9 +90,9 @@ class Rehearsed:
 
 
 def _fewer_microbatches(command: Command, sizes: Sizes) -> list[str]:
-    """Return flags for a batch of at most so many: a schedule's peak is that of its first ones.
+    """Return flags for a smaller batch: the first microbatches determine a schedule's peak.
 
-    A file's schedule is for so many as it says.
+    A schedule file is for a fixed number.
     """
     if (command.value(SCHEDULE) or "").endswith((".json", ".csv")):
         return []
@@ -103,10 +103,10 @@ def _fewer_microbatches(command: Command, sizes: Sizes) -> list[str]:
 
 
 def rehearse_all(programs: Programs, jobs: Iterable[Mapping[str, Any]]) -> Iterator[Found]:
-    """Yield what each job found, in the order in which they end; an error is a finding, too.
+    """Yield the result of each job in order of completion; an error is a result, too.
 
     Raises:
-        ScheduleError: the worker did not start.
+        ScheduleError: The worker did not start.
     """
     options = {
         "megatron": None if programs.megatron is None else str(programs.megatron),

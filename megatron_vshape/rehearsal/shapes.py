@@ -1,8 +1,9 @@
-"""Ways to share a model out: sizes and recompute beside those of a command, and what each costs.
+"""Alternative parallel configurations of a command: sizes, recompute and estimated costs.
 
-A shape is counted with one layer a stage of a V on two ranks: the first has both of the
-model's ends, the second layers alone. A stage of more layers costs that much more. Neither the
-length of the pipeline nor the number of replicas is counted: what a step has once follows from it.
+A configuration is counted with one layer per stage in the V placement, on two ranks. The first rank
+has the embedding and the output layer, the second only layers. A stage with more layers costs
+proportionally more. The pipeline length and the number of replicas are not counted: costs once per
+step follow from them.
 """
 
 from __future__ import annotations
@@ -33,15 +34,14 @@ from megatron_vshape.rehearsal.work import Work
 
 RECOMPUTE = ("granularity", "method", "num_layers", "modules")
 PIPELINE, RANKS = 4, 2
-"""The pipeline in which a shape is counted, and its first ranks that are.
-
-In a shorter one the second would be where the V turns, and hand activations to itself.
-"""
+"""Pipeline size in which a configuration is counted, and the number of its first ranks that are
+counted. In a shorter pipeline, the second rank would have the turn of the V, and send
+activations to itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How many ranks share a layer and the layers, and whether the command's recompute is kept."""
+    """The parallel sizes of a configuration, and its recomputation."""
 
     tensor: int
     pipeline: int
@@ -51,14 +51,14 @@ class Shape:
     microbatch: int = 1
 
     def told(self) -> str:
-        """Return the words for it."""
+        """Format the configuration."""
         words = f"TP {self.tensor} PP {self.pipeline}"
         more = {"CP": self.context, "EP": self.experts, "microbatch": self.microbatch}
         words += "".join(f" {name} {size}" for name, size in more.items() if size > 1)
         return words if self.recompute == "none" else f"{words}, {self.recompute} recompute"
 
     def command(self, command: Command) -> Command:
-        """Return the command in this shape."""
+        """Return the command with this configuration."""
         sizes: dict[str, Any] = {
             flag.removeprefix("--"): getattr(self, name)
             for name, flag in FLAGS.items()
@@ -73,7 +73,7 @@ class Shape:
 
 
 def shape_of(command: Command) -> Shape:
-    """Return the command's own shape."""
+    """Return the configuration of a command."""
     sizes = sizes_of(command, None)
     given = command.value("--recompute-granularity")
     selective = "selective" if command.has("--recompute-activations") else "none"
@@ -101,7 +101,7 @@ _MOVES: tuple[dict[str, float], ...] = (
 """Factors of one or two parallel sizes, relative to the command."""
 
 _LARGER: tuple[dict[str, float], ...] = ({"microbatch": 2}, {"tensor": 0.5})
-"""Those that need more memory, which selective recompute may have to make up for."""
+"""Changes that need more memory, for which selective recompute may be necessary."""
 
 KEPT = {"tensor": "tp", "pipeline": "pp", "microbatch": "microbatch", "experts": "ep",
         "context": "cp"}  # fmt: skip
@@ -114,16 +114,16 @@ FLAGS = {
     "experts": "--expert-model-parallel-size",
     "microbatch": "--micro-batch-size",
 }
-"""What Megatron does."""
+"""Megatron's flags of the sizes."""
 
 
 def shapes_beside(
     command: Command, gpus: int, keep: Sequence[str], layers: int
 ) -> Iterator[tuple[Shape, str]]:
-    """Yield the other shapes worth a look, nearest first, and why one cannot be, else nothing.
+    """Yield alternative configurations, nearest first, with the reason if one is not possible.
 
-    Recompute is looked at in the command's own sizes, and dropped in all others where it may be;
-    selective recompute is kept as well where more memory is needed.
+    The command's own sizes are also tried without recompute. Other sizes drop recompute where
+    possible; selective recompute is also tried if they need more memory.
     """
     own = shape_of(command)
     without = own
@@ -161,12 +161,13 @@ def _why_not(shape: Shape, command: Command, gpus: int, layers: int) -> str:
 
 
 def least_of(command: Command) -> tuple[Command, Sizes]:
-    """Return a command with a layer in each stage of a V, on the fewest GPUs that all share.
+    """Return the command with one layer per stage in the V placement, on the fewest GPUs.
 
-    What is shared out among replicas is, between two at least.
+    A stage of a hybrid model has `counted_symbols`. State that replicas shard is sharded between at
+    least two.
 
     Raises:
-        ScheduleError: its sizes do not divide.
+        ScheduleError: The sizes do not divide.
     """
     if command.pattern:
         stages = hybrid.BEGINS_STAGE.join([counted_symbols(command)] * 2 * PIPELINE)
@@ -208,7 +209,7 @@ def counted_symbols(command: Command) -> str:
 
 @contextmanager
 def counting(num_devices: int) -> Iterator[Callable[[Command, Sizes], Command]]:
-    """Give what puts a command under the schedule that counts, whose file is there meanwhile."""
+    """Create the schedule file for counting; yields a function that adds it to a command."""
     schedule = both_backwards(num_devices)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "counted.json")
@@ -224,20 +225,20 @@ def counting(num_devices: int) -> Iterator[Callable[[Command, Sizes], Command]]:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Costs of a shape: a layer and both ends, and the work that a step has once."""
+    """Costs of a configuration: one layer, embedding and output layer, and work once per step."""
 
     pieces: Pieces
-    optimizer_s_per_byte: float  # for a byte of a device's weights, gradients and optimizer
-    data_s_per_byte: float  # data-parallel collectives that nothing overlaps
+    optimizer_s_per_byte: float  # per byte of a device's weights, gradients and optimizer
+    data_s_per_byte: float  # data-parallel collectives without overlap
     rates: Rates
-    layer_flops: float  # of a microbatch's forward pass in a layer, on every rank that shares it
+    layer_flops: float  # forward FLOPs of a microbatch per layer and rank
     ends_flops: float
 
     def after_us(self, costs: Costs, placement: Placement) -> float:
         """Estimate the time after the passes: gradient reduction, optimizer, parameter gathering.
 
-        It is that of the device whose stages have most parameters. Collectives of one of its
-        stages overlap the passes of the others, as in `step_time`.
+        It is that of the device whose stages have most parameters. Collectives of one of its stages
+        overlap with the passes of the others, as in `step_time`.
         """
         devices = max(placement) + 1
         fixed = costs.fixed_bytes(placement, devices)
@@ -252,10 +253,10 @@ class Counted:
 def counted(
     ranks: Sequence[Mapping[str, Any]], gpu: Gpu, world: int, pipeline: int, rates: Rates | None
 ) -> Counted:
-    """Price `least_of` a command in a pipeline of so many ranks in such a world.
+    """Estimate the costs of the results of `least_of` for this pipeline and world size.
 
     Raises:
-        ScheduleError: a rank lacks a pass.
+        ScheduleError: A rank lacks a pass.
     """
     reached = rates or rates_of(gpu)
     apart = world // pipeline
@@ -272,9 +273,9 @@ def counted(
 
 
 def of_pattern(found: Counted, command: Command) -> Counted:
-    """Price the layers of a hybrid model by symbol, from the stage that was counted.
+    """Estimate the layers of a hybrid model per symbol, from the counted stage.
 
-    The prices of the symbols relative to each other are those of their products and sizes.
+    The relative costs of symbols follow from their GEMMs and sizes.
     """
     if not command.pattern:
         return found
@@ -288,7 +289,7 @@ def of_pattern(found: Counted, command: Command) -> Counted:
 
 
 def _spread(rank: Mapping[str, Any], ratio: float) -> dict[str, Any]:
-    """Return what a rank holds where so many times as many replicas share the optimizer's state."""
+    """Return a rank's results with `ratio` times as many replicas sharding the optimizer."""
     parts = dict(rank["held_parts"])
     before = parts["optimizer"]
     if rank["shards_optimizer"]:

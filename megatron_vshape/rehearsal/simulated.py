@@ -1,4 +1,4 @@
-"""Step time of a rehearsed command: its schedule simulated with the passes that its ranks ran."""
+"""Step time of a dry run: its schedule simulated with the estimated passes of its ranks."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def step_of(found: Sequence[Rank], command: Command, gpu: Gpu, apart: int) -> St
     """Estimate the step of all microbatches of the batch.
 
     Args:
-        found: results of the estimated ranks, by rank of the pipeline.
-        command: the training command.
+        found: Results of the estimated ranks, by pipeline rank.
+        command: The training command.
         gpu: GPU and links.
-        apart: distance between neighbours of the pipeline in GPUs.
+        apart: Distance between neighboring pipeline ranks in GPUs.
     """
     sizes, microbatches = found[0]["sizes"], found[0]["microbatches"]
     slowest = max(each["time"]["step_s"] for each in found)
@@ -54,7 +54,7 @@ def step_of(found: Sequence[Rank], command: Command, gpu: Gpu, apart: int) -> St
 
 
 def megatrons_name(chunks: int) -> str:
-    """Return the name of Megatron's own schedule with so many virtual stages per rank."""
+    """Return the name of Megatron's schedule with this number of virtual stages per rank."""
     return "1f1b" if chunks == 1 else f"interleaved-1f1b:{chunks}"
 
 
@@ -74,7 +74,7 @@ def _simulated(found: Sequence[Rank], name: str, gpu: Gpu, apart: int) -> float:
 
 
 def _with_whole_backwards(found: Sequence[Rank]) -> list[Rank]:
-    """Rename the backwards of Megatron's own schedules, which compute weight gradients, too."""
+    """Rename the backwards of Megatron's schedules to BW: they also compute weight gradients."""
     made: list[Rank] = []
     for rank in found:
         kinds = rank["kinds"]

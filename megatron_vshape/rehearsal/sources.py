@@ -1,4 +1,4 @@
-"""Finds the programs that a rehearsal runs: Megatron, Transformer Engine's Python, the script."""
+"""Find the programs of a dry run: Megatron, Transformer Engine's Python, the script."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 
 VERSION = "2.20.2"
 SHA256 = "7dcfad943a1a55b2612db9a0e43697fe98c70f4c42ec391ba3a0f872f6ce2094"
-"""Version of the Transformer Engine wheel that `fetch` downloads."""
+"""Version and hash of the Transformer Engine wheel that `fetch` downloads."""
 
 OWN = ("pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py")
 """Scripts of Megatron-LM that this package's own, the first, can replace."""
@@ -24,16 +24,16 @@ FETCH = "megatron-vshape rehearse --fetch-te"
 
 
 def cache() -> Path:
-    """Return the directory that a fetched Transformer Engine is kept in."""
+    """Return the directory of a downloaded Transformer Engine."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home, "megatron_vshape", f"transformer_engine-{VERSION}")
 
 
 def fetch() -> Path:
-    """Download Transformer Engine's Python by pip, check its hash, unpack it, return where.
+    """Download Transformer Engine's Python with pip, verify its hash, unpack it; return the path.
 
     Raises:
-        ScheduleError: it cannot be had, or is not what was pinned.
+        ScheduleError: The download failed, or the hash differs.
     """
     target = cache()
     if (target / "transformer_engine").is_dir():
@@ -63,10 +63,10 @@ def fetch() -> Path:
 
 
 def find_te(given: Path | None) -> Path:
-    """Return the directory that holds Transformer Engine's Python.
+    """Return the directory of Transformer Engine's Python.
 
     Raises:
-        ScheduleError: there is none.
+        ScheduleError: There is none.
     """
     named = os.environ.get(VARIABLE, "").split(os.pathsep)[0]
     spec = importlib.util.find_spec("transformer_engine")
@@ -85,10 +85,10 @@ def find_te(given: Path | None) -> Path:
 
 
 def find_script(script: str, megatron: Path | None) -> Path:
-    """Return the training script: as given, in the Megatron-LM checkout, or this package's own.
+    """Return the path of the training script: as given, from Megatron-LM, or this package's own.
 
     Raises:
-        ScheduleError: there is no such script.
+        ScheduleError: The script does not exist.
     """
     given = Path(script)
     if megatron is not None and (megatron / given.name).is_file() and not given.is_file():
@@ -109,7 +109,7 @@ def find_megatron(given: Path | None, script: str) -> Path | None:
     """Return the checkout to import Megatron from, or None for the installed megatron-core.
 
     Raises:
-        ScheduleError: there is neither.
+        ScheduleError: There is neither.
     """
     if given is not None:
         if not (given / "megatron" / "core").is_dir():

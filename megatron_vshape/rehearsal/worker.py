@@ -1,9 +1,9 @@
-"""A process that has Megatron and Transformer Engine imported, and forks for every rank.
+"""A process that imports Megatron and Transformer Engine once, and forks for every rank.
 
     python -m megatron_vshape.rehearsal.worker '{"megatron": TREE, "te": DIRECTORY, "jobs": 2}'
 
-It reads jobs from stdin, a JSON object a line, and answers each with a line: what `rehearse`
-returned, or {"error": sentence, "log": the end of what the program printed}.
+It reads jobs from stdin, one JSON object per line, and writes one line per result: the return value
+of `rehearse`, or {"error": message, "log": the end of the program's output}.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
 }
-"""Read when torch is imported; no GPU is asked, and nothing is fetched."""
+"""Read when torch is imported; no GPU is queried, and nothing is downloaded."""
 
 _IMPORTED_ONCE = (
     "megatron.training.training",
@@ -38,7 +38,7 @@ _IMPORTED_ONCE = (
 
 
 def prepare(megatron: str | None, te: str | None) -> None:
-    """Import everything with the stand-ins in place. Once in a process, before torch."""
+    """Import all modules with the replacements installed; once per process, before torch."""
     os.environ.update(ENVIRONMENT)
     if megatron:
         sys.path.insert(0, megatron)
@@ -46,7 +46,7 @@ def prepare(megatron: str | None, te: str | None) -> None:
     from megatron_vshape.rehearsal.gpus import GPUS
 
     device.install()
-    device.Current.gpu = GPUS["h100"]  # for what is asked while modules are imported
+    device.Current.gpu = GPUS["h100"]  # for queries during imports
     values.install()
     exchanges.install()
     others.install()
@@ -61,16 +61,16 @@ def prepare(megatron: str | None, te: str | None) -> None:
     for name in _IMPORTED_ONCE:
         importlib.import_module(name)
     with contextlib.suppress(ModuleNotFoundError):  # not in every release
-        # It imports transformers, which takes a small rank as long as all else.
+        # It imports transformers, which takes as long as all else in a small dry run.
         importlib.import_module("megatron.core.tokenizers.text")
     gc.collect()
-    gc.freeze()  # each rank collects several times: what is there by now stays in any case
+    gc.freeze()  # exclude all current objects from the collections of each rank
 
 
 def _choose_attention() -> None:
-    """Answer for cuDNN and flash-attn: a fused kernel, unless the flags forbid both.
+    """Select a fused attention kernel without cuDNN and flash-attn, unless the flags forbid both.
 
-    Megatron sets these two variables by --attention-backend.
+    Megatron sets these two variables from --attention-backend.
     """
     from transformer_engine.pytorch.attention.dot_product_attention import utils
 
@@ -86,7 +86,7 @@ def _choose_attention() -> None:
 
 
 def serve(jobs: Iterator[str], out: TextIO, at_once: int) -> None:
-    """Answer jobs, so many side by side, in the order in which they end."""
+    """Run jobs, `at_once` in parallel, and write results in order of completion."""
     running: dict[int, tuple[str, Any]] = {}
     for line in jobs:
         if not line.strip():
@@ -117,7 +117,7 @@ def _child(given: dict[str, Any], answer: TextIO) -> int:
             os.dup2(log.fileno(), descriptor)
         sys.stdout = sys.stderr = log
         sys.stdin = open(os.devnull)  # noqa: SIM115
-        os.chdir(folder)  # what the program writes beside itself goes with it
+        os.chdir(folder)  # files that the program writes are deleted with the folder
         try:
             from megatron_vshape.rehearsal.one_rank import RankJob, rehearse
 
@@ -131,16 +131,16 @@ def _child(given: dict[str, Any], answer: TextIO) -> int:
 
 
 _FIXES = {
-    # Megatron asks for Transformer Engine even with --transformer-impl local.
+    # Megatron requires Transformer Engine even with --transformer-impl local.
     "apply_rope_fusion is not available": " Or add --no-rope-fusion: without it, Megatron needs "
     "Transformer Engine for RoPE even with --transformer-impl local.",
 }
-"""The flag that helps, by a part of Megatron's message that does not name it."""
+"""The fix for a message of Megatron that does not name a flag, by a part of the message."""
 
 
 def _sentence(error: BaseException, log: TextIO) -> str:
     if isinstance(error, SystemExit):
-        if why := getattr(error, "why", None):  # on every rank, unlike the exit status
+        if why := getattr(error, "why", None):  # set on every rank, unlike the exit status
             return str(why)
         if isinstance(error.code, str):
             return error.code
@@ -180,10 +180,10 @@ def _answer_one(running: dict[int, tuple[str, Any]], out: TextIO) -> None:
 
 
 def main() -> None:
-    """Serve the jobs on stdin."""
+    """Run the jobs on stdin."""
     options = json.loads(sys.argv[1])
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what is printed while modules are imported is no answer
+    os.dup2(2, 1)  # keep output during imports out of the results
     prepare(options.get("megatron"), options.get("te"))
     serve(iter(sys.stdin.readline, ""), out, options.get("jobs", 1))
 
