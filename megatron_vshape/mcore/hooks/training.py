@@ -207,6 +207,7 @@ def train(session: Session, original: Function, *args: Any, **options: Any) -> A
         _print_if_any(why_no_mfu())
     try:
         result = _told_at_failure(session, lambda: original(*args, **options))
+    # RefusedError is a SystemExit, too, but a rejected run has no results to print.
     except RefusedError:
         raise
     except SystemExit:  # --exit-interval and similar: all ranks exit after a barrier

@@ -88,15 +88,18 @@ def pipeline_of(
     choice = choice_for(options, model.pipeline_model_parallel_size, loss_last)
     choice, translated = take_options(model, choice, options, check)
     tell(translated)
+    # Data paired by call number would be paired wrongly in another order of microbatches.
     keeps_order = options.keep_order or _counts_calls(model)
     options = replace(options, layer_split=translated.layer_split, keep_order=keeps_order)
     may_offload = translated.may_offload
     split = _split(model, choice, options)
     stage_map = StageMap(choice.placement, split.layers, multi_token.num_predicting(model))
+    # After the split, which defines the stages.
     check_stages(model, choice, stage_map, may_offload, ties_ends is True)
     splits_graphs = _splits_graphs(model, options)
     choice = replace(
         _of_model(choice, model, split, stage_map, splits_graphs),
+        # If unknown, assume tied embeddings: the restrictive case.
         ties_ends=ties_ends is not False,
         kernels=kernels,
         may_offload=may_offload,

@@ -368,6 +368,7 @@ class Planner:
             costs = costs.having(**{STATE: None}) if costs.knows_all else costs
         left = self._left_bytes(costs)
         if left is not None:
+            # The limit is per rank, but a plan request numbers the devices.
             limit = tuple(left[rank] for rank in self.choice.ranks)
         placements = (self.choice.planned,)
 

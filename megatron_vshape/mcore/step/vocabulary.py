@@ -182,6 +182,7 @@ class SharedVocabulary(Part):
         try:
             yield
             self.together.drain()
+            # Reading the faults waits for the device, so this is after all passes.
             self._faults.check()
         except BaseException:
             # Other ranks wait in a collective; they get an error instead of a timeout.
