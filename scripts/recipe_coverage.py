@@ -19,13 +19,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
+from recipes import examine, own_options
+
 from megatron_vshape.mcore.refusals import (
     UnsupportedError,
     captures_graphs,
     check_split_graphs,
     graph_scope,
 )
-from megatron_vshape.mcore.setup.recipes import examine, own_options
 from megatron_vshape.mcore.setup.translate import TRANSLATIONS
 
 SPLIT = "a layer_split, where the layers do not divide"

@@ -6,8 +6,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from recipes import DEVICES, examine, own_options
 
-from megatron_vshape.mcore.setup.recipes import DEVICES, examine, own_options
 from megatron_vshape.mcore.setup.translate import TRANSLATIONS
 
 ROOT = Path(__file__).parents[2]

@@ -14,6 +14,12 @@ pytest.importorskip("megatron.training")
 
 from mcore.other_trainer import DeferredConfig
 from megatron.training.arguments import add_megatron_arguments
+from recipes import (
+    DEFAULTS,
+    Examined,
+    examine,
+    own_options,
+)
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.mcore import refusals
@@ -21,12 +27,6 @@ from megatron_vshape.mcore.options import add_arguments, options_from
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.setup import configure
 from megatron_vshape.mcore.setup.library import prepare_config
-from megatron_vshape.mcore.setup.recipes import (
-    DEFAULTS,
-    Examined,
-    examine,
-    own_options,
-)
 
 PARSED = add_arguments(add_megatron_arguments(ArgumentParser())).parse_args([])
 USUAL = {
