@@ -55,7 +55,7 @@ def shares(options: argparse.Namespace, measured: Costs | None) -> bool:
 
 def may_share(options: argparse.Namespace, measured: Costs | None) -> bool:
     """Return whether the ends could be shared too, and the costs know what that takes off whom."""
-    if measured is None or not measured.knows_all or measured.trades:
+    if measured is None or not measured.knows_all or measured.copies:
         return False
     known = bool(measured.layers or options.layers) and options.mtp_layers is None
     return known and options.vocab_parallel is None and not tells_shared(measured)
@@ -141,7 +141,7 @@ def pieces_of(
 def _check_measured(options: argparse.Namespace, measured: Costs, layers: float, what: str) -> None:
     if not layers:
         raise ScheduleError(f"{options.costs} does not contain the number of layers: add --layers")
-    if measured.trades and changed(options):
+    if measured.copies and changed(options):
         raise ScheduleError(
             f"{what}: {options.costs} has copy times of the measured stages, not of single "
             f"layers; leave one of the two out"

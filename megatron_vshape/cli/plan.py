@@ -245,7 +245,7 @@ def run(options: argparse.Namespace) -> int:
         measured = measured.of_activations()
     costs = _costs(options, measured)
     if options.frontier is not None:
-        if costs.trades and options.layer_split:
+        if costs.copies and options.layer_split:
             raise ScheduleError(
                 "--frontier does not support --layer-split with offloading or recomputation: "
                 "remove --layer-split"
@@ -690,7 +690,7 @@ def _print(answer: Planned, limit: float, costs: Costs, in_bytes: bool) -> None:
 
 def _more_told(question: Question, answer: Planned, unit: float | None) -> list[tuple[str, str]]:
     """Return what a GiB more would buy, or without a unit a chunk, where memory is traded."""
-    if not answer.costs.trades:
+    if not answer.costs.copies:
         return []
     what = "chunk" if unit is None else "GiB"
     size = chunk_of(question.whole(), question.num_devices) if unit is None else unit

@@ -339,7 +339,7 @@ def best_order(question: Question, *known: Known) -> Planned:
     question = replace(question, limit=limits)
     whole = question.whole()
     searched = question.placements or default_placements(
-        question.num_devices, whole.num_stages, whole.trades
+        question.num_devices, whole.num_stages, whole.copies
     )
     found: list[Planned] = []
     refused: ScheduleError | None = None
@@ -427,7 +427,7 @@ def _planned(question: Question, limits: tuple[float, ...]) -> Planned:
     from megatron_vshape.core.splitting import WORTH, saves
 
     costs, goal = question.whole(), question.objective
-    slices, trades = question.slice_counts(), costs.trades
+    slices, trades = question.slice_counts(), costs.copies
     if tells_shared(costs):
         return _shared(replace(question, slices=slices), limits)
     chooses = max(saves(costs.sliced(each)) for each in slices) >= WORTH
@@ -471,10 +471,10 @@ def _shared(question: Question, limits: tuple[float, ...]) -> Planned:
     refused = ScheduleError("nothing fits")
     large = most_logits_bytes(whole) > max(whole.held_after_forward_bytes)
     placements = question.placements or default_placements(
-        len(limits), whole.num_stages, whole.trades
+        len(limits), whole.num_stages, whole.copies
     )
     asked = [_on(question, each, 1 / len(placements)) for each in placements]
-    if whole.trades:
+    if whole.copies:
         alone = [each.whole().without_copies() for each in asked]
         asked += [replace(e, costs=own, cut=None) for e, own in zip(asked, alone, strict=True)]
     for each in asked:

@@ -67,7 +67,7 @@ def families(question: Question) -> dict[str, Question]:
     The first request has all strategies of the costs; it is the only one if the costs have none.
     """
     costs = question.whole()
-    if not costs.trades:
+    if not costs.copies:
         return {"all": question}
     return {"all": question, "order alone": question.changed(Costs.without_copies)}
 

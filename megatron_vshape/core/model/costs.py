@@ -431,11 +431,6 @@ class Costs:
         return replace(own, half_duplex=half_duplex, **copies)
 
     @property
-    def trades(self) -> bool:
-        """Whether the costs allow trading time for memory, besides the pass order."""
-        return self.copies
-
-    @property
     def copies(self) -> bool:
         """Whether the costs have offloading."""
         return set(other_amounts(OFFLOAD)) <= {name for name, _ in self.others}
