@@ -22,7 +22,7 @@ PAGES = [
     *sorted((ROOT / "patches").glob("*.md")),
 ]
 MOST_WORDS, MOST_PAGES = 14_000, 10
-NOT_DOCUMENTED = {"joint", "hidden_share", "recompute", "half_duplex"}
+NOT_DOCUMENTED = {"half_duplex"}
 """Fields of costs files that are read, and that no command writes any more."""
 
 _FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
