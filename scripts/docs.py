@@ -6,7 +6,8 @@
 A fence ```console contains commands (`$ megatron-vshape ...`), each followed by its output. A table
 between `<!-- generated: NAME -->` and `<!-- end -->` is made from the code. A fence ```text is
 written by hand: output of a training run, or of a command that needs more than this package.
-tests/package/test_docs.py checks that all of them are current.
+tests/package/test_docs.py checks that all of them are current. Run this script with the Python of
+.venv (scripts/test.sh creates it), because other versions of Python format --help differently.
 """
 
 from __future__ import annotations
