@@ -111,6 +111,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NxGPU",
         help=f"Number and type of GPUs, as in 128xH100: {', '.join(GPUS)}" + REQUIRED,
     )
+    group(parser, MODEL).add_argument(
+        "--training-share",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="Time of training relative to a full step, below 1 with rollouts (default: 1.0)",
+    )
     search = group(parser, SEARCH)
     search.add_argument(
         "--keep",
@@ -137,6 +144,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Count the shapes, predict them, print the lines and what follows, and return 0."""
     words = options.command
+    if not 0 < options.training_share <= 1:
+        raise ScheduleError(
+            f"--training-share {options.training_share:g} is not above 0 and at most 1: give the "
+            "time of training relative to a full step, such as 0.3"
+        )
     if not is_installed("torch"):
         raise ScheduleError("advise runs Megatron: pip install 'megatron-vshape[megatron]'")
     for flag, path in (("--export", options.export), ("--json", options.json)):
@@ -479,7 +491,8 @@ NAMES = {
 def _print(advice: _Advice, lines: Mapping[str, Line | None], left_out: Sequence[str]) -> None:
     today = lines["today"]
     assert today is not None
-    for text in _verdict(advice, today, lines["stock"], lines["best"]):
+    texts = _verdict(advice, today, lines["stock"], lines["best"])
+    for text in (*texts, *_full_step(advice.options.training_share, lines)):
         print(report.wrapped(text))
     command = advice.command
     print(
@@ -555,6 +568,22 @@ def _verdict(advice: _Advice, today: Line, stock: Line | None, best: Line | None
         *texts,
         f"This package: another {further:.0f}% faster than the best stock ({best.name}), within "
         f"the error of the estimate ({100 * within:.1f}%).",
+    ]
+
+
+def _full_step(share: float, lines: Mapping[str, Line | None]) -> list[str]:
+    """Format the gain of a step of which training is only a share, as with rollouts."""
+    today, best = lines["today"], lines["best"]
+    if share == 1 or today is None or best is None:
+        return []
+    gains = [
+        f"{100 * share * (1 - line.step_s / today.step_s):.1f}% ({name})"
+        for key, name in (("stock", "best stock"), ("best", "best with this package"))
+        if (line := lines[key]) is not None and (key == "stock" or not line.is_stock)
+    ]
+    return [
+        f"Full step, of which training takes {100 * share:g}% today: {', '.join(gains)} faster, "
+        "and the rest unchanged."
     ]
 
 

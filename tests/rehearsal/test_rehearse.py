@@ -394,6 +394,7 @@ def test_a_pattern_is_estimated_as_the_gpt_that_it_is(
     [
         (["--gpus", "H100"], "is not a number, an x and a GPU, as in 128xH100"),
         (["--gpus", "4xH100", "--keep", "all"], "is not one of recompute, tp, pp"),
+        (["--gpus", "4xH100", "--training-share", "30"], "--training-share 30 is not above 0 and"),
     ],
 )
 def test_what_is_no_question_is_refused(
