@@ -167,10 +167,9 @@ class Planner:
         plan = recall(self._training, num_microbatches)
         if plan is None:
             plan = self._plan(num_microbatches)
-            most = plan.most_messages
-            if self.choice.limit_bytes is not None and most > self._messages:
+            if self.choice.limit_bytes is not None and plan.most_messages > self._messages:
                 # The plan uses memory that its messages need, so plan again with less.
-                self._messages = most
+                self._messages = plan.most_messages
                 return self.training(num_microbatches)
             self._keep(plan, num_microbatches)
             logger.info(
