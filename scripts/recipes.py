@@ -62,10 +62,10 @@ DEFAULTS: Mapping[str, Any] = {
     "attention_dropout": 0.1,
     "untie_embeddings_and_output_weights": False,
 }
-"""Defaults of Megatron for options that the checks read."""
+"""Megatron's defaults for options that the checks read."""
 
 PRECISION = "mixed_precision"
-"""Megatron-Bridge's name for a set of options, which it puts in before a run begins."""
+"""Megatron-Bridge's option for a named set of options, which it expands before a run starts."""
 
 
 class Refused(NamedTuple):
@@ -80,11 +80,11 @@ class Examined:
     """The treatment of every option that a configuration sets."""
 
     num_stages: int
-    supported: tuple[str, ...]  # names of what is taken as it is
-    notices: tuple[Notice, ...]  # what is translated, and what set aside
+    supported: tuple[str, ...]  # names of options used unchanged
+    notices: tuple[Notice, ...]  # translated and ignored options
     refused: tuple[Refused, ...]
-    missing: tuple[Refused, ...] = ()  # by what is not installed here
-    counts_layers: bool = True  # whether the number of layers is known, on which stages depend
+    missing: tuple[Refused, ...] = ()  # options that need a package not installed here
+    counts_layers: bool = True  # whether the number of layers, required for stages, is known
     layer_split: str | None = None
 
     @property
@@ -109,7 +109,7 @@ def own_options(options: Mapping[str, Any], schedule: str | None) -> Options:
     if schedule is not None:
         own = replace(own, schedule=schedule)
         if schedule == AUTO and own.costs_file is None and own.profile_steps is None:
-            own = replace(own, profile_steps=TRACE_STEPS)  # it is to be measured
+            own = replace(own, profile_steps=TRACE_STEPS)  # auto without costs must measure
     if is_megatrons_own(own.schedule):
         raise ScheduleError(
             f"{own.schedule} is Megatron's schedule, which does not need this package: name "
@@ -156,7 +156,7 @@ def examine(
 class _Checked(NamedTuple):
     refused: list[Refused]
     missing: list[Refused]
-    uncounted: list[Notice]  # of options that need the number of layers
+    uncounted: list[Notice]  # for options that need the number of layers
 
 
 def _is_settled(left: SimpleNamespace, choice: Choice, own: Options, found: _Checked) -> bool:

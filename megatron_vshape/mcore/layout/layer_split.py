@@ -138,7 +138,8 @@ def _shared(
     pieces = measured or _estimated(sizes, stages)
     further = _without_ends(sizes, pieces).last
     pieces = replace(pieces, last=pieces.last.over(further).times(1 / (1 + count)))
-    numbers = (_vocabulary(args) or 0) / ranks + args.hidden_size  # per token, from S to T
+    # Values stored per token from LOGITS to HEAD_WEIGHT.
+    numbers = (_vocabulary(args) or 0) / ranks + args.hidden_size
     held = (1 + count) * numbers / (17 * args.hidden_size * each)
     if measured is not None:
         held *= each * measured.layer.held_after_forward_bytes

@@ -21,7 +21,7 @@ from megatron_vshape.mcore.options import Options, schedule_names
 GIB = 2.0**30
 
 CHUNKS = (2, 4)
-"""Chunks per rank with auto: limited by the stages of the costs file."""
+"""Chunks per rank that auto supports; the stages of the costs file select one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +42,12 @@ class Choice:
     whole_stages: frozenset[int] = frozenset()  # stages whose B is not split
     hides: bool = False  # a B that waits for tensor-parallel ranks runs jobs of the next W
     ties_ends: bool = False  # the first and the last stage add to one gradient
-    shares: bool = False  # all devices share the vocabulary
-    kernels: bool = False  # messages are kernels, as on NCCL
-    may_offload: bool = False  # what copies to the host take is measured with the rest
-    slices: int | tuple[int, ...] = 1  # of every microbatch; auto chooses from several
-    may_join: bool = False  # an F may run beside a backward, as Megatron's layer plans let it
-    loss_last: bool = False  # ranks are numbered so that the last one makes the loss
+    shares: bool = False  # vocabulary parallelism
+    kernels: bool = False  # P2P messages are GPU kernels (NCCL)
+    may_offload: bool = False  # measure the cost of offload copies, too
+    slices: int | tuple[int, ...] = 1  # slices per microbatch; auto chooses from several
+    may_join: bool = False  # an F may overlap with a backward (Megatron's layer plans)
+    loss_last: bool = False  # number the ranks so that the last one computes the loss
 
     @property
     def most_slices(self) -> int:
@@ -93,7 +93,7 @@ class Choice:
             return self.from_file.placement
         if not self.plans_by_costs:
             return _published_placement(self.name, self.num_devices)
-        # a model is built for one placement: that of the best plans for so many stages
+        # A model is built for one placement, so use that of the best plans for this stage count.
         chunks = 2 if self.costs is None else self.costs.num_stages // self.num_devices
         return v_shape(self.num_devices) if chunks == 2 else looping(self.num_devices, chunks)
 

@@ -47,7 +47,7 @@ from megatron_vshape.runtime.labels import name_weights
 logger = logging.getLogger(__name__)
 
 INTERLEAVED_CHUNKS = 2
-"""Chunks per rank of interleaved-1f1b where the user gives no number."""
+"""Chunks per rank of interleaved-1f1b if the user gives no number."""
 
 
 def one_planner(args: Namespace) -> OnePlanner:
@@ -94,7 +94,7 @@ def prepare(
         _prepare_megatrons_own(args, name)
         _split_megatrons_own(args, options)
         return None
-    if ranks == 1:  # one device has nothing to schedule
+    if ranks == 1:  # nothing to schedule, but the options must be valid
         choice_for(options, ranks)
         _tell_what_does_nothing(options)
         return None
@@ -117,12 +117,12 @@ def _tell_megatron(args: Namespace, pipeline: Pipeline) -> None:
         vocabulary.pad(args, stage_map.num_ranks)
     pattern = getattr(args, hybrid.OPTION, None)
     if pattern is None:
-        # Even of one chunk: Megatron then leaves the number of layers to the layout.
+        # Also for one chunk: Megatron then uses the layer counts of the layout.
         args.num_virtual_stages_per_pipeline_rank = stage_map.num_chunks
-    else:  # by which Megatron counts the layers and the chunks of a rank
+    else:  # Megatron counts the layers and the chunks of a rank in this pattern
         args.hybrid_layer_pattern = hybrid.cut(pattern, stage_map.layers)
     if stage_map.num_chunks > 1:
-        # Megatron allows chunks on two ranks only with this; the messages are ours either way.
+        # Required by Megatron for chunks on two ranks; it does not affect our P2P messages.
         args.overlap_p2p_comm = True
 
 
@@ -220,7 +220,7 @@ def _split_megatrons_own(args: Namespace, options: Options) -> None:
     args.pipeline_model_parallel_layout = stages.megatrons_text(
         split.layers, multi_token.num_predicting(args)
     )
-    args.num_virtual_stages_per_pipeline_rank = None  # the text says how many
+    args.num_virtual_stages_per_pipeline_rank = None  # the layout text defines the number
 
 
 def _split_megatrons_own_hybrid(args: Namespace, options: Options) -> None:
@@ -271,9 +271,9 @@ def complete(pipeline: Pipeline | None, args: Namespace) -> None:
     chunks = pipeline.stage_map.num_chunks
     args.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
     check_batch_size(pipeline.choice, args)
-    # With a schedule of batch sizes, --global-batch-size is a default that no step has.
+    # With --step-batch-size-schedule, no step uses the default of --global-batch-size.
     varies = getattr(args, "step_batch_size_schedule", None) is not None
-    if pipeline.choice.name != AUTO and not varies:  # auto waits for the memory of the model
+    if pipeline.choice.name != AUTO and not varies:  # auto first needs the model's memory
         pipeline.planner.training(_num_microbatches(args))
 
 
@@ -286,7 +286,7 @@ def check_changing(pipeline: Pipeline | None, args: Namespace) -> None:
     """
     if pipeline is None:
         check_interleaved(args, changing_counts(args))
-    elif pipeline.choice.name in JOINT_NAMES:  # all others run any number
+    elif pipeline.choice.name in JOINT_NAMES:  # all others support any number
         for count in changing_counts(args):
             pipeline.planner.training(count.number)
 
@@ -309,7 +309,7 @@ def prepare_layers(
         StoreError: Transformer Engine's layers do not match the adapter.
         UnsupportedError: Slices do not support a layer.
     """
-    chunks = [unwrapped(chunk) for chunk in chunks]  # whose names are the model's own
+    chunks = [unwrapped(chunk) for chunk in chunks]  # module names without wrapper prefixes
     if slices > 1:
         sliced_attention.install(state, chunks)
         sliced_router.install(state, chunks)

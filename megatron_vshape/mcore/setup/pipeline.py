@@ -38,10 +38,10 @@ class Pipeline:
     stage_map: StageMap
     layout: StageLayout
     overlaps_grad_reduce: bool
-    by_layers: bool = False  # training passes run by Megatron's layer plans, some beside others
-    tries: bool = False  # its plan beside others, for some steps each, once costs are measured
-    recomputed_inputs: tuple[str, ...] = ()  # modules that B computes anew and W holds on to
-    splits_graphs: bool = False  # CUDA graphs are captured of F, B and W, not of F and BW
+    by_layers: bool = False  # training passes run by Megatron's layer plans, some overlapped
+    tries: bool = False  # once costs are measured, compare the plan with a named schedule
+    recomputed_inputs: tuple[str, ...] = ()  # modules whose results B recomputes and W retains
+    splits_graphs: bool = False  # capture CUDA graphs of F, B and W instead of F and BW
 
     @property
     def choice(self) -> Choice:
@@ -104,6 +104,7 @@ def pipeline_of(
         kernels=kernels,
         may_offload=may_offload,
     )
+    # Profiled steps can change the schedule, and graphs can replay only the order of their capture.
     if choice.plans_by_costs and options.profile_steps and captures_graphs(model):
         graphs.capture_late(model, options.checked_steps[1])
     return Pipeline(
@@ -171,7 +172,8 @@ def _of_model(
         num_layers=sum(split.layers),
         layer_shares=split.shares,
         keeps_backward_whole=getattr(model, "recompute_granularity", None) == "full",
-        # Where costs make the order they say how short those W are, and `lower` joins the rest.
+        # If costs determine the schedule, they include how short these W are, and `lower` fuses
+        # them with their B.
         whole_stages=(
             frozenset()
             if choice.plans_by_costs or splits_graphs

@@ -51,18 +51,18 @@ class UnknownLayersError(TranslationError):
 class Layers(NamedTuple):
     """The layer split that options define."""
 
-    split: str  # as --pipeline-layer-split takes it
-    how: str  # how it was made of the options
+    split: str  # a value of --pipeline-layer-split
+    how: str  # how it follows from the options
 
 
 class Translation(NamedTuple):
     """A rule: the options, the text for the log, and the action."""
 
-    names: tuple[str, ...]  # of the attributes
+    names: tuple[str, ...]  # attribute names
     becomes: str
-    off: Any = None  # what Megatron takes for not given
+    off: Any = None  # Megatron's value for a disabled option
     layers: Callable[[Any, Placement], Layers] | None = None
-    renames: str | None = None  # the attribute that takes the value
+    renames: str | None = None  # the attribute that gets the value
     is_chunks: bool = False  # the value is a number of chunks per rank
     for_one_chunk: bool = False  # apply only if ranks have one chunk
     only_if: Callable[[Any], Any] | None = None  # condition for the rule
@@ -104,7 +104,7 @@ class Notice(NamedTuple):
     """The treatment of options that were set."""
 
     rule: Translation
-    given: str  # names, and values where they are no switches
+    given: str  # names, and the values of options that are not switches
     said: str
     outcome: Treatment
 
@@ -333,9 +333,9 @@ TRANSLATIONS = (
 class Translated:
     """The result of a translation."""
 
-    layer_split: str | None  # as --pipeline-layer-split takes it; None: equally many
+    layer_split: str | None  # a value of --pipeline-layer-split; None: even split
     notices: tuple[Notice, ...]
-    warnings: tuple[str, ...] = ()  # of what is known to lose
+    warnings: tuple[str, ...] = ()  # combinations known to be slow
 
     @property
     def may_offload(self) -> bool:
@@ -354,7 +354,7 @@ def translate(options: Any, placement: Placement, layer_split: str | None = None
         UnsupportedError: Two options define the same, or no schedule supports an option.
     """
     chunks = len(placement) // (max(placement) + 1)
-    notices = _rename(options)  # first: the pattern says how many layers there are
+    notices = _rename(options)  # first: the renamed pattern defines the number of layers
     winner = _winner(options, layer_split)
     if winner is None:
         _check_one_decides(options)
