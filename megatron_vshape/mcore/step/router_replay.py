@@ -45,14 +45,15 @@ class ForwardCalls:
         has_loss: bool,
     ) -> Callable[..., Any]:
         """Wrap the trainer's function so that its calls are counted."""
-        chunk_of = {id(each): chunk for chunk, each in enumerate(chunks)}
+        # Megatron's layer plans call the function with the model without its wrappers.
+        chunk_of = {id(unwrapped(each)): chunk for chunk, each in enumerate(chunks)}
         numbers = Counter[int]()
 
         @functools.wraps(function)
         def call(iterator: Any, model: Any, *args: Any, **options: Any) -> Any:
             made = function(iterator, model, *args, **options)
             if has_loss or not state.has_logits:  # else a call for another rank's chunk
-                chunk = chunk_of[id(model)]
+                chunk = chunk_of[id(unwrapped(model))]
                 place = numbers[chunk]
                 numbers[chunk] += 1
                 self.ended.append((place if self.order is None else self.order[place], chunk))
