@@ -138,7 +138,7 @@ def _with_main_grad(layer: Any) -> Any:
 
 
 class Rank:
-    """Runs a rank's passes and times them."""
+    """Runs the passes of a rank."""
 
     def __init__(self, sizes: Sizes, context: Callable[[], AbstractContextManager[Any]]) -> None:
         from megatron_vshape.mcore.step_state import StepState
@@ -152,7 +152,6 @@ class Rank:
             for each in layer.modules()
             if hasattr(each, "wgrad_store")
         }
-        self.run_ms: dict[str, list[tuple[Any, Any, float]]] = defaultdict(list)
 
     @property
     def layers(self) -> list[Any]:
@@ -168,8 +167,8 @@ class Rank:
         if splits:
             te_layers.install(self.state, self.layers)
 
-    def steps(self, passes: Sequence[Any], replays: bool) -> tuple[list[Any], dict[str, Any]]:
-        """Run steps of different data; return what they add up, and medians of the last one."""
+    def steps(self, passes: Sequence[Any], replays: bool) -> list[Any]:
+        """Run steps with different data; return their gradients."""
         import torch
 
         sums = []
@@ -177,19 +176,11 @@ class Rank:
             for layer in self.layers:
                 for each in layer.parameters():
                     each.main_grad.zero_()
-            self.run_ms.clear()
             inputs = self._step(passes, step, replays)
             torch.cuda.synchronize()
             sums.append([each.main_grad.clone() for la in self.layers for each in la.parameters()])
             sums[-1] += inputs
-        return sums, {
-            kind: {
-                "number": len(found),
-                "gpu_ms": statistics.median(start.elapsed_time(end) for start, end, _ in found),
-                "host_us": statistics.median(1e6 * host for _, _, host in found),
-            }
-            for kind, found in self.run_ms.items()
-        }
+        return sums
 
     def _step(self, passes: Sequence[Any], step: int, replays: bool) -> list[Any]:
         import torch
@@ -204,9 +195,6 @@ class Rank:
         torch.cuda.synchronize()
         for work in passes:
             key = work.chunk, work.microbatch
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            begun = time.perf_counter()
             if str(work.kind) == "F":
                 given[key] = data[key][0].requires_grad_()
                 made[key] = self._forward(*key, given[key], replays)
@@ -216,9 +204,6 @@ class Rank:
                 whole = str(work.kind) == "BW"
                 with nullcontext() if whole else self.state.jobs.collect(key):
                     torch.autograd.backward(made.pop(key), data[key][1])
-            took = time.perf_counter() - begun
-            end.record()
-            self.run_ms[str(work.kind)].append((start, end, took))
             if str(work.kind) in ("B", "BW"):  # a graph's own memory
                 gradients[key] = given.pop(key).grad.clone()
         return [gradients[key] for key in sorted(gradients)]
@@ -242,8 +227,8 @@ class Rank:
 
     def capture(
         self, passes: Sequence[Any], kind: type | None, options: Mapping[str, Any]
-    ) -> tuple[Any, dict[str, Any]]:
-        """Capture as the product does, with graphs of W by a `kind` of Capture or without any."""
+    ) -> dict[str, Any]:
+        """Capture as in training, with graphs of W by a `kind` of Capture or without."""
         import torch
         from megatron.core.transformer import cuda_graphs
 
@@ -259,7 +244,6 @@ class Rank:
         capture = None if kind is None else kind(self.chunks, covered, passes, False)
         order = [(c + 1) * (1 if str(k) == "F" else -1) for k, c, _ in passes if str(k) != "W"]
         shape = self.sizes.tokens, 1, self.sizes.hidden
-        before, begun = _memory(), time.perf_counter()
         samples = [
             (torch.ones(shape, dtype=torch.bfloat16, device=self.sizes.device).requires_grad_(),)
             for _ in range(many * len(self.layers))
@@ -282,28 +266,13 @@ class Rank:
                 for _ in range(many):
                     for layer in chunk:
                         layer.cuda_graphs.append(next(graphs))
-        del samples
-        torch.cuda.synchronize()
-        took = time.perf_counter() - begun
-        gc.collect()
-        torch.cuda.empty_cache()
-        after, count = _memory(), many * len(self.layers) * (2 if kind is None else 3)
-        driver = (before["free"] - after["free"]) - (after["reserved"] - before["reserved"])
-        figures = {
-            "capture_s": took,
-            "graphs": count,
-            "pool_mib": after["pool"] / MIB,
-            "reserved_before_mib": before["reserved"] / MIB,
-            "reserved_after_mib": after["reserved"] / MIB,
-            "driver_kib_a_graph": driver / count / 1024,
+        if capture is None:
+            return {}
+        return {
+            "most_kept_mib": capture.most_kept / MIB,
+            "copies": capture.copies,
+            "outside": capture.outside,
         }
-        if capture is not None:
-            figures |= {
-                "most_kept_mib": capture.most_kept / MIB,
-                "copies": capture.copies,
-                "outside": getattr(capture, "outside", ""),
-            }
-        return capture, figures
 
     def release(self) -> None:
         """Drop the graphs."""
@@ -397,7 +366,7 @@ def check_layers(sizes: Sizes) -> dict[str, Any]:
     wanted: list[Any] = []
     with guarded(found, "eager") as figures:
         rank.split(True)
-        wanted, figures["passes"] = rank.steps(split, replays=False)
+        wanted = rank.steps(split, replays=False)
     for name, kind, passes in (
         ("graphs of F, B and W", noting, split),
         ("without copies", careless, split),
@@ -405,9 +374,8 @@ def check_layers(sizes: Sizes) -> dict[str, Any]:
     ):
         with guarded(found, name) as figures:
             rank.split(kind is not None)
-            _, memory = rank.capture(passes, kind, {})
-            figures |= memory
-            sums, figures["passes"] = rank.steps(passes, replays=True)
+            figures |= rank.capture(passes, kind, {})
+            sums = rank.steps(passes, replays=True)
             figures["wrong"] = _wrong(sums, wanted)
             figures["of"] = len(wanted[0])
             del sums
@@ -447,9 +415,8 @@ def check_fp8(sizes: Sizes, name: str) -> dict[str, Any]:
         rank = Rank(sizes, entered)  # whose scales are as at first
         with guarded(found, label) as figures:
             rank.split(kind is not None)
-            _, memory = rank.capture(ran, kind, options)
-            figures |= memory
-            sums, figures["passes"] = rank.steps(_as_whole(ran) if kind is None else ran, True)
+            figures |= rank.capture(ran, kind, options)
+            sums = rank.steps(_as_whole(ran) if kind is None else ran, replays=True)
             if kind is None:
                 wanted = sums
             figures["wrong"] = _wrong(sums, wanted)
@@ -663,13 +630,7 @@ def lines_of(name: str, part: Mapping[str, Any]) -> Iterator[str]:
         if "error" in figures:
             yield figures["error"]
             continue
-        plain = {key: value for key, value in figures.items() if key != "passes"}
-        yield json.dumps({k: round(v, 2) if isinstance(v, float) else v for k, v in plain.items()})
-        for kind, each in figures["passes"].items():
-            yield (
-                f"| {kind} | {each['number']} | {each['gpu_ms']:.3f} ms | "
-                f"{each['host_us']:.0f} us |"
-            )
+        yield json.dumps(figures)
 
 
 def verdicts(found: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
