@@ -36,7 +36,7 @@ def install() -> None:
             get_batch_per_block=lambda *_: 4,
         )
     _module("deep_ep", HybridEPBuffer=HybridBuffer, Buffer=DeepBuffer)
-    _module("deep_ep.utils", EventHandle=_Event, EventOverlap=_Event)
+    _module("deep_ep.utils", EventHandle=_PastEvent, EventOverlap=_PastEvent)
     for name, members in mamba.modules().items():
         _module(name, **members)
 
@@ -104,7 +104,7 @@ class _Adam(torch.optim.Optimizer):
                         self.state[each][name] = torch.zeros_like(each.data)
 
 
-class _Event:
+class _PastEvent:
     """A completed event of DeepEP's stream."""
 
     def __init__(self, *unused: Any) -> None:
@@ -156,7 +156,7 @@ class DeepBuffer:
         per_node = torch.empty(max(1, ranks // 8), dtype=torch.int32, device="cuda")
         per_expert = torch.empty(experts, dtype=torch.int32, device="cuda")
         reached = torch.empty(indices.shape[0], ranks, dtype=torch.bool, device="cuda")
-        return per_rank, per_node, per_expert, reached, _Event()
+        return per_rank, per_node, per_expert, reached, _PastEvent()
 
     def dispatch(
         self,
@@ -172,7 +172,7 @@ class DeepBuffer:
             return (
                 torch.empty(handle.arrive, x.shape[1], dtype=x.dtype, device="cuda"),
                 *(None,) * 4,
-                _Event(),
+                _PastEvent(),
             )
         assert num_tokens_per_expert is not None
         ranks, tokens = self.group.size(), x.shape[0]
@@ -183,7 +183,7 @@ class DeepBuffer:
         chosen = torch.empty(arrive, topk_idx.shape[1], dtype=topk_idx.dtype, device="cuda")
         weights = torch.empty(arrive, topk_idx.shape[1], dtype=torch.float32, device="cuda")
         handle = _Handle(tokens, arrive, rows, local)
-        return got, chosen, weights, [0] * local, handle, _Event()
+        return got, chosen, weights, [0] * local, handle, _PastEvent()
 
     def combine(
         self, x: Tensor, handle: Any, topk_weights: Tensor | None = None, **options: Any
@@ -193,9 +193,9 @@ class DeepBuffer:
         exchanges.count_dispatch(self.group, tokens, x, Routing.topk)
         out = torch.empty(tokens, x.shape[1], dtype=x.dtype, device="cuda")
         if topk_weights is None:
-            return out, None, _Event()
+            return out, None, _PastEvent()
         weights = torch.empty(tokens, topk_weights.shape[1], dtype=torch.float32, device="cuda")
-        return out, weights, _Event()
+        return out, weights, _PastEvent()
 
 
 class HybridBuffer:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_vshape.core.model.layers import Widths
-from megatron_vshape.mcore.layout.sizes import Sizes, sizes_of, widths_of
+from megatron_vshape.mcore.layout.sizes import ModelSizes, sizes_of, widths_of
 from megatron_vshape.rehearsal.flags import VOCABULARIES, Command, flags_of, read_command
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Subject:
         """Return the sizes that determine the GEMMs of a layer and of the output layer."""
         return widths_of(self.command.option, self.vocabulary, sequence)
 
-    def sizes(self, sequence: int) -> Sizes:
+    def sizes(self, sequence: int) -> ModelSizes:
         """Compute the sizes of the layers, the output layer and multi-token prediction."""
         return sizes_of(self.command.option, self.vocabulary, sequence)
 

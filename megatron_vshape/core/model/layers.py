@@ -10,8 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 from megatron_vshape.core.model.costs import Costs, Piece, regroup
 from megatron_vshape.core.model.cuts import balanced_cuts
 from megatron_vshape.core.model.kinds import (
-    COPY_BACK,
-    COPY_OUT,
     DUMMY,
     STATE,
     WORKS,
@@ -76,12 +74,12 @@ class Share(NamedTuple):
         made = piece.times(self.time)
         if self.time == self.held == self.state:
             return made
-        copies = COPY_OUT.time, COPY_BACK.time  # proportional to the copied bytes
         for each in fields(piece):
             name, value = each.name, getattr(piece, each.name)
             if name in (STATE, DUMMY):
                 made = replace(made, **{name: value * self.state})
-            elif name in copies or not (name.endswith("_us") or name in WORKS):
+            elif name.startswith("copy_") or not (name.endswith("_us") or name in WORKS):
+                # Copy times are proportional to the copied bytes.
                 made = replace(made, **{name: value * self.held})
         return made
 

@@ -21,7 +21,7 @@ from megatron_vshape.core.model.layers import (
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.planner.lighter import fitting_layers
 from megatron_vshape.core.planner.vocabulary import SUM, shared_pieces, tells_shared
-from megatron_vshape.mcore.layout.sizes import Sizes, options_of, sizes_of
+from megatron_vshape.mcore.layout.sizes import ModelSizes, options_of, sizes_of
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def given_layers(
 
 
 def _share(
-    args: Any, sizes: Sizes, layers: tuple[int, ...], placement: Placement, costs: Costs | None
+    args: Any, sizes: ModelSizes, layers: tuple[int, ...], placement: Placement, costs: Costs | None
 ) -> Split:
     """Return the split of a model with vocabulary parallelism."""
     estimate = _shared(args, sizes, None, layers, placement)
@@ -119,13 +119,17 @@ def _share(
     return Split(layers, costs, estimate, shares=sizes.shares)
 
 
-def _without_ends(sizes: Sizes, pieces: Pieces) -> Pieces:
+def _without_ends(sizes: ModelSizes, pieces: Pieces) -> Pieces:
     """Return the pieces without embedding and output layer; multi-token prediction layers stay."""
     return _predicting(without_ends(pieces), sizes)
 
 
 def _shared(
-    args: Any, sizes: Sizes, measured: Pieces | None, layers: Sequence[int], placement: Placement
+    args: Any,
+    sizes: ModelSizes,
+    measured: Pieces | None,
+    layers: Sequence[int],
+    placement: Placement,
 ) -> Costs:
     """Return the costs of stages with vocabulary parallelism, and of each rank's vocabulary passes.
 
@@ -148,14 +152,14 @@ def _shared(
     return _predicting(shared, sizes).costs(layers)
 
 
-def _pieces_of(sizes: Sizes, costs: Costs) -> Pieces:
+def _pieces_of(sizes: ModelSizes, costs: Costs) -> Pieces:
     """Return the pieces of measured costs; stages count as equal unless the costs have layers."""
     even = (sizes.num_layers / costs.num_stages,) * costs.num_stages
     divides = costs.layers is not None or not sizes.num_layers % costs.num_stages
     return Pieces.of(costs, costs.layers or even, sizes.shares if divides else ())
 
 
-def _estimated(sizes: Sizes, num_stages: int) -> Pieces:
+def _estimated(sizes: ModelSizes, num_stages: int) -> Pieces:
     """Estimate the pieces from the GEMMs of layers and output layer, in units of an even stage.
 
     Each multi-token prediction layer counts as a layer with its own output layer. An output layer
@@ -165,11 +169,11 @@ def _estimated(sizes: Sizes, num_stages: int) -> Pieces:
     return _predicting(replace(pieces, shares=sizes.shares), sizes)
 
 
-def _predicting(pieces: Pieces, sizes: Sizes) -> Pieces:
+def _predicting(pieces: Pieces, sizes: ModelSizes) -> Pieces:
     return pieces.predicting(sizes.predicting, sizes.merging_in_layers, sizes.predicted)
 
 
-def _sizes(args: Any) -> Sizes:
+def _sizes(args: Any) -> ModelSizes:
     return sizes_of(options_of(args), _vocabulary(args) or 0)
 
 

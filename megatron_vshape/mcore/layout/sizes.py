@@ -65,7 +65,7 @@ def _experts(option: Options, dense: float) -> float:
     return float((option("moe_router_topk") or 2) * each + shared)
 
 
-class Sizes(NamedTuple):
+class ModelSizes(NamedTuple):
     """The layers of a model, and its output layer and multi-token prediction relative to these."""
 
     num_layers: int
@@ -81,21 +81,21 @@ class Sizes(NamedTuple):
         return Share.total(self.shares).time if self.shares else self.num_layers
 
 
-def sizes_of(option: Options, vocabulary: int, sequence: int | None = None) -> Sizes:
+def sizes_of(option: Options, vocabulary: int, sequence: int | None = None) -> ModelSizes:
     """Compute the sizes of a GPT, or of a hybrid model from the symbols of its pattern."""
     widths = widths_of(option, vocabulary, sequence)
     pattern, count = option("hybrid_layer_pattern") or "", option("mtp_num_layers") or 0
     main, *depths = pattern.replace(hybrid.BEGINS_STAGE, "").split(hybrid.BEGINS_MTP)
     if not main:
         layers = option("num_layers") or 0
-        return Sizes(layers, widths.head_in_layers, widths.merging_in_layers, count)
+        return ModelSizes(layers, widths.head_in_layers, widths.merging_in_layers, count)
     table = costs_of_symbols(option, widths)
     costs = [table.get(symbol, table["*"]) for symbol in main]
     total = Share.total(costs)
     # In layers of a GPT, attention and MLP, and all of them together as much of each.
     unit = Share(*(each * widths.layer / total.time for each in total))
     depth = Share.total([table.get(each, table["*"]) for each in depths[0]]) if depths else None
-    return Sizes(
+    return ModelSizes(
         len(main),
         widths.head_in_layers,
         2 * widths.hidden**2 / depth.time if depth else widths.merging_in_layers,
