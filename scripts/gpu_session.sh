@@ -27,11 +27,11 @@ run_command() {
             ;;
         graphs)
             about "a chunk in CUDA graphs: whose memory its results are in, and what is kept of them"
-            bench 60 scripts/check_graphs.py
+            bench 60 benchmarks/check_graphs.py
             ;;
         graph-weights)
             about "CUDA graphs of F, B and W: gradients bit by bit, times of passes, memory, FP8"
-            bench 460 scripts/check_graph_weights.py --output "$folder/graph-weights.json"
+            bench 460 benchmarks/check_graph_weights.py --output "$folder/graph-weights.json"
             ;;
         trainer)
             about "Megatron's trainer with Transformer Engine, one rank at a time: memory and passes"

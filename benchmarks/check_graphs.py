@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Captures a chunk's passes in CUDA graphs, and checks on a GPU what runs with them count on.
 
-    python scripts/check_graphs.py [--hidden 2048] [--layers 4]
+    python benchmarks/check_graphs.py [--hidden 2048] [--layers 4]
 
 A replay's results lie in memory that the allocator tells is graphs' own, the next replay overwrites
 them, and what is kept of them by then stays as it was. The gradients are those of the same passes

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Check FP8 weight gradients of sequence slices and split backwards, with Transformer Engine.
 
-    python scripts/check_fp8_slices.py [--hidden 4096] [--tokens 4096]
+    python benchmarks/check_fp8_slices.py [--hidden 4096] [--tokens 4096]
 
 Needs one GPU with FP8 (Hopper or later); takes under a minute. For each layer and recipe the script
 

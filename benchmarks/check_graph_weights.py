@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Check on one GPU that CUDA graphs of F, B and W make the gradients of the passes they stand for.
 
-    python scripts/check_graph_weights.py [--output FILE.json] [--only PART ...]
+    python benchmarks/check_graph_weights.py [--output FILE.json] [--only PART ...]
 
 Parts, each a process with its own time limit; if one fails, the others still run:
 
@@ -39,7 +39,7 @@ from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 MIB = 2**20
 LIMITS_S = {
