@@ -12,7 +12,7 @@ with contextlib.suppress(ImportError):
 
 SLOW = {
     "core/test_trades.py": {
-        "test_more_room_is_never_slower": ["0.5-False", "0.5-True"],
+        "test_more_room_is_never_slower": ["0.5"],
     },
     "faults/test_saving.py": {
         "test_the_checkpoint_before_still_loads": [

@@ -2,7 +2,7 @@
 
 A device's processor runs F, B, W and the markers L and R in the order of its row; L and R take no
 time. D (to the host) runs on the device's link out, H (back) on its link in, each in the order of
-the row; with half duplex both are one link. D needs its F, L its D, R its L, H its R; F needs the F
+the row. D needs its F, L its D, R its L, H its R; F needs the F
 of the stage before, B its F, the B of the stage after and, where there is one, its H; W needs its
 B. What comes from another device arrives `send` later. A stage holds `held` of a microbatch from
 the start of F on, `kept` instead from the end of B on, and nothing after W; L frees `moved` of it
@@ -36,17 +36,16 @@ class Found(NamedTuple):
     copied: int  # chunks
 
 
-def replay(text: str, stages: list[Prices], send: float, half_duplex: bool = False) -> Found:
+def replay(text: str, stages: list[Prices], send: float) -> Found:
     """Return what the schedule in this file costs; AssertionError if it is incomplete or stuck."""
     data = json.loads(text)
     placement, count = data["placement"], data["num_microbatches"]
-    half_duplex = half_duplex or data.get("half_duplex", False)
     rows = [[_parse(each) for each in row] for row in data["order"]]
     _check_complete(rows, placement, count)
     lanes: dict[tuple[int, str], list[Work]] = {}
     for device, row in enumerate(rows):
         for work in row:
-            link = {"D": "out", "H": "out" if half_duplex else "in"}.get(work[0], "processor")
+            link = {"D": "out", "H": "in"}.get(work[0], "processor")
             lanes.setdefault((device, link), []).append(work)
     copied = {work[1:] for row in rows for work in row if work[0] == "D"}
     ends: dict[Work, float] = {}

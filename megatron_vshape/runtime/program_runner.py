@@ -357,7 +357,7 @@ class _Beside:
     def __init__(self, schedule: Schedule, handlers: Mapping[Kind, Handler]) -> None:
         self._handlers = handlers
         self._needs = NeedTable(schedule.num_stages, schedule.kinds)
-        self._resource = {kind: schedule.resource_of(kind) for kind in schedule.kinds}
+        self._resource = {kind: kind.resource for kind in schedule.kinds}
         self._threads = {
             resource: ThreadPoolExecutor(
                 1, initializer=on_stream_of(resource), thread_name_prefix=resource

@@ -127,7 +127,7 @@ def _passes(timeline: Timeline, device: int) -> Iterator[Event]:
             "name": BESIDE.join(map(str, step)),
             "cat": " & ".join(each.kind.label for each in step),
             "pid": device,
-            "tid": threads.index(timeline.schedule.resource_of(work.kind)),
+            "tid": threads.index(work.kind.resource),
             "ts": start,
             "dur": end - start,
             "args": {

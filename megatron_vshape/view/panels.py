@@ -77,7 +77,7 @@ def bars_of(timeline: Timeline, time_scale: float = 1.0) -> list[Bar]:
 
     def height(device: int, work: Pass) -> tuple[float, float]:
         """Return the vertical extent of a pass; in an F&B pair, F has the upper half."""
-        top, bottom = heights[device][timeline.schedule.resource_of(work.kind)]
+        top, bottom = heights[device][work.kind.resource]
         if work not in lower_part:
             return top, bottom
         middle = (top + bottom) / 2

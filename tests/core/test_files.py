@@ -1,7 +1,6 @@
 """Schedule files and costs files: they round-trip, and bad ones end in one clear sentence."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -220,15 +219,6 @@ def test_costs_round_trip(data: st.DataObject, num_stages: int) -> None:
     assert Costs.from_json(costs.to_json()) == costs
 
 
-def test_the_schedule_file_has_the_link() -> None:
-    plain = make("v-half", 2, 2)
-    schedule = replace(plain, half_duplex=True)
-    assert json.loads(schedule.to_json())["half_duplex"] is True
-    assert Schedule.from_json(schedule.to_json()) == schedule != plain
-    with pytest.raises(ScheduleError, match="half_duplex is 1; it must be true or false"):
-        Schedule.from_json(json.dumps(GOOD | {"half_duplex": 1}))
-
-
 def test_files_of_earlier_versions_that_recompute_by_stage(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -237,9 +227,13 @@ def test_files_of_earlier_versions_that_recompute_by_stage(
     assert Schedule.from_json(json.dumps(data | {"recompute": ["none"] * 4})).num_stages == 4
     with pytest.raises(ScheduleError, match="recomputes by stage .*: plan again, and use Megatron"):
         Schedule.from_json(json.dumps(data | {"recompute": ["none", "mlp", "full", "none"]}))
-    old = {"recompute": {"full": {"backward_us": [2, 2]}}, "sources": {"recompute": "measured"}}
+    old = {
+        "recompute": {"full": {"backward_us": [2, 2]}},
+        "sources": {"recompute": "measured"},
+        "half_duplex": True,
+    }
     assert Costs.from_json(json.dumps(COSTS | old)).backward_us == tuple(COSTS["backward_us"])
-    assert "(recompute) which plans no longer choose: ignored" in caplog.text
+    assert "has recompute, half_duplex, which this version does not use: ignored" in caplog.text
 
 
 COSTS = json.loads(Costs.uniform(1, 2).to_json())
@@ -264,7 +258,6 @@ COSTS = json.loads(Costs.uniform(1, 2).to_json())
         ({"send_us": -1}, "send_us is -1.0; it must be finite and not below 0"),
         ({"send_us": None}, "send_us holds None, which is not a number"),
         ({"held_after_backward_bytes": [1, -1]}, "held_after_backward_bytes of stage 1 is -1.0; "),
-        ({"half_duplex": 1}, "half_duplex is 1; it must be true or false"),
         (
             {"bytes": 3},
             "the costs file has the unknown key 'bytes'; supported keys: forward_us, back",

@@ -154,11 +154,10 @@ def test_the_head_by_its_products() -> None:
 
 def test_layers_take_their_copies_along() -> None:
     layers = (1, 3, 2, 2)
-    own = PIECES.costs(layers).with_copies(0.5, half_duplex=True)
+    own = PIECES.costs(layers).with_copies(0.5)
     pieces = Pieces.of(own, layers)
     again = pieces.costs(layers)
     assert again.copies
-    assert again.half_duplex
     assert again.held_after_forward_bytes == pytest.approx(own.held_after_forward_bytes)
     for (name, values), (known, expected) in zip(again.others, own.others, strict=True):
         assert (name, values) == (known, pytest.approx(expected))

@@ -87,8 +87,7 @@ def test_files_have_them_and_their_sources_and_old_ones_have_none() -> None:
     assert made.time_us(Kind.BW, 0) == 2 * 2.0 + 0.125
 
 
-def test_a_link_that_copies_one_way_at_a_time() -> None:
-    """On it both copies are one lane; where the costs say so, of any schedule."""
+def test_copies_in_both_directions_run_at_the_same_time() -> None:
     copies = [Pass(kind, 0, 0) for kind in OFFLOAD]
     row = [Pass(Kind.F, 0, 0), *copies]
     row += [Pass(Kind.F, 0, 1), *(each._replace(microbatch=1) for each in copies)]
@@ -96,11 +95,7 @@ def test_a_link_that_copies_one_way_at_a_time() -> None:
     schedule = Schedule("copies", 1, 2, (0,), (tuple(row),))
     costs = Costs.uniform(1, 1, 0.5, 0.5, 0.5, kinds=OFFLOAD)  # of a stage as long as two
     assert [lane.resource for lane in schedule.lanes()] == [PROCESSOR, TO_HOST, FROM_HOST]
-    late = replace(schedule, half_duplex=True)
-    assert [lane.resource for lane in late.lanes()] == [PROCESSOR, TO_HOST]
-    duplex, one_way = (simulate(each, costs) for each in (schedule, late))
-    assert (duplex.makespan, one_way.makespan) == (11, 12)
-    assert simulate(schedule, replace(costs, half_duplex=True)).ends == one_way.ends
+    assert simulate(schedule, costs).makespan == 11
 
 
 @pytest.mark.parametrize(
@@ -211,7 +206,6 @@ def everything(num_stages: int) -> Costs:
     return replace(
         own,
         sources=(("send_us", "measured here"),),
-        half_duplex=True,
         by_microbatch=(("forward_us", (0.5, 1.0, 2.0)),),
         more_send_us=(0.5,) * (num_stages - 1),
     )
@@ -239,7 +233,7 @@ def test_nothing_that_costs_say_is_lost(change: Callable[[Costs], Costs]) -> Non
     assert made.lists().keys() == costs.lists().keys() == set(amount_names(KINDS))
     for each in fields(Costs):
         assert bool(getattr(made, each.name)) == bool(getattr(costs, each.name)), each.name
-    for name in ("send_us", "host_us", "half_duplex", "by_microbatch", "sources"):
+    for name in ("send_us", "host_us", "by_microbatch", "sources"):
         assert getattr(made, name) == getattr(costs, name), name
 
 

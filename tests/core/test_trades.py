@@ -34,9 +34,9 @@ from megatron_vshape.core.planner.search import plan
 REAL = (1.0, 1.15, 0.85, 0.05)
 
 
-def costs_of(devices: int, t: float, half_duplex: bool = False) -> Costs:
+def costs_of(devices: int, t: float) -> Costs:
     """Return costs of two stages a device, whose copies take `t` F."""
-    return Costs.uniform(devices, 2 * devices, *REAL).with_copies(t, half_duplex)
+    return Costs.uniform(devices, 2 * devices, *REAL).with_copies(t)
 
 
 def judged(made: Plan, costs: Costs, limit: float) -> Found:
@@ -49,7 +49,7 @@ def judged(made: Plan, costs: Costs, limit: float) -> Found:
         moved = own.held(RELOAD)[0][stage] if own.copies else 0.0
         held = own.held_after_forward_bytes[stage], own.held_after_backward_bytes[stage]
         stages.append(Prices(times, *held, moved))
-    found = replay(schedule.to_json(), stages, own.send_us, costs.half_duplex)
+    found = replay(schedule.to_json(), stages, own.send_us)
     verify(schedule, limit, costs)
     assert found.makespan == pytest.approx(made.value)
     assert found.peak == pytest.approx(made.peak)
@@ -72,10 +72,9 @@ def test_the_overheads_asked_for(microbatches: int, limit: float, most: float) -
         assert each.value is None or each.value >= made.value * (1 - 1e-6)
 
 
-@pytest.mark.parametrize("half_duplex", [False, True])
 @pytest.mark.parametrize("limit", [2.5, 4.0, 6.0])
-def test_no_worse_than_order_alone_or_the_first_chunk(limit: float, half_duplex: bool) -> None:
-    costs = costs_of(4, 1.0, half_duplex)
+def test_no_worse_than_order_alone_or_the_first_chunk(limit: float) -> None:
+    costs = costs_of(4, 1.0)
     made = plan(costs, 4, 12, limit, trades=True, steps=60_000)
     judged(made, costs, limit)
     ways = {each.way: each for each in made.tried}
@@ -101,10 +100,9 @@ def test_what_is_copied_is_chosen() -> None:
     assert roomy.value <= alone.value + 0.5
 
 
-@pytest.mark.parametrize("half_duplex", [False, True])
-def test_host_memory_has_a_limit(half_duplex: bool) -> None:
+def test_host_memory_has_a_limit() -> None:
     """The less of it there is the longer a step takes, down to the order alone at nothing."""
-    costs = costs_of(4, 0.5, half_duplex)
+    costs = costs_of(4, 0.5)
     values = []
     for room in (100.0, 4.0, 2.0, 0.5):
         made = plan(costs, 4, 12, 3.0, trades=True, in_host=room, steps=40_000)
@@ -113,7 +111,7 @@ def test_host_memory_has_a_limit(half_duplex: bool) -> None:
         peaks = peak_in_host(made.schedule, costs)
         assert max(peaks) <= room
         for t in (0.5, 0.1, 2.0):  # however fast copies are
-            timeline = simulate(made.schedule, costs_of(4, t, half_duplex))
+            timeline = simulate(made.schedule, costs_of(4, t))
             assert waiting_at_once(timeline) <= max(peaks)
     assert made.schedule.kinds <= set(PARTS)  # half a chunk is too little for any
     assert values[0] < values[1] < values[2] < values[3]
@@ -121,10 +119,10 @@ def test_host_memory_has_a_limit(half_duplex: bool) -> None:
     assert values[3] == pytest.approx(alone.value)
 
 
-@pytest.mark.parametrize(("t", "half_duplex"), [(0.5, False), (1.0, False), (0.5, True)])
-def test_more_room_is_never_slower(t: float, half_duplex: bool) -> None:
+@pytest.mark.parametrize("t", [0.5, 1.0])
+def test_more_room_is_never_slower(t: float) -> None:
     """On the device, and in host memory; that this holds of every cell is not proved."""
-    costs, sizes = costs_of(4, t, half_duplex), (4, 12)
+    costs, sizes = costs_of(4, t), (4, 12)
     values = [plan(costs, *sizes, limit, trades=True, steps=60_000).value for limit in (2.5, 3, 5)]
     assert values == sorted(values, reverse=True)
     rooms = (1.0, 2.0, 4.0, 8.0, math.inf)
@@ -187,7 +185,7 @@ def test_bounds_hold_whatever_is_chosen(seed: int) -> None:
 
     times = some(0.5, 2), some(0.5, 2), some(0.3, 1.5)
     held = some(0.5, 2)
-    costs = Costs(*times, 0.1, held, held).with_copies(luck.uniform(0.3, 2), luck.random() < 0.5)
+    costs = Costs(*times, 0.1, held, held).with_copies(luck.uniform(0.3, 2))
     limit = luck.uniform(1.3, 2.5) * max(held) * 2
     for objective in Objective:
         made = plan(costs, devices, microbatches, limit, objective, trades=True, steps=20_000)
@@ -198,11 +196,10 @@ def test_bounds_hold_whatever_is_chosen(seed: int) -> None:
 
 
 @pytest.mark.parametrize("placement", [v_shape(4), looping(4, 2)])
-@pytest.mark.parametrize("half_duplex", [False, True])
 def test_the_walk_keeps_everything_up_to_date_where_passes_are_left_out(
-    placement: tuple[int, ...], half_duplex: bool
+    placement: tuple[int, ...],
 ) -> None:
-    costs = costs_of(4, 1.0, half_duplex)
+    costs = costs_of(4, 1.0)
     kinds = (*PARTS, *OFFLOAD)
     problem = job_shop.make_problem(costs, 4, 10, 4.0, Objective.MAKESPAN, placement, kinds)
     search = OffloadSearch(problem, 1, Way(copies=True))

@@ -320,13 +320,13 @@ def test_an_evaluation_can_share_it(placement: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("joint", [False, True])
-@pytest.mark.parametrize("half_duplex", [None, False, True])
-def test_it_is_shared_beside_whatever_a_plan_has(joint: bool, half_duplex: bool | None) -> None:
+@pytest.mark.parametrize("copies", [False, True])
+def test_it_is_shared_beside_whatever_a_plan_has(joint: bool, copies: bool) -> None:
     """What runs beside the processor holds up nobody, and a step of two stays one."""
     plain = make("dualpipev", 4, 12) if joint else make("v-zb", 4, 12)
     own = costs_of(plain)
-    if half_duplex is not None:
-        own = own.with_copies(1.0, half_duplex)
+    if copies:
+        own = own.with_copies(1.0)
         sizes = 4, 12, (5.0,) * 4
         bare = without_shared(own)
         plain = plan(bare, *sizes, trades=True, steps=20_000).schedule
@@ -334,7 +334,6 @@ def test_it_is_shared_beside_whatever_a_plan_has(joint: bool, half_duplex: bool 
     shared = share_vocabulary(plain, own)
     verify(shared, costs=own)
     assert shared.joint == plain.joint
-    assert shared.half_duplex == plain.half_duplex
     assert shared.beside() == plain.beside()
     assert {kind for kind in shared.kinds if not kind.of} == plain.kinds
     timeline = simulate(shared, own)

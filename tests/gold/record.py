@@ -87,7 +87,7 @@ def costs_data(draw: random.Random, family: str, stages: int) -> dict[str, Any]:
         data["copy_out_us"] = values(40, 160)
         data["offloaded_bytes"] = data["held_after_forward_bytes"]
         data["copy_back_us"] = values(40, 160)
-        data["half_duplex"] = draw.random() < 0.4
+        data["half_duplex"] = draw.random() < 0.4  # of 0.2.0: ignored
     if every or family == "recompute":
         full = {
             "backward_us": values(180, 240),

@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from operator import add
 
@@ -22,8 +21,7 @@ the last block."""
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Simulate a step: each pass starts once its device is free and its inputs are there.
 
-    * A resource of a device runs its passes in order, one at a time. With half duplex, both
-      directions of the host link are one resource.
+    * A resource of a device runs its passes in order, one at a time.
     * An overlapped forward-backward (F&B) pair starts when the inputs of both passes are ready;
       both passes end at the same time.
     * A result for another device arrives one message time after its pass has ended. Sending
@@ -85,8 +83,7 @@ class _Simulation:
         stages, microbatches = schedule.num_stages, schedule.num_microbatches
         self.schedule = schedule
         self.costs = costs
-        one_way = costs.half_duplex and not schedule.half_duplex
-        self.lanes = (replace(schedule, half_duplex=True) if one_way else schedule).lanes()
+        self.lanes = schedule.lanes()
         # In table order, so that an error names the first missing kind.
         kinds = [kind for kind in KINDS if kind in schedule.kinds]
         self.table = NeedTable(stages, kinds)

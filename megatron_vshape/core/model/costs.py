@@ -156,7 +156,6 @@ class Costs:
     layers: tuple[int, ...] | None
     host_us: float  # launch overhead of a pass of the processor
     sources: tuple[tuple[str, str], ...]  # "measured ..." or "assumed ...", by name
-    half_duplex: bool
     by_microbatch: tuple[tuple[str, Amounts], ...]  # factors by name
     more_send_us: Amounts  # added to send_us, per boundary behind each stage
     device_bytes: float  # of every device: workspaces, message buffers
@@ -184,7 +183,6 @@ class Costs:
         amounts: tuple[tuple[str, Amounts], ...] = (),
         host_us: float = 0.0,
         sources: tuple[tuple[str, str], ...] = (),
-        half_duplex: bool = False,
         by_microbatch: tuple[tuple[str, Amounts], ...] = (),
         more_send_us: Amounts = (),
         device_bytes: float = 0.0,
@@ -203,7 +201,7 @@ class Costs:
             raise ScheduleError(f"no kind of pass has {min(unknown)!r:.40}")
         known = ((name, own.get(name)) for name in names)
         in_turn = tuple((name, each) for name, each in known if each is not None)
-        values = in_turn, send_us, layers, host_us, sources, half_duplex
+        values = in_turn, send_us, layers, host_us, sources
         more_values = by_microbatch, more_send_us, device_bytes
         for each, value in zip(fields(self), (*values, *more_values), strict=True):
             object.__setattr__(self, each.name, value)
@@ -249,7 +247,6 @@ class Costs:
         layers: Sequence[int] | None = None,
         host_us: float = 0.0,
         sources: tuple[tuple[str, str], ...] = (),
-        half_duplex: bool = False,
         **beside: Any,
     ) -> "Costs":
         """Make the costs of these stages, in model order; with offloading if any stage supports it.
@@ -272,16 +269,15 @@ class Costs:
             left = (s.backward_exchange_us - s.hidden_exchange_us for s in stages)
             each["whole_exchange_us"] = tuple(max(0.0, exposed) for exposed in left)
         if any(stage.offloaded_bytes > 0 for stage in stages):
-            each |= {"half_duplex": half_duplex, **given(*other_amounts(OFFLOAD))}
+            each |= given(*other_amounts(OFFLOAD))
         each["layers"] = None if layers is None else tuple(layers)
         return cls(send_us=send_us, host_us=host_us, sources=sources, **each, **beside)
 
     def with_stages(self, stages: Sequence[Piece]) -> "Costs":
         """Return the costs with these stages; other fields do not change."""
-        made = Costs.of(stages, self.send_us, half_duplex=self.half_duplex)
+        made = Costs.of(stages, self.send_us)
         rest = {name: each for name, each in self.others if name not in other_amounts(OFFLOAD)}
-        own: dict[str, Any] = {"half_duplex": made.half_duplex} | rest
-        return replace(self, amounts=made.amounts, **own)
+        return replace(self, amounts=made.amounts).having(**rest)
 
     def having(self, **amounts: Amounts | None) -> "Costs":
         """Return the costs with these amounts by name; None removes one."""
@@ -406,7 +402,7 @@ class Costs:
         }
         return replace(self, send_us=self.send_us / slices, **more)
 
-    def with_copies(self, forwards: float, half_duplex: bool = False) -> "Costs":
+    def with_copies(self, forwards: float) -> "Costs":
         """Make all activations of a stage offloadable; a copy one way costs `forwards` times F.
 
         F is that of an inner stage, because the embedding and output layer add time without
@@ -415,20 +411,19 @@ class Costs:
         held = self.held_after_forward_bytes
         each = median(us / more for us, more in zip(self.forward_us, held, strict=True) if more)
         times = tuple(max(forwards * each * more, LEAST * forwards * each) for more in held)
-        return self.with_copies_of(times, held, times, half_duplex)
+        return self.with_copies_of(times, held, times)
 
     def with_copies_of(
         self,
         out_us: tuple[float, ...],
         moved_bytes: tuple[float, ...],
         back_us: tuple[float, ...],
-        half_duplex: bool = False,
     ) -> "Costs":
         """Make these bytes of every stage offloadable, with copy times for each direction."""
         own = self.without_copies()
         names = COPY_OUT.time, RELEASE.frees, COPY_BACK.time
         copies: dict[str, Any] = dict(zip(names, (out_us, moved_bytes, back_us), strict=True))
-        return replace(own, half_duplex=half_duplex, **copies)
+        return own.having(**copies)
 
     @property
     def copies(self) -> bool:
@@ -443,9 +438,7 @@ class Costs:
     def without_copies(self) -> "Costs":
         """Return the costs without offloading."""
         there = {name: None for name in other_amounts(OFFLOAD) if name in self.lists()}
-        if not there and not self.half_duplex:
-            return self
-        return replace(self.having(**there), half_duplex=False)
+        return self.having(**there) if there else self
 
     def changes(self, kind: Kind) -> tuple[Sequence[float], Sequence[float]]:
         """Return, by stage, the change of memory at the start and at the end of such a pass."""

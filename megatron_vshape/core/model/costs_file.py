@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 _FIELDS = (*TIMES, "send_us", *HELD)
 _DEVICE = "device_bytes"
-_ALONE = "layers host_us sources half_duplex".split() + [_DEVICE]
-_FORMER = ("recompute", "joint", "hidden_share")
-"""Recomputation and overlapped passes in files of 0.2.0 and before; they are ignored."""
+_ALONE = ("layers", "host_us", "sources", _DEVICE)
+_FORMER = ("recompute", "joint", "hidden_share", "half_duplex")
+"""Recomputation, overlapped passes and shared host links in files of 0.2.0; they are ignored."""
 _UNLIKE, _MORE = "by_microbatch", "more_send_us"
 
 MEASURED, COUNTED, ASSUMED = "measured", "counted", "assumed"
@@ -39,7 +39,6 @@ def text_of(costs: "Costs") -> str:
         "host_us": costs.host_us or None,
         _DEVICE: costs.device_bytes or None,
         "sources": dict(costs.sources) or None,
-        "half_duplex": costs.half_duplex or None,
         _UNLIKE: dict(costs.by_microbatch) or None,
         _MORE: costs.more_send_us or None,
     }
@@ -63,12 +62,8 @@ def read_costs(text: str) -> dict[str, Any]:
     former = [name for name in _FORMER if data.pop(name, None)]
     if former:
         logger.warning(
-            "the costs file has costs (%s) which plans no longer choose: ignored", ", ".join(former)
+            "the costs file has %s, which this version does not use: ignored", ", ".join(former)
         )
-    half_duplex = data.pop("half_duplex", False)
-    if not isinstance(half_duplex, bool):
-        raise ScheduleError(f"half_duplex is {half_duplex!r:.40}; it must be true or false")
-    made["half_duplex"] = half_duplex
     shares = data.pop(_UNLIKE, {})
     if not isinstance(shares, dict):
         raise ScheduleError(f"{_UNLIKE} is {shares!r:.60}; it must be an object of lists")

@@ -306,11 +306,6 @@ OFFLOAD = (COPY_OUT, RELEASE, RELOAD, COPY_BACK)
 """Kinds of an offloaded stage and microbatch."""
 
 
-def resource_of(kind: Kind, half_duplex: bool) -> str:
-    """Return the resource of this kind; with half duplex, both directions of the link are one."""
-    return TO_HOST if half_duplex and kind.resource == FROM_HOST else kind.resource
-
-
 # Vocabulary parallelism (arXiv 2411.05288, Algorithm 2): every device has rows of the embedding and
 # of the output layer. The last stage's F ends before the logits. Each device computes its part of
 # the logits and of the input gradient, which are combined before that stage's B. The weight

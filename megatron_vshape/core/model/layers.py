@@ -95,7 +95,6 @@ class Pieces:
     host_us: float = 0.0  # per pass, independent of its layers
     sources: tuple[tuple[str, str], ...] = ()  # sources of the costs
     others: tuple[tuple[str, float], ...] = ()  # amounts of passes without a stage, by name
-    half_duplex: bool = False  # of the host link
     by_microbatch: tuple[tuple[str, tuple[float, ...]], ...] = ()  # as in `Costs`
     more_send_us: float | None = None  # per stage boundary
     device_bytes: float = 0.0  # as in `Costs`
@@ -135,7 +134,6 @@ class Pieces:
             costs.host_us,
             costs.sources,
             costs.of_no_stage(),
-            costs.half_duplex,
             costs.by_microbatch,
             median(costs.more_send_us) if costs.more_send_us else None,
             costs.device_bytes,
@@ -170,18 +168,18 @@ class Pieces:
         least = LEAST * self.layer.time_us
 
         stages = [stage.at_least(least) for stage in stages]
-        of_layers = layers, self.host_us, self.sources, self.half_duplex
+        of_layers = layers, self.host_us, self.sources
         others: dict[str, Any] = {name: (each,) * len(stages) for name, each in self.others}
         others |= {"by_microbatch": self.by_microbatch, "device_bytes": self.device_bytes}
         if self.more_send_us is not None:
             others["more_send_us"] = (self.more_send_us,) * (len(stages) - 1)
         return Costs.of(stages, self.send_us, *of_layers, **others)
 
-    def with_copies(self, forwards: float, half_duplex: bool = False) -> "Pieces":
+    def with_copies(self, forwards: float) -> "Pieces":
         """Make all activations of a layer offloadable; a copy one way costs `forwards` times F."""
         time, held = forwards * self.layer.forward_us, self.layer.held_after_forward_bytes
         layer = replace(self.layer, copy_out_us=time, copy_back_us=time, offloaded_bytes=held)
-        return replace(self, layer=layer, half_duplex=half_duplex)
+        return replace(self, layer=layer)
 
     def predicting(
         self, count: int, merging_in_layers: float = MERGING, each: Share | None = None
@@ -276,7 +274,7 @@ def without_ends(pieces: Pieces) -> Pieces:
     """
     nothing = pieces.layer.times(0.0)
     layer = replace(pieces.layer, copy_out_us=0.0, copy_back_us=0.0, offloaded_bytes=0.0)
-    alone = replace(pieces, layer=layer, half_duplex=False)
+    alone = replace(pieces, layer=layer)
     return replace(alone, first=nothing, last=nothing, others=())
 
 

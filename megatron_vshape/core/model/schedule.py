@@ -22,7 +22,6 @@ from megatron_vshape.core.model.kinds import (
     TO_HOST,
     Kind,
     ScheduleError,
-    resource_of,
 )
 from megatron_vshape.core.model.passes import Pass, parse_step
 from megatron_vshape.core.model.placement import Placement, check_placement, chunks_of
@@ -73,7 +72,6 @@ class Schedule:
         num_microbatches: number of microbatches; with slices, the number of all slices.
         placement: device of each stage.
         order: passes of each device.
-        half_duplex: copies of a device to and from the host share one link, in the device's order.
         joint: each F that forms an overlapped pair with the B or BW right behind it: both start
             when the inputs of both are ready, and both results are available at the end of both.
             The text form is `F0.3&B7.1`.
@@ -94,7 +92,6 @@ class Schedule:
     num_microbatches: int
     placement: Placement
     order: tuple[tuple[Pass, ...], ...]
-    half_duplex: bool = False
     joint: frozenset[Pass] = frozenset()
     slices: int = 1
     _kinds: list[frozenset[Kind]] = field(
@@ -161,10 +158,6 @@ class Schedule:
         steps = (step for device in range(self.num_devices) for step in self.steps(device))
         return dict(step for step in steps if len(step) == 2) if self.joint else {}
 
-    def resource_of(self, kind: Kind) -> str:
-        """Return the resource of a device for passes of this kind."""
-        return resource_of(kind, self.half_duplex)
-
     def lanes(self) -> list[Lane]:
         """Return the resource queues: those of all processors first, in device order."""
         if all(kind.resource == PROCESSOR for kind in self.kinds):
@@ -174,7 +167,7 @@ class Schedule:
         }
         for device, row in enumerate(self.order):
             for at, work in enumerate(row):
-                places.setdefault((device, self.resource_of(work.kind)), []).append(at)
+                places.setdefault((device, work.kind.resource), []).append(at)
         return [
             Lane(device, resource, [self.order[device][at] for at in own], own)
             for (device, resource), own in places.items()
@@ -190,8 +183,6 @@ class Schedule:
             "placement": list(self.placement),
             "order": [self._cells(device) for device in range(self.num_devices)],
         }
-        if self.half_duplex:
-            data["half_duplex"] = True
         if self.slices > 1:
             data["slices"] = self.slices
         return json.dumps(data)
@@ -219,7 +210,7 @@ class Schedule:
                 f"the format is {data.get('format')!r:.40}; this version reads {FORMAT}"
             )
         _check_recompute(data.pop("recompute", []))
-        half_duplex = data.pop("half_duplex", False)
+        data.pop("half_duplex", None)  # of 0.2.0: a shared host link, in the order of the passes
         slices = _count("slices", data.pop("slices", 1))
         check_keys(data, ("format", *_KEYS), "the schedule file")
         name, devices, microbatches, placement, order = (data[key] for key in _KEYS)
@@ -242,11 +233,9 @@ class Schedule:
         check_slices(slices, microbatches)
         simple = sum(kind.does == (kind,) for kind in KINDS)
         _check_lengths(order, simple * len(placement) // devices * microbatches)
-        if not isinstance(half_duplex, bool):
-            raise ScheduleError(f"half_duplex is {half_duplex!r:.40}; it must be true or false")
         rows, joint = _parse_rows(order)
         sizes = devices, microbatches, tuple(placement)
-        return cls(name, *sizes, rows, half_duplex, joint, slices)
+        return cls(name, *sizes, rows, joint, slices)
 
     @classmethod
     def from_csv(

@@ -15,7 +15,7 @@ from itertools import chain, pairwise
 from typing import NamedTuple
 
 from megatron_vshape.core.check.simulate import simulate
-from megatron_vshape.core.model.kinds import PARTS, PROCESSOR, Kind, ScheduleError, resource_of
+from megatron_vshape.core.model.kinds import PARTS, PROCESSOR, Kind, ScheduleError
 from megatron_vshape.core.model.numbering import (
     NONE,
     WITHOUT,
@@ -179,7 +179,6 @@ def make_sorts(
     kinds: Sequence[Kind],
     placement: Placement,
     amounts: Callable[[Kind, int], tuple[int, int, int]],
-    half_duplex: bool = False,
 ) -> Sorts:
     """Return the pass types of all stages; the number is len(kinds) * stage + index in `kinds`.
 
@@ -192,8 +191,7 @@ def make_sorts(
     number = {sort: at for at, sort in enumerate(sorts)}
     lanes = {(device, PROCESSOR): device for device in range(max(placement) + 1)}
     lane = [
-        lanes.setdefault((placement[stage], resource_of(kind, half_duplex)), len(lanes))
-        for kind, stage in sorts
+        lanes.setdefault((placement[stage], kind.resource), len(lanes)) for kind, stage in sorts
     ]
     needs = [
         [number[table.parts[part], s] for part, s in direct[kind][stage]] for kind, stage in sorts

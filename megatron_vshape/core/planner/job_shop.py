@@ -171,7 +171,7 @@ def _arrays(
         Lists(*(np.array(part, np.int64) for part in each))
         if isinstance(each, Lists)
         else np.array(each, np.int64)
-        for each in make_sorts(kinds, placement, amounts, costs.half_duplex)
+        for each in make_sorts(kinds, placement, amounts)
     ]
     return Sorts(*made)
 

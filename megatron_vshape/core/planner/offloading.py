@@ -132,7 +132,7 @@ class _Device:
         throughout: Sequence[int],
         room_in_host: float,
     ) -> None:
-        self.device, self.one_way = device, problem.costs.half_duplex
+        self.device = device
         self.chunks = _chunks_of(problem, stages, starts, ends)
         self.limit = int(problem.room[device])
         self.bounds = np.sort(starts[list(stages)].ravel())
@@ -163,14 +163,14 @@ class _Device:
         chunks = self.chunks
         if self.throughout:
             every = np.flatnonzero(np.isin(chunks.stage, self.throughout))
-            return _timed(chunks, every, self.one_way)
+            return _timed(chunks, every)
         gain = (chunks.due - chunks.ready - chunks.out - chunks.back) * chunks.moved
         ranked = np.argsort(-gain / (chunks.out + chunks.back), kind="stable")
         ranked = self._with_room_in_host(ranked[gain[ranked] > 0])
 
         def peak(count: int) -> int:
             if count not in self.tried:
-                copies = _timed(chunks, ranked[:count], self.one_way)
+                copies = _timed(chunks, ranked[:count])
                 self.tried[count] = _peak(chunks, copies, self.bounds), copies
             return self.tried[count][0]
 
@@ -234,16 +234,15 @@ def _chunks_of(
     )
 
 
-def _timed(chunks: _Chunks, ranked: np.ndarray, one_way: bool) -> _Copies:
+def _timed(chunks: _Chunks, ranked: np.ndarray) -> _Copies:
     """Return when these are copied: back as late as they may be, and out as soon as they can."""
     count = len(chunks.stage)
     begins, left, returns = (np.full(count, _NEVER) for _ in range(3))
     busy = np.empty((2, 2 * count, 2), np.int64)
     back = ranked[np.argsort(-chunks.due[ranked], kind="stable")]
-    booked = _book(busy[0], 0, back, chunks.due, chunks.back, True, returns)
+    _book(busy[0], 0, back, chunks.due, chunks.back, True, returns)
     out = ranked[np.argsort(chunks.ready[ranked], kind="stable")]
-    link = (busy[0], booked) if one_way else (busy[1], 0)
-    _book(*link, out, chunks.ready, chunks.out, False, begins)
+    _book(busy[1], 0, out, chunks.ready, chunks.out, False, begins)
     left[ranked] = begins[ranked] + chunks.out[ranked]
     away = np.zeros(count, bool)
     away[ranked] = left[ranked] < returns[ranked]

@@ -357,6 +357,5 @@ class PlacementSearch:
         problem, m = self.problem, self.problem.num_microbatches
         rows = in_one_row(problem, self._shop(m), row)
         order = Codec(m, problem.kinds, problem.slices).order(rows)
-        one_way = problem.costs.half_duplex and self.parts is not problem
         sizes = problem.num_devices, m, problem.placement
-        return Schedule("plan", *sizes, order, one_way, slices=problem.slices)
+        return Schedule("plan", *sizes, order, slices=problem.slices)

@@ -32,7 +32,6 @@ from megatron_vshape.core.model.kinds import (
     VOCABULARY,
     Kind,
     ScheduleError,
-    resource_of,
 )
 from megatron_vshape.core.model.layers import LEAST, Pieces, without_ends
 from megatron_vshape.core.model.passes import NeedTable, Pass
@@ -456,7 +455,7 @@ class _Dealer:
         if first.kind.resource == PROCESSOR:
             self.clock_us[device] = end
         else:
-            link = device, resource_of(first.kind, self.costs.half_duplex)
+            link = device, first.kind.resource
             start = max(self._ready_us(first), self.links_us.get(link, 0.0))
             self.links_us[link] = end = start + self._length_us(step)
         for work in step:

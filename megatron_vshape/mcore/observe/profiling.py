@@ -284,7 +284,7 @@ def _costs_of(timelines: Sequence[Timeline], measured: Costs) -> Costs:
         for stage, piece in enumerate(measured.stages())
     }
     costs = measured_costs(timelines, measured.send_us, held)
-    return replace(costs, half_duplex=measured.half_duplex).having(**dict(measured.others))
+    return costs.having(**dict(measured.others))
 
 
 def _clocks_ahead_us(

@@ -41,8 +41,7 @@ class Agreement:
         schedule = program.schedule
         if recall(self._agreed, schedule.num_microbatches) is program:
             return
-        settings = f"{schedule.placement} {schedule.half_duplex}"
-        text = f"{settings} {program.text()} {sorted((beside or {}).items())}"
+        text = f"{schedule.placement} {program.text()} {sorted((beside or {}).items())}"
         own = hashlib.sha256(text.encode()).hexdigest()
         everyones = [own] * dist.get_world_size()
         dist.all_gather_object(everyones, own)
