@@ -157,7 +157,11 @@ class Command:
 
     def without_chunks(self) -> Command:
         """Return the command without flags for several stages per rank."""
-        return self.without(lambda flag: flag.startswith(_CHUNKS))
+        plain = self.without(lambda flag: flag.startswith(_CHUNKS))
+        if self.pattern is None:
+            return plain
+        without = {hybrid.OPTION: hybrid.without_stages(self.pattern)}
+        return plain.having(hybrid_override_pattern=None, **without)
 
     def without_predicting(self) -> Command:
         """Return the command without multi-token prediction."""

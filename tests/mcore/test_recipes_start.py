@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,6 +47,8 @@ BESIDE = {
     "bf16": True,
 }
 
+BALANCED = {"pipeline_layer_split": "auto", "vocab_size": 1000}
+
 TABLE: list[tuple[dict[str, Any], str | None]] = [
     ({}, None),
     ({"num_layers": 18}, "18 layers do not divide among 8 stages"),
@@ -55,6 +59,9 @@ TABLE: list[tuple[dict[str, Any], str | None]] = [
     ({"pipeline_layer_split": "auto"}, "needs the size of the vocabulary"),
     ({"pipeline_layer_split": "auto", "vocab_size": 1000}, None),
     ({"hybrid_layer_pattern": "M*" * 9, "num_layers": None}, "18 layers do not divide among 8"),
+    ({"hybrid_layer_pattern": "M*-|M|*-|*-", "num_layers": None}, None),
+    ({"hybrid_layer_pattern": "M*-E|" * 3 + "M*-E", "num_layers": None}, None),
+    ({"hybrid_layer_pattern": "M*" * 9, "num_layers": None} | BALANCED, None),
     ({"pipeline_model_parallel_layout": "Ett|" + "tt|" * 6 + "ttL"}, None),
     ({"pipeline_model_parallel_layout": "Ett|" + "tt|" * 6 + "tL"}, "has 15 layers and the mod"),
     ({"cuda_graph_impl": "full_iteration"}, "does not work with --cuda-graph-impl full_iter"),
@@ -222,3 +229,33 @@ def test_sets_of_a_library_by_name() -> None:
     for name, option in (("bf16_with_mxfp8_mixed", "fp8"), ("bf16_with_nvfp4_mixed", "fp4")):
         (why,) = said_by_doctor(base | {"mixed_precision": name})
         assert f"--{option}-format" in why
+
+
+UNKNOWN = "the number of layers is in the model's own config"
+HYBRID_RECIPES = {
+    "nemotron_3_super_pretrain_64gpu_h100_bf16_config": (None, None),
+    "nemotron_3_super_sft_16gpu_h100_bf16_32k_config": (None, None),
+    "nemotron_3_super_pretrain_config": (None, None),
+    "nemotron_3_ultra_peft_32gpu_h100_bf16_openmathinstruct2_packed_config": (UNKNOWN, UNKNOWN),
+    "nemotron_3_ultra_pretrain_24gpu_h100_bf16_config": (UNKNOWN, UNKNOWN),
+    "nemotron_3_ultra_sft_192gpu_h100_bf16_openmathinstruct2_packed_config": (UNKNOWN, UNKNOWN),
+    "nemotronh_47b_sft_16gpu_h100_bf16_config": ("98 layers do not divide among 4 stages", None),
+}
+"""What keeps each hybrid recipe of Megatron-Bridge from starting, by v-half and by zb-h1."""
+
+
+@pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
+def test_hybrid_recipes_of_bridge(schedule: str) -> None:
+    file = Path(__file__).parents[1] / "data" / "bridge_recipes.json"
+    recipes = {each["recipe"]: each["options"] for each in json.loads(file.read_text())["recipes"]}
+    hybrid = {name for name, options in recipes.items() if options.get("is_hybrid_model")}
+    assert hybrid == HYBRID_RECIPES.keys()
+    for name, verdicts in HYBRID_RECIPES.items():
+        found = examine(recipes[name], own_options(recipes[name], schedule), defaults={})
+        whys = [each.why for each in found.refused] + [UNKNOWN] * (not found.counts_layers)
+        verdict = verdicts[schedule == "zb-h1"]
+        assert len(whys) == (verdict is not None), whys
+        assert verdict is None or verdict in whys[0]
+        if "do not divide" in str(verdict):  # the message recommends auto, which starts
+            balanced = recipes[name] | BALANCED
+            assert not examine(balanced, own_options(balanced, schedule), defaults={}).refused

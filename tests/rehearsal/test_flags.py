@@ -63,6 +63,7 @@ def test_a_pattern_in_a_file_makes_a_hybrid_model(tmp_path: Path) -> None:
     command = read_command([written(tmp_path, "model_config.yaml", text)])
     assert command.script == "pretrain_hybrid.py"
     assert (command.pattern, command.layers, command.mtp_layers) == ("M*|M-/M/M", 4, 2)
+    assert command.without_chunks().pattern == "M*M-/M/M"
     alone = command.without_predicting()
     assert (alone.pattern, alone.mtp_layers) == ("M*|M-", 0)
     assert find_script(command.script, None).name == "pretrain_gpt.py"  # which builds both
