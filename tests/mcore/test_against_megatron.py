@@ -10,12 +10,19 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.rivals import Rival
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.setup.against_megatron import megatrons_if_best
+from megatron_vshape.mcore.setup.configure import _run_megatrons
 from megatron_vshape.mcore.setup.one_planner import OnePlanner
 
 RANKS, MICROBATCHES = 4, 4
 
 
-def asked(tmp_path: Path, whole: float, evaluated: int = 0, **changed: object) -> Rival | None:
+def asked(
+    tmp_path: Path,
+    whole: float,
+    evaluated: int = 0,
+    pattern: str | None = None,
+    **changed: object,
+) -> Rival | None:
     """Ask where a whole backward takes `whole` of a split one, and so many samples are evaluated.
 
     With 0 there is no evaluation.
@@ -32,7 +39,8 @@ def asked(tmp_path: Path, whole: float, evaluated: int = 0, **changed: object) -
         context_parallel_size=1,
         global_batch_size=MICROBATCHES,
         micro_batch_size=1,
-        num_layers=2 * RANKS,
+        num_layers=None if pattern else 2 * RANKS,
+        hybrid_layer_pattern=pattern,
         eval_iters=int(evaluated > 0),
         eval_global_batch_size=evaluated or None,
     )
@@ -47,6 +55,20 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_interleaved_runs_where_splitting_is_dear(tmp_path: Path) -> None:
     assert asked(tmp_path, 0.55) == Rival("interleaved-1f1b", 2)
+
+
+@pytest.mark.slow
+def test_interleaved_runs_of_a_pattern(tmp_path: Path) -> None:
+    """Unless it marks its stages, which says how many there are."""
+    assert asked(tmp_path, 0.55, pattern="*-" * 2 * RANKS) == Rival("interleaved-1f1b", 2)
+    assert asked(tmp_path, 0.55, pattern="|".join(["*-*-"] * RANKS)) is None
+
+
+def test_megatrons_schedule_marks_the_stages_of_a_pattern() -> None:
+    args = Namespace(pipeline_model_parallel_size=2, hybrid_layer_pattern="*-" * 4, hidden_size=64)
+    _run_megatrons(args, Rival("interleaved-1f1b", 2))
+    assert args.hybrid_layer_pattern == "*-|*-|*-|*-"
+    assert args.num_virtual_stages_per_pipeline_rank is None
 
 
 @pytest.mark.slow

@@ -1,12 +1,14 @@
 """A provider of hybrid models that refuses to build chunks, as Megatron-Bridge's does."""
 
+import logging
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from mcore.conftest import needs_hybrid
 from megatron.core import parallel_state
 
-from megatron_vshape.mcore.hooks import library
+from megatron_vshape.mcore.hooks import library, replacements
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout.stage_map import StageMap
 
@@ -47,3 +49,27 @@ def test_it_is_shown_none_and_its_model_is_told(monkeypatch: pytest.MonkeyPatch)
     finally:
         session.replaced.undo()
     assert Provider.provide is original
+
+
+@needs_hybrid
+def test_the_stages_of_a_pattern_that_a_library_gives_its_model(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """They become the schedule's, with one line of the log, as those of flags and configs do."""
+    from megatron.core.models.hybrid.hybrid_layer_allocation import select_pipeline_segment
+
+    session = Session()
+    stage_map = StageMap((0, 1, 1, 0), (1, 2, 2, 1))
+    session.pipeline = cast(Any, SimpleNamespace(stage_map=stage_map))
+    select = replacements.select_pipeline_segment(session, select_pipeline_segment)
+    found = {}
+    with caplog.at_level(logging.INFO):
+        for rank in range(2):
+            for chunk in range(2):
+                layers, offset = select("*-*|-*-", SimpleNamespace(rank=lambda r=rank: r), chunk)
+                found[offset] = "".join(layers)
+    assert found == {0: "*", 1: "-*", 3: "-*", 5: "-"}
+    (line,) = [each.getMessage() for each in caplog.records if "stages" in each.getMessage()]
+    assert line == (
+        "hybrid_layer_pattern *-*|-*-: its 2 stages as the schedule's 4: layers per stage 1,2,2,1"
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,8 @@ from megatron_vshape.mcore.split.local_layers import TorchFusedKernels, make_spl
 from megatron_vshape.mcore.split.sliced_tokens import TokensOfSlice
 from megatron_vshape.mcore.step.gradient_sync import overlaps_grad_reduce
 from megatron_vshape.mcore.step.late_checks import can_wait
+
+logger = logging.getLogger(__name__)
 
 Function = Callable[..., Any]
 
@@ -87,7 +90,14 @@ def select_pipeline_segment(
         return original(main_pattern, pp_group, vp_stage, *args, **options)
     stage_map = session.pipeline.stage_map
     stage = stage_map.stage(pp_group.rank(), vp_stage)
-    # Cut by our stages: a library may have marked different stages in the pattern.
+    # Cut by our stages: a library may give its model alone a pattern with others.
+    given = hybrid.parts(main_pattern)
+    if stage == 0 and len(given) > 1 and given != stage_map.layers:
+        logger.info(
+            "%s %.80s: its %d stages as the schedule's %d: layers per stage %s",
+            *(hybrid.OPTION, main_pattern, len(given), len(stage_map.layers)),
+            ",".join(map(str, stage_map.layers)),
+        )
     segments = hybrid.cut(main_pattern, stage_map.layers).split(hybrid.BEGINS_STAGE)
     allocation: Any = inspect.getmodule(original)
     layers = allocation.validate_segment_layers(segments[stage])

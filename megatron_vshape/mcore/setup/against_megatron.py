@@ -11,6 +11,9 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import recut
 from megatron_vshape.core.planner.vocabulary import without_shared
 from megatron_vshape.core.rivals import Known, Rival, judge_rival
+from megatron_vshape.mcore.layout import hybrid
+from megatron_vshape.mcore.layout.multi_token import num_predicting
+from megatron_vshape.mcore.layout.sizes import options_of, sizes_of
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.setup.checks import with_slices
 from megatron_vshape.mcore.setup.choice import choice_for
@@ -42,10 +45,11 @@ def megatrons_if_best(args: Namespace, options: Options, once: OnePlanner) -> Ri
         return None
     choice = with_slices(args, choice_for(options, ranks), options)
     assert choice.costs is not None
-    measured, layers = without_shared(choice.costs), args.num_layers
+    measured, sizes = without_shared(choice.costs), sizes_of(options_of(args), 0)
+    layers = sizes.num_layers
 
     def cut(num_stages: int, name: str) -> Costs:
-        return recut(measured, num_stages, ranks, name, layers)
+        return recut(measured, num_stages, ranks, name, layers, sizes.shares)
 
     question = Question(
         AUTO,
@@ -94,13 +98,12 @@ def _lies_its_own_way(args: Namespace) -> bool:
     """Return whether the run defines its layer split, or counts embedding or loss as layers."""
     names = (
         "pipeline_model_parallel_layout",
-        "hybrid_layer_pattern",
         "decoder_first_pipeline_num_layers",
         "decoder_last_pipeline_num_layers",
         "account_for_embedding_in_pipeline_split",
         "account_for_loss_in_pipeline_split",
         "num_layers_per_virtual_pipeline_stage",
         "num_virtual_stages_per_pipeline_rank",
-        "mtp_num_layers",
     )
-    return any(getattr(args, name, None) for name in names)
+    given = any(getattr(args, name, None) for name in names)
+    return given or hybrid.marks_stages(args) or num_predicting(args) > 0

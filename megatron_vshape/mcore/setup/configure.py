@@ -131,6 +131,8 @@ def _run_megatrons(args: Namespace, rival: Rival) -> None:
     args.pipeline_schedule, args.pipeline_costs = rival.name, None
     args.pipeline_memory_limit, args.pipeline_host_memory_limit = None, None
     args.num_virtual_stages_per_pipeline_rank = rival.chunks
+    if getattr(args, hybrid.OPTION, None) is not None:
+        _split_megatrons_own_hybrid(args, Options(schedule=rival.name))
     if os.environ.get("RANK", "0") == "0":
         logger.info(
             "no plan within the limit is faster than Megatron's %s, which runs with %d %s per rank",
