@@ -322,6 +322,27 @@ def test_a_librarys_buffers_that_nccl_registers_keep_the_allocator_as_it_is(
         assert process.allocator == expected
 
 
+def test_an_engine_that_the_trainer_starts_does_not_inherit_the_loading_mode(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA has read it by the time that the optimizer is made, of whatever library."""
+    from megatron_vshape.mcore.hooks import library
+    from megatron_vshape.mcore.hooks.session import Session
+
+    environ = process.complete(options())
+    session: Any = Session(megatrons_own="interleaved-1f1b", set_variables=process.made)
+    make = library.get_megatron_optimizer(session, lambda *_: "an optimizer")
+    assert make() == "an optimizer"
+    assert environ == {LOADING: "EAGER"}  # CUDA has not started
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    assert make() == "an optimizer"
+    assert environ == {}
+    environ[LOADING] = "LAZY"  # of the user
+    session.set_variables = frozenset()
+    make()
+    assert environ == {LOADING: "LAZY"}
+
+
 def test_what_the_user_has_set_stays(process: Process, caplog: pytest.LogCaptureFixture) -> None:
     asked = options(tensor_model_parallel_size=2, cuda_graph_impl="transformer_engine")
     assert process.complete(asked, **OF_THE_USER) == OF_THE_USER

@@ -9,7 +9,9 @@ from __future__ import annotations
 import gc
 import os
 import random
+import weakref
 from array import array
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -21,6 +23,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch import Tensor
 from torch.distributed import distributed_c10d
 
 import megatron_vshape
@@ -52,6 +55,13 @@ def in_use() -> dict[str, int]:
     }
 
 
+def noted(batches: Iterator[dict[str, Tensor]], seen: list[Any]) -> Iterator[dict[str, Tensor]]:
+    """Yield microbatches, and add a weak reference to each of their tensors to `seen`."""
+    for batch in batches:
+        seen.extend(map(weakref.ref, batch.values()))
+        yield batch
+
+
 def train(given: dict[str, Any]) -> dict[str, Any]:
     """Run the steps; return losses, and what is in use when a half of them and all have run."""
     ranks, number = dist.get_world_size(), given["steps"]
@@ -61,15 +71,18 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
     model = other_trainer.make_model("verl", config, given)
     config.finalize_model_grads_func = finalize_model_grads
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1), model)
-    losses, used = array("d"), []
+    losses, used, kept = array("d"), [], 0
     for at, (count, lengths, evaluates) in enumerate(steps(number)):
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         collected: list[float] = []
+        seen: list[Any] = []
         returned = get_forward_backward_func()(
             forward_step_func=partial(other_trainer.forward, "verl", collected),
-            data_iterator=[other_trainer.batches(at, count, lengths) for _ in model],
+            data_iterator=[
+                noted(iter([*other_trainer.batches(at, count, lengths)]), seen) for _ in model
+            ],
             model=model,
             num_microbatches=count,
             seq_length=1,
@@ -80,9 +93,10 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
         if not evaluates:
             optimizer.step()
         del returned, collected
+        kept += sum(each() is not None for each in seen)
         if at + 1 in (max(number // 2, 20), number):
             used.append(in_use())
-    return {"losses": losses.tolist(), "used": used, "chunks": len(model)}
+    return {"losses": losses.tolist(), "used": used, "kept": kept, "chunks": len(model)}
 
 
 def start(rank: int, given: dict[str, Any]) -> None:

@@ -47,6 +47,7 @@ def test_losses_are_those_of_1f1b_and_nothing_accumulates(
     assert [each["chunks"] for each in ours] == [2] * ranks
     assert len(plain[-1]["losses"]) >= steps
     assert ours[-1]["losses"] == pytest.approx(plain[-1]["losses"], abs=1e-5)
+    assert [each["kept"] for each in ours] == [0] * ranks  # tensors of the data after their step
     for rank in ours:
         half, end = rank["used"]
         assert half["groups"] == end["groups"]  # no communicator is made after the first step

@@ -26,7 +26,11 @@ from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.setup import library
 from megatron_vshape.mcore.setup.choice import Choice, choice_for
 from megatron_vshape.mcore.setup.pipeline import Pipeline
-from megatron_vshape.mcore.setup.ready import complete_environment, leave_allocator
+from megatron_vshape.mcore.setup.ready import (
+    complete_environment,
+    leave_allocator,
+    withdraw_loading_mode,
+)
 from megatron_vshape.mcore.setup.translate import tell, translate
 
 
@@ -358,4 +362,5 @@ def get_megatron_optimizer(session: Session, original: Function, *args: Any, **o
         config = inspect.signature(original).bind(*args, **options).arguments["config"]
         tell(translate(config, session.pipeline.stage_map.placement))
     session.optimizer = made = original(*args, **options)
+    withdraw_loading_mode(session.set_variables)  # the model is on its device by now
     return made

@@ -26,6 +26,7 @@ from megatron_vshape.mcore.setup.library import with_messages_of_this_run
 from megatron_vshape.mcore.setup.one_planner import OnePlanner
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.setup.ready import withdraw_loading_mode
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 from megatron_vshape.mcore.step.microbatches import given_iterators
 from megatron_vshape.mcore.step_state import StepState, unwrapped
@@ -161,6 +162,7 @@ class Session:
                 text = self.opening(self.pipeline, model, tokens, call["num_microbatches"])
                 level = logging.DEBUG if dist.get_rank() else logging.INFO
                 logger.log(level, "%s", text)
+        withdraw_loading_mode(self.set_variables)
         self.ready.add(model[0])
 
     def _check_model(self, pipeline: Pipeline, model: Sequence[nn.Module]) -> None:

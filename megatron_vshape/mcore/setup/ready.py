@@ -16,6 +16,7 @@ import torch
 
 from megatron_vshape.environment import (
     ALLOCATOR,
+    LOADING,
     SEGMENTS,
     Setting,
     missing,
@@ -70,6 +71,20 @@ def complete_environment(
     if os.environ.get("RANK", "0") == "0":
         _log(pipeline.choice.name, made, lacking if is_late else {})
     return frozenset(made)
+
+
+def withdraw_loading_mode(made: Collection[str]) -> None:
+    """Remove CUDA_MODULE_LOADING once CUDA has read it, so that child processes do not inherit it.
+
+    A trainer with rollouts may start an inference engine from this process, which would load all
+    its kernels. The other variables stay: Megatron reads CUDA_DEVICE_MAX_CONNECTIONS in every step
+    and requires its users to set it, and NCCL reads its variable when graphs are captured.
+
+    Args:
+        made: The result of `complete_environment`; a variable of the user is not in it.
+    """
+    if LOADING in made and torch.cuda.is_initialized():
+        os.environ.pop(LOADING, None)
 
 
 def _log(schedule: str, made: dict[str, Setting], late: dict[str, Setting]) -> None:

@@ -138,7 +138,7 @@ class PipelineRunner:
         self._profiler = Profiler(pipeline, self.report)
         self.meter = BubbleMeter(logs, pipeline.planner.predicted_bubble)
         self._courier = Courier()
-        self._last: Call | None = None  # the last training step
+        self._last: Call | None = None  # the last training step, with post-validation
         self._ahead: _Ahead | None = None
         self._early: tuple[Program, tuple[Program, Cut]] | None = None
         self._replays: list[Replay] = []
@@ -300,7 +300,9 @@ class PipelineRunner:
             self._finalize(begun)
         # After finalize, so that the host launches it without waiting for the passes.
         checks.make()
-        self._last = call
+        # Only a step that begins early reads it. Else the data of a step would stay in GPU memory
+        # until the next one, which in RL comes after the rollouts.
+        self._last = call if self._pipeline.options.post_validates else None
         return self._reports(begun)
 
     def _take_ahead(self, call: Call) -> _Begun | None:
