@@ -14,8 +14,9 @@ from mcore.farm import Farm
 from runtime.ranks import run_ranks
 from torch import Tensor, nn
 
+from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError
 from megatron_vshape.mcore.step import first_step
-from megatron_vshape.mcore.step.first_step import FirstStep
+from megatron_vshape.mcore.step.first_step import FirstStep, _StageFindings, check_packed
 
 FROZEN = Path(__file__).with_name("frozen_embedding.py")
 FULL = (
@@ -53,17 +54,30 @@ def two_steps(rank: int, passes_on: tuple[bool, bool], by_place: bool) -> list[s
         y = chunk(torch.ones(2), ends) if by_place else chunk(torch.ones(2), packed_seq_params=ends)
         if part is not None:
             part.ends_forward(rank, 0, y)
-        capability.end()
+        try:
+            capability.end()
+        except RefusedError as error:
+            return [*texts, error.why]
         assert not chunk._forward_pre_hooks
     return texts
 
 
 @pytest.mark.parametrize("by_place", [False, True])
-def test_a_stage_without_packed_sequences_among_others_is_told_of(by_place: bool) -> None:
+def test_a_stage_without_packed_sequences_among_others_is_rejected(by_place: bool) -> None:
     first, second = run_ranks(2, two_steps, (True, False), by_place)
     assert len(first) == 1
-    assert first[0].startswith("stages 1 were called without packed_seq_params, and others with it")
-    assert second == []
+    assert first == second  # so that all ranks end
+    assert first[0].startswith("stages 1 were called without packed_seq_params for microbatches")
+
+
+def test_microbatches_of_one_sequence_may_be_unpacked_on_all_stages() -> None:
+    both, one = frozenset({True, False}), frozenset({False})
+    check_packed([_StageFindings(stage, 0, both) for stage in range(3)])
+    check_packed([_StageFindings(0, 0, both), _StageFindings(1, 0, frozenset())])  # no attention
+    with pytest.raises(UnsupportedError, match="^stages 0, 1 were called without"):
+        check_packed([_StageFindings(0, 0, both), _StageFindings(1, 0, one)])
+    with pytest.raises(UnsupportedError, match="^stages 0 were called without"):
+        check_packed([_StageFindings(0, 0, both), _StageFindings(1, 0, frozenset({True}))])
 
 
 @pytest.mark.parametrize("given", [True, False])

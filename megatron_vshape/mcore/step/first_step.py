@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_vshape.mcore.refusals import UnsupportedError, refusing
 from megatron_vshape.mcore.step.parts import Beginning, Capability, Part
 from megatron_vshape.mcore.step_state import unwrapped
 
@@ -31,7 +32,7 @@ class _StageFindings(NamedTuple):
 
 
 class FirstStep(Capability):
-    """Observes the first training step; warns once, on rank 0."""
+    """Observes the first training step; warns once, on rank 0, or ends the run before it learns."""
 
     def __init__(self) -> None:
         """Start before the first step."""
@@ -52,8 +53,11 @@ class FirstStep(Capability):
             look.close()
             everyones: list[list[_StageFindings]] = [[]] * look.group.size()
             dist.all_gather_object(everyones, look.found(), group=look.group)
+            stages = [each for found in everyones for each in found]
+            with refusing():
+                check_packed(stages)
             if dist.get_rank() == 0:
-                for text in warnings([each for found in everyones for each in found]):
+                for text in warnings(stages):
                     logger.warning(text)
 
     def clear(self) -> None:
@@ -118,7 +122,7 @@ def _num_trainable(chunk: nn.Module) -> int:
 def warnings(found: Iterable[_StageFindings]) -> list[str]:
     """Return one warning text per mistake of a pipeline's stages."""
     stages = sorted(set(found), key=lambda each: each.stage)
-    texts = [
+    return [
         f"stage {each.stage}: {each.without_gradient:,} trainable parameters get no gradient, "
         "because neither the input of its first layer nor the output of its last one requires one: "
         "under full recompute a frozen embedding has this effect. Make the embedding's output "
@@ -127,10 +131,18 @@ def warnings(found: Iterable[_StageFindings]) -> list[str]:
         for each in stages
         if each.without_gradient
     ]
-    without = [str(each.stage) for each in stages if False in each.packed]
-    if without and any(True in each.packed for each in stages):
-        texts.append(
-            f"stages {', '.join(without)} were called without {PACKED}, and others with it: their "
-            "attention crosses the borders of packed sequences. Pass it to the model on every stage"
+
+
+def check_packed(found: Iterable[_StageFindings]) -> None:
+    """Raise UnsupportedError if stages got packed sequences for different microbatches.
+
+    Attention of a stage without the ends of its sequences would cross them, and train on that.
+    """
+    stages = sorted((each for each in set(found) if each.packed), key=lambda each: each.stage)
+    if len({each.packed for each in stages}) > 1:
+        without = ", ".join(str(each.stage) for each in stages if False in each.packed)
+        raise UnsupportedError(
+            f"stages {without} were called without {PACKED} for microbatches that other stages got "
+            "it for: their attention would cross the borders of packed sequences. Pass it to the "
+            "model on every stage, from a data iterator on every rank and for every chunk"
         )
-    return texts
