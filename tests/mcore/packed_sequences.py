@@ -1,0 +1,119 @@
+"""A plugin of the farm: microbatches of packed sequences, whose ends the trainer gives every stage.
+
+Megatron's local attention rejects them, so a stand-in attends to each sequence by itself.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import other_trainer
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import megatron_vshape
+
+PACKS = ((9, 3, 8), (20,), (5, 5, 6), (2, 14, 4), (7, 9))
+"""Lengths of the sequences of each microbatch."""
+
+
+def attend(self: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
+    """Attend to each sequence of [t, heads, d]; without ends to all tokens [t, b, heads, d]."""
+    packed = options.get("packed_seq_params")
+    if packed is None:
+        query, key, value = (each[:, 0] for each in (query, key, value))
+    ends = [0, len(query)] if packed is None else packed.cu_seqlens_q.tolist()
+    outputs = [
+        scaled_dot_product_attention(
+            *(each[begin:end].transpose(0, 1) for each in (query, key, value)), is_causal=True
+        ).transpose(0, 1)
+        for begin, end in pairwise(ends)
+    ]
+    made = torch.cat(outputs).flatten(1)
+    return made if packed is not None else made.unsqueeze(1)
+
+
+def batches(merges: bool) -> Iterator[dict[str, Any]]:
+    """Yield the microbatches; with `merges` each has its tokens as one sequence."""
+    for at, lengths in enumerate(PACKS):
+        generator = torch.Generator().manual_seed(at)
+        tokens = torch.randint(0, other_trainer.VOCABULARY, (1, sum(lengths)), generator=generator)
+        ends = [0, *accumulate([sum(lengths)] if merges else lengths)]
+        yield {"tokens": tokens, "ends": torch.tensor(ends, dtype=torch.int32)}
+
+
+def forward_step(without: int | None, data: Any, model: Any) -> tuple[Any, Any]:
+    """Run a microbatch; on the rank `without` the model does not get the ends."""
+    batch = next(data)
+    tokens, ends = batch["tokens"], batch["ends"]
+    longest = int(ends.diff().max())
+    packed: Any = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    if without == dist.get_rank():
+        packed = None
+    positions = torch.cat([torch.arange(each) for each in ends.diff().tolist()]).unsqueeze(0)
+    labels = tokens.roll(-1, 1) if mpu.is_pipeline_last_stage() else None
+    output = model(tokens, positions, None, labels=labels, packed_seq_params=packed)
+
+    def loss_of(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = output.float().mean()
+        return loss, {"loss": loss.detach()}
+
+    return output, loss_of
+
+
+def train(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the losses of a step, and the gradients of this rank."""
+    tensor = given["tensor"]
+    ranks = dist.get_world_size() // tensor
+    mpu.initialize_model_parallel(tensor, ranks)
+    config = other_trainer.make_config("verl", ranks, given)
+    model_parallel_cuda_manual_seed(1)
+    model = other_trainer.make_model("verl", config, given)
+    config.finalize_model_grads_func = finalize_model_grads
+    DotProductAttention.forward = attend
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    returned = get_forward_backward_func()(
+        forward_step_func=partial(forward_step, given.get("without")),
+        data_iterator=[batches(given.get("merges", False)) for _ in model],
+        model=model,
+        num_microbatches=len(PACKS),
+        seq_length=1,
+        micro_batch_size=1,
+    )
+    named = [pair for chunk in model for pair in other_trainer.names_of(chunk.module)]
+    return {
+        "losses": other_trainer.by_rank(returned, []) or [],
+        "gradients": {name: each.main_grad.clone() for name, each in named},
+        "tensor_rank": mpu.get_tensor_model_parallel_rank(),
+    }
+
+
+def start(rank: int, given: dict[str, Any]) -> None:
+    """Train in a rank of the farm, and end it."""
+    megatron_vshape.unregister()
+    dist.init_process_group("gloo")
+    if given["schedule"] is not None:
+        megatron_vshape.register(schedule=given["schedule"])
+    torch.save(train(given), f"{given['directory']}/{rank}.pt")
+    dist.barrier()
+    megatron_vshape.unregister()
+    os._exit(0)

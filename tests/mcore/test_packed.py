@@ -1,0 +1,64 @@
+"""Packed sequences: all stages attend to each by itself, under a V as under 1F1B."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.training")
+
+import torch
+from mcore.farm import Farm
+
+
+def run(farm: Farm, folder: Path, ranks: int, **given: Any) -> list[dict[str, Any]]:
+    folder = folder / f"{given['schedule']}-{len(list(folder.iterdir()))}"
+    folder.mkdir()
+    trainer = folder / "trainer.py"  # imported, as a library is
+    trainer.write_text("from packed_sequences import start")
+    given |= {"directory": str(folder)}
+    farm.run(ranks, plugin=trainer, given=given).check()
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+def gradients(run: list[dict[str, Any]]) -> dict[tuple[str, int], torch.Tensor]:
+    return {
+        (name, rank["tensor_rank"]): value
+        for rank in run
+        for name, value in rank["gradients"].items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("schedule", "tensor", "pipeline"),
+    [
+        ("v-half", 1, 2),
+        pytest.param("v-half", 2, 2, marks=pytest.mark.slow),
+        pytest.param("v-half", 1, 4, marks=pytest.mark.slow),
+        pytest.param("v-zb", 2, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_packed_sequences_train_as_under_1f1b(
+    farm: Farm, tmp_path: Path, schedule: str, tensor: int, pipeline: int
+) -> None:
+    ranks = tensor * pipeline
+    plain = run(farm, tmp_path, ranks, schedule=None, tensor=tensor)
+    ours = run(farm, tmp_path, ranks, schedule=schedule, tensor=tensor)
+    assert ours[-1]["losses"] == pytest.approx(plain[-1]["losses"], abs=1e-6)
+    theirs, mine = gradients(plain), gradients(ours)
+    assert mine.keys() == theirs.keys()
+    for name, value in mine.items():
+        torch.testing.assert_close(value, theirs[name], rtol=1e-5, atol=1e-6)
+
+
+def test_the_ends_of_sequences_matter_and_a_stage_without_them_is_rejected(
+    farm: Farm, tmp_path: Path
+) -> None:
+    packed, merged = (
+        run(farm, tmp_path, 2, schedule="v-half", tensor=1, merges=merges)[-1]["losses"]
+        for merges in (False, True)
+    )
+    assert packed[1] == pytest.approx(merged[1], abs=1e-6)  # it has one sequence
+    assert packed[0] != pytest.approx(merged[0], abs=1e-4)
+    with pytest.raises(AssertionError, match="stages 1, 2 were called without packed_seq_params"):
+        run(farm, tmp_path, 2, schedule="v-half", tensor=1, without=0)
