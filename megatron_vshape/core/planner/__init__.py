@@ -1,1 +1,1 @@
-"""What is best: the adaptive scheduler, for measured costs within a memory limit."""
+"""Adaptive scheduler: searches for the fastest schedule for given costs within a memory limit."""

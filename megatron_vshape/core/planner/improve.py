@@ -1,15 +1,16 @@
-"""Improvement of a given order within the memory: the inner loops of the adaptive scheduler.
+"""Local search over pass orders within a memory limit: the compiled loops of the planner.
 
-An order is a job shop whose machines are lanes, the resources of devices: every pass waits for the
-pass before it in its lane and for those whose results it reads, but what another of them waits for
-(`Shop.before`). `heads` are the earliest ends, `tails` the longest work after an end, so
-head + tail > makespan never, and = makespan on a critical path.
+A pass order is a job shop whose machines are lanes. A lane is the sequence of passes on one
+resource of a device. A pass waits for the previous pass of its lane and for the passes that it
+reads (`Shop.before`; dependencies implied by others are left out). `heads` are the earliest ends,
+`tails` the longest remaining path after an end: head + tail <= makespan, with equality on a
+critical path.
 
-The walk moves a pass a few places, or exchanges two of a lane, and takes whatever does not make the
-objective grow. Times are whole ticks, so that ties are exact: with equal costs most moves are ties,
-and walking along them is what finds the way out. Decisions depend on whole numbers alone: every
-machine makes the same plan. Without numba the same code runs as plain Python, a hundred times
-slower.
+The search moves a pass by a few positions or exchanges two passes of a lane, and accepts every
+change that does not increase the objective. Times are integer ticks, so ties are exact: with equal
+costs most moves are ties, and following them is the way out of a plateau. Decisions use integers
+only, so every machine finds the same plan. Without numba the same code runs as plain Python, about
+100 times slower.
 """
 
 from typing import NamedTuple
@@ -20,53 +21,54 @@ from megatron_vshape.core.compiling import compiled
 
 NONE = -1
 REACH = 12
-"""A pass moves at most so many places; farther moves are found as several."""
+"""Maximum distance of a move in positions; longer moves result from several."""
 MANY = 8
-"""So many microbatches of a sort move at once, at most."""
+"""Maximum number of passes of one sort that move together."""
 _MASK = 0xFFFFFFFF
 SPARED = 2
-"""One of so many passes that are on no critical path is moved, to make room."""
+"""One in this many passes off the critical paths is moved, to make room for others."""
 EXCHANGED = 6
-"""So many sixteenths of the draws exchange two passes."""
+"""Share of the draws that exchange two passes, in sixteenths."""
 
 
 class Shop(NamedTuple):
-    """The passes and their costs; a pass is a number, sort by sort.
+    """Passes and their costs. Passes are numbered by sort (kind and stage), then by microbatch.
 
-    A pass reads `before`, which comes `lag` ticks later across devices. It is read by `after` of
-    other lanes, which it reaches `after_lag` later, and by `behind` of its own.
+    `before` are the passes that a pass reads; a result from another device arrives `lag` ticks
+    after its end. `after` are the readers in other lanes, with `after_lag`; `behind` are the
+    readers in the same lane.
     """
 
-    before: np.ndarray  # [pass, way], NONE where there are fewer
+    before: np.ndarray  # [pass, index], padded with NONE
     lag: np.ndarray
     after: np.ndarray
     after_lag: np.ndarray
     behind: np.ndarray
-    ticks: np.ndarray  # of a pass
-    lane: np.ndarray
-    sort: np.ndarray  # kind and stage: passes of one sort keep the order of their microbatches
-    delta: np.ndarray  # of a sort: what a device holds more after one
-    over: np.ndarray  # and how much more than that while it runs
-    length: np.ndarray  # of a lane
-    limit: np.ndarray
-    due: np.ndarray  # added to its last end; minus its device's first start for the span
-    host: np.ndarray  # of a lane, that which copies to a host of limited memory, if they share both
-    stay: np.ndarray  # [pass, F and B] between which the host holds what it copies; NONE of others
-    moved: np.ndarray  # of a sort: how much that is
-    room: int  # of the host's memory, for each device
+    ticks: np.ndarray  # [pass]
+    lane: np.ndarray  # [pass]
+    sort: np.ndarray  # [pass] kind and stage; passes of one sort stay in microbatch order
+    delta: np.ndarray  # [sort] change of a device's memory after a pass
+    over: np.ndarray  # [sort] memory during the pass, above the memory after it
+    length: np.ndarray  # [lane] number of passes
+    limit: np.ndarray  # [lane] memory limit
+    due: np.ndarray  # [lane] added to its last end: for the span, minus its device's first start
+    host: np.ndarray  # [lane] offload lane of the device if host memory is limited, else NONE
+    stay: np.ndarray  # [pass, 2] F and B between which an offload occupies host memory, else NONE
+    moved: np.ndarray  # [sort] memory that is offloaded
+    room: int  # host memory limit per device
 
 
 class State(NamedTuple):
-    """An order and what follows from it; changed in place."""
+    """A pass order and the values derived from it; changed in place."""
 
-    row: np.ndarray  # [lane, place] -> pass; NONE from the lane's end on
-    place: np.ndarray
+    row: np.ndarray  # [lane, position] -> pass, padded with NONE
+    place: np.ndarray  # [pass] position in its lane
     head: np.ndarray
     tail: np.ndarray
-    held: np.ndarray  # [lane, place] after the pass there
+    held: np.ndarray  # [lane, position] memory after the pass there
     heap_key: np.ndarray
     heap_pass: np.ndarray
-    moves: np.ndarray  # [done, start and stop]
+    moves: np.ndarray  # [move, 2] start and stop
     log_pass: np.ndarray
     log_head: np.ndarray
     random: np.ndarray
@@ -74,7 +76,7 @@ class State(NamedTuple):
 
 @compiled
 def draw(random: np.ndarray) -> int:
-    """Return the next of xorshift32, the same with and without numba."""
+    """Return the next random number (xorshift32), the same with and without numba."""
     x = random[0]
     x ^= (x << 13) & 0xFFFFFFFF
     x ^= x >> 17
@@ -85,7 +87,10 @@ def draw(random: np.ndarray) -> int:
 
 @compiled
 def run_rows(shop: Shop, row: np.ndarray, place: np.ndarray, head: np.ndarray) -> np.ndarray:
-    """Set the earliest ends; return the passes in an order that can run, short if it deadlocks."""
+    """Simulate the lanes: set the earliest ends and return the passes in an executable order.
+
+    The returned order is incomplete if the lanes deadlock.
+    """
     lanes, passes = len(row), len(shop.sort)
     at = np.zeros(lanes, np.int64)
     clock = np.zeros(lanes, np.int64)
@@ -125,7 +130,7 @@ def run_rows(shop: Shop, row: np.ndarray, place: np.ndarray, head: np.ndarray) -
 def _start_of(
     shop: Shop, place: np.ndarray, head: np.ndarray, at: np.ndarray, work: int, start: int
 ) -> int:
-    """Return when the pass can start, from `start` on; NONE while what it reads has not run."""
+    """Return the earliest start, at least `start`; NONE while a dependency has not run."""
     for way in range(shop.before.shape[1]):
         need = shop.before[work, way]
         if need >= 0:
@@ -137,7 +142,7 @@ def _start_of(
 
 @compiled
 def tail_of(shop: Shop, state: State, work: int) -> int:
-    """Return the longest way from the pass's end to the end of all, from the tails behind it."""
+    """Return the longest path from the pass's end to the end of the step, from its readers."""
     lane = shop.lane[work]
     place = state.place[work] + 1
     if place < shop.length[lane]:
@@ -154,7 +159,7 @@ def tail_of(shop: Shop, state: State, work: int) -> int:
 
 @compiled
 def head_of(shop: Shop, state: State, work: int) -> int:
-    """Return the earliest end of the pass, from the heads before it."""
+    """Return the earliest end of the pass, from the heads of its dependencies."""
     lane = shop.lane[work]
     place = state.place[work]
     start = 0
@@ -169,7 +174,7 @@ def head_of(shop: Shop, state: State, work: int) -> int:
 
 @compiled
 def objective(shop: Shop, state: State) -> int:
-    """Return the makespan or, if `due` says so, the span."""
+    """Return the makespan, or the span if `due` is set."""
     return _last_end(shop, state.row, state.head)
 
 
@@ -183,7 +188,7 @@ def _last_end(shop: Shop, row: np.ndarray, head: np.ndarray) -> int:
 
 @compiled
 def settle(shop: Shop, state: State) -> bool:
-    """Set all that follows from the rows; return False if they deadlock or hold too much."""
+    """Compute positions, memory, heads and tails; return False on deadlock or too much memory."""
     fits = True
     for lane in range(len(state.row)):
         held = 0
@@ -198,6 +203,7 @@ def settle(shop: Shop, state: State) -> bool:
     order = run_rows(shop, state.row, state.place, state.head)
     if len(order) < len(shop.sort):
         return False
+    # Reverse order: the tails of all readers are final.
     for at in range(len(order) - 1, -1, -1):
         state.tail[order[at]] = tail_of(shop, state, order[at])
     return fits
@@ -205,7 +211,7 @@ def settle(shop: Shop, state: State) -> bool:
 
 @compiled
 def _fits_host(shop: Shop, state: State, lane: int) -> bool:
-    """Return whether the host has room for what the device of this lane has there."""
+    """Return whether the offloads of this lane's device fit in host memory."""
     link = shop.host[lane]
     if link == NONE:
         return True
@@ -213,7 +219,7 @@ def _fits_host(shop: Shop, state: State, lane: int) -> bool:
     for at in range(shop.length[link]):
         work = state.row[link, at]
         if shop.stay[work, 0] != NONE:
-            # a copy begins behind its F, and behind those before it on the link
+            # a copy starts after its F and after the earlier copies on the link
             place = max(place, state.place[shop.stay[work, 0]])
             change[place] += shop.moved[shop.sort[work]]
             change[state.place[shop.stay[work, 1]]] -= shop.moved[shop.sort[work]]
@@ -227,7 +233,7 @@ def _fits_host(shop: Shop, state: State, lane: int) -> bool:
 
 @compiled
 def _push(state: State, size: int, key: int, work: int) -> int:
-    """Add a pass to the heap of those to look at again; return the heap's new size."""
+    """Add a pass to the heap of passes to update; return the heap's new size."""
     at = size
     while at > 0:
         parent = (at - 1) // 2
@@ -265,12 +271,12 @@ def _pop(state: State, size: int) -> int:
 
 @compiled
 def _target(shop: Shop, state: State, lane: int, start: int, step: int, edge: int) -> int:
-    """Return how far the pass at `start` can go towards `edge`, within need and memory."""
+    """Return the farthest allowed position towards `edge`, by dependencies and memory."""
     work = state.row[lane, start]
     sort, limit = shop.sort[work], shop.limit[lane]
     delta, over = shop.delta[sort], shop.over[sort]
     edge = _edge(shop, state, lane, work, step, edge)
-    # what stands between changes places with it: to the right it loses delta, to the left gains it
+    # passes in between change sides with it: moved right they lose its delta, moved left gain it
     change = -delta * step
     place = start
     while place != edge:
@@ -288,7 +294,8 @@ def _target(shop: Shop, state: State, lane: int, start: int, step: int, edge: in
 
 @compiled
 def _edge(shop: Shop, state: State, lane: int, work: int, step: int, edge: int) -> int:
-    """Return `edge`, or the place before it at which something that must stay there stands."""
+    """Return `edge`, or the last position before a pass that the move must not cross."""
+    # Microbatches of a sort stay in order. Dependencies in other lanes are checked by the heads.
     neighbour = work + step  # of its sort, unless there is no other microbatch
     if 0 <= neighbour < len(shop.sort) and shop.sort[neighbour] == shop.sort[work]:
         edge = min(edge * step, state.place[neighbour] * step - 1) * step
@@ -307,7 +314,7 @@ def _edge(shop: Shop, state: State, lane: int, work: int, step: int, edge: int) 
 
 @compiled
 def _shift(shop: Shop, state: State, lane: int, start: int, stop: int) -> None:
-    """Move the pass at `start` to `stop`; those between close up."""
+    """Move the pass at `start` to `stop`; the passes in between close the gap."""
     work = state.row[lane, start]
     delta = shop.delta[shop.sort[work]]
     step = 1 if stop > start else -1
@@ -315,7 +322,7 @@ def _shift(shop: Shop, state: State, lane: int, start: int, stop: int) -> None:
         other = state.row[lane, place + step]
         state.row[lane, place] = other
         state.place[other] = place
-        # a place's sum is that of the pass now there: moved right, it lacks the one that jumped it
+        # a sum belongs to the pass now there: moved left, it is before the shifted pass
         if step > 0:
             state.held[lane, place] = state.held[lane, place + 1] - delta
         else:
@@ -329,10 +336,10 @@ def _shift(shop: Shop, state: State, lane: int, start: int, stop: int) -> None:
 
 @compiled
 def _promises(shop: Shop, state: State, lane: int, low: int, high: int, bar: int) -> bool:
-    """Return whether the ways through the changed places seem no longer than `bar`.
+    """Return whether the paths through the changed positions are estimated at most `bar`.
 
-    Heads and tails outside are those of the old order, so it is a guess; it spares most of the
-    exact looks.
+    Outside of these positions the old heads and tails are used. The estimate avoids most exact
+    updates.
     """
     head = state.head[state.row[lane, low - 1]] if low > 0 else 0
     for place in range(low, high + 1):
@@ -356,11 +363,11 @@ def _promises(shop: Shop, state: State, lane: int, low: int, high: int, bar: int
 
 @compiled
 def _spread_heads(shop: Shop, state: State, lane: int, low: int, high: int, bar: int) -> int:
-    """Bring the heads up to date after a change; return how many changed, -1 - them if too long.
+    """Update the heads after a change; return the number of changes n, or -1 - n if above `bar`.
 
-    The changed places go first and in their new order; then passes are looked at in the order of
-    their old ends, each again when something before it has moved. An order that deadlocks drives
-    its heads up until they are too long.
+    The changed positions are updated first, in their new order, then other passes by their old
+    ends. A pass is updated again if a dependency changes. In an order that deadlocks, heads grow
+    until they exceed `bar`.
     """
     size, changed, place = 0, 0, low
     last = min(high + 1, shop.length[lane] - 1)
@@ -375,6 +382,7 @@ def _spread_heads(shop: Shop, state: State, lane: int, low: int, high: int, bar:
         old = state.head[work]
         if head == old:
             continue
+        # The log for undoing is full: treat the order as too long.
         if changed >= len(state.log_pass):
             return -1 - changed
         state.log_pass[changed] = work
@@ -383,7 +391,7 @@ def _spread_heads(shop: Shop, state: State, lane: int, low: int, high: int, bar:
         state.head[work] = head
         at, home = state.place[work], shop.lane[work]
         inside = home == lane and low <= at <= high
-        # the old tail may lead through the changed places: inside them it says nothing
+        # inside the changed positions the old tail is invalid: its path may lead through them
         if head > old and (head if inside else head + state.tail[work]) > bar:
             return -1 - changed
         if at + 1 < shop.length[home] and not (inside and place <= at + 1):
@@ -398,7 +406,7 @@ def _spread_heads(shop: Shop, state: State, lane: int, low: int, high: int, bar:
 
 @compiled
 def _spread_tails(shop: Shop, state: State, lane: int, low: int, high: int) -> None:
-    """Bring the tails up to date after a change that was taken; the heads are."""
+    """Update the tails after an accepted change; the heads are up to date."""
     size = 0
     for place in range(max(low - 1, 0), high + 1):
         work = state.row[lane, place]
@@ -424,10 +432,10 @@ def _spread_tails(shop: Shop, state: State, lane: int, low: int, high: int) -> N
 def _propose(
     shop: Shop, state: State, start: int, reach: int, count: int, lane: int, first: int, last: int
 ) -> int:
-    """Move up to `count` passes of one sort, the first at `start`, `reach` places; return how many.
+    """Move up to `count` passes of one sort by `reach` positions; return the number of moves.
 
-    Neighbouring microbatches are in like places, and what gains by moving all of them may lose by
-    moving one. `moves` says what was done, so that it can be undone.
+    The pass at `start` moves first. Neighboring microbatches have similar positions, and moving all
+    of them may be shorter where moving one is longer. `state.moves` records the moves for undoing.
     """
     step = 1 if reach > 0 else -1
     work = state.row[lane, start]
@@ -443,6 +451,7 @@ def _propose(
         state.moves[done, 0] = start
         state.moves[done, 1] = stop
         done += 1
+        # The neighbor behind, in the direction of the move, may follow into the free space.
         work -= step
     return done
 
@@ -451,9 +460,9 @@ def _propose(
 def _exchange(
     shop: Shop, state: State, start: int, reach: int, lane: int, first: int, last: int
 ) -> int:
-    """Exchange the pass at `start` with the one `reach` places on; return how many moves that is.
+    """Exchange the pass at `start` with the one `reach` positions on; return the number of moves.
 
-    Where the memory is full neither can go by itself: what one takes the other must give.
+    At the memory limit neither pass can move alone: one frees the memory that the other allocates.
     """
     stop = max(first, min(last, start + reach))
     step = 1 if reach > 0 else -1
@@ -465,6 +474,7 @@ def _exchange(
     ):
         return 0
     _shift(shop, state, lane, start, stop)
+    # The first shift has moved the other pass by one position.
     _shift(shop, state, lane, stop - step, start)
     state.moves[0, 0], state.moves[0, 1] = start, stop
     state.moves[1, 0], state.moves[1, 1] = stop - step, start
@@ -473,7 +483,7 @@ def _exchange(
 
 @compiled
 def fit_exchanged(shop: Shop, state: State, lane: int, low: int, high: int) -> bool:
-    """Return whether the memory has room for the passes at `low` and `high` exchanged."""
+    """Return whether the memory suffices with the passes at `low` and `high` exchanged."""
     limit = shop.limit[lane]
     left, right = shop.sort[state.row[lane, low]], shop.sort[state.row[lane, high]]
     change = shop.delta[right] - shop.delta[left]
@@ -487,11 +497,12 @@ def fit_exchanged(shop: Shop, state: State, lane: int, low: int, high: int) -> b
 
 @compiled
 def _decide(shop: Shop, state: State, lane: int, done: int, bar: int) -> bool:
-    """Keep the last `done` moves if the objective stays within `bar`, else undo them."""
+    """Accept the last `done` moves if the objective is at most `bar`, else undo them."""
     low, high = state.moves[0, 0], state.moves[0, 0]
     for at in range(done):
         low = min(low, state.moves[at, 0], state.moves[at, 1])
         high = max(high, state.moves[at, 0], state.moves[at, 1])
+    # The estimate first: it is cheap and rejects most moves.
     if _promises(shop, state, lane, low, high, bar) and _fits_host(shop, state, lane):
         changed = _spread_heads(shop, state, lane, low, high, bar)
         if changed >= 0 and objective(shop, state) <= bar:
@@ -509,11 +520,12 @@ def _decide(shop: Shop, state: State, lane: int, done: int, bar: int) -> bool:
 def walk(
     shop: Shop, state: State, low: np.ndarray, high: np.ndarray, steps: int, longer: float = 0.0
 ) -> int:
-    """Draw `steps` passes outside [low, high) of each lane, move some; return the objective.
+    """Try `steps` random moves outside [low, high) of each lane; return the objective.
 
-    Only what is on a critical path shortens anything. The objective may grow by a share `longer`.
+    Only passes on a critical path can shorten it, so half of the others are skipped. The objective
+    may grow by the fraction `longer`.
     """
-    # No function of its own for one step: calling it makes the walk a third slower.
+    # A step is not a separate function: the call makes the search a third slower.
     bar = objective(shop, state)
     bar += int(bar * longer)
     for _ in range(steps):
@@ -523,11 +535,13 @@ def walk(
         work = state.row[lane, start]
         luck = draw(state.random)
         near = state.head[work] + state.tail[work] >= bar
+        # The middle [low, high) is a period that is repeated later, so it stays unchanged.
         if low[lane] <= start < high[lane] or (not near and luck % SPARED):
             continue
         first, last = 0, low[lane] - 1
         if start >= high[lane]:
             first, last = high[lane], length - 1
+        # Separate bits of one random number choose distance, direction, kind and number of moves.
         distance = 1 + (luck >> 4) % REACH
         if (luck >> 12) & 1:
             distance = 1 + distance % 3
@@ -538,6 +552,7 @@ def walk(
         else:
             count = 1 + (luck >> 18) % MANY if (luck >> 16) & 3 else 1
             done = _propose(shop, state, start, distance, count, lane, first, last)
+        # With `longer` the bar stays, so that the order can leave its local optimum.
         if done and _decide(shop, state, lane, done, bar) and not longer:
             bar = objective(shop, state)
     return objective(shop, state)
@@ -545,9 +560,9 @@ def walk(
 
 @compiled
 def measure(shop: Shop, row: np.ndarray) -> int:
-    """Return the objective of an order that fits the memory; NONE if it deadlocks.
+    """Return the objective of an order that fits in memory; NONE if it deadlocks.
 
-    Nobody waits for passes that it lacks.
+    Dependencies on passes that the order lacks are ignored.
     """
     place = np.full(len(shop.sort), NONE, np.int32)
     head = np.zeros(len(shop.sort), np.int64)
@@ -560,14 +575,17 @@ def measure(shop: Shop, row: np.ndarray) -> int:
 
 
 def stir(state: State, number: int) -> None:
-    """Let the state's random numbers go on elsewhere, for every `number` at another place."""
+    """Reseed the random numbers of the state, differently for every `number`."""
     state.random[0] = ((int(state.random[0]) ^ (number * 2654435761)) & _MASK) or 1
 
 
 def new_state(row: np.ndarray, seed: int, ways: int = 1) -> State:
-    """Return the state of an order before `settle` has filled it.
+    """Return the state of an order, to be filled in by `settle`.
 
-    `ways` are how many passes of other lanes one reads, or is read by, at most.
+    Args:
+        row: [lane, position] -> pass.
+        seed: seed of the random numbers.
+        ways: maximum number of passes in other lanes that a pass reads, or that read it.
     """
     size = row.size
     heap = (1 + ways) * (2 * size + 2 * REACH)

@@ -1,4 +1,4 @@
-"""What the adaptive scheduler is asked, in ticks and units of memory."""
+"""The planning problem as a job shop, in integer ticks and integer units of memory."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -24,37 +24,37 @@ from megatron_vshape.core.paper.reordering import Sorts, make_sorts
 from megatron_vshape.core.planner import improve
 
 MOST_TICKS = 1e18
-"""Of all passes of a step and their messages one after the other; times are 64 bits."""
+"""Maximum total ticks of all passes and messages of a step: times have 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is asked, in whole ticks and whole units of memory."""
+    """A planning problem in integer ticks and integer units of memory."""
 
-    costs: Costs  # of a slice, where microbatches have several
+    costs: Costs  # per slice if microbatches are sliced
     placement: Placement
     num_devices: int
-    num_microbatches: int  # every slice counted
-    slices: int  # of a microbatch
-    limits: tuple[float, ...]  # beside what a device has all the time, as the costs are,
-    fixed: tuple[float, ...]  # and what that is
+    num_microbatches: int  # times the number of slices
+    slices: int  # per microbatch
+    limits: tuple[float, ...]  # without static memory, in the costs' unit
+    fixed: tuple[float, ...]  # static memory per device, in the costs' unit
     objective: Objective
     kinds: tuple[Kind, ...]
     ticks_per_us: float
     units_per_byte: float
-    send: int  # ticks of a message over a boundary like most
+    send: int  # ticks of a typical P2P message
     sorts: Sorts  # arrays
-    weight_of: np.ndarray  # of the sort of a B and of its W, that of the W; NONE of others
-    room: np.ndarray  # of a lane, in whole units
-    in_host: float  # the most of a device that may wait in host memory, in the costs' unit
+    weight_of: np.ndarray  # [sort] of a B or W: the sort of its W; else NONE
+    room: np.ndarray  # [lane] memory limit, in units
+    in_host: float  # host memory limit per device, in the costs' unit
 
     def message(self, stage: int, other: int) -> int:
-        """Return the ticks of a message between stages of two devices."""
+        """Return the ticks of a P2P message between stages of two devices."""
         return round(self.costs.message_us(stage, other) * self.ticks_per_us)
 
     @property
     def room_in_host(self) -> float:
-        """Return that in units of memory."""
+        """Return the host memory limit per device, in units of memory."""
         return self.in_host * self.units_per_byte * (1 + 1e-9)
 
 
@@ -69,18 +69,23 @@ def make_problem(
     in_host: float = math.inf,
     slices: int = 1,
 ) -> Problem:
-    """Return what is asked of one placement; `limit` is one value or one per device.
+    """Convert the costs and limits of one placement to integer ticks and units of memory.
 
-    Every microbatch is cut in so many `slices`, of each of which `costs` are and which
-    `num_microbatches` counts.
-
-    A stage and microbatch may have a pass of each of `kinds`, which are in the table's order. Of a
-    device at most `in_host` may wait in host memory at once.
+    Args:
+        costs: costs of a slice.
+        num_devices: pipeline devices.
+        num_microbatches: microbatches per step, times `slices`.
+        limit: memory limit, one value or one per device.
+        objective: makespan or span.
+        placement: device of every stage.
+        kinds: kinds of passes that a stage and microbatch may have, in the table's order.
+        in_host: host memory limit per device, in the costs' unit.
+        slices: slices per microbatch.
 
     Raises:
         LimitError: one microbatch alone does not fit the limits.
-        ScheduleError: a count is below 1, the counts of devices, stages, costs and limits do not
-            match, or the schedule would fill the memory.
+        ScheduleError: a count is below 1, the numbers of devices, stages, costs and limits do not
+            match, or the schedule is too large for memory.
     """
     for what, count in (("devices", num_devices), ("microbatches", num_microbatches)):
         if count < 1:
@@ -120,7 +125,7 @@ def make_problem(
 
 
 def with_parts_alone(problem: Problem) -> Problem:
-    """Return the problem without the kinds beyond F, B and W, in the same ticks and units."""
+    """Return the problem with F, B and W only, in the same ticks and units."""
     scales = problem.ticks_per_us, problem.units_per_byte
     return replace(
         problem,
@@ -132,7 +137,7 @@ def with_parts_alone(problem: Problem) -> Problem:
 
 
 def proven_limits(kinds: Sequence[Kind], limits: Sequence[float]) -> tuple[float, ...]:
-    """Return the limits that proofs may use, which know no other kinds: those may free memory."""
+    """Return the limits for lower bounds: infinite if kinds beyond F, B and W can free memory."""
     if not any(kind.frees for kind in kinds if kind not in PARTS):
         return tuple(limits)
     return tuple(math.inf if limit > 0 else limit for limit in limits)
@@ -141,7 +146,7 @@ def proven_limits(kinds: Sequence[Kind], limits: Sequence[float]) -> tuple[float
 def _most_held(
     costs: Costs, placement: Placement, num_devices: int, kinds: Sequence[Kind]
 ) -> Iterator[float]:
-    """Yield what every device could ever hold of a microbatch; no limit needs to be above."""
+    """Yield the maximum memory of one microbatch per device; a higher limit has no effect."""
     held = zip(costs.held_after_forward_bytes, costs.held_after_backward_bytes, strict=True)
     most = [max(pair) for pair in held]
     for takes, keeps, _ in (costs.held(kind) for kind in kinds if kind not in PARTS):
@@ -161,7 +166,7 @@ def _weight_of(kinds: tuple[Kind, ...], num_stages: int) -> np.ndarray:
 def _arrays(
     costs: Costs, placement: Placement, kinds: Sequence[Kind], ticks_per_us: float, units: float
 ) -> Sorts:
-    """Return the sorts for compiled functions."""
+    """Return the sorts as arrays, for compiled functions."""
 
     def amounts(kind: Kind, stage: int) -> tuple[int, int, int]:
         ticks = round(costs.time_us(kind, stage) * ticks_per_us)
@@ -177,14 +182,14 @@ def _arrays(
 
 
 def held_by(costs: Costs, kind: Kind, stage: int, units: float) -> tuple[int, int]:
-    """Return how many units more a pass holds while it runs, and when it has."""
+    """Return the change of memory while a pass runs, and after it, in units."""
     held = (*costs.held(kind), costs.works(kind))
     takes, keeps, frees, works = (round(each[stage] * units) for each in held)
     return takes + works, takes + keeps - frees
 
 
 def scale_to(at_least: float, value: float) -> float:
-    """Return the power of ten that lifts `value` to `at_least`; decimals then stay exact."""
+    """Return the power of ten that scales `value` to `at_least`; decimals stay exact."""
     scale = 1.0
     while value * scale < at_least:
         scale *= 10
@@ -194,7 +199,7 @@ def scale_to(at_least: float, value: float) -> float:
 
 
 def _time_scale(times: Sequence[float], send_us: float, num_microbatches: int) -> float:
-    """Return the ticks of a unit of time: fine for the shortest pass, whole steps in 64 bits."""
+    """Return the ticks per unit of time: fine for the shortest pass, a step within 64 bits."""
     step = num_microbatches * (sum(times) + 3 * len(times) * send_us)
     scale = scale_to(1e5, min(filter(None, times)))
     while step * scale > MOST_TICKS:
@@ -203,7 +208,7 @@ def _time_scale(times: Sequence[float], send_us: float, num_microbatches: int) -
 
 
 def make_shop(problem: Problem, num_microbatches: int) -> improve.Shop:
-    """Return the passes of `num_microbatches` microbatches for the inner loops."""
+    """Return the passes of `num_microbatches` microbatches for the local search."""
     sorts, m = problem.sorts, num_microbatches
     lane, change, most = (np.asarray(each) for each in (sorts.lane, sorts.change, sorts.most))
     count = len(lane)
@@ -232,7 +237,7 @@ def make_shop(problem: Problem, num_microbatches: int) -> improve.Shop:
 
 
 def _in_host(problem: Problem, num_microbatches: int) -> dict[str, Any]:
-    """Return what a shop says of host memory, which matters where that has a limit."""
+    """Return the host memory fields of a shop; inactive without a host memory limit."""
     kinds, sorts = problem.kinds, problem.sorts
     count = len(sorts.lane)
     host, moved = np.full(len(problem.room), improve.NONE), np.zeros(count, np.int64)
@@ -254,30 +259,30 @@ def _in_host(problem: Problem, num_microbatches: int) -> dict[str, Any]:
 
 
 class Chosen(NamedTuple):
-    """The shop of the passes that an order has, numbered without gaps, in the lanes that have any.
+    """A shop reduced to the passes and lanes of an order, renumbered without gaps.
 
-    Of kinds that a microbatch may do without, an order has some passes only.
+    Passes of optional kinds exist for some microbatches only.
     """
 
     shop: improve.Shop
-    passes: np.ndarray  # their numbers among all
-    number: np.ndarray  # of all, NONE of those left out
-    lanes: np.ndarray  # their numbers among all
+    passes: np.ndarray  # [new number] -> pass
+    number: np.ndarray  # [pass] -> new number, NONE if it is not in the order
+    lanes: np.ndarray  # [new number] -> lane
 
     def row(self, whole: np.ndarray) -> np.ndarray:
-        """Return an order of all lanes in the shop's own numbers."""
+        """Renumber an order of all lanes to this shop's numbers."""
         made: np.ndarray = np.append(self.number, improve.NONE)[whole[self.lanes]]
         return made.astype(np.int32)
 
     def whole(self, row: np.ndarray, num_lanes: int) -> np.ndarray:
-        """Return the shop's order in the numbers of all lanes and passes."""
+        """Renumber this shop's order to the numbers of all lanes and passes."""
         made = np.full((num_lanes, row.shape[1]), improve.NONE, np.int64)
         made[self.lanes] = np.append(self.passes, improve.NONE)[row]
         return made
 
 
 def choose(shop: improve.Shop, row: np.ndarray) -> Chosen:
-    """Return what is left of a shop with the passes that an order has; nobody waits for others."""
+    """Reduce a shop to the passes of an order; dependencies on other passes are dropped."""
     there = np.zeros(len(shop.sort), bool)
     there[row[row != improve.NONE]] = True
     number = np.where(there, np.cumsum(there) - 1, improve.NONE)
@@ -304,10 +309,9 @@ def choose(shop: improve.Shop, row: np.ndarray) -> Chosen:
 
 
 def in_one_row(problem: Problem, shop: improve.Shop, row: np.ndarray) -> list[list[int]]:
-    """Return, of every device, the passes of all its lanes.
+    """Merge the lanes of every device into one list of passes.
 
-    Those of the processor stand in their order, and one of another resource behind the last that
-    it reads.
+    Compute passes stay in order; a pass of another resource follows the last pass that it reads.
     """
     if len(row) == problem.num_devices:
         return [own[own != improve.NONE].tolist() for own in row]
@@ -316,8 +320,8 @@ def in_one_row(problem: Problem, shop: improve.Shop, row: np.ndarray) -> list[li
     state = improve.new_state(row, 1)
     improve.settle(shop, state)
     ran = improve.run_rows(shop, row, state.place, state.head).tolist()
-    anchor: dict[int, int] = {}  # the place in the processor's order behind which a pass stands
-    last = [0] * len(row)  # of a lane
+    anchor: dict[int, int] = {}  # position in the compute lane after which a pass is placed
+    last = [0] * len(row)  # by lane
     each = problem.num_microbatches * len(problem.kinds)
     device_of = [problem.placement[work // each] for work in chosen.passes.tolist()]
     rows: list[list[tuple[int, int, int]]] = [[] for _ in range(problem.num_devices)]
@@ -333,7 +337,7 @@ def in_one_row(problem: Problem, shop: improve.Shop, row: np.ndarray) -> list[li
 
 
 class _Ways:
-    """The sorts that are read by each sort, or that read it, and what the result takes to come."""
+    """The sorts that each sort reads, or that read it, with the lag of the result."""
 
     def __init__(self, num_sorts: int, slices: int) -> None:
         self.ways: list[list[tuple[int, int, bool]]] = [[] for _ in range(num_sorts)]
@@ -343,7 +347,7 @@ class _Ways:
         self.ways[sort].append((other, lag, turns))
 
     def of_passes(self, num_microbatches: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the passes and the lags as [pass, way]; NONE where there are fewer."""
+        """Return the passes and the lags as [pass, index], padded with NONE."""
         width = max(1, *map(len, self.ways))
         none = [(improve.NONE, 0, False)]
         table = np.array([own + none * (width - len(own)) for own in self.ways])
@@ -357,7 +361,7 @@ class _Ways:
 
 
 def _due(problem: Problem) -> np.ndarray:
-    """Return minus the first start of each lane's device for the span: no order can move it."""
+    """Return minus the first start of each lane's device for the span: no order changes it."""
     due = np.zeros(len(problem.room), np.int64)
     if problem.objective is Objective.SPAN:
         clock, sorts = 0, problem.sorts

@@ -1,4 +1,4 @@
-"""Layers dealt out by memory: until something fits, or the largest device needs least."""
+"""Layer splits by memory: until a microbatch fits, or until the peak is smallest."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,11 +14,15 @@ from megatron_vshape.core.model.schedule import Schedule
 def lighter_layers(
     schedule: Schedule, costs: Costs, shares: tuple[Share, ...] = ()
 ) -> tuple[tuple[int, ...], float]:
-    """Return the layers of every stage with which the largest device needs least, and its peak.
+    """Return the layers per stage with the smallest peak over all devices, and that peak.
 
-    The order stays as it is, and what it takes is not looked at. A layer at a time moves from the
-    largest device to where it helps most. Costs that do not know their layers keep them. `shares`
-    are those of the layers, if they are not identical.
+    One layer at a time moves to another device while this lowers the peak. The pass order is
+    unchanged and its time is ignored. If the costs have no layers, the split is empty.
+
+    Args:
+        schedule: the pass order.
+        costs: costs of its stages.
+        shares: relative costs of the layers, if they differ.
     """
     if costs.layers is None:
         return (), max(peak_held(schedule, costs))
@@ -34,7 +38,7 @@ def lighter_layers(
 def fitting_layers(
     pieces: Pieces, layers: tuple[int, ...], placement: Placement, limit: float | Sequence[float]
 ) -> tuple[int, ...]:
-    """Return these layers, or where no microbatch fits those that come nearest to it."""
+    """Return these layers, or a split closer to the limit if no microbatch fits."""
     devices = max(placement) + 1
     limits = each_limit(limit, devices)
 
@@ -50,7 +54,7 @@ def _least(
     placement: Placement,
     measure: Callable[[tuple[int, ...]], Any],
 ) -> tuple[int, ...]:
-    """Return layers of which no single move to another device makes the measure less."""
+    """Return a layer split that no single-layer move improves."""
     best = measure(layers)
     while best:
         found = [(measure(moved), moved) for moved in _moved(layers, placement)]
@@ -62,7 +66,7 @@ def _least(
 
 
 def _moved(layers: tuple[int, ...], placement: Placement) -> Iterator[tuple[int, ...]]:
-    """Yield the splits in which one layer is on another device; inner stages keep one."""
+    """Yield the splits with one layer on another device; inner stages keep at least one."""
     ends = (0, len(layers) - 1)
     for giving, count in enumerate(layers):
         if count <= (giving not in ends):

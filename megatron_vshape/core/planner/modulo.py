@@ -1,19 +1,19 @@
-"""The steady phase for real costs: modulo scheduling under an exact memory limit.
+"""Steady phase for measured costs: modulo scheduling within an exact memory limit.
 
-Once warm, every device repeats one cyclic order of its passes, one or two microbatches a period.
-That order alone decides both figures that matter:
+After warm-up, every device repeats one cyclic order of its passes, with one or two microbatches per
+period. This order determines both memory and period:
 
-* Memory. What a device holds is a running sum over its own order: exact, without any times.
-* Period. It is the largest ratio of time to periods over the cycles of the event graph, whose
-  arcs are the data dependencies and each device's order. At a trial period that is a longest-path
-  problem; a cycle that stays positive has a ratio above the trial, which is the next trial.
+* Memory: a running sum over the device's order, exact and independent of times.
+* Period: the largest ratio of time to periods over the cycles of the event graph, whose arcs are
+  the data dependencies and each device's order. At a trial period this is a longest-path problem;
+  the ratio of a positive cycle is above the trial and becomes the next trial.
 
-`modulo_anneal` searches, first with one microbatch a period, then with two: those begin from the
+`modulo_anneal` searches with one microbatch per period first, then with two, starting from the
 orders of one, each doubled. Published blocks move in unit slots and repeat bubbles when F, B and W
-differ (arXiv 2405.15362, section 5); nothing here is tied to slots.
+differ (arXiv 2405.15362, section 5); this search has no slots.
 
-Times are whole numbers inside (the busiest device's work is 2 ** 30 units), and so are the random
-numbers: the same inputs give the same orders on every machine, with numba or, slower, without.
+Times and random numbers are integers (the work of the busiest device is 2 ** 30 units), so the same
+inputs give the same orders on every machine, with numba or, slower, without.
 """
 
 from collections.abc import Sequence
@@ -41,35 +41,36 @@ from megatron_vshape.core.planner.modulo_graph import (
 from megatron_vshape.core.planner.race import race
 
 UNITS = 1 << 30
-"""The work of the busiest device per period, in the whole numbers the search counts in."""
+"""Work of the busiest device per period, in the integer units of the search."""
 
 PRECISION = 1 << 13
-"""Periods that differ by less than one part in so many of the busiest device's work are equal."""
+"""Periods that differ by less than 1 / PRECISION of the busiest device's work are equal."""
 
 ROUNDING = 1e-9
-"""Sums of memory may exceed a limit by so much of it; the verifier allows the same."""
+"""Relative tolerance of a memory limit for rounding, the same as in the verifier."""
 
 STARTS = 6
-"""So many different starting points are annealed."""
+"""Number of starting points for annealing."""
 
 RETURNED = 8
-"""So many orders are returned at most."""
+"""Maximum number of returned orders."""
 
 HEATS = ((7, 15), (12, 25))
-"""Annealing begins with periods that rise by up to one part in so many of the work.
+"""Initial temperatures: annealing first accepts periods longer by up to 1 / heat of the work.
 
-In turn, for one and for two microbatches a period. The second begins from orders of the first:
-hotter, it forgets them (10.8 instead of 9.2 per cent at 8 devices and 8 chunks).
+For one and for two microbatches per period; starts alternate between the two values. The second
+starts from orders of the first and loses them if it is hotter (10.8% instead of 9.2% at 8 devices
+and 8 chunks).
 """
 
 
 @dataclass(frozen=True, slots=True)
 class SteadyOrder:
-    """The cyclic order in which every device runs its passes once warm.
+    """Cyclic pass order of every device in the steady phase.
 
-    Iteration k runs, for each (kind, stage, offset) of a row, microbatch
-    k * `microbatches` + offset. `period_us` is the least time an iteration takes, `latency_us` the
-    time from the start of a microbatch's first pass to the end of its last.
+    Iteration k runs, for each (kind, stage, offset) of a row, microbatch k * `microbatches` +
+    offset. `period_us` is the minimum time of an iteration, `latency_us` the time from the start of
+    a microbatch's first pass to the end of its last.
     """
 
     placement: Placement
@@ -87,19 +88,25 @@ def find_steady_orders(
     steps: int,
     seed: int = 0,
 ) -> list[SteadyOrder]:
-    """Return a few different orders that fit the memory, the least period first.
+    """Search for cyclic orders within the memory limits; the shortest period is first.
 
-    `limits` is the most each device may hold, in the unit of the costs' memory; `steps` bounds
-    the work: about a microsecond each at 8 devices, more with more devices.
+    Args:
+        costs: costs of the stages.
+        placement: device of every stage.
+        num_devices: pipeline devices.
+        limits: activation memory limit per device, in the costs' unit.
+        steps: search steps, about 1 us each at 8 devices, more with more devices.
+        seed: seed of the random numbers.
 
     Raises:
-        ScheduleError: the costs or limits do not match the placement, or a limit is below what
-            any schedule needs.
+        ScheduleError: the costs or limits do not match the placement, or a limit is below the
+            minimum of any schedule.
     """
     limits = each_limit(limits, num_devices)
     check_limits(costs, placement, num_devices, limits)
     single = _make_problem(costs, placement, num_devices, limits, 1)
     found = _search(single, steps // 4, seed, [])
+    # A period equal to the busiest device's work is optimal: two microbatches cannot shorten it.
     if found[0].period > single.busy:
         double = _make_problem(costs, placement, num_devices, limits, 2)
         starts = [_doubled(each, double) for each in found[:STARTS]]
@@ -124,7 +131,7 @@ class _Found:
     latency: int
 
     def rank(self) -> tuple[int, int, int]:
-        """Return what is smaller for the better of two; a period is compared to PRECISION."""
+        """Return a sort key, smaller for the better of two; periods are compared at PRECISION."""
         slack = self.period - self.problem.busy
         classes = self.problem.graph.classes
         return slack * PRECISION // self.problem.busy, classes, self.latency
@@ -187,6 +194,7 @@ def _data_arcs(stages: int, classes: int, work: Ints, home: Ints, send: int) -> 
         reader = Pass(PARTS[place // stages], place % stages, index)
         for need in reader.needs(stages):
             source = (PARTS.index(need.kind) * stages + need.stage) * classes + index
+            # A result has at most two readers.
             way = 0 if feeds[source, 0] < 0 else 1
             feeds[source, way] = node
             lag[source, way] = work[source] + (send if home[source] != home[node] else 0)
@@ -194,9 +202,9 @@ def _data_arcs(stages: int, classes: int, work: Ints, home: Ints, send: int) -> 
 
 
 def _search(problem: _Problem, steps: int, seed: int, starts: list[Orders]) -> list[_Found]:
-    """Return what annealing makes of the starting points, the best first.
+    """Anneal the starting points and return the orders, best first.
 
-    In rounds of equal cost: all of them, then the better half, until one is left.
+    Rounds have equal cost: all starting points, then the better half, until one is left.
     """
     graph = problem.graph
     scratch = make_scratch(graph, seed)
@@ -212,6 +220,7 @@ def _search(problem: _Problem, steps: int, seed: int, starts: list[Orders]) -> l
             period = int(anneal(graph, orders, scratch, problem.busy, effort, heat, best))
             made.append(_found(problem, best, scratch, period))
         made.sort(key=_Found.rank)
+        # An order without idle time on the busiest device is optimal: end the race.
         half = len(made) // 2 if made[0].period > problem.busy else 0
         found.extend(made[half:])
         return [each.orders for each in made[:half]]
@@ -243,13 +252,14 @@ def _draw_starts(problem: _Problem, scratch: Scratch, tries: int) -> list[Orders
 
 
 def _doubled(found: _Found, problem: _Problem) -> Orders:
-    """Return the order with two of its iterations as one."""
+    """Return the order with two iterations merged into one."""
     orders = empty_orders(problem.graph)
     length = found.orders.seq.shape[1]
     for device, row in enumerate(found.orders.seq):
         for place in range(2 * length):
             node = row[place % length]
             block = place // length + int(found.orders.turn[node])
+            # Even iterations become the first microbatch of the new period, odd ones the second.
             orders.seq[device, place] = 2 * node + block % 2
             orders.at[2 * node + block % 2] = place
             orders.turn[2 * node + block % 2] = block // 2

@@ -1,7 +1,7 @@
 """Annealing of steady orders: random starting points, random moves, exact memory and period.
 
-A step takes about a microsecond at 8 devices: a move disturbs the potentials only around its
-device, and most moves die on the memory, or on the first cycle that is too slow.
+A step needs about a microsecond at 8 devices: a move changes the potentials only around its device,
+and most moves are rejected by memory or by the first cycle that is too slow.
 """
 
 import numpy as np
@@ -40,10 +40,10 @@ def draw(random: npt.NDArray[np.uint64], bound: int) -> int:
 
 @compiled
 def propose(graph: Graph, orders: Orders, scratch: Scratch, moves: Ints) -> int:
-    """Make a random move; return how many devices changed, negative if it does not fit.
+    """Make a random move; return the number of changed devices, negative if it does not fit.
 
-    `moves` receives (device, new place, distance) of every pass moved: one pass anywhere, one on
-    the critical cycle, or the same pass on a run of neighbouring devices.
+    The move is one pass anywhere, one on the critical cycle, or the same pass on neighboring
+    devices. `moves` receives (device, new position, distance) of every moved pass.
     """
     random, seq = scratch.random, orders.seq
     devices, length = seq.shape
@@ -66,6 +66,7 @@ def propose(graph: Graph, orders: Orders, scratch: Scratch, moves: Ints) -> int:
             node = graph.own[device, which]
         moves[index, 0], moves[index, 2] = device, distance
         moves[index, 1] = slide(orders, device, orders.at[node], distance)
+        # Memory is tested before the period because it is cheaper.
         if not find_peak(graph, orders, device) <= graph.limit[device]:
             return -(index + 1)
     return int(run)
@@ -76,9 +77,9 @@ def evaluate(
     graph: Graph, orders: Orders, scratch: Scratch, moves: Ints, run: int, now: int, most: int,
     busy: int, kept: tuple[Ints, Ints],
 ) -> int:  # fmt: skip
-    """Return the period after a move from one of period `now`; NEVER if above `most`.
+    """Return the period after a move from one of period `now`; NEVER if it is above `most`.
 
-    Potentials and critical cycle are as before if it is NEVER.
+    If it is NEVER, potentials and critical cycle are restored.
     """
     potentials, critical = kept
     potentials[:] = orders.x
@@ -88,8 +89,10 @@ def evaluate(
             scratch.queue[tail] = node
             scratch.queued[node] = True
             tail += 1
+    # Only arcs of the changed devices can be violated, so the queue starts with their passes.
     cycle = settle(graph, orders, scratch, now, tail)
     if cycle < 0:
+        # The period cannot be shorter while the cycle that determines it exists.
         if still_critical(graph, orders, scratch, now):
             return now
         scratch.critical[0] = 0
@@ -110,9 +113,9 @@ def evaluate(
 def anneal(
     graph: Graph, orders: Orders, scratch: Scratch, busy: int, steps: int, heat: int, best: Orders
 ) -> int:
-    """Change the orders at random, ever less willing to raise the period; return the least.
+    """Anneal the orders with decreasing temperature and return the shortest period found.
 
-    `best` receives its orders. `heat` is the most the period may rise in the first step.
+    `best` receives its orders. `heat` is the maximum increase of the period in the first step.
     """
     moves = np.zeros((len(orders.seq), 3), np.int64)
     kept = (np.zeros_like(orders.x), np.zeros_like(scratch.critical))
@@ -123,6 +126,7 @@ def anneal(
     for step in range(steps):
         if now == busy:
             break
+        # The accepted increase is random, mostly small, and its maximum decreases linearly to 0.
         chance = draw(scratch.random, 1 << 20)
         rise = (heat * (steps - step) // steps * chance >> 20) * chance >> 20
         run = propose(graph, orders, scratch, moves)
@@ -135,6 +139,7 @@ def anneal(
                 least = now
                 copy_orders(orders, best)
         else:
+            # Undo the moves in reverse order.
             for index in range(abs(run) - 1, -1, -1):
                 slide(orders, moves[index, 0], moves[index, 1], -moves[index, 2])
     return int(least)
@@ -144,10 +149,10 @@ def anneal(
 def draw_block(
     graph: Graph, random: npt.NDArray[np.uint64], busy: int, times: Ints, serial: bool
 ) -> None:
-    """Set `times` to a random block whose hops are the same between all devices.
+    """Set `times` to a random block with equal hops between all devices.
 
-    The passes follow each other at once but for pauses: one per chunk and direction at every hop,
-    one at every turn from chunk to chunk, one before W. A serial block has none.
+    Passes follow each other without delay except for random pauses: one per chunk and direction at
+    every hop, one at every turn from chunk to chunk, one before W. A serial block has no pauses.
     """
     stages = len(graph.chunk)
     chunks = 0
@@ -173,7 +178,7 @@ def draw_block(
             clock += data_lag(graph, stages + stage + 1, stages + stage)
             clock += pauses[3 if turns else 2, graph.chunk[stage + 1]]
         times[stages + stage] = clock
-        # W goes before another B that might start when this one ends, for the memory's sake
+        # W precedes another B that might start when this one ends, because it frees memory
         done = clock + graph.work[stages + stage] - 1
         times[2 * stages + stage] = done + pauses[4, graph.chunk[stage]]
 
@@ -185,8 +190,8 @@ def sample(
 ) -> None:  # fmt: skip
     """Fill `periods`, `slices` and `times` with the best of `tries` random blocks.
 
-    A block is repeated ever more slowly until its orders fit the memory; what the orders then
-    allow is their period. No two kept have the same.
+    The interval between blocks grows until their orders fit the memory; the period is then the
+    minimum for these orders. All kept periods differ.
     """
     block = np.zeros(len(orders.x), np.int64)
     last = len(periods) - 1
@@ -194,7 +199,7 @@ def sample(
         draw_block(graph, scratch.random, busy, block, attempt == 0)
         slice_ = busy + draw(scratch.random, busy // 8)
         lay(graph, orders, block, slice_)
-        # a slice longer than the block has one microbatch at a time, the least memory
+        # an interval longer than the block has one microbatch at a time: the minimum memory
         while not all_fit(graph, orders) and slice_ <= block.max():
             slice_ += slice_ // 24
             lay(graph, orders, block, slice_)

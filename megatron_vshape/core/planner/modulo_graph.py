@@ -1,9 +1,9 @@
-"""The event graph of a steady phase: its memory, its least period, its changes.
+"""Event graph of a steady phase: its memory, minimum period, and changes.
 
-The passes of one period are the nodes. Arcs are the data dependencies and every device's cyclic
-order; an arc that leads into a later period has a height. The least period is the largest ratio
-of time to height over all cycles. Everything here counts in whole numbers, so that it gives the
-same on every machine; it is compiled where numba is installed.
+The nodes are the passes of one period. Arcs are the data dependencies and every device's cyclic
+order; an arc that leads into a later period has a height. The minimum period is the largest ratio
+of time to height over all cycles. All arithmetic is on integers, so results are the same on every
+machine; the functions are compiled if numba is installed.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 NEVER = 1 << 60
-"""A period that no order reaches."""
+"""A period longer than that of any order."""
 
 
 class Graph(NamedTuple):
@@ -27,16 +27,16 @@ class Graph(NamedTuple):
     """
 
     work: Ints  # time of the pass
-    part: Ints  # place in PARTS
+    part: Ints  # index in PARTS
     home: Ints  # device
     feeds: Ints  # [node, 2] nodes that read its result, -1 for none
     lag: Ints  # [node, 2] time from its start until they may start
-    before: Floats  # memory taken when it starts
-    after: Floats  # memory taken when it ends
+    before: Floats  # memory allocated at its start
+    after: Floats  # memory allocated at its end; negative if freed
     limit: Floats  # by device
-    own: Ints  # [device, n] its nodes, the same kinds in the same places on every device
+    own: Ints  # [device, n] its nodes, the same kinds at the same positions on every device
     chunk: Ints  # by stage
-    classes: int  # how many microbatches a period has
+    classes: int  # microbatches per period
 
 
 class Orders(NamedTuple):
@@ -46,7 +46,7 @@ class Orders(NamedTuple):
     """
 
     seq: Ints  # [device, n] nodes
-    at: Ints  # place of every node in its row
+    at: Ints  # position of every node in its row
     turn: Ints
     x: Ints  # start of block 0, in a solution for the current period
 
@@ -56,7 +56,7 @@ class Scratch(NamedTuple):
 
     queue: Ints
     queued: npt.NDArray[np.bool_]
-    raised: Ints  # how often each node was
+    raised: Ints  # how often each node was raised
     parent: Ints
     ring: npt.NDArray[np.bool_]  # whether the arc from the parent is one of a device's order
     cycle: Ints  # the last positive cycle: its length, then 2 * node + ring, backwards
@@ -95,9 +95,9 @@ def is_after(orders: Orders, one: int, other: int, blocks: int) -> bool:
 
 @compiled
 def find_peak(graph: Graph, orders: Orders, device: int) -> float:
-    """Return the most the device holds; infinite if its order breaks its own dependencies.
+    """Return the peak memory of the device; infinite if its order violates its own dependencies.
 
-    Microbatches keep their order within a stage, as the streams of messages need.
+    Microbatches stay in order within a stage, as P2P messages require.
     """
     row = orders.seq[device]
     third, classes = len(graph.work) // 3, graph.classes
@@ -110,7 +110,7 @@ def find_peak(graph: Graph, orders: Orders, device: int) -> float:
             follower = node + 1 - classes * last
             if is_after(orders, node, follower, 1 if last else 0):
                 return np.inf
-        # summed over F, B and W of a stage: what lives when an iteration starts
+        # summed over F, B and W of a stage: memory in use when an iteration starts
         held += orders.turn[node] * (graph.before[node] + graph.after[node])
     top = held
     for node in row:
@@ -122,7 +122,7 @@ def find_peak(graph: Graph, orders: Orders, device: int) -> float:
 
 @compiled
 def find_forebear(parent: Ints, node: int, wanted: int) -> int:
-    """Return `wanted`, or another node on a cycle, if the line of parents leads there; or -1."""
+    """Return `wanted`, or another node on a cycle, if it is an ancestor of `node`; else -1."""
     for _ in range(len(parent)):
         if node < 0 or node == wanted:
             break
@@ -161,7 +161,7 @@ def settle(graph: Graph, orders: Orders, scratch: Scratch, period: int, tail: in
                 continue
             x[other], parent[other], ring[other] = start, node, way == 2
             raised[other] += 1
-            # every cycle passes along some device's order; a parent that is its own forebear
+            # every cycle contains an arc of some device's order; a node that is its own ancestor
             # has been raised around a positive cycle
             if way == 2 and raised[other] > 2:
                 forebear = find_forebear(parent, node, other)
@@ -252,7 +252,7 @@ def find_period(graph: Graph, orders: Orders, scratch: Scratch, trial: int, most
 
 @compiled
 def find_latency(graph: Graph, orders: Orders, scratch: Scratch, period: int) -> int:
-    """Return the time from a block's first start to its last end when nothing waits needlessly."""
+    """Return the time from a block's first start to its last end, with the earliest starts."""
     nodes = len(orders.x)
     orders.x[:] = -NEVER
     for index in range(graph.classes):
@@ -268,7 +268,7 @@ def find_latency(graph: Graph, orders: Orders, scratch: Scratch, period: int) ->
 
 @compiled
 def slide(orders: Orders, device: int, place: int, distance: int) -> int:
-    """Move a pass by `distance` places along its device's cyclic order; return its new place."""
+    """Move a pass by `distance` positions in its device's cyclic order; return its new position."""
     seq, at, turn = orders.seq, orders.at, orders.turn
     length = seq.shape[1]
     for _ in range(abs(distance)):
