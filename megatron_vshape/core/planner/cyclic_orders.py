@@ -1,8 +1,8 @@
-"""Cyclic orders as arrays: unrolled for any number of microbatches, and grown from the middle.
+"""Cyclic orders as arrays: unrolled for any number of microbatches, and extended in the middle.
 
-What a device runs in one period, again and again, is cyclic. A schedule of few microbatches with
-a whole period of it in the middle stands for any number of them: more periods are spliced
-in there, so that only the two ends have to be searched.
+In the steady phase a device repeats one period. A schedule of few microbatches that contains a
+whole period represents any number of microbatches, because further periods can be spliced in. Only
+warm-up and cool-down have to be searched.
 """
 
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ _sort = Codec(1).sort
 class CyclicOrder:
     """In period p, a device runs pass (sort, offset) of microbatch p * k + offset.
 
-    `rows[device]` is [sorts, offsets] in order of time; of sorts `rows` tells.
+    `rows[device]` is (sorts, offsets) in order of time; module `rows` defines sorts.
     """
 
     name: str
@@ -33,15 +33,15 @@ class CyclicOrder:
     rows: tuple[tuple[np.ndarray, np.ndarray], ...]
 
     def reach(self) -> tuple[int, int]:
-        """Return the least and the greatest offset."""
+        """Return the minimum and the maximum offset."""
         offsets = np.concatenate([row[1] for row in self.rows])
         return int(offsets.min()), int(offsets.max())
 
     def unroll(self, num_microbatches: int) -> np.ndarray:
         """Return each device's passes, as numbers sort * num_microbatches + microbatch.
 
-        Those of a sort are dealt out in the order of their microbatches: whatever order runs,
-        so does that one, at the same times and in the same memory.
+        Passes of one sort are renumbered in microbatch order, which changes neither times nor
+        memory.
         """
         least, most = self.reach()
         periods = np.arange(-(most // self.microbatches) - 1, self._end(num_microbatches))
@@ -54,7 +54,7 @@ class CyclicOrder:
         return np.stack(rows)
 
     def window(self, num_microbatches: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return where the middle full period begins and ends on each device; None if too few."""
+        """Return start and end of the middle full period on each device; None if there is none."""
         least, most = self.reach()
         first = -(least // self.microbatches)
         last = (num_microbatches - 1 - most) // self.microbatches
@@ -81,9 +81,9 @@ class CyclicOrder:
 
 
 def cyclic_order_of_block(block: BuildingBlock) -> CyclicOrder:
-    """Return the steady order of a building block; a whole backward becomes B, then W.
+    """Return the steady order of a building block; a full backward becomes B, then W.
 
-    Of one of slices the least period that has whole microbatches.
+    With slices, the period is the shortest that has whole microbatches.
     """
     rows: list[list[tuple[int, int, int, int]]] = [[] for _ in range(block.num_devices)]
     share = gcd(block.num_microbatches // block.slices, block.slices)
@@ -112,7 +112,7 @@ def _cyclic_order(
 
 
 def sequential(placement: Placement, num_devices: int, slices: int = 1) -> CyclicOrder:
-    """Return one microbatch after the other: the least memory that anything can run in."""
+    """Return the order of one microbatch after the other, which needs the minimum memory."""
     rows: list[list[tuple[int, int, int, int]]] = []
     for stages in stages_of(placement, num_devices):
         passes = [(0, _sort(Kind.F, s), own) for s in stages for own in range(slices)]
@@ -136,10 +136,10 @@ def cyclic_order_of_steady(order: SteadyOrder, name: str) -> CyclicOrder:
 
 
 def of_slices(order: CyclicOrder, slices: int) -> CyclicOrder:
-    """Return an order of microbatches as one of slices, each of which runs like one of these.
+    """Convert an order of microbatches to slices, each scheduled like a microbatch.
 
-    B and W begin `slices` - 1 numbers later, when all F of their microbatch have run, and a period
-    is one of whole microbatches.
+    B and W start `slices` - 1 slices later, after all F of their microbatch. A period has whole
+    microbatches.
     """
     times = slices // gcd(order.microbatches, slices)
     rows = []
@@ -168,7 +168,7 @@ def is_period(
 def splice(
     row: np.ndarray, low: np.ndarray, high: np.ndarray, period: int, short: int, full: int
 ) -> np.ndarray:
-    """Return the order of `full` microbatches: [low, high) of `short` repeated, the ends kept."""
+    """Extend an order from `short` to `full` microbatches by repeating [low, high)."""
     more = (full - short) // period
     rows = []
     for own, begin, end in zip(row, low, high, strict=True):

@@ -215,6 +215,8 @@ def make_shop(problem: Problem, num_microbatches: int) -> improve.Shop:
     before, after, behind = (_Ways(count, problem.slices) for _ in range(3))
     for sort in range(count):
         for at in range(sorts.needs.begin[sort], sorts.needs.begin[sort + 1]):
+            # A message between devices arrives later; results on the same device are available at
+            # once.
             need, each = sorts.needs.of[at], len(problem.kinds)
             lag = sorts.away[at] * problem.message(sort // each, need // each)
             turns = bool(sorts.turns[at])
@@ -371,6 +373,7 @@ def _due(problem: Problem) -> np.ndarray:
                 clock += problem.message(stage - 1, stage)
             first[device] = clock if first[device] < 0 else first[device]
             clock += sorts.ticks[len(problem.kinds) * stage]
+        # All lanes of a device, including copy links, count from its first forward.
         for sort, lane in enumerate(sorts.lane):
             due[lane] = -first[problem.placement[sort // len(problem.kinds)]]
     return due

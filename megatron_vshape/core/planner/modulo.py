@@ -105,6 +105,7 @@ def find_steady_orders(
     limits = each_limit(limits, num_devices)
     check_limits(costs, placement, num_devices, limits)
     single = _make_problem(costs, placement, num_devices, limits, 1)
+    # One microbatch per period is the smaller search space, so it gets less of the budget.
     found = _search(single, steps // 4, seed, [])
     # A period equal to the busiest device's work is optimal: two microbatches cannot shorten it.
     if found[0].period > single.busy:
@@ -246,6 +247,7 @@ def _draw_starts(problem: _Problem, scratch: Scratch, tries: int) -> list[Orders
         if period < NEVER:
             orders = empty_orders(graph)
             lay(graph, orders, start, int(slice_))
+            # The block's start times are good initial potentials for the longest paths.
             orders.x[:] = start
             starts.append(orders)
     return starts

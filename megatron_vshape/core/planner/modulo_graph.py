@@ -235,6 +235,7 @@ def find_period(graph: Graph, orders: Orders, scratch: Scratch, trial: int, most
     potentials fit the period returned, and are as before for NEVER.
     """
     nodes = len(orders.x)
+    # A failed trial leaves potentials that are too high; each trial starts from these.
     scratch.saved[:] = orders.x
     while True:
         for node in range(nodes):

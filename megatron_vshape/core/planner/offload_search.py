@@ -1,7 +1,8 @@
-"""The search for orders of one placement in which some activations wait in host memory.
+"""Search for orders of one placement with offloading of activations to host memory.
 
-They begin from orders planned for more memory (`LEVELS`), into which copies are put (`offloading`)
-and W dealt out anew. From there on the walk moves copies and their markers as it does any pass.
+It starts from orders planned for more memory (`LEVELS`), into which copies are inserted
+(`offloading`) and W placed again. The local search then moves copies and their markers like any
+pass.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,38 +29,39 @@ from megatron_vshape.core.planner.race import best_of
 from megatron_vshape.core.planner.refilling import refill
 
 LEVELS = ((1.0, 3), (0.75, 2), (0.5, 2), (0.25, 2))
-"""Orders are planned for the limit and so much of what is missing to the memory of 1F1B, or of what
-may wait in host memory if that is less, and so many of them have copies put in.
+"""Memory levels of the initial orders, and the number of orders per level that get copies.
 
-They are of published blocks. Below the first level steady orders join them where host memory has
-less than is missing: at d=8, m=32, 4 chunks, a copy as long as an F and 8 chunks in host memory
-blocks alone lead to 66.0, with steady orders to 35.25. Elsewhere these, for a fourth of the time,
-led to less in one cell of 11 (6 chunks, a copy as long as two F: 15.65, and 16.1 without); as long
-a walk (`search.TURNS_OF_TRADES`) gains in 6 of them.
+At level x, orders are planned for the limit plus x times the memory that is missing to that of
+1F1B, or times the host memory if that is less. They are of published blocks. Below the first level,
+steady orders are added if host memory is less than the missing memory: at d=8, m=32, 4 chunks, a
+copy as long as an F and 8 chunks in host memory, blocks alone lead to 66.0, with steady orders to
+35.25. In other cases steady orders need a quarter of the time and improved one cell of 11 (6
+chunks, a copy as long as two F: 15.65, without 16.1); a local search of that length
+(`search.TURNS_OF_TRADES`) improves 6 of them.
 """
 
 STEADY = 4
-"""One of so many parts of the budget is spent on steady orders of a level."""
+"""The steady orders of a level have 1 / STEADY of the budget."""
 
 SLACKS = (0.0, 0.5, 1.0, 2.0)
-"""So many chunks less than the limit are filled when it is chosen what is copied."""
+"""Reductions of the limit, in chunks, for choosing the activations to offload."""
 
 
 class _Base(NamedTuple):
-    """An order of F, B and W that may hold more than the limit."""
+    """An order of F, B and W that may exceed the memory limit."""
 
     name: str
     row: np.ndarray
 
 
 Bases = dict[tuple[Placement, int], list[_Base]]
-"""By placement and slices, the orders that copies are put into."""
+"""Orders that copies are inserted into, by placement and slices."""
 
 
 def ways_to_save(copies: bool, placement: Placement) -> Iterator[Way]:
-    """Yield the strategies to compare: the schedule alone and, with `copies`, two that offload.
+    """Yield the strategies to compare: no offloading and, with `copies`, two that offload.
 
-    The first chunks live longest, so published schedules offload all of these.
+    Activations of the first chunks live longest, so published schedules offload all of these.
     """
     yield ORDER_ALONE
     if copies:
@@ -69,7 +71,7 @@ def ways_to_save(copies: bool, placement: Placement) -> Iterator[Way]:
 
 
 class OffloadSearch(PlacementSearch):
-    """As `PlacementSearch`, but that the activations of some microbatches are copied."""
+    """Search like `PlacementSearch`, with activations of some microbatches offloaded."""
 
     kinds = (*PARTS, *OFFLOAD)
 
@@ -83,7 +85,7 @@ class OffloadSearch(PlacementSearch):
         return bound_at(problem.costs, *sizes, problem.objective)
 
     def begin(self, budget: int, run: Run) -> list[Candidate]:
-        """Return the orders to improve: those planned for more memory, with copies put in."""
+        """Return the orders to improve: orders planned for more memory, with copies inserted."""
         self._parts_shop()
         own = self.problem.placement, self.problem.slices
         if own not in self.bases:
@@ -95,10 +97,11 @@ class OffloadSearch(PlacementSearch):
         return best_of(found, STARTS, VALUE)
 
     def _bases(self, level: float, count: int, budget: int, run: Run) -> Iterator[_Base]:
-        """Yield orders planned for more memory than there is."""
+        """Yield orders planned for more memory than the limit."""
         problem, held = self.problem, self.problem.costs.held_after_forward_bytes
         devices, slices = problem.num_devices, problem.slices
         stages = stages_of(problem.placement, devices)
+        # Activation memory of 1F1B: more cannot shorten the order.
         most = [(devices + slices - 1) * sum(held[stage] for stage in own) for own in stages]
         ample = [limit + problem.in_host for limit in problem.limits]
         is_scarce = level < 1 and any(map(lt, ample, most))
@@ -114,7 +117,7 @@ class OffloadSearch(PlacementSearch):
             yield _Base(f"{each.name} at {level:.0%}", search.whole_row(each))
 
     def _with_copies(self, base: _Base) -> list[Candidate]:
-        """Return the order with copies put in, in every way that fits."""
+        """Return the order with copies inserted, in every variant that fits."""
         problem, m = self.problem, self.problem.num_microbatches
         none = np.zeros(1, np.int64)
         made = []

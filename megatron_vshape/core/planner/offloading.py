@@ -1,17 +1,19 @@
-"""Which activations wait in host memory, and when they are copied: put into an order of F, B and W.
+"""Insertion of offloads into an order of F, B and W: which activations to copy, and when.
 
-The order is one that runs with more memory than there is. On every device by itself, by its times:
+The order is planned for more memory than the limit. Each device is handled separately, with the
+times of the order:
 
-* Copies to the host start behind their F, in that order; copies back as late as their B allows.
-* What is copied is what lives longest, and of that the fewest with which the device fits its limit:
-  one line of a knapsack, so in the fluid nothing else is better. Where that is not enough because
-  the link is full, it is as much as holds least.
-* Room is made for a copy back before the pass in which it must start, and what was copied is let
-  go of behind the pass in which its copy ends. Where passes then do not fit, what lets go comes
-  earlier and what takes later.
+* Copies to the host start after their F, in that order. Copies back start as late as their B
+  allows.
+* The activations that live longest are offloaded, as few as the limit requires. This is a knapsack
+  with one constraint, so the greedy choice is optimal up to rounding. If the link is full, the
+  selection with the smallest peak is used.
+* Memory is allocated before the pass in which a copy back must start, and freed after the pass in
+  which a copy to the host ends. If passes then do not fit, frees move earlier and allocations
+  later.
 
-W are dealt out anew afterwards (`refilling`): where they run decides how much is held between B and
-W, and V-ZB's own order with copies runs out of memory in its tail, where W wait.
+W are placed again afterwards (`refilling`), because they determine the memory between B and W. The
+published order of V-ZB with copies exceeds the memory in its cool-down, where W wait.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,7 +44,7 @@ _BEHIND = 2
 
 
 class _Chunks(NamedTuple):
-    """What a device holds, one chunk of a microbatch after the other: times in ticks."""
+    """Activations of a device, one entry per chunk and microbatch; times in ticks."""
 
     stage: np.ndarray
     passes: np.ndarray  # [chunk, kind], those of `_KINDS`
@@ -59,7 +61,7 @@ class _Chunks(NamedTuple):
 
 
 class _Copies(NamedTuple):
-    """When the chunks that are copied are away, in ticks; `begins` and `returns` order the link."""
+    """Times of the offloaded activations, in ticks; `begins` and `returns` order the link."""
 
     away: np.ndarray  # of all chunks, whether it is
     begins: np.ndarray  # the copy to the host
@@ -68,7 +70,7 @@ class _Copies(NamedTuple):
 
 
 class _Events(NamedTuple):
-    """The passes of a device's processor at their times, and which of them are of a chunk."""
+    """Passes of a device's compute lane in order of time, with their chunks."""
 
     turn: np.ndarray
     chunk: np.ndarray
@@ -78,7 +80,7 @@ class _Events(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """A device's row as far as it is made; changed in place."""
+    """A device's row under construction; changed in place."""
 
     events: np.ndarray
     ran: np.ndarray  # of an event, whether it is there
@@ -94,12 +96,17 @@ def with_copies(
     throughout: Sequence[int] = (),
     room_in_host: float = inf,
 ) -> Iterator[np.ndarray]:
-    """Yield the order with copies, as rows of all lanes, for every slack with which it fits.
+    """Yield the order with copies, as rows of all lanes, for every slack that fits.
 
-    `row` is one of F, B and W, of the shop `parts`. By the slack times what a chunk holds at most
-    the limit counts as lower: where passes are late, what was let go of in time no longer is. If
-    any stages are to be copied `throughout`, they are and nothing else. Else of a device no more
-    waits in host memory than it has room for.
+    Args:
+        problem: costs and limits.
+        parts: shop of F, B and W.
+        row: order of F, B and W in that shop.
+        slacks: reductions of the limit, in multiples of the largest chunk, for choosing the copies.
+            They leave room for passes that run late, whose memory is freed late.
+        throughout: stages to offload in all microbatches; if there are any, nothing else is
+            offloaded.
+        room_in_host: host memory limit per device in units, if `throughout` is empty.
     """
     m = problem.num_microbatches
     place, head = np.empty(row.size, np.int32), np.empty(row.size, np.int64)
@@ -120,7 +127,7 @@ def with_copies(
 
 
 class _Device:
-    """What a device runs and holds, and what it copies."""
+    """Activations and copies of one device."""
 
     def __init__(
         self,
@@ -141,7 +148,7 @@ class _Device:
         self.tried: dict[int, tuple[int, _Copies]] = {}  # by how many chunks: peak and copies
 
     def add_to(self, lanes: list[list[int]], slack: float) -> bool:
-        """Add the passes of the device to its lanes; return whether they fit."""
+        """Add the device's passes to its lanes; return whether they fit."""
         chunks = self.chunks
         copies = self._chosen(self.limit - int(slack * chunks.held.max()))
         events = _events(chunks, copies, self.bounds)
@@ -159,7 +166,7 @@ class _Device:
         return True
 
     def _chosen(self, limit: int) -> _Copies:
-        """Return the fewest copies of what lives longest that fit, or those that hold least."""
+        """Return the fewest copies that fit, longest lifetimes first, or the least peak."""
         chunks = self.chunks
         if self.throughout:
             every = np.flatnonzero(np.isin(chunks.stage, self.throughout))
@@ -186,7 +193,7 @@ class _Device:
         return self.tried[low][1]
 
     def _with_room_in_host(self, ranked: np.ndarray) -> np.ndarray:
-        """Return those for which host memory has room beside the ones before them."""
+        """Return the chunks that fit in host memory, better ranks first."""
         if isinf(self.room_in_host):
             return ranked
         chunks, there = self.chunks, np.zeros(len(self.bounds) + 1, np.int64)
@@ -201,7 +208,7 @@ class _Device:
 
 
 def _of(problem: Problem, amounts: object, kind: Kind, stage: np.ndarray | int) -> Any:
-    """Return what is told of the sorts of a kind, at these stages."""
+    """Return the values of the sorts of a kind, at these stages."""
     return np.asarray(amounts)[len(problem.kinds) * stage + problem.kinds.index(kind)]
 
 
@@ -235,7 +242,7 @@ def _chunks_of(
 
 
 def _timed(chunks: _Chunks, ranked: np.ndarray) -> _Copies:
-    """Return when these are copied: back as late as they may be, and out as soon as they can."""
+    """Schedule these copies: back as late as possible, out as early as possible."""
     count = len(chunks.stage)
     begins, left, returns = (np.full(count, _NEVER) for _ in range(3))
     busy = np.empty((2, 2 * count, 2), np.int64)
@@ -259,10 +266,10 @@ def _book(
     late: bool,
     starts: np.ndarray,
 ) -> int:
-    """Set the starts of copies, one after the other, in the free time of a link.
+    """Book copies one after the other in the free time of a link; set their starts.
 
-    The last that ends when it is due, or if it need not be `late` the first that starts then.
-    `busy` are the `count` starts and ends of what is on the link, in order; return how many then.
+    With `late` a copy is the last that ends by `due`, else the first that starts from `due` on.
+    `busy` has the sorted starts and ends of the `count` copies on the link. Returns the new count.
     """
     for chunk in ranked:
         time, length = due[chunk], ticks[chunk]
@@ -289,7 +296,7 @@ def _book(
 
 
 def _peak(chunks: _Chunks, copies: _Copies, bounds: np.ndarray) -> int:
-    """Return the most that is held; markers stand between passes."""
+    """Return the peak memory; releases and reloads run between passes."""
     away = copies.away
     left, returns = _between(copies, bounds)
     moved = chunks.moved[away]
@@ -300,7 +307,7 @@ def _peak(chunks: _Chunks, copies: _Copies, bounds: np.ndarray) -> int:
 
 
 def _between(copies: _Copies, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return, of what is away, when it is let go of and when room is made: between passes."""
+    """Return the release and reload times of offloaded chunks, moved to the ends of passes."""
     away = copies.away
     after = np.searchsorted(bounds, copies.left[away])
     left = np.append(bounds, _NEVER)[after]
@@ -309,7 +316,7 @@ def _between(copies: _Copies, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def _events(chunks: _Chunks, copies: _Copies, bounds: np.ndarray) -> _Events:
-    """Return the passes of a device's processor in order."""
+    """Return the passes of a device's compute lane in order of time."""
     every, away = np.arange(len(chunks.stage)), np.flatnonzero(copies.away)
     left, returns = _between(copies, bounds)
     parts = (
@@ -332,10 +339,10 @@ def _events(chunks: _Chunks, copies: _Copies, bounds: np.ndarray) -> _Events:
 
 @compiled
 def _fit(events: _Events, limit: int, row: np.ndarray) -> bool:
-    """Set the row of a device: in the order of its events, but that what does not fit waits.
+    """Fill the row of a device in order of its events, with those that do not fit delayed.
 
-    What takes memory waits, one behind the other, until it fits. A B whose room is still missing
-    has what is copied let go of at once, which then waits for its copies. Return whether all fits.
+    Events that allocate wait in a queue until they fit. If a B does not fit, activations are
+    released early; the release then waits for its copy. Returns whether all events fit.
     """
     count = len(events.turn)
     made = _Row(
@@ -373,7 +380,7 @@ def _fit(events: _Events, limit: int, row: np.ndarray) -> bool:
 def _admit(
     events: _Events, made: _Row, waiting: np.ndarray, first: int, last: int, limit: int
 ) -> int:
-    """Add what waits as far as it fits; return the first that goes on waiting."""
+    """Add waiting events as long as they fit; return the first that still waits."""
     while first < last:
         if not made.ran[waiting[first]]:
             if not _fits(events, made, waiting[first], limit):
@@ -398,7 +405,7 @@ def _fits(events: _Events, made: _Row, at: int, limit: int) -> bool:
 
 @compiled
 def _add(events: _Events, made: _Row, at: int) -> None:
-    """Add an event that is not there yet, and before a reload its release."""
+    """Add an event if it is missing, and before a reload its release."""
     if made.ran[at]:
         return
     chunk, turn = events.chunk[at], events.turn[at]
@@ -420,7 +427,7 @@ def _append(events: _Events, made: _Row, at: int) -> None:
 
 @compiled
 def _make_room(events: _Events, made: _Row, at: int, limit: int) -> bool:
-    """Bring back what a B reads; return whether that, and what it takes itself, fits."""
+    """Reload the activations of a B; return whether they and the B's memory fit."""
     chunk = events.chunk[at]
     if made.begun[chunk] == NONE:
         return False
@@ -434,7 +441,7 @@ def _make_room(events: _Events, made: _Row, at: int, limit: int) -> bool:
 
 @compiled
 def _let_go(events: _Events, made: _Row, at: int, limit: int) -> bool:
-    """Let go of what is copied, until this fits; return whether it does."""
+    """Release offloaded activations until the event fits; return whether it does."""
     for release in range(len(events.turn)):
         if _fits(events, made, at, limit):
             return True

@@ -1,4 +1,4 @@
-"""Orders for one placement: where they come from, and how each is improved and judged."""
+"""Orders for one placement: starting points, local search and evaluation."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -42,35 +42,34 @@ from megatron_vshape.core.planner.refilling import fill, refill
 from megatron_vshape.core.planner.rows import Codec
 
 Run = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
-"""Applies a function to each of several things, in threads or not; as `map` does."""
+"""Applies a function to each of several items, like `map`; may use threads."""
 
 STARTS = 8
-"""So many orders are improved at first."""
+"""Number of orders in the first round of the local search."""
 
 DEALT = ", W dealt"
 
 EFFORT, WIDE = 4, 16
-"""One of so many parts of the budget is spent on annealing; on more devices than `WIDE` as much as
-on a turn of the walk."""
+"""Annealing has 1 / EFFORT of the local search's budget; above `WIDE` devices, the same budget."""
 
 RESTART_STEPS, RESTART_SHARE = 150, 0.2
-"""Of a walk that restarts: it may make the objective longer by such a share."""
+"""Steps of a restart, and the fraction by which it may lengthen the order."""
 
 MOST_AT_ONCE = 300_000
-"""So many steps at most until progress is shown and W is dealt out anew."""
+"""Maximum search steps between two progress reports and refills of W."""
 
 
 def _groups_of(num_devices: int) -> list[int]:
-    """Return the sizes of the groups of microbatches in which they loop over the devices.
+    """Return the group sizes, in microbatches, of grouped interleaved schedules.
 
-    Smaller groups hold less and are slower to begin; below half of the devices a group is through
-    before its first microbatch is back for the next chunk.
+    Smaller groups need less memory and a longer warm-up. A group smaller than half of the devices
+    has finished before its first microbatch returns for the next chunk.
     """
     return sorted({-(-part * num_devices // 8) for part in (4, 5, 6, 8)})
 
 
 def published_blocks(placement: Placement, num_devices: int) -> Iterator[BuildingBlock]:
-    """Yield the published building blocks that have this placement."""
+    """Yield the published building blocks with this placement."""
     chunks = len(placement) // num_devices
     made = [
         make(num_devices)
@@ -90,7 +89,7 @@ def published_blocks(placement: Placement, num_devices: int) -> Iterator[Buildin
 
 @dataclass(slots=True)
 class Candidate:
-    """An order under improvement: of all microbatches, or cut short and spliced when judged."""
+    """An order in the local search: complete, or shortened and spliced to be evaluated."""
 
     name: str
     period: int  # microbatches
@@ -99,7 +98,7 @@ class Candidate:
     low: np.ndarray
     high: np.ndarray
     shop: improve.Shop
-    chosen: Chosen | None = None  # whose numbers the state's are, where passes are left out
+    chosen: Chosen | None = None  # numbering of the state if passes are left out
     value: int = 0
 
 
@@ -111,7 +110,7 @@ def _call(make: Callable[[], list[CyclicOrder]]) -> list[CyclicOrder]:
 
 
 class PlacementSearch:
-    """The search for orders of one placement: makes them, improves them, holds the best so far."""
+    """Search for orders of one placement: creates orders, improves them and keeps the best."""
 
     kinds: tuple[Kind, ...] = PARTS
 
@@ -126,7 +125,7 @@ class PlacementSearch:
         self.bound = self._bound()
 
     def _bound(self) -> float:
-        """Return a value that no order of this placement and these kinds is below."""
+        """Return a lower bound for all orders of this placement and these kinds."""
         problem = self.problem
         return bounds.lower_bound(
             problem.costs,
@@ -139,9 +138,9 @@ class PlacementSearch:
         )
 
     def begin(self, budget: int, run: Run) -> list[Candidate]:
-        """Return the orders to improve: of the best cyclic orders, with W dealt out anew.
+        """Return the orders to improve: variants of the best cyclic orders.
 
-        Without a budget they are those of the published blocks alone.
+        Without a budget, only those of the published blocks.
         """
         starts = STARTS if self.problem.num_devices <= 8 else STARTS // 2
         makers = self._makers(budget)
@@ -152,21 +151,25 @@ class PlacementSearch:
         return best_of(found, starts, VALUE)
 
     def value(self) -> float:
-        """Return the least value so far, in whole ticks, in the costs' unit of time.
+        """Return the best value so far, in whole ticks converted to the costs' unit of time.
 
         Raises:
-            ScheduleError: no order has been found to fit yet.
+            ScheduleError: no order that fits has been found yet.
         """
         return self._found()[0] / self.problem.ticks_per_us
 
     def _found(self) -> tuple[int, np.ndarray, str]:
-        """Return the best order so far; raises ScheduleError where none could be made to fit."""
+        """Return the best order so far.
+
+        Raises:
+            ScheduleError: no order fits.
+        """
         if self.best is None:
             raise ScheduleError(f"no order was found within the limits {self.problem.limits}")
         return self.best
 
     def _makers(self, budget: int) -> list[Callable[[], list[CyclicOrder]]]:
-        """Return what makes cyclic orders, each by itself."""
+        """Return independent functions that create cyclic orders."""
         problem = self.problem
         devices, slices = problem.num_devices, problem.slices
 
@@ -176,17 +179,17 @@ class PlacementSearch:
             return [sequential(problem.placement, devices, slices), *made]
 
         if len(problem.placement) > 2 * devices:
-            return [known]  # the loops' blocks are near the best; annealed orders take their turns
+            return [known]  # published loops are near the optimum; annealing would use their budget
         costs = problem.costs.of_activations()
         least = bounds.least_memory(costs, problem.placement, devices)
         stages = stages_of(problem.placement, devices)
-        # they know nothing of what passes work with: room for the most of it stays free
+        # annealing ignores workspaces: the largest one is reserved
         works = [max(each) for each in zip(*map(problem.costs.works, PARTS), strict=True)]
         rooms = [
             limit - max(works[stage] for stage in own)
             for limit, own in zip(problem.limits, stages, strict=True)
         ]
-        # the zero-bubble V holds what 1F1B does; with more, only the ends can gain
+        # V-ZB needs the memory of 1F1B; more memory only improves warm-up and cool-down
         held = problem.costs.held_after_forward_bytes
         each = [sum(held[stage] for stage in own) for own in stages]
         most = [devices * one for one in each]
@@ -207,9 +210,10 @@ class PlacementSearch:
         return self.shops[num_microbatches]
 
     def _candidates(self, cyclic: CyclicOrder) -> list[Candidate]:
-        """Return what fits of the order, as it is, filled, and with its W dealt out anew.
+        """Return the variants of a cyclic order that fit: as it is, filled, and with W refilled.
 
-        It is cut to as few microbatches as show the ends, if a period then stays whole.
+        The order is cut to the few microbatches that show warm-up and cool-down, if a whole period
+        remains.
         """
         problem, m, k = self.problem, self.problem.num_microbatches, cyclic.microbatches
         least, most = cyclic.reach()
@@ -225,8 +229,8 @@ class PlacementSearch:
         if filled is not None:
             starts[name + ", filled" + DEALT] = refill(problem, filled)
         if problem.slices > 1:
-            # If a group of slices is as long as the devices, messages leave gaps in every round
-            # that are shorter than a pass, and a walk does not find how to close them.
+            # If a group has as many slices as devices, messages leave gaps shorter than a pass in
+            # every round, which the local search does not close.
             starts[name + ", filled at once"] = fill(problem, row, m, delay=EIGHTHS)
         none = self._shop(short).length
         made = (
@@ -251,6 +255,7 @@ class PlacementSearch:
     ) -> Candidate | None:
         """Return the order as a candidate; None if it does not fit, run or stay periodic."""
         whole = int(low[0]) == int(high[0])
+        # Fillers may have moved passes out of the middle period, which could then not be repeated.
         if row is None or not (whole or is_period(row, low, high, short, period)):
             return None
         shop, chosen = self._shop(short), None
@@ -265,26 +270,27 @@ class PlacementSearch:
         return made if self._judge(made) else None
 
     def _dealt(self, candidate: Candidate) -> Candidate | None:
-        """Return the candidate with its W dealt out anew, if it fits."""
+        """Return the candidate with W refilled, if it fits."""
         short = candidate.microbatches
         row = refill(self.problem, self._row(candidate), short)
         name = candidate.name.removesuffix(DEALT) + DEALT
         return self._made(name, candidate.period, short, row, candidate.low, candidate.high)
 
     def improve(self, candidate: Candidate, steps: int) -> None:
-        """Walk `steps` from the candidate's order and deal its W out anew, if that is no worse.
+        """Run `steps` of local search, then refill W unless that increases the value.
 
-        Changes nothing but the candidate, so that threads can improve several.
+        Changes only the candidate, so threads can improve several.
         """
         improve.walk(candidate.shop, candidate.state, candidate.low, candidate.high, steps)
         self._judge(candidate)
         again = self._dealt(candidate)
+        # Ties change the order too: another arrangement of W opens new moves.
         if again is not None and again.value <= candidate.value:
             again.state.random[0] = candidate.state.random[0]
             candidate.state, candidate.value = again.state, again.value
 
     def again(self, candidate: Candidate, number: int, restart: bool = False) -> Candidate:
-        """Return a copy of the candidate that goes its own way, from a longer order to restart."""
+        """Return a reseeded copy of the candidate; to restart, it is perturbed first."""
         state = improve.State(*(part.copy() for part in candidate.state))
         improve.stir(state, number)
         made = replace(candidate, state=state)
@@ -295,26 +301,26 @@ class PlacementSearch:
         return made
 
     def keep(self, candidate: Candidate) -> None:
-        """Remember the candidate's order if it is the best so far."""
+        """Store the candidate's order if it is the best so far."""
         if self.best is None or candidate.value < self.best[0]:
             self.best = (candidate.value, self.whole_row(candidate).copy(), candidate.name)
 
     def _row(self, candidate: Candidate) -> np.ndarray:
-        """Return the candidate's order in the numbers of all passes."""
+        """Return the candidate's order in the numbering of all passes."""
         row, chosen = candidate.state.row, candidate.chosen
         return row if chosen is None else chosen.whole(row, len(self.problem.room))
 
     def whole_row(self, candidate: Candidate) -> np.ndarray:
-        """Return the candidate's order of all microbatches."""
+        """Return the candidate's order for all microbatches."""
         m, short = self.problem.num_microbatches, candidate.microbatches
         row = self._row(candidate)
         if short == m:
             return row
-        # what a whole period adds to the memory it takes away: it fits as often as once
+        # a whole period leaves the memory unchanged, so it can be repeated any number of times
         return splice(row, candidate.low, candidate.high, candidate.period, short, m)
 
     def _judge(self, candidate: Candidate) -> bool:
-        """Set the candidate's value at all microbatches; return whether its order can run."""
+        """Evaluate the candidate for all microbatches; return whether its order can run."""
         m = self.problem.num_microbatches
         if candidate.microbatches == m:
             candidate.value = int(improve.objective(candidate.shop, candidate.state))
@@ -325,7 +331,7 @@ class PlacementSearch:
         return value != improve.NONE
 
     def plan(self) -> Plan:
-        """Return the best order found, as a plan."""
+        """Return the best order as a plan."""
         problem = self.problem
         _, row, source = self._found()
         schedule = self._schedule(row)
@@ -353,7 +359,7 @@ class PlacementSearch:
         )
 
     def _schedule(self, row: np.ndarray) -> Schedule:
-        """Return the order as a schedule, a device's lanes in one row."""
+        """Convert an order to a schedule, with the lanes of each device merged."""
         problem, m = self.problem, self.problem.num_microbatches
         rows = in_one_row(problem, self._shop(m), row)
         order = Codec(m, problem.kinds, problem.slices).order(rows)

@@ -1,4 +1,4 @@
-"""The race that every search is: what is worth more steps goes on, the worse half drops out."""
+"""Successive halving: the better half of the candidates gets further search steps."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -7,13 +7,13 @@ _One = TypeVar("_One")
 
 
 def best_of(found: Sequence[_One], at_most: int, value: Callable[[_One], Any]) -> list[_One]:
-    """Return those of least value; of equal ones, which are mostly the same, the first."""
+    """Return at most `at_most` items with the least values, one per value (mostly duplicates)."""
     different = {value(each): each for each in reversed(found)}
     return [different[each] for each in sorted(different)][:at_most]
 
 
 def better_half(live: Sequence[_One], value: Callable[[_One], Any]) -> list[_One]:
-    """Return the better half, and one at least."""
+    """Return the better half, at least one item."""
     return best_of(live, -(-len(live) // 2), value)
 
 
@@ -24,11 +24,15 @@ def race(
     advance: Callable[[list[_One], int, int], list[_One]],
     least: int = 0,
 ) -> list[_One]:
-    """Spend steps on some orders in rounds of equal cost; return those of the last.
+    """Distribute steps over items in rounds of equal cost; return the items of the last round.
 
-    `advance` takes the orders, the steps of each and the number of the round, and returns those
-    that go on. Where each has `least` steps in a round, there are more or fewer, until all are
-    spent.
+    Args:
+        live: items of the first round.
+        steps: total steps.
+        rounds: number of rounds.
+        advance: receives the items, the steps per item and the round number; returns the items of
+            the next round.
+        least: minimum steps per item and round; rounds then continue until all steps are used.
     """
     left, number = steps, 0
     while live and (left > 0 if least else number < rounds):

@@ -1,8 +1,8 @@
-"""Orders made from orders: idle time filled from later, and W dealt out anew as filler.
+"""Fillers: improve an order by filling idle time and by placing W again.
 
-`fill` is the paper's step 4, compiled, at the costs of the problem. `refill` keeps the order of all
-but W. Nothing waits for a W but memory, so where it runs follows from the rest: in idle time that
-holds it, and before a forward that needs its memory.
+`fill` is step 4 of the paper, compiled, with the problem's costs. `refill` keeps the order of all
+passes except W. A W only frees memory, so it can run in any sufficient idle time, or before a
+forward that needs its memory.
 """
 
 import numpy as np
@@ -23,9 +23,9 @@ from megatron_vshape.core.paper.reordering import (
 from megatron_vshape.core.planner.job_shop import Problem
 
 DELAY = 4
-"""So many eighths of its time a W may delay the pass behind it.
+"""Maximum delay of the next pass by a W, in eighths of the W's time.
 
-At d=8, m=24, 1/1.15/.85/.05, 16 chunks: 150.35, and 151.15 without.
+At d=8, m=24, 1/1.15/.85/.05, 16 chunks: 150.35; without it 151.15.
 """
 
 _fill = compiled_once(reordering.fill, *reordering.CALLED)
@@ -34,11 +34,14 @@ _fill = compiled_once(reordering.fill, *reordering.CALLED)
 def fill(
     problem: Problem, row: np.ndarray, cool: int, num_microbatches: int = 0, delay: int = 0
 ) -> np.ndarray | None:
-    """Return the order with its idle time filled; None if the rules get stuck in the memory.
+    """Return the order with its idle time filled; None if no pass fits in the memory.
 
-    W waits until nothing else can run once a device has at most `cool` forwards left. What fills
-    may delay what follows it by `delay` eighths of its own time. How many microbatches there are
-    must be given of an order that lacks passes.
+    Args:
+        problem: costs and limits.
+        row: [lane, position] -> pass.
+        cool: if a device has at most this many forwards left, W only run if nothing else can.
+        num_microbatches: required for an order that lacks passes (default: by its length).
+        delay: maximum delay of the next pass by a filler, in eighths of the filler's time.
     """
     order, flat = _order_of(problem, row, num_microbatches)
     order = order._replace(delay=delay)
@@ -49,9 +52,12 @@ def fill(
 
 
 def refill(problem: Problem, row: np.ndarray, num_microbatches: int = 0) -> np.ndarray | None:
-    """Return the order with its W dealt out anew; None if the memory does not suffice.
+    """Return the order with its W placed again as filler; None if the memory does not suffice.
 
-    How many microbatches there are must be given of an order that lacks passes.
+    Args:
+        problem: costs and limits.
+        row: [lane, position] -> pass.
+        num_microbatches: required for an order that lacks passes (default: by its length).
     """
     order, flat = _order_of(problem, row, num_microbatches)
     made, queue = np.empty(len(flat), np.int64), np.empty(len(flat), np.int64)
@@ -65,14 +71,14 @@ def _zeros(size: int) -> np.ndarray:
 
 
 def _rows(like: np.ndarray, flat: np.ndarray) -> np.ndarray:
-    """Return the passes of all lanes in rows as long as those of `like`."""
+    """Return the passes of all lanes in rows of the shape of `like`."""
     rows = np.full(like.shape, NONE, np.int64)
     rows[like != NONE] = flat
     return rows
 
 
 def _order_of(problem: Problem, row: np.ndarray, num_microbatches: int) -> tuple[Order, np.ndarray]:
-    """Return the order for step 4, and the passes that its places stand for."""
+    """Return the order as step 4 needs it, and the passes of its positions."""
     flat = row[row != NONE].astype(np.int64)
     sorts = problem.sorts
     m = num_microbatches or len(flat) // len(sorts.ticks)
@@ -96,8 +102,9 @@ def _order_of(problem: Problem, row: np.ndarray, num_microbatches: int) -> tuple
 
 @compiled
 def _next_start(order: Order, run: Refill, weight_of: np.ndarray, lane: int) -> int:
-    """Return when the next pass but W can start; LATE if its input or its room is missing."""
+    """Return the start of the next pass except W; LATE if its input or memory is missing."""
     first, end = run.first[lane], order.begin[lane + 1]
+    # W are not part of this sequence: they run as filler.
     while first < end and weight_of[order.sort[first]] == order.sort[first]:
         first += 1
     run.first[lane] = run.chosen[lane] = first
@@ -112,9 +119,9 @@ def _next_start(order: Order, run: Refill, weight_of: np.ndarray, lane: int) -> 
 def _deal(
     order: Order, run: Refill, weight_of: np.ndarray, queue: np.ndarray, made: np.ndarray
 ) -> bool:
-    """Let the lanes run in the order of their next starts; return False if they get stuck.
+    """Run the lanes in order of their next starts, with W as filler; return False on deadlock.
 
-    A lane's part of `queue` holds its W whose B have run, of which so many are `taken`.
+    A lane's part of `queue` contains the W whose B have run, oldest first.
     """
     lanes = len(order.limit)
     taken, listed = np.zeros(lanes, np.int64), np.zeros(lanes, np.int64)
@@ -122,13 +129,16 @@ def _deal(
     begin_run(order, run)
     for _ in range(len(made)):
         for lane in range(lanes):
+            # Only lanes whose input or memory has changed get a new start.
             if run.stale[lane]:
                 run.stale[lane] = 0
                 run.start[lane] = _next_start(order, run, weight_of, lane)
+                # The oldest W first: it frees memory that the next forward may need.
                 if taken[lane] < listed[lane]:
                     weight = queue[order.begin[lane] + taken[lane]]
                     _prefer_weight(order, run, lane, weight)
         lane = int(np.argmin(starts))
+        # The earliest start is LATE, so every lane is blocked.
         if run.start[lane] == LATE:
             return False
         place = run.chosen[lane]
@@ -139,6 +149,7 @@ def _deal(
             taken[lane] += 1
             continue
         run.first[lane] += 1
+        # A B has run: its W is available as filler.
         if weight_of[sort] != NONE:
             weight = weight_of[sort] * order.num_microbatches + order.microbatch[place]
             queue[order.begin[lane] + listed[lane]] = order.place_of[weight]

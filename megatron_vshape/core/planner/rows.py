@@ -1,7 +1,7 @@
-"""Orders as the compiled loops have them: rows of numbers, of passes of which each has one.
+"""Orders for compiled functions: rows of numbers, one number per pass.
 
-A sort is len(kinds) * stage + the place of a kind among `kinds`, and a pass has the number
-sort * num_microbatches + microbatch. Rows are as long as the longest, filled up with NONE.
+A sort is len(kinds) * stage + the index of a kind in `kinds`. A pass has the number sort *
+num_microbatches + microbatch. Rows are padded to the longest with NONE.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,10 +17,10 @@ Order = tuple[tuple[Pass, ...], ...]
 
 
 class Codec(NamedTuple):
-    """Passes of simple kinds by number, and back.
+    """Converts passes of simple kinds to numbers and back.
 
-    Of `slices` of a microbatch B and W descend. Passes of a sort keep their order, so theirs have
-    the number of their turn, as if all ascended.
+    With `slices` per microbatch, B and W run the slices in descending order. Passes of a sort stay
+    in order, so these are numbered by their turn, as if all were ascending.
     """
 
     num_microbatches: int
@@ -28,7 +28,7 @@ class Codec(NamedTuple):
     slices: int = 1
 
     def sort(self, kind: Kind, stage: int) -> int:
-        """Return the sort of such passes."""
+        """Return the sort of a kind of pass on a stage."""
         return len(self.kinds) * stage + self.kinds.index(kind)
 
     def number(self, work: Pass) -> int:
@@ -52,7 +52,7 @@ class Codec(NamedTuple):
 
 
 def padded(rows: Iterable[Sequence[int]], length: int = 0) -> np.ndarray:
-    """Return rows of numbers in one array, as long as the longest or so long."""
+    """Return rows of numbers in one array, padded to the longest or to `length`."""
     made = list(rows)
     array = np.full((len(made), max(length, *map(len, made))), NONE, np.int64)
     for row, own in zip(array, made, strict=True):

@@ -1,23 +1,23 @@
-"""The adaptive scheduler: the order of least makespan or span for given costs and memory.
+"""Adaptive scheduler: search for the pass order with the least makespan or span.
 
-1. Placements: the V and the loop (`default_placements`); where the costs tell four stages of a
-   device apart, a loop of four. What follows is done for each, and the budget is spent on the
-   orders of all together.
-2. Steady orders: `modulo` finds cyclic orders that fit the memory with the least period; the
-   published blocks join them, for a loop in groups of several sizes. Each is cut to the few
-   microbatches that show its two ends (`cyclic_orders`).
-3. Starts: of each the order as it is, with its idle time filled by the paper's step 4, and with W
-   dealt out anew as filler (`refilling`). All are judged at the full number of microbatches: a
-   whole period in the middle is repeated, which costs nothing to search (`orders`).
-4. The ends: a walk over orders that moves a pass, alone or with its neighbours in other
-   microbatches, or exchanges two, whenever the objective does not grow (`improve`). The worse half
-   of the orders drops out after each round, the best then go on in several ways; W is dealt out
-   anew in between. A placement whose bound is above the best order drops out too.
-5. All of it again with other random numbers; then a long walk from the best orders of both turns.
-   Every order is walked by itself: cores share the work, and the plan is the same on any number.
-6. With `trades` each way to save memory is a search of its own, on each placement: those
-   with copies begin from orders planned for more memory (`offload_search`). They share one budget,
-   and what a bound leaves nothing to gain never begins.
+1. Placements: the V and the loop (`default_placements`), and a loop of four stages per device if
+   the costs distinguish that many. The next steps run for each placement; one budget is shared by
+   the orders of all of them.
+2. Steady orders: `modulo` finds cyclic orders within the memory limits with the shortest period.
+   Published blocks are added, for a loop with groups of several sizes. Each order is cut to the few
+   microbatches that show warm-up and cool-down (`cyclic_orders`).
+3. Starting points: each order as it is, with idle time filled by step 4 of the paper, and with W
+   placed again as filler (`refilling`). All are evaluated for the full number of microbatches by
+   repeating a period in the middle, which needs no search (`orders`).
+4. Local search for warm-up and cool-down: move a pass, alone or with its neighbors in other
+   microbatches, or exchange two, if the objective does not grow (`improve`). After each round the
+   worse half of the orders is dropped and the best continue in several copies; W are placed again
+   in between. A placement is dropped if its lower bound is above the best order.
+5. Repeat with other random numbers, then a long local search from the best orders of both turns.
+   Each order is searched independently, so the plan is the same on any number of cores.
+6. With `trades`, each strategy to save memory is a separate search on each placement. Those with
+   offloading start from orders planned for more memory (`offload_search`). All share one budget; a
+   search that cannot win by its bound never starts.
 """
 
 import time
@@ -41,44 +41,45 @@ from megatron_vshape.core.planner.race import better_half, race
 __all__ = ["Objective", "Plan", "plan"]
 
 ROUNDS, LEAST = 3, 1000
-"""The budget is spent in about so many rounds, each with half as many orders and so many steps."""
+"""Approximate number of rounds, each with half the orders, and minimum steps per order and round.
+"""
 
 WALKS, WALKS_OF_FEW = 2, 6
-"""So many orders are walked side by side at least: copies of the better half fill up the rest."""
+"""Minimum number of orders per round; copies of the better half fill up the rest."""
 
 FEW, STEPS_OF_FEW = 1000, 100_000
-"""Fewer passes are soon stuck, so after so many steps of each order copies of them restart.
+"""Below this number of passes orders converge early: copies restart after so many steps each.
 
-A copy begins with moves that may make its order longer. d=4, m=8, 1/1.15/.85/.05, 11 chunks:
-49.65, without 50.25.
+A copy starts with moves that may lengthen its order. d=4, m=8, 1/1.15/.85/.05, 11 chunks: 49.65;
+without restarts 50.25.
 """
 
 OLD = TURNS = 3
-"""One of so many turns goes on from the orders that those before it ended with, and is the last."""
+"""Number of turns; the last one continues with the orders of the turns before."""
 
 LONGER = 24
-"""A turn that goes on has so many times the budget: old orders still gain where new ones do not."""
+"""Budget factor of a continued turn: old orders still improve when new ones do not."""
 
 TURNS_OF_TRADES = 8
-"""With copies, where there is more to walk; only the first begins anew."""
+"""Number of turns with offloading, whose search space is larger; only the first has new orders."""
 
 NEAR, ENOUGH = 0.003, 0.001
-"""So near the bound no further turn of the default budget begins, and one under way ends.
+"""Gap to the bound below which no further turn starts, and below which a turn ends.
 
-At d=8, m=64, 1/1.15/.85/.05, 10 chunks, a long turn spends a third of a plan's time on the last
-.04 %: 400.55 and 400.4, where the bound is 400.15. At .002 it ended at 400.875 a quarter of a
-second earlier, and left out copies that pay.
+They apply to the default budget. At d=8, m=64, 1/1.15/.85/.05, 10 chunks, a long turn spends a
+third of a plan's time on the last 0.04%: 400.55 and 400.4, where the bound is 400.15. With 0.002 it
+ended at 400.875, a quarter of a second earlier, and missed useful offloads.
 """
 
 STEPS_OF_PAIR = 5
-"""A turn of the default budget has at most so many steps for every two passes."""
+"""Maximum steps per pair of passes in a turn of the default budget."""
 
 _SAME = 1e-9
 
 _Runner = tuple[PlacementSearch, Candidate]
 
 Progress = Callable[[int, float, float], None]
-"""Called with the steps taken, the best value so far and the lower bound."""
+"""Called with the steps so far, the best value so far and the lower bound."""
 
 
 def plan(
@@ -99,18 +100,10 @@ def plan(
     begun: Callable[[Callable[[], Plan]], None] | None = None,
     seed: int = 1,
 ) -> Plan:
-    """Search for the fastest schedule whose devices need at most `limit` memory each.
+    """Search for the fastest schedule within a memory limit per device.
 
-    `limit` is in the unit of the costs' memory, one value or one per device; infinity is none.
-    With `steps` (by default what takes a few seconds at 8 devices) the same call gives the same
-    plan on any number of cores; with `seconds` it ends then, or at Ctrl-C, with the best so far.
-    `placements` are those allowed, by default `default_placements`; costs of more stages than a
-    placement has are added up. Every microbatch is cut in so many `slices` along its sequence, of
-    several numbers in the best; `costs` are those of whole ones. With `whole` every B stands for a
-    BW and takes its time, and no W counts: the order is meant to run without.
-    With `trades`, activations may be offloaded if the costs contain the times of copies: chosen by
-    microbatch and stage, and never worse than without. At most `in_host` per device at once.
-    `begun` is called with what returns the best plan so far, from any thread.
+    With `steps`, the same call gives the same plan on any number of cores. With `seconds`, or on
+    Ctrl-C, it returns the best plan so far.
 
     >>> from megatron_vshape import Costs, plan
     >>> costs = Costs.uniform(4, 8, forward=1, backward=1.2, weight=0.8, send=0.05)
@@ -118,9 +111,28 @@ def plan(
     >>> max(found.peak) <= 6, found.lower_bound <= found.value < 60
     (True, True)
 
+    Args:
+        costs: costs of the stages for unsliced microbatches. If a placement has fewer stages, their
+            costs are added up.
+        num_devices: pipeline ranks.
+        num_microbatches: microbatches per step.
+        limit: memory limit in the costs' unit, one value or one per device; infinity is no limit.
+        objective: `makespan` or `span`.
+        placements: allowed placements (default: `default_placements`).
+        slices: sequence slices per microbatch, or several numbers to choose from.
+        whole: plan for a run with unsplit backward: B has the time of BW, and W costs nothing.
+        trades: allow offloading if the costs contain copy times, chosen by microbatch and stage.
+            The plan is never worse than without.
+        in_host: host memory limit per device, in the costs' unit.
+        steps: search steps (default: a few seconds at 8 devices).
+        seconds: time limit.
+        progress: called with the steps so far, the best value and the lower bound.
+        begun: called with a function that returns the best plan so far, from any thread.
+        seed: seed of the random numbers.
+
     Raises:
-        LimitError: nothing fits the limit; it says the least that does, on any placement.
-        ScheduleError: counts, costs and placements do not match, or there is no such objective.
+        LimitError: nothing fits the limit; contains the least limit that fits, on any placement.
+        ScheduleError: counts, costs and placements do not match, or the objective is unknown.
     """
     say_if_slow()
     sizes = num_devices, num_microbatches, limit, (goal := Objective(objective))
@@ -151,7 +163,7 @@ def _searches(
     in_host: float,
     seed: int,
 ) -> list[PlacementSearch]:
-    """Return a search for every placement, number of slices and way to save memory that fits.
+    """Return a search for every placement, number of slices and strategy that fits the limit.
 
     Raises:
         LimitError: none fits.
@@ -181,17 +193,17 @@ def _searches(
 
 
 def _worth_racing(searches: Sequence[PlacementSearch]) -> list[PlacementSearch]:
-    """Return the searches whose bounds promise most first, and of the same those with copies.
+    """Sort the searches by lower bound; with equal bounds, offloading comes first.
 
-    What their bounds leave nothing below the best order then never begins.
+    A search whose bound is not below the best order so far never starts.
     """
     return sorted(searches, key=lambda each: (each.bound, not isinstance(each, OffloadSearch)))
 
 
 class _Race:
-    """Spends the budget on the orders of all placements together; the better half goes on.
+    """Distributes the budget over the orders of all placements; the better half continues.
 
-    Every order is walked by itself, so threads share the work and change no plan.
+    Each order is searched independently, so threads do not change the plan.
     """
 
     def __init__(self, searches: list[PlacementSearch], trades: bool = False) -> None:
@@ -201,15 +213,16 @@ class _Race:
 
     @property
     def best(self) -> PlacementSearch:
-        """Return the search with the best order so far; raises ScheduleError if none has one."""
-        # Ctrl-C may have come before the last of them had any.
+        """Search with the best order so far; raises ScheduleError if none has an order."""
+        # After Ctrl-C some searches may have no order yet.
         begun = [search for search in self.searches if search.best is not None]
         return min(begun or self.searches, key=PlacementSearch.value)
 
     def run(self, steps: int | None, seconds: float | None, progress: Progress | None) -> None:
-        """Search with the budget; the default one up to `TURNS` times, until the bound is near.
+        """Search in up to `TURNS` turns by default, until the lower bound is near.
 
-        With `seconds` again, other and twice as long, until they end.
+        With `seconds`, turns with other random numbers and twice the budget follow until the time
+        limit.
         """
         ends = None if seconds is None else time.monotonic() + seconds
         budget = steps
@@ -224,6 +237,8 @@ class _Race:
             with ThreadPoolExecutor(CORES) as pool:
                 try:
                     for turn in count(1):
+                        # A continued turn starts from the last orders, all other turns from new
+                        # ones.
                         again = turn > 1 if self.trades else turn % OLD == 0
                         live = stayed if again else self._begin(budget, pool)
                         kept = [] if again else stayed
@@ -239,6 +254,7 @@ class _Race:
                 finally:
                     pool.shutdown(cancel_futures=True)
         except KeyboardInterrupt:
+            # Ctrl-C returns the best order so far; without any order it is an interrupt.
             if all(search.best is None for search in self.searches):
                 raise
 
@@ -258,19 +274,22 @@ class _Race:
         progress: Progress | None,
         pool: ThreadPoolExecutor,
     ) -> list[_Runner]:
-        """Improve the orders in rounds; return the last ones.
+        """Improve the orders in rounds; return those of the last round.
 
-        After each round half of them stay. Where that leaves few, the best go on in several ways.
+        Half of the orders remain after each round, filled up with copies if they are few.
         """
 
         def is_over() -> bool:
             return self._closed(self.enough) or (ends is not None and time.monotonic() >= ends)
 
         def advance(live: list[_Runner], share: int, number: int) -> list[_Runner]:
+            # The first round always runs, so that every order is improved once.
             if number and is_over():
                 return live
             for steps in _pieces(share):
                 jobs = [(*pair, steps) for pair in live]
+                # Batches of one job per core, so that the time limit and progress are checked in
+                # between.
                 for at in range(0, len(jobs), CORES):
                     for search, each, _ in pool.map(_improve, jobs[at : at + CORES]):
                         search.keep(each)
@@ -287,11 +306,11 @@ class _Race:
         return race(live, budget, _rounds_of(live, budget), advance, LEAST)
 
     def _open(self, live: list[_Runner]) -> list[_Runner]:
-        """Return those whose placement can still have a better order."""
+        """Return the orders whose placement can still have a better order."""
         return [pair for pair in live if self._can_win(pair[0])]
 
     def _can_win(self, search: PlacementSearch) -> bool:
-        """Return whether the bound of its placement leaves something below the best order."""
+        """Return whether the lower bound of its placement is below the best order."""
         begun = [each for each in self.searches if each.best is not None]
         return not begun or search.bound * (1 + _SAME) < min(each.value() for each in begun)
 
@@ -299,11 +318,11 @@ class _Race:
         return self.best.value() <= self.bound * (1 + within)
 
     def plan(self) -> Plan:
-        """Return the best order found, as a plan."""
+        """Return the best order as a plan."""
         return replace(self.best.plan(), steps=self.steps, tried=tuple(self._tried()))
 
     def _tried(self) -> Iterator[Tried]:
-        """Yield the best of every way to hold less, on any placement."""
+        """Yield the best value of each strategy to save memory, over all placements."""
         for way in dict.fromkeys(search.way for search in self.searches):
             own = [search for search in self.searches if search.way == way]
             values = [search.value() for search in own if search.best is not None]
@@ -311,7 +330,7 @@ class _Race:
 
 
 def _pieces(steps: int) -> list[int]:
-    """Return the steps in parts of at most `MOST_AT_ONCE`."""
+    """Split the steps into parts of at most `MOST_AT_ONCE`."""
     parts = -(-steps // MOST_AT_ONCE)
     return [steps * (at + 1) // parts - steps * at // parts for at in range(parts)]
 
@@ -324,7 +343,7 @@ def _improve(job: tuple[PlacementSearch, Candidate, int]) -> tuple[PlacementSear
 
 
 def _going_on(live: list[_Runner]) -> list[_Runner]:
-    """Return the better half, and where that is few, these again on ways of their own."""
+    """Return the better half of the orders, filled up with reseeded copies if they are few."""
     few = _are_few(live)
     walks = WALKS_OF_FEW if few else WALKS
     live = better_half(live, _value_of)
@@ -356,8 +375,8 @@ def _passes_of(problem: Problem) -> int:
 def default_steps(problem: Problem) -> int:
     """Return the steps of a turn of the default budget.
 
-    More devices make a step dearer, and more microbatches what is done beside the steps; few
-    passes need fewer.
+    With more devices a step costs more, with more microbatches the work outside of the steps does.
+    Few passes need fewer steps.
     """
     devices, microbatches = problem.num_devices, problem.num_microbatches
     most = 500_000 if devices <= 16 else 160_000

@@ -1,14 +1,17 @@
-"""A vocabulary that all devices share: its passes put into an order of F, B and W, and its costs.
+"""Vocabulary parallelism: insert its passes into an order of F, B and W, and their costs.
 
-What all devices join runs on each as soon as what it reads is there, and in one order everywhere,
-that in which it comes to be. So a device that has not come to such a pass yet is in one that began
-before, which reads nothing made after it by another: no order of this kind can deadlock, even where
-each of these passes waits until all devices have come to it. T waits for nobody, so it fills idle
-time, and follows the S of the next microbatch, with which the gradient of its loss comes along.
+The embedding and the output layer are sharded over all devices. S (`LOGITS`) computes forward and
+input gradient of the output layer, T (`HEAD_WEIGHT`) its weight gradient.
 
-What it takes besides is a lag between the last stage's F and B: a message, the longest pass of a
-device, S and two collectives. V-Half with an even number of devices, and V-Min, have room for it.
-V-ZB as published has none, and with one chunk more it has; 1F1B takes two, a microbatch.
+A collective pass runs on each device as soon as its input is available, in the same order on all
+devices: the order in which inputs become available. A device that has not reached such a pass runs
+an earlier pass, which depends on no later result of another device. So no such order deadlocks,
+even if every collective pass waits for all devices. T is not collective: it fills idle time. It
+follows the S of the next microbatch, whose collective also provides the gradient of its loss.
+
+The last stage has a lag between F and B: a message, the longest pass of a device, S and two
+collectives. V-Half with an even number of devices, and V-Min, have room for it. V-ZB needs one more
+chunk, 1F1B two (a microbatch).
 """
 
 import itertools
@@ -39,49 +42,53 @@ from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.model.schedule import Schedule
 
 WAITING = (1, 3)
-"""Microbatches of which a device holds its part of the logits for a T that finds no idle time."""
+"""Microbatches whose logits may wait on a device for a T without idle time; all are tried."""
 
 LATE = (0.0, 0.5, 1.0)
-"""The share of a pass run sooner by which it may hold up the one whose turn it is.
+"""Fractions of a pass run early by which it may delay the pass that is due; all are tried.
 
-In chunk passes at d = 8, m = 32, an output layer of 2.46 layers: V-ZB with one chunk more takes
-216.5, 214.0 and 215.9, 1F1B with two 305, 293 and 301; V-Half at its own memory 223.8 by all.
+In chunk passes at d = 8, m = 32, an output layer of 2.46 layers: V-ZB with one more chunk needs
+216.5, 214.0 and 215.9, 1F1B with two 305, 293 and 301; V-Half with its published memory 223.8 each.
 """
 
 PATIENCE = (0.0, 1.0, 1.5)
-"""How long the last stage's B is taken to wait on top while an order is made, in that stage's F.
+"""Extra wait of the last stage's B that is assumed while an order is made, in that stage's F.
 
-So the F of the next microbatch goes first, and what all devices join fills the wait. It pays where
-a device has one stage, and is tried there: at d = 8, m = 32, an output layer of 2.46 layers, 1F1B
-takes 293, 256 and 256, of 0.62 layers 285, 244 and 251; ZB-H1 221, 243 and 236, and 239, 226, 228.
+The F of the next microbatch then comes first, and collective passes fill the wait. This helps if a
+device has one stage, and is tried only then: at d = 8, m = 32, an output layer of 2.46 layers, 1F1B
+needs 293, 256 and 256, of 0.62 layers 285, 244 and 251; ZB-H1 221, 243 and 236, and 239, 226, 228.
 """
 
 MORE = {"1f1b": 1, "zb-h1": 1, "v-zb": 1}
-"""Microbatches of a stage that a device may hold more of than without sharing, by schedule."""
+"""Additional microbatches of a stage that a device may keep in memory, by schedule."""
 
 FURTHER = 24
-"""Passes of its order of which a device may run one sooner."""
+"""Number of the next passes of a device that may run early."""
 
 SUM = 0.1
-"""What a sum over all devices is taken to last where nobody says it, in F of a chunk."""
+"""Default time of an all-reduce over all devices, in F of a chunk."""
 
 _ROUNDING = 1e-9
 
 AHEAD = 2
-"""Microbatches by which tokens are looked up before the first stage's F of them."""
+"""Microbatches between the embedding lookup and the first stage's F."""
 
 
 def shared_pieces(
     pieces: Pieces, num_devices: int, sum_us: float, logits_bytes: float = 0.0, predicting: int = 0
 ) -> Pieces:
-    """Return the pieces of a model whose embedding and head are shared out over all devices.
+    """Return the pieces of a model with vocabulary parallelism.
 
-    Of the head S computes forward and input gradient, T the weight gradient, each device its part.
-    `sum_us` is what putting the parts together takes, on all devices; `logits_bytes` what each
-    holds of a microbatch from S to T.
+    S computes forward and input gradient of the output layer, T the weight gradient, each device
+    for its shard. With multi-token prediction, the output layer of each such layer is sharded too
+    and its tokens are looked up again; the layer itself belongs to the last stage.
 
-    With layers of multi-token prediction, the output layer of each is shared, and the layer is the
-    last stage's. Each looks its own tokens up too, and `sum_us` is of one hidden state.
+    Args:
+        pieces: costs of a layer, the embedding and the output layer.
+        num_devices: pipeline ranks.
+        sum_us: time of an all-reduce of one hidden state over all devices.
+        logits_bytes: memory of a device per microbatch from S to T.
+        predicting: number of multi-token prediction layers.
     """
     first, last = pieces.first.times(1 + predicting), pieces.last.times(1 + predicting)
     sums_us = sum_us * (1 + predicting)
@@ -92,9 +99,10 @@ def shared_pieces(
 
 
 def held_logits(pieces: Pieces, num_devices: int) -> float:
-    """Return what a device may be taken to hold of a microbatch from S to T, if nobody says it.
+    """Estimate the memory of a device per microbatch from S to T.
 
-    Its part of what the head keeps for its W, and a hidden state, of which a layer holds about 17.
+    It is the device's shard of the output layer's activations for W, and a hidden state, about 1/17
+    of a layer's activations.
     """
     return (
         pieces.last.held_after_backward_bytes / num_devices
@@ -105,7 +113,7 @@ def held_logits(pieces: Pieces, num_devices: int) -> float:
 def _amounts(
     first: Piece, last: Piece, num_devices: int, sum_us: float, logits_bytes: float, stage_us: float
 ) -> list[tuple[str, float]]:
-    """Return what a device's passes take and hold, by name; each some kernels at least."""
+    """Return times and memory of a device's vocabulary passes by name; times have a minimum."""
     times_us = {
         LOOKUP.time: first.forward_us / num_devices,
         LOOKED_UP.time: sum_us,
@@ -125,15 +133,15 @@ def _amounts(
 
 
 def without_shared(costs: Costs) -> Costs:
-    """Return the costs of F, B and W, by which orders are made before they share."""
+    """Return the costs without vocabulary passes, for making orders of F, B and W."""
     there = (_names() | {kind.works for kind in VOCABULARY}).intersection(costs.lists())
     return costs.having(**dict.fromkeys(there)) if there else costs
 
 
 def in_proportion(costs: Costs, like: Costs) -> Costs:
-    """Return the costs with what `like` has of a shared vocabulary, where they lack it.
+    """Add the vocabulary costs of `like` in proportion, unless the costs contain them.
 
-    Times are to all forwards as they are there, and bytes to what all hold.
+    Times scale with the total time of forwards, bytes with the total activation memory.
     """
     if tells_shared(costs):
         return costs
@@ -148,56 +156,57 @@ def in_proportion(costs: Costs, like: Costs) -> Costs:
 
 
 def uniform_shared(num_devices: int, num_stages: int) -> Costs:
-    """Return equal costs, as `Costs.uniform` has them, with those of a shared vocabulary."""
+    """Return the costs of `Costs.uniform` with vocabulary passes."""
     return Costs.uniform(num_devices, num_stages, kinds=VOCABULARY)
 
 
 def holding_logits(costs: Costs, logits_bytes: float) -> Costs:
-    """Return the costs where every device holds so much of a microbatch from S to T."""
+    """Return the costs with this memory per device and microbatch from S to T."""
     return costs.having(**{LOGITS.takes: (logits_bytes,) * costs.num_stages})
 
 
 def tells_shared(costs: Costs) -> bool:
-    """Return whether the costs say what passes of a shared vocabulary take."""
+    """Return whether the costs contain the passes of vocabulary parallelism."""
     return _names() <= {name for name, _ in costs.others}
 
 
 def _names() -> set[str]:
-    """Return by which names costs know what passes of a shared vocabulary take."""
+    """Return the names of the costs of vocabulary passes."""
     return {kind.time for kind in VOCABULARY} | {LOGITS.takes}
 
 
 def more_room(name: str, costs: Costs) -> float:
-    """Return how much more a device may hold when this schedule of the catalogue shares."""
+    """Return the additional memory per device for this schedule with vocabulary parallelism."""
     return MORE.get(name, 0) * max(costs.held_after_forward_bytes)
 
 
 def most_logits_bytes(costs: Costs, waiting: int = max(WAITING)) -> float:
-    """Return what a device holds of logits at most if so many microbatches' may wait for a T.
+    """Return the peak memory for logits on a device, if `waiting` microbatches may wait for a T.
 
-    With what passes work with that have to do with them.
+    Includes the workspace of vocabulary passes.
     """
     works = max(max(costs.works(kind)) for kind in VOCABULARY)
     return (waiting + 1) * max(dict(costs.others).get(LOGITS.takes, (0.0,))) + works
 
 
 def shared_if_told(schedule: Schedule, costs: Costs) -> Schedule:
-    """Return the schedule, in which all devices share the vocabulary if the costs tell of that."""
+    """Return the schedule, with vocabulary parallelism if the costs contain it."""
     if is_shared(schedule) or not tells_shared(costs):
         return schedule
     return share_vocabulary(schedule, costs, more_room(schedule.name, costs))
 
 
 def is_shared(schedule: Schedule) -> bool:
-    """Return whether the schedule has passes of a vocabulary that all devices share."""
+    """Return whether the schedule has vocabulary parallelism."""
     return not schedule.kinds.isdisjoint(VOCABULARY)
 
 
 def share_forwards(wave: Schedule) -> Schedule:
-    """Return the evaluation's schedule with a shared vocabulary's I, E, S and C.
+    """Add the forward passes of vocabulary parallelism to a schedule for evaluation.
 
-    `wave` is that of `lowering.forward_wave`. All devices join I right before the first stage's F
-    can run, and S right after the last one's, so that everything keeps one order on all of them.
+    `wave` is from `lowering.forward_wave`. All devices run `LOOKUP` directly before the first
+    stage's F, and `LOGITS` directly after the last stage's, so the order is the same on all of
+    them.
     """
     last, devices = wave.num_stages - 1, wave.num_devices
     chunks = wave.num_stages // devices
@@ -227,12 +236,11 @@ def share_forwards(wave: Schedule) -> Schedule:
 def share_vocabulary(
     schedule: Schedule, costs: Costs, more: float = 0.0, waiting: Iterable[int] = WAITING
 ) -> Schedule:
-    """Return the schedule with the passes of a vocabulary that all devices share.
+    """Return the schedule with the passes of vocabulary parallelism inserted.
 
-    `costs` are those of `shared_costs`. Where a device would wait, it runs an F or a W that comes
-    later, if without the logits it then holds at most so much `more` than ever in the schedule. The
-    logits of so many microbatches as `waiting` says may wait for a T that finds no idle time. Of
-    several ways the order that takes least time, and of these the one that holds least.
+    A device that would wait runs a later F or W instead, if its memory without logits stays within
+    `more` of its peak in the schedule. Several variants are tried: the fastest is returned, and of
+    equally fast ones that with the smallest peak.
 
     >>> from megatron_vshape import Costs, make, simulate
     >>> from megatron_vshape.core.model.costs import Piece
@@ -243,6 +251,12 @@ def share_vocabulary(
     146.0
     >>> round(simulate(share_vocabulary(schedule, costs), costs).makespan, 1)
     95.2
+
+    Args:
+        schedule: a complete schedule without vocabulary parallelism.
+        costs: costs with vocabulary passes, as of `shared_pieces`.
+        more: additional memory per device, in the costs' unit.
+        waiting: numbers of microbatches whose logits may wait for a T without idle time, to try.
 
     Raises:
         ScheduleError: the schedule has such passes already, is not complete, or deadlocks.
@@ -260,7 +274,7 @@ def share_vocabulary(
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Joined:
-    """A pass that all devices join: from when on, where the result that it reads is."""
+    """A collective pass, and when and where its input is available."""
 
     made_us: float
     microbatch: int
@@ -270,14 +284,14 @@ class _Joined:
 
 @dataclass(frozen=True, slots=True)
 class _Action:
-    """What a device does next."""
+    """The next step of a device."""
 
     start_us: float
     step: tuple[Pass, ...]
 
 
 class _Dealer:
-    """Runs the schedule, and on each device whatever else there is to do in between."""
+    """Simulates the schedule, and inserts the vocabulary passes on each device."""
 
     def __init__(
         self,
@@ -297,7 +311,7 @@ class _Dealer:
         }
         self.wait_us = {LOSS: patience * self.takes_us[Kind.F][-1]}
         self.changes = {kind: costs.changes(kind) for kind in schedule.kinds}
-        self.most = {  # that a pass holds more while it runs
+        self.most = {  # memory that a pass adds while it runs
             kind: tuple(map(add, takes, costs.works(kind)))
             for kind, (takes, _) in self.changes.items()
         }
@@ -308,14 +322,14 @@ class _Dealer:
         self.last = schedule.num_stages - 1
         self.table = NeedTable(schedule.num_stages, (*schedule.kinds, *VOCABULARY))
         self.left = [list(schedule.steps(device)) for device in range(devices)]
-        self.links_us: dict[tuple[int, str], float] = {}  # until when resources are taken
-        self.joins = [0] * devices  # of `joined`
-        self.logits = [0] * devices  # so many S have run,
-        self.weights = [0] * devices  # and T
+        self.links_us: dict[tuple[int, str], float] = {}  # by (device, resource): busy until
+        self.joins = [0] * devices  # [device] -> index in `joined`
+        self.logits = [0] * devices  # [device] -> S that have run
+        self.weights = [0] * devices  # [device] -> T that have run
         self.clock_us = [0.0] * devices
         self.made: list[list[Pass]] = [[] for _ in range(devices)]
         self.done_us = self._undone()
-        self.reads = {  # what a pass reads: when it is done, by microbatch, and its message
+        self.reads = {  # inputs of a pass: ends by microbatch, and P2P lag
             (kind, stage): [
                 (self.done_us[self.table.parts[part], source], self._lag_us(source, stage))
                 for part, source in needs[stage]
@@ -323,21 +337,22 @@ class _Dealer:
             for kind, needs in self.table.needs.items()
             for stage in stages
         }
-        self.parts: dict[tuple[Kind, int], list[float]] = {}  # when they are there to be summed
-        self.collectives_us = [0.0] * devices  # until when they are under way
+        self.parts: dict[tuple[Kind, int], list[float]] = {}  # arrivals of a collective's parts
+        self.collectives_us = [0.0] * devices  # [device] busy with collectives until
         self.joined = [
             _Joined(0.0, microbatch, LOOKUP, self.ends[0])
             for microbatch in range(min(AHEAD, schedule.num_microbatches))
         ]
         self.everywhere = frozenset(range(devices))
         self.readers = self._read_by()
-        self.changed = set(self.everywhere)  # devices that may do something else next than before
+        self.changed = set(self.everywhere)  # devices whose next step may have changed
 
     def deal(self) -> Schedule:
         left = sum(map(len, self.left))
         left += 4 * self.schedule.num_devices * self.schedule.num_microbatches
         starts_us, actions = [0.0] * len(self.made), dict[int, _Action]()
         for _ in range(left):
+            # Only these devices can have another next step than before.
             for device in self.changed:
                 actions[device] = self._next(device)
                 starts_us[device] = actions[device].start_us
@@ -347,7 +362,7 @@ class _Dealer:
         return replace(self.schedule, order=tuple(map(tuple, self.made)))
 
     def _undone(self) -> dict[tuple[Kind, int], list[float]]:
-        """Return when passes are done, by microbatch: never; at once, where there are none."""
+        """Return the ends of passes by microbatch: infinity, or 0 for passes that do not exist."""
         there = {work for row in self.schedule.order for work in row if not work.kind.everywhere}
         microbatches = range(
             1 + max(work.microbatch for row in self.schedule.order for work in row)
@@ -368,7 +383,7 @@ class _Dealer:
         return self.costs.send_us if placement[source] != placement[stage] else 0.0
 
     def _read_by(self) -> dict[tuple[Kind, int], set[int]]:
-        """Return the devices that read what a kind of pass makes on a stage."""
+        """Return the devices that read the result of a kind of pass on a stage."""
         found: dict[tuple[Kind, int], set[int]] = {}
         for needs in self.table.needs.values():
             for stage, reads in enumerate(needs):
@@ -383,8 +398,9 @@ class _Dealer:
         self.changed |= self.readers.get((kind, stage), set())
 
     def _next(self, device: int) -> _Action:
-        """Return what the device does next, as far as is known by now."""
+        """Return the device's next step, by the inputs known so far."""
         now, options = self.clock_us[device], []
+        # Collective passes run in the same order on all devices, so only the next one is an option.
         if self.joins[device] < len(self.joined):
             item = self.joined[self.joins[device]]
             start = max(now, self._arrives(item.made_us, item.device, device))
@@ -397,17 +413,18 @@ class _Dealer:
             options.append(filler)
         if given.start_us > now:
             options += self._later(given, device)
+        # The earliest start; on ties a collective pass, then T, then a later pass.
         return min((*options, given), key=lambda each: each.start_us)
 
     def _action(self, step: tuple[Pass, ...], device: int) -> _Action:
-        """Return the step as it comes; what runs beside the processor holds it up in nothing."""
+        """Return the scheduled step; a pass on another resource does not delay the compute lane."""
         ready_us = max(map(self._ready_us, step))
         if step[0].kind.resource != PROCESSOR and ready_us < math.inf:
             return _Action(self.clock_us[device], step)
         return _Action(max(self.clock_us[device], ready_us), step)
 
     def _later(self, given: _Action, device: int) -> Iterator[_Action]:
-        """Yield a W and an F that come later, and would not hold up the given pass by much."""
+        """Yield a later W and a later F that hardly delay the given pass."""
         seen = set()
         for step in self.left[device][:FURTHER]:
             kind, stage, _ = step[0]
@@ -417,17 +434,19 @@ class _Dealer:
             action, most = self._action(step, device), self.most[kind][stage]
             if most and self.held[device] + most > self.limits[device] * (1 + _ROUNDING):
                 continue
+            # A pass run early may delay the given one by the fraction `late` of its time.
             least_us = (1 - self.late) * self.takes_us[kind][stage]
             if action.start_us < math.inf and action.start_us + least_us <= given.start_us:
                 yield action
 
     def _fits(self, filler: _Action, given: _Action, device: int) -> bool:
+        # With too many logits in memory, T runs even if it delays the given pass.
         must = self.logits[device] - self.weights[device] > self.waiting
         takes_us = 0.0 if must else self.takes_us[HEAD_WEIGHT][self.homes[device]]
         return filler.start_us + takes_us <= given.start_us
 
     def _filler(self, device: int, now: float) -> _Action | None:
-        """Return the next T, if it may run: the S of the next microbatch has."""
+        """Return the next T, if the S of the next microbatch has run."""
         microbatch = self.weights[device]
         ready = min(self.logits[device], microbatch + 2)
         if ready < min(microbatch + 2, self.schedule.num_microbatches) or ready == microbatch:
@@ -442,7 +461,7 @@ class _Dealer:
         return made_us + (self.costs.send_us if source != device else 0.0)
 
     def _ready_us(self, work: Pass) -> float:
-        """Return when the pass has all that it reads; infinity where that is not known."""
+        """Return when all inputs of the pass are available; infinity if that is unknown."""
         kind, stage, microbatch = work
         ready_us = 0.0
         for done_us, lag_us in self.reads[kind, stage]:
@@ -489,7 +508,7 @@ class _Dealer:
             self.held[device] += sum(change[stage] for change in self.changes[kind])
 
     def _call(self, work: Pass, end: float, device: int) -> None:
-        """Have all devices join what reads this pass's result, or makes that of a later one."""
+        """Queue the collective passes that read this pass's result, or that a later pass needs."""
         if work.kind is Kind.F and work.stage == 0:
             ahead = work.microbatch + AHEAD
             if ahead < self.schedule.num_microbatches:
@@ -504,7 +523,7 @@ class _Dealer:
         self.changed |= self.everywhere
 
     def _sum(self, kind: Kind, stage: int, microbatch: int, end: float, device: int) -> None:
-        """Put the parts together once all are there, where the sum is read."""
+        """Finish a collective at its reader once the parts of all devices have arrived."""
         home = self.schedule.placement[stage]
         parts = self.parts.setdefault((kind, microbatch), [])
         parts.append(self._arrives(end, device, home))
