@@ -33,11 +33,11 @@ from megatron_vshape.rehearsal.shapes import Counted, Shape
 from megatron_vshape.rehearsal.simulated import megatrons_name
 
 HEADROOM = 0.04
-"""Of a GPU's memory, left free for fragments."""
+"""Fraction of a GPU's memory that is kept free for fragmentation."""
 
 MOST_SHAPES = 16
 PLANNED_SHAPES = 3
-"""Shapes that a plan is looked for in: the command's, and the best of the others."""
+"""Maximum number of other parallel configurations to plan for, the best first."""
 
 NEAR = 0.02
 """Minimum possible gain over the best known line for a strategy to be evaluated."""
@@ -55,7 +55,7 @@ LAYOUT = "--pipeline-model-parallel-layout"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A way to run: a schedule in a shape, and what it is predicted to take."""
+    """A schedule in a parallel configuration, with its estimated step time and memory."""
 
     name: str  # of the schedule
     shape: Shape
@@ -67,12 +67,12 @@ class Line:
 
     @property
     def most(self) -> float:
-        """Return the bytes of the rank that needs most."""
+        """Memory of the largest rank, in bytes."""
         return max(self.known.peak)
 
     @property
     def title(self) -> str:
-        """Return the schedule and the shape in words."""
+        """Schedule and parallel configuration, formatted."""
         more = ", vocabulary parallelism" if self.shares else ""
         if self.is_stock and not self.is_even:
             more = ", uneven layers"
@@ -80,12 +80,12 @@ class Line:
 
     @property
     def is_even(self) -> bool:
-        """Return whether the layers are equally many of every stage, or they and both ends."""
+        """Whether layers, or layers with embedding and output layer, are equal in all stages."""
         layers = self.known.costs.layers or ()
         return len(set(layers)) < 2 or layers == even_with_ends(sum(layers), len(layers))
 
     def changes_megatron(self, command: Command) -> list[str]:
-        """Return what makes Megatron run these stages: a layout says how many there are, too."""
+        """Return the flags that make Megatron run these stages."""
         layers, chunks = self.known.costs.layers or (), self.known.schedule.num_chunks
         if command.pattern:
             return [f"{hybrid.FLAG} '{hybrid.cut(command.pattern, layers)}'"]
@@ -142,7 +142,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Count the shapes, predict them, print the lines and what follows, and return 0."""
+    """Estimate the configurations, print the comparison and the recommendation, and return 0."""
     words = options.command
     if not 0 < options.training_share <= 1:
         raise ScheduleError(
@@ -210,7 +210,7 @@ def _kept(text: str) -> list[str]:
 
 
 class _Advice:
-    """Predicts the shapes of a command."""
+    """Estimates and plans the parallel configurations of a command."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class _Advice:
         self.case = _case_of(command, gpu)
 
     def count(self, wanted: Sequence[Shape], left_out: list[str]) -> None:
-        """Count every shape; what cannot be goes to `left_out`, with the reason."""
+        """Estimate every configuration; append failures to `left_out`, with the reason."""
         asked = rehearsed(self.options, self.command, self.gpu.name)
         commands = [shape.command(self.command) for shape in wanted]
         every = count_all(asked, commands, lambda *_: None)
@@ -244,12 +244,12 @@ class _Advice:
             self.counted[shape] = shapes.of_pattern(shapes.counted(*given), command)
 
     def microbatches(self, shape: Shape) -> int:
-        """Return how many of a step."""
+        """Return the number of microbatches per step."""
         each = shape.microbatch * self.sizes[shape].replicas
         return self.command.number("--global-batch-size", each) // each
 
     def lines(self, own: Shape) -> dict[str, Line | None]:
-        """Return the lines that are told, by what they are."""
+        """Return the lines to print, by the keys of `NAMES`."""
         today = self._today(own)
         stock = [line for shape in self.counted for line in self._stock(shape)]
         stock += [today] if today.is_stock else []
@@ -258,12 +258,14 @@ class _Advice:
         found["stock"] = min(fitting, key=_step, default=None)
         others = [shape for shape in self.counted if shape != own]
         seconds = self.options.seconds / PLANNED_SHAPES
+        # A configuration that does not fit is no baseline: any plan that fits is better.
         now_s = today.step_s if today.most <= self.limit else math.inf
         mine = self._planned(own, seconds, now_s)
         best = [line for line in (mine, found["stock"]) if line is not None]
         planned = 0
         for shape in sorted(others, key=self._least_us):
             fastest = min(map(_step, best), default=math.inf)
+            # Sorted by lower bound: none of the remaining configurations can be faster.
             if planned == PLANNED_SHAPES or 1e-6 * self._least_us(shape) > fastest:
                 break
             line = self._planned(shape, seconds, fastest)
@@ -285,9 +287,9 @@ class _Advice:
         return line
 
     def _megatrons(self) -> tuple[str, tuple[int, ...] | None]:
-        """Return the name of the schedule that Megatron itself takes, and its stages' layers.
+        """Return the name of Megatron's schedule for the command, and the layers per stage.
 
-        None where they do not divide, as where a program makes a layout of them.
+        The layers are None if they do not divide evenly, as when a program creates the layout.
         """
         command = self.command
         pipeline = command.number("--pipeline-model-parallel-size", 1)
@@ -312,10 +314,10 @@ class _Advice:
         return megatrons_name(chunks), None if rest else tuple(even)
 
     def _stock(self, shape: Shape) -> Iterator[Line]:
-        """Yield Megatron's own schedules, where the layers divide; where they never do, all.
+        """Yield Megatron's schedules for all numbers of chunks that divide the layers, or for all.
 
-        Each with the layers dealt out evenly, and by a layout that evens out the work, or comes as
-        near to that as fits.
+        Each has an even split of the layers and one balanced by work, or the closest to it that
+        fits.
         """
         most = (self.layers + 2) // shape.pipeline
         counts = [n for n in (1, 2, 3, 4, 5, 6, 8, 10, 12) if n <= most]
@@ -334,12 +336,12 @@ class _Advice:
                         break
 
     def divides(self, stages: int) -> bool:
-        """Return whether layers, or layers and both ends, are equally many of every stage."""
+        """Return whether the layers, or layers plus embedding and output layer, divide evenly."""
         counted = (self.layers,) if self.command.pattern else (self.layers, self.layers + 2)
         return any(not each % stages for each in counted)
 
     def _dealt(self, shape: Shape, placement: Placement) -> list[tuple[int, ...]]:
-        """Return how flags of Megatron's deal the layers out: evenly, if so, and by their work."""
+        """Return the layer splits to try with Megatron's flags: even if possible, and balanced."""
         stages = len(placement)
         even = None
         if not self.layers % stages:
@@ -357,7 +359,7 @@ class _Advice:
         layers: tuple[int, ...] | None = None,
         pieces: Pieces | None = None,
     ) -> Line | None:
-        """Return the schedule of this name, with these layers if it has as many stages."""
+        """Return the schedule of this name, with these layers if the number of stages matches."""
         pieces = pieces or self.counted[shape].pieces
 
         def cut(stages: int, _: str) -> Costs:
@@ -377,10 +379,9 @@ class _Advice:
         return self._line(name, shape, known, stock)
 
     def _planned(self, shape: Shape, seconds: float, known_s: float) -> Line | None:
-        """Return the fastest order found: with all in GPUs, with copies, with a vocabulary shared.
+        """Return the fastest line: a plan, a plan with offloading, or vocabulary parallelism.
 
-        Those after the first are looked at if they could be clearly faster than what is known by
-        then.
+        The last two are evaluated only if they may be clearly faster than the best so far.
         """
         pieces = self.counted[shape].pieces
         held_s = pieces.layer.held_after_forward_bytes / self.gpu.host_rate
@@ -404,9 +405,9 @@ class _Advice:
         )
 
     def _sharing(self, shape: Shape) -> Iterator[Line]:
-        """Yield the V's that fit with a shared vocabulary.
+        """Yield the V schedules with vocabulary parallelism that fit.
 
-        No plans are looked for: of the 70B they took 22 s to be .2 % faster than the best of these.
+        They are not planned: for the 70B model that needed 22 s and was 0.2% faster.
         """
         pieces = self.counted[shape].pieces
         logits = held_logits(pieces, shape.pipeline)
@@ -441,11 +442,11 @@ class _Advice:
         return self._line(name, shape, known, answer.is_megatrons)
 
     def _least_us(self, shape: Shape) -> float:
-        """Return the microseconds of the shape's busiest rank, were it never idle."""
+        """Return the time of the busiest rank without idle time, in microseconds."""
         return self._busy_us(shape, looping(shape.pipeline, 1), shape.pipeline)
 
     def _mean_us(self, shape: Shape) -> float:
-        """Return the microseconds of a rank that has an even share of all the work."""
+        """Return the mean time of work per rank, in microseconds."""
         return self._busy_us(shape, (0,) * shape.pipeline, 1) / shape.pipeline
 
     def _busy_us(self, shape: Shape, devices: Sequence[int], number: int) -> float:
@@ -465,7 +466,7 @@ class _Advice:
 
 
 def _between(far: Sequence[int], near: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the layers of stages between two ways to deal them out, a layer less far at a time."""
+    """Yield the layer splits between two splits, one layer closer at a time."""
     layers = list(far)
     while sum(map(abs, map(sub, layers, near))) > 2:
         apart = list(map(sub, layers, near))
@@ -538,9 +539,9 @@ def _table(advice: _Advice, shown: Sequence[tuple[str, Line]]) -> list[str]:
 
 
 def _verdict(advice: _Advice, today: Line, stock: Line | None, best: Line | None) -> list[str]:
-    """Return the recommendation, and how the best with this package compares with it.
+    """Return the recommendation, and the comparison with the best of this package.
 
-    Gains within the error of the estimate are no reason to change anything.
+    Gains within the error of the estimate are no reason to change the configuration.
     """
     within = accuracy.threshold(advice.case)
     if best is None:
@@ -588,7 +589,7 @@ def _full_step(share: float, lines: Mapping[str, Line | None]) -> list[str]:
 
 
 def _change(advice: _Advice, today: Line, line: Line) -> str:
-    """Return the flags to change, and the gain over today."""
+    """Format the flags to change, and the gain over today."""
     words = [] if line.shape.recompute == today.shape.recompute else ["remove --recompute-*"]
     for name, flag in shapes.FLAGS.items():
         if getattr(line.shape, name) != getattr(today.shape, name):

@@ -1,4 +1,4 @@
-"""A plan compared with Megatron's and published schedules: the table of `plan`, and --against."""
+"""Comparison of a plan with Megatron's and published schedules: table of `plan`, and --against."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -27,11 +27,11 @@ ABOVE = "above the limit"
 
 
 RUNNERS_UP = 3
-"""Rows below the recommended one that are within the limit."""
+"""Number of rows within the limit below the recommended one."""
 
 
 class _TableRow(NamedTuple):
-    """A row of the table, and by what it is sorted and chosen."""
+    """A row of the table, with its sort key and its family."""
 
     out: bool  # above the limit
     value: float
@@ -42,12 +42,18 @@ class _TableRow(NamedTuple):
 def comparison_rows(
     question: Question, answer: Planned, held: Text, time: Text, every: bool = False
 ) -> tuple[list[list[str]], int]:
-    """Return a heading and a row per schedule, and how many rows are left out.
+    """Return a heading and a row per schedule, and the number of omitted rows.
 
-    The recommended one comes first, then by step time; what is not within the limit stands below
-    the others. Unless `every` row is wanted these are the runners-up, Megatron's own, and of each
-    family that is above the limit the fastest, if more memory would make that worth it. `held` and
-    `time` write the numbers.
+    The recommended schedule comes first, then the others by step time; rows above the limit come
+    last. Without `every`, the rows are the runners-up, the schedules of Megatron, and of each
+    family above the limit the fastest, if it is faster than the plan.
+
+    Args:
+        question: the plan request.
+        answer: the plan result.
+        held: formats memory.
+        time: formats times.
+        every: return all rows.
     """
     idle = simulate(answer.schedule, answer.costs).mean_idle
     name, best = _name(answer), answer.plan
@@ -69,13 +75,13 @@ def comparison_rows(
 
 
 def _worth_showing(rows: Sequence[_TableRow], best: float) -> list[_TableRow]:
-    """Return the rows that help to choose, in their order."""
+    """Return the rows that help to choose, in order."""
     families: set[str] = set()
     shown: list[_TableRow] = []
     for each in rows:
         first = each.family not in families
         if each.out:
-            # Of what nobody has made nothing is known but that it does not fit.
+            # A schedule that was not made has no step time, only the fact that it does not fit.
             helps = first and each.cells[TIME] != "" and each.value < best
         else:
             helps = len(shown) < RUNNERS_UP
@@ -86,7 +92,7 @@ def _worth_showing(rows: Sequence[_TableRow], best: float) -> list[_TableRow]:
 
 
 def _tried_rows(answer: Planned, time: Text) -> Iterator[_TableRow]:
-    """Yield what was planned in the other ways to hold less, or why it was not."""
+    """Yield the plans of the other strategies to save memory, or their lower bounds."""
     best = answer.plan
     by_words: dict[str, tuple[float, bool]] = {}
     for way, value, bound in best.tried:
@@ -95,7 +101,7 @@ def _tried_rows(answer: Planned, time: Text) -> Iterator[_TableRow]:
         by_words[words] = min(found, by_words.get(words, found))
     for words, (value, least) in by_words.items():
         slower = value / best.value - 1
-        if slower <= SAME:  # the plan itself, and what is no better
+        if slower <= SAME:  # the plan itself, or an equal one
             continue
         why = f"{percent(slower)} slower"
         row = [words, "", "", time(value), "", why]
@@ -111,7 +117,7 @@ def _row(
     if isinstance(each, Possible):
         devices = max(each.placement) + 1
         chunks = len(each.placement) // devices
-        # Of what does not fit only a bound for what fits is known, which it may be below.
+        # The bound is for schedules within the limit; one above the limit may be faster.
         least, why = ("", ABOVE)
         if within:
             least, why = f">= {time(value)}", f"at least {percent(slower)} slower"
@@ -133,7 +139,7 @@ def _row(
 
 
 def _note(rival: Rival | None, answer: Planned) -> str:
-    """Return a remark on a schedule that stock Megatron rejects for these sizes."""
+    """Return a remark if stock Megatron rejects the schedule for these sizes."""
     schedule = answer.schedule
     microbatches = schedule.num_microbatches // schedule.slices
     rejected = rival and why_not_stock(rival.name, schedule.num_devices, microbatches)
@@ -145,7 +151,7 @@ def _name(answer: Planned) -> str:
 
 
 def recommended(answer: Planned) -> str:
-    """Return one sentence that says what to run."""
+    """Format the recommendation as one sentence."""
     known, chunks = answer.is_known, answer.schedule.num_chunks
     if known is not None and answer.is_megatrons:
         stages = f" with {chunks} virtual stages per rank" if chunks > 1 else ""
@@ -160,7 +166,7 @@ def recommended(answer: Planned) -> str:
 
 
 def changes(against: Known, answer: Planned, held: Text, time: Text) -> Iterator[str]:
-    """Yield what changes from a schedule to the answer: time, memory, and layers per stage."""
+    """Yield the differences from a schedule to the plan: time, memory and layers per stage."""
     goal = answer.plan.objective
     before, after = goal.of(against.timeline), answer.plan.value
     name = str(against.rival or plain(against.schedule.name))
@@ -179,7 +185,7 @@ def _change(after: float, before: float) -> str:
 
 
 def _layers(costs: Costs) -> str:
-    """Return what every stage has of the model's layers."""
+    """Format the number of layers per stage."""
     stages = costs.num_stages
     if costs.layers is None:
         return f"1/{stages} of the model in each of {stages} stages"

@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the report; return 0, or 1 if a hook does not fit.
 
     Raises:
-        ScheduleError: the named checkout has no Megatron.
+        ScheduleError: the directory of --megatron contains no Megatron.
     """
     if options.megatron is not None:
         _take_checkout(options.megatron)
@@ -168,7 +168,7 @@ def _devices() -> Iterator[tuple[str, str]]:
 
 
 def _extras() -> Iterator[tuple[str, str]]:
-    """Yield the packages of every extra, as pyproject.toml has them."""
+    """Yield the packages of every extra and their versions, by the package metadata."""
     try:
         requirements = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
@@ -186,7 +186,7 @@ def _extras() -> Iterator[tuple[str, str]]:
 
 
 def _warnings() -> Iterator[str]:
-    """Yield known problems of what is installed."""
+    """Yield known problems of the installed libraries."""
     if is_installed("torch"):
         import torch
 
@@ -201,7 +201,7 @@ def _warnings() -> Iterator[str]:
 
 
 def _others_with_flag() -> Iterator[str]:
-    """Yield installed packages for Megatron that add an option of the same name to its parser."""
+    """Yield installed packages for Megatron that register the same option."""
     for each in importlib.metadata.distributions():
         words = " ".join([each.name or "", *(each.requires or ())]).lower()
         if each.name == DISTRIBUTION or "megatron" not in words:
@@ -221,7 +221,7 @@ def _has_flag(path: Path) -> bool:
 
 
 def _print_hooks(verbose: bool) -> list[str]:
-    """Print whether Megatron has all hooks, and return what does not fit."""
+    """Print the state of Megatron's hooks, and return the faults."""
     if not is_installed("megatron.core"):
         print(_section("hooks", "not checked: megatron-core is not installed"))
         return []
@@ -241,7 +241,7 @@ def _print_hooks(verbose: bool) -> list[str]:
 
 
 def _examine() -> tuple[str, list["Finding"]]:
-    """Return Megatron's version and what its targets are like; importing it is noisy."""
+    """Return Megatron's version and the state of its hooks, with import messages suppressed."""
     with silence():
         from megatron_vshape.mcore import cpu
 
@@ -250,7 +250,7 @@ def _examine() -> tuple[str, list["Finding"]]:
 
         from megatron_vshape.mcore.hooks import registry
 
-        # Without the commit of whatever checkout this is run in, which Megatron adds.
+        # Without the commit of the current directory's checkout, which Megatron appends.
         return str(megatron.core.__version__).partition("+")[0], registry.examine()
 
 

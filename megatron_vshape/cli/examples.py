@@ -1,6 +1,6 @@
-"""megatron-vshape examples: the configurations and scripts that the documents name, written here.
+"""megatron-vshape examples: copy the configurations and scripts of the documentation.
 
-An installed package has them inside; in a checkout they lie where the documents look for them.
+An installed package contains them; a checkout has them in the directories that the docs name.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the files, name each, and return 0; a file that has been changed stays as it is."""
+    """Copy the files, print each name, and return 0; a modified file is not replaced."""
     if not FOLDER.is_dir():
         raise ScheduleError(
             f"the examples of a checkout are in {FOLDER.parents[1]}: configs/ and scripts/; "
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _write(source: Path, target: Path) -> str:
-    """Copy a file unless there is another, and return what was done."""
+    """Copy a file unless a different one exists, and return the action."""
     try:
         if target.exists():
             same = target.read_bytes() == source.read_bytes()

@@ -1,4 +1,4 @@
-"""Output files: whole or not at all."""
+"""Output files: written completely or not at all."""
 
 import importlib.util
 import os
@@ -16,7 +16,7 @@ FIGURE_SUFFIXES = (".svg", ".png", ".pdf")
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A file that an option asks for; `write` makes it at the path it is given."""
+    """An output file of an option; `write` creates it at a given path."""
 
     option: str
     path: Path
@@ -24,7 +24,7 @@ class Output:
 
 
 def check_target(option: str, path: Path, suffixes: Sequence[str]) -> None:
-    """Raise ScheduleError unless a file of one of these suffixes can be made at `path`."""
+    """Raise ScheduleError unless a file with one of these suffixes can be written to `path`."""
     if path.suffix not in suffixes:
         known = " or ".join([", ".join(suffixes[:-1])] * (len(suffixes) > 1) + [suffixes[-1]])
         raise ScheduleError(f"{option} {path}: the file's name must end in {known}")
@@ -38,7 +38,7 @@ def check_target(option: str, path: Path, suffixes: Sequence[str]) -> None:
 
 
 def check_installed(what: str, extra: str, *modules: str) -> None:
-    """Raise ScheduleError unless the modules are there that `what` needs and `extra` brings."""
+    """Raise ScheduleError unless these modules are installed; the error names the extra."""
     for module in modules:
         if not is_installed(module):
             raise ScheduleError(
@@ -48,7 +48,7 @@ def check_installed(what: str, extra: str, *modules: str) -> None:
 
 
 def check_can_draw(option: str) -> None:
-    """Raise ScheduleError unless matplotlib is there, without which no picture is drawn."""
+    """Raise ScheduleError unless matplotlib is installed."""
     check_installed(option, "draw", "matplotlib")
 
 
@@ -56,12 +56,17 @@ def is_installed(module: str) -> bool:
     """Return whether a module can be found; does not import it."""
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package around it
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
 def check_targets(options: Namespace, suffixes: Mapping[str, tuple[str, ...]]) -> None:
-    """Raise ScheduleError for an output that could not be written; `suffixes` go by its option."""
+    """Raise ScheduleError for an output that cannot be written.
+
+    Args:
+        options: parsed options.
+        suffixes: allowed suffixes by option name.
+    """
     given = [(f"--{name}", getattr(options, name), suffixes[name]) for name in suffixes]
     targets = [(option, path, endings) for option, path, endings in given if path is not None]
     for target in targets:
@@ -79,7 +84,7 @@ def _check_distinct(targets: Sequence[tuple[str, Path]]) -> None:
 
 
 def schedule_output(option: str, path: Path, schedule: Schedule) -> Output:
-    """Return the file of a schedule, CSV or JSON as its last suffix, which `check_target` saw."""
+    """Return the output of a schedule as CSV or JSON, by the suffix of the path."""
 
     def write(beside: Path) -> None:
         text = schedule.to_csv() if path.suffix == ".csv" else schedule.to_json() + "\n"
@@ -89,10 +94,10 @@ def schedule_output(option: str, path: Path, schedule: Schedule) -> Output:
 
 
 def write_all(outputs: Sequence[Output]) -> None:
-    """Write every file, or none: each beside its target first, and moved there when all are done.
+    """Write all files or none: temporary files are moved to their targets when all are complete.
 
     Raises:
-        ScheduleError: a file cannot be written; names it and says why.
+        ScheduleError: a file cannot be written; contains its name and the reason.
     """
     besides: list[Path] = []
     try:
@@ -116,7 +121,7 @@ def report_written(outputs: Sequence[Output]) -> None:
 
 
 def _target(path: Path) -> Path:
-    """Return where the file really is, so that a link stays one."""
+    """Return the real path of the file, so that a symbolic link is kept."""
     return Path(os.path.realpath(path))
 
 

@@ -1,4 +1,4 @@
-"""What `plan` is told of the model's ends: a vocabulary that all devices share, further heads."""
+"""Options of `plan` for vocabulary parallelism and multi-token prediction, and their costs."""
 
 import argparse
 import math
@@ -16,7 +16,7 @@ from megatron_vshape.view.names import plain
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments about embedding, output layer and multi-token prediction."""
+    """Add the arguments for vocabulary parallelism and multi-token prediction."""
     add_option(
         parser,
         SCHEDULE,
@@ -43,18 +43,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def changed(options: argparse.Namespace) -> bool:
-    """Return whether anything is told, so that costs are taken apart by their layers."""
+    """Return whether an option is set that needs the costs of single layers."""
     return options.vocab_parallel is not None or options.mtp_layers is not None
 
 
 def shares(options: argparse.Namespace, measured: Costs | None) -> bool:
-    """Return whether the vocabulary is shared by what is told; not by the costs file."""
+    """Return whether the options, not the costs file, enable vocabulary parallelism."""
     told = measured is not None and tells_shared(measured)
     return options.vocab_parallel is not None and not told
 
 
 def may_share(options: argparse.Namespace, measured: Costs | None) -> bool:
-    """Return whether the ends could be shared too, and the costs know what that takes off whom."""
+    """Return whether vocabulary parallelism is off but possible, and can be priced."""
     if measured is None or not measured.knows_all or measured.copies:
         return False
     known = bool(measured.layers or options.layers) and options.mtp_layers is None
@@ -62,19 +62,19 @@ def may_share(options: argparse.Namespace, measured: Costs | None) -> bool:
 
 
 def shared(options: argparse.Namespace) -> argparse.Namespace:
-    """Return the options of the same model whose ends all devices share."""
+    """Return the options with vocabulary parallelism."""
     return argparse.Namespace(**{**vars(options), "vocab_parallel": math.nan})
 
 
 def unshared(options: argparse.Namespace) -> argparse.Namespace:
-    """Return the options of the same model whose ends stay whole."""
+    """Return the options without vocabulary parallelism."""
     return argparse.Namespace(**{**vars(options), "vocab_parallel": None})
 
 
 def cut_of(options: argparse.Namespace, measured: Costs | None) -> Cut:
-    """Return what gives the costs of any number of stages, with what is told of the ends.
+    """Return a function that gives the costs of any number of stages with these options.
 
-    Every stage has equally many layers, unless those of the costs file have not.
+    All stages have equal numbers of layers, unless the layers in the costs file differ.
     """
     pieces, layers = pieces_of(options, measured, _flag(options))
     even = measured is None or len(set(measured.layers or ())) < 2
@@ -100,12 +100,14 @@ def _flag(options: argparse.Namespace) -> str:
 def pieces_of(
     options: argparse.Namespace, measured: Costs | None, what: str
 ) -> tuple[Pieces, float]:
-    """Return what layers and ends cost, and how many layers there are.
+    """Return the costs of a layer, the embedding and the output layer, and the number of layers.
 
-    Where nobody says it, chunks of 1 / (2 D) of the model stand for layers. `what` wants to know.
+    Without a number of layers, chunks of 1 / (2 D) of the model count as layers. Error messages
+    name the option that requires the costs.
 
     Raises:
-        ScheduleError: layers must be known and are not, or the costs are of what is no layer's.
+        ScheduleError: the number of layers is required but unknown, or the costs cannot be split
+            into layers.
     """
     chunks = 2 * options.devices
     if measured is None:

@@ -1,4 +1,4 @@
-"""The entry point: finds the command, runs it, and turns what went wrong into one sentence."""
+"""Entry point: select and run a command, and print errors as one sentence."""
 
 import argparse
 import gc
@@ -33,8 +33,7 @@ COMMANDS = {
 }
 """Most useful first. Each is a module of this package, imported only when it is called:
 `add_arguments(parser)` adds its arguments; `run(options)` runs it and returns the exit status, or
-raises ScheduleError.
-"""
+raises ScheduleError."""
 
 YOUNG_OBJECTS = 100_000
 """Objects allocated between garbage collections: schedules are millions of acyclic tuples."""
@@ -51,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gc.set_threshold(YOUNG_OBJECTS)
     status = _status(sys.argv[1:] if arguments is None else list(arguments))
     if arguments is None and any(each.name == SEARCH for each in threading.enumerate()):
-        # It was stopped, and Python would wait until it has come to an end.
+        # A stopped search thread may still run, and Python would wait for it at exit.
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(status)
@@ -78,17 +77,17 @@ def _status(arguments: Sequence[str]) -> int:
 
 
 def _ready_output() -> None:
-    """Have all that is printed go somewhere: streams may be closed, terminals know ASCII alone."""
+    """Make stdout and stderr usable: streams may be closed, terminals may support only ASCII."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # closed by whoever started this
+        if stream is None:  # closed by the parent process
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def _check_folder() -> None:
-    """Raise ScheduleError where the working directory is gone, which torch does not survive."""
+    """Raise ScheduleError if the working directory was deleted, which makes torch fail."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -98,7 +97,7 @@ def _check_folder() -> None:
 
 
 def _drop_output() -> None:
-    """Let what is still to be printed go nowhere, or Python would complain at exit."""
+    """Discard pending output, for which Python would print an error at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,4 +1,4 @@
-"""The arguments that several commands share, and what they stand for."""
+"""Arguments that several commands share, and their conversion to costs and plan requests."""
 
 import argparse
 import math
@@ -20,7 +20,7 @@ from megatron_vshape.view.numbers import GIB, argument
 
 
 class Times(NamedTuple):
-    """What passes of 1 / (2 D) of the model take, and a message; a whole backward, if not B + W."""
+    """Times of F, B and W of 1 / (2 D) of the model and of a message; BW if it is not B + W."""
 
     forward: float
     backward: float
@@ -30,12 +30,12 @@ class Times(NamedTuple):
 
     @property
     def split(self) -> tuple[float, float, float, float]:
-        """Return the times of F, B and W and of a message."""
+        """Times of F, B, W and a message."""
         return self[:4]
 
     @property
     def saved(self) -> float:
-        """Return what a whole backward takes less than B and W."""
+        """Time that an unsplit backward saves, compared with B + W."""
         return 0.0 if self.whole is None else self.backward + self.weight - self.whole
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ UNITS = {"gib": GIB, "mib": 2.0**20}
 
 
 def slice_counts(text: str) -> int | tuple[int, ...]:
-    """Return in how many slices every microbatch is cut, or those to choose from."""
+    """Parse the slices per microbatch: a number, several to choose from, or `auto`."""
     if text == AUTO:
         return SLICES
     found = tuple(dict.fromkeys(map(count, text.split(","))))
@@ -67,7 +67,7 @@ def add_size_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --cost and --costs, which are mutually exclusive, and the costs of both ends."""
+    """Add --cost and --costs, which are mutually exclusive, --embedding and --head."""
     either = group(parser, MODEL).add_mutually_exclusive_group()
     add_option(
         parser,
@@ -107,7 +107,7 @@ def copy_time(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """Return the whole number of at least 1 that an argument is."""
+    """Parse an integer of at least 1."""
     try:
         number = int(text)
     except ValueError:
@@ -118,7 +118,7 @@ def count(text: str) -> int:
 
 
 def chunks(text: str) -> int:
-    """Return the stages a device that an argument is."""
+    """Parse the number of chunks per rank."""
     number = count(text)
     if number > MOST_STAGES_A_DEVICE:
         raise argparse.ArgumentTypeError(
@@ -128,7 +128,7 @@ def chunks(text: str) -> int:
 
 
 def cost(text: str) -> Times:
-    """Return the times that --cost names."""
+    """Parse the times of --cost."""
     parts, whole = text.split(","), None
     if parts[-1].lower().startswith("bw="):
         whole = _time(parts.pop()[3:], "BW")
@@ -145,7 +145,7 @@ def cost(text: str) -> Times:
 
 
 def end(text: str) -> tuple[float, ...]:
-    """Return the times that --embedding or --head names, or the one number of layers."""
+    """Parse the times of --embedding or --head, or one number of layers."""
     values = tuple(map(float_or_nan, text.split(",")))
     if len(values) not in (1, 3) or not all(0 <= value < math.inf for value in values):
         raise argparse.ArgumentTypeError(
@@ -155,11 +155,10 @@ def end(text: str) -> tuple[float, ...]:
 
 
 def ends_of(options: argparse.Namespace, num_layers: int | None = None) -> tuple[Piece, Piece]:
-    """Return what the embedding and the head add to their stages.
+    """Return the costs that the embedding and the output layer add to their stages.
 
     Raises:
-        ScheduleError: there is a costs file, which says that itself, or a number stands for layers
-            and nobody says how many there are.
+        ScheduleError: a costs file is given too, or --head is a number of layers without --layers.
     """
     times, ends = options.cost or UNIT_COST, []
     chunk = Piece(times.forward, times.backward, times.weight, 0.0, 0.0, times.saved)
@@ -182,7 +181,7 @@ def ends_of(options: argparse.Namespace, num_layers: int | None = None) -> tuple
 
 
 def float_or_nan(text: str) -> float:
-    """Return the number that the text is, NaN where it is none."""
+    """Parse a number; NaN if the text is none."""
     try:
         return float(text)
     except ValueError:
@@ -192,7 +191,7 @@ def float_or_nan(text: str) -> float:
 def number_of(
     what: str, least: float = 0.0, most: float = sys.float_info.max
 ) -> Callable[[str], float]:
-    """Return what reads an argument that is such a number, both ends included."""
+    """Return a parser for numbers in [least, most], with a description for error messages."""
 
     def read(text: str) -> float:
         value = float_or_nan(text)
@@ -204,18 +203,19 @@ def number_of(
 
 
 ABOVE_0 = math.nextafter(0.0, 1.0)
-"""The least that such a number is."""
+"""Lower limit for numbers above 0."""
 
 time_of_0 = number_of("a time of at least 0")
 
 
 def headroom_of(text: str | None, limit: float, in_bytes: bool) -> float:
-    """Return what --headroom keeps free of a limit: a share of it, or GiB where it is in bytes.
+    """Return the part of a limit that --headroom keeps free, in the limit's unit.
 
-    A share is 5% or 0.05; a number of 1 or more without a unit might be either, or GiB.
+    It is a share (5% or 0.05), or GiB if the limit is in bytes. A number of at least 1 requires a
+    unit because it is ambiguous.
 
     Raises:
-        ScheduleError: it is neither, or nothing would be left.
+        ScheduleError: the text is neither, or nothing would be left.
     """
     lowered = (text or "0%").lower().strip()
     share = float_or_nan(lowered)
@@ -251,13 +251,19 @@ def questions_of(
     choices: Mapping[str, int],
     slices: int = 1,
 ) -> list[Question]:
-    """Return the questions for the schedules of these names, at the costs that are given.
+    """Return the plan requests for the schedules of these names.
 
-    `choices` are keyword arguments of `make`; those that a schedule has no use for are left out.
-    A schedule file says its sizes, for the names beside it too, and its slices.
+    A schedule file determines the sizes of all names, and its number of slices.
+
+    Args:
+        names: names of schedules, or files.
+        options: sizes and costs.
+        measured: costs file, if any.
+        choices: keyword arguments of `make`; a schedule ignores those that it does not support.
+        slices: slices per microbatch.
 
     Raises:
-        ScheduleError: there is no such schedule, or a size is missing or not a file's.
+        ScheduleError: a schedule does not exist, or a size is missing or contradicts the file.
     """
     found = {name: find(name, (*EVERY_NAME, *PLUS_NAMES)) for name in names}
     sizes = {"--devices": options.devices, "--microbatches": options.microbatches}
@@ -289,7 +295,7 @@ def questions_of(
 
 
 def _chosen(name: str, choices: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    """Return what `make` takes of these besides the sizes; a number in the name goes first."""
+    """Return the choices that `make` supports for this schedule; numbers in the name go first."""
     takes = OPTIONS.get(name.partition(":")[0], ())
     return tuple((key, choices[key]) for key in choices if key in takes)
 
@@ -302,12 +308,19 @@ def cut_of(
     ends: tuple[Piece, Piece] = (NOTHING, NOTHING),
     offload: float | None = None,
 ) -> Cut:
-    """Return what gives the costs of any number of stages: measured if there are, else equal.
+    """Return a function that gives the costs of any number of stages.
 
-    Equal but for what `ends`, the embedding and the head, add.
+    Measured costs are regrouped; without them all stages are equal, except for embedding and output
+    layer (`ends`). With `num_layers`, a number of stages that does not divide the layers is an
+    error.
 
-    `num_layers` are the model's, where they are known: then there are none for stages that cannot
-    have equally many, and measured ones for others than those measured.
+    Args:
+        devices: pipeline ranks.
+        cost: relative times, if there is no costs file.
+        measured: costs file, if any.
+        num_layers: layers of the model, if known.
+        ends: costs of embedding and output layer.
+        offload: time of a copy to host memory in F, if allowed.
     """
 
     def cut(num_stages: int, name: str) -> Costs:

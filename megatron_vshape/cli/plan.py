@@ -273,10 +273,13 @@ def run(options: argparse.Namespace) -> int:
             progress.line(f"interrupted; the best so far: {what}")
 
         work = partial(_searched, question, options, measured, held, time)
+        # The search runs in a thread: None means that the time limit or Ctrl-C stopped it early.
         searched = budget.run(work, tell)
         answer, more, compared = searched or _cut_short(question, budget)
+        # A search that was stopped may be slower than a published schedule that fits.
         if searched and budget.stopped():
             answer = _no_worse_than_known(answer, question)
+    # Files first: if one cannot be written, nothing has been printed.
     outputs = _outputs(options, answer, limit)
     write_all(outputs)
     _print(answer, limit, costs, measured is not None)
@@ -299,7 +302,7 @@ def _baseline(text: str, question: Question) -> Known:
     """Return the schedule of --against.
 
     Raises:
-        ScheduleError: stock Megatron rejects it, so that a gain over it means nothing.
+        ScheduleError: stock Megatron rejects it, so a gain over it is meaningless.
     """
     devices, microbatches = question.num_devices, question.num_microbatches
     why = why_not_stock(text, devices, microbatches)
@@ -324,7 +327,7 @@ def _outputs(options: argparse.Namespace, answer: Planned, limit: float) -> list
 
 
 class _Searched(NamedTuple):
-    """What a search has come to: the answer, what is told of it, and what it is compared with."""
+    """Result of a search: the plan, further lines of the report, and the comparison table."""
 
     answer: Planned
     more: list[tuple[str, str]]
@@ -338,7 +341,7 @@ def _searched(
     held: Callable[[float], str],
     time: Callable[[float], str],
 ) -> _Searched:
-    """Return the best order, and what it is to be seen beside, for as long as there is time."""
+    """Search for the best plan, then for further results and the comparison while time is left."""
     answer = best_order(question)
     question.found(lambda: answer)
     more = []
@@ -391,7 +394,7 @@ def _no_worse_than_known(answer: None, question: Question) -> Planned | None: ..
 
 
 def _no_worse_than_known(answer: Planned | None, question: Question) -> Planned | None:
-    """Return the answer, or the fastest published schedule that fits if that is faster."""
+    """Return the plan, or the fastest published schedule that fits if that is faster."""
     known = best_known(question)
     if answer is None or known is None:
         return answer or known
@@ -399,7 +402,11 @@ def _no_worse_than_known(answer: Planned | None, question: Question) -> Planned 
 
 
 def _measured(file: str, layers: int | None) -> Costs:
-    """Return the costs in a file, of which `layers` may not be said otherwise."""
+    """Load a costs file.
+
+    Raises:
+        ScheduleError: --layers contradicts the file.
+    """
     costs = Costs.load(file)
     of_file = sum(costs.layers or ()) or layers
     if layers is not None and layers != of_file:
@@ -433,7 +440,7 @@ def _told_of(
     held: Callable[[float], str],
     time: Callable[[float], str],
 ) -> list[tuple[str, str]]:
-    """Return what the best plan of another question takes, beside the answer to this one."""
+    """Plan for another request; format its time and memory compared with this plan."""
     try:
         other = best_order(question).plan
     except LimitError:
@@ -451,7 +458,7 @@ def _ways_told(
     held: Callable[[float], str],
     time: Callable[[float], str],
 ) -> list[tuple[str, str]]:
-    """Return what takes the model's ends off the device that needs most, within the same limits."""
+    """Format the gain of vocabulary parallelism, and of another layer split, within the limits."""
     asked = replace(question, limit=answer.limits, seconds=None, steps=HINT_STEPS)
     other = _question(heavy_ends.shared(options), None, measured)
     ways = [("vocab parallel", replace(asked, costs=other.costs, cut=other.cut))]
@@ -477,7 +484,10 @@ def _cut(options: argparse.Namespace, measured: Costs | None) -> Cut:
 
 
 def _pieces(options: argparse.Namespace, measured: Costs | None) -> tuple[Pieces, int] | None:
-    """Return what layers and the model's ends cost, and how many layers there are."""
+    """Return the costs of a layer, the embedding and the output layer, and the number of layers.
+
+    None without --layer-split.
+    """
     if options.layer_split is None:
         return None
     if measured is None and options.layers is None:
@@ -514,7 +524,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _costs(options: argparse.Namespace, measured: Costs | None) -> Costs:
-    """Return the costs of the stages that are planned for first."""
+    """Return the costs of the stages of the first plan."""
     devices, most = options.devices, options.chunks
     split = _pieces(options, measured)
     if split is not None:
@@ -531,7 +541,7 @@ def _costs(options: argparse.Namespace, measured: Costs | None) -> Costs:
         chunks = min(most or BASE_CHUNKS, BASE_CHUNKS)
         check_size(chunks * devices, options.microbatches)
         return cut(chunks * devices, "a plan")
-    # an even number, as it is planned as a V too
+    # even numbers first: the V placement needs one
     wanted = (BASE_CHUNKS, 2, *range(6, MOST_CHUNKS + 1, 2), 3, 1)
     for chunks in wanted:
         if chunks <= (most or MOST_CHUNKS) and options.layers % (chunks * devices) == 0:
@@ -543,17 +553,17 @@ def _costs(options: argparse.Namespace, measured: Costs | None) -> Costs:
 
 
 def _limit(options: argparse.Namespace, question: Question, in_bytes: bool) -> float:
-    """Return the limit, less what is to be kept free, in the unit of the costs' memory.
+    """Return the memory limit without the headroom, in the unit of the costs' memory.
 
     Raises:
-        ScheduleError: not a limit, in GiB where the costs do not say bytes, or nothing is left.
+        ScheduleError: not a limit, GiB without a costs file, or nothing is left.
     """
     limit = _given_limit(options.memory_limit, question, in_bytes)
     return limit - headroom_of(options.headroom, limit, in_bytes)
 
 
 def _in_chunks(options: argparse.Namespace) -> bool:
-    """Return whether limits are chunks: of activations, whatever else the costs know of."""
+    """Return whether limits are in chunks, so that costs without static memory are used."""
     limit = float_or_nan(options.memory_limit or "")
     return options.frontier is not None or not math.isnan(limit)
 
@@ -567,7 +577,7 @@ def _given_limit(text: str | None, question: Question, in_bytes: bool) -> float:
 
 
 def _memory(option: str, text: str, question: Question, in_bytes: bool, more: str = "") -> float:
-    """Return the chunks or GiB that an option says, in the unit of the costs' memory."""
+    """Parse chunks or GiB of an option, to the unit of the costs' memory."""
     lowered = text.lower().strip()
     unit = next((name for name in UNITS if lowered.endswith(name)), None)
     value = float_or_nan(lowered.removesuffix(unit or ""))
@@ -584,10 +594,10 @@ def _memory(option: str, text: str, question: Question, in_bytes: bool, more: st
 
 
 def _in_host(options: argparse.Namespace, question: Question) -> float:
-    """Return the most of a device that may wait in host memory, in the unit of the costs' memory.
+    """Return the host memory limit per rank, in the unit of the costs' memory.
 
     Raises:
-        ScheduleError: not a limit, or nothing may wait there anyway.
+        ScheduleError: not a limit, or offloading is not enabled.
     """
     text = options.host_memory_limit
     if text is None:
@@ -603,7 +613,7 @@ def _in_host(options: argparse.Namespace, question: Question) -> float:
 
 @contextmanager
 def _limits_told(costs: Costs, devices: int, in_bytes: bool) -> Iterator[None]:
-    """Tell of a limit that nothing fits in the units in which limits are given."""
+    """Format errors about limits that nothing fits in the units of the options."""
     try:
         yield
     except LimitError as error:
@@ -635,7 +645,7 @@ def _short_limit(limit: float, costs: Costs, devices: int, in_bytes: bool) -> st
 
 
 def _recipe(options: argparse.Namespace) -> str:
-    """Return the arguments that make this plan, without those that say where to write it."""
+    """Return the command-line arguments that reproduce this plan, without output options."""
     words = ["plan", "--devices", options.devices, "--microbatches", options.microbatches]
     if options.cost is not None:
         words += ["--cost", options.cost]
@@ -689,7 +699,7 @@ def _print(answer: Planned, limit: float, costs: Costs, in_bytes: bool) -> None:
 
 
 def _more_told(question: Question, answer: Planned, unit: float | None) -> list[tuple[str, str]]:
-    """Return what a GiB more would buy, or without a unit a chunk, where memory is traded."""
+    """Format the gain of one more GiB, or chunk without `unit`, if offloading is possible."""
     if not answer.costs.copies:
         return []
     what = "chunk" if unit is None else "GiB"
@@ -763,7 +773,7 @@ def _run_frontier(options: argparse.Namespace, costs: Costs, measured: Costs | N
 
 
 def _no_worse(points: Sequence[Point], others: Iterable[Sequence[Point]]) -> list[Point]:
-    """Return the points, or what was found at their limits with less to choose from, if better."""
+    """Replace points by better ones that fewer options have found at the same limit."""
     found = [point for own in others for point in own]
     return [
         min([point, *(each for each in found if each.limit == point.limit)], key=_value)
@@ -782,9 +792,9 @@ def _named(point: Point, name: str) -> Point:
 def _followed(
     question: Question, limits: Sequence[float], chunk: float, progress: Progress
 ) -> list[Point]:
-    """Return the frontier, telling of each limit; Ctrl-C ends it with those that are done.
+    """Return the frontier, with a report per limit; Ctrl-C ends it after the finished limits.
 
-    The search of one limit takes Ctrl-C for its own, and returns the best so far.
+    The search at one limit handles Ctrl-C itself and returns the best plan so far.
     """
     points: list[Point] = []
     interrupted: list[int] = []
@@ -815,9 +825,9 @@ def _followed(
 def _frontier_rows(
     points: Sequence[Point], others: Sequence[Point], chunk: float, in_us: bool
 ) -> list[list[str]]:
-    """Return a heading, a row per limit, and a row per published schedule, in order of memory.
+    """Return a heading, a row per limit, and a row per published schedule, by memory.
 
-    Numbers are such as a spreadsheet reads.
+    Numbers have the format of spreadsheets.
     """
     fastest = min(point.value for point in (*points, *others))
     unit, times = (", ms", 1000.0) if in_us else ("", 1.0)

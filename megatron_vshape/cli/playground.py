@@ -1,4 +1,4 @@
-"""megatron-vshape playground: serve the page on this machine."""
+"""megatron-vshape playground: serve the web UI on this machine."""
 
 import argparse
 import socket
@@ -104,7 +104,7 @@ def _hosts(host: str, port: int) -> Sequence[str]:
 
 
 def _tunnels(names: Sequence[str], port: int) -> list[str]:
-    """Return what browsers may call a tunnel to the server: at its port, or without one."""
+    """Return the host names of a tunnel to the server, with the server's port and without."""
     found = []
     for name in names:
         found += [name] if ":" in name.rpartition("]")[2] else [name, f"{name}:{port}"]
@@ -112,7 +112,11 @@ def _tunnels(names: Sequence[str], port: int) -> list[str]:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket, so that a port in use is one sentence."""
+    """Return a listening socket.
+
+    Raises:
+        ScheduleError: the address or port cannot be used.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

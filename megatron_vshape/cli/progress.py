@@ -1,4 +1,4 @@
-"""What a command tells on stderr while it works for long."""
+"""Progress reports on stderr for commands that run long."""
 
 import shutil
 import sys
@@ -24,7 +24,7 @@ _CLEAR = "\r\x1b[K"
 
 
 class Progress:
-    """Tells of a search for as long as it lasts, whether or not the search says anything itself."""
+    """Reports the progress of a search at fixed intervals, even while the search is silent."""
 
     def __init__(self, time_text: Callable[[float], str], stream: TextIO) -> None:
         self._time_text = time_text
@@ -34,21 +34,21 @@ class Progress:
         self._writing = threading.Lock()
 
     def search(self, steps: int, best: float, bound: float) -> None:
-        """Take what the planner says, to be told with the next word."""
+        """Store the state of the search for the next report; a planner callback."""
         told = f"{steps:,} steps, best {self._time_text(best)}"
         self.say(f"{told}, lower bound {self._time_text(bound)}")
 
     def say(self, text: str) -> None:
-        """Take what is to be told with the next word."""
+        """Store a text for the next report."""
         self._said = f": {text}"
 
     def line(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
         with self._writing:
             print(f"{self._clear}{text}", file=self._stream, flush=True)
 
     def run(self, ended: threading.Event) -> None:
-        """Tell how long it has been, until the event is set."""
+        """Print reports until the event is set."""
         wait, every = (FIRST_S, TERMINAL_S) if self._stream.isatty() else (FILE_S, FILE_S)
         while not ended.wait(wait):
             wait = every
@@ -61,7 +61,7 @@ class Progress:
                     print(text, file=self._stream, flush=True)
 
     def end(self) -> None:
-        """Take the line away that changes."""
+        """Clear the changing line."""
         with self._writing:
             print(self._clear, end="", file=self._stream, flush=True)
 
@@ -72,10 +72,10 @@ class Progress:
 
 @contextmanager
 def told(time_text: Callable[[float], str]) -> Iterator[Progress]:
-    """Tell on stderr of what is planned within, once that takes long.
+    """Report progress on stderr in this context, if it lasts long enough.
 
-    A thread tells, since much of the work (orders begun, inner loops compiled for the first time)
-    says nothing.
+    A thread prints the reports, because much of the work (creating orders, compiling the inner
+    loops) has no callback.
     """
     progress, ended = Progress(time_text, sys.stderr), threading.Event()
     telling = threading.Thread(target=progress.run, args=(ended,), daemon=True)

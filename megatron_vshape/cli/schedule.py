@@ -1,4 +1,4 @@
-"""megatron-vshape schedule: make a schedule, show it, draw it, export it, compare it."""
+"""megatron-vshape schedule: generate a schedule; print, draw, export or compare it."""
 
 import argparse
 import sys
@@ -64,7 +64,7 @@ _TARGETS = {
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """A schedule, its times, and the costs behind them; `measured` is the costs file, if any."""
+    """A schedule with its times and costs; `measured` is the costs file, if any."""
 
     block: BuildingBlock | None
     timeline: Timeline
@@ -127,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what the arguments ask for, write the files, and return 0."""
+    """Print the schedules or their comparison, write the files, and return 0."""
     _check(options)
     measured = None if options.costs is None else Costs.load(options.costs)
     names = list(dict.fromkeys([*filter(None, [options.name]), *options.compare]))
@@ -151,7 +151,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raise ScheduleError for what can be told to fail before any work is done."""
+    """Raise ScheduleError for invalid options before any work."""
     check_targets(options, _TARGETS)
     if options.name is None and not options.compare:
         raise ScheduleError(
@@ -178,7 +178,7 @@ def _result(question: Question) -> _Result:
 
 
 def _choices(options: argparse.Namespace) -> dict[str, int]:
-    """Return what is chosen besides the sizes, by the names that `make` has for it."""
+    """Return the options other than sizes, by the keyword arguments of `make`."""
     given = {key: getattr(options, key) for key in _CHOICES}
     return {key: value for key, value in given.items() if value is not None}
 
@@ -242,7 +242,7 @@ def _draw(path: Path, results: Sequence[_Result]) -> None:
 
 
 def _drawn_block(result: _Result) -> BuildingBlock | None:
-    """Return the block unless it is the whole schedule, as GPipe's is, or of many slices."""
+    """Return the building block, unless it is the whole schedule (GPipe) or sliced."""
     block, whole = result.block, result.schedule.num_microbatches
     if block is None or block.slices > 1 or block.num_microbatches == whole > 1:
         return None
@@ -299,6 +299,6 @@ def _lines(result: _Result) -> list[tuple[str, str]]:
 
 
 def _by_device(peaks: Sequence[float]) -> str:
-    """Return every device's peak, or the one that all share."""
+    """Format the peak of every rank, or one number if all are equal."""
     texts = [fixed(peak) for peak in peaks]
     return " ".join(texts) if len(set(texts)) > 1 else f"{texts[0]} on every rank"

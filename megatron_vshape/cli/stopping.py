@@ -1,4 +1,4 @@
-"""A search that ends by Ctrl-C, or when its time is over, with the best that it has found."""
+"""Time limit and Ctrl-C of a search: both return the best plan found so far."""
 
 import math
 import signal
@@ -13,16 +13,16 @@ from megatron_vshape.core.ask import Planned
 from megatron_vshape.core.model.kinds import ScheduleError
 
 GRACE_S = 0.6
-"""Seconds that a stopped search may need to end: the result is due within a second."""
+"""Seconds for a stopped search to end, so that the result appears within a second."""
 
 _Result = TypeVar("_Result")
 
 
 class Budget:
-    """The time of a command, and the best that has been found in it."""
+    """Time limit of a command, and the best plan found within it."""
 
     def __init__(self, seconds: float | None) -> None:
-        """Begin to count the seconds; with None there is no end to them."""
+        """Start the time limit, in seconds; None for no limit."""
         self.seconds = seconds
         self._ends = math.inf if seconds is None else time.monotonic() + seconds
         self._interrupted = threading.Event()
@@ -30,27 +30,27 @@ class Budget:
 
     @property
     def interrupted(self) -> bool:
-        """Return whether Ctrl-C has come."""
+        """Whether Ctrl-C has been pressed."""
         return self._interrupted.is_set()
 
     def stopped(self) -> bool:
-        """Return whether Ctrl-C has come, or the time is over."""
+        """Return whether Ctrl-C has been pressed or the time limit has passed."""
         return self.interrupted or time.monotonic() >= self._ends
 
     def found(self, planned: Callable[[], Planned]) -> None:
-        """Take what returns a plan that fits: the best of a search so far."""
+        """Register a function that returns the best plan of a search so far."""
         self._found.append(planned)
 
     def best(self) -> Planned | None:
-        """Return the best that has been found, None where nothing has."""
+        """Return the best plan so far, or None."""
         plans = []
         for each in list(self._found):
-            with suppress(ScheduleError):  # a search that has no order yet
+            with suppress(ScheduleError):  # the search has no order yet
                 plans.append(each())
         return min(plans, key=_rank, default=None)
 
     def watching(self, progress: Search) -> Search:
-        """Return a search's `progress` that also ends the search, as Ctrl-C does."""
+        """Wrap a progress callback so that it also ends the search, like Ctrl-C."""
 
         def told(steps: int, best: float, bound: float) -> None:
             progress(steps, best, bound)
@@ -62,17 +62,17 @@ class Budget:
     def run(
         self, work: Callable[[], _Result], tell: Callable[[Planned | None], None]
     ) -> _Result | None:
-        """Return what `work` returns, or None where it was stopped and went on all the same.
+        """Return the result of `work`, or None if it was stopped and did not end in time.
 
-        It runs in a thread of its own, for Ctrl-C must not wait until it is between two steps: what
-        had been found when it came is told at once. A second Ctrl-C is raised.
+        `work` runs in a separate thread, so Ctrl-C is handled at once, not only between two steps
+        of the search: `tell` is called with the best plan so far. A second Ctrl-C is raised.
         """
         done, results, errors = threading.Event(), list[_Result](), list[BaseException]()
 
         def search() -> None:
             try:
                 results.append(work())
-            except BaseException as error:  # is raised again, where it is waited for
+            except BaseException as error:  # raised again in the main thread
                 errors.append(error)
             done.set()
 
@@ -92,7 +92,7 @@ class Budget:
 
 @contextmanager
 def _told_first() -> Iterator[None]:
-    """Let Ctrl-C wait for what is within."""
+    """Delay Ctrl-C to the end of this context."""
     again: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: again.append(number))
     try:

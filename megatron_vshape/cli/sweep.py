@@ -1,4 +1,4 @@
-"""`megatron-vshape sweep FILE.yaml`: the best way to train a model on a cluster."""
+"""`megatron-vshape sweep FILE.yaml`: search for the fastest way to train a model on a cluster."""
 
 import argparse
 import logging
@@ -40,7 +40,7 @@ HEADROOM = "4%"
 """Share of GPU memory for allocator rounding and libraries, which the estimate omits."""
 
 NONE_ENDED_WELL = 1
-"""The status where runs were made, and none of them has been measured."""
+"""Exit status if runs were launched but none succeeded."""
 
 NO_PICTURE = "no picture, which needs matplotlib: pip install 'megatron-vshape[draw]'"
 
@@ -104,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Predict, launch what is worth it, and report."""
+    """Predict, launch the promising runs, and print the results."""
     quiet = options.predict_only or options.assumptions or options.report
     check_installed("a sweep", "sweep", *NEEDED, *([] if quiet else ["submitit"]))
     _check_targets(options)
@@ -144,7 +144,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_can_launch(loaded: "Loaded", dry_run: bool) -> None:
-    """Raise ScheduleError for a trainer or a SLURM that is not there, before long predicting."""
+    """Raise ScheduleError if the training script or SLURM is missing, before predicting."""
     script = Path(loaded.sweep.run.script)
     if not script.is_file():
         raise ScheduleError(
@@ -160,12 +160,12 @@ def _check_can_launch(loaded: "Loaded", dry_run: bool) -> None:
 
 
 def _say(console: "Console", text: str) -> None:
-    """Print text that may hold anything, as it is."""
+    """Print text verbatim, without markup."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _check_targets(options: argparse.Namespace) -> None:
-    """Raise ScheduleError for files that would not be written or read, before long predicting."""
+    """Raise ScheduleError for files that cannot be written or read, before predicting."""
     if options.compare is not None and not options.predict_only:
         raise ScheduleError(
             "--compare requires --predict-only: it prints published next to predicted figures"
@@ -215,7 +215,7 @@ def _predict(
 
 
 def _count(predictor: "Predictor", combinations: "Sequence[Combination]") -> None:
-    """Rehearse each shape of a stage that has not been counted yet, and tell how many there are."""
+    """Estimate each distinct configuration of a stage that is not cached, and print the number."""
     from megatron_vshape.sweep.counts import Counts, key_of_count
 
     if not isinstance(predictor.counts, Counts):
@@ -232,7 +232,7 @@ def _count(predictor: "Predictor", combinations: "Sequence[Combination]") -> Non
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the planner's line per schedule out of the progress bar."""
+    """Suppress the planner's log line per schedule, for the progress line."""
     logger = logging.getLogger("megatron_vshape")
     level = logger.level
     logger.setLevel(logging.WARNING)
@@ -320,7 +320,7 @@ def _launch(
             launcher.run(chosen.run, options.retry_failed)
         found = results.read(set(keys.values()))
     logs = {each.combination: path.parent / key for each, key in keys.items()}
-    # What an earlier sweep measured is shown even where it would not be run today.
+    # Results of earlier sweeps are shown even if this one would not launch these runs.
     shown = {each.combination for each in chosen.run} | {each.combination for each in found}
     rows = rows_of([each for each in predictions if each.combination in shown], found)
     _show(console, loaded, rows, logs)
@@ -338,7 +338,7 @@ def _launch(
 
 
 def _report(loaded: "Loaded", console: "Console", options: argparse.Namespace) -> int:
-    """Print what the results file has of this sweep; nothing is predicted for it."""
+    """Print the stored results of this sweep, without predicting."""
     from megatron_vshape.sweep.report import prediction_of, rows_of
     from megatron_vshape.sweep.results import key_of, read_results
 
@@ -367,7 +367,7 @@ def _show(
     rows: "list[Row]",
     folders: "Mapping[Combination, Path]",
 ) -> None:
-    """Print the table, why runs failed and where their logs are, and how good predictions were."""
+    """Print the table, the failures with their logs, and the quality of the predictions."""
     from megatron_vshape.sweep.report import ranking_line
 
     rows.sort(key=lambda row: (row.combination.workload, -(row.mfu or 0.0)))
