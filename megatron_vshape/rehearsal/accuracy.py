@@ -18,7 +18,7 @@ def case_of(has_experts: bool, experts_ranks: int, span: int, gpu: Gpu) -> str:
         has_experts: whether the model has experts.
         experts_ranks: ranks of an expert-parallel group.
         span: distance from the first to the last of them, plus one.
-        gpu: GPU, whose node may hold all of them.
+        gpu: GPU, for the number of GPUs of a node.
     """
     if not has_experts:
         return DENSE

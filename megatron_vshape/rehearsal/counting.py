@@ -36,7 +36,8 @@ def count_all(
 ) -> list[Ranks | str]:
     """Return, per command, the results of the ranks of its smallest form, or an error message.
 
-    `tell` is called with the number of finished and of all estimates; not called if all are cached.
+    The callback receives the numbers of finished and of all estimates. It is not called if all
+    results are cached.
 
     Raises:
         ScheduleError: Nothing can be estimated here.

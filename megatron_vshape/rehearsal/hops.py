@@ -1,6 +1,6 @@
 """Bytes of a collective over each kind of link: NVLink within a node, the network between nodes.
 
-Both kinds of links transfer at the same time, so a collective takes as long as the slower one.
+Both kinds of links transfer at the same time, so the slower one determines the time.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def ranks_per_node(ranks: int, span: int, node: int) -> int:
 def hops_of(kind: str, ranks: int, span: int, size: float, node: int) -> Hops:
     """Split the bytes of one collective by kind of link.
 
-    * A plain all-to-all sends each rank its own part directly.
+    * A plain all-to-all sends each rank its part directly.
     * DeepEP and HybridEP send a token once to each node, and from there over NVLink once to each
       rank that has one of its experts.
-    * Gather, scatter and reduction run in rings. There are as many rings as the group has ranks in
-      a node, so each rank sends its share of the bytes to the next node.
+    * Gather, scatter and reduction run in rings. The number of rings is the number of the group's
+      ranks in a node, so each rank sends its share of the bytes to the next node.
 
     Args:
         kind: name of the collective, or `DISPATCH` and a number.

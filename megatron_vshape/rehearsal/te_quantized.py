@@ -1,4 +1,4 @@
-"""Transformer Engine's quantized tensors, created from its own description of their parts."""
+"""Quantized tensors of Transformer Engine, created from its description of their parts."""
 
 from __future__ import annotations
 
