@@ -103,6 +103,7 @@ def make_problem(
     room = np.zeros(len(sorts.of_lane.begin) - 1, np.int64)  # those of the processors come first
     most = _most_held(costs, placement, num_devices, kinds)
     for device, (limit, full) in enumerate(zip(limits, most, strict=True)):
+        # More than all activations of the step has no effect; so room is finite without a limit.
         room[device] = int(min(limit, num_microbatches * full) * units * (1 + 1e-9))
     return Problem(
         costs=costs,
@@ -202,6 +203,7 @@ def _time_scale(times: Sequence[float], send_us: float, num_microbatches: int) -
     """Return the ticks per unit of time: fine for the shortest pass, a step within 64 bits."""
     step = num_microbatches * (sum(times) + 3 * len(times) * send_us)
     scale = scale_to(1e5, min(filter(None, times)))
+    # Long steps have coarser ticks, to stay within 64 bits.
     while step * scale > MOST_TICKS:
         scale /= 10
     return scale
@@ -315,6 +317,7 @@ def in_one_row(problem: Problem, shop: improve.Shop, row: np.ndarray) -> list[li
 
     Compute passes stay in order; a pass of another resource follows the last pass that it reads.
     """
+    # There are only compute lanes, so nothing has to be merged.
     if len(row) == problem.num_devices:
         return [own[own != improve.NONE].tolist() for own in row]
     chosen = choose(shop, row)

@@ -255,6 +255,7 @@ def find_period(graph: Graph, orders: Orders, scratch: Scratch, trial: int, most
 def find_latency(graph: Graph, orders: Orders, scratch: Scratch, period: int) -> int:
     """Return the time from a block's first start to its last end, with the earliest starts."""
     nodes = len(orders.x)
+    # Only the first pass of a block has a start; all others follow from it.
     orders.x[:] = -NEVER
     for index in range(graph.classes):
         orders.x[index] = 0
@@ -305,6 +306,7 @@ def lay(graph: Graph, orders: Orders, times: Ints, period: int) -> None:
         for place in range(len(row)):
             node = graph.own[device, place]
             phase = times[node] % period
+            # Insertion sort by the phase within a period.
             while place > 0 and times[row[place - 1]] % period > phase:
                 row[place] = row[place - 1]
                 place -= 1

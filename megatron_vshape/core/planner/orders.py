@@ -142,6 +142,7 @@ class PlacementSearch:
 
         Without a budget, only those of the published blocks.
         """
+        # With more devices a step costs more, so fewer orders share the budget.
         starts = STARTS if self.problem.num_devices <= 8 else STARTS // 2
         makers = self._makers(budget)
         cyclic = [each for made in run(_call, makers if budget else makers[:1]) for each in made]

@@ -41,8 +41,7 @@ from megatron_vshape.core.planner.race import better_half, race
 __all__ = ["Objective", "Plan", "plan"]
 
 ROUNDS, LEAST = 3, 1000
-"""Approximate number of rounds, each with half the orders, and minimum steps per order and round.
-"""
+"""Approximate number of rounds, each with half the orders; minimum steps per order."""
 
 WALKS, WALKS_OF_FEW = 2, 6
 """Minimum number of orders per round; copies of the better half fill up the rest."""

@@ -266,6 +266,7 @@ def share_vocabulary(
     verify(schedule)
     alone = costs.without_state()
     limits = [peak + more for peak in peak_held(schedule, alone)]
+    # A longer wait helps only with one stage per device.
     patience = PATIENCE if schedule.num_stages == schedule.num_devices else PATIENCE[:1]
     ways = itertools.product(waiting, LATE, patience)
     made = [_Dealer(schedule, alone, limits, *way).deal() for way in ways]
@@ -349,6 +350,7 @@ class _Dealer:
 
     def deal(self) -> Schedule:
         left = sum(map(len, self.left))
+        # LOOKUP, LOGITS, HEAD_WEIGHT and LOOKUP_WEIGHT of every device and microbatch.
         left += 4 * self.schedule.num_devices * self.schedule.num_microbatches
         starts_us, actions = [0.0] * len(self.made), dict[int, _Action]()
         for _ in range(left):
@@ -449,6 +451,7 @@ class _Dealer:
         """Return the next T, if the S of the next microbatch has run."""
         microbatch = self.weights[device]
         ready = min(self.logits[device], microbatch + 2)
+        # T needs the S of the next microbatch, unless its own is the last.
         if ready < min(microbatch + 2, self.schedule.num_microbatches) or ready == microbatch:
             return None
         done = self.done_us[LOSS, self.last][microbatch]
@@ -471,6 +474,7 @@ class _Dealer:
     def _run(self, action: _Action, device: int) -> None:
         step, first = action.step, action.step[0]
         end = action.start_us + self._length_us(step)
+        # Compute passes occupy the device, copies only their link.
         if first.kind.resource == PROCESSOR:
             self.clock_us[device] = end
         else:
@@ -527,6 +531,7 @@ class _Dealer:
         home = self.schedule.placement[stage]
         parts = self.parts.setdefault((kind, microbatch), [])
         parts.append(self._arrives(end, device, home))
+        # The result of the collective is a pass of its reader only.
         if device == home:
             self.made[home].append(Pass(kind, stage, microbatch))
         if len(parts) == self.schedule.num_devices:
