@@ -73,19 +73,13 @@ def make_problem(
 
     Args:
         costs: costs of a slice.
-        num_devices: pipeline devices.
         num_microbatches: microbatches per step, times `slices`.
-        limit: memory limit, one value or one per device.
-        objective: makespan or span.
-        placement: device of every stage.
         kinds: kinds of passes that a stage and microbatch may have, in the table's order.
         in_host: host memory limit per device, in the costs' unit.
-        slices: slices per microbatch.
 
     Raises:
         LimitError: one microbatch alone does not fit the limits.
-        ScheduleError: a count is below 1, the numbers of devices, stages, costs and limits do not
-            match, or the schedule is too large for memory.
+        ScheduleError: a count is below 1, sizes do not match, or the schedule is too large.
     """
     for what, count in (("devices", num_devices), ("microbatches", num_microbatches)):
         if count < 1:

@@ -277,6 +277,7 @@ def _book(
         while at > 0 and busy[at - 1, 0] >= time:
             at -= 1
         if late:
+            # Try earlier gaps until one is long enough.
             while at > 0 and busy[at - 1, 1] + length > time:
                 at -= 1
                 time = min(time, busy[at, 0])
@@ -284,6 +285,7 @@ def _book(
         else:
             if at > 0:
                 time = max(time, busy[at - 1, 1])
+            # Try later gaps until one is long enough.
             while at < count and busy[at, 0] < time + length:
                 time = max(time, busy[at, 1])
                 at += 1
@@ -303,6 +305,7 @@ def _peak(chunks: _Chunks, copies: _Copies, bounds: np.ndarray) -> int:
     times = np.concatenate((chunks.start, chunks.done, chunks.end, left, returns))
     last = -chunks.held - chunks.grows
     change = np.concatenate((chunks.held, chunks.grows, last, -moved, moved))
+    # At equal times frees come before allocations.
     return int(np.cumsum(change[np.lexsort((change, times))]).max())
 
 
@@ -311,6 +314,7 @@ def _between(copies: _Copies, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarra
     away = copies.away
     after = np.searchsorted(bounds, copies.left[away])
     left = np.append(bounds, _NEVER)[after]
+    # A reload allocates before the pass during which its copy starts.
     before = np.searchsorted(bounds, copies.returns[away], side="right") - 1
     return left, bounds[np.maximum(before, 0)]
 
@@ -357,6 +361,7 @@ def _fit(events: _Events, limit: int, row: np.ndarray) -> bool:
         while due < listed and _is_due(events, made, late[due]):
             _add(events, made, late[due])
             due += 1
+        # An event may already be in the row, added to make room for an earlier B.
         turn = events.turn[at]
         if made.ran[at]:
             continue
@@ -442,6 +447,7 @@ def _make_room(events: _Events, made: _Row, at: int, limit: int) -> bool:
 @compiled
 def _let_go(events: _Events, made: _Row, at: int, limit: int) -> bool:
     """Release offloaded activations until the event fits; return whether it does."""
+    # In order of time: the copies of the first releases end soonest.
     for release in range(len(events.turn)):
         if _fits(events, made, at, limit):
             return True

@@ -47,7 +47,7 @@ WALKS, WALKS_OF_FEW = 2, 6
 """Minimum number of orders per round; copies of the better half fill up the rest."""
 
 FEW, STEPS_OF_FEW = 1000, 100_000
-"""Below this number of passes orders converge early: copies restart after so many steps each.
+"""Below this number of passes orders converge early: copies restart after STEPS_OF_FEW steps.
 
 A copy starts with moves that may lengthen its order. d=4, m=8, 1/1.15/.85/.05, 11 chunks: 49.65;
 without restarts 50.25.
@@ -101,8 +101,7 @@ def plan(
 ) -> Plan:
     """Search for the fastest schedule within a memory limit per device.
 
-    With `steps`, the same call gives the same plan on any number of cores. With `seconds`, or on
-    Ctrl-C, it returns the best plan so far.
+    The plan for given `steps` is the same on any number of cores; `seconds` and Ctrl-C end early.
 
     >>> from megatron_vshape import Costs, plan
     >>> costs = Costs.uniform(4, 8, forward=1, backward=1.2, weight=0.8, send=0.05)
@@ -111,23 +110,14 @@ def plan(
     (True, True)
 
     Args:
-        costs: costs of the stages for unsliced microbatches. If a placement has fewer stages, their
-            costs are added up.
-        num_devices: pipeline ranks.
-        num_microbatches: microbatches per step.
+        costs: per stage, for unsliced microbatches; added up for placements with fewer stages.
         limit: memory limit in the costs' unit, one value or one per device; infinity is no limit.
-        objective: `makespan` or `span`.
-        placements: allowed placements (default: `default_placements`).
         slices: sequence slices per microbatch, or several numbers to choose from.
-        whole: plan for a run with unsplit backward: B has the time of BW, and W costs nothing.
-        trades: allow offloading if the costs contain copy times, chosen by microbatch and stage.
-            The plan is never worse than without.
+        whole: plan for unsplit backward: B has the time of BW, and W costs nothing.
+        trades: allow offloading if the costs contain copy times; never worse than without.
         in_host: host memory limit per device, in the costs' unit.
         steps: search steps (default: a few seconds at 8 devices).
-        seconds: time limit.
-        progress: called with the steps so far, the best value and the lower bound.
         begun: called with a function that returns the best plan so far, from any thread.
-        seed: seed of the random numbers.
 
     Raises:
         LimitError: nothing fits the limit; contains the least limit that fits, on any placement.
