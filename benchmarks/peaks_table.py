@@ -32,6 +32,7 @@ from megatron_vshape.core.planner.vocabulary import (
 )
 from megatron_vshape.core.program.lowering import fuse
 from megatron_vshape.rehearsal.flags import Command, Sizes, ranks_asked_for, read_command, sizes_of
+from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.ranks import Rehearsed, rehearse_all
 
 GIB = 2**30
@@ -206,7 +207,7 @@ def rehearse(
             plan.write_text(case.schedule.to_json())
             flags = [*flags, "--pipeline-schedule", str(plan)]
         command = read_command([*options.command, *flags])
-        asked = Rehearsed.of(command, "h100", options.megatron, options.te, options.jobs)
+        asked = Rehearsed.of(command, GPUS["h100"], options.megatron, options.te, options.jobs)
         left = [each for each in stages if not made(options.folder, key, each).exists()]
         jobs += [asked.job(command, sizes, each, key) for each in left]
     for found in rehearse_all(asked.programs, jobs) if jobs else ():

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vshape.cli.files import Output, check_target, is_installed, write_all
-from megatron_vshape.cli.help import MODEL, OUTPUT, REQUIRED, SEARCH, group
+from megatron_vshape.cli.hardware import add_cluster_argument, of_cluster
+from megatron_vshape.cli.help import MEMORY, MODEL, OUTPUT, SEARCH, group
+from megatron_vshape.cli.options import headroom_of
 from megatron_vshape.cli.progress import told
 from megatron_vshape.cli.rehearse import add_program_arguments, rehearsed
 from megatron_vshape.cli.stopping import Budget
@@ -28,7 +30,7 @@ from megatron_vshape.mcore.layout.given_layout import layers_in, layout_of
 from megatron_vshape.rehearsal import accuracy, report, shapes
 from megatron_vshape.rehearsal.counting import count_all
 from megatron_vshape.rehearsal.flags import Command, Sizes, read_command, sizes_of
-from megatron_vshape.rehearsal.gpus import BESIDE_GIB, GIB, GPUS, Gpu
+from megatron_vshape.rehearsal.gpus import GIB, GPUS, Gpu
 from megatron_vshape.rehearsal.shapes import Counted, Shape
 from megatron_vshape.rehearsal.simulated import megatrons_name
 
@@ -51,6 +53,7 @@ PATIENCE = 2
 KEEP = ("recompute", *shapes.KEPT.values())
 ENDS = ("embedding", "loss")
 LAYOUT = "--pipeline-model-parallel-layout"
+PLANNED = "planned schedule"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +110,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "megatron-vshape advise --gpus 128xH100 [OPTIONS] -- pretrain_gpt.py FLAGS..."
     group(parser, MODEL).add_argument(
         "--gpus",
-        required=True,
         metavar="NxGPU",
-        help=f"Number and type of GPUs, as in 128xH100: {', '.join(GPUS)}" + REQUIRED,
+        help=f"Number and type of GPUs, as in 128xH100: {', '.join(GPUS)}; this or --cluster is "
+        "required",
+    )
+    add_cluster_argument(parser)
+    group(parser, MEMORY).add_argument(
+        "--headroom",
+        metavar="SHARE|XGiB",
+        help="Part of every GPU's memory to keep free, e.g. for a rollout engine: 5%%, 0.05 or "
+        f"4GiB (default: {HEADROOM:.0%}%)",
     )
     group(parser, MODEL).add_argument(
         "--training-share",
@@ -154,7 +164,7 @@ def run(options: argparse.Namespace) -> int:
     for flag, path in (("--export", options.export), ("--json", options.json)):
         if path is not None:
             check_target(flag, path, (".json",))
-    number, gpu = _gpus(options.gpus)
+    number, gpu = _gpus(options)
     keep = _kept(options.keep)
     command = read_command(words)
     own = shapes.shape_of(command)
@@ -178,11 +188,16 @@ def run(options: argparse.Namespace) -> int:
             raise ScheduleError(f"the command could not be estimated: {advice.reasons[own]}")
         lines = advice.lines(own)
     _print(advice, lines, left_out)
-    _write(lines, options)
+    _write(advice, lines)
     return 0
 
 
-def _gpus(text: str) -> tuple[int, Gpu]:
+def _gpus(options: argparse.Namespace) -> tuple[int, Gpu]:
+    if (options.gpus is None) == (options.cluster is None):
+        raise ScheduleError("advise needs one of --gpus NxGPU, as in 128xH100, and --cluster FILE")
+    if options.cluster is not None:
+        return of_cluster(options.cluster)
+    text = options.gpus
     number, _, name = text.lower().partition("x")
     if not number.isdigit() or not int(number) or name not in GPUS:
         raise ScheduleError(
@@ -225,12 +240,14 @@ class _Advice:
         self.reasons: dict[Shape, str] = {}  # why a shape could not be counted
         self.counted: dict[Shape, Counted] = {}
         self.number = number
-        self.limit = gpu.memory_bytes * (1 - HEADROOM) - BESIDE_GIB * GIB
+        self.headroom = given = options.headroom or f"{HEADROOM:.0%}"
+        kept = headroom_of(given, gpu.memory_bytes, in_bytes=True)
+        self.limit = gpu.memory_bytes - gpu.beside_gib * GIB - kept
         self.case = _case_of(command, gpu)
 
     def count(self, wanted: Sequence[Shape], left_out: list[str]) -> None:
         """Estimate every configuration; append failures to `left_out`, with the reason."""
-        asked = rehearsed(self.options, self.command, self.gpu.name)
+        asked = rehearsed(self.options, self.command, self.gpu)
         commands = [shape.command(self.command) for shape in wanted]
         every = count_all(asked, commands, lambda *_: None)
         for shape, command, found in zip(wanted, commands, every, strict=True):
@@ -274,9 +291,18 @@ class _Advice:
                 planned += 1
         found["best"] = min(best, key=_step, default=None)
         found["same"] = mine
+        found["least"] = self._least_memory([*fitting, *best], found["best"])
         if own.recompute == "full":
             found["DON'T"] = self._named("v-half", own, stock=False)
         return found
+
+    def _least_memory(self, lines: Sequence[Line], best: Line | None) -> Line | None:
+        """Return the row with the smallest peak of those as fast as the best within the error."""
+        if best is None:
+            return None
+        slowest_s = best.step_s / (1 - accuracy.threshold(self.case))
+        near = [line for line in lines if line.step_s <= slowest_s]
+        return min(near, key=lambda line: (line.most, line.step_s))
 
     def _today(self, own: Shape) -> Line:
         given = self.command.value("--pipeline-schedule")
@@ -437,7 +463,7 @@ class _Advice:
         except (LimitError, ScheduleError):
             return None
         known = judge(answer.schedule, answer.costs)
-        planned = "planned schedule" + " with offloading" * answer.schedule.copies
+        planned = PLANNED + " with offloading" * answer.schedule.copies
         name = planned if answer.is_known is None else str(answer.is_known)
         return self._line(name, shape, known, answer.is_megatrons)
 
@@ -484,6 +510,7 @@ NAMES = {
     "stock": "best stock",
     "best": "best with this package",
     "same": "current parallelism",
+    "least": "least memory within the error",
     "DON'T": "not recommended",
 }
 """Names of the rows, by the keys of --json."""
@@ -501,28 +528,33 @@ def _print(advice: _Advice, lines: Mapping[str, Line | None], left_out: Sequence
         f"{command.value('--global-batch-size') or '?'}, {advice.number} "
         f"{advice.gpu.name.upper()}. Estimated, not measured."
     )
-    print("\n".join(_table(advice, _shown(lines))))
+    shown = _shown(lines)
+    print("\n".join(_table(advice, [(NAMES[key], line) for key, line in shown])))
+    flags = _flags_of_rows(advice, lines)
+    for key, _ in shown:
+        if key != "today":
+            words = ", ".join(flags[key]) or "the flags of today"
+            print(report.wrapped(f"Flags, {NAMES[key]}: {words}."))
     for text in (
         _largest_rank(today),
         *accuracy.sentences(advice.case, advice.gpu),
         "The cost of splitting the backward is not in these errors; measure it with "
         "megatron-vshape rehearse --measure on one GPU.",
-        "rehearse estimates a command with all layers and the textbook bubble, advise with one "
-        "counted layer per stage and a simulated schedule: peaks differ by about 1%, step times "
-        "by several percent.",
+        "rehearse runs all layers, advise one layer per stage: peaks and step times differ by "
+        "about 1%.",
         *(["Not evaluated: " + "; ".join(left_out)] if left_out else []),
     ):
         print(report.wrapped(text))
 
 
 def _shown(lines: Mapping[str, Line | None]) -> list[tuple[str, Line]]:
-    """Return the rows without duplicates, each with its name."""
+    """Return the rows without duplicates, each with its key."""
     shown: list[tuple[str, Line]] = []
     for key, line in lines.items():
         if line is None or (key == "best" and line.is_stock):
             continue
         if all((line.title, line.step_s) != (each.title, each.step_s) for _, each in shown):
-            shown.append((NAMES[key], line))
+            shown.append((key, line))
     return shown
 
 
@@ -547,7 +579,7 @@ def _verdict(advice: _Advice, today: Line, stock: Line | None, best: Line | None
     if best is None:
         return [
             f"Recommendation: none. No evaluated configuration fits {report.gib(advice.limit)} GiB "
-            f"of a GPU ({HEADROOM:.0%} and {BESIDE_GIB:g} GiB are kept free)."
+            f"of a GPU ({advice.headroom} and {advice.gpu.beside_gib:g} GiB are kept free)."
         ]
     fits = today.most <= advice.limit
     gain = 1 - best.step_s / today.step_s
@@ -590,23 +622,43 @@ def _full_step(share: float, lines: Mapping[str, Line | None]) -> list[str]:
 
 def _change(advice: _Advice, today: Line, line: Line) -> str:
     """Format the flags to change, and the gain over today."""
+    gain = 100 * (1 - line.step_s / today.step_s)
+    how = f"{gain:.0f}% faster than today" if gain > 0 else "it fits"
+    return f"{', '.join(_flags(advice, today, line))}: {how}"
+
+
+def _flags(advice: _Advice, today: Line, line: Line, is_best: bool = True) -> list[str]:
+    """Return the flags that make today's command run a row; each may be one to remove."""
     words = [] if line.shape.recompute == today.shape.recompute else ["remove --recompute-*"]
     for name, flag in shapes.FLAGS.items():
         if getattr(line.shape, name) != getattr(today.shape, name):
             words.append(f"{flag} {getattr(line.shape, name)}")
     if line.is_stock:
-        words += line.changes_megatron(advice.command)
-    else:
-        target = advice.options.export or "plan.json (written by --export plan.json)"
-        words.append(f"--pipeline-schedule {target}")
-        if line.shares:
-            words.append("--pipeline-vocab-parallel")
-        layers = ",".join(map(str, line.known.costs.layers or ()))
-        if len(set(line.known.costs.layers or ())) > 1:
-            words.append(f"--pipeline-layer-split {layers}")
-    gain = 100 * (1 - line.step_s / today.step_s)
-    how = f"{gain:.0f}% faster than today" if gain > 0 else "it fits"
-    return f"{', '.join(words)}: {how}"
+        return words + line.changes_megatron(advice.command)
+    target = str(advice.options.export or "plan.json (written by --export plan.json)")
+    if not is_best:
+        target = line.name
+        if line.name.startswith(PLANNED):
+            keep = "--keep " + ",".join(KEEP)
+            target = f"plan.json (written by advise {keep} --export plan.json with these sizes)"
+    words.append(f"--pipeline-schedule {target}")
+    if line.shares:
+        words.append("--pipeline-vocab-parallel")
+    layers = ",".join(map(str, line.known.costs.layers or ()))
+    if len(set(line.known.costs.layers or ())) > 1:
+        words.append(f"--pipeline-layer-split {layers}")
+    return words
+
+
+def _flags_of_rows(advice: _Advice, lines: Mapping[str, Line | None]) -> dict[str, list[str]]:
+    """Return the flags of every row by its key; those of today are none."""
+    today, best = lines["today"], lines["best"]
+    assert today is not None
+    return {
+        key: [] if key == "today" else _flags(advice, today, line, line is best)
+        for key, line in lines.items()
+        if line is not None
+    }
 
 
 def _largest_rank(line: Line) -> str:
@@ -621,14 +673,19 @@ def _largest_rank(line: Line) -> str:
     )
 
 
-def _write(lines: Mapping[str, Line | None], options: argparse.Namespace) -> None:
+def _write(advice: _Advice, lines: Mapping[str, Line | None]) -> None:
     outputs = []
-    best = lines["best"]
+    options, best = advice.options, lines["best"]
     if options.export is not None and best is not None:
         text = replace(best.known.schedule, name="advised").to_json()
         outputs.append(Output("--export", options.export, lambda path: _text(path, text)))
     if options.json is not None:
-        content = {what: _plain(line) for what, line in lines.items() if line is not None}
+        flags = _flags_of_rows(advice, lines)
+        content = {
+            what: _plain(line) | {"flags": flags[what]}
+            for what, line in lines.items()
+            if line is not None
+        }
         made = json.dumps(content, indent=1) + os.linesep
         outputs.append(Output("--json", options.json, lambda path: _text(path, made)))
     write_all(outputs)

@@ -13,6 +13,7 @@ from megatron_vshape.cli.files import (
     is_installed,
     write_all,
 )
+from megatron_vshape.cli.hardware import add_cluster_argument, of_cluster
 from megatron_vshape.cli.help import MODEL, OUTPUT, PROGRAM, SEARCH, group
 from megatron_vshape.cli.progress import told
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -25,7 +26,7 @@ from megatron_vshape.rehearsal.flags import (
     read_command,
     sizes_of,
 )
-from megatron_vshape.rehearsal.gpus import BESIDE_GIB, GIB, GPUS
+from megatron_vshape.rehearsal.gpus import GIB, GPUS, Gpu
 from megatron_vshape.rehearsal.ranks import SCHEDULE, Found, Rehearsed, rehearse_all
 from megatron_vshape.rehearsal.remedies import in_order, remedies
 from megatron_vshape.rehearsal.simulated import StepTime, step_of
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--gpu", choices=sorted(GPUS), default="h100", help="GPU type (default: h100)"
     )
+    add_cluster_argument(parser)
     model.add_argument(
         "--gpus",
         type=_positive,
@@ -151,9 +153,12 @@ def run(options: argparse.Namespace) -> int:
             return 0
     _check_files(options)
     command = read_command(words)
+    gpu = GPUS[options.gpu]
+    if options.cluster is not None:
+        _, gpu = of_cluster(options.cluster)
     sizes = sizes_of(command, options.gpus)
     stages = ranks_asked_for(options.ranks, sizes.pipeline)
-    asked = rehearsed(options, command, options.gpu)
+    asked = rehearsed(options, command, gpu)
     if options.check:
         return _check(command, asked, sizes, stages)
     _check_costs_are_known(command)
@@ -165,12 +170,12 @@ def run(options: argparse.Namespace) -> int:
         found = _found(rehearse_all(asked.programs, jobs))
         mine = found.pop("")
         helps = [] if options.alone else _remedies(command, asked, sizes, mine)
-    step = step_of(mine, command, GPUS[options.gpu], sizes.world // sizes.pipeline)
-    _print(mine, found, command, options, sizes, step)
-    print(report.wrapped(report.verdict(mine, GPUS[options.gpu])))
+    step = step_of(mine, command, gpu, sizes.world // sizes.pipeline)
+    _print(mine, found, command, gpu, sizes, step)
+    print(report.wrapped(report.verdict(mine, gpu)))
     for line in helps:
         print(report.wrapped(line))
-    _write(mine, found, command, options, step)
+    _write(mine, found, command, options, gpu, step)
     return 0
 
 
@@ -216,7 +221,7 @@ def _check_costs_are_known(command: Command) -> None:
         )
 
 
-def rehearsed(options: argparse.Namespace, command: Command, gpu: str) -> Rehearsed:
+def rehearsed(options: argparse.Namespace, command: Command, gpu: Gpu) -> Rehearsed:
     """Return the libraries, the script and the GPU of the estimate.
 
     Raises:
@@ -264,7 +269,7 @@ def _remedies(command: Command, asked: Rehearsed, sizes: Sizes, mine: Sequence[F
     (ranks,) = count_all(asked, [command], lambda *_: None)
     if isinstance(ranks, str):  # this model cannot be counted by layers
         return []
-    gpu = GPUS[asked.gpu]
+    gpu = asked.gpu
     counted = shapes.counted(ranks, gpu, sizes.world, sizes.pipeline, None)
     pieces = shapes.of_pattern(counted, command).pieces
     given = command.value(SCHEDULE), command.has(VOCABULARY)
@@ -274,7 +279,7 @@ def _remedies(command: Command, asked: Rehearsed, sizes: Sizes, mine: Sequence[F
     most = max(mine, key=lambda each: each["peak_bytes"])
     peak = most["peak_bytes"]
     lines = []
-    for each in in_order(found, peak, gpu.memory_bytes - BESIDE_GIB * GIB)[:MOST_TRIED]:
+    for each in in_order(found, peak, gpu.memory_bytes - gpu.beside_gib * GIB)[:MOST_TRIED]:
         job = asked.job(command.of_megatron().having(**each.flags), sizes, each.largest, "")
         (result,) = rehearse_all(asked.programs, [job])
         if "error" not in result and result["peak_bytes"] < peak:
@@ -298,16 +303,16 @@ def _print(
     mine: Sequence[Found],
     others: Mapping[str, Sequence[Found]],
     command: Command,
-    options: argparse.Namespace,
+    gpu: Gpu,
     sizes: Sizes,
     step: StepTime,
 ) -> None:
-    gpu, first = GPUS[options.gpu], mine[0]
+    first = mine[0]
     shape = first["sizes"]
     print(
         f"{command.value(SCHEDULE) or 'Megatron' + chr(39) + 's own schedule'}, TP {shape['tp']} x "
         f"PP {shape['pp']} x CP {sizes.context} x DP {shape['dp']}: {sizes.world} "
-        f"{options.gpu.upper()} with {report.gib(gpu.memory_bytes)} GiB, {first['microbatches']} "
+        f"{gpu.name.upper()} with {report.gib(gpu.memory_bytes)} GiB, {first['microbatches']} "
         "microbatches. Estimated, not measured.\nAllocated GiB by pipeline rank:"
     )
     print("\n".join(report.table(mine, gpu)))
@@ -331,9 +336,9 @@ def _write(
     others: Mapping[str, Sequence[Found]],
     command: Command,
     options: argparse.Namespace,
+    gpu: Gpu,
     step: StepTime,
 ) -> None:
-    gpu = GPUS[options.gpu]
     fused = command.value("--attention-backend") not in ("unfused", "local")
     versions = {name: mine[0].get(name, "") for name in ("megatron", "transformer_engine")}
     content = {
@@ -377,7 +382,7 @@ def _write_costs(
             ranks = [job | {"rank": job["rank"] - job["rank"] % sizes.tensor} for job in jobs]
             found = _measured(found, ranks, asked)
     apart = sizes.world // sizes.pipeline
-    costs = counted.counted_costs(found, GPUS[options.gpu], sizes.pipeline, apart)
+    costs = counted.counted_costs(found, asked.gpu, sizes.pipeline, apart)
     write_all([Output("--costs", options.costs, lambda path: _write_text(path, costs.to_json()))])
     print("\n".join(costs.sources_told()))
     print(

@@ -15,7 +15,7 @@ from megatron_vshape.cli.files import (
     check_targets,
     is_installed,
 )
-from megatron_vshape.cli.help import MEMORY, MODEL, OUTPUT, REQUIRED, SEARCH, group
+from megatron_vshape.cli.help import MEMORY, MODEL, OUTPUT, PROGRAM, REQUIRED, SEARCH, group
 from megatron_vshape.cli.options import headroom_of
 from megatron_vshape.cli.progress import told
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -101,6 +101,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--assumptions", action="store_true", help="Print the prediction's assumptions and exit"
     )
     output.add_argument("--verbose", action="store_true", help="Print every dropped combination")
+    for flag, words in (
+        ("--megatron", "Megatron-LM checkout (default: the installed megatron-core)"),
+        ("--te", "Transformer Engine checkout or unpacked wheel (default: the one of --fetch-te)"),
+    ):
+        group(parser, PROGRAM).add_argument(flag, type=Path, metavar="DIR", help=words)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -175,7 +180,7 @@ def _check_targets(options: argparse.Namespace) -> None:
         check_can_draw("--figure")
 
 
-def _expand(loaded: "Loaded", headroom: str | None) -> "tuple[Predictor, Expanded]":
+def _expand(loaded: "Loaded", options: argparse.Namespace) -> "tuple[Predictor, Expanded]":
     from megatron_vshape.sweep.counts import Counts
     from megatron_vshape.sweep.grid import expand
     from megatron_vshape.sweep.machine import Machine
@@ -188,8 +193,10 @@ def _expand(loaded: "Loaded", headroom: str | None) -> "tuple[Predictor, Expande
             f"{loaded.cluster.device.name} is not a known GPU: kernel efficiencies of known GPUs "
             "are assumed; set others with assumptions: in the cluster file"
         )
-    kept = headroom_of(headroom or HEADROOM, loaded.cluster.device.memory_gib * GIB, in_bytes=True)
-    counts = Counts(loaded.subject, machine)
+    kept = headroom_of(
+        options.headroom or HEADROOM, loaded.cluster.device.memory_gib * GIB, in_bytes=True
+    )
+    counts = Counts(loaded.subject, machine, options.megatron, options.te)
     given = loaded.sweep.post_validation, measured, kept
     predictor = Predictor(loaded.subject, machine, counts, *given)
     expanded = expand(loaded)
@@ -201,7 +208,7 @@ def _expand(loaded: "Loaded", headroom: str | None) -> "tuple[Predictor, Expande
 def _predict(
     loaded: "Loaded", console: "Console", options: argparse.Namespace
 ) -> "tuple[Predictor, list[Prediction]]":
-    predictor, expanded = _expand(loaded, options.headroom)
+    predictor, expanded = _expand(loaded, options)
     if options.headroom is None:
         _say(console, f"{HEADROOM} of every GPU's memory is kept free (set by --headroom)")
     _print_dropped(console, expanded.dropped, "impossible", options.verbose)
@@ -343,7 +350,7 @@ def _report(loaded: "Loaded", console: "Console", options: argparse.Namespace) -
     from megatron_vshape.sweep.results import key_of, read_results
 
     path = _results_path(loaded, options)
-    predictor, expanded = _expand(loaded, options.headroom)
+    predictor, expanded = _expand(loaded, options)
     keys = {each: key_of(each, loaded, predictor.measured) for each in expanded.possible}
     with read_results(path) as results:
         wanted = set(keys.values())

@@ -15,7 +15,6 @@ from typing import Any
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal import sources
 from megatron_vshape.rehearsal.flags import Command, environment_of, without_files
-from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.ranks import Found, Rehearsed, rehearse_all
 from megatron_vshape.rehearsal.shapes import PIPELINE, RANKS, counting, least_of
 
@@ -96,7 +95,8 @@ def _key(command: Command, asked: Rehearsed, stamp: str) -> str:
         stamp,
         without_files(few, asked.vocabulary),
         sizes.world,
-        GPUS[asked.gpu].capability,
+        asked.gpu.capability,
+        asked.gpu.multiprocessors,
         asked.imbalance,
         environment_of(command),
         str(asked.script),

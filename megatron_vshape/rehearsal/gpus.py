@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 GIB = 2**30
 MIB = 2**20
@@ -28,11 +29,24 @@ class Gpu:
     far_rate: float  # bytes to other nodes, one way
     node: int  # GPUs that the fast links connect
     host_rate: float  # bytes to host memory, one way, as measured for copies
+    beside_gib: float = BESIDE_GIB  # outside of torch's allocator
+    shares: tuple[tuple[str, float], ...] = ()  # of `Rates` by name, that a cluster file sets
 
     @property
     def on_grace(self) -> bool:
         """Return whether the host's CPU is Grace instead of x86."""
         return self.name.startswith("gb")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the GPU as plain values."""
+        return asdict(self)
+
+    @classmethod
+    def of_json(cls, plain: Mapping[str, Any]) -> Gpu:
+        """Return the GPU that `to_json` wrote."""
+        major, minor = plain["capability"]
+        shares = tuple((str(name), float(value)) for name, value in plain["shares"])
+        return cls(**{**plain, "capability": (major, minor), "shares": shares})
 
     def workspace_bytes(self, environment: Mapping[str, str]) -> int:
         """Return torch's workspace for a cuBLAS handle: aten/src/ATen/cuda/CublasHandlePool.cpp."""
@@ -59,7 +73,14 @@ GPUS = {
     each.name: each
     for each in (
         _gpu("a100", "8.0", 81920, 108, "312/312/312", 2.0, 300, 25, 8, 25),
+        _gpu("a100-40gb", "8.0", 40960, 108, "312/312/312", 1.555, 300, 25, 8, 25),
+        _gpu("a100-pcie", "8.0", 81920, 108, "312/312/312", 1.935, 25, 25, 8, 25),
+        _gpu("a100-pcie-40gb", "8.0", 40960, 108, "312/312/312", 1.555, 25, 25, 8, 25),
+        _gpu("a800", "8.0", 81920, 108, "312/312/312", 2.0, 200, 25, 8, 25),
+        _gpu("l40s", "8.9", 46068, 142, "362/733/733", 0.864, 25, 25, 8, 25),
         _gpu("h100", "9.0", 81559, 132, "989/1979/1979", 3.35, 450, 50, 8, 50),
+        _gpu("h100-pcie", "9.0", 81559, 114, "756/1513/1513", 2.0, 50, 50, 8, 50),
+        _gpu("h20", "9.0", 97871, 78, "148/296/296", 4.0, 450, 50, 8, 50),
         _gpu("h800", "9.0", 81559, 132, "989/1979/1979", 3.35, 200, 50, 8, 50),
         _gpu("h200", "9.0", 143771, 132, "989/1979/1979", 4.8, 450, 50, 8, 50),
         _gpu("b200", "10.0", 183359, 148, "2250/4500/9000", 8.0, 900, 50, 8, 50),
@@ -73,4 +94,5 @@ GPUS = {
 """By the name that --gpu takes: compute capability, memory (MiB), multiprocessors, bf16, 8-bit and
 4-bit products (TFLOP/s, dense; a format that it lacks as the next wider), memory (TB/s), links
 within and between nodes (GB/s, one way), GPUs that the fast links join, and the link to the host
-(PCIe 4 and 5 with 16 lanes; of NVLink-C2C what is reached)."""
+(PCIe 4 and 5 with 16 lanes; of NVLink-C2C what is reached). GPUs without NVLink use PCIe within a
+node. A cluster file (--cluster) has other links."""

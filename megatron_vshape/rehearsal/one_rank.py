@@ -29,7 +29,7 @@ from megatron_vshape.mcore.refusals import captures_graphs
 from megatron_vshape.rehearsal import adjustments, exchanges, ours, routing
 from megatron_vshape.rehearsal.adjustments import wrap
 from megatron_vshape.rehearsal.device import Current, on_host
-from megatron_vshape.rehearsal.gpus import GPUS
+from megatron_vshape.rehearsal.gpus import GPUS, Gpu
 from megatron_vshape.rehearsal.graph_pools import GraphPool
 from megatron_vshape.rehearsal.ledger import WORKSPACES, Ledger, Ran, Record, tensors_in
 from megatron_vshape.rehearsal.step_time import Scale, step_time
@@ -60,6 +60,12 @@ class RankJob:
     name: str = ""
     check: bool = False  # stop before the first pass: only the start-up checks run
     batch_microbatches: int = 0  # of the batch, if the flags have a smaller one; 0: theirs
+    cluster: dict[str, Any] | None = None  # `Gpu.to_json` of a cluster file's GPU
+
+    @property
+    def hardware(self) -> Gpu:
+        """The GPU and its links."""
+        return GPUS[self.gpu] if self.cluster is None else Gpu.of_json(self.cluster)
 
 
 class _Enough(BaseException):
@@ -72,7 +78,7 @@ def rehearse(job: RankJob) -> dict[str, Any]:
     Run this in a separate process, after `worker.prepare`.
     """
     begun = time.monotonic()
-    gpu = GPUS[job.gpu]
+    gpu = job.hardware
     _set_environment(job)
     Current.gpu = gpu
     workspace_bytes = gpu.workspace_bytes(os.environ)
@@ -147,7 +153,7 @@ class _Run:
 
     def priced(self, work: Work) -> dict[str, float]:
         """Return the estimated seconds of a part of the step, by category."""
-        return step_time(work, GPUS[self.job.gpu], self.scale(1, 1, 1, 1))
+        return step_time(work, self.job.hardware, self.scale(1, 1, 1, 1))
 
     def scale(self, microbatches: int, traced: int, ranks: int, chunks: int) -> Scale:
         """Return the factors from counted work to a full step, and how kernels are launched."""
@@ -297,7 +303,7 @@ class _Run:
             "parts": _parts(at_peak, ledger.peak),
             "when": {"pass": ledger.peak_phase, "place": ledger.peak_place},
             "holders": _holders(at_peak),
-            "time": step_time(work, GPUS[self.job.gpu], scale),
+            "time": step_time(work, self.job.hardware, scale),
             "microbatches": many,
             "traced_microbatches": self.few,
             "parameters": sum(own := [_parameters(chunk) for chunk in self.chunks]),

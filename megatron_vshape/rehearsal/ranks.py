@@ -15,6 +15,7 @@ from typing import Any
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal import sources
 from megatron_vshape.rehearsal.flags import Command, Sizes, environment_of, without_files
+from megatron_vshape.rehearsal.gpus import Gpu
 
 SCHEDULE = "--pipeline-schedule"
 PER_RANK = 4
@@ -39,7 +40,7 @@ class Rehearsed:
 
     programs: Programs
     script: Path
-    gpu: str
+    gpu: Gpu
     vocabulary: int | None = None  # vocabulary size of the tokenizer's files
     imbalance: float = 1.0  # tokens of a rank's experts relative to the mean
 
@@ -47,7 +48,7 @@ class Rehearsed:
     def of(
         cls,
         command: Command,
-        gpu: str,
+        gpu: Gpu,
         megatron: Path | None = None,
         te: Path | None = None,
         jobs: int | None = None,
@@ -77,7 +78,8 @@ class Rehearsed:
         return {
             "script": str(self.script),
             "flags": flags,
-            "gpu": self.gpu,
+            "gpu": self.gpu.name,
+            "cluster": self.gpu.to_json(),
             "world": sizes.world,
             "rank": sizes.last_rank(stage),
             "imbalance": self.imbalance,

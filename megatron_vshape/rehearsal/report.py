@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_vshape.rehearsal.gpus import BESIDE_GIB, GIB, Gpu
+from megatron_vshape.rehearsal.gpus import GIB, Gpu
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "rest")
 WIDTH = 100
@@ -125,8 +125,8 @@ def verdict(found: Sequence[Mapping[str, Any]], gpu: Gpu) -> str:
         too_large = f"; too large: ranks {', '.join(others)}" if len(others) > 1 else ""
         return f"Does not fit: {text}, {gib(peak - memory)} GiB above {of_gpu}{step}{too_large}."
     free = f"{gib(memory - peak)} GiB below {of_gpu}"
-    reserve = f"reserve about {BESIDE_GIB:g} GiB for the CUDA context and NCCL"
-    if memory - peak < BESIDE_GIB * GIB:
+    reserve = f"reserve about {gpu.beside_gib:g} GiB for the CUDA context and NCCL"
+    if memory - peak < gpu.beside_gib * GIB:
         return f"May not fit: {text}, only {free}; {reserve}."
     return f"Fits: {text}, {free}; {reserve}."
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_vshape.rehearsal.fitted import BY_GENERATION, SHARED
 from megatron_vshape.rehearsal.gpus import Gpu
@@ -55,6 +55,7 @@ _AMPERE = Rates(wide=0.72, attention=0.50, memory=0.6)
 
 RATES = {
     (8, 0): _AMPERE,
+    (8, 9): _AMPERE,
     (9, 4): _INSTINCT,
     (9, 5): _INSTINCT,
     **{generation: Rates(**SHARED, **own) for generation, own in BY_GENERATION.items()},
@@ -92,8 +93,8 @@ class Scale:
 
 
 def rates_of(gpu: Gpu) -> Rates:
-    """Return the rates of the GPU's generation."""
-    return RATES[gpu.capability]
+    """Return the rates of the GPU's generation, with those that its cluster file sets."""
+    return replace(RATES[gpu.capability], **dict(gpu.shares))
 
 
 def step_time(work: Work, gpu: Gpu, scale: Scale, rates: Rates | None = None) -> dict[str, float]:

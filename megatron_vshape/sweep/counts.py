@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.counting import Ranks, count_all
@@ -22,6 +23,8 @@ class Counts:
 
     subject: Subject
     machine: Machine
+    megatron: Path | None = None  # checkout; None: the installed megatron-core
+    te: Path | None = None
     ranks: dict[Key, Ranks | str] = field(default_factory=dict)  # by `key_of_count`
 
     def count(
@@ -37,7 +40,7 @@ class Counts:
         subject = self.subject
         if not wanted:
             return 0, 0
-        asked = Rehearsed.of(subject.command, self.machine.gpu.name)
+        asked = Rehearsed.of(subject.command, self.machine.gpu, self.megatron, self.te)
         commands = []
         for it in wanted.values():
             command = command_of(subject, it)

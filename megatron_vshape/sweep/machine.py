@@ -58,6 +58,7 @@ class Machine:
                     f"the cluster {cluster.name:.60}: there is no assumption {name!r:.60}; there "
                     f"are beside_gib, {', '.join(known)}"
                 )
+        gpu = replace(gpu, shares=tuple(given.items()))
         return cls(cluster, gpu, replace(rates, **given), beside, bool(named))
 
     def assumptions(self) -> Iterator[tuple[str, float, str]]:

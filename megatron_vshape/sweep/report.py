@@ -13,7 +13,7 @@ from rich.table import Table
 
 from megatron_vshape.core.model.files import read_text
 from megatron_vshape.core.paper.catalogue import EVERY_NAME
-from megatron_vshape.sweep.files import FULL, GIVEN, MAX_FILE_BYTES, NONE, SweepError
+from megatron_vshape.sweep.files import GIVEN, MAX_FILE_BYTES, NONE, SweepError
 from megatron_vshape.sweep.grid import Combination
 from megatron_vshape.sweep.predict import Prediction, Predictor, Verdict
 from megatron_vshape.sweep.ranking import kendall_tau, pareto
@@ -179,7 +179,7 @@ def _layout(row: Row) -> str:
     it = row.combination
     told = str(it.layout)
     if it.recompute not in (NONE, GIVEN):
-        told += ", recompute" + (f" {it.recompute}" if it.recompute != FULL else "")
+        told += f", {it.recompute} recompute"
     if it.expert_parallel > 1:
         told += f", EP {it.expert_parallel}"
     if it.format != GIVEN:

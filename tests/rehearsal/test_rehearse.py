@@ -347,7 +347,12 @@ def test_advice_compares_todays_run_with_others(
     ran = warm(tmp_path, *command, "--", "pretrain_gpt.py", *flags, "--recompute-num-layers", "1")
     assert ran.returncode == 0, ran.stderr
     found = json.loads(file.read_text())
-    assert list(found) == ["today", "stock", "best", "same", "DON'T"]
+    assert list(found) == ["today", "stock", "best", "same", "least", "DON'T"]
+    assert found["today"]["flags"] == []
+    assert "remove --recompute-*" in found["stock"]["flags"]
+    assert f"--pipeline-schedule {plan}" in found["best"]["flags"] or found["best"]["is_stock"]
+    assert max(found["least"]["peak_bytes"]) <= max(found["best"]["peak_bytes"])
+    assert "\nFlags, best stock: remove --recompute-*" in ran.stdout
     today, stock, best = (found[what] for what in ("today", "stock", "best"))
     assert today["schedule"] == "1f1b"
     assert today["shape"]["recompute"] == "full"
@@ -513,3 +518,22 @@ def test_deepep_receives_a_token_once(warm: Warm, tmp_path: Path) -> None:
     # to the experts and back, of F and of B, for the layers of a rank
     assert sent[0] == (4 * 2 * microbatches, 4 * 2 * microbatches * tokens * HIDDEN * 2)
     assert peaks[0] == pytest.approx(peaks[1], rel=0.1)
+
+
+def test_a_cluster_file_is_used_by_rehearse_and_advise(
+    warm: Warm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        "{name: two, nodes: 1, devices_per_node: 2, inside_node_gb_per_s: 20, "
+        "between_nodes_gb_per_s: 20, device: {name: A100-40GB, memory_gib: 39.5, peak_tflops: 312, "
+        "memory_tb_per_s: 1.555, processors: 108}}"
+    )
+    printed, _ = rehearse(warm, tmp_path, TINY, "--alone", "--cluster", str(file))
+    assert "2 A100 with 39.5 GiB" in printed.replace("A100-40GB", "A100")
+    options = ["advise", "--cluster", str(file), "--seconds", "1", "--headroom", "30GiB"]
+    keep = ["--keep", "tp,pp,ep,cp,microbatch,recompute"]
+    ran = warm(tmp_path, *options, *keep, "--", "pretrain_gpt.py", *TINY)
+    assert ran.returncode == 0, ran.stderr
+    assert "are a guess from its data sheet" in ran.stdout.replace("\n", " ")

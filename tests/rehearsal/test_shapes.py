@@ -96,7 +96,7 @@ def test_stock_megatron_may_deal_layers_out_by_their_work() -> None:
     flags = "--num-layers 36 --pipeline-model-parallel-size 4 --global-batch-size 32"
     command = read_command(["pretrain_gpt.py", *flags.split(), "--micro-batch-size", "1"])
     own, layer = shape_of(command), Piece(1.0, 1.0, 1.0, 1.0, 0.0)
-    advice = _Advice(command, Namespace(), 4, GPUS["h100"], 36)
+    advice = _Advice(command, Namespace(headroom=None), 4, GPUS["h100"], 36)
     head = Piece(4.0, 4.0, 4.0, 0.0, 0.0)
     pieces = Pieces(layer, Piece(0.0, 0.0, 0.0, 0.0, 0.0), head, 0.0)
     advice.counted[own], advice.sizes[own] = (

@@ -64,7 +64,7 @@ def predictor_of(loaded: Loaded) -> Predictor:
 class Fake:
     """Takes the place of `Counts`, which rehearses."""
 
-    def __init__(self, subject: Subject, machine: Machine) -> None:
+    def __init__(self, subject: Subject, machine: Machine, *checkouts: object) -> None:
         self.subject = subject
 
     def count(self, combinations: Iterable[Combination], tell: Any) -> tuple[int, int]:

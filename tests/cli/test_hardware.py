@@ -1,0 +1,64 @@
+"""GPUs by a cluster file: memory, rates and links reach every estimate."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_vshape.cli.hardware import of_cluster
+from megatron_vshape.cli.main import main
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.rehearsal.gpus import GIB, GPUS, Gpu
+from megatron_vshape.rehearsal.step_time import rates_of
+
+pytest.importorskip("pydantic")
+
+FILE = """
+name: eight A100-40GB, PCIe
+nodes: 1
+devices_per_node: 8
+device: {name: A100-PCIe, memory_gib: 39.4, peak_tflops: 312, memory_tb_per_s: 1.555,
+         processors: 108}
+inside_node_gb_per_s: 20
+between_nodes_gb_per_s: 12.5
+assumptions: {beside_gib: 1.5, wide: 0.61}
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "cluster.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_a_cluster_file_sets_memory_rates_and_links(tmp_path: Path) -> None:
+    number, gpu = of_cluster(written(tmp_path, FILE))
+    assert (number, gpu.node, gpu.beside_gib) == (8, 8, 1.5)
+    assert gpu.memory_bytes == int(39.4 * GIB)
+    assert (gpu.near_rate, gpu.far_rate) == (20e9, 12.5e9)
+    assert rates_of(gpu).wide == 0.61
+    assert rates_of(gpu).memory == rates_of(GPUS["a100"]).memory
+    assert Gpu.of_json(gpu.to_json()) == gpu  # as a job has it
+
+
+def test_an_unknown_gpu_keeps_its_name(tmp_path: Path) -> None:
+    _, gpu = of_cluster(written(tmp_path, FILE.replace("A100-PCIe", "RTX 6000")))
+    assert gpu.name == "rtx 6000"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (FILE.replace("wide", "luck"), "there is no assumption 'luck'"),
+        (FILE.replace("nodes: 1\n", ""), "nodes"),
+    ],
+)
+def test_a_wrong_cluster_file_is_told(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        of_cluster(written(tmp_path, text))
+
+
+@pytest.mark.parametrize("given", [[], ["--gpus", "8xA100", "--cluster", "any.yaml"]])
+def test_advise_needs_one_description(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["pretrain_gpt.py", "--num-layers", "4", "--pipeline-model-parallel-size", "2"]
+    assert main(["advise", *given, "--", *flags]) == 2
+    assert "needs one of --gpus" in capsys.readouterr().err
