@@ -49,7 +49,7 @@ from torch import Tensor
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.program.instructions import Program
-from megatron_vshape.core.program.kernels import waits_for_ever
+from megatron_vshape.core.program.kernels import deadlocks_under_device_sync
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 110.0  # of one run; all of them together take less than nine minutes
@@ -160,7 +160,7 @@ def choose_posting(trial: Trial) -> None:
         program = lower(*args, **(options | {"kernels": True}))
         if trial is Trial.EARLY:
             program = reposted(program, 1)
-        if waits_for_ever(program):
+        if deadlocks_under_device_sync(program):
             print(HANGS, flush=True)
         return program
 

@@ -12,7 +12,7 @@ import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron_vshape.core.ask import AUTO, Question, ask
+from megatron_vshape.core.ask import AUTO, PlanRequest, ask
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.placement import v_shape
@@ -29,7 +29,7 @@ from megatron_vshape.core.program.instructions import (
     Send,
     source_of,
 )
-from megatron_vshape.core.program.kernels import waits_for_ever
+from megatron_vshape.core.program.kernels import deadlocks_under_device_sync
 from megatron_vshape.core.program.lowering import forward_wave, lower
 
 CELLS = ((4, 8), (8, 16), (8, 64), (16, 64))
@@ -155,7 +155,9 @@ def table(send: float) -> None:
             ratio = times[1] / times[-1]
             counts = (safe.most_posted, safe.most_kept)
             posted, kept = (max(map(count, range(devices))) for count in counts)
-            hangs = ", ".join("yes" if waits_for_ever(each) else "no" for each in (safe, early))
+            hangs = ", ".join(
+                "yes" if deadlocks_under_device_sync(each) else "no" for each in (safe, early)
+            )
             print(
                 f"{name:26}{devices:>3}{microbatches:>4} "
                 + " ".join(f"{each:8.2f}" for each in times)
@@ -171,7 +173,7 @@ def count_hangs(num_plans: int) -> None:
         timeline = None if costs is None else simulate(schedule, costs)
         program = lower(schedule, timeline, kernels=True)
         for how, each in (("safe", program), ("early", reposted(program, 1))):
-            found[how].append(bool(waits_for_ever(each)))
+            found[how].append(bool(deadlocks_under_device_sync(each)))
     for how, hangs in found.items():
         print(f"{how}: {sum(hangs)} of {len(hangs)} programs can hang")
 
@@ -196,7 +198,9 @@ def drawn_plans(number: int) -> Iterator[tuple[Schedule, Costs]]:
         microbatches = draw.randint(devices, 3 * devices)
         limit = draw.uniform(devices + 2, 2 * devices)
         placements = (v_shape(devices),)
-        question = Question(AUTO, devices, microbatches, costs, limit=limit, placements=placements)
+        question = PlanRequest(
+            AUTO, devices, microbatches, costs, limit=limit, placements=placements
+        )
         yield ask(question).schedule, costs
 
 

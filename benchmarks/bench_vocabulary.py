@@ -108,7 +108,7 @@ def run_rank(arguments: list[str]) -> None:
     from megatron_vshape.mcore.observe.static_memory import static_memory
     from megatron_vshape.mcore.step.stage import MegatronStage
     from megatron_vshape.mcore.step.vocabulary import SharedVocabulary
-    from megatron_vshape.runtime.together import Together
+    from megatron_vshape.runtime.device_collectives import DeviceCollectives
 
     spent: defaultdict[tuple[Any, ...], list[float]] = defaultdict(list)
     began, key = (0.0, 0.0), tuple[Any, ...]()
@@ -139,7 +139,7 @@ def run_rank(arguments: list[str]) -> None:
         owner = SharedVocabulary if kind in VOCABULARY else MegatronStage
         if kind.resource == PROCESSOR and hasattr(owner, kind.method):
             setattr(owner, kind.method, longer(getattr(owner, kind.method)))
-    begin, train = Together.begin, training.train
+    begin, train = DeviceCollectives.begin, training.train
 
     def begin_late(together: Any, job: Any, inputs: Any) -> Any:
         if inputs:  # within a pass: what it has computed by now is summed
@@ -152,7 +152,7 @@ def run_rank(arguments: list[str]) -> None:
         print(f"rank {dist.get_rank()} holds {size} bytes besides", flush=True)
         return result
 
-    Together.begin, training.train = begin_late, tell  # type: ignore[method-assign]
+    DeviceCollectives.begin, training.train = begin_late, tell  # type: ignore[method-assign]
     exec(source, {"__name__": "__main__", "__file__": script})
 
 

@@ -25,7 +25,7 @@ import rehearsed_table
 import steps_table
 import yaml
 
-from megatron_vshape.core.ask import AUTO, Answer, Question, ask
+from megatron_vshape.core.ask import AUTO, PlanRequest, PlanResult, ask
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -181,11 +181,11 @@ class Set:
         finest = max(self.devices * (row.chunks or 2) for row in self.rows)
         costs = self.cut(finest, False)
         goal = Objective.SPAN if self.spans else Objective.MAKESPAN
-        question = Question(
+        question = PlanRequest(
             AUTO, self.devices, microbatches, costs, limit=held_bytes, objective=goal
         )
         try:
-            answer: Answer = ask(question)
+            answer: PlanResult = ask(question)
         except ScheduleError:
             return None
         timeline = simulate(answer.schedule, answer.costs)
@@ -199,7 +199,7 @@ class Set:
 def make(name: str, devices: int, microbatches: int, chunks: int | None) -> Schedule:
     """Return a schedule of the catalogue."""
     choices = (("num_chunks", chunks),) if chunks else ()
-    return ask(Question(name, devices, microbatches, choices=choices)).schedule
+    return ask(PlanRequest(name, devices, microbatches, choices=choices)).schedule
 
 
 def longer(costs: Costs, pass_us: float, splits: bool) -> Costs:

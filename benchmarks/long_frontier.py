@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_vshape.core.ask import AUTO, SLICES, Question
+from megatron_vshape.core.ask import AUTO, SLICES, PlanRequest
 from megatron_vshape.core.frontier import Point, frontier, published
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.placement import looping
@@ -26,10 +26,10 @@ FIGURES = Path(__file__).resolve().parent / "figures"
 SHARES = (0.125, 0.1875, 0.25, 0.375, 0.5, 0.625, 0.75, 1.0)
 
 
-def families(devices: int, microbatches: int, steps: int | None) -> dict[str, Question]:
+def families(devices: int, microbatches: int, steps: int | None) -> dict[str, PlanRequest]:
     """Return the questions by what their plans may do to hold less."""
     costs = Costs.uniform(devices, 4 * devices, 1, 1.15, 0.85, 0.05, host=0.01)
-    alone = Question(AUTO, devices, microbatches, costs, steps=steps)
+    alone = PlanRequest(AUTO, devices, microbatches, costs, steps=steps)
     return {
         "order alone": alone,
         "slices": replace(alone, slices=SLICES),

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_vshape import Costs, Schedule, make, peak_held
-from megatron_vshape.core.ask import AUTO, Question, best_order
+from megatron_vshape.core.ask import AUTO, PlanRequest, best_order
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import regroup
 from megatron_vshape.core.model.layers import Pieces, even_layers
@@ -33,7 +33,7 @@ from megatron_vshape.core.planner.vocabulary import (
 from megatron_vshape.core.program.lowering import fuse
 from megatron_vshape.rehearsal.flags import Command, Sizes, ranks_asked_for, read_command, sizes_of
 from megatron_vshape.rehearsal.gpus import GPUS
-from megatron_vshape.rehearsal.ranks import Rehearsed, rehearse_all
+from megatron_vshape.rehearsal.ranks import DryRunConfig, rehearse_all
 
 GIB = 2**30
 SUM_US = 200.0
@@ -124,7 +124,7 @@ def copied(model: Model) -> Case:
     """Return a plan with copies, within less than V-Half needs: halfway to V-Min."""
     costs, sizes = model.costs.with_copies(1.0), (model.devices, model.microbatches)
     limit = sum(max(peak_held(make(name, *sizes), costs)) for name in ("v-half", "v-min")) / 2
-    question = Question(
+    question = PlanRequest(
         AUTO,
         model.devices,
         model.microbatches,
@@ -207,7 +207,7 @@ def rehearse(
             plan.write_text(case.schedule.to_json())
             flags = [*flags, "--pipeline-schedule", str(plan)]
         command = read_command([*options.command, *flags])
-        asked = Rehearsed.of(command, GPUS["h100"], options.megatron, options.te, options.jobs)
+        asked = DryRunConfig.of(command, GPUS["h100"], options.megatron, options.te, options.jobs)
         left = [each for each in stages if not made(options.folder, key, each).exists()]
         jobs += [asked.job(command, sizes, each, key) for each in left]
     for found in rehearse_all(asked.programs, jobs) if jobs else ():

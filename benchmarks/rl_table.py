@@ -25,12 +25,12 @@ from unlike_table import measure, unlike
 
 from bench_runtime import on_ranks  # isort: skip  found by unlike_table's path
 
-from megatron_vshape.core.ask import AUTO, Question, ask
+from megatron_vshape.core.ask import AUTO, PlanRequest, ask
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs, regroup
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.core.unlike import even_out
+from megatron_vshape.core.variable_length import reorder_microbatches
 from megatron_vshape.mcore.setup.microbatches import runs_interleaved
 
 EQUAL, SHAREGPT = "equal", "sharegpt"
@@ -54,7 +54,7 @@ def runs_of(devices: int, count: int, costs: Costs, plan: Schedule) -> dict[str,
             found[name] = schedule, regroup(costs, schedule.num_stages, name)
     own = regroup(costs, plan.num_stages, AUTO)
     if costs.by_microbatch:
-        own = own.placed(even_out(plan, own, peak_held(plan, own)).order)
+        own = own.placed(reorder_microbatches(plan, own, peak_held(plan, own)).order)
     found[AUTO] = plan, own
     return found
 
@@ -62,7 +62,7 @@ def runs_of(devices: int, count: int, costs: Costs, plan: Schedule) -> dict[str,
 def plan_of(devices: int, count: int) -> Schedule:
     """Plan for equal lengths in the memory of 1F1B with as many microbatches as ranks."""
     limit = max(peak_held(make("1f1b", devices, max(count, devices))))
-    question = Question(AUTO, devices, count, costs_of(devices, count, EQUAL, 0), limit=limit)
+    question = PlanRequest(AUTO, devices, count, costs_of(devices, count, EQUAL, 0), limit=limit)
     return ask(replace(question, seconds=5.0)).schedule
 
 

@@ -20,8 +20,8 @@ A microbatch is one sequence. Its length is drawn:
 The times of F and B are proportional to tokens + KAPPA x tokens^2 / mean, those of W and the
 memory to tokens; the means are 1. Rows: Megatron's 1F1B and interleaved 1F1B (two chunks per
 rank), a plan for uniform lengths, all in data order, and the same plan with reordered microbatches
-(`core.unlike`) within its memory. The figures are step times relative to an ideal step in which
-the busiest rank always works (medians of the draws), and the longest CPU time in ms of the
+(`core.variable_length`) within its memory. The figures are step times relative to an ideal step in
+which the busiest rank always works (medians of the draws), and the longest CPU time in ms of the
 reordering.
 
 With --gloo the runtime runs these orders over gloo, a process for each device, four microbatches a
@@ -57,7 +57,7 @@ import torch.distributed as dist
 from bench_runtime import SHAPE, on_ranks, take
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_vshape.core.ask import AUTO, Question, ask
+from megatron_vshape.core.ask import AUTO, PlanRequest, ask
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs, regroup
 from megatron_vshape.core.model.kinds import Kind
@@ -65,9 +65,9 @@ from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.program.lowering import lower
-from megatron_vshape.core.unlike import even_out
+from megatron_vshape.core.variable_length import reorder_microbatches
 from megatron_vshape.mcore.setup.plans import PlannedStep
-from megatron_vshape.mcore.step.unlike import Places
+from megatron_vshape.mcore.step.variable_length import MicrobatchReorderer
 from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.program_runner import run_program
 
@@ -173,7 +173,7 @@ def ideal(costs: Costs, schedule: Schedule) -> float:
 def row(devices: int, count: int, lengths: str, draws: int) -> str:
     """Return a line of the table."""
     alike = Costs.uniform(devices, 2 * devices, 1, 1.15, 0.85, 0.05)
-    plan = ask(Question(AUTO, devices, count, alike)).schedule
+    plan = ask(PlanRequest(AUTO, devices, count, alike)).schedule
     known = [make(name, devices, count) for name in ("1f1b", "interleaved-1f1b")]
     found: list[list[float]] = []
     slowest_s = 0.0
@@ -182,9 +182,9 @@ def row(devices: int, count: int, lengths: str, draws: int) -> str:
         own = regroup(costs, plan.num_stages, "plan")
         least = ideal(own, plan)
         steps = [simulate(s, regroup(costs, s.num_stages, s.name)).makespan for s in known]
-        even_out(plan, own, tries=1)
+        reorder_microbatches(plan, own, tries=1)
         began_s = time.process_time()
-        evened = even_out(plan, own, peak_held(plan, own))
+        evened = reorder_microbatches(plan, own, peak_held(plan, own))
         slowest_s = max(slowest_s, time.process_time() - began_s)
         steps += [evened.given_us, evened.found_us]
         found.append([step / least for step in steps])
@@ -253,14 +253,14 @@ def on_gloo(devices: int, lengths: str, draws: int, rounds: int, unit_us: float)
     """Print steps of the orders over gloo beside their predictions."""
     count = 4 * devices
     alike = Costs.uniform(devices, 2 * devices, unit_us, 1.15 * unit_us, 0.85 * unit_us)
-    plan = ask(Question(AUTO, devices, count, alike)).schedule
+    plan = ask(PlanRequest(AUTO, devices, count, alike)).schedule
     known = [make(name, devices, count) for name in ("1f1b", "interleaved-1f1b")]
     runs: list[tuple[Schedule, Costs]] = []
     for seed in range(draws):
         costs = unlike(alike, count, lengths, seed)
         runs += [(each, regroup(costs, each.num_stages, each.name)) for each in known]
         own = regroup(costs, plan.num_stages, "plan")
-        evened = even_out(plan, own, peak_held(plan, own))
+        evened = reorder_microbatches(plan, own, peak_held(plan, own))
         runs += [(plan, own), (plan, own.placed(evened.order))]
     measured = on_ranks(devices, measure, runs, rounds)
     predicted = [simulate(*each).makespan for each in runs]
@@ -297,7 +297,7 @@ def start_ms(plan: PlannedStep, count: int, lengths: str) -> float:
         max(1, round(draw(rng) * (1 if lengths in NAMED else 4096))) for _ in range(STEPS * count)
     ]
     loader = iter(DataLoader(Documents(drawn), batch_size=None, num_workers=1))
-    places, one = Places(LLAMA, None), SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    places, one = MicrobatchReorderer(LLAMA, None), SimpleNamespace(rank=lambda: 0, size=lambda: 1)
     groups = SimpleNamespace(pp=one, tp=one, cp=one)
     started = []
     for _ in range(STEPS):

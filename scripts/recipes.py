@@ -14,10 +14,10 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from megatron_vshape.core.ask import AUTO
+from megatron_vshape.core.baselines import is_megatrons_own
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement
-from megatron_vshape.core.rivals import is_megatrons_own
 from megatron_vshape.mcore.layout import given_layout, hybrid, multi_token
 from megatron_vshape.mcore.layout.layer_split import given_layers
 from megatron_vshape.mcore.layout.stage_map import HASH_LAYERS, StageMap
@@ -36,7 +36,7 @@ from megatron_vshape.mcore.setup.checks import (
     check_stages,
     take_options,
 )
-from megatron_vshape.mcore.setup.choice import Choice, choice_for
+from megatron_vshape.mcore.setup.choice import ScheduleConfig, choice_for
 from megatron_vshape.mcore.setup.translate import (
     TRANSLATIONS,
     Notice,
@@ -159,7 +159,9 @@ class _Checked(NamedTuple):
     uncounted: list[Notice]  # for options that need the number of layers
 
 
-def _is_settled(left: SimpleNamespace, choice: Choice, own: Options, found: _Checked) -> bool:
+def _is_settled(
+    left: SimpleNamespace, choice: ScheduleConfig, own: Options, found: _Checked
+) -> bool:
     """Run the checks of a run once, and remove rejected options from `left`.
 
     Returns whether the checks have nothing more to report.
@@ -192,14 +194,14 @@ def _uncounted(left: SimpleNamespace, names: Collection[str]) -> Iterator[Notice
 
 
 def _reasons(
-    error: Exception, names: Collection[str], left: SimpleNamespace, choice: Choice
+    error: Exception, names: Collection[str], left: SimpleNamespace, choice: ScheduleConfig
 ) -> list[str]:
     """Return the messages of an error: all of them if it is the first of several conflicts."""
     several = [str(each) for each in conflicts(left, choice.placement)] if BESIDE in names else []
     return several if str(error) in several else [str(error)]
 
 
-def _check(given: Any, choice: Choice, own: Options) -> None:
+def _check(given: Any, choice: ScheduleConfig, own: Options) -> None:
     """Raise the error that a run with these options would raise before it builds a model."""
     choice, translated = take_options(given, choice, own, check_arguments)
     check_derived(given, choice.name)

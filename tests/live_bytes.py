@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_iter
 
 from megatron_vshape.core.model.kinds import PROCESSOR
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.runtime.held_bytes import size_now
+from megatron_vshape.runtime.activation_tracker import size_now
 
 
 class LiveBytes(TorchDispatchMode):

@@ -17,14 +17,14 @@ from megatron_vshape.cli.options import headroom_of
 from megatron_vshape.cli.progress import told
 from megatron_vshape.cli.rehearse import add_program_arguments, rehearsed
 from megatron_vshape.cli.stopping import Budget
-from megatron_vshape.core.ask import AUTO, MEMORY_NAMES, Question, best_order, known_as
+from megatron_vshape.core.ask import AUTO, MEMORY_NAMES, PlanRequest, best_order, known_as
+from megatron_vshape.core.baselines import EvaluatedSchedule, judge
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Pieces, Share, even_layers, even_with_ends
 from megatron_vshape.core.model.placement import Placement, looping, v_shape
 from megatron_vshape.core.planner.vocabulary import held_logits, shared_pieces
-from megatron_vshape.core.rivals import Known, judge
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.given_layout import layers_in, layout_of
 from megatron_vshape.rehearsal import accuracy, report, shapes
@@ -62,7 +62,7 @@ class Line:
 
     name: str  # of the schedule
     shape: Shape
-    known: Known
+    known: EvaluatedSchedule
     step_s: float
     mfu: float
     is_stock: bool
@@ -395,7 +395,7 @@ class _Advice:
             made = pieces.costs(own)
             return made.under_megatron() if stock else made
 
-        question = Question(
+        question = PlanRequest(
             name, shape.pipeline, self.microbatches(shape), cut(2 * shape.pipeline, name), cut
         )
         try:
@@ -446,7 +446,7 @@ class _Advice:
 
     def _plan(self, shape: Shape, pieces: Pieces, seconds: float) -> Line | None:
         budget = Budget(PATIENCE * seconds)
-        question = Question(
+        question = PlanRequest(
             AUTO,
             shape.pipeline,
             self.microbatches(shape),
@@ -480,7 +480,7 @@ class _Advice:
         layers = pieces.balanced(self.layers, looping(shape.pipeline, 1))
         return pieces.costs(layers).busy_us(devices, number, self.microbatches(shape))
 
-    def _line(self, name: str, shape: Shape, known: Known, stock: bool) -> Line:
+    def _line(self, name: str, shape: Shape, known: EvaluatedSchedule, stock: bool) -> Line:
         counted = self.counted[shape]
         after_us = counted.after_us(known.costs, known.schedule.placement)
         step_s = 1e-6 * (known.timeline.makespan + after_us)

@@ -3,18 +3,18 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from megatron_vshape.core.ask import Planned, Possible, Question, compare
-from megatron_vshape.core.check.bounds import fits
-from megatron_vshape.core.check.simulate import simulate
-from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.rivals import (
+from megatron_vshape.core.ask import BaselineEstimate, Planned, PlanRequest, compare
+from megatron_vshape.core.baselines import (
     MEGATRONS_OWN,
     NOT_STOCK,
     SAME,
-    Known,
-    Rival,
+    BaselineSpec,
+    EvaluatedSchedule,
     why_not_stock,
 )
+from megatron_vshape.core.check.bounds import fits
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.view.names import plain
 from megatron_vshape.view.numbers import percent
 from megatron_vshape.view.trades import way_text
@@ -40,7 +40,7 @@ class _TableRow(NamedTuple):
 
 
 def comparison_rows(
-    question: Question, answer: Planned, held: Text, time: Text, every: bool = False
+    question: PlanRequest, answer: Planned, held: Text, time: Text, every: bool = False
 ) -> tuple[list[list[str]], int]:
     """Return a heading and a row per schedule, and the number of omitted rows.
 
@@ -61,8 +61,14 @@ def comparison_rows(
     for each in compare(question, answer):
         if each.rival is not None and each.rival == answer.is_known:
             continue
-        value = each.least if isinstance(each, Possible) else question.objective.of(each.timeline)
-        within = each.may_fit if isinstance(each, Possible) else fits(each.peak, answer.limits)
+        value = (
+            each.least
+            if isinstance(each, BaselineEstimate)
+            else question.objective.of(each.timeline)
+        )
+        within = (
+            each.may_fit if isinstance(each, BaselineEstimate) else fits(each.peak, answer.limits)
+        )
         cells = _row(each, value, within, answer, held, time)
         family = cells[0] if each.rival is None else each.rival.name
         rest.append(_TableRow(not within, value, family, cells))
@@ -111,10 +117,15 @@ def _tried_rows(answer: Planned, time: Text) -> Iterator[_TableRow]:
 
 
 def _row(
-    each: Known | Possible, value: float, within: bool, answer: Planned, held: Text, time: Text
+    each: EvaluatedSchedule | BaselineEstimate,
+    value: float,
+    within: bool,
+    answer: Planned,
+    held: Text,
+    time: Text,
 ) -> list[str]:
     slower = value / answer.plan.value - 1
-    if isinstance(each, Possible):
+    if isinstance(each, BaselineEstimate):
         devices = max(each.placement) + 1
         chunks = len(each.placement) // devices
         # The bound is for schedules within the limit; one above the limit may be faster.
@@ -138,7 +149,7 @@ def _row(
     ]
 
 
-def _note(rival: Rival | None, answer: Planned) -> str:
+def _note(rival: BaselineSpec | None, answer: Planned) -> str:
     """Return a remark if stock Megatron rejects the schedule for these sizes."""
     schedule = answer.schedule
     microbatches = schedule.num_microbatches // schedule.slices
@@ -165,7 +176,7 @@ def recommended(answer: Planned) -> str:
     return f"recommended: the plan, with {chunks} {each} per rank{cut}"
 
 
-def changes(against: Known, answer: Planned, held: Text, time: Text) -> Iterator[str]:
+def changes(against: EvaluatedSchedule, answer: Planned, held: Text, time: Text) -> Iterator[str]:
     """Yield the differences from a schedule to the plan: time, memory and layers per stage."""
     goal = answer.plan.objective
     before, after = goal.of(against.timeline), answer.plan.value

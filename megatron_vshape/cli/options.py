@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_vshape.cli.help import MODEL, REQUIRED, add_option, group
-from megatron_vshape.core.ask import AUTO, PLUS_NAMES, SLICES, Cut, Question, find
+from megatron_vshape.core.ask import AUTO, PLUS_NAMES, SLICES, Cut, PlanRequest, find
 from megatron_vshape.core.model.costs import Costs, Piece
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import even_layers, recut, with_ends
@@ -250,7 +250,7 @@ def questions_of(
     measured: Costs | None,
     choices: Mapping[str, int],
     slices: int = 1,
-) -> list[Question]:
+) -> list[PlanRequest]:
     """Return the plan requests for the schedules of these names.
 
     A schedule file determines the sizes of all names, and its number of slices.
@@ -281,7 +281,7 @@ def questions_of(
     devices, microbatches = sizes.values()
     cut = cut_of(devices, options.cost, measured, ends=ends_of(options))
     return [
-        Question(
+        PlanRequest(
             each,
             devices,
             microbatches,

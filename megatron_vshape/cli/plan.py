@@ -58,13 +58,14 @@ from megatron_vshape.core.ask import (
     SUFFIXES,
     Cut,
     Planned,
-    Question,
+    PlanRequest,
     best_known,
     best_order,
     known_as,
     limits_of,
     with_more,
 )
+from megatron_vshape.core.baselines import NOT_STOCK, SAME, EvaluatedSchedule, why_not_stock
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.simulate import filled, simulate
 from megatron_vshape.core.frontier import Point, families, frontier, published
@@ -75,7 +76,6 @@ from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Objective, Plan, check_size
 from megatron_vshape.core.paper.catalogue import EVERY_NAME
 from megatron_vshape.core.planner.lighter import lighter_layers
-from megatron_vshape.core.rivals import NOT_STOCK, SAME, Known, why_not_stock
 from megatron_vshape.view.names import placement_text, plain
 from megatron_vshape.view.numbers import (
     GIB,
@@ -298,7 +298,7 @@ def _so_far(answer: Planned) -> str:
     return f"best so far: {name}; more time may find a better plan"
 
 
-def _baseline(text: str, question: Question) -> Known:
+def _baseline(text: str, question: PlanRequest) -> EvaluatedSchedule:
     """Return the schedule of --against.
 
     Raises:
@@ -335,7 +335,7 @@ class _Searched(NamedTuple):
 
 
 def _searched(
-    question: Question,
+    question: PlanRequest,
     options: argparse.Namespace,
     measured: Costs | None,
     held: Callable[[float], str],
@@ -360,7 +360,7 @@ def _searched(
     return _Searched(answer, [*more, *_layers_told(question, answer)], compared)
 
 
-def _layers_told(question: Question, answer: Planned) -> list[tuple[str, str]]:
+def _layers_told(question: PlanRequest, answer: Planned) -> list[tuple[str, str]]:
     """Format the layers per stage as the training flag, if the plan has balanced them."""
     layers = answer.costs.layers
     if question.layers is None or layers is None:
@@ -368,7 +368,7 @@ def _layers_told(question: Question, answer: Planned) -> list[tuple[str, str]]:
     return [("layers", f"--pipeline-layer-split {','.join(map(str, layers))}")]
 
 
-def _cut_short(question: Question, budget: Budget) -> _Searched:
+def _cut_short(question: PlanRequest, budget: Budget) -> _Searched:
     """Return the best plan found before the time limit, or the best known schedule if faster.
 
     Raises:
@@ -388,12 +388,12 @@ def _cut_short(question: Question, budget: Budget) -> _Searched:
 
 
 @overload
-def _no_worse_than_known(answer: Planned, question: Question) -> Planned: ...
+def _no_worse_than_known(answer: Planned, question: PlanRequest) -> Planned: ...
 @overload
-def _no_worse_than_known(answer: None, question: Question) -> Planned | None: ...
+def _no_worse_than_known(answer: None, question: PlanRequest) -> Planned | None: ...
 
 
-def _no_worse_than_known(answer: Planned | None, question: Question) -> Planned | None:
+def _no_worse_than_known(answer: Planned | None, question: PlanRequest) -> Planned | None:
     """Return the plan, or the fastest published schedule that fits if that is faster."""
     known = best_known(question)
     if answer is None or known is None:
@@ -417,8 +417,10 @@ def _measured(file: str, layers: int | None) -> Costs:
     return costs
 
 
-def _question(options: argparse.Namespace, costs: Costs | None, measured: Costs | None) -> Question:
-    question = Question(
+def _question(
+    options: argparse.Namespace, costs: Costs | None, measured: Costs | None
+) -> PlanRequest:
+    question = PlanRequest(
         AUTO,
         options.devices,
         options.microbatches,
@@ -435,7 +437,7 @@ def _question(options: argparse.Namespace, costs: Costs | None, measured: Costs 
 
 def _told_of(
     what: str,
-    question: Question,
+    question: PlanRequest,
     answer: Planned,
     held: Callable[[float], str],
     time: Callable[[float], str],
@@ -451,7 +453,7 @@ def _told_of(
 
 
 def _ways_told(
-    question: Question,
+    question: PlanRequest,
     answer: Planned,
     options: argparse.Namespace,
     measured: Costs | None,
@@ -552,7 +554,7 @@ def _costs(options: argparse.Namespace, measured: Costs | None) -> Costs:
     )
 
 
-def _limit(options: argparse.Namespace, question: Question, in_bytes: bool) -> float:
+def _limit(options: argparse.Namespace, question: PlanRequest, in_bytes: bool) -> float:
     """Return the memory limit without the headroom, in the unit of the costs' memory.
 
     Raises:
@@ -568,7 +570,7 @@ def _in_chunks(options: argparse.Namespace) -> bool:
     return options.frontier is not None or not math.isnan(limit)
 
 
-def _given_limit(text: str | None, question: Question, in_bytes: bool) -> float:
+def _given_limit(text: str | None, question: PlanRequest, in_bytes: bool) -> float:
     name = (text or "1f1b").partition(":")[0]
     if text is None or name in EVERY_NAME or Path(name).suffix in SUFFIXES:
         return max(limits_of(replace(question, limit=text)))
@@ -576,7 +578,7 @@ def _given_limit(text: str | None, question: Question, in_bytes: bool) -> float:
     return _memory("--memory-limit", text, question, in_bytes, more)
 
 
-def _memory(option: str, text: str, question: Question, in_bytes: bool, more: str = "") -> float:
+def _memory(option: str, text: str, question: PlanRequest, in_bytes: bool, more: str = "") -> float:
     """Parse chunks or GiB of an option, to the unit of the costs' memory."""
     lowered = text.lower().strip()
     unit = next((name for name in UNITS if lowered.endswith(name)), None)
@@ -593,7 +595,7 @@ def _memory(option: str, text: str, question: Question, in_bytes: bool, more: st
     return value * UNITS[unit]
 
 
-def _in_host(options: argparse.Namespace, question: Question) -> float:
+def _in_host(options: argparse.Namespace, question: PlanRequest) -> float:
     """Return the host memory limit per rank, in the unit of the costs' memory.
 
     Raises:
@@ -698,7 +700,7 @@ def _print(answer: Planned, limit: float, costs: Costs, in_bytes: bool) -> None:
         print(f"{label:<16}{value}")
 
 
-def _more_told(question: Question, answer: Planned, unit: float | None) -> list[tuple[str, str]]:
+def _more_told(question: PlanRequest, answer: Planned, unit: float | None) -> list[tuple[str, str]]:
     """Format the gain of one more GiB, or chunk without `unit`, if offloading is possible."""
     if not answer.costs.copies:
         return []
@@ -731,7 +733,7 @@ def _held_text(
         chunks = f"{number(held / chunk)} chunks"
         if not in_bytes:
             return chunks
-        return f"{number(held / GIB)} GiB" + ("" if costs.knows_all else f" ({chunks})")
+        return f"{number(held / GIB)} GiB" + ("" if costs.has_static_memory else f" ({chunks})")
 
     return text
 
@@ -790,7 +792,7 @@ def _named(point: Point, name: str) -> Point:
 
 
 def _followed(
-    question: Question, limits: Sequence[float], chunk: float, progress: Progress
+    question: PlanRequest, limits: Sequence[float], chunk: float, progress: Progress
 ) -> list[Point]:
     """Return the frontier, with a report per limit; Ctrl-C ends it after the finished limits.
 

@@ -27,7 +27,7 @@ from megatron_vshape.rehearsal.flags import (
     sizes_of,
 )
 from megatron_vshape.rehearsal.gpus import GIB, GPUS, Gpu
-from megatron_vshape.rehearsal.ranks import SCHEDULE, Found, Rehearsed, rehearse_all
+from megatron_vshape.rehearsal.ranks import SCHEDULE, DryRunConfig, Found, rehearse_all
 from megatron_vshape.rehearsal.remedies import in_order, remedies
 from megatron_vshape.rehearsal.simulated import StepTime, step_of
 from megatron_vshape.view.rank_trace import write_memory_trace
@@ -197,7 +197,7 @@ def _check_files(options: argparse.Namespace) -> None:
         )
 
 
-def _check(command: Command, asked: Rehearsed, sizes: Sizes, stages: Sequence[int]) -> int:
+def _check(command: Command, asked: DryRunConfig, sizes: Sizes, stages: Sequence[int]) -> int:
     """Run the start-up checks of these ranks, print the result, and return the exit status."""
     jobs = [asked.job(command, sizes, at, "") | {"check": True} for at in stages]
     if 0 in stages:  # rank 0 logs for all
@@ -221,13 +221,13 @@ def _check_costs_are_known(command: Command) -> None:
         )
 
 
-def rehearsed(options: argparse.Namespace, command: Command, gpu: Gpu) -> Rehearsed:
+def rehearsed(options: argparse.Namespace, command: Command, gpu: Gpu) -> DryRunConfig:
     """Return the libraries, the script and the GPU of the estimate.
 
     Raises:
         ScheduleError: Megatron, Transformer Engine or the script cannot be found.
     """
-    return Rehearsed.of(
+    return DryRunConfig.of(
         command, gpu, options.megatron, options.te, options.jobs, options.vocabulary,
         options.imbalance,
     )  # fmt: skip
@@ -261,7 +261,9 @@ def _found(results: Any) -> dict[str, list[Found]]:
     return by_run
 
 
-def _remedies(command: Command, asked: Rehearsed, sizes: Sizes, mine: Sequence[Found]) -> list[str]:
+def _remedies(
+    command: Command, asked: DryRunConfig, sizes: Sizes, mine: Sequence[Found]
+) -> list[str]:
     """Return lines about flags that lower the peak; none if nothing is known to help."""
     layers = command.layers
     if sizes.pipeline < 2 or not layers:
@@ -361,7 +363,7 @@ def _write(
 
 def _write_costs(
     command: Command,
-    asked: Rehearsed,
+    asked: DryRunConfig,
     sizes: Sizes,
     stages: Sequence[int],
     options: argparse.Namespace,
@@ -392,7 +394,7 @@ def _write_costs(
 
 
 def _measured(
-    found: Sequence[Found], jobs: Sequence[Mapping[str, Any]], asked: Rehearsed
+    found: Sequence[Found], jobs: Sequence[Mapping[str, Any]], asked: DryRunConfig
 ) -> list[Found]:
     """Run the ranks for real and replace their estimated times; equal ranks run once.
 

@@ -25,14 +25,14 @@ from megatron_vshape.cli.options import (
     questions_of,
 )
 from megatron_vshape.cli.progress import told
-from megatron_vshape.core.ask import SCHEDULE_NAMES, SUFFIXES, Question, ask
+from megatron_vshape.core.ask import SCHEDULE_NAMES, SUFFIXES, PlanRequest, ask
+from megatron_vshape.core.baselines import NOT_STOCK, why_not_stock
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.core.paper.catalogue import EVERY_NAME, OPTIONS
-from megatron_vshape.core.rivals import NOT_STOCK, why_not_stock
 from megatron_vshape.view.chrome_trace import write_trace
 from megatron_vshape.view.names import plain
 from megatron_vshape.view.numbers import (
@@ -170,7 +170,7 @@ def _check(options: argparse.Namespace) -> None:
         check_can_draw("--figure")
 
 
-def _result(question: Question) -> _Result:
+def _result(question: PlanRequest) -> _Result:
     answer, measured = ask(question), question.costs
     timeline = simulate(answer.schedule, answer.costs)
     numbers = numbers_of(timeline, None if measured is None else answer.costs)
@@ -281,7 +281,7 @@ def _lines(result: _Result) -> list[tuple[str, str]]:
     peak, by_device = [chunks], [_by_device(numbers.peak_chunks)]
     if numbers.peak_bytes is not None:
         peak.insert(0, f"{fixed(max(numbers.peak_bytes) / GIB)} GiB")
-    if result.costs.knows_all:
+    if result.costs.has_static_memory:
         peak[1:] = ["largest rank, with model states"]
         by_device = peaks_told(result.schedule, result.costs)
     return [

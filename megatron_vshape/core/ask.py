@@ -17,6 +17,16 @@ from operator import sub
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_vshape.core.baselines import (
+    SAME,
+    BaselineSpec,
+    EvaluatedSchedule,
+    joined,
+    judge,
+    judge_rival,
+    may_fit,
+    rivals_of,
+)
 from megatron_vshape.core.check.bounds import LimitError, bound_at, each_limit, fits
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs, regroup
@@ -42,16 +52,6 @@ from megatron_vshape.core.planner.vocabulary import (
     without_shared,
 )
 from megatron_vshape.core.program.lowering import lower, whole_backwards
-from megatron_vshape.core.rivals import (
-    SAME,
-    Known,
-    Rival,
-    joined,
-    judge,
-    judge_rival,
-    may_fit,
-    rivals_of,
-)
 
 AUTO = "auto"
 """The best schedule within a limit."""
@@ -83,7 +83,7 @@ def _never() -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class PlanRequest:
     """A plan request; times and memory are in the units of `costs`.
 
     Without costs, a pass of one of 2 * devices stages takes one unit of time and memory.
@@ -132,7 +132,7 @@ class Question:
             return Costs.uniform(self.num_devices, num_stages)
         return regroup(self.costs, num_stages, name)
 
-    def changed(self, change: Callable[[Costs], Costs]) -> "Question":
+    def changed(self, change: Callable[[Costs], Costs]) -> "PlanRequest":
         """Return the request with changed costs."""
         costs, cut = None if self.costs is None else change(self.costs), self.cut
         if cut is None:
@@ -173,7 +173,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PlanResult:
     """A feasible schedule, the costs of its stages, and its building block."""
 
     schedule: Schedule
@@ -182,7 +182,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned(Answer):
+class Planned(PlanResult):
     """A plan within the limits of every device.
 
     Attributes:
@@ -197,13 +197,13 @@ class Planned(Answer):
 
     plan: Plan = field(kw_only=True)
     limits: tuple[float, ...] = field(kw_only=True)
-    known: tuple[Known, ...] = field(kw_only=True)
-    is_known: Rival | None = field(kw_only=True, default=None)
+    known: tuple[EvaluatedSchedule, ...] = field(kw_only=True)
+    is_known: BaselineSpec | None = field(kw_only=True, default=None)
     is_megatrons: bool = field(kw_only=True, default=False)
     searched_bound: float = field(kw_only=True, default=0.0)
 
 
-def ask(question: Question) -> Answer:
+def ask(question: PlanRequest) -> PlanResult:
     """Make or plan the requested schedule; a planned one is a `Planned`.
 
     Raises:
@@ -223,12 +223,12 @@ def ask(question: Question) -> Answer:
             f"{', '.join(map(str, slices))}"
         )
     if name in PLUS_NAMES:
-        return _at_memory_of(Rival(str(name).removesuffix(PLUS), slices=slices), question)
+        return _at_memory_of(BaselineSpec(str(name).removesuffix(PLUS), slices=slices), question)
     block = None
     if isinstance(name, str):
         sizes = question.num_devices, question.num_microbatches
         choices = dict(question.choices, slices=slices)
-        own = with_chunks(name) or Rival(name)
+        own = with_chunks(name) or BaselineSpec(name)
         choices |= {} if own.chunks is None else {"num_chunks": own.chunks}
         block = make_block(own.name, *sizes, **choices)
         made = make(own.name, *sizes, **choices)
@@ -236,8 +236,8 @@ def ask(question: Question) -> Answer:
         name = made if own.chunks is None else replace(made, name=name)
     costs = question.costs_of(name.placement, name.name)
     if block is not None and not question.joint:
-        name = name.parted()
-    return Answer(shared_if_told(name, costs), costs, block)
+        name = name.split_overlapped()
+    return PlanResult(shared_if_told(name, costs), costs, block)
 
 
 def find(name: str, names: Sequence[str] = (*SCHEDULE_NAMES, AUTO)) -> str | Schedule:
@@ -263,7 +263,7 @@ def find(name: str, names: Sequence[str] = (*SCHEDULE_NAMES, AUTO)) -> str | Sch
     return schedule
 
 
-def known_as(text: str, question: Question) -> Known:
+def known_as(text: str, question: PlanRequest) -> EvaluatedSchedule:
     """Evaluate a named schedule at the request's costs.
 
     `text` is a catalogue name, possibly with a colon and the stages per device, as
@@ -276,7 +276,7 @@ def known_as(text: str, question: Question) -> Known:
     sizes = question.num_devices, question.num_microbatches
     found = find(text, EVERY_NAME)
     if isinstance(found, str):
-        return judge_rival(with_chunks(found) or Rival(found), *sizes, question.costs_of)
+        return judge_rival(with_chunks(found) or BaselineSpec(found), *sizes, question.costs_of)
     own = found.num_devices, found.num_microbatches // found.slices
     if own != sizes:
         raise ScheduleError(
@@ -286,7 +286,7 @@ def known_as(text: str, question: Question) -> Known:
     return judge(found, question.costs_of(found.placement, found.name))
 
 
-def with_chunks(text: str) -> Rival | None:
+def with_chunks(text: str) -> BaselineSpec | None:
     """Parse a name with stages per device, as interleaved-1f1b:4; None for another form.
 
     Raises:
@@ -302,10 +302,10 @@ def with_chunks(text: str) -> Rival | None:
             f"{text!r:.60} is not a schedule: a number of chunks per rank can follow "
             f"the colon of {takers}"
         )
-    return Rival(name, int(chunks))
+    return BaselineSpec(name, int(chunks))
 
 
-def limits_of(question: Question) -> tuple[float, ...]:
+def limits_of(question: PlanRequest) -> tuple[float, ...]:
     """Return the memory limit of every device; by default, or for a name, a schedule's peak."""
     limit = question.limit
     if limit is None:
@@ -315,7 +315,7 @@ def limits_of(question: Question) -> tuple[float, ...]:
     return each_limit(limit, question.num_devices)
 
 
-def _at_memory_of(rival: Rival, question: Question) -> Answer:
+def _at_memory_of(rival: BaselineSpec, question: PlanRequest) -> PlanResult:
     """Plan with the memory and placement of a schedule; at worst, return that schedule."""
     sizes = question.num_devices, question.num_microbatches
     known = judge_rival(rival, *sizes, question.costs_of)
@@ -325,7 +325,7 @@ def _at_memory_of(rival: Rival, question: Question) -> Answer:
     return replace(answer, schedule=replace(answer.schedule, name=rival.name + PLUS))
 
 
-def best_order(question: Question, *known: Known) -> Planned:
+def best_order(question: PlanRequest, *known: EvaluatedSchedule) -> Planned:
     """Search for the best schedule, or return a better evaluated schedule that fits.
 
     Evaluated schedules are those that could be better, and `known`. Among equal times, the result
@@ -369,7 +369,7 @@ def best_order(question: Question, *known: Known) -> Planned:
     return replace(best, known=tuple(rivals), searched_bound=bound)
 
 
-def best_known(question: Question) -> Planned | None:
+def best_known(question: PlanRequest) -> Planned | None:
     """Return the fastest published schedule within the limits, or None if none fits.
 
     It ignores the request's time limit: the evaluation takes about a second.
@@ -381,7 +381,7 @@ def best_known(question: Question) -> Planned | None:
     return min(fitting, key=_rank, default=None)
 
 
-def with_more(question: Question, answer: Planned, more: float) -> float:
+def with_more(question: PlanRequest, answer: Planned, more: float) -> float:
     """Return the objective's value on the answer's placement with `more` memory per device.
 
     Never higher than without, since plans for lower limits remain valid.
@@ -400,14 +400,14 @@ def with_more(question: Question, answer: Planned, more: float) -> float:
     return min(answer.plan.value, found.plan.value)
 
 
-def _by_costs(question: Question, placements: Sequence[Placement]) -> list[Question]:
+def _by_costs(question: PlanRequest, placements: Sequence[Placement]) -> list[PlanRequest]:
     """Return the search requests: one for all placements with common costs."""
     if question.layers is None:
         return [question]
     return [_on(question, placement, 1 / len(placements)) for placement in placements]
 
 
-def _on(question: Question, placement: Placement, share: float = 1.0) -> Question:
+def _on(question: PlanRequest, placement: Placement, share: float = 1.0) -> PlanRequest:
     """Return the request for this placement only, with a share of its time."""
     costs = question.costs_of(placement, "a plan")
     seconds = None if question.seconds is None else share * question.seconds
@@ -420,7 +420,7 @@ def _rank(answer: Planned) -> tuple[float, float, bool]:
     return value, peak, not answer.is_megatrons
 
 
-def _planned(question: Question, limits: tuple[float, ...]) -> Planned:
+def _planned(question: PlanRequest, limits: tuple[float, ...]) -> Planned:
     """Return the search result, with backwards split where that pays off at the request's costs."""
     # Imported here because numba needs a second to import, which names do not require.
     from megatron_vshape.core.planner.search import plan
@@ -453,13 +453,13 @@ def _planned(question: Question, limits: tuple[float, ...]) -> Planned:
     return _split(question, limits, planned, planned(begun=begun), chooses)
 
 
-def _in_order_alone(made: Plan, question: Question, limits: tuple[float, ...]) -> Planned:
+def _in_order_alone(made: Plan, question: PlanRequest, limits: tuple[float, ...]) -> Planned:
     """Convert a search result to an answer, with its split and full backwards as planned."""
     costs = question.costs_of(made.schedule.placement, "the plan")
     return Planned(made.schedule, costs, plan=made, limits=limits, known=())
 
 
-def _shared(question: Question, limits: tuple[float, ...]) -> Planned:
+def _shared(question: PlanRequest, limits: tuple[float, ...]) -> Planned:
     """Return the best schedule with vocabulary parallelism.
 
     It searches every placement; with memory for the logits of few microbatches, if those of many
@@ -467,7 +467,7 @@ def _shared(question: Question, limits: tuple[float, ...]) -> Planned:
     parallelism may not be the best with it.
     """
     whole, goal = question.whole(), question.objective
-    found: list[tuple[Known, Plan]] = []
+    found: list[tuple[EvaluatedSchedule, Plan]] = []
     refused = ScheduleError("nothing fits")
     large = most_logits_bytes(whole) > max(whole.held_after_forward_bytes)
     placements = question.placements or default_placements(
@@ -478,7 +478,7 @@ def _shared(question: Question, limits: tuple[float, ...]) -> Planned:
         alone = [each.whole().without_copies() for each in asked]
         asked += [replace(e, costs=own, cut=None) for e, own in zip(asked, alone, strict=True)]
     for each in asked:
-        fitting: list[tuple[Known, Plan]] = []
+        fitting: list[tuple[EvaluatedSchedule, Plan]] = []
         for waiting in sorted(WAITING, reverse=True):
             if fitting and not large:
                 break
@@ -495,7 +495,9 @@ def _shared(question: Question, limits: tuple[float, ...]) -> Planned:
     return Planned(plan.schedule, costs, plan=plan, limits=limits, known=())
 
 
-def _shared_with(question: Question, limits: tuple[float, ...], waiting: int) -> tuple[Known, Plan]:
+def _shared_with(
+    question: PlanRequest, limits: tuple[float, ...], waiting: int
+) -> tuple[EvaluatedSchedule, Plan]:
     """Plan with vocabulary parallelism and the logits of `waiting` microbatches in memory.
 
     Returns the schedule and the plan of its F, B and W. Their search has the memory that the logits
@@ -515,7 +517,7 @@ def _shared_with(question: Question, limits: tuple[float, ...], waiting: int) ->
 
 
 def _split(
-    question: Question,
+    question: PlanRequest,
     limits: tuple[float, ...],
     planned: Callable[..., Plan],
     made: Plan,
@@ -538,7 +540,7 @@ def _split(
     return Planned(taken.schedule, best.costs, plan=taken, limits=limits, known=())
 
 
-def _bound(question: Question, placement: Placement, limits: Sequence[float]) -> float:
+def _bound(question: PlanRequest, placement: Placement, limits: Sequence[float]) -> float:
     costs, goal = question.costs_of(placement, "a plan"), question.objective
     return min(
         _least(costs, placement, question.num_microbatches, tuple(limits), goal, slices)
@@ -546,7 +548,9 @@ def _bound(question: Question, placement: Placement, limits: Sequence[float]) ->
     )
 
 
-def _rivals(question: Question, limits: Sequence[float], value: float) -> Iterator[Known]:
+def _rivals(
+    question: PlanRequest, limits: Sequence[float], value: float
+) -> Iterator[EvaluatedSchedule]:
     """Yield the evaluated schedules that may be better than a plan of this value.
 
     Schedules that cannot be better or cannot fit are not generated.
@@ -558,16 +562,16 @@ def _rivals(question: Question, limits: Sequence[float], value: float) -> Iterat
             yield _made(question, each)
 
 
-class Possible(NamedTuple):
+class BaselineEstimate(NamedTuple):
     """A published schedule that has not been generated: its placement and lower bound."""
 
-    rival: Rival
+    rival: BaselineSpec
     placement: Placement
     may_fit: bool
     least: float  # of the objective
 
 
-def _possible(question: Question, limits: Sequence[float]) -> Iterator[Possible]:
+def _possible(question: PlanRequest, limits: Sequence[float]) -> Iterator[BaselineEstimate]:
     """Yield the published schedules of these sizes for which there are costs."""
     sizes = question.num_devices, question.num_microbatches
     counts = question.chunk_counts(), question.slice_counts()
@@ -581,19 +585,21 @@ def _possible(question: Question, limits: Sequence[float]) -> Iterator[Possible]
         possible = may_fit(block, costs.sliced(slices), numbers, limits)
         alone, whole = costs.without_copies(), question.num_microbatches
         least = _least(alone, placement, whole, tuple(limits), question.objective, slices)
-        yield Possible(rival, block.placement, possible, least)
+        yield BaselineEstimate(rival, block.placement, possible, least)
 
 
 _least = lru_cache(maxsize=256)(bound_at)
 """Bounds of placements, cached because they are required before and after a search."""
 
 
-def _made(question: Question, possible: Possible) -> Known:
+def _made(question: PlanRequest, possible: BaselineEstimate) -> EvaluatedSchedule:
     sizes = question.num_devices, question.num_microbatches
     return judge_rival(possible.rival, *sizes, question.costs_of)
 
 
-def compare(question: Question, answer: Planned) -> Iterator[Known | Possible]:
+def compare(
+    question: PlanRequest, answer: Planned
+) -> Iterator[EvaluatedSchedule | BaselineEstimate]:
     """Yield Megatron's and the published schedules for a comparison with the answer.
 
     Schedules that do not fit or cannot be faster are not generated unless Megatron runs them,
@@ -612,7 +618,9 @@ def compare(question: Question, answer: Planned) -> Iterator[Known | Possible]:
             yield each
 
 
-def as_planned(known: Known, limits: tuple[float, ...], objective: Objective) -> Planned:
+def as_planned(
+    known: EvaluatedSchedule, limits: tuple[float, ...], objective: Objective
+) -> Planned:
     """Convert an evaluated schedule to an answer."""
     plan = _plan_of(known, limits, objective, str(known.rival or known.schedule.name))
     answer = Planned(plan.schedule, known.costs, plan=plan, limits=limits, known=())
@@ -620,7 +628,11 @@ def as_planned(known: Known, limits: tuple[float, ...], objective: Objective) ->
 
 
 def _plan_of(
-    known: Known, limits: Sequence[float], objective: Objective, source: str, steps: int = 0
+    known: EvaluatedSchedule,
+    limits: Sequence[float],
+    objective: Objective,
+    source: str,
+    steps: int = 0,
 ) -> Plan:
     """Convert a schedule to a plan."""
     schedule, costs, timeline, peak, _ = known
@@ -632,7 +644,7 @@ def _plan_of(
     return Plan(named, objective, value, timeline.busy, bound, peak, source, steps)
 
 
-def _stopping(question: Question) -> Callable[[int, float, float], None] | None:
+def _stopping(question: PlanRequest) -> Callable[[int, float, float], None] | None:
     """Return a progress callback that ends a search once the request is stopped."""
     if question.stopped is _never:
         return None

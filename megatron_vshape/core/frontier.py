@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_vshape.core.ask import Question, ask, best_order
+from megatron_vshape.core.ask import PlanRequest, ask, best_order
+from megatron_vshape.core.baselines import judge
 from megatron_vshape.core.check.bounds import least_limit
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -11,7 +12,6 @@ from megatron_vshape.core.model.placement import default_placements
 from megatron_vshape.core.model.schedule import Plan, Schedule
 from megatron_vshape.core.paper.catalogue import NAMES
 from megatron_vshape.core.planner.vocabulary import WAITING, most_logits_bytes
-from megatron_vshape.core.rivals import judge
 
 _SAME = 1 + 1e-9
 
@@ -29,7 +29,7 @@ class Point:
 
 
 def frontier(
-    question: Question,
+    question: PlanRequest,
     limits: Sequence[float],
     report: Callable[[Point], None] = lambda point: None,
 ) -> list[Point]:
@@ -61,7 +61,7 @@ def frontier(
     return points
 
 
-def families(question: Question) -> dict[str, Question]:
+def families(question: PlanRequest) -> dict[str, PlanRequest]:
     """Return requests with fewer strategies to save memory, by name.
 
     The first request has all strategies of the costs; it is the only one if the costs have none.
@@ -79,7 +79,7 @@ def _of_both(before: Plan | None, made: Plan) -> Plan | None:
     return replace(before, lower_bound=min(before.lower_bound, made.lower_bound))
 
 
-def published(question: Question) -> Iterator[Point]:
+def published(question: PlanRequest) -> Iterator[Point]:
     """Yield the catalogue's schedules as points, with the request's costs for each."""
     for name in NAMES:
         try:

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from megatron_vshape.core.ask import AUTO, PLUS_NAMES
+from megatron_vshape.core.baselines import MEGATRONS_OWN, is_megatrons_own
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.files import is_whole
 from megatron_vshape.core.paper import catalogue
-from megatron_vshape.core.rivals import MEGATRONS_OWN, is_megatrons_own
 
 VARIABLE = "MEGATRON_VSHAPE"
 

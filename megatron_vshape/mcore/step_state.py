@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from megatron_vshape.core.program.instructions import Program
+from megatron_vshape.runtime.activation_tracker import ActivationTracker
 from megatron_vshape.runtime.gathering_job import GatheringJob, plain_tensors
 from megatron_vshape.runtime.graph_memory import GraphMemory
-from megatron_vshape.runtime.held_bytes import Census
 from megatron_vshape.runtime.measure import PassTimer
 from megatron_vshape.runtime.weight_jobs import Job, WeightJobs, defer
 
@@ -69,7 +69,7 @@ class StepState:
     # A `split.graph_weights.Capture` while Transformer Engine captures F, B and W.
     capture: Any = None
     captured: Program | None = None  # the program that CUDA graphs replay; no other can run
-    census: Census | None = None  # set while a step measures activation memory
+    census: ActivationTracker | None = None  # set while a step measures activation memory
     late_checks: Checks | None = None  # set while passes run; stores loss checks
     timer: PassTimer | None = None  # set while a step of Megatron's schedules is timed
     gradient_sync: Reducer | None = None  # set in a step that reduces gradients in W
@@ -123,7 +123,7 @@ class StepState:
             self.gradient_sync = None
 
     @contextmanager
-    def counting(self, census: Census) -> Iterator[None]:
+    def counting(self, census: ActivationTracker) -> Iterator[None]:
         """Count the memory that passes leave in this context."""
         self.census = census
         try:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megatron_vshape.core.baselines import judge
 from megatron_vshape.core.check.bounds import least_limit
 from megatron_vshape.core.frontier import Point, frontier
 from megatron_vshape.core.model.costs import Costs
@@ -10,7 +11,6 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import default_placements
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES
-from megatron_vshape.core.rivals import judge
 from megatron_vshape.playground.request import MOST_CHUNKS, FieldError, NamedChoice, Request
 from megatron_vshape.playground.schedules import Report, make_named
 from megatron_vshape.playground.stage_costs import Pricing

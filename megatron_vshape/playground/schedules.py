@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import PurePath
 
-from megatron_vshape.core.ask import Answer, Cut, Question, ask
+from megatron_vshape.core.ask import Cut, PlanRequest, PlanResult, ask
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -29,7 +29,7 @@ Report = Callable[[dict[str, object]], None]
 
 def make_choice(
     request: Request, choice: ScheduleChoice, pricing: Pricing, report: Report
-) -> Answer:
+) -> PlanResult:
     """Make the requested schedule, with the costs of its stages.
 
     Raises:
@@ -41,7 +41,7 @@ def make_choice(
     if isinstance(choice, FileChoice):
         report({"doing": "reading the file"})
         schedule = read_schedule(choice.file)
-        return Answer(schedule, pricing.costs_for(schedule.num_devices, schedule.num_stages))
+        return PlanResult(schedule, pricing.costs_for(schedule.num_devices, schedule.num_stages))
     report({"doing": "planning"})
     return make_planned(request, choice, pricing, report)
 
@@ -51,13 +51,13 @@ def make_named(
     choice: NamedChoice,
     cut: Cut | None = None,
     progress: Callable[[int, float, float], None] | None = None,
-) -> Answer:
+) -> PlanResult:
     """Make the catalogue schedule of this name, with costs from `cut` or unit costs."""
     given = {"num_chunks": choice.chunks, "group_size": choice.group_size}
     choices = tuple((key, count) for key, count in given.items() if count is not None)
     sizes = request.devices, request.microbatches
     try:
-        return ask(Question(choice.name, *sizes, cut=cut, choices=choices, progress=progress))
+        return ask(PlanRequest(choice.name, *sizes, cut=cut, choices=choices, progress=progress))
     except FieldError:
         raise
     except ScheduleError as error:
@@ -92,7 +92,9 @@ def read_schedule(file: FileText) -> Schedule:
     return schedule
 
 
-def make_planned(request: Request, choice: PlanChoice, pricing: Pricing, report: Report) -> Answer:
+def make_planned(
+    request: Request, choice: PlanChoice, pricing: Pricing, report: Report
+) -> PlanResult:
     """Plan a schedule; the result has its limits in the costs' unit, and its lower bound."""
     if choice.limit_in_gib and not pricing.in_bytes:
         raise FieldError("limit", "a limit in GiB needs a costs file; enter chunks instead")

@@ -1,6 +1,6 @@
 """Convert the playground's costs to costs of a schedule's stages."""
 
-from megatron_vshape.core.ask import AUTO, Cut, Question
+from megatron_vshape.core.ask import AUTO, Cut, PlanRequest
 from megatron_vshape.core.model.costs import Costs, Piece, regroup
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import with_ends
@@ -47,10 +47,10 @@ class Pricing:
         chunks = next(each for each in fitting if each <= most_chunks)
         return self.costs_for(num_devices, chunks * num_devices)
 
-    def question(self, devices: int, microbatches: int, most_chunks: int) -> Question:
+    def question(self, devices: int, microbatches: int, most_chunks: int) -> PlanRequest:
         """Return the request for the best schedule at these costs."""
         costs = self.plan_costs(devices, most_chunks)
-        return Question(AUTO, devices, microbatches, costs, self.cut(devices))
+        return PlanRequest(AUTO, devices, microbatches, costs, self.cut(devices))
 
     def cut(self, devices: int) -> Cut:
         """Return a function from the number of stages to the costs on these devices."""

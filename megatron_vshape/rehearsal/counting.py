@@ -15,7 +15,7 @@ from typing import Any
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal import sources
 from megatron_vshape.rehearsal.flags import Command, environment_of, without_files
-from megatron_vshape.rehearsal.ranks import Found, Rehearsed, rehearse_all
+from megatron_vshape.rehearsal.ranks import DryRunConfig, Found, rehearse_all
 from megatron_vshape.rehearsal.shapes import PIPELINE, RANKS, counting, least_of
 
 KEPT = """
@@ -31,7 +31,7 @@ Ranks = Sequence[Mapping[str, Any]]
 
 
 def count_all(
-    asked: Rehearsed, commands: Iterable[Command], tell: Callable[[int, int], None]
+    asked: DryRunConfig, commands: Iterable[Command], tell: Callable[[int, int], None]
 ) -> list[Ranks | str]:
     """Return, per command, the results of the ranks of its smallest form, or an error message.
 
@@ -62,7 +62,7 @@ def count_all(
 
 
 def _counted(
-    asked: Rehearsed, wanted: Mapping[str, Command], tell: Callable[[int, int], None]
+    asked: DryRunConfig, wanted: Mapping[str, Command], tell: Callable[[int, int], None]
 ) -> dict[str, Ranks | str]:
     least = {key: least_of(command) for key, command in wanted.items()}
     ranks: dict[str, list[Found]] = {key: [] for key in wanted}
@@ -88,7 +88,7 @@ def _counted(
     return made
 
 
-def _key(command: Command, asked: Rehearsed, stamp: str) -> str:
+def _key(command: Command, asked: DryRunConfig, stamp: str) -> str:
     """Return the cache key, a hash of everything that affects the result."""
     few, sizes = least_of(command)
     what = (
@@ -104,7 +104,7 @@ def _key(command: Command, asked: Rehearsed, stamp: str) -> str:
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
 
-def _stamp(asked: Rehearsed) -> str:
+def _stamp(asked: DryRunConfig) -> str:
     """Return a hash of the programs: this package, Megatron and Transformer Engine."""
     folders = [Path(__file__).parents[1], asked.programs.megatron, asked.programs.te]
     if asked.programs.megatron is None:

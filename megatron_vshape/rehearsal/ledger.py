@@ -55,7 +55,7 @@ class Record:
     graphed: bool = False  # in the memory pool of CUDA graphs
 
 
-class Ran(NamedTuple):
+class PassRecord(NamedTuple):
     """A pass that ran: start and end in seconds of this rank's work, and bytes around it."""
 
     phase: str
@@ -76,7 +76,7 @@ class Ledger(TorchDispatchMode):
         self.records: list[Record] = []
         self.curve: list[tuple[float, int, int]] = []
         """(seconds of this rank's work, bytes, clock) at start, peak and end of each pass."""
-        self.passes: list[Ran] = []
+        self.passes: list[PassRecord] = []
         self.seconds: Callable[[Work], float] = lambda work: 0.0
         self.work = Work()
         self.phase = self.place = ""
@@ -235,7 +235,7 @@ class Ledger(TorchDispatchMode):
             largest = (begun + ended) / 2, self._local, self._local_at
             self.curve += [largest, (ended, self.now, self.clock)]
             did, held = self.work.less(earlier), (before_bytes, self._local, self.now)
-            self.passes.append(Ran(phase, begun, ended, did, *held))
+            self.passes.append(PassRecord(phase, begun, ended, did, *held))
             self.phase = before
             self._local, self._local_at = max(outer, (self._local, self._local_at))
 

@@ -31,7 +31,7 @@ from megatron_vshape.rehearsal.adjustments import wrap
 from megatron_vshape.rehearsal.device import Current, on_host
 from megatron_vshape.rehearsal.gpus import GPUS, Gpu
 from megatron_vshape.rehearsal.graph_pools import GraphPool
-from megatron_vshape.rehearsal.ledger import WORKSPACES, Ledger, Ran, Record, tensors_in
+from megatron_vshape.rehearsal.ledger import WORKSPACES, Ledger, PassRecord, Record, tensors_in
 from megatron_vshape.rehearsal.step_time import Scale, step_time
 from megatron_vshape.rehearsal.work import ExchangeKey, Work, repeated
 from megatron_vshape.runtime.gathering_job import plain_tensors
@@ -333,13 +333,13 @@ class _Run:
             "work": work.plain(),
         }
 
-    def _by_kind(self, passes: list[Ran], keys: set[ExchangeKey]) -> list[dict[str, Any]]:
+    def _by_kind(self, passes: list[PassRecord], keys: set[ExchangeKey]) -> list[dict[str, Any]]:
         """Return memory, time and work per kind of pass and chunk.
 
         Bytes are medians. The work is that of the last pass, because the first one also casts
         weights.
         """
-        found: dict[tuple[str, int], list[Ran]] = {}
+        found: dict[tuple[str, int], list[PassRecord]] = {}
         for each in passes:
             kind, at, _ = each.phase.split()
             found.setdefault((kind, int(at)), []).append(each)
@@ -406,7 +406,7 @@ def _megatron_version() -> str:
     return str(__version__)
 
 
-def _held_between(passes: list[Ran]) -> int:
+def _held_between(passes: list[PassRecord]) -> int:
     """Return the peak at the end of a pass, relative to the start of the first."""
     ran = [each for each in passes if len(each.phase.split()) == 3]
     return max(each.after_bytes for each in ran) - ran[0].before_bytes if ran else 0

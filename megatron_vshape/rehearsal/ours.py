@@ -43,7 +43,7 @@ def run_alone() -> None:
     """Remove all waits for other ranks, and replace the data that they would send."""
     from megatron_vshape.mcore.setup import library, one_planner
     from megatron_vshape.mcore.step import loss_reporting
-    from megatron_vshape.runtime import p2p, together
+    from megatron_vshape.runtime import device_collectives, p2p
 
     replaced: Any = p2p.Transport
     replaced._warm_up = lambda self, edges: None  # the original checks received values
@@ -51,12 +51,12 @@ def run_alone() -> None:
     replaced._messages_are_kernels = lambda: True  # programs as with NCCL, for any backend
     replaced = p2p
     replaced._WaitedSends = lambda timeout_s, tell: _sends_until_waited_for(tell)
-    replaced = one_planner.OnePlanner
+    replaced = one_planner.RankZeroPlanner
     replaced.__call__ = lambda self, plan: plan()  # there is no rank 0 that plans for all
-    replaced = together.Together
+    replaced = device_collectives.DeviceCollectives
     replaced.begin = _begin_at_once
-    replaced = loss_reporting.Courier
-    replaced.bring_losses = _bring
+    replaced = loss_reporting.LossGatherer
+    replaced.send_to_last_rank = _bring
 
 
 def _watching(begin: Callable[[Any], None], watch: Watch) -> Callable[[Any], None]:
@@ -99,9 +99,9 @@ def _sends_until_waited_for(tell: Any) -> Any:
 
 
 def _begin_at_once(self: Any, job: Callable[[], Any], inputs: Any) -> Any:
-    from megatron_vshape.runtime import together
+    from megatron_vshape.runtime import device_collectives
 
-    return together.Pending(self, _done(job()))
+    return device_collectives.Pending(self, _done(job()))
 
 
 def _done(value: Any) -> Future[Any]:

@@ -35,7 +35,7 @@ class Programs:
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsed:
+class DryRunConfig:
     """Programs, GPU and other settings for the dry runs of a command."""
 
     programs: Programs
@@ -54,7 +54,7 @@ class Rehearsed:
         jobs: int | None = None,
         vocabulary: int | None = None,
         imbalance: float = 1.0,
-    ) -> Rehearsed:
+    ) -> DryRunConfig:
         """Find the programs for a command.
 
         Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron_vshape.core.ask import Question, known_as
+from megatron_vshape.core.ask import PlanRequest, known_as
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
@@ -67,7 +67,7 @@ def _simulated(found: Sequence[Rank], name: str, gpu: Gpu, apart: int) -> float:
     if others:
         raise ScheduleError("it has passes of a shared vocabulary, or offloads")
 
-    schedule = known_as(name, Question(name, sizes["pp"], microbatches)).schedule
+    schedule = known_as(name, PlanRequest(name, sizes["pp"], microbatches)).schedule
     costs = _costs(ranks, schedule.placement, gpu, apart)
     after = max(rank["time"]["optimizer"] + rank["time"]["data parallel"] for rank in found)
     return 1e-6 * simulate(schedule, costs).makespan + float(after)

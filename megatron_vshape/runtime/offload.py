@@ -37,8 +37,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, RELEASE, RELOAD, Kind
 from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.runtime.activation_tracker import nodes_behind, saved_by
 from megatron_vshape.runtime.graph_memory import Segments
-from megatron_vshape.runtime.held_bytes import nodes_behind, saved_by
 from megatron_vshape.runtime.host_memory import HostMemory, Moment
 from megatron_vshape.runtime.stage import Handler
 

@@ -23,8 +23,8 @@ from megatron_vshape.core.model.kinds import KINDS, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.instructions import Await, Message, Program, Run, Send, Stream
 from megatron_vshape.runtime import first_cause, nccl
+from megatron_vshape.runtime.device_collectives import DeviceCollectives
 from megatron_vshape.runtime.program_runner import Place, describe
-from megatron_vshape.runtime.together import Together
 from megatron_vshape.runtime.watch import Watch, no_progress
 
 GIB = 2.0**30
@@ -100,7 +100,9 @@ class Transport:
             if self._waits_block
             else _PolledSends(self._tell_send)
         )
-        self.together: Together | None = None  # created once a program has passes with collectives
+        self.together: DeviceCollectives | None = (
+            None  # created once a program has passes with collectives
+        )
         self._meeting: list[str] = []  # the peer of the first message that is being exchanged now
         self._last: Message | None = None  # the last message that was posted, sent or waited for
         self._watch = None if self._waits_block else self._begin_watch()
@@ -153,7 +155,7 @@ class Transport:
                 self._connect(edge)
         self._warm_up(fresh)
         if self.together is None and any(kind.joins for kind in program.schedule.kinds):
-            self.together = Together(
+            self.together = DeviceCollectives(
                 self._ranks, self._make_pipelines_group, self._torch_device, self._timeout_s
             )
         self._took_bytes += nccl.outside_allocator(self._torch_device) - before_bytes

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_vshape.runtime.last_words import say_and_exit
+from megatron_vshape.runtime.crash_report import say_and_exit
 
 
 def no_progress(timeout_s: float) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.counting import Ranks, count_all
-from megatron_vshape.rehearsal.ranks import Rehearsed
+from megatron_vshape.rehearsal.ranks import DryRunConfig
 from megatron_vshape.rehearsal.shapes import Counted, counted, of_pattern
 from megatron_vshape.sweep.files import SweepError
 from megatron_vshape.sweep.grid import Combination
@@ -40,7 +40,7 @@ class Counts:
         subject = self.subject
         if not wanted:
             return 0, 0
-        asked = Rehearsed.of(subject.command, self.machine.gpu, self.megatron, self.te)
+        asked = DryRunConfig.of(subject.command, self.machine.gpu, self.megatron, self.te)
         commands = []
         for it in wanted.values():
             command = command_of(subject, it)

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from pydantic import dataclasses as checked
 
-from megatron_vshape.core.ask import Question, ask, with_chunks
+from megatron_vshape.core.ask import PlanRequest, ask, with_chunks
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Pieces, even_layers, even_with_ends, without_ends
 from megatron_vshape.core.model.placement import Placement
@@ -328,7 +328,7 @@ def count_stages(schedule: str, num_devices: int) -> int:
     """
     if schedule == ADAPTIVE:
         return 2 * num_devices
-    return ask(Question(schedule, num_devices, 1)).schedule.num_stages
+    return ask(PlanRequest(schedule, num_devices, 1)).schedule.num_stages
 
 
 def layers_of_stages(

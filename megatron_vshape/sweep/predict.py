@@ -7,7 +7,7 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatron_vshape.core.ask import AUTO, Question, ask, best_order
+from megatron_vshape.core.ask import AUTO, PlanRequest, ask, best_order
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
@@ -235,7 +235,7 @@ def plan_adaptive(
     if fixed >= min(limits_bytes):
         over = (fixed - min(limits_bytes)) / GIB
         raise SweepError(f"parameters and their states alone are {over:.1f} GiB too much")
-    question = Question(
+    question = PlanRequest(
         AUTO,
         combination.pipeline_parallel,
         combination.num_microbatches,
@@ -256,7 +256,7 @@ def plan_adaptive(
 
 @lru_cache(maxsize=64)
 def _made(name: str, num_devices: int, num_microbatches: int) -> Schedule:
-    return ask(Question(name, num_devices, num_microbatches)).schedule
+    return ask(PlanRequest(name, num_devices, num_microbatches)).schedule
 
 
 @dataclass(frozen=True, slots=True)

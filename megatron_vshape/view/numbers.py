@@ -71,7 +71,7 @@ def peaks_told(schedule: Schedule, costs: Costs) -> list[str]:
 
     The limit is the peak of 1F1B's largest rank. Empty if the costs do not include all memory.
     """
-    if not costs.knows_all:
+    if not costs.has_static_memory:
         return []
     peaks, devices = peak_held(fuse(simulate(schedule, costs)), costs), schedule.num_devices
     each, fixed_bytes = (

@@ -7,11 +7,11 @@ from megatron_vshape.core.check.simulate import peak_in_host
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import FROM_HOST, TO_HOST
 from megatron_vshape.core.model.placement import chunks_of
-from megatron_vshape.core.model.schedule import Timeline, Way
+from megatron_vshape.core.model.schedule import MemoryStrategy, Timeline
 from megatron_vshape.view.numbers import percent
 
 
-def way_text(way: Way) -> str:
+def way_text(way: MemoryStrategy) -> str:
     """Describe a strategy to save memory, such as `offload all of chunk 0`."""
     if way.copies:
         return "offload all of chunk 0" if way.throughout else "offload"

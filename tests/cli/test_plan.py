@@ -14,7 +14,7 @@ import pytest
 
 from megatron_vshape.cli import plan
 from megatron_vshape.cli.main import main
-from megatron_vshape.core.ask import Planned, Question, best_order
+from megatron_vshape.core.ask import Planned, PlanRequest, best_order
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs, Piece
 from megatron_vshape.core.model.layers import Pieces
@@ -316,7 +316,7 @@ def test_ctrl_c_ends_a_frontier_with_what_is_done(
     pytest.importorskip("matplotlib")
     begun = []
 
-    def interrupted(question: Question) -> Planned:
+    def interrupted(question: PlanRequest) -> Planned:
         begun.append(question.limit)
         if len(begun) == 2:
             with contextlib.suppress(KeyboardInterrupt):

@@ -12,7 +12,7 @@ import pytest
 from megatron_vshape.cli.main import main
 from megatron_vshape.cli.progress import SEARCH, Search
 from megatron_vshape.cli.stopping import GRACE_S, Budget
-from megatron_vshape.core.ask import Planned, Question, best_order
+from megatron_vshape.core.ask import Planned, PlanRequest, best_order
 
 LONG = ["plan", "--devices", "8", "--microbatches", "64", "--cost", "1,1.15,.85,.05"]
 LONG += ["--memory-limit", "10"]
@@ -60,7 +60,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]
 
 
 def small() -> Planned:
-    return best_order(Question("auto", 2, 4, steps=1000))
+    return best_order(PlanRequest("auto", 2, 4, steps=1000))
 
 
 def test_work_that_ends_in_time_is_not_touched() -> None:

@@ -16,7 +16,7 @@ on_cpu.install()
 import torch  # noqa: E402
 from forked import run_cases  # noqa: E402
 
-USUAL = (
+DEFAULT_SEARCH = (
     "--model_type qwen3 --template qwen3 --check_model false --torch_dtype float32 --fp16 false "
     "--bf16 false --ddp_backend gloo --use_hf true --micro_batch_size 2 --global_batch_size 16 "
     "--lr 1e-3 --min_lr 1e-3 --lr_warmup_fraction 0 --logging_steps 1 --max_length 128 "
@@ -65,7 +65,7 @@ def main(given: SimpleNamespace) -> dict[str, Any]:
     data = given.preferences if given.prefers else given.dialogues
     where = [f"--model={given.model}", f"--dataset={data}", f"--output_dir={folder}"]
     start = megatron_rlhf_main if given.prefers else megatron_sft_main
-    start([*USUAL.split(), *sizes, *where, *given.options])
+    start([*DEFAULT_SEARCH.split(), *sizes, *where, *given.options])
     if int(os.environ["RANK"]) < int(os.environ["WORLD_SIZE"]) - 1:
         return {}
     return {"logged": logged(folder), "weights": saved(folder)}  # which the last rank writes

@@ -11,7 +11,13 @@ from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.core.program.early_start import Cut, begun_early, cut, drain, forward_cut
+from megatron_vshape.core.program.early_start import (
+    Cut,
+    cut,
+    drain,
+    forward_cut,
+    prefix_before_loss,
+)
 from megatron_vshape.core.program.instructions import (
     Await,
     Instruction,
@@ -118,7 +124,7 @@ def test_begun_early_nothing_is_under_way_at_the_cut(
     schedule: Schedule, window: int, kernels: bool
 ) -> None:
     program = lower(schedule, window=window, kernels=kernels)
-    early, ends = begun_early(program)
+    early, ends = prefix_before_loss(program)
     assert passes_before(early, ends) == passes_before(program, forward_cut(program))
     for row, original in zip(early.instructions, program.instructions, strict=True):
         assert all_but_releases(row) == all_but_releases(original)
@@ -134,9 +140,9 @@ def test_begun_early_nothing_is_under_way_at_the_cut(
 
 
 def test_a_program_of_which_a_receive_is_posted_early_and_sent_late() -> None:
-    """What `begun_early` is for is there: gradients are posted first and come last."""
+    """What `prefix_before_loss` is for is there: gradients are posted first and come last."""
     program = lower(make("v-zb", 2, 6), window=1)
-    _, ends = early = begun_early(program)
+    _, ends = early = prefix_before_loss(program)
     assert early[0].instructions != program.instructions
     assert [row[end] for row, end in zip(early[0].instructions, ends, strict=True)] == [
         next(e for e in row if isinstance(e, Receive) and e.message.work.kind is Kind.B)

@@ -13,7 +13,7 @@ from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.core.program.hiding import Beside, weights_beside
+from megatron_vshape.core.program.hiding import Beside, deferred_weight_overlap
 from megatron_vshape.core.program.lowering import fuse
 
 
@@ -50,7 +50,7 @@ def test_nobody_is_delayed(data: st.DataObject) -> None:
     schedule = data.draw(made(max_devices=5, max_microbatches=12))
     costs = data.draw(costs_of(schedule.num_stages))
     schedule = fuse(simulate(schedule, costs))
-    beside = weights_beside(simulate(schedule, costs))
+    beside = deferred_weight_overlap(simulate(schedule, costs))
     weights = {each.weights for each in beside.values()}
     before, after = starts(schedule, costs), starts(schedule, costs, beside)
     for work in before.keys() - weights:
@@ -72,7 +72,7 @@ def test_the_times_and_what_is_tied_decide() -> None:
 
     def found(ties_ends: bool = False, **costs: float) -> str:
         timeline = simulate(make("v-zb", 2, 3), Costs.uniform(2, 4, **costs))
-        return text(weights_beside(timeline, ties_ends))
+        return text(deferred_weight_overlap(timeline, ties_ends))
 
     firsts = "B0.0:W3.1:1 B0.1:W3.2:1 B0.2:W0.1:1"
     assert found() == f"{firsts} B1.0:W2.0:1"
@@ -86,4 +86,4 @@ def test_the_times_and_what_is_tied_decide() -> None:
 def test_how_much_there_is(name: str, share: float) -> None:
     schedule = fuse(simulate(make(name, 8, 32)))
     split = sum(work.kind is Kind.B for row in schedule.order for work in row)
-    assert len(weights_beside(simulate(schedule))) > share * split
+    assert len(deferred_weight_overlap(simulate(schedule))) > share * split

@@ -36,7 +36,7 @@ def make_problem(num_microbatches: int, limit: float, *cost: float) -> job_shop.
     )
 
 
-def make_shop(num_microbatches: int, limit: float, *cost: float) -> improve.Shop:
+def make_shop(num_microbatches: int, limit: float, *cost: float) -> improve.JobShop:
     return job_shop.make_shop(make_problem(num_microbatches, limit, *cost), num_microbatches)
 
 

@@ -19,7 +19,7 @@ from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.program.early_start import forward_cut
 from megatron_vshape.core.program.instructions import Await, Message, Program, Run, Send, result_of
-from megatron_vshape.core.program.kernels import waits_for_ever
+from megatron_vshape.core.program.kernels import deadlocks_under_device_sync
 from megatron_vshape.core.program.lowering import fuse, lower
 from megatron_vshape.view.chrome_trace import events
 from megatron_vshape.view.memory import held_steps
@@ -108,7 +108,7 @@ def test_a_program_brings_and_takes_the_messages_of_both(
     ran = [[each.passes for each in row if isinstance(each, Run)] for row in program.instructions]
     assert ran == [list(program.schedule.steps(d)) for d in range(schedule.num_devices)]
     runs_through(program)
-    assert not waits_for_ever(program) or not kernels
+    assert not deadlocks_under_device_sync(program) or not kernels
     for end, row in zip(forward_cut(program), program.instructions, strict=True):
         assert all(len(each.passes) == 1 for each in row[:end] if isinstance(each, Run))
 

@@ -17,7 +17,7 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import looping, v_shape
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
-from megatron_vshape.core.program.early_start import begun_early
+from megatron_vshape.core.program.early_start import prefix_before_loss
 from megatron_vshape.core.program.instructions import (
     Await,
     Message,
@@ -28,7 +28,7 @@ from megatron_vshape.core.program.instructions import (
     Run,
     Send,
 )
-from megatron_vshape.core.program.kernels import waits_for_ever
+from megatron_vshape.core.program.kernels import deadlocks_under_device_sync
 from megatron_vshape.core.program.lowering import forward_wave, lower
 
 HEALTHY = list(HealthCheck)
@@ -87,7 +87,7 @@ def in_order(rows: Rows, kind: type[Send] | type[Receive]) -> dict[object, list[
 def check(program: Program, takes: bool = False) -> None:
     """Assert all that a program for kernels has to be."""
     rows = program.instructions
-    assert not waits_for_ever(program, takes=takes)
+    assert not deadlocks_under_device_sync(program, takes=takes)
     assert in_order(rows, Send) == in_order(rows, Receive)
     for device, row in enumerate(rows):
         passes = [each.work for each in row if isinstance(each, Run)]
@@ -147,7 +147,7 @@ def test_nor_in_an_order_that_nobody_has_planned(data: st.DataObject) -> None:
 @settings(max_examples=40, deadline=None, suppress_health_check=HEALTHY)
 @given(schedule=made(8, 16))
 def test_nor_in_a_step_that_begins_early(schedule: Schedule) -> None:
-    program, ends = begun_early(lower(schedule, simulate(schedule), kernels=True))
+    program, ends = prefix_before_loss(lower(schedule, simulate(schedule), kernels=True))
     check(program)
     first = [row[:end] for row, end in zip(program.instructions, ends, strict=True)]
     sent, posted = (
@@ -161,13 +161,13 @@ def test_nor_in_a_step_that_begins_early(schedule: Schedule) -> None:
 def test_posting_always_early_hangs() -> None:
     """The check can fail: the smallest program that does, and every V of any size."""
     small = one_pass_earlier(lower(make("v-half", 2, 2), kernels=True))
-    stuck = waits_for_ever(small)
+    stuck = deadlocks_under_device_sync(small)
     assert {device: str(each.work) for device, each in stuck.items()} == {0: "F0.1", 1: "F2.0"}
     assert not runs_to_the_end(small.instructions, 1.0, 0)
     for name in ("v-min", "v-half", "v-zb"):
         for devices, microbatches in ((2, 2), (4, 8), (8, 16)):
             program = lower(make(name, devices, microbatches), kernels=True)
-            assert waits_for_ever(one_pass_earlier(program))
+            assert deadlocks_under_device_sync(one_pass_earlier(program))
 
 
 def test_threads_that_copy_must_not_wait_for_the_device() -> None:
@@ -177,9 +177,9 @@ def test_threads_that_copy_must_not_wait_for_the_device() -> None:
         for devices, microbatches in ((2, 4), (4, 8), (8, 16)):
             schedule = offloaded(make(name, devices, microbatches))
             program = lower(schedule, simulate(schedule), kernels=True)
-            assert not waits_for_ever(program)
+            assert not deadlocks_under_device_sync(program)
             assert any(each.work.kind is COPY_OUT for each in runs(program))
-            stuck.append(bool(waits_for_ever(waiting_beside(program))))
+            stuck.append(bool(deadlocks_under_device_sync(waiting_beside(program))))
     assert (sum(stuck), len(stuck)) == (12, 15)
 
 
@@ -196,9 +196,9 @@ def test_a_receive_in_a_gap_after_its_sender_has_waited_hangs() -> None:
     gradient = next(each for each in first if isinstance(each, Receive))
     first.remove(gradient)
     late = Program(program.schedule, ((gradient, *first), program.instructions[1]), 1)
-    assert not waits_for_ever(program)
-    assert waits_for_ever(late)
-    assert waits_for_ever(late, takes=True)
+    assert not deadlocks_under_device_sync(program)
+    assert deadlocks_under_device_sync(late)
+    assert deadlocks_under_device_sync(late, takes=True)
 
 
 @pytest.mark.parametrize(("devices", "microbatches"), [(7, 8), (8, 9), (8, 10)])
@@ -206,7 +206,7 @@ def test_a_receive_holds_up_none_that_is_posted_with_it(devices: int, microbatch
     """Where all streams share one queue: behind another of its stream it holds up all the rest."""
     program = lower(make("interleaved-1f1b", devices, microbatches), kernels=True)
     check(program)
-    assert waits_for_ever(with_gaps_by_stream(program))
+    assert deadlocks_under_device_sync(with_gaps_by_stream(program))
 
 
 @pytest.mark.parametrize("name", NAMES)

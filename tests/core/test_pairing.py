@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from joint_replay import replay
 
-from megatron_vshape.core.ask import Question, ask
+from megatron_vshape.core.ask import PlanRequest, ask
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
@@ -92,7 +92,7 @@ def test_dualpipev_refuses_few_microbatches() -> None:
 def test_a_name_has_its_joint_passes_if_the_run_has() -> None:
     assert not set(JOINT_NAMES) & set(NAMES)
     for name in JOINT_NAMES:
-        question = Question(name, 4, 8)
+        question = PlanRequest(name, 4, 8)
         assert not ask(question).schedule.joint
         assert ask(replace(question, joint=True)).schedule.joint
 

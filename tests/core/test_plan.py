@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_vshape.core import frontier as core_frontier
-from megatron_vshape.core.ask import AUTO, MEMORY_NAMES, PLUS, Planned, Question, ask, best_order
+from megatron_vshape.core.ask import AUTO, MEMORY_NAMES, PLUS, Planned, PlanRequest, ask, best_order
 from megatron_vshape.core.check.bounds import lower_bound
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
@@ -87,7 +87,7 @@ def test_a_limit_that_nothing_fits_says_the_least_that_does() -> None:
 
 def test_more_memory_never_costs_time() -> None:
     costs = uniform(4, REAL)
-    points = frontier(Question(AUTO, 4, 8, costs, steps=20_000), range(1, 9))
+    points = frontier(PlanRequest(AUTO, 4, 8, costs, steps=20_000), range(1, 9))
     assert [point.limit for point in points] == list(range(2, 9))
     bubbles = [point.bubble for point in points]
     assert bubbles == sorted(bubbles, reverse=True)
@@ -103,12 +103,12 @@ def test_a_plan_carried_to_a_higher_limit_has_a_bound_that_holds_there(
     assert tight.lower_bound > ample.lower_bound
     worse = replace(ample, value=2 * tight.value)
 
-    def answered(question: Question) -> Planned:
+    def answered(question: PlanRequest) -> Planned:
         made = tight if question.limit == 3 else worse
         return Planned(made.schedule, costs, plan=made, limits=(), known=())
 
     monkeypatch.setattr(core_frontier, "best_order", answered)
-    first, second = frontier(Question(AUTO, 3, 4, costs), (3, 6))
+    first, second = frontier(PlanRequest(AUTO, 3, 4, costs), (3, 6))
     assert second.schedule is first.schedule
     assert first.plan == tight
     assert second.plan == replace(tight, lower_bound=ample.lower_bound)
@@ -150,13 +150,13 @@ def test_what_would_fill_the_memory_is_refused() -> None:
 
 def test_a_name_with_a_plus_takes_costs_of_a_finer_cut() -> None:
     fine, coarse = Costs.uniform(2, 8, *REAL), Costs.uniform(2, 4, *REAL)
-    made = [ask(Question("v-half+", 2, 4, each)).schedule for each in (fine, coarse)]
+    made = [ask(PlanRequest("v-half+", 2, 4, each)).schedule for each in (fine, coarse)]
     assert made[0] == made[1]
 
 
 def test_published_schedules_are_points() -> None:
     points = {
-        point.schedule.name: point for point in published(Question(AUTO, 4, 8, uniform(4, REAL)))
+        point.schedule.name: point for point in published(PlanRequest(AUTO, 4, 8, uniform(4, REAL)))
     }
     assert {"1f1b", "v-half", "zb-h2"} <= points.keys()
     assert points["v-half"].peak == pytest.approx(6)
@@ -167,13 +167,13 @@ def test_an_order_within_a_limit_is_proved_to_keep_it(monkeypatch: pytest.Monkey
     costs, ample = uniform(4, REAL), plan(uniform(4, REAL), 4, 8, 8)
     monkeypatch.setattr(search, "plan", lambda *_, **__: ample)
     with pytest.raises(ScheduleError, match="more than the limit of 6"):
-        best_order(Question(AUTO, 4, 8, costs, limit=(8, 8, 8, 6)))
+        best_order(PlanRequest(AUTO, 4, 8, costs, limit=(8, 8, 8, 6)))
 
 
 @pytest.mark.parametrize("name", MEMORY_NAMES)
 def test_a_name_with_a_plus_is_a_plan_at_its_memory(name: str) -> None:
     costs = uniform(4, (1, 2, 1, 0.05))
-    made, base = ask(Question(name + PLUS, 4, 8, costs)).schedule, make(name, 4, 8)
+    made, base = ask(PlanRequest(name + PLUS, 4, 8, costs)).schedule, make(name, 4, 8)
     assert made.name == name + PLUS
     assert max(peak_held(made, costs)) <= max(peak_held(base, costs))
     assert simulate(made, costs).makespan <= simulate(base, costs).makespan
@@ -183,4 +183,4 @@ def test_only_some_names_have_a_plus() -> None:
     with pytest.raises(
         ScheduleError, match=r"'1f1b\+'; did you mean 1f1b\? .* v-min\+, v-half\+, "
     ):
-        ask(Question("1f1b+", 4, 8))
+        ask(PlanRequest("1f1b+", 4, 8))

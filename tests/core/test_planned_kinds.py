@@ -65,7 +65,7 @@ def checking() -> Iterator[tuple[Kind, ...]]:
         kinds.remove(kind)
 
 
-def one_by_one(problem: job_shop.Problem, shop: improve.Shop) -> np.ndarray:
+def one_by_one(problem: job_shop.Problem, shop: improve.JobShop) -> np.ndarray:
     """Return all passes of one microbatch, each behind what it reads, then those of the next."""
     m, kinds = problem.num_microbatches, problem.kinds
     table = NeedTable(len(problem.placement), kinds)

@@ -8,12 +8,13 @@ import pytest
 
 from megatron_vshape.core.ask import (
     AUTO,
-    Possible,
-    Question,
+    BaselineEstimate,
+    PlanRequest,
     best_order,
     compare,
     known_as,
 )
+from megatron_vshape.core.baselines import BaselineSpec
 from megatron_vshape.core.check.bounds import least_limit
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs, Piece
@@ -22,7 +23,6 @@ from megatron_vshape.core.model.layers import Pieces, recut
 from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS, make
-from megatron_vshape.core.rivals import Rival
 
 REAL = (1.0, 1.15, 0.85, 0.05)
 CELLS, SEED = 200, 20
@@ -42,11 +42,13 @@ class Cell:
         layer = replace(self.pieces, layer=self.pieces.layer.times(1 / num_stages))
         return replace(layer.costs((1,) * num_stages), layers=None)
 
-    def question(self) -> Question:
+    def question(self) -> PlanRequest:
         d = self.devices
         costs = self.cut(d * min(self.most_chunks, 4))
         chunks = tuple(range(1, self.most_chunks + 1))
-        asked = Question(AUTO, d, self.microbatches, costs, self.cut, chunks=chunks, steps=20_000)
+        asked = PlanRequest(
+            AUTO, d, self.microbatches, costs, self.cut, chunks=chunks, steps=20_000
+        )
         placements = [linear(d), v_shape(d), *(looping(d, each) for each in chunks)]
         least = min(least_limit(self.cut(len(each)), d, [each]) for each in placements)
         most = 2 * max(known_as("1f1b", asked).peak)
@@ -113,7 +115,7 @@ def test_nothing_known_is_better_in_200_cells(part: int) -> None:
 def test_more_chunks_than_four_are_found_where_they_win() -> None:
     """The cell in which a plan of up to four stages a device took 65.18, told with no gap."""
     cost = (1.0, 1.99, 0.55, 0.0)
-    asked = Question(
+    asked = PlanRequest(
         AUTO,
         8,
         8,
@@ -132,7 +134,7 @@ def test_more_chunks_than_four_are_found_where_they_win() -> None:
 def test_no_chunk_is_held_that_buys_nothing() -> None:
     cost = (1.0, 1.0, 1.0, 0.0)
     costs = Costs.uniform(4, 16, *cost)
-    answers = [best_order(Question(AUTO, 4, 12, costs, limit=limit)) for limit in (8, 12, 16)]
+    answers = [best_order(PlanRequest(AUTO, 4, 12, costs, limit=limit)) for limit in (8, 12, 16)]
     assert len({round(each.plan.value, 9) for each in answers}) == 1
     assert {max(each.plan.peak) for each in answers} == {8.0}
 
@@ -141,26 +143,26 @@ def test_megatrons_own_is_recommended_where_it_wins() -> None:
     """A whole backward takes no longer than B alone, and stages cannot be made smaller."""
     costs = Costs.uniform(4, 4, 1, 1.2, 0.8, 0.05)
     dear = replace(costs, whole_backward_us=costs.backward_us)
-    answer = best_order(Question(AUTO, 4, 8, dear, limit="1f1b"))
+    answer = best_order(PlanRequest(AUTO, 4, 8, dear, limit="1f1b"))
     assert answer.is_megatrons
-    assert answer.is_known == Rival("1f1b")
+    assert answer.is_known == BaselineSpec("1f1b")
     assert answer.schedule.order == make("1f1b", 4, 8).order
-    known = {each.rival: each for each in compare(Question(AUTO, 4, 8, dear, limit=8), answer)}
-    own = known[Rival("1f1b")]
-    assert not isinstance(own, Possible)
+    known = {each.rival: each for each in compare(PlanRequest(AUTO, 4, 8, dear, limit=8), answer)}
+    own = known[BaselineSpec("1f1b")]
+    assert not isinstance(own, BaselineEstimate)
     assert answer.plan.value <= own.timeline.makespan
 
 
 def test_interleaved_is_megatrons_in_whole_groups() -> None:
-    assert Rival("interleaved-1f1b", 4).is_megatrons(4, 8)
-    assert not Rival("interleaved-1f1b", 4).is_megatrons(4, 9)
-    assert Rival("1f1b").is_megatrons(4, 9)
-    assert not Rival("zb-h1").is_megatrons(4, 8)
+    assert BaselineSpec("interleaved-1f1b", 4).is_megatrons(4, 8)
+    assert not BaselineSpec("interleaved-1f1b", 4).is_megatrons(4, 9)
+    assert BaselineSpec("1f1b").is_megatrons(4, 9)
+    assert not BaselineSpec("zb-h1").is_megatrons(4, 8)
 
 
 @pytest.mark.parametrize("name", ["interleaved-1f1b:3", "v-half"])
 def test_a_name_as_a_limit_means_its_peak(name: str) -> None:
-    question = Question(AUTO, 3, 6, None, limit=name, steps=2000)
+    question = PlanRequest(AUTO, 3, 6, None, limit=name, steps=2000)
     answer = best_order(question)
     peak = max(known_as(name, question).peak)
     assert answer.limits == (peak,) * 3
@@ -173,16 +175,16 @@ def test_without_a_limit_it_is_what_1f1b_really_holds() -> None:
     """The logits that the last stage holds once are not held by the first, d times."""
     held = (1.0,) * 7 + (9.0,)
     costs = Costs((1.0,) * 8, (1.2,) * 8, (0.8,) * 8, 0.05, held, held)
-    answer = best_order(Question(AUTO, 4, 8, costs, steps=2000))
+    answer = best_order(PlanRequest(AUTO, 4, 8, costs, steps=2000))
     assert answer.limits == (10.0,) * 4
     one = make("1f1b", 4, 8)
-    assert max(peak_held(one, known_as("1f1b", Question(AUTO, 4, 8, costs)).costs)) == 10.0
+    assert max(peak_held(one, known_as("1f1b", PlanRequest(AUTO, 4, 8, costs)).costs)) == 10.0
 
 
 @pytest.mark.parametrize("text", ["v-half:2", "interleaved-1f1b:", "interleaved-1f1b:x"])
 def test_a_name_with_a_wrong_number_of_stages_is_told(text: str) -> None:
     with pytest.raises(ScheduleError, match="a number of chunks per rank"):
-        known_as(text, Question(AUTO, 4, 8))
+        known_as(text, PlanRequest(AUTO, 4, 8))
 
 
 def test_layers_are_dealt_out_anew_for_other_numbers_of_stages() -> None:

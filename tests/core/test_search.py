@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_vshape.core.ask import AUTO, Question
+from megatron_vshape.core.ask import AUTO, PlanRequest
 from megatron_vshape.core.check import bounds
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
@@ -143,7 +143,7 @@ def test_limits_and_stages_must_match_the_devices() -> None:
     with pytest.raises(ScheduleError, match="'work'; choose makespan or span"):
         plan(Costs.uniform(4, 8), 4, 8, 4, "work")
     with pytest.raises(ScheduleError, match="a frontier needs a limit at least"):
-        frontier(Question(AUTO, 4, 8, Costs.uniform(4, 8)), [])
+        frontier(PlanRequest(AUTO, 4, 8, Costs.uniform(4, 8)), [])
 
 
 @pytest.mark.parametrize("objective", list(Objective))

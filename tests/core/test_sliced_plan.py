@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_vshape.core.ask import AUTO, Planned, Question, ask
+from megatron_vshape.core.ask import AUTO, Planned, PlanRequest, ask
 from megatron_vshape.core.check.bounds import LimitError, least_memory, lower_bound
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
@@ -178,9 +178,9 @@ def test_slices_fill_the_gaps_of_messages_at_once() -> None:
     assert over(costs, placement, 4, made.value) < 5.8
 
 
-def question(slices: int | tuple[int, ...], host: float, limit: float | None = None) -> Question:
+def question(slices: int | tuple[int, ...], host: float, limit: float | None = None) -> PlanRequest:
     costs = Costs.uniform(4, 8, 1, 1.15, 0.85, 0.05, host)
-    return Question(AUTO, 4, 4, costs, limit=limit, slices=slices, steps=3000)
+    return PlanRequest(AUTO, 4, 4, costs, limit=limit, slices=slices, steps=3000)
 
 
 @pytest.mark.parametrize(("host", "chosen"), [(0.0, 4), (1.0, 1)])
@@ -223,7 +223,7 @@ def test_in_the_memory_of_a_name_of_slices() -> None:
 def test_what_has_no_slices_yet_is_told() -> None:
     pieces = Pieces.estimated(2.0, 2.0)
     costs = shared_pieces(pieces, 2, 0.1, 0.25).costs((2,) * 4)
-    asked = Question(AUTO, 2, 2, costs, limit=4.0, steps=200, slices=2)
+    asked = PlanRequest(AUTO, 2, 2, costs, limit=4.0, steps=200, slices=2)
     with pytest.raises(ScheduleError, match="slices do not support a shared vocabulary"):
         ask(asked)
     assert ask(replace(asked, slices=(1, 2))).schedule.slices == 1

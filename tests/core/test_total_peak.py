@@ -9,7 +9,7 @@ import pytest
 from shared_costs import shared_costs
 
 from megatron_vshape import Costs, Schedule, make, peak_held, plan, simulate, verify
-from megatron_vshape.core.ask import AUTO, Question, best_order
+from megatron_vshape.core.ask import AUTO, PlanRequest, best_order
 from megatron_vshape.core.check.bounds import (
     LimitError,
     bound_at,
@@ -134,7 +134,7 @@ def test_pieces_one_after_the_other_work_with_the_most_of_theirs() -> None:
 
 def test_what_costs_do_not_know_is_nothing() -> None:
     plain = costs().of_activations()
-    assert not plain.knows_all
+    assert not plain.has_static_memory
     assert plain.fixed_bytes((0,) * STAGES, 1) == (0,)
     assert plain.works(Kind.BW) == plain.works(LOGITS) == (0,) * STAGES
     assert plain == Costs(*((1.0,) * STAGES,) * 3, 0.0, (8.0,) * STAGES, (7.0,) * STAGES)
@@ -224,7 +224,7 @@ def test_what_fits_nowhere_is_told_with_all_that_a_device_needs() -> None:
 
 def test_the_default_limit_is_what_the_largest_device_needs_under_1f1b() -> None:
     told = measured(8)
-    question = Question(AUTO, 4, 16, told, steps=20_000, placements=(v_shape(4),))
+    question = PlanRequest(AUTO, 4, 16, told, steps=20_000, placements=(v_shape(4),))
     alone = peak_held(make("1f1b", 4, 16), regroup(told, 4, "1f1b"))
     made = best_order(question)
     assert made.limits == (max(alone),) * 4
@@ -243,7 +243,7 @@ def test_a_shared_vocabulary_is_planned_within_all_that_its_passes_work_with() -
     schedule = share_vocabulary(make("v-half", 4, 12), told)
     assert max(peak_held(schedule, told)) > max(peak_held(schedule, told.of_activations()))
     limit = max(peak_held(schedule, told))
-    made = best_order(Question(AUTO, 4, 12, told, limit=limit, steps=5000))
+    made = best_order(PlanRequest(AUTO, 4, 12, told, limit=limit, steps=5000))
     assert max(peak_held(made.schedule, made.costs)) <= limit * (1 + 1e-9)
     gone = without_shared(told).lists()
     assert not any(name.startswith(("logits", "head_weight")) for name in gone)

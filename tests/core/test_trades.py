@@ -26,7 +26,7 @@ from megatron_vshape.core.model.kinds import (
 )
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import looping, v_shape
-from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, Timeline, Way
+from megatron_vshape.core.model.schedule import MemoryStrategy, Objective, Plan, Schedule, Timeline
 from megatron_vshape.core.planner import improve, job_shop
 from megatron_vshape.core.planner.offload_search import OffloadSearch
 from megatron_vshape.core.planner.search import plan
@@ -78,8 +78,8 @@ def test_no_worse_than_order_alone_or_the_first_chunk(limit: float) -> None:
     made = plan(costs, 4, 12, limit, trades=True, steps=60_000)
     judged(made, costs, limit)
     ways = {each.way: each for each in made.tried}
-    first = Way(copies=True, throughout=(0, 1, 2, 3))
-    assert {Way(), first} <= set(ways)
+    first = MemoryStrategy(copies=True, throughout=(0, 1, 2, 3))
+    assert {MemoryStrategy(), first} <= set(ways)
     for each in made.tried:
         assert (each.value or each.lower_bound) >= made.value * (1 - 1e-6)
     alone = costs.without_copies()
@@ -202,7 +202,7 @@ def test_the_walk_keeps_everything_up_to_date_where_passes_are_left_out(
     costs = costs_of(4, 1.0)
     kinds = (*PARTS, *OFFLOAD)
     problem = job_shop.make_problem(costs, 4, 10, 4.0, Objective.MAKESPAN, placement, kinds)
-    search = OffloadSearch(problem, 1, Way(copies=True))
+    search = OffloadSearch(problem, 1, MemoryStrategy(copies=True))
     found = search.begin(2000, map)
     assert found
     copied = []

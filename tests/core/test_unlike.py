@@ -10,7 +10,7 @@ import pytest
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.core.unlike import even_out
+from megatron_vshape.core.variable_length import reorder_microbatches
 
 NAMES = ("forward_us", "backward_us", "weight_us")
 HELD = ("held_after_forward_bytes", "held_after_backward_bytes")
@@ -32,18 +32,18 @@ def unlike(num_devices: int, num_stages: int, count: int, seed: int, held: bool 
 def test_the_step_is_what_the_simulator_says_and_never_slower(name: str, seed: int) -> None:
     schedule = make(name, 4, 12)
     costs = unlike(4, schedule.num_stages, 12, seed)
-    found = even_out(schedule, costs, tries=100)
+    found = reorder_microbatches(schedule, costs, tries=100)
     assert sorted(found.order) == list(range(12))
     assert found.given_us == pytest.approx(simulate(schedule, costs).makespan)
     again = simulate(schedule, costs.placed(found.order)).makespan
     assert found.found_us == pytest.approx(again)
     assert found.found_us <= found.given_us
-    assert even_out(schedule, costs, tries=100) == found
+    assert reorder_microbatches(schedule, costs, tries=100) == found
 
 
 def test_long_ones_in_better_places_make_the_step_shorter() -> None:
     schedule = make("v-zb", 4, 16)
-    gains = [even_out(schedule, unlike(4, 8, 16, seed), tries=400) for seed in range(4)]
+    gains = [reorder_microbatches(schedule, unlike(4, 8, 16, seed), tries=400) for seed in range(4)]
     assert sum(each.found_us / each.given_us for each in gains) / 4 < 0.97
 
 
@@ -52,7 +52,7 @@ def test_joint_passes_and_whole_backwards_keep_their_prices() -> None:
     costs = unlike(4, schedule.num_stages, 12, 1)
     both = tuple(0.9 * (b + w) for b, w in zip(costs.backward_us, costs.weight_us, strict=True))
     costs = costs.having(whole_backward_us=both)
-    found = even_out(schedule, costs, tries=20)
+    found = reorder_microbatches(schedule, costs, tries=20)
     assert found.given_us == pytest.approx(simulate(schedule, costs).makespan)
 
 
@@ -60,10 +60,10 @@ def test_no_device_holds_more_than_its_limit() -> None:
     schedule = make("v-half", 4, 12)
     costs = unlike(4, 8, 12, 3, held=True)
     given = peak_held(schedule, costs)
-    free = even_out(schedule, costs, tries=400)
-    within = even_out(schedule, costs, limits=max(given), tries=400)
+    free = reorder_microbatches(schedule, costs, tries=400)
+    within = reorder_microbatches(schedule, costs, limits=max(given), tries=400)
     assert max(peak_held(schedule, costs.placed(within.order))) <= max(given) * (1 + 1e-6)
-    tight = even_out(schedule, costs, limits=0.0, tries=400)
+    tight = reorder_microbatches(schedule, costs, limits=0.0, tries=400)
     for held, most in zip(peak_held(schedule, costs.placed(tight.order)), given, strict=True):
         assert held <= most * (1 + 1e-6)
     assert free.found_us <= within.found_us * (1 + 1e-9)
@@ -72,9 +72,11 @@ def test_no_device_holds_more_than_its_limit() -> None:
 def test_alike_stay_as_they_are() -> None:
     schedule = make("v-half", 4, 12)
     costs = Costs.uniform(4, 8)
-    assert even_out(schedule, costs).order == tuple(range(12))
+    assert reorder_microbatches(schedule, costs).order == tuple(range(12))
     shares = (("forward_us", (1.0,) * 12),)
-    assert even_out(schedule, replace(costs, by_microbatch=shares)).order == tuple(range(12))
+    assert reorder_microbatches(schedule, replace(costs, by_microbatch=shares)).order == tuple(
+        range(12)
+    )
 
 
 def test_memory_is_each_microbatchs_own() -> None:
@@ -89,7 +91,7 @@ def test_memory_is_each_microbatchs_own() -> None:
 @pytest.mark.parametrize(("devices", "count"), [(4, 32), (8, 64)])
 def test_it_takes_less_than_a_step(devices: int, count: int) -> None:
     schedule, costs = make("v-zb", devices, count), unlike(devices, 2 * devices, count, 0)
-    even_out(schedule, costs, tries=1)
+    reorder_microbatches(schedule, costs, tries=1)
     began_s = time.perf_counter()
-    even_out(schedule, costs, math.inf)
+    reorder_microbatches(schedule, costs, math.inf)
     assert time.perf_counter() - began_s < 1

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from shared_costs import shared_costs
 
-from megatron_vshape.core.ask import AUTO, Question, ask, best_order, compare
+from megatron_vshape.core.ask import AUTO, PlanRequest, ask, best_order, compare
+from megatron_vshape.core.baselines import EvaluatedSchedule
 from megatron_vshape.core.check.bounds import LimitError, fits
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
@@ -39,9 +40,8 @@ from megatron_vshape.core.planner.vocabulary import (
     shared_pieces,
     without_shared,
 )
-from megatron_vshape.core.program.kernels import waits_for_ever
+from megatron_vshape.core.program.kernels import deadlocks_under_device_sync
 from megatron_vshape.core.program.lowering import forward_wave, lower
-from megatron_vshape.core.rivals import Known
 
 HEAD = 2.46
 """Layers that an output layer of 128k takes at h = s = 4096."""
@@ -89,7 +89,7 @@ def test_every_schedule_of_the_catalogue_can_share_it(
     lower(shared)
     lower(shared, timeline)
     program = lower(shared, timeline, kernels=True)
-    assert waits_for_ever(program) == {}
+    assert deadlocks_under_device_sync(program) == {}
 
 
 def test_what_it_takes_is_near_an_output_layer_that_is_spread_and_waits_for_nothing() -> None:
@@ -241,11 +241,11 @@ def test_a_plan_can_share_it() -> None:
 
 def shared_question(
     limit: float, logits: float = 0.25, steps: int = 10_000, **more: Any
-) -> Question:
+) -> PlanRequest:
     """Return the question for a plan of 4 devices in chunk passes, the ends shared out."""
     pieces = Pieces.estimated(HEAD, 2.0, (1, 1.15, 0.85, 0.05))
     costs = shared_pieces(pieces, 4, 0.1, logits).costs((2,) * 8)
-    return Question(AUTO, 4, 12, costs, limit=limit, steps=steps, **more)
+    return PlanRequest(AUTO, 4, 12, costs, limit=limit, steps=steps, **more)
 
 
 def test_costs_that_tell_of_it_are_planned_with_it() -> None:
@@ -256,7 +256,7 @@ def test_costs_that_tell_of_it_are_planned_with_it() -> None:
     verify(answer.schedule, answer.limits, answer.costs)
     lower(answer.schedule, kernels=True)
     assert max(answer.plan.peak) <= 9 + 1e-9
-    known = [each for each in compare(question, answer) if isinstance(each, Known)]
+    known = [each for each in compare(question, answer) if isinstance(each, EvaluatedSchedule)]
     assert {"v-half", "1f1b"} <= {each.schedule.name for each in known}
     assert all(is_shared(each.schedule) and not each.is_megatrons for each in known)
     inside = [each.timeline.makespan for each in known if fits(each.peak, answer.limits)]
@@ -316,7 +316,7 @@ def test_an_evaluation_can_share_it(placement: tuple[int, ...]) -> None:
     for row in shared.order:
         assert row == tuple(dict.fromkeys(row))
     lower(shared)
-    assert waits_for_ever(lower(shared, kernels=True)) == {}
+    assert deadlocks_under_device_sync(lower(shared, kernels=True)) == {}
 
 
 @pytest.mark.parametrize("joint", [False, True])
@@ -337,13 +337,13 @@ def test_it_is_shared_beside_whatever_a_plan_has(joint: bool, copies: bool) -> N
     assert shared.beside() == plain.beside()
     assert {kind for kind in shared.kinds if not kind.of} == plain.kinds
     timeline = simulate(shared, own)
-    assert waits_for_ever(lower(shared, timeline, kernels=True)) == {}
+    assert deadlocks_under_device_sync(lower(shared, timeline, kernels=True)) == {}
 
 
 def test_a_shared_vocabulary_with_copies_is_no_slower_than_without() -> None:
     pieces = Pieces.estimated(HEAD, 2.0, (1, 1.15, 0.85, 0.05))
     costs = shared_pieces(pieces, 4, 0.1, 0.25).costs((2,) * 8)
-    question = Question(AUTO, 4, 12, limit=4.5, steps=10_000)
+    question = PlanRequest(AUTO, 4, 12, limit=4.5, steps=10_000)
     values = []
     for each in (costs, costs.with_copies(1.0)):
         answer = best_order(replace(question, costs=each))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import costs_of, made
 
-from megatron_vshape.core.ask import AUTO, Question, best_order
+from megatron_vshape.core.ask import AUTO, PlanRequest, best_order
 from megatron_vshape.core.check.bounds import lower_bound
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
@@ -135,7 +135,7 @@ def test_no_schedule_is_below_the_bound(
 
 def test_a_plan_joins_what_is_cheaper_together_and_nothing_that_is_dearer() -> None:
     costs = Costs.uniform(4, 8, *REAL)
-    question = Question(AUTO, 4, 8, costs, limit=4, steps=20_000)
+    question = PlanRequest(AUTO, 4, 8, costs, limit=4, steps=20_000)
     split = best_order(question)
     assert Kind.BW not in kinds_of(split.schedule)
     cheap, dear = (
@@ -154,6 +154,6 @@ def test_a_plan_joins_what_is_cheaper_together_and_nothing_that_is_dearer() -> N
 def test_where_splitting_is_dear_a_plan_is_whole() -> None:
     """At half the price 1F1B and its like beat every order that splits."""
     costs = priced(Costs.uniform(4, 4, *REAL), 0.5)
-    answer = best_order(Question(AUTO, 4, 8, costs, limit=8, steps=20_000))
+    answer = best_order(PlanRequest(AUTO, 4, 8, costs, limit=8, steps=20_000))
     assert kinds_of(answer.schedule) == {Kind.F, Kind.BW}
     assert answer.plan.value <= simulate(make("1f1b", 4, 8), costs).makespan

@@ -25,6 +25,7 @@ from typing import Any
 
 from megatron_vshape.cli.main import main
 from megatron_vshape.core import ask as asking
+from megatron_vshape.core.baselines import judge
 from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.model.costs import Costs, regroup
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -32,8 +33,7 @@ from megatron_vshape.core.model.layers import Pieces, recut
 from megatron_vshape.core.model.schedule import Objective, Schedule, load_schedule
 from megatron_vshape.core.paper.catalogue import EVERY_NAME
 from megatron_vshape.core.planner import search
-from megatron_vshape.core.rivals import judge
-from megatron_vshape.mcore.setup.choice import GIB, Choice, choice_of
+from megatron_vshape.mcore.setup.choice import GIB, ScheduleConfig, choice_of
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.sweep.files import load_sweep
 from megatron_vshape.sweep.grid import Combination, expand
@@ -184,7 +184,7 @@ class Recorder:
         stages = devices * draw.choice((2, 2, 4))
         costs = Costs.from_json(json.dumps(costs_data(draw, family, stages)))
         name = draw.choice(("auto", "auto", "v-half+", "v-min", "1f1b", "zb-h1", "v-zb"))
-        choice = Choice(
+        choice = ScheduleConfig(
             devices,
             name,
             costs=None if draw.random() < 0.2 and name != "auto" else costs,
@@ -212,7 +212,7 @@ class Recorder:
         devices, microbatches = draw.choice((2, 3, 4)), draw.randrange(3, 12)
         family = FAMILIES[at % len(FAMILIES)]
         costs = Costs.from_json(json.dumps(costs_data(draw, family, 2 * devices)))
-        question = asking.Question(
+        question = asking.PlanRequest(
             draw.choice((*("auto",) * 12, "v-min+", "v-zb+", *EVERY_NAME)),
             devices,
             microbatches,

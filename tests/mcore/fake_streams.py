@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from megatron_vshape.runtime.held_bytes import nodes_behind
+from megatron_vshape.runtime.activation_tracker import nodes_behind
 
 Clock = Counter[str]
 """By stream, how many of its operations are over."""

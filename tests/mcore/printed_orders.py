@@ -17,7 +17,7 @@ from megatron.core.rerun_state_machine import (
 )
 from megatron.training import training
 
-from megatron_vshape.mcore.step.unlike import Places
+from megatron_vshape.mcore.step.variable_length import MicrobatchReorderer
 
 LENGTHS = (32, 8, 24, 16, 12, 28, 20, 4, 31, 9, 23)  # each step of 8 has others
 
@@ -34,15 +34,15 @@ def start(rank: int, given: object) -> None:
 
 
 def _tell_orders() -> None:
-    original = Places._decided
+    original = MicrobatchReorderer._decided
 
     @functools.wraps(original)
-    def decided(places: Places, plan: Any, iterators: Any, count: int) -> Any:
+    def decided(places: MicrobatchReorderer, plan: Any, iterators: Any, count: int) -> Any:
         read, found = original(places, plan, iterators, count)
         print(f"order {found[1]} of {count}", flush=True)
         return read, found
 
-    Places._decided = decided  # type: ignore[method-assign]
+    MicrobatchReorderer._decided = decided  # type: ignore[method-assign]
 
 
 def _repeat_steps() -> None:

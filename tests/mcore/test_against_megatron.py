@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_vshape.core.baselines import BaselineSpec
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.rivals import Rival
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.setup.against_megatron import megatrons_if_best
 from megatron_vshape.mcore.setup.configure import _run_megatrons
-from megatron_vshape.mcore.setup.one_planner import OnePlanner
+from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 
 RANKS, MICROBATCHES = 4, 4
 
@@ -22,7 +22,7 @@ def asked(
     evaluated: int = 0,
     pattern: str | None = None,
     **changed: object,
-) -> Rival | None:
+) -> BaselineSpec | None:
     """Ask where a whole backward takes `whole` of a split one, and so many samples are evaluated.
 
     With 0 there is no evaluation.
@@ -44,7 +44,7 @@ def asked(
         eval_iters=int(evaluated > 0),
         eval_global_batch_size=evaluated or None,
     )
-    return megatrons_if_best(args, options, OnePlanner("", 1.0))
+    return megatrons_if_best(args, options, RankZeroPlanner("", 1.0))
 
 
 @pytest.fixture(autouse=True)
@@ -54,19 +54,19 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_interleaved_runs_where_splitting_is_dear(tmp_path: Path) -> None:
-    assert asked(tmp_path, 0.55) == Rival("interleaved-1f1b", 2)
+    assert asked(tmp_path, 0.55) == BaselineSpec("interleaved-1f1b", 2)
 
 
 @pytest.mark.slow
 def test_interleaved_runs_of_a_pattern(tmp_path: Path) -> None:
     """Unless it marks its stages, which says how many there are."""
-    assert asked(tmp_path, 0.55, pattern="*-" * 2 * RANKS) == Rival("interleaved-1f1b", 2)
+    assert asked(tmp_path, 0.55, pattern="*-" * 2 * RANKS) == BaselineSpec("interleaved-1f1b", 2)
     assert asked(tmp_path, 0.55, pattern="|".join(["*-*-"] * RANKS)) is None
 
 
 def test_megatrons_schedule_marks_the_stages_of_a_pattern() -> None:
     args = Namespace(pipeline_model_parallel_size=2, hybrid_layer_pattern="*-" * 4, hidden_size=64)
-    _run_megatrons(args, Rival("interleaved-1f1b", 2))
+    _run_megatrons(args, BaselineSpec("interleaved-1f1b", 2))
     assert args.hybrid_layer_pattern == "*-|*-|*-|*-"
     assert args.num_virtual_stages_per_pipeline_rank is None
 
@@ -74,7 +74,7 @@ def test_megatrons_schedule_marks_the_stages_of_a_pattern() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("evaluated", "runs"), [(1, False), (6, False), (8, True)])
 def test_interleaved_runs_where_it_can_evaluate(tmp_path: Path, evaluated: int, runs: bool) -> None:
-    rival = Rival("interleaved-1f1b", 2) if runs else None
+    rival = BaselineSpec("interleaved-1f1b", 2) if runs else None
     assert asked(tmp_path, 0.55, evaluated) == rival
 
 

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from megatron_vshape.mcore.observe.profiling import comparison, told
-from megatron_vshape.mcore.observe.report import Checked, Foretold, closing_table
+from megatron_vshape.mcore.observe.report import Checked, PredictedStep, closing_table
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_training.py"
 
@@ -55,7 +55,7 @@ def test_auto_is_compared_with_the_best_order_by_name(bench: ModuleType) -> None
 
 
 def test_predictions_are_found_in_the_log(bench: ModuleType) -> None:
-    before = Foretold("v-half", 4, 1.5e6, 1e5, 0.1, (2.0**30, 2.0**29))
+    before = PredictedStep("v-half", 4, 1.5e6, 1e5, 0.1, (2.0**30, 2.0**29))
     after = before._replace(name="auto", makespan_us=1.4e6)
     checked = Checked(after, 1.44e6, 0.09)
     log = f"W:x:measured costs: {told(before)} -> {told(after)}, from the next step on\n"
@@ -68,7 +68,7 @@ def test_predictions_are_found_in_the_log(bench: ModuleType) -> None:
 
 
 def test_the_closing_table() -> None:
-    prediction = Foretold("v-half", 4, 1.5e6, 1e5, 0.1, (2.0**30, 2.0**29))
+    prediction = PredictedStep("v-half", 4, 1.5e6, 1e5, 0.1, (2.0**30, 2.0**29))
     text = closing_table(Checked(prediction, 1.53e6, 0.12), 1.632e6, [2.0**30, 2.0**29])
     rows = [line.split() for line in text.splitlines()]
     assert rows[0] == ["v-half", "predicted", "measured", "ratio"]
@@ -82,7 +82,7 @@ def test_the_closing_table() -> None:
 
 def test_the_verdict_of_the_closing_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
-    prediction = Foretold("v-half", 4, 1.5e6, 1e5, 0.1, (2.0**30, 2.0**29))
+    prediction = PredictedStep("v-half", 4, 1.5e6, 1e5, 0.1, (2.0**30, 2.0**29))
     checked = Checked(prediction, 3e6, 0.5, processor_bubble=0.062)
     lines = closing_table(checked, 3.2e6, [2.0**30, 1.25 * 2.0**29]).splitlines()
     memory, _, timing = lines[-1].partition("; ")

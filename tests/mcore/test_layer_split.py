@@ -10,7 +10,7 @@ import pytest
 from mcore.farm import Ended
 from mcore.test_training import TWO, assert_equal_training
 
-from megatron_vshape.core.ask import Question, best_order
+from megatron_vshape.core.ask import PlanRequest, best_order
 from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -18,7 +18,7 @@ from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.mcore.layout.layer_split import split_layers
 from megatron_vshape.mcore.options import Options
-from megatron_vshape.mcore.setup.choice import Choice
+from megatron_vshape.mcore.setup.choice import ScheduleConfig
 from megatron_vshape.mcore.setup.pipeline import _limit_bytes
 
 Train = Callable[..., Ended]
@@ -114,13 +114,13 @@ def test_a_limit_in_gib_deals_layers_by_all_that_a_rank_needs() -> None:
     layer, last = replace(plain.layer, state_bytes=2.0), replace(plain.last, state_bytes=14.0)
     costs = replace(plain, layer=layer, last=last).costs((3, 3, 3, 3))
     options = Options(schedule="auto", layer_split="auto")
-    choice = Choice(2, "auto", costs=costs, limit_bytes=24.0)
+    choice = ScheduleConfig(2, "auto", costs=costs, limit_bytes=24.0)
     assert _limit_bytes(replace(choice, costs=plain.costs((3, 3, 3, 3))), options) is None
     limit = _limit_bytes(choice, options)
     assert limit == 24
     split = split_layers(arguments(num_layers=12), v_shape(2), "auto", costs, limit)
     assert split.costs is not None
-    asked = Question("auto", 2, 6, limit=limit, placements=(v_shape(2),), steps=1_000)
+    asked = PlanRequest("auto", 2, 6, limit=limit, placements=(v_shape(2),), steps=1_000)
     answer = best_order(replace(asked, costs=split.costs))
     assert max(peak_held(answer.schedule, split.costs)) <= 24
     with pytest.raises(ScheduleError):

@@ -11,7 +11,7 @@ from runtime.ranks import run_ranks
 pytest.importorskip("megatron.core")
 
 from megatron_vshape.mcore.layout import multi_token
-from megatron_vshape.mcore.step.loss_reporting import Courier
+from megatron_vshape.mcore.step.loss_reporting import LossGatherer
 
 
 class Losses(NamedTuple):
@@ -68,10 +68,10 @@ def bring(rank: int) -> list[int]:
                 return _of(self, *args)
 
             patch.setattr(torch.Tensor, name, counted)
-        courier = Courier()
+        courier = LossGatherer()
         for store in stores:
             copies.clear()
-            found.append(courier.bring_losses(store, 0, dist.group.WORLD, torch.device("cpu")))
+            found.append(courier.send_to_last_rank(store, 0, dist.group.WORLD, torch.device("cpu")))
             counts.append(sum(copies.values()))
             courier.forget()
     for step, brought in enumerate(found if rank == 1 else ()):

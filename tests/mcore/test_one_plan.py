@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from megatron_vshape.cli.main import main
-from megatron_vshape.core.ask import AUTO, PLUS_NAMES, Question, ask
+from megatron_vshape.core.ask import AUTO, PLUS_NAMES, PlanRequest, ask
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import LOGITS, VOCABULARY, ScheduleError
 from megatron_vshape.core.model.schedule import Objective, load_schedule
 from megatron_vshape.core.planner import search
-from megatron_vshape.mcore.setup.choice import GIB, Choice
+from megatron_vshape.mcore.setup.choice import GIB, ScheduleConfig
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.sweep.files import NONE, Layout, SweepError
 from megatron_vshape.sweep.grid import Combination
@@ -45,7 +45,9 @@ def costs_of(draw: random.Random) -> Costs:
 
 
 def by_trainer(name: str, microbatches: int, costs: Costs, limit: float | None) -> object:
-    choice = Choice(DEVICES, name, costs=costs, limit_bytes=limit, shares=len(costs.others) > 0)
+    choice = ScheduleConfig(
+        DEVICES, name, costs=costs, limit_bytes=limit, shares=len(costs.others) > 0
+    )
     return Planner(choice).training(microbatches).schedule.order
 
 
@@ -55,8 +57,8 @@ def by_command(file: Path, name: str, microbatches: int, limit: float | None) ->
     sizes = ["--devices", str(DEVICES), "--microbatches", str(microbatches), "--costs", str(file)]
     if name == AUTO:
         costs = Costs.load(file)
-        placement = Choice(DEVICES, AUTO, costs=costs).placement
-        question = Question(
+        placement = ScheduleConfig(DEVICES, AUTO, costs=costs).placement
+        question = PlanRequest(
             AUTO, DEVICES, microbatches, costs, limit=limit, placements=(placement,)
         )
         return ask(question).schedule.order
@@ -70,7 +72,7 @@ def by_sweep(microbatches: int, costs: Costs, limit: float) -> object:
         ("data_parallel", "tensor_parallel", "context_parallel", "microbatch_size"), 1
     )
     it = Combination(AUTO, recompute=NONE, layout=Layout.EVEN, **sizes, **alone)
-    placement = Choice(DEVICES, AUTO, costs=costs).placement
+    placement = ScheduleConfig(DEVICES, AUTO, costs=costs).placement
     limits = [limit] * DEVICES
     return plan_adaptive(it, placement, costs, limits, Objective.MAKESPAN).schedule.order
 

@@ -14,14 +14,14 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.setup import one_planner, plans
-from megatron_vshape.mcore.setup.choice import Choice
-from megatron_vshape.mcore.setup.one_planner import OnePlanner
+from megatron_vshape.mcore.setup.choice import ScheduleConfig
+from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.plans import Planner
 
 NOTHING = "rank 0, which plans for all ranks, has sent no plan within 0.1 s: see its log"
 
 
-class Simulated(OnePlanner):
+class Simulated(RankZeroPlanner):
     """One of many ranks that are threads here, and meet in a store of this process."""
 
     def __init__(self, rank: int, size: int, store: Any, timeout_s: float = 300.0) -> None:
@@ -63,7 +63,7 @@ def test_a_job_of_many_ranks_plans_in_one_process(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(plans, "ask", counted)
     store = dist.HashStore()
-    choice = Choice(2, "auto", costs=Costs.uniform(2, 4))
+    choice = ScheduleConfig(2, "auto", costs=Costs.uniform(2, 4))
 
     def run(rank: int) -> tuple[str, ...]:
         planner = Planner(choice, Simulated(rank, RANKS, store))
@@ -134,7 +134,7 @@ def meet(rank: int, port: int, fails: bool) -> list[str]:
     dist.destroy_process_group()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "3"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    once, said = OnePlanner("a run", 100.0), []
+    once, said = RankZeroPlanner("a run", 100.0), []
 
     def ask(text: str) -> None:
         def plan() -> str:

@@ -6,7 +6,7 @@ import pytest
 from mcore.other_trainer import DeferredConfig
 from posting import streams_of
 
-from megatron_vshape.core.ask import Question, ask, find
+from megatron_vshape.core.ask import PlanRequest, ask, find
 from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import VOCABULARY, ScheduleError
@@ -16,13 +16,13 @@ from megatron_vshape.core.paper.catalogue import NAMES, make
 from megatron_vshape.core.planner.vocabulary import share_vocabulary
 from megatron_vshape.mcore.observe.report import opening_lines
 from megatron_vshape.mcore.options import options_from
-from megatron_vshape.mcore.setup.choice import GIB, Choice, choice_of
+from megatron_vshape.mcore.setup.choice import GIB, ScheduleConfig, choice_of
 from megatron_vshape.mcore.setup.library import prepare_config
 from megatron_vshape.mcore.setup.plans import Planner
 
 
 def test_plans_are_kept_and_made_anew_for_other_microbatches() -> None:
-    planner = Planner(Choice(4, "v-half"))
+    planner = Planner(ScheduleConfig(4, "v-half"))
     assert planner.training(8) is planner.training(8)
     assert planner.training(5).schedule.num_microbatches == 5
     assert planner.evaluation(3) is planner.evaluation(3)
@@ -30,7 +30,7 @@ def test_plans_are_kept_and_made_anew_for_other_microbatches() -> None:
 
 def test_the_smallest_program_uses_all_streams() -> None:
     for name in ("1f1b", "v-half"):
-        planner = Planner(Choice(4, name))
+        planner = Planner(ScheduleConfig(4, name))
         assert streams_of(planner.smallest()) == streams_of(planner.training(9).program)
 
 
@@ -48,16 +48,16 @@ def test_a_file_is_for_its_own_microbatches(tmp_path: Path) -> None:
 def test_auto_without_a_limit_plans_for_the_memory_of_1f1b(chunks: int) -> None:
     """However many stages the costs tell apart; V-ZB and its like fill that memory."""
     costs = Costs.uniform(4, 4 * chunks, 1.0, 1.15, 0.85, 0.05)
-    made = Planner(Choice(4, "auto", costs=costs)).training(12).schedule
+    made = Planner(ScheduleConfig(4, "auto", costs=costs)).training(12).schedule
     assert max(peak_held(made, costs)) == pytest.approx(8)
 
 
 def test_adjacent_passes_overlap_if_the_run_can() -> None:
     for name in ("v-zb", "interleaved-1f1b"):
-        made = Planner(Choice(4, name, may_join=True)).training(16)
+        made = Planner(ScheduleConfig(4, name, may_join=True)).training(16)
         assert made.schedule.joint
-        assert made.schedule.order == Planner(Choice(4, name)).training(16).schedule.order
-        assert not Planner(Choice(4, name)).training(16).schedule.joint
+        assert made.schedule.order == Planner(ScheduleConfig(4, name)).training(16).schedule.order
+        assert not Planner(ScheduleConfig(4, name)).training(16).schedule.joint
 
 
 def test_a_name_that_looks_like_no_file() -> None:
@@ -82,7 +82,7 @@ def test_a_file_whose_microbatches_run_out_of_turn(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [*NAMES, "v-half+"])
 def test_this_packages_own_orders_may_be_files(tmp_path: Path, name: str) -> None:
     file = tmp_path / "own.json"
-    made = ask(Question(name, 4, 8)).schedule if name.endswith("+") else make(name, 4, 8)
+    made = ask(PlanRequest(name, 4, 8)).schedule if name.endswith("+") else make(name, 4, 8)
     file.write_text(made.to_json())
     choice_of(str(file), 4)
 
@@ -112,13 +112,13 @@ def known_in_all() -> Costs:
 
 def test_a_limit_leaves_the_runs_own_state_free_and_what_passes_work_with() -> None:
     costs, limit, own = known_in_all(), 56 * GIB, (32.0 * GIB, *(18.5 * GIB,) * 3)
-    planner = Planner(Choice(4, "auto", costs=costs, limit_bytes=limit))
+    planner = Planner(ScheduleConfig(4, "auto", costs=costs, limit_bytes=limit))
     planner.reserve(own)
     schedule = planner.training(8).schedule
     within = peak_held(schedule, costs.without_state())
     needed = [held + kept for held, kept in zip(within, own, strict=True)]
     assert 48 * GIB < max(needed) <= limit
-    planner = Planner(Choice(4, "auto", costs=costs, limit_bytes=41 * GIB))
+    planner = Planner(ScheduleConfig(4, "auto", costs=costs, limit_bytes=41 * GIB))
     planner.reserve(own)
     with pytest.raises(ScheduleError, match=r"at least 10\.000 GiB of them.*is 42\.000 GiB"):
         planner.training(8)

@@ -31,7 +31,7 @@ from megatron_vshape.mcore.setup import configure
 from megatron_vshape.mcore.setup.library import prepare_config
 
 PARSED = add_arguments(add_megatron_arguments(ArgumentParser())).parse_args([])
-USUAL = {
+DEFAULT_SEARCH = {
     "pipeline_schedule": "v-half",
     "pipeline_model_parallel_size": 4,
     "num_layers": 16,
@@ -163,7 +163,7 @@ def said_by_a_library(options: dict[str, Any]) -> str | None:
 
 @pytest.mark.parametrize(("given", "why"), TABLE)
 def test_a_table_of_configurations(given: dict[str, Any], why: str | None) -> None:
-    options = USUAL | given
+    options = DEFAULT_SEARCH | given
     by_doctor, by_training = said_by_doctor(options), said_by_training(options)
     if why is None:
         assert (by_doctor, by_training) == ([], None)
@@ -177,7 +177,7 @@ def generated(count: int) -> Iterator[dict[str, Any]]:
     draw = random.Random(36)
     parts = [given for given, _ in TABLE if given]
     for _ in range(count):
-        options = dict(USUAL)
+        options = dict(DEFAULT_SEARCH)
         for given in draw.sample(parts, draw.choice((1, 2, 2, 3))):
             options |= given
         options["pipeline_schedule"] = draw.choice(("v-half", "zb-h1", "v-min", "1f1b-v"))
@@ -204,14 +204,14 @@ def test_what_doctor_says_starts_a_library_starts() -> None:
 
 
 def test_without_the_number_of_layers_nothing_is_promised() -> None:
-    options = {name: value for name, value in USUAL.items() if name != "num_layers"}
+    options = {name: value for name, value in DEFAULT_SEARCH.items() if name != "num_layers"}
     assert not examined(options).starts
     assert not examined(options | {"num_layers_in_last_pipeline_stage": 3}).starts
     assert examined(options | {"pipeline_layer_split": "2,2,2,2,2,2,2,2"}).starts
 
 
 def test_all_that_is_refused_is_told() -> None:
-    options = USUAL | {"num_layers": 18, "use_mup": True, "hybrid_context_parallel": True}
+    options = DEFAULT_SEARCH | {"num_layers": 18, "use_mup": True, "hybrid_context_parallel": True}
     options |= {"pipeline_vocab_parallel": True, "cuda_graph_impl": "transformer_engine"}
     whys = said_by_doctor(options)
     assert len(whys) == len(set(whys)) == 4
@@ -224,7 +224,7 @@ def test_what_is_not_given_is_taken_as_megatron_takes_it() -> None:
 
 
 def test_sets_of_a_library_by_name() -> None:
-    base = USUAL | {"optimizer_post_validation": True, "rerun_mode": "disabled"}
+    base = DEFAULT_SEARCH | {"optimizer_post_validation": True, "rerun_mode": "disabled"}
     assert not said_by_doctor(base | {"mixed_precision": "bf16_mixed"})
     for name, option in (("bf16_with_mxfp8_mixed", "fp8"), ("bf16_with_nvfp4_mixed", "fp4")):
         (why,) = said_by_doctor(base | {"mixed_precision": name})

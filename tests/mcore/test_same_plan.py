@@ -20,11 +20,11 @@ from megatron_vshape.mcore.observe.static_memory import (
     static_memory,
 )
 from megatron_vshape.mcore.options import Options
-from megatron_vshape.mcore.setup.choice import Choice
+from megatron_vshape.mcore.setup.choice import ScheduleConfig
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.step.same_plan import Agreement
 from megatron_vshape.mcore.step_state import StepState
-from megatron_vshape.runtime.held_bytes import Census
+from megatron_vshape.runtime.activation_tracker import ActivationTracker
 
 
 def compare_programs(rank: int, names: tuple[str, ...]) -> list[str]:
@@ -106,7 +106,7 @@ def test_quantized_parameters_count_as_what_they_hold() -> None:
 
 def test_quantized_activations_count_as_what_they_hold() -> None:
     saved, weight = (Quantized(torch.zeros(size, dtype=torch.uint8)) for size in (30, 50))
-    census = Census([weight])
+    census = ActivationTracker([weight])
     census.add(saved)
     census.add(weight)
     census.ends(Pass(Kind.F, 0, 0))
@@ -120,7 +120,7 @@ def test_what_passes_allocate_and_free_is_kept_free(monkeypatch: pytest.MonkeyPa
     with report.training_step([], 4, 1):
         pass
     assert report.within_passes_bytes == 4000
-    planner = Planner(Choice(2, "auto", limit_bytes=1e6))
+    planner = Planner(ScheduleConfig(2, "auto", limit_bytes=1e6))
     planner.reserve((10, 20))
     pipeline: Any = SimpleNamespace(planner=planner, options=Options("auto", 1.0))
     module = "megatron_vshape.mcore.observe.profiling"

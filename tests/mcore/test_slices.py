@@ -17,10 +17,10 @@ from mcore.farm import Ended, Farm
 from mcore.test_memory import FLAGS, figures
 from mcore.test_training import TWO, assert_equal_training
 
+from megatron_vshape.core.baselines import MEGATRONS_OWN
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.paper.catalogue import NAMES, make
-from megatron_vshape.core.rivals import MEGATRONS_OWN
 from megatron_vshape.mcore.options import Options, options_in
 from megatron_vshape.mcore.refusals import UnsupportedError, check_slices
 from megatron_vshape.mcore.setup.checks import with_slices

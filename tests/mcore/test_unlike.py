@@ -16,10 +16,10 @@ from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.mcore.setup.pipeline import _counts_losses
-from megatron_vshape.mcore.step.unlike import (
-    Ahead,
+from megatron_vshape.mcore.step.variable_length import (
     InOrder,
-    Places,
+    MicrobatchReorderer,
+    PeekableIterator,
     as_given,
     lengths_of,
     may_reorder,
@@ -56,7 +56,7 @@ def test_batches_tell_their_lengths() -> None:
 
 
 def test_what_was_looked_at_is_given_in_order() -> None:
-    ahead = Ahead(iter("abcdef"))
+    ahead = PeekableIterator(iter("abcdef"))
     assert [ahead.look(number) for number in (0, 2, 1)] == ["a", "c", "b"]
     order = (2, 0, 3, 1)
     placed = InOrder(ahead, order)
@@ -107,7 +107,7 @@ def test_a_run_resumed_reads_what_was_not_trained_on(farm: Farm, tmp_path: Path)
 
 def test_long_documents_cost_more_than_many_short_ones() -> None:
     lengths = [[8192], [1024] * 8, [4096]]
-    costs = Places(CONFIG, None).unlike(Costs.uniform(2, 4), lengths)
+    costs = MicrobatchReorderer(CONFIG, None).unlike(Costs.uniform(2, 4), lengths)
     shares: Any = dict(costs.by_microbatch)
     assert shares["forward_us"][0] > 1.1 * shares["forward_us"][1]
     assert shares["backward_us"][0] / shares["backward_us"][1] > (

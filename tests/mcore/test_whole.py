@@ -23,7 +23,7 @@ from megatron_vshape.mcore.refusals import (
     check_derived,
     check_post_validation,
 )
-from megatron_vshape.mcore.setup.choice import Choice
+from megatron_vshape.mcore.setup.choice import ScheduleConfig
 from megatron_vshape.mcore.setup.configure import megatrons_own, prepare
 from megatron_vshape.mcore.setup.pipeline import recomputed_inputs
 from megatron_vshape.mcore.setup.plans import Planner
@@ -38,9 +38,9 @@ def test_every_backward_is_whole(name: str) -> None:
     verify(schedule)
     kinds = {work.kind for row in schedule.order for work in row}
     assert kinds == {Kind.F, Kind.BW}
-    plan = Planner(Choice(4, name, keeps_backward_whole=True)).training(8)
+    plan = Planner(ScheduleConfig(4, name, keeps_backward_whole=True)).training(8)
     assert not plan.program.schedule.splits_backward
-    assert plan.peak_chunks <= Planner(Choice(4, name)).training(8).peak_chunks
+    assert plan.peak_chunks <= Planner(ScheduleConfig(4, name)).training(8).peak_chunks
 
 
 class TopKRouter(nn.Linear):

@@ -34,7 +34,7 @@ FUZZ = settings(
 def test_every_schedule_of_the_catalogue(client, name):
     body = request(schedule={"source": "name", "name": name})
     _, (found,) = read_payload(answer(client, body))
-    schedule = make(name, 4, 8).parted()
+    schedule = make(name, 4, 8).split_overlapped()
     assert found["counts"] == [len(row) for row in schedule.order]
     assert found["numbers"]["makespan"] == simulate(schedule).makespan
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from rehearsal.planned import off_the_plan, with_copies
-from rehearsal.warm import Ran, Warm, alone
+from rehearsal.warm import PassRecord, Warm, alone
 
 from megatron_vshape import Costs, ScheduleError, load_schedule, make, peak_held, verify
 from megatron_vshape.core.check.simulate import simulate
@@ -32,7 +32,7 @@ TINY = f"""
 """.split()  # an MLP as wide as the vocabulary, which is not taken for logits
 
 
-Run = Callable[..., Ran]
+Run = Callable[..., PassRecord]
 
 
 def rehearse(run: Run, folder: Path, flags: list[str], *options: str) -> tuple[str, dict[str, Any]]:

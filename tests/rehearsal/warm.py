@@ -21,7 +21,7 @@ from unittest import mock
 ROOT = Path(__file__).parents[2]
 
 
-class Ran(NamedTuple):
+class PassRecord(NamedTuple):
     """How a command ended, and what it printed."""
 
     returncode: int
@@ -29,7 +29,7 @@ class Ran(NamedTuple):
     stderr: str
 
 
-def alone(folder: Path, *arguments: str) -> Ran:
+def alone(folder: Path, *arguments: str) -> PassRecord:
     """Run the command line in a process of its own, which starts its own workers."""
     ran = subprocess.run(
         [sys.executable, "-m", "megatron_vshape", *arguments],
@@ -38,7 +38,7 @@ def alone(folder: Path, *arguments: str) -> Ran:
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    return Ran(ran.returncode, ran.stdout, ran.stderr)
+    return PassRecord(ran.returncode, ran.stdout, ran.stderr)
 
 
 class Warm:
@@ -49,7 +49,7 @@ class Warm:
         self._processes: dict[str, subprocess.Popen[str]] = {}
         self._asked = 0
 
-    def __call__(self, folder: Path, *arguments: str) -> Ran:
+    def __call__(self, folder: Path, *arguments: str) -> PassRecord:
         """Run the command line in that folder."""
         from megatron_vshape.cli import rehearse
         from megatron_vshape.cli.main import main
@@ -64,7 +64,7 @@ class Warm:
             mock.patch.object(counting, "rehearse_all", self.rehearse_all),
         ):
             status = main(arguments)
-        return Ran(status, out.getvalue(), err.getvalue())
+        return PassRecord(status, out.getvalue(), err.getvalue())
 
     def rehearse_all(self, programs: Any, jobs: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
         """Yield what each job found, as the package's own does."""

@@ -17,7 +17,7 @@ from runtime.ranks import RanksFailed, run_ranks
 
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.program.lowering import lower
-from megatron_vshape.runtime.last_words import ENDED_BY_SIGTERM, last_words
+from megatron_vshape.runtime.crash_report import ENDED_BY_SIGTERM, last_words
 from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.program_runner import Place, run_program
 
@@ -75,7 +75,7 @@ def test_a_child_dies_of_its_own_signal_and_the_parent_does_not() -> None:
 
 CRASH = """
 import os, signal
-from megatron_vshape.runtime.last_words import last_words
+from megatron_vshape.runtime.crash_report import last_words
 def a_pass():
     os.kill(os.getpid(), signal.SIGSEGV)
 with last_words(lambda: ""):

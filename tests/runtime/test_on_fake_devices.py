@@ -30,9 +30,9 @@ from runtime.fake_pipeline import (
 
 from megatron_vshape.core.model.placement import looping, v_shape
 from megatron_vshape.core.paper.catalogue import JOINT_NAMES, NAMES, make
-from megatron_vshape.core.program.early_start import begun_early
+from megatron_vshape.core.program.early_start import prefix_before_loss
 from megatron_vshape.core.program.instructions import Program, Send
-from megatron_vshape.core.program.kernels import waits_for_ever
+from megatron_vshape.core.program.kernels import deadlocks_under_device_sync
 from megatron_vshape.core.program.lowering import forward_wave, lower
 from megatron_vshape.runtime import nccl
 
@@ -76,7 +76,7 @@ def check(name: str, devices: int, microbatches: int) -> None:
     completes(Train(program, steps=2), range(4))
     taking = program_of(name, devices, microbatches, takes=True)
     completes(Train(taking, steps=2, takes=True), range(4, 7))
-    early, ends = begun_early(program)
+    early, ends = prefix_before_loss(program)
     completes(Train(early, steps=2, ends=ends), range(7, 9))
 
 
@@ -146,9 +146,9 @@ def test_receives_of_a_gap_in_another_order_hang_where_streams_share_a_queue() -
     ("name", "size"), [("v-half", (2, 2)), ("1f1b", (3, 3)), ("interleaved-1f1b", (2, 2))]
 )
 def test_the_proof_foretells_where_a_receive_may_be_moved(name: str, size: tuple[int, int]) -> None:
-    """Too early or too late: exactly those programs hang that `waits_for_ever` refuses."""
+    """Exactly the programs hang that `deadlocks_under_device_sync` finds, too early or too late."""
     moved = list(one_receive_moved(program_of(name, *size)))
-    refused = [bool(waits_for_ever(each)) for each in moved]
+    refused = [bool(deadlocks_under_device_sync(each)) for each in moved]
     assert [hangs(each, 1, always) for each in moved] == refused
     assert 0 < sum(refused) < len(refused)
 

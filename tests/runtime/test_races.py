@@ -22,7 +22,7 @@ from runtime.fake_device import (
 from runtime.fake_pipeline import SHAPE, TO_THE_END, Train, program_of
 
 from megatron_vshape.core.paper.catalogue import EVERY_NAME, JOINT_NAMES
-from megatron_vshape.core.program.early_start import begun_early
+from megatron_vshape.core.program.early_start import prefix_before_loss
 from megatron_vshape.core.program.instructions import Message
 from megatron_vshape.runtime.p2p import Edge, Transport, _PolledSends
 from megatron_vshape.runtime.variable_p2p import DIMENSIONS, VariableTransport
@@ -38,7 +38,7 @@ def run(train: Train, lead: float = TO_THE_END) -> None:
 def test_the_runtime_has_no_race(name: str) -> None:
     microbatches = 6 if name in JOINT_NAMES else 5
     program = program_of(name, 3, microbatches)
-    early, ends = begun_early(program)
+    early, ends = prefix_before_loss(program)
     for lead in (TO_THE_END, 1):
         run(Train(program, steps=2), lead)
         run(Train(early, steps=2, ends=ends), lead)

@@ -6,7 +6,7 @@ from megatron_vshape.core.check.simulate import peak_in_host, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import OFFLOAD, Kind
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.model.schedule import ORDER_ALONE, Schedule, Way
+from megatron_vshape.core.model.schedule import ORDER_ALONE, MemoryStrategy, Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.view.trades import link_share, trades_told, way_text
 
@@ -15,11 +15,11 @@ from megatron_vshape.view.trades import link_share, trades_told, way_text
     ("way", "told"),
     [
         (ORDER_ALONE, "schedule only"),
-        (Way(copies=True), "offload"),
-        (Way(copies=True, throughout=(0, 1)), "offload all of chunk 0"),
+        (MemoryStrategy(copies=True), "offload"),
+        (MemoryStrategy(copies=True, throughout=(0, 1)), "offload all of chunk 0"),
     ],
 )
-def test_ways_in_words(way: Way, told: str) -> None:
+def test_ways_in_words(way: MemoryStrategy, told: str) -> None:
     assert way_text(way) == told
 
 

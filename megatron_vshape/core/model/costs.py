@@ -333,19 +333,22 @@ class Costs:
             return self.send_us
         return self.send_us + self.more_send_us[min(stage, other)]
 
-    def unlike_us(self, kind: Kind, stage: int) -> Iterator[tuple[str, float]]:
+    def per_microbatch_delta_us(self, kind: Kind, stage: int) -> Iterator[tuple[str, float]]:
         """Yield the times of a pass that scale with the microbatch, by name."""
         times = self._named(kind.time)
         if times is None:  # the sum of its parts
             for part in kind.does:
-                yield from self.unlike_us(part, stage)
+                yield from self.per_microbatch_delta_us(part, stage)
         elif any(kind.time == name for name, _ in self.by_microbatch):
             yield kind.time, times[stage]
 
     def more_us(self, kind: Kind, stage: int, microbatch: int) -> float:
         """Return the additional time of a pass of this microbatch over `time_us`."""
         shares = dict(self.by_microbatch)
-        return sum(us * (shares[name][microbatch] - 1) for name, us in self.unlike_us(kind, stage))
+        return sum(
+            us * (shares[name][microbatch] - 1)
+            for name, us in self.per_microbatch_delta_us(kind, stage)
+        )
 
     def share_of(self, name: str, microbatch: int) -> float:
         """Return the factor of a microbatch for the amounts of this name."""
@@ -462,7 +465,7 @@ class Costs:
         return tuple(map(max, zip(*parts, strict=True))) if parts else (0.0,) * self.num_stages
 
     @property
-    def knows_all(self) -> bool:
+    def has_static_memory(self) -> bool:
         """Whether the costs include all memory of a device, including state."""
         return STATE in self.lists()
 
@@ -486,7 +489,7 @@ class Costs:
 
     def without_state(self) -> "Costs":
         """Return the costs without permanent memory."""
-        made = self.having(**{STATE: None}) if self.knows_all else self
+        made = self.having(**{STATE: None}) if self.has_static_memory else self
         return replace(made, device_bytes=0.0) if made.device_bytes else made
 
     def of_activations(self) -> "Costs":

@@ -129,7 +129,7 @@ class Schedule:
         """Whether any weight gradient is a separate pass."""
         return Kind.W in self.kinds
 
-    def parted(self) -> "Schedule":
+    def split_overlapped(self) -> "Schedule":
         """Return the schedule with every F&B pair as two separate passes."""
         return replace(self, joint=frozenset())
 
@@ -490,7 +490,7 @@ class Objective(StrEnum):
         raise ScheduleError(f"there is no objective {value!r:.40}; choose {' or '.join(cls)}")
 
 
-class Way(NamedTuple):
+class MemoryStrategy(NamedTuple):
     """How a plan saves memory, besides the pass order.
 
     With `copies`, activations of some microbatches are offloaded to host memory; those of the
@@ -501,13 +501,13 @@ class Way(NamedTuple):
     throughout: tuple[int, ...] = ()
 
 
-ORDER_ALONE = Way()
+ORDER_ALONE = MemoryStrategy()
 
 
-class Tried(NamedTuple):
+class StrategyResult(NamedTuple):
     """Best value of a strategy; None if its lower bound exceeded another's value."""
 
-    way: Way
+    way: MemoryStrategy
     value: float | None
     lower_bound: float
 
@@ -529,7 +529,7 @@ class Plan:
     peak: tuple[float, ...]
     source: str
     steps: int
-    tried: tuple[Tried, ...] = ()
+    tried: tuple[StrategyResult, ...] = ()
 
     @property
     def overhead(self) -> float:

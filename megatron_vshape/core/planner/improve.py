@@ -2,8 +2,8 @@
 
 A pass order is a job shop whose machines are lanes. A lane is the sequence of passes on one
 resource of a device. A pass waits for the previous pass of its lane and for the passes that it
-reads (`Shop.before`; dependencies implied by others are left out). `heads` are the earliest ends,
-`tails` the longest remaining path after an end: head + tail <= makespan, with equality on a
+reads (`JobShop.before`; dependencies implied by others are left out). `heads` are the earliest
+ends, `tails` the longest remaining path after an end: head + tail <= makespan, with equality on a
 critical path.
 
 The search moves a pass by a few positions or exchanges two passes of a lane, and accepts every
@@ -31,7 +31,7 @@ EXCHANGED = 6
 """Share of the draws that exchange two passes, in sixteenths."""
 
 
-class Shop(NamedTuple):
+class JobShop(NamedTuple):
     """Passes and their costs. Passes are numbered by sort (kind and stage), then by microbatch.
 
     `before` are the passes that a pass reads; a result from another device arrives `lag` ticks
@@ -86,7 +86,7 @@ def draw(random: np.ndarray) -> int:
 
 
 @compiled
-def run_rows(shop: Shop, row: np.ndarray, place: np.ndarray, head: np.ndarray) -> np.ndarray:
+def run_rows(shop: JobShop, row: np.ndarray, place: np.ndarray, head: np.ndarray) -> np.ndarray:
     """Simulate the lanes: set the earliest ends and return the passes in an executable order.
 
     The returned order is incomplete if the lanes deadlock.
@@ -128,7 +128,7 @@ def run_rows(shop: Shop, row: np.ndarray, place: np.ndarray, head: np.ndarray) -
 
 @compiled
 def _start_of(
-    shop: Shop, place: np.ndarray, head: np.ndarray, at: np.ndarray, work: int, start: int
+    shop: JobShop, place: np.ndarray, head: np.ndarray, at: np.ndarray, work: int, start: int
 ) -> int:
     """Return the earliest start, at least `start`; NONE while a dependency has not run."""
     for way in range(shop.before.shape[1]):
@@ -141,7 +141,7 @@ def _start_of(
 
 
 @compiled
-def tail_of(shop: Shop, state: State, work: int) -> int:
+def tail_of(shop: JobShop, state: State, work: int) -> int:
     """Return the longest path from the pass's end to the end of the step, from its readers."""
     lane = shop.lane[work]
     place = state.place[work] + 1
@@ -158,7 +158,7 @@ def tail_of(shop: Shop, state: State, work: int) -> int:
 
 
 @compiled
-def head_of(shop: Shop, state: State, work: int) -> int:
+def head_of(shop: JobShop, state: State, work: int) -> int:
     """Return the earliest end of the pass, from the heads of its dependencies."""
     lane = shop.lane[work]
     place = state.place[work]
@@ -173,13 +173,13 @@ def head_of(shop: Shop, state: State, work: int) -> int:
 
 
 @compiled
-def objective(shop: Shop, state: State) -> int:
+def objective(shop: JobShop, state: State) -> int:
     """Return the makespan, or the span if `due` is set."""
     return _last_end(shop, state.row, state.head)
 
 
 @compiled
-def _last_end(shop: Shop, row: np.ndarray, head: np.ndarray) -> int:
+def _last_end(shop: JobShop, row: np.ndarray, head: np.ndarray) -> int:
     worst = head[row[0, shop.length[0] - 1]] + shop.due[0]
     for lane in range(1, len(row)):
         worst = max(worst, head[row[lane, shop.length[lane] - 1]] + shop.due[lane])
@@ -187,7 +187,7 @@ def _last_end(shop: Shop, row: np.ndarray, head: np.ndarray) -> int:
 
 
 @compiled
-def settle(shop: Shop, state: State) -> bool:
+def settle(shop: JobShop, state: State) -> bool:
     """Compute positions, memory, heads and tails; return False on deadlock or too much memory."""
     fits = True
     for lane in range(len(state.row)):
@@ -210,7 +210,7 @@ def settle(shop: Shop, state: State) -> bool:
 
 
 @compiled
-def _fits_host(shop: Shop, state: State, lane: int) -> bool:
+def _fits_host(shop: JobShop, state: State, lane: int) -> bool:
     """Return whether the offloads of this lane's device fit in host memory."""
     link = shop.host[lane]
     if link == NONE:
@@ -270,7 +270,7 @@ def _pop(state: State, size: int) -> int:
 
 
 @compiled
-def _target(shop: Shop, state: State, lane: int, start: int, step: int, edge: int) -> int:
+def _target(shop: JobShop, state: State, lane: int, start: int, step: int, edge: int) -> int:
     """Return the farthest allowed position towards `edge`, by dependencies and memory."""
     work = state.row[lane, start]
     sort, limit = shop.sort[work], shop.limit[lane]
@@ -293,7 +293,7 @@ def _target(shop: Shop, state: State, lane: int, start: int, step: int, edge: in
 
 
 @compiled
-def _edge(shop: Shop, state: State, lane: int, work: int, step: int, edge: int) -> int:
+def _edge(shop: JobShop, state: State, lane: int, work: int, step: int, edge: int) -> int:
     """Return `edge`, or the last position before a pass that the move must not cross."""
     # Microbatches of a sort stay in order. Dependencies in other lanes are checked by the heads.
     neighbour = work + step  # of its sort, unless there is no other microbatch
@@ -313,7 +313,7 @@ def _edge(shop: Shop, state: State, lane: int, work: int, step: int, edge: int) 
 
 
 @compiled
-def _shift(shop: Shop, state: State, lane: int, start: int, stop: int) -> None:
+def _shift(shop: JobShop, state: State, lane: int, start: int, stop: int) -> None:
     """Move the pass at `start` to `stop`; the passes in between close the gap."""
     work = state.row[lane, start]
     delta = shop.delta[shop.sort[work]]
@@ -335,7 +335,7 @@ def _shift(shop: Shop, state: State, lane: int, start: int, stop: int) -> None:
 
 
 @compiled
-def _promises(shop: Shop, state: State, lane: int, low: int, high: int, bar: int) -> bool:
+def _quick_reject(shop: JobShop, state: State, lane: int, low: int, high: int, bar: int) -> bool:
     """Return whether the paths through the changed positions are estimated at most `bar`.
 
     Outside of these positions the old heads and tails are used. The estimate avoids most exact
@@ -362,7 +362,7 @@ def _promises(shop: Shop, state: State, lane: int, low: int, high: int, bar: int
 
 
 @compiled
-def _spread_heads(shop: Shop, state: State, lane: int, low: int, high: int, bar: int) -> int:
+def _spread_heads(shop: JobShop, state: State, lane: int, low: int, high: int, bar: int) -> int:
     """Update the heads after a change; return the number of changes n, or -1 - n if above `bar`.
 
     The changed positions are updated first, in their new order, then other passes by their old
@@ -405,7 +405,7 @@ def _spread_heads(shop: Shop, state: State, lane: int, low: int, high: int, bar:
 
 
 @compiled
-def _spread_tails(shop: Shop, state: State, lane: int, low: int, high: int) -> None:
+def _spread_tails(shop: JobShop, state: State, lane: int, low: int, high: int) -> None:
     """Update the tails after an accepted change; the heads are up to date."""
     size = 0
     for place in range(max(low - 1, 0), high + 1):
@@ -430,7 +430,14 @@ def _spread_tails(shop: Shop, state: State, lane: int, low: int, high: int) -> N
 
 @compiled
 def _propose(
-    shop: Shop, state: State, start: int, reach: int, count: int, lane: int, first: int, last: int
+    shop: JobShop,
+    state: State,
+    start: int,
+    reach: int,
+    count: int,
+    lane: int,
+    first: int,
+    last: int,
 ) -> int:
     """Move up to `count` passes of one sort by `reach` positions; return the number of moves.
 
@@ -458,7 +465,7 @@ def _propose(
 
 @compiled
 def _exchange(
-    shop: Shop, state: State, start: int, reach: int, lane: int, first: int, last: int
+    shop: JobShop, state: State, start: int, reach: int, lane: int, first: int, last: int
 ) -> int:
     """Exchange the pass at `start` with the one `reach` positions on; return the number of moves.
 
@@ -482,7 +489,7 @@ def _exchange(
 
 
 @compiled
-def fit_exchanged(shop: Shop, state: State, lane: int, low: int, high: int) -> bool:
+def fit_exchanged(shop: JobShop, state: State, lane: int, low: int, high: int) -> bool:
     """Return whether the memory suffices with the passes at `low` and `high` exchanged."""
     limit = shop.limit[lane]
     left, right = shop.sort[state.row[lane, low]], shop.sort[state.row[lane, high]]
@@ -496,14 +503,14 @@ def fit_exchanged(shop: Shop, state: State, lane: int, low: int, high: int) -> b
 
 
 @compiled
-def _decide(shop: Shop, state: State, lane: int, done: int, bar: int) -> bool:
+def _decide(shop: JobShop, state: State, lane: int, done: int, bar: int) -> bool:
     """Accept the last `done` moves if the objective is at most `bar`, else undo them."""
     low, high = state.moves[0, 0], state.moves[0, 0]
     for at in range(done):
         low = min(low, state.moves[at, 0], state.moves[at, 1])
         high = max(high, state.moves[at, 0], state.moves[at, 1])
     # The estimate first: it is cheap and rejects most moves.
-    if _promises(shop, state, lane, low, high, bar) and _fits_host(shop, state, lane):
+    if _quick_reject(shop, state, lane, low, high, bar) and _fits_host(shop, state, lane):
         changed = _spread_heads(shop, state, lane, low, high, bar)
         if changed >= 0 and objective(shop, state) <= bar:
             _spread_tails(shop, state, lane, low, high)
@@ -518,7 +525,7 @@ def _decide(shop: Shop, state: State, lane: int, done: int, bar: int) -> bool:
 
 @compiled
 def walk(
-    shop: Shop, state: State, low: np.ndarray, high: np.ndarray, steps: int, longer: float = 0.0
+    shop: JobShop, state: State, low: np.ndarray, high: np.ndarray, steps: int, longer: float = 0.0
 ) -> int:
     """Try `steps` random moves outside [low, high) of each lane; return the objective.
 
@@ -559,7 +566,7 @@ def walk(
 
 
 @compiled
-def measure(shop: Shop, row: np.ndarray) -> int:
+def measure(shop: JobShop, row: np.ndarray) -> int:
     """Return the objective of an order that fits in memory; NONE if it deadlocks.
 
     Dependencies on passes that the order lacks are ignored.
@@ -574,7 +581,7 @@ def measure(shop: Shop, row: np.ndarray) -> int:
     return _last_end(shop, row, head)
 
 
-def stir(state: State, number: int) -> None:
+def reseed(state: State, number: int) -> None:
     """Reseed the random numbers of the state, differently for every `number`."""
     state.random[0] = ((int(state.random[0]) ^ (number * 2654435761)) & _MASK) or 1
 

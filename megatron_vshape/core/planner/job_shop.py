@@ -203,7 +203,7 @@ def _time_scale(times: Sequence[float], send_us: float, num_microbatches: int) -
     return scale
 
 
-def make_shop(problem: Problem, num_microbatches: int) -> improve.Shop:
+def make_shop(problem: Problem, num_microbatches: int) -> improve.JobShop:
     """Return the passes of `num_microbatches` microbatches for the local search."""
     sorts, m = problem.sorts, num_microbatches
     lane, change, most = (np.asarray(each) for each in (sorts.lane, sorts.change, sorts.most))
@@ -218,7 +218,7 @@ def make_shop(problem: Problem, num_microbatches: int) -> improve.Shop:
             turns = bool(sorts.turns[at])
             before.add(sort, need, lag, turns)
             (after if lane[need] != lane[sort] else behind).add(need, sort, lag, turns)
-    return improve.Shop(
+    return improve.JobShop(
         *before.of_passes(m),
         *after.of_passes(m),
         behind.of_passes(m)[0],
@@ -262,7 +262,7 @@ class Chosen(NamedTuple):
     Passes of optional kinds exist for some microbatches only.
     """
 
-    shop: improve.Shop
+    shop: improve.JobShop
     passes: np.ndarray  # [new number] -> pass
     number: np.ndarray  # [pass] -> new number, NONE if it is not in the order
     lanes: np.ndarray  # [new number] -> lane
@@ -279,7 +279,7 @@ class Chosen(NamedTuple):
         return made
 
 
-def choose(shop: improve.Shop, row: np.ndarray) -> Chosen:
+def choose(shop: improve.JobShop, row: np.ndarray) -> Chosen:
     """Reduce a shop to the passes of an order; dependencies on other passes are dropped."""
     there = np.zeros(len(shop.sort), bool)
     there[row[row != improve.NONE]] = True
@@ -306,7 +306,7 @@ def choose(shop: improve.Shop, row: np.ndarray) -> Chosen:
     return Chosen(left, np.flatnonzero(there), number, lanes)
 
 
-def in_one_row(problem: Problem, shop: improve.Shop, row: np.ndarray) -> list[list[int]]:
+def in_one_row(problem: Problem, shop: improve.JobShop, row: np.ndarray) -> list[list[int]]:
     """Merge the lanes of every device into one list of passes.
 
     Compute passes stay in order; a pass of another resource follows the last pass that it reads.

@@ -55,7 +55,7 @@ STARTS = 6
 RETURNED = 8
 """Maximum number of returned orders."""
 
-HEATS = ((7, 15), (12, 25))
+INITIAL_TEMPERATURES = ((7, 15), (12, 25))
 """Initial temperatures: annealing first accepts periods longer by up to 1 / heat of the work.
 
 For one and for two microbatches per period; starts alternate between the two values. The second
@@ -217,7 +217,7 @@ def _search(problem: _Problem, steps: int, seed: int, starts: list[Orders]) -> l
         made = []
         for index, orders in enumerate(live):
             best = empty_orders(graph)
-            heat = problem.busy // HEATS[graph.classes - 1][index % 2]
+            heat = problem.busy // INITIAL_TEMPERATURES[graph.classes - 1][index % 2]
             period = int(anneal(graph, orders, scratch, problem.busy, effort, heat, best))
             made.append(_found(problem, best, scratch, period))
         made.sort(key=_Found.rank)

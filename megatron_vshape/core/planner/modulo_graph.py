@@ -121,7 +121,7 @@ def find_peak(graph: Graph, orders: Orders, device: int) -> float:
 
 
 @compiled
-def find_forebear(parent: Ints, node: int, wanted: int) -> int:
+def find_ancestor(parent: Ints, node: int, wanted: int) -> int:
     """Return `wanted`, or another node on a cycle, if it is an ancestor of `node`; else -1."""
     for _ in range(len(parent)):
         if node < 0 or node == wanted:
@@ -164,7 +164,7 @@ def settle(graph: Graph, orders: Orders, scratch: Scratch, period: int, tail: in
             # every cycle contains an arc of some device's order; a node that is its own ancestor
             # has been raised around a positive cycle
             if way == 2 and raised[other] > 2:
-                forebear = find_forebear(parent, node, other)
+                forebear = find_ancestor(parent, node, other)
                 if forebear >= 0:
                     queued[:] = False
                     return forebear

@@ -15,7 +15,7 @@ import numpy as np
 from megatron_vshape.core.check.bounds import bound_at, least_memory
 from megatron_vshape.core.model.kinds import OFFLOAD, PARTS, ScheduleError
 from megatron_vshape.core.model.placement import Placement, chunks_of, stages_of
-from megatron_vshape.core.model.schedule import ORDER_ALONE, Way
+from megatron_vshape.core.model.schedule import ORDER_ALONE, MemoryStrategy
 from megatron_vshape.core.planner.job_shop import Problem, make_problem
 from megatron_vshape.core.planner.offloading import with_copies
 from megatron_vshape.core.planner.orders import (
@@ -58,7 +58,7 @@ Bases = dict[tuple[Placement, int], list[_Base]]
 """Orders that copies are inserted into, by placement and slices."""
 
 
-def ways_to_save(copies: bool, placement: Placement) -> Iterator[Way]:
+def ways_to_save(copies: bool, placement: Placement) -> Iterator[MemoryStrategy]:
     """Yield the strategies to compare: no offloading and, with `copies`, two that offload.
 
     Activations of the first chunks live longest, so published schedules offload all of these.
@@ -66,8 +66,8 @@ def ways_to_save(copies: bool, placement: Placement) -> Iterator[Way]:
     yield ORDER_ALONE
     if copies:
         first = tuple(stage for stage, chunk in enumerate(chunks_of(placement)) if not chunk)
-        yield Way(copies=True, throughout=first)
-        yield Way(copies=True)
+        yield MemoryStrategy(copies=True, throughout=first)
+        yield MemoryStrategy(copies=True)
 
 
 class OffloadSearch(PlacementSearch):
@@ -75,7 +75,9 @@ class OffloadSearch(PlacementSearch):
 
     kinds = (*PARTS, *OFFLOAD)
 
-    def __init__(self, problem: Problem, seed: int, way: Way, bases: Bases | None = None) -> None:
+    def __init__(
+        self, problem: Problem, seed: int, way: MemoryStrategy, bases: Bases | None = None
+    ) -> None:
         super().__init__(problem, seed, way)
         self.bases: Bases = {} if bases is None else bases
 

@@ -27,7 +27,7 @@ from megatron_vshape.core.compiling import compiled
 from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, PARTS, RELEASE, RELOAD, Kind
 from megatron_vshape.core.model.passes import turned
 from megatron_vshape.core.model.placement import stages_of
-from megatron_vshape.core.planner.improve import NONE, Shop, run_rows
+from megatron_vshape.core.planner.improve import NONE, JobShop, run_rows
 from megatron_vshape.core.planner.job_shop import Problem
 from megatron_vshape.core.planner.rows import padded
 
@@ -90,7 +90,7 @@ class _Row(NamedTuple):
 
 def with_copies(
     problem: Problem,
-    parts: Shop,
+    parts: JobShop,
     row: np.ndarray,
     slacks: Sequence[float] = (0.0,),
     throughout: Sequence[int] = (),

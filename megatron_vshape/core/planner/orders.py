@@ -13,7 +13,13 @@ from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
 from megatron_vshape.core.model.placement import Placement, stages_of
-from megatron_vshape.core.model.schedule import ORDER_ALONE, Objective, Plan, Schedule, Way
+from megatron_vshape.core.model.schedule import (
+    ORDER_ALONE,
+    MemoryStrategy,
+    Objective,
+    Plan,
+    Schedule,
+)
 from megatron_vshape.core.paper import blocks
 from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.core.paper.reordering import EIGHTHS
@@ -103,7 +109,7 @@ class Candidate:
     state: improve.State
     low: np.ndarray
     high: np.ndarray
-    shop: improve.Shop
+    shop: improve.JobShop
     chosen: Chosen | None = None  # numbering of the state if passes are left out
     value: int = 0
 
@@ -120,13 +126,13 @@ class PlacementSearch:
 
     kinds: tuple[Kind, ...] = PARTS
 
-    def __init__(self, problem: Problem, seed: int, way: Way = ORDER_ALONE) -> None:
+    def __init__(self, problem: Problem, seed: int, way: MemoryStrategy = ORDER_ALONE) -> None:
         self.problem = problem
         self.way = way
         self.parts = problem if problem.kinds == PARTS else with_parts_alone(problem)
         self.seed = seed
-        self.shops: dict[int, improve.Shop] = {}
-        self.parts_shop: improve.Shop | None = None
+        self.shops: dict[int, improve.JobShop] = {}
+        self.parts_shop: improve.JobShop | None = None
         self.best: tuple[int, np.ndarray, str] | None = None
         self.bound = self._bound()
 
@@ -211,7 +217,7 @@ class PlacementSearch:
 
         return [known, partial(steady, budget // EFFORT if devices <= WIDE else budget)]
 
-    def _shop(self, num_microbatches: int) -> improve.Shop:
+    def _shop(self, num_microbatches: int) -> improve.JobShop:
         if num_microbatches not in self.shops:
             self.shops[num_microbatches] = make_shop(self.problem, num_microbatches)
         return self.shops[num_microbatches]
@@ -251,7 +257,7 @@ class PlacementSearch:
         )
         return [each for each in made if each is not None]
 
-    def _parts_shop(self) -> improve.Shop:
+    def _parts_shop(self) -> improve.JobShop:
         if self.parts_shop is None:
             self.parts_shop = make_shop(self.parts, self.problem.num_microbatches)
         return self.parts_shop
@@ -304,7 +310,7 @@ class PlacementSearch:
     def again(self, candidate: Candidate, number: int, restart: bool = False) -> Candidate:
         """Return a reseeded copy of the candidate; to restart, it is perturbed first."""
         state = improve.State(*(part.copy() for part in candidate.state))
-        improve.stir(state, number)
+        improve.reseed(state, number)
         made = replace(candidate, state=state)
         if restart:
             window = candidate.low, candidate.high

@@ -32,7 +32,7 @@ from megatron_vshape.core.check.relax import never_split
 from megatron_vshape.core.compiling import CORES, say_if_slow
 from megatron_vshape.core.model.costs import Costs, regroup
 from megatron_vshape.core.model.placement import Placement, default_placements
-from megatron_vshape.core.model.schedule import ORDER_ALONE, Objective, Plan, Tried
+from megatron_vshape.core.model.schedule import ORDER_ALONE, Objective, Plan, StrategyResult
 from megatron_vshape.core.planner.job_shop import Problem, make_problem
 from megatron_vshape.core.planner.offload_search import Bases, OffloadSearch, ways_to_save
 from megatron_vshape.core.planner.orders import MOST_AT_ONCE, Candidate, PlacementSearch
@@ -310,12 +310,14 @@ class _Race:
         """Return the best order as a plan."""
         return replace(self.best.plan(), steps=self.steps, tried=tuple(self._tried()))
 
-    def _tried(self) -> Iterator[Tried]:
+    def _tried(self) -> Iterator[StrategyResult]:
         """Yield the best value of each strategy to save memory, over all placements."""
         for way in dict.fromkeys(search.way for search in self.searches):
             own = [search for search in self.searches if search.way == way]
             values = [search.value() for search in own if search.best is not None]
-            yield Tried(way, min(values, default=None), min(search.bound for search in own))
+            yield StrategyResult(
+                way, min(values, default=None), min(search.bound for search in own)
+            )
 
 
 def _pieces(steps: int) -> list[int]:

@@ -52,7 +52,7 @@ def forward_cut(program: Program) -> Cut:
     return cut(program, lambda work: work.kind is not Kind.F or work.stage == last)
 
 
-def begun_early(program: Program) -> tuple[Program, Cut]:
+def prefix_before_loss(program: Program) -> tuple[Program, Cut]:
     """Rearrange the program so that no message is in flight at its forward cut; return both.
 
     Messages sent before the cut are posted before it, and no others. On a GPU, a message is a

@@ -17,7 +17,7 @@ class Beside(NamedTuple):
     share: float  # above 0, at most 1
 
 
-def weights_beside(timeline: Timeline, ties_ends: bool = False) -> dict[Pass, Beside]:
+def deferred_weight_overlap(timeline: Timeline, ties_ends: bool = False) -> dict[Pass, Beside]:
     """Return for each B the next W whose jobs it can run between its own kernels.
 
     With tensor parallelism, B waits in every layer for an all-reduce, which a full backward hides

@@ -4,8 +4,8 @@ A posted receive, like a send, occupies its device until the peer arrives. An op
 pass that synchronizes the device waits for them too: cudaFree of the allocator, the first launch of
 a lazily loaded kernel, an autotuner. If two devices synchronize while each waits for the other's
 next pass, they deadlock. So a program must complete even if every device, in every pass, waits for
-all of its own transfers; `waits_for_ever` simulates this. A program that completes then completes
-with any subset of these waits, since fewer waits allow more orders.
+all of its own transfers; `deadlocks_under_device_sync` simulates this. A program that completes
+then completes with any subset of these waits, since fewer waits allow more orders.
 
 Threads that run copies must not synchronize the device, since they would do it at any position.
 Page-locking host memory does, so it happens at the position of the copy in the program
@@ -89,13 +89,13 @@ def lower_to_kernels(
     if not takes:
         placed.post_early()
     program = placed.program()
-    stuck = waits_for_ever(program, takes=takes)
+    stuck = deadlocks_under_device_sync(program, takes=takes)
     if stuck:
         raise ScheduleError(explain_stuck_messages(stuck))
     return program
 
 
-def waits_for_ever(program: Program, *, takes: bool = False) -> dict[int, Instruction]:
+def deadlocks_under_device_sync(program: Program, *, takes: bool = False) -> dict[int, Instruction]:
     """Return the blocked devices, with their instructions, if every device waits in every pass.
 
     Each device waits for its own posted receives and started sends. All streams share one hardware

@@ -24,7 +24,7 @@ from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
 from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.setup import library
-from megatron_vshape.mcore.setup.choice import Choice, choice_for
+from megatron_vshape.mcore.setup.choice import ScheduleConfig, choice_for
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.ready import (
     complete_environment,
@@ -143,7 +143,7 @@ def initialize_model_parallel(
     return original(*bound.args, **bound.kwargs)
 
 
-def _choice(session: Session, ranks: int) -> Choice | None:
+def _choice(session: Session, ranks: int) -> ScheduleConfig | None:
     """Return the schedule for `ranks` pipeline ranks, or None if Megatron's schedule runs."""
     pipeline, options = session.pipeline, options_of(session)
     if pipeline is not None and pipeline.stage_map.num_ranks == ranks:

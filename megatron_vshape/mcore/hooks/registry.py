@@ -64,7 +64,7 @@ class Target:
         return ABSENT if owner is None else vars(owner).get(self.name, ABSENT)
 
 
-class Probe(Target):
+class Dependency(Target):
     """A function of Megatron that this package calls but does not replace."""
 
 
@@ -463,19 +463,19 @@ HOOKS = (
 )
 
 PROBES = (
-    Probe(
+    Dependency(
         _SCHEDULES,
         "deallocate_output_tensor",
         ("out", "deallocate_pipeline_outputs"),
         "frees an output that has been sent",
     ),
-    Probe(
+    Dependency(
         _SCHEDULES,
         "check_first_val_step",
         ("first_val_step", "forward_only", "cond"),
         "reports whether a pass is the first of its step",
     ),
-    Probe(
+    Dependency(
         _SCHEDULES,
         "get_tensor_shapes",
         (
@@ -488,7 +488,7 @@ PROBES = (
         ),
         "returns the shape of P2P messages",
     ),
-    Probe(
+    Dependency(
         "megatron.core.pipeline_parallel.combined_1f1b",
         "combined_forward_backward_step",
         (
@@ -511,7 +511,7 @@ PROBES = (
         "runs an F, a backward or both by layer plans (--overlap-moe-expert-parallel-comm)",
     ),
     *(
-        Probe(
+        Dependency(
             "megatron.core.models.common.model_chunk_schedule_plan",
             f"TransformerModelChunkSchedulePlan.{name}",
             expects,
@@ -519,14 +519,14 @@ PROBES = (
         )
         for name, expects in (("num_layers", ("self",)), ("get_layer", ("self", "i")))
     ),
-    Probe(_UTILS, "set_streams", ("comm_stream",), "makes the stream of experts' exchanges"),
-    Probe(
+    Dependency(_UTILS, "set_streams", ("comm_stream",), "makes the stream of experts' exchanges"),
+    Dependency(
         "megatron.core.transformer.multi_token_prediction",
         "MTPLossLoggingHelper.tracker",
         (),
         "has the losses of multi-token prediction, which another rank logs",
     ),
-    Probe(
+    Dependency(
         _TRAINING,
         "num_floating_point_operations",
         ("args", "batch_size"),

@@ -23,7 +23,7 @@ from megatron_vshape.mcore.refusals import UnsupportedError, refusing, refusing_
 from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.setup import configure
 from megatron_vshape.mcore.setup.library import with_messages_of_this_run
-from megatron_vshape.mcore.setup.one_planner import OnePlanner
+from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.setup.ready import withdraw_loading_mode
@@ -56,7 +56,9 @@ class Session:
     # For libraries with their own configuration and trainer:
     library: Options | None = None  # the options of `register`
     chosen_by_flags: bool = False  # Megatron's parser has run; its flags override `library`
-    once: OnePlanner | None = None  # the rendezvous for planning; some ranks may still be in it
+    once: RankZeroPlanner | None = (
+        None  # the rendezvous for planning; some ranks may still be in it
+    )
     is_named: bool = False  # the flags name a schedule, even if it is rejected later
     optimizer: Any = None
     registers: bool = False  # NCCL registers buffers (nccl_ub of the data-parallel config)

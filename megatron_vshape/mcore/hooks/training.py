@@ -44,7 +44,7 @@ from megatron_vshape.mcore.setup import configure
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.ready import complete_environment
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
-from megatron_vshape.runtime.last_words import last_words
+from megatron_vshape.runtime.crash_report import last_words
 
 logger = logging.getLogger(__name__)
 

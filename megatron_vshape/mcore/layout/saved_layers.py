@@ -15,8 +15,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from megatron_vshape.core.baselines import is_megatrons_own
 from megatron_vshape.core.model.placement import looping, stages_of
-from megatron_vshape.core.rivals import is_megatrons_own
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.step_state import unwrapped
 

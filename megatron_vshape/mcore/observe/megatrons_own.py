@@ -13,10 +13,10 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.paper import catalogue
 from megatron_vshape.mcore.observe.bubble import BubbleMeter, Logs
 from megatron_vshape.mcore.observe.report import RunReport
-from megatron_vshape.mcore.setup.choice import Choice
+from megatron_vshape.mcore.setup.choice import ScheduleConfig
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.step_state import StepState
-from megatron_vshape.runtime.held_bytes import Census
+from megatron_vshape.runtime.activation_tracker import ActivationTracker
 
 
 class MeteredSchedule:
@@ -31,7 +31,11 @@ class MeteredSchedule:
     ) -> None:
         ranks = parallel_state.get_pipeline_model_parallel_world_size()
         chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-        planner = Planner(Choice(ranks, name)) if name in catalogue.NAMES and chunks == 1 else None
+        planner = (
+            Planner(ScheduleConfig(ranks, name))
+            if name in catalogue.NAMES and chunks == 1
+            else None
+        )
         self._state = state
         self._original = original
         self.meter = BubbleMeter(logs, None if planner is None else planner.predicted_bubble)
@@ -60,14 +64,16 @@ class MeteredSchedule:
                 self._state.timer = None
 
 
-def count_forward(census: Census, chunk: int | None, output: Tensor | list[Tensor]) -> None:
+def count_forward(
+    census: ActivationTracker, chunk: int | None, output: Tensor | list[Tensor]
+) -> None:
     """Count the activations that a forward pass of this rank's chunk saves."""
     for each in output if isinstance(output, list) else [output]:
         census.add_graph(each)
     census.ends(Pass(Kind.F, _stage_of(chunk or 0), 0))
 
 
-def count_backward(census: Census) -> None:
+def count_backward(census: ActivationTracker) -> None:
     """Count the memory after a full backward; the totals do not depend on the chunk."""
     census.ends(Pass(Kind.BW, 0, 0))
 

@@ -21,7 +21,12 @@ from megatron_vshape.core.model.costs_file import MEASURED
 from megatron_vshape.core.model.schedule import Schedule, Slot, Timeline
 from megatron_vshape.core.planner.vocabulary import holding_logits
 from megatron_vshape.core.program.instructions import Program
-from megatron_vshape.mcore.observe.report import Checked, Foretold, RunReport, shares_processors
+from megatron_vshape.mcore.observe.report import (
+    Checked,
+    PredictedStep,
+    RunReport,
+    shares_processors,
+)
 from megatron_vshape.mcore.observe.static_memory import most_of_replicas
 from megatron_vshape.mcore.observe.trial import NAMED, Trial
 from megatron_vshape.mcore.refusals import refusing
@@ -66,7 +71,7 @@ class Profiler:
     _rows: list[tuple[Program, list[Slot]]] = field(default_factory=list)
     # as `_rows`, in CPU time
     _spent: list[tuple[Program, list[Slot]]] = field(default_factory=list)
-    _prediction: Foretold | None = None
+    _prediction: PredictedStep | None = None
     _costs: Costs | None = None
 
     def __post_init__(self) -> None:
@@ -147,7 +152,7 @@ class Profiler:
             gib = ", ".join(f"{each / GIB:.3f}" for each in within)
             self._tell("passes allocate and free, kept free of activations, GiB per rank: %s", gib)
 
-    def _predict(self, program: Program, costs: Costs, rest_us: float) -> Foretold:
+    def _predict(self, program: Program, costs: Costs, rest_us: float) -> PredictedStep:
         """Adopt the costs for later steps, plan again if required, and log the prediction."""
         planner = self.pipeline.planner
         now = prediction_of(program.schedule, costs, rest_us)
@@ -203,7 +208,7 @@ class Profiler:
             logger.warning("--pipeline-trace %s: %s", folder, error)
 
     def _compare(
-        self, prediction: Foretold, timelines: Sequence[Timeline], alone: Sequence[Timeline]
+        self, prediction: PredictedStep, timelines: Sequence[Timeline], alone: Sequence[Timeline]
     ) -> None:
         """Compare measured steps with the prediction; `alone` has the same steps in CPU time."""
         wanted = prediction.num_microbatches
@@ -298,11 +303,11 @@ def _clocks_ahead_us(
         transport.expect(message.shape, message.dtype)
 
 
-def prediction_of(schedule: Schedule, costs: Costs, rest_us: float) -> Foretold:
+def prediction_of(schedule: Schedule, costs: Costs, rest_us: float) -> PredictedStep:
     """Predict the figures of a step with this schedule."""
     timeline = simulate(schedule, costs)
     peaks = peak_held(schedule, costs)
-    return Foretold(
+    return PredictedStep(
         schedule.name,
         schedule.num_microbatches,
         timeline.makespan,
@@ -312,7 +317,7 @@ def prediction_of(schedule: Schedule, costs: Costs, rest_us: float) -> Foretold:
     )
 
 
-def told(prediction: Foretold) -> str:
+def told(prediction: PredictedStep) -> str:
     """Format the prediction in one line."""
     return (
         f"{prediction.name} step {prediction.step_us / 1e3:.1f} ms (passes "

@@ -26,7 +26,7 @@ from megatron_vshape.mcore.setup.choice import GIB
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.plans import PlannedStep
 from megatron_vshape.mcore.step_state import StepState
-from megatron_vshape.runtime.held_bytes import Census
+from megatron_vshape.runtime.activation_tracker import ActivationTracker
 from megatron_vshape.runtime.host_memory import free_host_bytes
 from megatron_vshape.runtime.hosts import told_ranks
 from megatron_vshape.runtime.offload import Offload
@@ -58,7 +58,7 @@ class Memory(NamedTuple):
     allocated_bytes: int = 0  # the allocator's peak over the run; 0 without a GPU
 
 
-class Foretold(NamedTuple):
+class PredictedStep(NamedTuple):
     """Predicted figures of a training step."""
 
     name: str  # name of the schedule
@@ -77,7 +77,7 @@ class Foretold(NamedTuple):
 class Checked(NamedTuple):
     """A prediction with the measurements of later steps."""
 
-    prediction: Foretold
+    prediction: PredictedStep
     makespan_us: float
     bubble: float
     processor_bubble: float | None = None  # in CPU time, if ranks share CPU cores
@@ -166,7 +166,7 @@ class RunReport:
         if self._memory is not None:
             yield
             return
-        census, before = Census(persistent(model)), torch.cuda.memory_allocated()
+        census, before = ActivationTracker(persistent(model)), torch.cuda.memory_allocated()
         with self.state.counting(census):
             yield
         self._plan = None if self.plan_of is None else self.plan_of(num_microbatches)

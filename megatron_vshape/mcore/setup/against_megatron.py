@@ -5,12 +5,12 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 
-from megatron_vshape.core.ask import AUTO, Question, best_order
+from megatron_vshape.core.ask import AUTO, PlanRequest, best_order
+from megatron_vshape.core.baselines import BaselineSpec, EvaluatedSchedule, judge_rival
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import recut
 from megatron_vshape.core.planner.vocabulary import without_shared
-from megatron_vshape.core.rivals import Known, Rival, judge_rival
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.multi_token import num_predicting
 from megatron_vshape.mcore.layout.sizes import options_of, sizes_of
@@ -18,13 +18,15 @@ from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.setup.checks import with_slices
 from megatron_vshape.mcore.setup.choice import choice_for
 from megatron_vshape.mcore.setup.microbatches import in_evaluation, in_training
-from megatron_vshape.mcore.setup.one_planner import OnePlanner
+from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 
 MOST_CHUNKS = 12
 """Maximum number of virtual stages per rank to try."""
 
 
-def megatrons_if_best(args: Namespace, options: Options, once: OnePlanner) -> Rival | None:
+def megatrons_if_best(
+    args: Namespace, options: Options, once: RankZeroPlanner
+) -> BaselineSpec | None:
     """Return the best of Megatron's schedules if no plan for the model is faster, else None.
 
     A model is built for one placement, so this comparison runs before. It requires costs, and a
@@ -51,7 +53,7 @@ def megatrons_if_best(args: Namespace, options: Options, once: OnePlanner) -> Ri
     def cut(num_stages: int, name: str) -> Costs:
         return recut(measured, num_stages, ranks, name, layers, sizes.shares)
 
-    question = Question(
+    question = PlanRequest(
         AUTO,
         ranks,
         microbatches,
@@ -66,10 +68,10 @@ def megatrons_if_best(args: Namespace, options: Options, once: OnePlanner) -> Ri
 
     evaluation = in_evaluation(args)
 
-    def evaluates(rival: Rival) -> bool:
+    def evaluates(rival: BaselineSpec) -> bool:
         return evaluation is None or rival.is_megatrons(ranks, evaluation)
 
-    def compare() -> Rival | None:
+    def compare() -> BaselineSpec | None:
         own = _megatrons(question, layers, overlaps)
         known = [each for each in own if each.rival is not None and evaluates(each.rival)]
         answer = best_order(question, *known)
@@ -79,13 +81,15 @@ def megatrons_if_best(args: Namespace, options: Options, once: OnePlanner) -> Ri
     return once(compare)
 
 
-def _megatrons(question: Question, num_layers: int, overlaps: bool) -> Iterator[Known]:
+def _megatrons(
+    question: PlanRequest, num_layers: int, overlaps: bool
+) -> Iterator[EvaluatedSchedule]:
     """Yield Megatron's schedules for this model with equally many layers in every stage."""
     ranks, microbatches = question.num_devices, question.num_microbatches
     # On two ranks, Megatron supports several chunks only with overlap_p2p_comm.
     most = MOST_CHUNKS if ranks > 2 or overlaps else 1
     for chunks in range(1, most + 1):
-        rival = Rival("1f1b") if chunks == 1 else Rival("interleaved-1f1b", chunks)
+        rival = BaselineSpec("1f1b") if chunks == 1 else BaselineSpec("interleaved-1f1b", chunks)
         if num_layers % (ranks * chunks) or not rival.is_megatrons(ranks, microbatches):
             continue
         try:

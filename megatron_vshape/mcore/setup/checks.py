@@ -35,7 +35,7 @@ from megatron_vshape.mcore.refusals import (
     even_slices,
     uses_stash,
 )
-from megatron_vshape.mcore.setup.choice import Choice, not_sliced
+from megatron_vshape.mcore.setup.choice import ScheduleConfig, not_sliced
 from megatron_vshape.mcore.setup.translate import Translated, translate
 
 logger = logging.getLogger(__name__)
@@ -45,8 +45,8 @@ Check = Callable[[Any, str, Placement], None]
 
 
 def take_options(
-    model: Any, choice: Choice, options: Options, check: Check
-) -> tuple[Choice, Translated]:
+    model: Any, choice: ScheduleConfig, options: Options, check: Check
+) -> tuple[ScheduleConfig, Translated]:
     """Translate options made for Megatron's schedules, and reject unsupported options.
 
     Returns the choice with the numbers of slices that this model supports. `model` is Megatron's
@@ -83,7 +83,7 @@ def check_copies(copies: bool, model: Any, schedule: str) -> None:
         )
 
 
-def known_to_lose(model: Any, choice: Choice) -> Iterator[str]:
+def known_to_lose(model: Any, choice: ScheduleConfig) -> Iterator[str]:
     """Yield a warning for combinations that are slower than Megatron's schedule."""
     whole = getattr(model, "recompute_granularity", None) == "full"
     if whole and choice.name in NAMES and make(choice.name, 2, 2).splits_backward:
@@ -95,7 +95,9 @@ def known_to_lose(model: Any, choice: Choice) -> Iterator[str]:
         )
 
 
-def with_slices(model: Any, choice: Choice, options: Options, may_offload: bool = False) -> Choice:
+def with_slices(
+    model: Any, choice: ScheduleConfig, options: Options, may_offload: bool = False
+) -> ScheduleConfig:
     """Return the choice with the numbers of slices that auto may choose from for this model."""
     if isinstance(choice.slices, int):
         return choice
@@ -111,7 +113,7 @@ def with_slices(model: Any, choice: Choice, options: Options, may_offload: bool 
 
 def check_stages(
     model: Any,
-    choice: Choice,
+    choice: ScheduleConfig,
     stage_map: StageMap,
     may_offload: bool,
     ties_ends: bool,
@@ -143,7 +145,7 @@ def check_stages(
         check_tied_embeddings(stage_map)
 
 
-def check_batch_size(choice: Choice, args: Any) -> None:
+def check_batch_size(choice: ScheduleConfig, args: Any) -> None:
     """Raise ScheduleError if the batch size changes and the schedule is for one number."""
     option = next((each for each in BATCH_SIZES if getattr(args, each, None) is not None), None)
     if choice.from_file is not None and option is not None:

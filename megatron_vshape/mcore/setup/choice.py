@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cache
 
-from megatron_vshape.core.ask import AUTO, PLUS_NAMES, SLICES, Question, ask, find, known_as
+from megatron_vshape.core.ask import AUTO, PLUS_NAMES, SLICES, PlanRequest, ask, find, known_as
 from megatron_vshape.core.check.bounds import fits
 from megatron_vshape.core.check.simulate import filled, peak_in_host
 from megatron_vshape.core.model.costs import Costs
@@ -25,7 +25,7 @@ CHUNKS = (2, 4)
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ScheduleConfig:
     """The schedule that the flags select; the input of all plans before the first step."""
 
     num_devices: int
@@ -101,7 +101,7 @@ class Choice:
 @cache
 def _published_placement(name: str, num_devices: int) -> Placement:
     least = 2 * num_devices if name in JOINT_NAMES else 1  # microbatches
-    return ask(Question(name, num_devices, least)).schedule.placement
+    return ask(PlanRequest(name, num_devices, least)).schedule.placement
 
 
 def choice_of(
@@ -110,7 +110,7 @@ def choice_of(
     costs: Costs | None = None,
     limit_gib: float | str | None = None,
     measures: bool = False,
-) -> Choice:
+) -> ScheduleConfig:
     """Return the schedule named `name`, or the schedule of the file at that path.
 
     A `limit_gib` that is not a number is the name of the schedule whose activation memory is the
@@ -124,9 +124,9 @@ def choice_of(
     if name == AUTO or name in PLUS_NAMES:
         _check_adaptive(name, num_devices, costs, limit_gib, measures)
         if isinstance(limit_gib, str):
-            return Choice(num_devices, name, costs=costs, limit_of=limit_gib)
+            return ScheduleConfig(num_devices, name, costs=costs, limit_of=limit_gib)
         limit_bytes = None if limit_gib is None else limit_gib * GIB
-        return Choice(num_devices, name, costs=costs, limit_bytes=limit_bytes)
+        return ScheduleConfig(num_devices, name, costs=costs, limit_bytes=limit_bytes)
     if limit_gib is not None:
         raise ScheduleError(
             f"--pipeline-memory-limit requires --pipeline-schedule auto; the memory of {name} is "
@@ -134,12 +134,12 @@ def choice_of(
         )
     found = find(name, schedule_names())
     if isinstance(found, str):
-        return Choice(num_devices, name, costs=costs)
+        return ScheduleConfig(num_devices, name, costs=costs)
     _check_file(name, found, num_devices)
-    return Choice(num_devices, name, found, costs, shares=is_shared(found))
+    return ScheduleConfig(num_devices, name, found, costs, shares=is_shared(found))
 
 
-def choice_for(options: Options, num_devices: int, loss_last: bool = False) -> Choice:
+def choice_for(options: Options, num_devices: int, loss_last: bool = False) -> ScheduleConfig:
     """Return the schedule of a run's options; raises as `choice_of`, or for an invalid value."""
     options.check()
     choice = choice_of(
@@ -158,7 +158,7 @@ def choice_for(options: Options, num_devices: int, loss_last: bool = False) -> C
     )
 
 
-def not_sliced(choice: Choice, options: Options, may_offload: bool) -> dict[str, object]:
+def not_sliced(choice: ScheduleConfig, options: Options, may_offload: bool) -> dict[str, object]:
     """Return the features of this package that slices do not support: label -> enabled."""
     return {
         "vocabulary parallelism": choice.shares,
@@ -168,7 +168,7 @@ def not_sliced(choice: Choice, options: Options, may_offload: bool) -> dict[str,
     }
 
 
-def _slices(options: Options, choice: Choice) -> int | tuple[int, ...]:
+def _slices(options: Options, choice: ScheduleConfig) -> int | tuple[int, ...]:
     """Return the number of slices per microbatch: from the schedule file or the option.
 
     Raises:
@@ -193,7 +193,7 @@ def _slices(options: Options, choice: Choice) -> int | tuple[int, ...]:
     return max(given, own)
 
 
-def _host_limit_bytes(limit_gib: float | None, choice: Choice) -> float:
+def _host_limit_bytes(limit_gib: float | None, choice: ScheduleConfig) -> float:
     """Return the limit of host memory per device for offloading, in bytes.
 
     Raises:
@@ -236,7 +236,7 @@ def _check_adaptive(
         )
     if isinstance(limit_gib, str):
         try:
-            known_as(limit_gib, Question(AUTO, num_devices, num_devices))
+            known_as(limit_gib, PlanRequest(AUTO, num_devices, num_devices))
         except ScheduleError as error:
             raise ScheduleError(
                 f"--pipeline-memory-limit is a number of GiB or a schedule: {error}"

@@ -11,11 +11,11 @@ from megatron.core import parallel_state
 from torch import nn
 
 from megatron_vshape.core.ask import AUTO, with_chunks
+from megatron_vshape.core.baselines import BaselineSpec
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import check_layers
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.paper.catalogue import JOINT_NAMES
-from megatron_vshape.core.rivals import Rival
 from megatron_vshape.mcore.layout import hybrid, multi_token, stages, vocabulary
 from megatron_vshape.mcore.layout.layer_split import split_layers
 from megatron_vshape.mcore.options import (
@@ -36,7 +36,7 @@ from megatron_vshape.mcore.setup.microbatches import (
     check_interleaved,
     fixed_counts,
 )
-from megatron_vshape.mcore.setup.one_planner import OnePlanner
+from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.pipeline import Pipeline, pipeline_of
 from megatron_vshape.mcore.setup.translate import check_splits_nothing_else
 from megatron_vshape.mcore.split import graphs, sliced_attention, sliced_router, te_layers, unsplit
@@ -50,17 +50,17 @@ INTERLEAVED_CHUNKS = 2
 """Chunks per rank of interleaved-1f1b if the user gives no number."""
 
 
-def one_planner(args: Namespace) -> OnePlanner:
+def one_planner(args: Namespace) -> RankZeroPlanner:
     """Return the planner that runs on one rank for all, with the timeout of Megatron."""
     asked = options_of(args)
     names = ("pipeline_model_parallel_size", "num_layers", "global_batch_size", "micro_batch_size")
     sizes = (getattr(args, name, None) for name in names)
     name = " ".join(map(str, (asked.schedule, asked.memory_limit_gib, asked.layer_split, *sizes)))
-    return OnePlanner(name, watchdog_seconds(args))
+    return RankZeroPlanner(name, watchdog_seconds(args))
 
 
 def prepare(
-    args: Namespace, registered: Options | None = None, once: OnePlanner | None = None
+    args: Namespace, registered: Options | None = None, once: RankZeroPlanner | None = None
 ) -> Pipeline | None:
     """Return the pipeline that the flags request, or None if Megatron runs its own schedule.
 
@@ -126,7 +126,7 @@ def _tell_megatron(args: Namespace, pipeline: Pipeline) -> None:
         args.overlap_p2p_comm = True
 
 
-def _run_megatrons(args: Namespace, rival: Rival) -> None:
+def _run_megatrons(args: Namespace, rival: BaselineSpec) -> None:
     """Run Megatron's schedule as if the user had named it."""
     args.pipeline_schedule, args.pipeline_costs = rival.name, None
     args.pipeline_memory_limit, args.pipeline_host_memory_limit = None, None

@@ -16,7 +16,7 @@ from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.layout.stages import StageLayout
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import check_library
-from megatron_vshape.mcore.setup.one_planner import OnePlanner
+from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.pipeline import Pipeline, pipeline_of
 from megatron_vshape.mcore.setup.plans import Planner
 
@@ -29,7 +29,7 @@ def prepare_config(config: Any, options: Options) -> Pipeline:
     pipeline = pipeline_of(
         config,
         options,
-        OnePlanner(str(options.schedule), options.timeout_seconds),
+        RankZeroPlanner(str(options.schedule), options.timeout_seconds),
         check=check_library,
         ties_ends=getattr(config, "share_embeddings_and_output_weights", None),
         kernels=_messages_are_kernels(),

@@ -36,7 +36,7 @@ class _Outcome(NamedTuple):
     fault: str | None = None  # error message, if there is no value
 
 
-class OnePlanner:
+class RankZeroPlanner:
     """Runs plans on rank 0 for all ranks; all ranks call it for the same plans in the same order.
 
     Before Megatron has created its process groups, ranks exchange the plan through the env://

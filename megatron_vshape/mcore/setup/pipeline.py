@@ -20,8 +20,8 @@ from megatron_vshape.mcore.refusals import (
     check_split_graphs,
 )
 from megatron_vshape.mcore.setup.checks import Check, check_stages, take_options
-from megatron_vshape.mcore.setup.choice import Choice, choice_for
-from megatron_vshape.mcore.setup.one_planner import OnePlanner
+from megatron_vshape.mcore.setup.choice import ScheduleConfig, choice_for
+from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.setup.translate import tell
 from megatron_vshape.mcore.split import graphs
@@ -44,7 +44,7 @@ class Pipeline:
     splits_graphs: bool = False  # capture CUDA graphs of F, B and W instead of F and BW
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> ScheduleConfig:
         """Return the planner's choice."""
         return self.planner.choice
 
@@ -57,7 +57,7 @@ class Pipeline:
 def pipeline_of(
     model: Any,
     options: Options,
-    once: OnePlanner,
+    once: RankZeroPlanner,
     *,
     check: Check,
     ties_ends: bool | None,
@@ -143,27 +143,27 @@ def _splits_graphs(model: Any, options: Options) -> bool:
     return True
 
 
-def _split(model: Any, choice: Choice, options: Options) -> Split:
+def _split(model: Any, choice: ScheduleConfig, options: Options) -> Split:
     """Return the layers of every stage, and the costs of these stages."""
     text, limit_bytes = options.layer_split, _limit_bytes(choice, options)
     return split_layers(model, choice.placement, text, choice.costs, limit_bytes, choice.shares)
 
 
-def _limit_bytes(choice: Choice, options: Options) -> float | None:
+def _limit_bytes(choice: ScheduleConfig, options: Options) -> float | None:
     """Return the memory limit for the layers of the stages, or None if it is unknown.
 
     It is unknown if the run measures its costs, or if the costs do not include the model states of
     layers and embeddings, which are part of the limit.
     """
-    knows = choice.costs is not None and choice.costs.knows_all and not choice.shares
+    knows = choice.costs is not None and choice.costs.has_static_memory and not choice.shares
     if choice.name != AUTO or options.profile_steps is not None or not knows:
         return None
     return choice.limit_bytes
 
 
 def _of_model(
-    choice: Choice, model: Any, split: Split, stage_map: StageMap, splits_graphs: bool
-) -> Choice:
+    choice: ScheduleConfig, model: Any, split: Split, stage_map: StageMap, splits_graphs: bool
+) -> ScheduleConfig:
     """Return the choice with the model's options and the layers of its stages."""
     return replace(
         choice,

@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron_vshape.core.ask import AUTO, PLUS_NAMES, Question, ask, limits_of
+from megatron_vshape.core.ask import AUTO, PLUS_NAMES, PlanRequest, ask, limits_of
+from megatron_vshape.core.baselines import judge_rival, rivals_of
 from megatron_vshape.core.check.bounds import fits, least_memory
 from megatron_vshape.core.check.simulate import peak_held, peak_shared, simulate
 from megatron_vshape.core.model.costs import Costs, chunk_of
@@ -29,13 +30,12 @@ from megatron_vshape.core.planner.vocabulary import (
     uniform_shared,
     without_shared,
 )
-from megatron_vshape.core.program.hiding import Beside, weights_beside
+from megatron_vshape.core.program.hiding import Beside, deferred_weight_overlap
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.core.program.lowering import forward_wave, lower, whole_backwards
 from megatron_vshape.core.program.pairing import pair_adjacent
-from megatron_vshape.core.rivals import judge_rival, rivals_of
-from megatron_vshape.mcore.setup.choice import GIB, Choice
-from megatron_vshape.mcore.setup.one_planner import OnePlanner
+from megatron_vshape.mcore.setup.choice import GIB, ScheduleConfig
+from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.recent import keep, no_collection, recall
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class PlannedStep:
         """
         ranks = self.schedule.num_devices
         try:
-            (most, *_) = limits_of(Question(AUTO, ranks, ranks, self.costs))
+            (most, *_) = limits_of(PlanRequest(AUTO, ranks, ranks, self.costs))
         except ScheduleError:
             return self.peak_chunks / (2 * ranks)
         return max(peak_held(self.schedule, self.costs)) / most
@@ -103,7 +103,7 @@ class Planner:
     order. Everything else is deterministic, so every rank computes it for itself.
     """
 
-    def __init__(self, choice: Choice, once: OnePlanner | None = None) -> None:
+    def __init__(self, choice: ScheduleConfig, once: RankZeroPlanner | None = None) -> None:
         """Set the choice; costs, memory and P2P sizes of the run follow later.
 
         Without `once` the process searches for itself.
@@ -229,7 +229,7 @@ class Planner:
 
         # As in `_plan`, rank 0 makes the schedules for all ranks.
         known = schedules() if self.once is None else self.once(schedules)
-        limits = limits_of(self._asked(Question(AUTO, self.choice.num_devices, count)))
+        limits = limits_of(self._asked(PlanRequest(AUTO, self.choice.num_devices, count)))
         # Limits are per device of the planned numbering, programs per rank.
         by_rank = [limit for _, limit in sorted(zip(self.choice.ranks, limits, strict=True))]
         fitting = [each for each in map(self._made, known) if self._fits(each, by_rank)]
@@ -295,7 +295,7 @@ class Planner:
         # Only Megatron's local layers expose a wait in B that other jobs can fill.
         if not self.choice.hides:
             return {}
-        return weights_beside(simulate(program.schedule, costs), self.choice.ties_ends)
+        return deferred_weight_overlap(simulate(program.schedule, costs), self.choice.ties_ends)
 
     def _costs_of(self, schedule: Schedule) -> Costs | None:
         """Return the costs if they match this schedule's stages, else the estimate."""
@@ -335,7 +335,7 @@ class Planner:
                 f"microbatches, this run has {num_microbatches} in a step: make "
                 "--global-batch-size / (--micro-batch-size x data-parallel size) fit"
             )
-        question = Question(
+        question = PlanRequest(
             file or choice.name,
             choice.num_devices,
             num_microbatches,
@@ -353,18 +353,18 @@ class Planner:
         """Return costs without passes that the run adds later or does not support."""
         return self._of_run(costs, costs.num_stages) or costs
 
-    def _automatic(self, question: Question) -> Schedule:
+    def _automatic(self, question: PlanRequest) -> Schedule:
         """Return the best schedule within the limit; without costs, a start schedule."""
         if self.costs is None:
             return ask(replace(question, name=START)).schedule
         return replace(ask(self._asked(question)).schedule, name=AUTO)
 
-    def _asked(self, question: Question) -> Question:
+    def _asked(self, question: PlanRequest) -> PlanRequest:
         """Return the plan request of the best schedule at the current costs within the limit."""
         costs, layers = self._allowed(self._known_costs), self.choice.num_layers
         limit: str | tuple[float, ...] | None = self.choice.limit_of
         if self.choice.limit_bytes is not None:  # the run reserves the measured state itself
-            costs = costs.having(**{STATE: None}) if costs.knows_all else costs
+            costs = costs.having(**{STATE: None}) if costs.has_static_memory else costs
         left = self._left_bytes(costs)
         if left is not None:
             # The limit is per rank, but a plan request numbers the devices.

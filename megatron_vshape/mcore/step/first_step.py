@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
-from megatron_vshape.mcore.step.parts import Beginning, Capability, Part
+from megatron_vshape.mcore.step.step_hooks import Feature, StepContext, StepHook
 from megatron_vshape.mcore.step_state import unwrapped
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class _StageFindings(NamedTuple):
     packed: frozenset[bool]  # whether the model got packed sequences, over all microbatches
 
 
-class FirstStep(Capability):
+class FirstStep(Feature):
     """Observes the first training step; warns once, on rank 0, or ends the run before it learns."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class FirstStep(Capability):
         self._look: _Look | None = None
         self._is_over = False
 
-    def begin(self, beginning: Beginning) -> Part | None:
+    def begin(self, beginning: StepContext) -> StepHook | None:
         """Return the observing part in the first training step."""
         if self._is_over or self._look is not None or beginning.step.forward_only:
             return None
@@ -67,10 +67,10 @@ class FirstStep(Capability):
         self._look = None
 
 
-class _Look(Part):
+class _Look(StepHook):
     """Observations of the passes of a rank's stages."""
 
-    def __init__(self, beginning: Beginning) -> None:
+    def __init__(self, beginning: StepContext) -> None:
         """Register a hook on each chunk with attention, to see how it is called."""
         # Do not store `beginning`: its step references this part, and the reference cycle would
         # keep the trainer's data iterators alive, whose processes then outlive the trainer.

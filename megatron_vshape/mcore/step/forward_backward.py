@@ -21,7 +21,7 @@ from torch import nn
 from megatron_vshape.core.ask import AUTO
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.program.early_start import Cut, begun_early, drain
+from megatron_vshape.core.program.early_start import Cut, drain, prefix_before_loss
 from megatron_vshape.core.program.hiding import Beside
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.mcore.layout.stages import streams_of
@@ -40,16 +40,21 @@ from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.step.first_step import FirstStep
 from megatron_vshape.mcore.step.gradient_sync import GradientSync, divide_by_tokens
 from megatron_vshape.mcore.step.late_checks import checked_late
-from megatron_vshape.mcore.step.loss_reporting import Courier
+from megatron_vshape.mcore.step.loss_reporting import LossGatherer
 from megatron_vshape.mcore.step.microbatches import given_iterators, read_again, shared_out
 from megatron_vshape.mcore.step.paged_stash import begin_step
-from megatron_vshape.mcore.step.parts import Beginning, Capability, Step, device_of, parts_of
 from megatron_vshape.mcore.step.router_replay import ForwardCalls
 from megatron_vshape.mcore.step.run_ahead import RandomState, Replay
 from megatron_vshape.mcore.step.same_plan import Agreement
 from megatron_vshape.mcore.step.slices import Slicing
 from megatron_vshape.mcore.step.stage import MegatronStage, zero_tokens
-from megatron_vshape.mcore.step.unlike import Places, as_given, has_dropout, may_reorder
+from megatron_vshape.mcore.step.step_hooks import Feature, Step, StepContext, device_of, parts_of
+from megatron_vshape.mcore.step.variable_length import (
+    MicrobatchReorderer,
+    as_given,
+    has_dropout,
+    may_reorder,
+)
 from megatron_vshape.mcore.step.vocabulary import VocabularySharing
 from megatron_vshape.mcore.step.waiting import HostMemoryWaiting
 from megatron_vshape.mcore.step_state import StepState
@@ -84,7 +89,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
+class _StepInProgress:
     """A prepared step, of which no passes or only the first forwards have run."""
 
     call: Call
@@ -110,7 +115,7 @@ class _Begun:
 class _Ahead:
     """The next step, started early, and the state to roll it back."""
 
-    begun: _Begun
+    begun: _StepInProgress
     random: RandomState
 
 
@@ -137,17 +142,17 @@ class PipelineRunner:
         )
         self._profiler = Profiler(pipeline, self.report)
         self.meter = BubbleMeter(logs, pipeline.planner.predicted_bubble)
-        self._courier = Courier()
+        self._courier = LossGatherer()
         self._last: Call | None = None  # the last training step, with post-validation
         self._ahead: _Ahead | None = None
         self._early: tuple[Program, tuple[Program, Cut]] | None = None
         self._replays: list[Replay] = []
         self.calls = ForwardCalls(None)  # of the trainer's function, in the last step
         self._agreement = Agreement()
-        self._places: Places | None = None  # set once microbatches can be reordered
+        self._places: MicrobatchReorderer | None = None  # set once microbatches can be reordered
         self._keeps_order: bool | None = None  # agreed by all ranks once; None before
         self.local_ranks: int | None = None  # number of ranks on this host, once known
-        self._capabilities: tuple[Capability, ...] = (
+        self._capabilities: tuple[Feature, ...] = (
             HostMemoryWaiting(self.report),
             VocabularySharing(),
             Slicing(),
@@ -305,7 +310,7 @@ class PipelineRunner:
         self._last = call if self._pipeline.options.post_validates else None
         return self._reports(begun)
 
-    def _take_ahead(self, call: Call) -> _Begun | None:
+    def _take_ahead(self, call: Call) -> _StepInProgress | None:
         """Return the step that was started early if its call equals the current one, else None."""
         ahead = self._ahead
         if ahead is not None and ahead.begun.call != call:
@@ -322,7 +327,7 @@ class PipelineRunner:
         timer: Observer | None = None,
         is_early: bool = False,
         hides: bool = True,
-    ) -> _Begun:
+    ) -> _StepInProgress:
         """Prepare a step with everything that its passes need, without running any pass."""
         chunks = _as_list(call.model)
         iterators = given_iterators(call.data_iterator, len(chunks))
@@ -363,7 +368,7 @@ class PipelineRunner:
             by_layers=by_layers,
             slices=slices,
         )
-        beginning = Beginning(
+        beginning = StepContext(
             self._state,
             self._pipeline,
             step,
@@ -380,7 +385,9 @@ class PipelineRunner:
         step.parts += parts_of(self._capabilities, beginning)
         told = timer, self._place, step.handlers()
         run = ProgramRun(program, groups.pp.rank(), _stages(beginning), transport, *told)
-        return _Begun(call, chunks, groups, transport, step, program, early_ends, run, order)
+        return _StepInProgress(
+            call, chunks, groups, transport, step, program, early_ends, run, order
+        )
 
     def _order(
         self, call: Call, config: Any, iterators: list[Any], groups: Any, slices: int
@@ -401,7 +408,7 @@ class PipelineRunner:
         if self._keeps_order:
             return None, iterators
         if self._places is None:
-            self._places = Places(config, options.lengths)
+            self._places = MicrobatchReorderer(config, options.lengths)
         plan = self._pipeline.planner.training(call.num_microbatches)
         first_rank = self._pipeline.choice.placement[0]
         return self._places.order(plan, iterators, call.num_microbatches, groups, first_rank)
@@ -428,9 +435,9 @@ class PipelineRunner:
         return planner.training(call.num_microbatches).schedule.slices
 
     def _begun_early(self, program: Program) -> tuple[Program, Cut]:
-        """Return `begun_early(program)`, cached because most steps run the same program."""
+        """Return `prefix_before_loss(program)`, cached because most steps run the same program."""
         if self._early is None or self._early[0] is not program:
-            self._early = program, begun_early(program)
+            self._early = program, prefix_before_loss(program)
         return self._early[1]
 
     def _replayed(self, iterators: Sequence[Any]) -> list[Any]:
@@ -444,9 +451,9 @@ class PipelineRunner:
         self._replays = list(known.values())
         return [each if each is None else known[id(each)] for each in iterators]
 
-    def _reports(self, begun: _Begun) -> list[Any]:
+    def _reports(self, begun: _StepInProgress) -> list[Any]:
         """Return the losses on the ranks where the trainer reads them."""
-        reports = self._courier.bring_losses(
+        reports = self._courier.send_to_last_rank(
             as_given(begun.step.loss_store, begun.order),
             self._pipeline.stage_map.loss_rank,
             begun.groups.pp,
@@ -485,7 +492,7 @@ class PipelineRunner:
         self._transport.expect(shape, dtype)
         return self._transport
 
-    def _finalize(self, begun: _Begun) -> None:
+    def _finalize(self, begun: _StepInProgress) -> None:
         """Call Megatron's finalization of gradients, as its schedules do at their end."""
         step, groups = begun.step, begun.groups
         finalize = step.config.finalize_model_grads_func
@@ -506,7 +513,7 @@ class PipelineRunner:
         finalize(begun.chunks, step.num_tokens, **options)
 
 
-def _stages(begun: Beginning) -> Mapping[int, Stage]:
+def _stages(begun: StepContext) -> Mapping[int, Stage]:
     """Return the objects that run the passes of this rank's chunks, by stage."""
     stage_map = begun.pipeline.stage_map
     return {

@@ -28,7 +28,7 @@ class _Place:
         return self.dtype.itemsize * prod(self.shape)
 
 
-class Courier:
+class LossGatherer:
     """Sends results of the loss rank to other ranks; buffers stay allocated until `forget`.
 
     With post-validation, the ranks of a pipeline can be in different steps, and the loss rank may
@@ -39,7 +39,7 @@ class Courier:
         self._under_way: list[tuple[dist.Work, Tensor]] = []
         self._form = b""  # pickled structure of the last reports sent or received
 
-    def bring_losses(
+    def send_to_last_rank(
         self,
         store: list[Any],
         loss_rank: int,

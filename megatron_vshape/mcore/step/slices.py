@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.split.sliced_tokens import TokensOfSlice
-from megatron_vshape.mcore.step.parts import Beginning, Capability, ForwardStep, Part
 from megatron_vshape.mcore.step.stage import loss_maker
+from megatron_vshape.mcore.step.step_hooks import Feature, ForwardStep, StepContext, StepHook
 from megatron_vshape.mcore.step_state import Slice, unwrapped
 
 ALONG = ("input_ids", "position_ids", "labels", "loss_mask")
@@ -40,7 +40,7 @@ class _Called(NamedTuple):
 
 
 @dataclass(eq=False)
-class Slices(Part):
+class Slices(StepHook):
     """State of a step's slices on this rank; `lose` computes a loss from losses, [b, s]."""
 
     count: int  # slices per microbatch
@@ -129,10 +129,10 @@ class Slices(Part):
         return take(part.microbatch)[:, part.begin : part.end].contiguous()
 
 
-class Slicing(Capability):
+class Slicing(Feature):
     """Runs microbatches in slices."""
 
-    def begin(self, beginning: Beginning) -> Part | None:
+    def begin(self, beginning: StepContext) -> StepHook | None:
         """Return the shared state of a step's slices."""
         step = beginning.step
         if step.slices > 1:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.mcore.step.layer_plans import Backward, Forward, Made, kept_by, run_by_layers
-from megatron_vshape.mcore.step.parts import Step as Step
+from megatron_vshape.mcore.step.step_hooks import Step as Step
 from megatron_vshape.mcore.step_state import StepState
 
 

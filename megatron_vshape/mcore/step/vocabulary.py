@@ -50,7 +50,6 @@ from megatron_vshape.mcore.step.further_losses import FurtherLosses
 from megatron_vshape.mcore.step.late_checks import LateFaults, unlike
 from megatron_vshape.mcore.step.loss_of_logits import LossOfLogits, called_up_to_logits
 from megatron_vshape.mcore.step.microbatches import Reader
-from megatron_vshape.mcore.step.parts import Beginning, Capability, ForwardStep, Part, counted
 from megatron_vshape.mcore.step.router_replay import (
     LastCalls,
     ModelCalled,
@@ -61,9 +60,16 @@ from megatron_vshape.mcore.step.router_replay import (
     states_of,
 )
 from megatron_vshape.mcore.step.stage import loss_maker
+from megatron_vshape.mcore.step.step_hooks import (
+    Feature,
+    ForwardStep,
+    StepContext,
+    StepHook,
+    counted,
+)
 from megatron_vshape.mcore.step_state import unwrapped
+from megatron_vshape.runtime.device_collectives import DeviceCollectives, Pending
 from megatron_vshape.runtime.stage import Handler
-from megatron_vshape.runtime.together import Pending, Together
 from megatron_vshape.runtime.vocabulary import Logits, Rows, Statistics, add_rows, look_up
 from megatron_vshape.runtime.weight_jobs import (
     WeightGradKernel,
@@ -86,11 +92,11 @@ _OTHER_LOGITS = (
 
 
 @dataclass(eq=False)
-class SharedVocabulary(Part):
+class SharedVocabulary(StepHook):
     """This rank's part of the vocabulary passes in one step."""
 
-    beginning: Beginning
-    together: Together
+    beginning: StepContext
+    together: DeviceCollectives
     running: int = -1  # microbatch of the running F
     _calls: dict[int, tuple[tuple[Any, ...], dict[str, Any], Any]] = field(default_factory=dict)
     _tokens: dict[int, Tensor] = field(default_factory=dict)
@@ -654,10 +660,10 @@ class SharedVocabulary(Part):
                 self.state.census.add(each)
 
 
-class VocabularySharing(Capability):
+class VocabularySharing(Feature):
     """Shares the embedding and the output layer between all ranks."""
 
-    def begin(self, beginning: Beginning) -> Part | None:
+    def begin(self, beginning: StepContext) -> StepHook | None:
         """Return this rank's part in a step with vocabulary parallelism."""
         together = beginning.transport.together
         if not beginning.pipeline.choice.shares or together is None:

@@ -10,13 +10,13 @@ from megatron_vshape.core.model.kinds import RELEASE, RELOAD, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.mcore.observe.report import RunReport, persistent
 from megatron_vshape.mcore.split.sliced_attention import KeysValues
-from megatron_vshape.mcore.step.parts import Beginning, Capability, Part, counted
+from megatron_vshape.mcore.step.step_hooks import Feature, StepContext, StepHook, counted
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.offload import Offload
 from megatron_vshape.runtime.stage import Handler
 
 
-class Waiting(Part):
+class Waiting(StepHook):
     """Offloads and reloads microbatches of one step in separate passes."""
 
     def __init__(self, state: StepState, offload: Offload) -> None:
@@ -48,7 +48,7 @@ class Waiting(Part):
             self._offload.begins_backward(work)
 
 
-class HostMemoryWaiting(Capability):
+class HostMemoryWaiting(Feature):
     """Owns the host memory and the known sizes of stages across steps."""
 
     def __init__(self, report: RunReport) -> None:
@@ -57,7 +57,7 @@ class HostMemoryWaiting(Capability):
         self._offload: Offload | None = None  # created for the first step that may offload
         self._learns = False  # whether the current step determines what can be offloaded
 
-    def begin(self, beginning: Beginning) -> Part | None:
+    def begin(self, beginning: StepContext) -> StepHook | None:
         """Return the part that offloads in this step, or None."""
         choice = beginning.pipeline.choice
         waits = beginning.program.schedule.copies

@@ -50,7 +50,7 @@ class PassGraph(NamedTuple):
     timed: int  # number of time amounts, which precede memory amounts
 
 
-class Evened(NamedTuple):
+class MicrobatchOrder(NamedTuple):
     """Order of microbatches by position, and the step time before and after, in the costs' unit."""
 
     order: tuple[int, ...]
@@ -58,13 +58,13 @@ class Evened(NamedTuple):
     found_us: float
 
 
-def even_out(
+def reorder_microbatches(
     schedule: Schedule,
     costs: Costs,
     limits: float | Sequence[float] = math.inf,
     tries: int = TRIES,
     graph: PassGraph | None = None,
-) -> Evened:
+) -> MicrobatchOrder:
     """Choose the microbatch for each position; the step is never slower than in the given order.
 
     `costs.by_microbatch` has the size of each microbatch. No device exceeds its limit, or its
@@ -81,14 +81,14 @@ def even_out(
     given = tuple(range(count))
     if not names or count < 2 or schedule.slices > 1:
         whole_us = simulate(schedule, costs).makespan
-        return Evened(given, whole_us, whole_us)
+        return MicrobatchOrder(given, whole_us, whole_us)
     costs = costs_of(schedule, costs)
     own = graph_of(schedule, costs) if graph is None else graph
     shares = _matrix([each for _, each in costs.by_microbatch], count)
     most = in_arrays([float(each) for each in each_limit(limits, schedule.num_devices)])
     starts = _matrix(_starts(given, costs), count).astype("int64")
     found, before_us, after_us = _searching()(own, shares, most, starts, tries)
-    return Evened(tuple(int(each) for each in found), float(before_us), float(after_us))
+    return MicrobatchOrder(tuple(int(each) for each in found), float(before_us), float(after_us))
 
 
 def _starts(given: Sequence[int], costs: Costs) -> list[Sequence[int]]:
@@ -132,7 +132,7 @@ def graph_of(schedule: Schedule, costs: Costs) -> PassGraph:
             plain.append(costs.joint_us(group[0].stage, group[1].kind, group[1].stage))
         else:
             (work,) = group
-            for name, us in costs.unlike_us(work.kind, work.stage):
+            for name, us in costs.per_microbatch_delta_us(work.kind, work.stage):
                 row[name] += us
             plain.append(costs.time_us(work.kind, work.stage) - sum(row.values()))
         shared.append([*row.values()])

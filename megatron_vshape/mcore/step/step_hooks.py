@@ -1,6 +1,6 @@
 """Interface for optional features of a step: hooks around passes, and additional passes.
 
-At the start of every step, each `Capability` returns its `Part` for this step. The runner and the
+At the start of every step, each `Feature` returns its `StepHook` for this step. The runner and the
 stages use capabilities only through this interface.
 """
 
@@ -28,7 +28,7 @@ ForwardStep = Callable[..., Any]
 """The trainer's forward step function, or its replacement."""
 
 
-class Part:
+class StepHook:
     """A capability's part in one step; the defaults do nothing.
 
     `stage` is the stage of the pass, and `is_last` whether it is the last stage of the model.
@@ -85,7 +85,7 @@ class Step:
     beside: Mapping[Pass, Beside] = field(default_factory=dict)  # B -> W jobs it overlaps with
     by_layers: bool = False  # use Megatron's layer plans, which can overlap two passes
     slices: int = 1  # slices per microbatch
-    parts: list[Part] = field(default_factory=list)
+    parts: list[StepHook] = field(default_factory=list)
     loss_store: list[Any] = field(default_factory=list)
 
     def handlers(self) -> dict[Kind, Handler]:
@@ -94,7 +94,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class StepContext:
     """The context of a starting step for capabilities."""
 
     state: StepState
@@ -121,10 +121,10 @@ class Beginning:
         return device_of(self.chunks[0])
 
 
-class Capability:
+class Feature:
     """An optional feature of a schedule in addition to F, B and W; lives across steps."""
 
-    def begin(self, beginning: Beginning) -> Part | None:
+    def begin(self, beginning: StepContext) -> StepHook | None:
         """Return its part in a step, or None."""
 
     def end(self) -> None:
@@ -148,7 +148,7 @@ def counted(state: StepState, handler: Handler) -> Handler:
     return handler._replace(run=run)
 
 
-def parts_of(capabilities: Iterable[Capability], beginning: Beginning) -> list[Part]:
+def parts_of(capabilities: Iterable[Feature], beginning: StepContext) -> list[StepHook]:
     """Return the parts of all capabilities in a step."""
     found = (each.begin(beginning) for each in capabilities)
     return [part for part in found if part is not None]

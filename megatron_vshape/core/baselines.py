@@ -46,7 +46,7 @@ def why_not_stock(name: str, num_devices: int, num_microbatches: int) -> str:
     return f"{num_microbatches} microbatches are not a multiple of {num_devices} ranks"
 
 
-class Rival(NamedTuple):
+class BaselineSpec(NamedTuple):
     """A catalogue schedule with its stages per device (if optional) and slices per microbatch."""
 
     name: str
@@ -63,14 +63,14 @@ class Rival(NamedTuple):
         return self.name in MEGATRONS_OWN and whole and self.slices == 1
 
 
-class Known(NamedTuple):
+class EvaluatedSchedule(NamedTuple):
     """An evaluated schedule at the request's costs; `rival` is its catalogue entry."""
 
     schedule: Schedule
     costs: Costs
     timeline: Timeline
     peak: tuple[float, ...]
-    rival: Rival | None = None
+    rival: BaselineSpec | None = None
 
     @property
     def is_megatrons(self) -> bool:
@@ -86,7 +86,7 @@ def rivals_of(
     num_microbatches: int,
     chunk_counts: Iterable[int],
     slice_counts: Iterable[int] = (1,),
-) -> Iterator[tuple[Rival, BuildingBlock]]:
+) -> Iterator[tuple[BaselineSpec, BuildingBlock]]:
     """Yield the baselines for these numbers of stages per device, with their blocks.
 
     A schedule with optional stages per device is included once per number. Schedules larger than
@@ -103,7 +103,7 @@ def rivals_of(
             if (chunks or 1) * passes > MOST_COMPARED:
                 continue  # its block alone is slow to generate
             try:
-                rival = Rival(name, chunks, slices)
+                rival = BaselineSpec(name, chunks, slices)
                 block = make_block(name, num_devices, num_microbatches, **_choices(rival))
             except ScheduleError:  # not for these sizes
                 continue
@@ -112,18 +112,18 @@ def rivals_of(
                 yield rival, block
 
 
-def judge(schedule: Schedule, costs: Costs) -> Known:
+def judge(schedule: Schedule, costs: Costs) -> EvaluatedSchedule:
     """Evaluate the schedule at these costs, with vocabulary parallelism if the costs have it."""
     schedule = shared_if_told(schedule, costs)
-    return Known(schedule, costs, simulate(schedule, costs), peak_held(schedule, costs))
+    return EvaluatedSchedule(schedule, costs, simulate(schedule, costs), peak_held(schedule, costs))
 
 
 def judge_rival(
-    rival: Rival,
+    rival: BaselineSpec,
     num_devices: int,
     num_microbatches: int,
     costs_of: Callable[[Placement, str], Costs],
-) -> Known:
+) -> EvaluatedSchedule:
     """Evaluate a catalogue schedule: times and peak memory.
 
     Raises:
@@ -131,15 +131,15 @@ def judge_rival(
     """
     schedule = _made(rival, num_devices, num_microbatches)
     costs = costs_of(schedule.placement, str(rival))
-    return judge(schedule.parted(), costs)._replace(rival=rival)
+    return judge(schedule.split_overlapped(), costs)._replace(rival=rival)
 
 
 @lru_cache(maxsize=64)  # a frontier evaluates the same ones at every limit
-def _made(rival: Rival, num_devices: int, num_microbatches: int) -> Schedule:
+def _made(rival: BaselineSpec, num_devices: int, num_microbatches: int) -> Schedule:
     return make(rival.name, num_devices, num_microbatches, **_choices(rival))
 
 
-def _choices(rival: Rival) -> dict[str, int]:
+def _choices(rival: BaselineSpec) -> dict[str, int]:
     chunks = {} if rival.chunks is None else {"num_chunks": rival.chunks}
     return {"slices": rival.slices, **chunks}
 
@@ -156,7 +156,7 @@ def may_fit(
     return fits([peak * min(held[stage] for stage in own) for peak, own in rows], limits)
 
 
-def joined(known: Known, objective: Objective) -> Known:
+def joined(known: EvaluatedSchedule, objective: Objective) -> EvaluatedSchedule:
     """Fuse B and W to BW where that is not slower, if BW has a separate cost."""
     if known.costs.whole_us is None:
         return known

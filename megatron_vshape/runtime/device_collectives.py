@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 class Pending(Generic[Result]):
     """Result of a job that overlaps with the passes."""
 
-    def __init__(self, together: "Together", future: "Future[Result]") -> None:
+    def __init__(self, together: "DeviceCollectives", future: "Future[Result]") -> None:
         self._together = together
         self._future = future
         self.event: torch.cuda.Event | None = None
@@ -64,7 +64,7 @@ class Pending(Generic[Result]):
         return made
 
 
-class Together:
+class DeviceCollectives:
     """Collectives of this rank's pipeline, over two process groups of all its ranks."""
 
     def __init__(

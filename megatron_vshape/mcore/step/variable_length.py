@@ -15,7 +15,12 @@ from torch.nn.modules.dropout import _DropoutNd
 from megatron_vshape.core.check.simulate import costs_of
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import HELD, TIMES
-from megatron_vshape.core.unlike import Evened, PassGraph, even_out, graph_of
+from megatron_vshape.core.variable_length import (
+    MicrobatchOrder,
+    PassGraph,
+    graph_of,
+    reorder_microbatches,
+)
 from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError
 from megatron_vshape.mcore.setup.plans import PlannedStep
 from megatron_vshape.runtime import first_cause
@@ -92,7 +97,7 @@ class InOrder:
         return getattr(self._source, name)
 
 
-class Ahead:
+class PeekableIterator:
     """An iterator with lookahead."""
 
     def __init__(self, source: Any) -> None:
@@ -106,7 +111,7 @@ class Ahead:
             self._read.append(next(self.source))
         return self._read[number]
 
-    def __iter__(self) -> Ahead:
+    def __iter__(self) -> PeekableIterator:
         return self
 
     def __next__(self) -> Any:
@@ -116,7 +121,7 @@ class Ahead:
         return getattr(self.source, name)
 
 
-class Places:
+class MicrobatchReorderer:
     """Chooses the order of a step's microbatches, equal on all ranks that share them.
 
     The first context- and tensor-parallel rank of the first stage reads the microbatches of the
@@ -132,7 +137,7 @@ class Places:
         self._weights = _weights_of_layer(config, self._attention)
         self._knows: bool | None = None  # whether batches have lengths; None before the first step
         self._graphs: dict[int, tuple[PlannedStep, PassGraph]] = {}
-        self.last: Evened | None = None
+        self.last: MicrobatchOrder | None = None
         self._has_told = False
 
     def order(
@@ -190,7 +195,7 @@ class Places:
         first = next((each for each in iterators if hasattr(each, "__next__")), None)
         if first is None:
             return list(iterators), _FoundOrder(False)
-        ahead = Ahead(first)
+        ahead = PeekableIterator(first)
         read = [ahead if each is first else each for each in iterators]
         return read, self._found(plan, count, ahead.look)
 
@@ -226,7 +231,7 @@ class Places:
         if id(plan) not in self._graphs:  # the plan is stored too, so that its id stays unique
             self._graphs[id(plan)] = plan, graph_of(schedule, costs_of(schedule, costs))
         # No device may exceed its memory peak in the given order.
-        self.last = even_out(schedule, costs, 0.0, graph=self._graphs[id(plan)][1])
+        self.last = reorder_microbatches(schedule, costs, 0.0, graph=self._graphs[id(plan)][1])
         if self.last.order == tuple(range(len(lengths))):
             return None
         if not self._has_told and dist.get_rank() == 0:

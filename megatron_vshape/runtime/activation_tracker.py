@@ -24,7 +24,7 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.runtime.gathering_job import plain_tensors
 
 
-class Census:
+class ActivationTracker:
     """Activation tracker: storages of saved tensors in one step, and the bytes that passes add."""
 
     def __init__(self, not_counted: Iterable[Tensor]) -> None:
