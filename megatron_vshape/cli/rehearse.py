@@ -43,7 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "megatron-vshape rehearse [OPTIONS] -- pretrain_gpt.py FLAGS..."
     model = group(parser, MODEL)
     model.add_argument(
-        "--gpu", choices=sorted(GPUS), default="h100", help="GPU type (default: h100)"
+        "--gpu",
+        choices=sorted(GPUS),
+        default="h100",
+        metavar="NAME",
+        help=f"GPU type (default: h100): {', '.join(sorted(GPUS))}",
     )
     add_cluster_argument(parser)
     model.add_argument(

@@ -232,7 +232,7 @@ def test_a_file_beyond_the_limit_of_host_memory(train: Train, farm: Farm, tmp_pa
 @pytest.mark.parametrize(
     ("name", "limit_gib", "said"),
     [
-        ("v-half", 1.0, "--pipeline-host-memory-limit is for --pipeline-schedule auto, or a sched"),
+        ("v-half", 1.0, "--pipeline-host-memory-limit requires --pipeline-schedule auto, or a sch"),
         ("auto", -1.0, "--pipeline-host-memory-limit -1 is not a number of GiB above 0"),
         (
             "file",

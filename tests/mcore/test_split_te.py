@@ -546,7 +546,7 @@ def test_no_job_keeps_a_buffer_of_the_dispatchers() -> None:
     [
         ({"ub_bulk_dgrad": True}, None, None),
         ({"ub_overlap_ag_dgrad": True}, None, None),
-        ({"ub_bulk_wgrad": True}, None, "its userbuffers hide an exchange behind it"),
+        ({"ub_bulk_wgrad": True}, None, "its userbuffers overlap communication with it"),
         ({"ub_bulk_dgrad": True}, "e4m3", "userbuffers overwrite its quantized"),
         ({"ub_overlap_ag_dgrad": True}, "hybrid", "userbuffers overwrite its quantized"),
         ({"ub_overlap_rs_dgrad": True}, "hybrid", None),

@@ -15,7 +15,7 @@ from mcore.test_training import UNTIED, assert_equal_training, losses, relative
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.mcore.setup.pipeline import _counts_losses
+from megatron_vshape.mcore.setup.pipeline import _counts_calls
 from megatron_vshape.mcore.step.variable_length import (
     InOrder,
     MicrobatchReorderer,
@@ -169,9 +169,10 @@ def test_active_dropout_keeps_the_order(farm: Farm, tmp_path: Path) -> None:
 
 def test_stored_logits_keep_the_order() -> None:
     """Megatron pairs them with microbatches by the number of calls."""
-    for name, keeps in (("logits_load_dir", True), ("logits_save_dir", True), ("other", False)):
-        assert _counts_losses(SimpleNamespace(**{name: "somewhere"})) is keeps
-    assert not _counts_losses(SimpleNamespace(logits_load_dir=None))
+    stored = ("logits_load_dir", "logits_save_dir", "use_routing_replay")
+    for name, keeps in (*((each, True) for each in stored), ("other", False)):
+        assert _counts_calls(SimpleNamespace(**{name: "somewhere"})) is keeps
+    assert not _counts_calls(SimpleNamespace(logits_load_dir=None))
 
 
 def test_a_fault_that_one_rank_finds_ends_all(farm: Farm, tmp_path: Path) -> None:

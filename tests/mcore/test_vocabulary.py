@@ -203,7 +203,7 @@ REFUSED = {
     ),
     "--use-mup": "--pipeline-vocab-parallel does not work with --use-mup",
     "--fine-grained-activation-offloading --offload-modules attn_norm": (
-        "does not work with activations that wait in host memory"
+        "does not work with offloading of activations"
     ),
 }
 
