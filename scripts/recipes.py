@@ -23,8 +23,8 @@ from megatron_vshape.mcore.layout.layer_split import given_layers
 from megatron_vshape.mcore.layout.stage_map import HASH_LAYERS, StageMap
 from megatron_vshape.mcore.options import OPTIONS, TRACE_STEPS, Options
 from megatron_vshape.mcore.refusals import (
-    BESIDE,
     ENGINE,
+    OVERLAP_OPTION,
     MissingError,
     UnsupportedError,
     check_arguments,
@@ -197,7 +197,9 @@ def _reasons(
     error: Exception, names: Collection[str], left: SimpleNamespace, choice: ScheduleConfig
 ) -> list[str]:
     """Return the messages of an error: all of them if it is the first of several conflicts."""
-    several = [str(each) for each in conflicts(left, choice.placement)] if BESIDE in names else []
+    several = (
+        [str(each) for each in conflicts(left, choice.placement)] if OVERLAP_OPTION in names else []
+    )
     return several if str(error) in several else [str(error)]
 
 

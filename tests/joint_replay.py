@@ -22,7 +22,7 @@ def peak_of(schedule: Schedule, costs: Costs) -> float:
 def replay(schedule: Schedule, costs: Costs) -> list[list[tuple[float, float]]]:
     """Return the start and the end of every device's passes; stops where nothing can go on."""
     rows = [[(str(w.kind), w.stage, w.microbatch) for w in row] for row in schedule.order]
-    joint = {(str(w.kind), w.stage, w.microbatch) for w in schedule.joint}
+    overlapped = {(str(w.kind), w.stage, w.microbatch) for w in schedule.overlapped}
     done: dict[Key, float] = {}
     times: list[list[tuple[float, float]]] = [[] for _ in rows]
     moved = True
@@ -31,7 +31,7 @@ def replay(schedule: Schedule, costs: Costs) -> list[list[tuple[float, float]]]:
         for own, row in zip(times, rows, strict=True):
             if len(own) == len(row):
                 continue
-            step = row[len(own) : len(own) + (2 if row[len(own)] in joint else 1)]
+            step = row[len(own) : len(own) + (2 if row[len(own)] in overlapped else 1)]
             ready = [_ready(each, schedule.placement, costs, done) for each in step]
             if None in ready:
                 continue

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import KINDS, Kind, ScheduleError
-from megatron_vshape.core.model.passes import Pass, can_join
+from megatron_vshape.core.model.passes import Pass, can_overlap
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS, make
 
@@ -106,17 +106,17 @@ def with_pairs(draw: st.DrawFn, schedule: Schedule) -> Schedule:
         pair
         for row in schedule.order
         for pair in itertools.pairwise(row)
-        if can_join(pair) and draw(st.booleans())
+        if can_overlap(pair) and draw(st.booleans())
     ]
-    joint = frozenset[Pass]()
+    overlapped = frozenset[Pass]()
     for work, _ in pairs:
-        tried = replace(schedule, joint=joint | {work})
+        tried = replace(schedule, overlapped=overlapped | {work})
         try:
             simulate(tried)
         except ScheduleError:  # two of them would wait for each other
             continue
-        joint = tried.joint
-    return replace(schedule, joint=joint)
+        overlapped = tried.overlapped
+    return replace(schedule, overlapped=overlapped)
 
 
 @st.composite

@@ -102,7 +102,7 @@ class PlanRequest:
     objective: Objective = Objective.MAKESPAN
     placements: tuple[Placement, ...] = ()  # allowed for AUTO; (): any
     chunks: tuple[int, ...] = ()  # stages per device for AUTO; (): up to the stages of `costs`
-    joint: bool = False  # keep F&B pairs of a named schedule
+    overlapped: bool = False  # keep F&B pairs of a named schedule
     choices: tuple[tuple[str, int], ...] = ()  # further arguments of `make`
     slices: int | tuple[int, ...] = 1  # per microbatch; AUTO chooses from several
     steps: int | None = None  # search steps; None: the default of `search.plan`
@@ -235,7 +235,7 @@ def ask(question: PlanRequest) -> PlanResult:
         # The name includes the chunks, to distinguish several schedules of one name.
         name = made if own.chunks is None else replace(made, name=name)
     costs = question.costs_of(name.placement, name.name)
-    if block is not None and not question.joint:
+    if block is not None and not question.overlapped:
         name = name.split_overlapped()
     return PlanResult(shared_if_told(name, costs), costs, block)
 

@@ -92,7 +92,7 @@ def _better_apart(schedule: Schedule, costs: Costs) -> set[Pass]:
         for work in row
         if work.kind is Kind.B and work.stage in stages
     }
-    return dear.union(schedule.beside().values())
+    return dear.union(schedule.overlapped_pairs().values())
 
 
 def _join(schedule: Schedule, stages: Sequence[int], apart: set[Pass]) -> Schedule:

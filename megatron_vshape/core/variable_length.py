@@ -129,7 +129,7 @@ def graph_of(schedule: Schedule, costs: Costs) -> PassGraph:
         first.append(len(waits))
         row = dict.fromkeys(names, 0.0)
         if len(group) == 2:
-            plain.append(costs.joint_us(group[0].stage, group[1].kind, group[1].stage))
+            plain.append(costs.overlapped_us(group[0].stage, group[1].kind, group[1].stage))
         else:
             (work,) = group
             for name, us in costs.per_microbatch_delta_us(work.kind, work.stage):
@@ -169,7 +169,7 @@ def _in_turn(schedule: Schedule, costs: Costs) -> tuple[dict[Pass, int], list[li
         ends += [(end, device, at) for at, end in enumerate(row)]
     number: dict[Pass, int] = {}
     groups: list[list[Pass]] = []
-    second = {other: work for work, other in schedule.beside().items()}
+    second = {other: work for work, other in schedule.overlapped_pairs().items()}
     for _, device, at in sorted(ends):
         work = schedule.order[device][at]
         leader = second.get(work)

@@ -207,10 +207,10 @@ def _captures_experts(options: Any) -> bool:
     return bool(experts) and "moe" in (graph_scope(options) or {"moe"})
 
 
-BESIDE = "overlap_moe_expert_parallel_comm"
+OVERLAP_OPTION = "overlap_moe_expert_parallel_comm"
 """Megatron's option for overlapped forward-backward passes, by its layer plans."""
 
-_OVERLAP = f"--{BESIDE.replace('_', '-')}"
+_OVERLAP = f"--{OVERLAP_OPTION.replace('_', '-')}"
 
 ENGINE = "transformer_engine"
 """Default of --transformer-impl."""
@@ -534,7 +534,7 @@ REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
     ),
     By.VOCABULARY: (
         Refusal("optimizer_post_validation", _UNTRIED, in_config=False),
-        Refusal(BESIDE, _UNTRIED),
+        Refusal(OVERLAP_OPTION, _UNTRIED),
         Refusal("cuda_graph_impl", _OF_F_B_W, **_GRAPHS),
         Refusal("external_cuda_graph", _OF_F_B_W),
         *_each(
@@ -558,7 +558,7 @@ REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
     ),
     By.SLICES: (
         *_each(_UNTRIED, "optimizer_post_validation", "pipeline_vocab_parallel", in_config=False),
-        Refusal(BESIDE, _UNTRIED),
+        Refusal(OVERLAP_OPTION, _UNTRIED),
         Refusal(
             "context_parallel_size",
             "Transformer Engine's attention does not support it with slices",
@@ -606,17 +606,17 @@ REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
 
 def conflicts(options: Any, placement: Placement) -> Iterator[UnsupportedError]:
     """Yield an error for each option that layer plans do not support, if they are enabled."""
-    if not getattr(options, BESIDE, False):
+    if not getattr(options, OVERLAP_OPTION, False):
         return
     for refusal in REFUSALS[By.LAYER_PLANS]:
         said = refusal.said_of(options)
         if said is not None:
-            yield UnsupportedError(_message(_OVERLAP, said, refusal), BESIDE)
+            yield UnsupportedError(_message(_OVERLAP, said, refusal), OVERLAP_OPTION)
     if len(placement) == max(placement) + 1:
         yield UnsupportedError(
             f"{_OVERLAP} does not work with a schedule with one chunk per rank: passes of two "
             f"chunks overlap. Use a schedule such as v-half, or remove {_OVERLAP}",
-            BESIDE,
+            OVERLAP_OPTION,
         )
 
 

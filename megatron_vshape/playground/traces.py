@@ -43,9 +43,9 @@ def measured_pictures(trace: FileText, pricing: Pricing) -> list[Picture]:
     try:
         planned, measured = _read(trace)
         verify(measured.schedule)
-        if planned is not None and (planned.schedule.order, planned.schedule.joint) != (
+        if planned is not None and (planned.schedule.order, planned.schedule.overlapped) != (
             measured.schedule.order,
-            measured.schedule.joint,
+            measured.schedule.overlapped,
         ):
             planned = None  # times of another order do not apply to this order
         costs = _costs(measured, pricing)
@@ -198,10 +198,10 @@ def _timeline(found: _Rows, name: str) -> Timeline:
     placement = tuple(home[stage] for stage in range(len(home)))
     microbatches = 1 + max(work.microbatch for row in rows for _, _, work in row)
     order = tuple(tuple(work for _, _, work in row) for row in rows)
-    joint = frozenset(
+    overlapped = frozenset(
         one[2] for row in rows for one, other in pairwise(row) if one[0] == other[0] < one[1]
     )
-    schedule = Schedule(name, devices, microbatches, placement, order, joint=joint)
+    schedule = Schedule(name, devices, microbatches, placement, order, overlapped=overlapped)
     check_drawn(schedule)
     zero = min(row[0][0] for row in rows if row)
     starts = tuple(tuple(start - zero for start, _, _ in row) for row in rows)

@@ -221,7 +221,8 @@ def measured_costs(
     # Pass types that ran only in F&B pairs have no separate time.
     middle |= {
         (kind, at): statistics.median(alone)
-        for kind, at in {key for each in timelines for key in _in_joint_passes(each)} - set(middle)
+        for kind, at in {key for each in timelines for key in _in_overlapped_pairs(each)}
+        - set(middle)
         if (alone := [us for key, us in middle.items() if key[0] is kind])
     }
     stages = range(timelines[0].schedule.num_stages)
@@ -237,9 +238,9 @@ def measured_costs(
     return costs.having(**dict(_shared_times(times, stages)))
 
 
-def _in_joint_passes(timeline: Timeline) -> set[tuple[Kind, int]]:
+def _in_overlapped_pairs(timeline: Timeline) -> set[tuple[Kind, int]]:
     """Return the pass types and stages that ran in F&B pairs."""
-    pairs = timeline.schedule.beside().items()
+    pairs = timeline.schedule.overlapped_pairs().items()
     return {work[:2] for pair in pairs for work in pair}
 
 

@@ -154,7 +154,7 @@ class Transport:
             for edge in fresh:
                 self._connect(edge)
         self._warm_up(fresh)
-        if self.together is None and any(kind.joins for kind in program.schedule.kinds):
+        if self.together is None and any(kind.is_collective for kind in program.schedule.kinds):
             self.together = DeviceCollectives(
                 self._ranks, self._make_pipelines_group, self._torch_device, self._timeout_s
             )

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_vshape.core.model.kinds import BESIDE, PROCESSOR, Kind
+from megatron_vshape.core.model.kinds import PAIR_SIGN, PROCESSOR, Kind
 from megatron_vshape.core.model.passes import NeedTable, Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.program.instructions import (
@@ -281,7 +281,7 @@ _WAIT = "wait {}".format
 
 
 def _name_of(works: tuple[Pass, ...]) -> str:
-    return BESIDE.join(map(str, works))
+    return PAIR_SIGN.join(map(str, works))
 
 
 def _call_stages(
@@ -290,12 +290,12 @@ def _call_stages(
     """Run passes and return their results; a pair runs overlapped if its stage supports it."""
     if len(works) == 1:
         return [_call_stage(stages[works[0].stage], works[0], handed)]
-    joint = getattr(stages[works[0].stage], "forward_beside", None)
+    overlapped = getattr(stages[works[0].stage], "forward_overlapped", None)
     # Without an overlapped implementation the two passes run one after the other.
-    if joint is None:
+    if overlapped is None:
         return [_call_stage(stages[each.stage], each, handed) for each in works]
     work, other = works
-    return [*joint(work.microbatch, handed.pop(0), stages[other.stage], other, handed.pop(0))]
+    return [*overlapped(work.microbatch, handed.pop(0), stages[other.stage], other, handed.pop(0))]
 
 
 def _call_stage(stage: Stage, work: Pass, handed: list[Tensor | None]) -> Tensor | None:

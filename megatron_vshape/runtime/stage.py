@@ -28,7 +28,7 @@ class Stage(Protocol):
     same microbatch needs, and frees it right after that pass. For a pass of another kind without a
     `Handler`, the runner calls the method named by the kind, with the microbatch only.
 
-    A stage may implement `forward_beside(microbatch, received, other, work, gradient)` for
+    A stage may implement `forward_overlapped(microbatch, received, other, work, gradient)` for
     overlapped F&B: it runs F overlapped with `work`, a B or BW of the stage `other` with the output
     gradient `gradient`, and returns both results. Without that method the two passes run one after
     the other.

@@ -10,7 +10,7 @@ from typing import TextIO
 
 from megatron_vshape.core.check.simulate import unit_costs
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import BESIDE
+from megatron_vshape.core.model.kinds import PAIR_SIGN
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import chunks_of
 from megatron_vshape.core.model.schedule import Timeline
@@ -116,7 +116,7 @@ def _meta(device: int, name: str, args: dict[str, str | int | float]) -> Event:
 def _passes(timeline: Timeline, device: int) -> Iterator[Event]:
     chunks = chunks_of(timeline.schedule.placement)
     threads = _resources(timeline, device)
-    beside = timeline.schedule.beside()
+    beside = timeline.schedule.overlapped_pairs()
     joined = set(beside.values())
     for work, start, end in timeline.slots(device):
         if work in joined:  # part of the event of its F
@@ -124,7 +124,7 @@ def _passes(timeline: Timeline, device: int) -> Iterator[Event]:
         step = (work, beside[work]) if work in beside else (work,)
         yield {
             "ph": "X",
-            "name": BESIDE.join(map(str, step)),
+            "name": PAIR_SIGN.join(map(str, step)),
             "cat": " & ".join(each.kind.label for each in step),
             "pid": device,
             "tid": threads.index(work.kind.resource),

@@ -16,7 +16,7 @@ def held_steps(timeline: Timeline, costs: Costs, device: int) -> list[tuple[floa
     costs = costs_of(timeline.schedule, costs)
     curve = held_curve(timeline.schedule, costs, device)
     # The second pass of an F&B pair starts with its F, so it is not a separate step.
-    beside = set(timeline.schedule.beside().values())
+    beside = set(timeline.schedule.overlapped_pairs().values())
     pairs = [
         (slot, held)
         for slot, held in zip(timeline.slots(device), curve, strict=True)

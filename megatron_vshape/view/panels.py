@@ -72,7 +72,7 @@ def bars_of(timeline: Timeline, time_scale: float = 1.0) -> list[Bar]:
         device: _heights([lane.resource for lane in lanes if lane.device == device])
         for device in range(timeline.schedule.num_devices)
     }
-    pairs = timeline.schedule.beside().items()
+    pairs = timeline.schedule.overlapped_pairs().items()
     lower_part = {half: place for pair in pairs for place, half in enumerate(pair)}
 
     def height(device: int, work: Pass) -> tuple[float, float]:

@@ -93,8 +93,8 @@ def test_a_name_has_its_joint_passes_if_the_run_has() -> None:
     assert not set(JOINT_NAMES) & set(NAMES)
     for name in JOINT_NAMES:
         question = PlanRequest(name, 4, 8)
-        assert not ask(question).schedule.joint
-        assert ask(replace(question, joint=True)).schedule.joint
+        assert not ask(question).schedule.overlapped
+        assert ask(replace(question, overlapped=True)).schedule.overlapped
 
 
 def checked(schedule: Schedule, costs: Costs | None) -> Schedule:
@@ -127,7 +127,7 @@ def test_neighbours_of_any_schedule_are_paired_and_run(
 def test_pairs_hide_exchanges(name: str, share: float) -> None:
     schedule, costs = make(name, 4, 16), exchanging(4, 0.35)
     paired = pair_adjacent(schedule, costs)
-    assert len(paired.joint) > 16
+    assert len(paired.overlapped) > 16
     assert replayed(paired, costs) < share * replayed(schedule, costs)
 
 
@@ -139,8 +139,8 @@ def test_a_plan_may_have_pairs() -> None:
 
 def test_nothing_is_paired_if_it_costs_more_than_it_may_hide() -> None:
     for name in ("1f1b-v", "zb-h1"):  # paired, they take 81 % and 9 % longer
-        assert not pair_adjacent(make(name, 8, 24)).joint
-    assert pair_adjacent(make("v-zb", 8, 24)).joint
+        assert not pair_adjacent(make(name, 8, 24)).overlapped
+    assert pair_adjacent(make("v-zb", 8, 24)).overlapped
 
 
 def test_published_pairs_and_other_kinds_of_passes_stay() -> None:
@@ -156,4 +156,6 @@ def test_published_pairs_and_other_kinds_of_passes_stay() -> None:
 def test_a_pair_never_waits_for_itself() -> None:
     """F of the last stage and the B of the same microbatch are neighbours in 1F1B."""
     paired = pair_adjacent(make("1f1b", 4, 8))
-    assert all(work.microbatch != other.microbatch for work, other in paired.beside().items())
+    assert all(
+        work.microbatch != other.microbatch for work, other in paired.overlapped_pairs().items()
+    )

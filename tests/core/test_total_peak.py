@@ -78,14 +78,14 @@ def test_both_passes_of_a_joint_one_work_at_once() -> None:
     made = make("dualpipev", 2, 6)
     alone = costs().of_activations()
     added = [a - b for a, b in zip(peak_held(made, costs()), peak_held(made, alone), strict=True)]
-    joint = made.beside()
-    assert joint
+    overlapped = made.overlapped_pairs()
+    assert overlapped
     for device, passes in enumerate(made.order):
         curves = [held_curve(made, each, device) for each in (costs(), alone)]
         fixed = costs().fixed_bytes(made.placement, 2)[device]
         assert added[device] >= fixed
         for at, (before, work) in enumerate(pairwise(passes), start=1):
-            if joint.get(before) == work:
+            if overlapped.get(before) == work:
                 both = costs().works(work.kind)[work.stage] + costs().works(Kind.F)[before.stage]
                 assert curves[0][at] - curves[1][at] == pytest.approx(fixed + both)
 

@@ -57,7 +57,8 @@ def costs_of(schedule: Schedule, head: float = HEAD, sum_us: float = 0.1) -> Cos
 
 def joined(schedule: Schedule) -> list[list[tuple[Kind, int]]]:
     return [
-        [(work.kind, work.microbatch) for work in row if work.kind.joins] for row in schedule.order
+        [(work.kind, work.microbatch) for work in row if work.kind.is_collective]
+        for row in schedule.order
     ]
 
 
@@ -319,11 +320,11 @@ def test_an_evaluation_can_share_it(placement: tuple[int, ...]) -> None:
     assert deadlocks_under_device_sync(lower(shared, kernels=True)) == {}
 
 
-@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("copies", [False, True])
-def test_it_is_shared_beside_whatever_a_plan_has(joint: bool, copies: bool) -> None:
+def test_it_is_shared_beside_whatever_a_plan_has(overlapped: bool, copies: bool) -> None:
     """What runs beside the processor holds up nobody, and a step of two stays one."""
-    plain = make("dualpipev", 4, 12) if joint else make("v-zb", 4, 12)
+    plain = make("dualpipev", 4, 12) if overlapped else make("v-zb", 4, 12)
     own = costs_of(plain)
     if copies:
         own = own.with_copies(1.0)
@@ -333,8 +334,8 @@ def test_it_is_shared_beside_whatever_a_plan_has(joint: bool, copies: bool) -> N
         assert COPY_OUT in plain.kinds
     shared = share_vocabulary(plain, own)
     verify(shared, costs=own)
-    assert shared.joint == plain.joint
-    assert shared.beside() == plain.beside()
+    assert shared.overlapped == plain.overlapped
+    assert shared.overlapped_pairs() == plain.overlapped_pairs()
     assert {kind for kind in shared.kinds if not kind.of} == plain.kinds
     timeline = simulate(shared, own)
     assert deadlocks_under_device_sync(lower(shared, timeline, kernels=True)) == {}

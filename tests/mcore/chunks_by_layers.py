@@ -186,7 +186,7 @@ class Chunks:
         if others:
             (work,) = others
             other, gradient = self.stages[work.stage], self.inputs_of(work)
-            made = stage.forward_beside(first.microbatch, received, other, work, gradient)
+            made = stage.forward_overlapped(first.microbatch, received, other, work, gradient)
         elif first.kind is Kind.W:
             stage.backward_weights(first.microbatch)
             return

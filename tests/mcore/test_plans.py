@@ -54,10 +54,10 @@ def test_auto_without_a_limit_plans_for_the_memory_of_1f1b(chunks: int) -> None:
 
 def test_adjacent_passes_overlap_if_the_run_can() -> None:
     for name in ("v-zb", "interleaved-1f1b"):
-        made = Planner(ScheduleConfig(4, name, may_join=True)).training(16)
-        assert made.schedule.joint
+        made = Planner(ScheduleConfig(4, name, may_overlap=True)).training(16)
+        assert made.schedule.overlapped
         assert made.schedule.order == Planner(ScheduleConfig(4, name)).training(16).schedule.order
-        assert not Planner(ScheduleConfig(4, name)).training(16).schedule.joint
+        assert not Planner(ScheduleConfig(4, name)).training(16).schedule.overlapped
 
 
 def test_a_name_that_looks_like_no_file() -> None:

@@ -40,7 +40,7 @@ DEFAULT_SEARCH = {
     "seq_length": 64,
     "transformer_impl": "local",
 }
-BESIDE = {
+OVERLAPPED = {
     "overlap_moe_expert_parallel_comm": True,
     "expert_model_parallel_size": 2,
     "moe_token_dispatcher_type": "alltoall",
@@ -89,13 +89,16 @@ TABLE: list[tuple[dict[str, Any], str | None]] = [
     ({"transformer_impl": "transformer_engine"}, "Transformer Engine, which is not installed here"),
     ({"transformer_impl": None}, None),
     ({"transformer_impl": "inference_optimized"}, "--transformer-impl inference_optimized: its"),
-    (BESIDE, None),
-    (BESIDE | {"fp8": "hybrid", "fp8_recipe": "delayed"}, "with --fp8-recipe delayed"),
-    (BESIDE | {"sequence_parallel": True}, "does not work with --sequence-parallel and dropout"),
-    (BESIDE | {"bf16": False}, "does not work with fp32 training"),
+    (OVERLAPPED, None),
+    (OVERLAPPED | {"fp8": "hybrid", "fp8_recipe": "delayed"}, "with --fp8-recipe delayed"),
+    (
+        OVERLAPPED | {"sequence_parallel": True},
+        "does not work with --sequence-parallel and dropout",
+    ),
+    (OVERLAPPED | {"bf16": False}, "does not work with fp32 training"),
     ({"overlap_moe_expert_parallel_comm": True}, "with --expert-model-parallel-size 1"),
-    (BESIDE | {"pipeline_schedule": "zb-h1"}, "with a schedule with one chunk per rank"),
-    (BESIDE | {"cuda_graph_impl": "transformer_engine"}, None),  # set aside
+    (OVERLAPPED | {"pipeline_schedule": "zb-h1"}, "with a schedule with one chunk per rank"),
+    (OVERLAPPED | {"cuda_graph_impl": "transformer_engine"}, None),  # set aside
     ({"timing_log_level": 2, "distributed_backend": "nccl"}, "with --timing-log-level 2 on GPUs"),
     ({"use_megatron_fsdp": True}, "--use-megatron-fsdp: it supports DDP only. Use DDP"),
     ({"moe_paged_stash": True, "rampup_batch_size": [1, 1, 9]}, "with --moe-paged-stash does not"),

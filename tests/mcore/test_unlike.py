@@ -191,7 +191,7 @@ def test_a_fault_that_one_rank_finds_ends_all(farm: Farm, tmp_path: Path) -> Non
 
 
 EVALUATED = ("--eval-interval", "3", "--eval-iters", "1")
-BESIDE = {
+OVERLAPPED = {
     "TP": "--tensor-model-parallel-size 2",
     "CP": "--context-parallel-size 2",
     "EP": (
@@ -216,7 +216,7 @@ def assert_equal_places(ours: Ended, theirs: Ended) -> None:
         torch.testing.assert_close(mine[name], yours[name], rtol=0, atol=1e-4, msg=str(name))
 
 
-@pytest.mark.parametrize("other", BESIDE)
+@pytest.mark.parametrize("other", OVERLAPPED)
 def test_ranks_of_a_stage_take_the_same_places(farm: Farm, tmp_path: Path, other: str) -> None:
     """Of a stage all must read the same microbatch, or their sums are of different ones.
 
@@ -225,7 +225,13 @@ def test_ranks_of_a_stage_take_the_same_places(farm: Farm, tmp_path: Path, other
     """
     file = tmp_path / "costs.json"
     file.write_text(Costs.uniform(2, 4, 100, 120, 90, 5).to_json())
-    flags = (*STEPS, *EVALUATED, "--pipeline-model-parallel-size", "2", *BESIDE[other].split())
+    flags = (
+        *STEPS,
+        *EVALUATED,
+        "--pipeline-model-parallel-size",
+        "2",
+        *OVERLAPPED[other].split(),
+    )
     flags = (*flags, "--train-iters", "4", "--num-workers", "1")
     theirs = farm.run(4, "--pipeline-schedule", "1f1b", *flags, plugin=PLUGIN).check()
     planned = ("--pipeline-schedule", "auto", "--pipeline-costs", str(file))

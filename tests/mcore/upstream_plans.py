@@ -60,7 +60,7 @@ class ChunkPlans:
             stage.forward(0, None)
         else:
             other, work = self._of_backward(backward, b_grad)
-            stage.forward_beside(0, None, other, work, None)
+            stage.forward_overlapped(0, None, other, work, None)
             self._weights(other)
         (output,) = made
         return output

@@ -19,7 +19,7 @@ MICROBATCHES = 3
 
 
 def test_a_handler_is_joined_prepared_and_run_in_the_program_s_order() -> None:
-    met = define("M", label="meeting", method="none", reads=[Read("F")], joins=True)
+    met = define("M", label="meeting", method="none", reads=[Read("F")], is_collective=True)
     copy = define("K", label="copy", method="none", reads=[Read("F")], before=["B"], resource="l")
     try:
         plain = make("v-half", 1, MICROBATCHES)

@@ -89,7 +89,7 @@ def test_every_program_ends(name: str, size: tuple[int, int]) -> None:
 @pytest.mark.parametrize("size", [(2, 4), (3, 7)])
 @pytest.mark.parametrize("name", JOINT_NAMES)
 def test_every_program_with_joint_passes_ends(name: str, size: tuple[int, int]) -> None:
-    assert program_of(name, *size).schedule.joint
+    assert program_of(name, *size).schedule.overlapped
     check(name, *size)
 
 

@@ -122,14 +122,14 @@ def test_a_stage_runs_both_passes_of_a_joint_one() -> None:
     seen: list[tuple[Any, ...]] = []
 
     class Joint(NoStage):
-        def forward_beside(self, microbatch: int, received: Any, *beside: Any) -> Any:
+        def forward_overlapped(self, microbatch: int, received: Any, *beside: Any) -> Any:
             seen.append((microbatch, received, *beside[1:]))
             return self.tensor, self.tensor
 
     program = lower(make("dualpipev", 2, 4))
     stages = {stage: Joint() for stage in range(4)}
     run_program(program, 0, stages, NoCarrier())
-    pairs = program.schedule.beside().items()
+    pairs = program.schedule.overlapped_pairs().items()
     own = [pair for pair in pairs if program.schedule.placement[pair[0].stage] == 0]
     assert [(microbatch, work) for microbatch, _, work, _ in seen] == [
         (forward.microbatch, work) for forward, work in own

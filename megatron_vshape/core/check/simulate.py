@@ -88,8 +88,8 @@ class _Simulation:
         kinds = [kind for kind in KINDS if kind in schedule.kinds]
         self.table = NeedTable(stages, kinds)
         self.parts_of = self.table.parts_of
-        self.joint = schedule.joint
-        self.joint_us = cache(costs.joint_us)
+        self.overlapped = schedule.overlapped
+        self.overlapped_us = cache(costs.overlapped_us)
         self.time_us = {kind: [costs.time_us(kind, s) for s in range(stages)] for kind in kinds}
         self.end: list[list[list[float | None]]] = [
             [[None] * microbatches for _ in range(stages)] for _ in self.table.parts
@@ -146,7 +146,7 @@ class _Simulation:
             if len(self.ends[at]) < len(lane.passes)
         }
         if stuck:
-            beside = self.schedule.beside()
+            beside = self.schedule.overlapped_pairs()
             raise ScheduleError(explain_deadlock(self.lanes, self.table, stuck, beside))
         starts, ends = (_by_device(self.schedule, self.lanes, x) for x in (self.starts, self.ends))
         return starts, ends
@@ -160,10 +160,10 @@ class _Simulation:
             start = self._start(at, work, clock)
             length_us = self.time_us[work.kind][work.stage]
             # An F&B pair waits for the inputs of both passes, and has its own measured cost.
-            beside = passes[len(ends) + 1] if work in self.joint else None
+            beside = passes[len(ends) + 1] if work in self.overlapped else None
             if beside is not None and start is not None:
                 start = self._start(at, beside, start)
-                length_us = self.joint_us(work.stage, beside.kind, beside.stage)
+                length_us = self.overlapped_us(work.stage, beside.kind, beside.stage)
             elif self.costs.by_microbatch:
                 length_us += self.costs.more_us(*work)
             if start is None:
@@ -221,7 +221,7 @@ def _curves(schedule: Schedule, costs: Costs, devices: Iterable[int]) -> Iterato
     }
     unlike = any(name in HELD for name, _ in costs.by_microbatch)
     for device in devices:
-        held, beside, joint = fixed[device], 0.0, schedule.joint
+        held, beside, overlapped = fixed[device], 0.0, schedule.overlapped
         curve = list[float]()
         for work in schedule.order[device]:
             works, at_start, at_end = amounts[work.kind][work.stage]
@@ -232,7 +232,7 @@ def _curves(schedule: Schedule, costs: Costs, devices: Iterable[int]) -> Iterato
             # too.
             curve.append(held + works + beside)
             held += at_end
-            beside = works if joint and work in joint else 0.0
+            beside = works if overlapped and work in overlapped else 0.0
         yield curve
 
 
@@ -322,7 +322,7 @@ def times_in(timelines: Iterable[Timeline]) -> dict[tuple[Kind, int], list[float
     """Return the durations of passes by kind and stage, without overlapped passes."""
     times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for timeline in timelines:
-        pairs = {work for pair in timeline.schedule.beside().items() for work in pair}
+        pairs = {work for pair in timeline.schedule.overlapped_pairs().items() for work in pair}
         for device in range(timeline.schedule.num_devices):
             for work, start, end in timeline.slots(device):
                 if work not in pairs:

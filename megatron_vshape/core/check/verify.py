@@ -9,19 +9,19 @@ from megatron_vshape.core.check.simulate import held_curve, simulate, unit_costs
 from megatron_vshape.core.model.costs import Costs, held_text
 from megatron_vshape.core.model.kinds import (
     ALL_OR_NONE,
-    BESIDE,
     DEVICE,
     EVERY,
     FIRST,
     KINDS,
     LAST,
+    PAIR_SIGN,
     PARTS,
     Kind,
     Read,
     ScheduleError,
     find_kind,
 )
-from megatron_vshape.core.model.passes import Pass, can_join, turned
+from megatron_vshape.core.model.passes import Pass, can_overlap, turned
 from megatron_vshape.core.model.placement import check_placement
 from megatron_vshape.core.model.schedule import Schedule, check_slices
 
@@ -64,7 +64,7 @@ def verify(
     # The order matters: each check assumes the earlier ones, and the simulation needs every pass.
     _check_places(schedule)
     _check_counts(schedule)
-    _check_joint(schedule)
+    _check_overlapped(schedule)
     simulate(schedule)  # raises if it deadlocks
     _check_rows(schedule)
     if max_held is not None:
@@ -102,20 +102,20 @@ def _check_places(schedule: Schedule) -> None:
             )
 
 
-def _check_joint(schedule: Schedule) -> None:
+def _check_overlapped(schedule: Schedule) -> None:
     """Raise ScheduleError for an F&B pair that is not an F and a B or BW of another microbatch."""
-    for device, row in enumerate(schedule.order if schedule.joint else ()):
+    for device, row in enumerate(schedule.order if schedule.overlapped else ()):
         for at, work in enumerate(row):
             step = row[at : at + 2]
-            if work in schedule.joint and not can_join(step):
+            if work in schedule.overlapped and not can_overlap(step):
                 raise ScheduleError(
-                    f"{BESIDE.join(map(str, step))} on device {device} is no joint pass: right "
-                    "behind its F there must be a B or BW of another microbatch\n"
+                    f"{PAIR_SIGN.join(map(str, step))} on device {device} is not an overlapped "
+                    "pair: an F must be followed by a B or BW of another microbatch\n"
                     + excerpt(schedule, device, at)
                 )
-    rest = schedule.joint.difference(*schedule.order)
+    rest = schedule.overlapped.difference(*schedule.order)
     if rest:
-        raise ScheduleError(f"{min(rest)} is marked as joint, but no device runs it")
+        raise ScheduleError(f"{min(rest)} is marked as overlapped, but no device runs it")
 
 
 def _check_counts(schedule: Schedule) -> None:

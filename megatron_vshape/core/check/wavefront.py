@@ -22,7 +22,7 @@ Rows = tuple[tuple[float, ...], ...]
 def pays(schedule: Schedule, table: NeedTable) -> bool:
     """Return whether vectorization applies (one queue per device, no optional pass) and pays."""
     long = sum(map(len, schedule.order)) >= COMPILED_FROM
-    alike = not (schedule.joint or table.at_will)
+    alike = not (schedule.overlapped or table.at_will)
     return long and alike and schedule.num_devices >= LEAST_DEVICES
 
 

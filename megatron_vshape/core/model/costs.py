@@ -366,7 +366,7 @@ class Costs:
             return times[stage]
         return sum(self.exchanges_us(part, stage) for part in kind.does if part is not kind)
 
-    def joint_us(self, forward: int, kind: Kind, backward: int) -> float:
+    def overlapped_us(self, forward: int, kind: Kind, backward: int) -> float:
         """Return the time of an F&B pair: F of one stage, and B or BW of another."""
         alone = self.time_us(Kind.F, forward) + self.time_us(kind, backward)
         exchanges = self.exchanges_us(Kind.F, forward) + self.exchanges_us(kind, backward)

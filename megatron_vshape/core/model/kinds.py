@@ -89,7 +89,7 @@ class Kind(str):
     descends: bool  # whether the slices of a microbatch run in descending order
     everywhere: bool  # whether it is mandatory for every stage and microbatch
     of: str  # FIRST, LAST or DEVICE: where each microbatch has one pass, if used at all
-    joins: bool  # whether no device ends such a pass before all have reached theirs
+    is_collective: bool  # whether no device ends such a pass before all have reached theirs
     resource: str
     time: str
     exchange: str
@@ -138,7 +138,7 @@ def define(
     descends: bool = False,
     everywhere: bool = False,
     of: str = "",
-    joins: bool = False,
+    is_collective: bool = False,
     resource: str = PROCESSOR,
     time: str = "",
     exchange: str = "",
@@ -172,7 +172,12 @@ def define(
     kind.label, kind.words, kind.method = label, words or f"the {label}", method
     kind.receives = any(read.step for read in kind.reads)
     kind.does = tuple(does) or (kind,)
-    kind.everywhere, kind.of, kind.joins, kind.resource = everywhere, of, joins, resource
+    kind.everywhere, kind.of, kind.is_collective, kind.resource = (
+        everywhere,
+        of,
+        is_collective,
+        resource,
+    )
     kind.descends = descends
     kind.time, kind.exchange = time, exchange
     kind.takes, kind.keeps, kind.frees, kind.works = takes, keeps, frees, works
@@ -318,7 +323,7 @@ LOOKUP = define(
     label="embedding of its tokens",
     method="look_up",
     reads=[Read("I", later=-1)],
-    joins=True,
+    is_collective=True,
     of=DEVICE,
     time="lookup_us",
     works="lookup_work_bytes",
@@ -341,7 +346,7 @@ LOGITS = define(
     "S",
     label="its part of the output layer",
     method="own_logits",
-    joins=True,
+    is_collective=True,
     reads=[Read("F", at=LAST), Read("S", later=-1), Read("C", at=LAST, later=-1)],
     of=DEVICE,
     time="logits_us",
@@ -378,7 +383,7 @@ LOOKUP_WEIGHT = define(
     "J",
     label="gradient of the embedding",
     method="own_embedding_weights",
-    joins=True,
+    is_collective=True,
     reads=[Read("B", at=FIRST), Read("J", later=-1)],
     of=DEVICE,
     time="lookup_weight_us",
@@ -400,7 +405,7 @@ def simple_kinds(kinds: Iterable[Kind]) -> tuple[Kind, ...]:
     return tuple(kind for kind in KINDS if kind in simple)
 
 
-BESIDE = "&"
+PAIR_SIGN = "&"
 """Separator of the two passes of an overlapped F&B pair, in text: `F0.3&B7.1`."""
 
 PARTS = (Kind.F, Kind.B, Kind.W)

@@ -8,10 +8,10 @@ from operator import or_
 from typing import NamedTuple
 
 from megatron_vshape.core.model.kinds import (
-    BESIDE,
     FIRST,
     KINDS,
     LAST,
+    PAIR_SIGN,
     PARTS,
     Kind,
     ScheduleError,
@@ -74,10 +74,10 @@ def parse_step(text: str) -> tuple[Pass, ...]:
     Raises:
         ScheduleError: `text` is not a pass, or not a pair of F and B or BW.
     """
-    if not isinstance(text, str) or BESIDE not in text:
+    if not isinstance(text, str) or PAIR_SIGN not in text:
         return (Pass.parse(text),)
-    step = tuple(map(Pass.parse, text.split(BESIDE)))
-    if not can_join(step):
+    step = tuple(map(Pass.parse, text.split(PAIR_SIGN)))
+    if not can_overlap(step):
         raise ScheduleError(
             f"{text!r:.80} is not an overlapped pass: expected an F with a B or BW of another "
             "microbatch, "
@@ -86,7 +86,7 @@ def parse_step(text: str) -> tuple[Pass, ...]:
     return step
 
 
-def can_join(step: Sequence[Pass]) -> bool:
+def can_overlap(step: Sequence[Pass]) -> bool:
     """Return whether the passes can form an F&B pair: an F, then a B or BW of another microbatch.
 
     Passes of one microbatch depend on each other: every B comes after all F.

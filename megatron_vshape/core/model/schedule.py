@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from megatron_vshape.core.model.files import check_keys, is_whole, parse_object, read_text
 from megatron_vshape.core.model.kinds import (
-    BESIDE,
     KINDS,
+    PAIR_SIGN,
     PARTS,
     PROCESSOR,
     TO_HOST,
@@ -72,7 +72,7 @@ class Schedule:
         num_microbatches: number of microbatches; with slices, the number of all slices.
         placement: device of each stage.
         order: passes of each device.
-        joint: each F that forms an overlapped pair with the B or BW right behind it: both start
+        overlapped: each F that forms an overlapped pair with the next pass, a B or BW: both start
             when the inputs of both are ready, and both results are available at the end of both.
             The text form is `F0.3&B7.1`.
         slices: number k of slices of each microbatch along the sequence. A pass is then of a slice;
@@ -92,7 +92,7 @@ class Schedule:
     num_microbatches: int
     placement: Placement
     order: tuple[tuple[Pass, ...], ...]
-    joint: frozenset[Pass] = frozenset()
+    overlapped: frozenset[Pass] = frozenset()
     slices: int = 1
     _kinds: list[frozenset[Kind]] = field(
         default_factory=list, init=False, repr=False, compare=False
@@ -131,7 +131,7 @@ class Schedule:
 
     def split_overlapped(self) -> "Schedule":
         """Return the schedule with every F&B pair as two separate passes."""
-        return replace(self, joint=frozenset())
+        return replace(self, overlapped=frozenset())
 
     def renumbered(self, numbers: Sequence[int]) -> "Schedule":
         """Return the schedule with new numbers of the devices, given for every current device.
@@ -149,14 +149,14 @@ class Schedule:
     def steps(self, device: int) -> Iterator[tuple[Pass, ...]]:
         """Yield the steps of a device in order: one pass, or the two passes of an F&B pair."""
         row = iter(self.order[device])
-        if not self.joint:
+        if not self.overlapped:
             return zip(row)
-        return ((work, next(row)) if work in self.joint else (work,) for work in row)
+        return ((work, next(row)) if work in self.overlapped else (work,) for work in row)
 
-    def beside(self) -> dict[Pass, Pass]:
+    def overlapped_pairs(self) -> dict[Pass, Pass]:
         """Return the F&B pairs as a dict from F to its B or BW."""
         steps = (step for device in range(self.num_devices) for step in self.steps(device))
-        return dict(step for step in steps if len(step) == 2) if self.joint else {}
+        return dict(step for step in steps if len(step) == 2) if self.overlapped else {}
 
     def lanes(self) -> list[Lane]:
         """Return the resource queues: those of all processors first, in device order."""
@@ -195,7 +195,7 @@ class Schedule:
         return text.getvalue()
 
     def _cells(self, device: int) -> list[str]:
-        return [BESIDE.join(map(str, step)) for step in self.steps(device)]
+        return [PAIR_SIGN.join(map(str, step)) for step in self.steps(device)]
 
     @classmethod
     def from_json(cls, text: str) -> "Schedule":
@@ -233,9 +233,9 @@ class Schedule:
         check_slices(slices, microbatches)
         simple = sum(kind.does == (kind,) for kind in KINDS)
         _check_lengths(order, simple * len(placement) // devices * microbatches)
-        rows, joint = _parse_rows(order)
+        rows, overlapped = _parse_rows(order)
         sizes = devices, microbatches, tuple(placement)
-        return cls(name, *sizes, rows, joint, slices)
+        return cls(name, *sizes, rows, overlapped, slices)
 
     @classmethod
     def from_csv(
@@ -254,7 +254,7 @@ class Schedule:
             rows = [cells for line in lines if (cells := _filled(line))]
         except csv.Error as error:
             raise ScheduleError(f"the CSV cannot be read: {error}") from None
-        order, joint = _parse_rows(rows)
+        order, overlapped = _parse_rows(rows)
         if not any(order):
             raise ScheduleError("the CSV has no passes; it needs one line per device")
         if placement is None:
@@ -264,7 +264,7 @@ class Schedule:
         check_size(len(placement), microbatches)
         check_slices(slices, microbatches)
         sizes = len(order), microbatches, placement
-        return cls(name, *sizes, order, joint=joint, slices=slices)
+        return cls(name, *sizes, order, overlapped=overlapped, slices=slices)
 
 
 def check_size(num_stages: int, num_microbatches: int) -> None:
@@ -357,15 +357,19 @@ class Timeline:
     @property
     def work(self) -> tuple[float, ...]:
         """Busy time of every device's processor; an F&B pair counts once."""
-        joint = self.schedule.joint
+        overlapped = self.schedule.overlapped
         return tuple(
             sum(_picked(self.ends[lane.device], places))
             - sum(_picked(self.starts[lane.device], places))
             for lane in self.schedule.lanes()
             if lane.resource == PROCESSOR
             for places in [
-                [at for at, work in zip(lane.places, lane.passes, strict=True) if work not in joint]
-                if joint
+                [
+                    at
+                    for at, work in zip(lane.places, lane.passes, strict=True)
+                    if work not in overlapped
+                ]
+                if overlapped
                 else lane.places
             ]
         )
@@ -464,7 +468,7 @@ class Timeline:
         for at in range(low, high):
             work, place = lane.passes[at], lane.places[at]
             shown += letters[work.kind][work.stage]
-            if work in self.schedule.joint:  # drawn with its partner, one after the other
+            if work in self.schedule.overlapped:  # drawn with its partner, one after the other
                 continue
             start, length = starts[place], ends[place] - starts[place]
             draw(" ", column(start))
@@ -595,16 +599,16 @@ def _check_lengths(order: Sequence[object], most: int) -> None:
 
 def _parse_rows(rows: Sequence[object]) -> tuple[tuple[tuple[Pass, ...], ...], frozenset[Pass]]:
     """Parse the passes of every device; also return the F of F&B pairs."""
-    parsed, joint = [], set[Pass]()
+    parsed, overlapped = [], set[Pass]()
     for device, row in enumerate(rows):
         if not isinstance(row, list):
             raise ScheduleError(
                 f"the order of device {device} is {row!r:.40}; it must be a list of passes"
             )
         steps = list(map(parse_step, row))
-        joint.update(step[0] for step in steps if len(step) == 2)
+        overlapped.update(step[0] for step in steps if len(step) == 2)
         parsed.append(tuple(chain.from_iterable(steps)))
-    return tuple(parsed), frozenset(joint)
+    return tuple(parsed), frozenset(overlapped)
 
 
 def _placement_of(order: Sequence[Sequence[Pass]]) -> Placement:

@@ -10,7 +10,7 @@ from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.files import is_whole
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule, check_size
-from megatron_vshape.core.paper import blocks, joint
+from megatron_vshape.core.paper import blocks, overlap
 from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.core.paper.reordering import fill_warm_up, reorder
 from megatron_vshape.core.paper.repeating import repeat
@@ -185,12 +185,12 @@ def make(
     if name == "1f1b-v":
         return _make_one_f_one_b_v(block, num_microbatches * slices)
     if name == "dualpipev":
-        published = joint.dualpipev(num_devices, num_microbatches)
+        published = overlap.dualpipev(num_devices, num_microbatches)
         verify(published)
         return published
     max_held = None if name in NOT_REORDERED else max(block.peaks())
     if name == "overlapped-interleaved-1f1b":
-        paired = joint.overlapped(make_schedule(block, num_microbatches))
+        paired = overlap.overlapped(make_schedule(block, num_microbatches))
         verify(paired)
         return paired
     return make_schedule(block, num_microbatches * slices, max_held)

@@ -493,11 +493,11 @@ class _Dealer:
         kind, stage, _ = step[0]
         if len(step) == 1:
             return self.takes_us[kind][stage]
-        return self.costs.joint_us(stage, step[1].kind, step[1].stage)
+        return self.costs.overlapped_us(stage, step[1].kind, step[1].stage)
 
     def _done(self, work: Pass, end: float, device: int) -> None:
         kind, stage, microbatch = work
-        if kind.joins:
+        if kind.is_collective:
             self.joins[device] += 1
         if kind is LOGITS:
             self.logits[device] += 1

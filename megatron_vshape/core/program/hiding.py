@@ -34,7 +34,7 @@ def deferred_weight_overlap(timeline: Timeline, ties_ends: bool = False) -> dict
     schedule = timeline.schedule
     ends = (0, schedule.num_stages - 1)
     needed = needed_us(timeline)
-    joint = set(schedule.beside().values())
+    overlapped = set(schedule.overlapped_pairs().values())
     found: dict[Pass, Beside] = {}
     for device in range(schedule.num_devices):
         slots = list(timeline.slots(device))
@@ -42,7 +42,7 @@ def deferred_weight_overlap(timeline: Timeline, ties_ends: bool = False) -> dict
             work, after = one.work, other.work
             if (work.kind, after.kind) != (Kind.B, Kind.W) or work[1:] == after[1:]:
                 continue
-            if work in joint:  # its F already fills the wait
+            if work in overlapped:  # its F already fills the wait
                 continue
             if ties_ends and (work.stage, after.stage) == ends:
                 continue

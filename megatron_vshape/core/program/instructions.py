@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar, NamedTuple
 
-from megatron_vshape.core.model.kinds import BESIDE, Kind
+from megatron_vshape.core.model.kinds import PAIR_SIGN, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import chunks_of
 from megatron_vshape.core.model.schedule import Schedule, Timeline
@@ -49,7 +49,7 @@ class Run:
         return (self.work,) if self.beside is None else (self.work, self.beside)
 
     def __str__(self) -> str:
-        return BESIDE.join(map(str, self.passes))
+        return PAIR_SIGN.join(map(str, self.passes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Program:
         text_of = cache(Pass.__str__)
         return "\n".join(
             ", ".join(
-                BESIDE.join(map(text_of, each.passes))
+                PAIR_SIGN.join(map(text_of, each.passes))
                 if isinstance(each, Run)
                 else f"{each.verb} {text_of(each.message.work)}"
                 for each in row

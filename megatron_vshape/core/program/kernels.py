@@ -253,10 +253,10 @@ class _Placed:
 
 def _by_step(planned: Timeline) -> Timeline:
     """Merge the times of each overlapped forward-backward (F&B) pair: gaps are around pairs."""
-    if not planned.schedule.joint:
+    if not planned.schedule.overlapped:
         return planned
     rows = [
-        [at for at, work in enumerate(row) if work not in planned.schedule.joint]
+        [at for at, work in enumerate(row) if work not in planned.schedule.overlapped]
         for row in planned.schedule.order
     ]
     starts, ends = (
@@ -276,7 +276,9 @@ def _transfers(
     between them.
     """
     sent, read = dict[Pass, int](), dict[Pass, int]()  # by the sending pass
-    joins = [[at for at, step in enumerate(row) if step[0].kind.joins] for row in messages.steps]
+    joins = [
+        [at for at, step in enumerate(row) if step[0].kind.is_collective] for row in messages.steps
+    ]
     past_joins = [[-1, *own, len(row)] for own, row in zip(joins, planned.starts, strict=True)]
     for row in messages.steps:
         for at, step in enumerate(row):

@@ -165,14 +165,14 @@ def _fused(timeline: Timeline) -> Timeline:
     """
     schedule, whole_us = timeline.schedule, timeline.whole_backward_us
     deadline = needed_us(timeline)
-    joint = {kind.does: kind for kind in KINDS if len(kind.does) > 1}
-    beside = set(schedule.beside().values())
+    fused_kinds = {kind.does: kind for kind in KINDS if len(kind.does) > 1}
+    beside = set(schedule.overlapped_pairs().values())
     rows, all_starts, all_ends = [], [], []
     for device in range(schedule.num_devices):
         row, starts, ends = list[Pass](), list[float](), list[float]()
         for work, start, end in zip(*_of_device(timeline, device), strict=True):
             last = row[-1] if row else None
-            whole = joint.get((last.kind, work.kind)) if last else None
+            whole = fused_kinds.get((last.kind, work.kind)) if last else None
             if whole and last and last[1:] == work[1:] and last not in beside:
                 # A BW with a separate cost can be shorter than B + W.
                 whole_end = end if whole_us is None else starts[-1] + whole_us[work.stage]

@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 from megatron_vshape.core.check.simulate import costs_of, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import Kind
-from megatron_vshape.core.model.passes import Pass, can_join
+from megatron_vshape.core.model.passes import Pass, can_overlap
 from megatron_vshape.core.model.schedule import Schedule
 
 _SIMPLE = {Kind.F, Kind.B, Kind.W, Kind.BW}
@@ -21,25 +21,25 @@ EXCHANGED = 0.3
 
 
 def pair_adjacent(schedule: Schedule, costs: Costs | None = None) -> Schedule:
-    """Run an F and the B or BW right behind it as one pass if neither waits for the other.
+    """Run an F and the next pass, a B or BW, as one pass if neither waits for the other.
 
-    A joint pass starts when the inputs of both are there, and both results leave at its end. So if
-    all neighbours were paired, V-Half and V-Min would deadlock. Here the pairs are chosen while the
-    schedule is simulated with them: an F is paired if the input of its backward is there when the F
-    can start. The simulated starts are an order in which all passes run, so the pairs cannot
-    deadlock. Nothing is paired if the late results cost more than the hidden exchanges may save.
+    An overlapped pair starts when the inputs of both are ready, and sends both results at its end.
+    If all neighbours were paired, V-Half and V-Min would deadlock. Therefore pairs are chosen
+    during a simulation: an F is paired if the input of its backward is ready when the F can start.
+    All passes can run in the order of the simulated starts, so the pairs cannot deadlock. Nothing
+    is paired if the later results cost more time than the overlapped communication can save.
 
-    A schedule that has joint passes already, such as `dualpipev`, stays as it is, and so does one
-    with passes other than F, B, W and BW.
+    A schedule with overlapped pairs, such as `dualpipev`, or with passes other than F, B, W and BW
+    is returned unchanged.
     """
-    if schedule.joint or not schedule.kinds <= _SIMPLE:
+    if schedule.overlapped or not schedule.kinds <= _SIMPLE:
         return schedule
     own = costs_of(schedule, costs)
-    paired = replace(schedule, joint=_Pairing(schedule, own).paired())
+    paired = replace(schedule, overlapped=_Pairing(schedule, own).paired())
     lost_us = simulate(paired, costs).makespan - simulate(schedule, costs).makespan
     saved_us = 0.0  # beyond what the simulation knows
     if own.forward_exchange_us is None and own.backward_exchange_us is None:
-        in_pairs_us = [_length_us(own, pair) for pair in paired.beside().items()]
+        in_pairs_us = [_length_us(own, pair) for pair in paired.overlapped_pairs().items()]
         saved_us = EXCHANGED * sum(in_pairs_us) / schedule.num_devices
     return paired if lost_us <= saved_us else schedule
 
@@ -49,7 +49,7 @@ def _length_us(costs: Costs, step: tuple[Pass, ...]) -> float:
     kind, stage, _ = step[-1]
     if len(step) == 1:
         return costs.time_us(kind, stage)
-    return costs.joint_us(step[0].stage, kind, stage)
+    return costs.overlapped_us(step[0].stage, kind, stage)
 
 
 class _Pairing:
@@ -65,19 +65,19 @@ class _Pairing:
 
     def paired(self) -> frozenset[Pass]:
         """Return the F that run with the pass behind them."""
-        joint = set[Pass]()
+        overlapped = set[Pass]()
         for device in range(self.schedule.num_devices):
             self._wait(device)
         while self.starts:
             start_us, device = heappop(self.starts)
             at = self.at[device]
             step = self.schedule.order[device][at : at + 2]
-            if can_join(step) and self._inputs_us(step[1]) <= start_us:
-                joint.add(step[0])
+            if can_overlap(step) and self._inputs_us(step[1]) <= start_us:
+                overlapped.add(step[0])
             else:
                 step = step[:1]
             self._run(step, device, start_us)
-        return frozenset(joint)
+        return frozenset(overlapped)
 
     def _wait(self, device: int) -> None:
         """Note when the device's next pass can start, or what it waits for."""

@@ -19,7 +19,7 @@ class Meetings:
 
     def comes(self, device: int, work: Pass, awake: list[int]) -> bool:
         """Register the device at this pass; if it may go on, return True and wake the others."""
-        if not work.kind.joins:
+        if not work.kind.is_collective:
             return True
         come = self._come.setdefault((work.kind, work.microbatch), set())
         come.add(device)
@@ -41,7 +41,7 @@ def explain_stuck_messages(stuck: Mapping[int, Instruction]) -> str:
 
 
 def _tell_instruction(instruction: Instruction) -> str:
-    if isinstance(instruction, Run) and instruction.work.kind.joins:
+    if isinstance(instruction, Run) and instruction.work.kind.is_collective:
         return f"waits in {instruction.work} for the other devices"
     if isinstance(instruction, Run):
         return f"waits for all of its messages in {instruction.work}"

@@ -25,7 +25,7 @@ from megatron_vshape.mcore.layout.stage_map import (
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import (
     BATCH_SIZES,
-    BESIDE,
+    OVERLAP_OPTION,
     UnsupportedError,
     captures_graphs,
     check_layer_plans,
@@ -127,8 +127,8 @@ def check_stages(
             model.
     """
     check_layer_plans(model, choice.placement)
-    if choice.joins and not getattr(model, BESIDE, False):
-        flag = BESIDE.replace("_", "-")
+    if choice.has_overlap and not getattr(model, OVERLAP_OPTION, False):
+        flag = OVERLAP_OPTION.replace("_", "-")
         raise ScheduleError(
             f"schedule {choice.name} overlaps forward and backward: add --{flag}, or choose another"
         )

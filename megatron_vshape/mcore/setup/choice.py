@@ -46,7 +46,7 @@ class ScheduleConfig:
     kernels: bool = False  # P2P messages are GPU kernels (NCCL)
     may_offload: bool = False  # measure the cost of offload copies, too
     slices: int | tuple[int, ...] = 1  # slices per microbatch; auto chooses from several
-    may_join: bool = False  # an F may overlap with a backward (Megatron's layer plans)
+    may_overlap: bool = False  # an F may overlap with a backward (Megatron's layer plans)
     loss_last: bool = False  # number the ranks so that the last one computes the loss
 
     @property
@@ -72,9 +72,9 @@ class ScheduleConfig:
         return filled(self.host_limit_bytes)
 
     @property
-    def joins(self) -> bool:
+    def has_overlap(self) -> bool:
         """Return whether the schedule has overlapped passes, independent of other options."""
-        return self.from_file is not None and bool(self.from_file.joint)
+        return self.from_file is not None and bool(self.from_file.overlapped)
 
     @property
     def placement(self) -> Placement:
@@ -163,7 +163,7 @@ def not_sliced(choice: ScheduleConfig, options: Options, may_offload: bool) -> d
     return {
         "vocabulary parallelism": choice.shares,
         "offloading that the run measures": may_offload,
-        "overlapped passes": choice.joins,
+        "overlapped passes": choice.has_overlap,
         "--pipeline-profile-iterations or --pipeline-trace": options.profile_steps,
     }
 

@@ -14,7 +14,7 @@ from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.layout.stages import StageLayout
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import (
-    BESIDE,
+    OVERLAP_OPTION,
     UnsupportedError,
     captures_graphs,
     check_split_graphs,
@@ -113,7 +113,7 @@ def pipeline_of(
         stage_map,
         StageLayout(stage_map),
         bool(getattr(model, "overlap_grad_reduce", False)),
-        choice.may_join,
+        choice.may_overlap,
         choice.name == AUTO and options.profile_steps is not None and not captures_graphs(model),
         recomputed_inputs(model),
         splits_graphs,
@@ -180,7 +180,7 @@ def _of_model(
             else _whole_stages(model, stage_map)
         ),
         hides=model.tensor_model_parallel_size > 1 and _is_local(model),
-        may_join=bool(getattr(model, BESIDE, False)),
+        may_overlap=bool(getattr(model, OVERLAP_OPTION, False)),
     )
 
 

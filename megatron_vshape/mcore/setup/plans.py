@@ -206,7 +206,7 @@ class Planner:
         if costs is not None:
             # Vocabulary passes are part of the schedule only if the costs include them.
             schedule = shared_if_told(schedule, costs)
-        if self.choice.may_join:
+        if self.choice.may_overlap:
             schedule = pair_adjacent(schedule, costs)
         timeline = simulate(schedule, costs)
         program = lower(schedule, timeline, kernels=self.choice.kernels, takes=self._takes)
@@ -339,7 +339,7 @@ class Planner:
             file or choice.name,
             choice.num_devices,
             num_microbatches,
-            joint=choice.may_join,
+            overlapped=choice.may_overlap,
             slices=choice.slices,
         )
         if choice.name in PLUS_NAMES:

@@ -23,7 +23,7 @@ from megatron_vshape.environment import (
     settings,
     told,
 )
-from megatron_vshape.mcore.refusals import BESIDE, captures_graphs
+from megatron_vshape.mcore.refusals import OVERLAP_OPTION, captures_graphs
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def complete_environment(
         kernels=pipeline.choice.kernels,
         # This kernel order prevents overlapped passes; with these, Megatron leaves the setting to
         # the user.
-        ordered=max(sizes) > 1 and not getattr(options, BESIDE, False),
+        ordered=max(sizes) > 1 and not getattr(options, OVERLAP_OPTION, False),
         graphs=captures_graphs(options),
         registers=registers or bool(getattr(options, "nccl_ub", False)),
     )

@@ -21,7 +21,7 @@ from megatron_vshape.core.model.layers import AUTO_SPLIT, check_layers
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.mcore.layout import given_layout, hybrid, multi_token
 from megatron_vshape.mcore.layout.hybrid import FLAG as PATTERN
-from megatron_vshape.mcore.refusals import BESIDE, UnsupportedError, captures_graphs
+from megatron_vshape.mcore.refusals import OVERLAP_OPTION, UnsupportedError, captures_graphs
 
 logger = logging.getLogger(__name__)
 
@@ -313,7 +313,7 @@ TRANSLATIONS = (
         False,
     ),
     Translation(
-        (BESIDE, "ep_overlap_early_attn_memory_release"),
+        (OVERLAP_OPTION, "ep_overlap_early_attn_memory_release"),
         "ignored (no overlap) with CUDA graphs, FP4 or activation offloading",
         False,
         only_if=_has_no_layer_plans,

@@ -42,7 +42,7 @@ class MegatronStage:
             output, num_tokens, _ = self._run(self.step.config, begun, None)
         return self._ended(begun, output, num_tokens)
 
-    def forward_beside(
+    def forward_overlapped(
         self,
         microbatch: int,
         received: Tensor | None,

@@ -53,7 +53,7 @@ def test_random_pairs_take_what_a_replay_says(data: st.DataObject) -> None:
     assert max(peak_held(schedule, costs)) == pytest.approx(peak_of(schedule, costs))
     assert Schedule.from_json(schedule.to_json()) == schedule
     again = Schedule.from_csv(schedule.to_csv(), schedule.placement)
-    assert (again.order, again.joint) == (schedule.order, schedule.joint)
+    assert (again.order, again.overlapped) == (schedule.order, schedule.overlapped)
 
 
 def runs_through(program: Program) -> None:
@@ -104,7 +104,7 @@ def test_a_program_brings_and_takes_the_messages_of_both(
     costs = data.draw(joint_costs(data.draw(costs_of(schedule.num_stages))))
     timeline = simulate(schedule, costs)
     program = lower(schedule, timeline, kernels=kernels)
-    assert program.schedule.joint == schedule.joint
+    assert program.schedule.overlapped == schedule.overlapped
     ran = [[each.passes for each in row if isinstance(each, Run)] for row in program.instructions]
     assert ran == [list(program.schedule.steps(d)) for d in range(schedule.num_devices)]
     runs_through(program)
@@ -138,12 +138,12 @@ def test_what_is_no_pair_is_refused() -> None:
             Schedule.from_csv(f"{text}\n")
     schedule = make("1f1b", 2, 4)
     for marked, words in (
-        (Pass(Kind.F, 0, 0), "F0.0&F0.1 on device 0 is no joint pass"),
-        (Pass(Kind.F, 1, 0), "F1.0&BW1.0 on device 1 is no joint pass"),
-        (Pass(Kind.F, 5, 0), "F5.0 is marked as joint, but no device runs it"),
+        (Pass(Kind.F, 0, 0), "F0.0&F0.1 on device 0 is not an overlapped pair"),
+        (Pass(Kind.F, 1, 0), "F1.0&BW1.0 on device 1 is not an overlapped pair"),
+        (Pass(Kind.F, 5, 0), "F5.0 is marked as overlapped, but no device runs it"),
     ):
         with pytest.raises(ScheduleError, match=words):
-            verify(replace(schedule, joint=frozenset({marked})))
+            verify(replace(schedule, overlapped=frozenset({marked})))
 
 
 def test_a_deadlock_of_pairs_is_told() -> None:
@@ -155,9 +155,9 @@ def test_a_deadlock_of_pairs_is_told() -> None:
 
 
 def test_exchanges_hide_in_a_pair_and_prices_of_earlier_files_are_ignored() -> None:
-    assert COSTS.joint_us(0, Kind.B, 0) == pytest.approx(1.6)  # the exchanges are longer
+    assert COSTS.overlapped_us(0, Kind.B, 0) == pytest.approx(1.6)  # the exchanges are longer
     short = COSTS.having(forward_exchange_us=(0.1, 0.1), backward_exchange_us=(0.1, 0.1))
-    assert short.joint_us(0, Kind.B, 0) == pytest.approx(1.2)  # what both compute
+    assert short.overlapped_us(0, Kind.B, 0) == pytest.approx(1.2)  # what both compute
     former = {"joint": {"F0&B1": 1.0}, "hidden_share": 0.5, "sources": {"joint": "measured here"}}
     assert Costs.from_json(json.dumps(json.loads(COSTS.to_json()) | former)) == COSTS
 
@@ -192,4 +192,4 @@ def test_a_trace_of_pairs_is_read_back() -> None:
     write_trace(timeline, written, COSTS)
     _, again = _read(FileText("trace.json", written.getvalue()))
     assert again.schedule.order == timeline.schedule.order
-    assert again.schedule.joint == timeline.schedule.joint
+    assert again.schedule.overlapped == timeline.schedule.overlapped

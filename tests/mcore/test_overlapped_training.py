@@ -22,7 +22,7 @@ from megatron_vshape.core.program.pairing import pair_adjacent
 Train = Callable[..., Ended]
 
 SIZE = ("--pipeline-model-parallel-size", "2", "--global-batch-size", "16")
-BESIDE = ("--bf16", "--overlap-moe-expert-parallel-comm")
+OVERLAPPED = ("--bf16", "--overlap-moe-expert-parallel-comm")
 
 
 def with_pairs(schedule: Schedule) -> Schedule:
@@ -32,7 +32,7 @@ def with_pairs(schedule: Schedule) -> Schedule:
         for at, (work, other) in enumerate(zip(row, row[1:], strict=False)):
             kinds = work.kind is Kind.F and other.kind in (Kind.B, Kind.BW)
             if at > after and kinds and work.microbatch != other.microbatch:
-                joined = replace(schedule, joint=schedule.joint | {work})
+                joined = replace(schedule, overlapped=schedule.overlapped | {work})
                 try:
                     lower(joined, simulate(joined))
                 except ScheduleError:
@@ -49,14 +49,14 @@ def files(folder: Path, name: str, devices: int, whole: bool = False) -> tuple[s
 
         schedule = whole_backwards(schedule)
     joined = with_pairs(schedule)
-    assert len(joined.joint) >= 2 * devices
+    assert len(joined.overlapped) >= 2 * devices
     return written(folder, joined)
 
 
 def written(folder: Path, joined: Schedule) -> tuple[str, str]:
     found = []
-    for each in (joined, replace(joined, joint=frozenset())):
-        found.append(folder / f"{each.name}-{each.num_devices}-{len(each.joint)}.json")
+    for each in (joined, replace(joined, overlapped=frozenset())):
+        found.append(folder / f"{each.name}-{each.num_devices}-{len(each.overlapped)}.json")
         found[-1].write_text(each.to_json())
     return str(found[0]), str(found[1])
 
@@ -95,18 +95,18 @@ FAST = "V-Half, whole, gradients reduced on the way"
 )
 def test_pairs_change_no_bit(train: Train, tmp_path: Path, case: str) -> None:
     ranks, name, whole, options = CASES[case]
-    joint, apart = files(tmp_path, name, 2, whole)
-    flags = (*STEPS, *SIZE, *options.split(), *BESIDE)
-    ours = train(ranks, "--pipeline-schedule", joint, *flags)
+    overlapped, apart = files(tmp_path, name, 2, whole)
+    flags = (*STEPS, *SIZE, *options.split(), *OVERLAPPED)
+    ours = train(ranks, "--pipeline-schedule", overlapped, *flags)
     plain = (*STEPS, *SIZE, *options.split(), "--bf16")
     same_bits(ours, train(ranks, "--pipeline-schedule", apart, *plain))
     assert_equal(ours, train(ranks, "--pipeline-schedule", "1f1b", *plain), bf16=True)
 
 
 def test_adjacent_passes_of_a_schedule_by_name_overlap(train: Train) -> None:
-    assert pair_adjacent(make("v-zb", 2, 8)).joint
+    assert pair_adjacent(make("v-zb", 2, 8)).overlapped
     named = ("--pipeline-schedule", "v-zb", *STEPS, *SIZE, *EXPERT_PARALLEL.split())
-    ours = train(4, *named, *BESIDE)
+    ours = train(4, *named, *OVERLAPPED)
     same_bits(ours, train(4, *named, "--bf16"))
 
 
@@ -117,7 +117,7 @@ AUTO = "--pipeline-schedule auto --pipeline-profile-iterations 2:3"
 @pytest.mark.parametrize("chosen", ["--pipeline-schedule dualpipev", AUTO], ids=["dualpipev", AUTO])
 def test_orders_with_pairs_by_name_and_by_plan(train: Train, chosen: str) -> None:
     flags = (*"--train-iters 6 --bf16".split(), *SIZE, *EXPERT_PARALLEL.split())
-    ours = train(4, *chosen.split(), *flags, *BESIDE[1:])
+    ours = train(4, *chosen.split(), *flags, *OVERLAPPED[1:])
     theirs = train(4, "--pipeline-schedule", "1f1b", *flags)
     assert len(losses(ours)) == 6
     assert relative(losses(ours), losses(theirs)) <= 2e-3
@@ -126,10 +126,10 @@ def test_orders_with_pairs_by_name_and_by_plan(train: Train, chosen: str) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["v-zb", "v-half", "interleaved-1f1b"])
 def test_more_ranks(train: Train, tmp_path: Path, name: str) -> None:
-    joint, apart = files(tmp_path, name, 4)
+    overlapped, apart = files(tmp_path, name, 4)
     size = ("--pipeline-model-parallel-size", "4", "--global-batch-size", "16")
     flags = (*size, *EXPERT_PARALLEL.split())
-    ours = train(8, "--pipeline-schedule", joint, *STEPS, *flags, *BESIDE)
+    ours = train(8, "--pipeline-schedule", overlapped, *STEPS, *flags, *OVERLAPPED)
     same_bits(ours, train(8, "--pipeline-schedule", apart, *STEPS, *flags, "--bf16"))
     theirs = train(8, "--pipeline-schedule", "1f1b", *STEPS, *flags, "--bf16")
     assert_equal(ours, theirs, bf16=True)
@@ -138,10 +138,10 @@ def test_more_ranks(train: Train, tmp_path: Path, name: str) -> None:
 @pytest.mark.slow
 def test_a_loop_of_four_stages_a_rank(train: Train, tmp_path: Path) -> None:
     published = make("overlapped-interleaved-1f1b", 2, 8, num_chunks=4)
-    assert len(published.joint) > 16
-    joint, apart = written(tmp_path, published)
+    assert len(published.overlapped) > 16
+    overlapped, apart = written(tmp_path, published)
     flags = (*STEPS, *SIZE, *EXPERT_PARALLEL.split())
-    ours = train(4, "--pipeline-schedule", joint, *flags, *BESIDE)
+    ours = train(4, "--pipeline-schedule", overlapped, *flags, *OVERLAPPED)
     same_bits(ours, train(4, "--pipeline-schedule", apart, *flags, "--bf16"))
     theirs = train(4, "--pipeline-schedule", "1f1b", *flags, "--bf16")
     assert_equal(ours, theirs, bf16=True)

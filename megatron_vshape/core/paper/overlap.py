@@ -22,7 +22,7 @@ def dualpipev(num_devices: int, num_microbatches: int) -> Schedule:
         num_microbatches,
         v_shape(num_devices),
         tuple(tuple(each.row) for each in rows),
-        joint=frozenset[Pass]().union(*(each.joint for each in rows)),
+        overlapped=frozenset[Pass]().union(*(each.overlapped for each in rows)),
     )
 
 
@@ -32,7 +32,7 @@ class _DualPipeV:
     def __init__(self, num_devices: int, num_microbatches: int, device: int) -> None:
         self.stages = device, 2 * num_devices - 1 - device
         self.row: list[Pass] = []
-        self.joint: set[Pass] = set()
+        self.overlapped: set[Pass] = set()
         self._begun: Counter[tuple[Kind, int]] = Counter()
         self._late: list[Pass] = []  # deferred W of split backwards
         after, own = num_devices - device - 1, device + 1
@@ -82,7 +82,7 @@ class _DualPipeV:
     def _both(self, forward: int, backward: int, joins: bool = True) -> None:
         self._forward(forward)
         if joins:
-            self.joint.add(self.row[-1])
+            self.overlapped.add(self.row[-1])
         self._backward(backward)
 
 
@@ -92,7 +92,7 @@ def overlapped(schedule: Schedule) -> Schedule:
     Every device has one more warm-up forward, so that an F never overlaps with the backward of its
     own microbatch.
     """
-    rows, joint = [], set[Pass]()
+    rows, overlapped = [], set[Pass]()
     for row in schedule.order:
         forwards = [work for work in row if work.kind is Kind.F]
         backwards = [work for work in row if work.kind is not Kind.F]
@@ -100,7 +100,7 @@ def overlapped(schedule: Schedule) -> Schedule:
         made = forwards[:ahead]
         for at, work in enumerate(backwards):
             beside = forwards[ahead + at : ahead + at + 1]
-            joint.update(beside)
+            overlapped.update(beside)
             made += [*beside, work]
         rows.append(tuple(made))
-    return replace(schedule, order=tuple(rows), joint=frozenset(joint))
+    return replace(schedule, order=tuple(rows), overlapped=frozenset(overlapped))
