@@ -24,7 +24,7 @@ def times_ms(name: str, transport: str, devices: int, counts: range) -> dict[str
     planner = Planner(ScheduleConfig(devices, name, kernels=transport != "gloo"))
     if "variable" in transport:
         planner.expect_any_length()
-    planner.training(2)  # what a process does once: imports and tables of kinds
+    planner.training(2)  # one-time work of a process: imports and tables of kinds
     found: dict[str, list[float]] = {"plan": [], "hash": [], "again": [], "evaluation": []}
     for count in counts:
         clock = [time.process_time()]

@@ -60,7 +60,7 @@ def runs_of(devices: int, count: int, costs: Costs, plan: Schedule) -> dict[str,
 
 
 def plan_of(devices: int, count: int) -> Schedule:
-    """Plan for equal lengths in the memory of 1F1B with as many microbatches as ranks."""
+    """Plan for equal lengths in the memory of 1F1B with one microbatch per rank."""
     limit = max(peak_held(make("1f1b", devices, max(count, devices))))
     question = PlanRequest(AUTO, devices, count, costs_of(devices, count, EQUAL, 0), limit=limit)
     return ask(replace(question, seconds=5.0)).schedule

@@ -52,30 +52,6 @@ PULLS = {"memory": 1.0, "wire": 1.0, "network": 2.0, "exchange_us": 0.3, "releas
 CLIPPED = 0.2
 """Errors beyond count less than their square: some published runs have other settings."""
 
-HEAD = '''\
-"""Rates and errors that scripts/fit_rates.py fitted to published runs. Do not edit."""
-
-from typing import NamedTuple
-
-
-class Errors(NamedTuple):
-    """Errors of predicted step times, of runs left out of the fit."""
-
-    runs: int
-    median_percent: float
-    ninth_percent: float  # 90% of the runs are within
-    worst_factor: float
-
-
-class Pairs(NamedTuple):
-    """Errors of the ratio of two configurations of a model on one system in one release."""
-
-    pairs: int
-    median_percent: float
-    right_percent: float  # pairs whose order is predicted right
-
-
-'''
 Values = dict[str, float]
 
 
@@ -261,7 +237,9 @@ def written(found: Fit, rows: Sequence[Row], left: Sequence[float]) -> str:
     }
     shared = {name: _short(found.values[name]) for name in SHARED}
     releases = {name: _short(value) for name, value in found.releases().items()}
-    lines = [HEAD + _dict("BY_GENERATION: dict[tuple[int, int], dict[str, float]]", own)]
+    name = "BY_GENERATION: dict[tuple[int, int], dict[str, float]]"
+    head, _, _ = FITTED.read_text().partition(name)  # the types of the errors stay
+    lines = [head + _dict(name, own)]
     lines.append('"""By compute capability."""\n')
     lines.append(_dict("SHARED: dict[str, float]", shared))
     lines.append(_dict("RELEASES: dict[str, float]", releases))

@@ -100,12 +100,11 @@ def make_block(
     group_size: int | None = None,
     slices: int = 1,
 ) -> BuildingBlock:
-    """Return the building block of the schedule `name`.
+    """Make the building block of a schedule.
 
     Args:
         name: name of the schedule.
-        num_devices: number of devices.
-        num_microbatches: number of microbatches.
+        num_devices, num_microbatches: its size.
         num_chunks: stages per device (default: 2), if in `OPTIONS`.
         group_size: microbatches that pass a chunk before the next chunk (default: the number of
             devices), if in `OPTIONS`.

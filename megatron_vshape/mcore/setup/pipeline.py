@@ -66,11 +66,6 @@ def pipeline_of(
 ) -> Pipeline:
     """Check a run's options and return its pipeline.
 
-    With `loss_last`, the last pipeline rank computes the loss. Libraries require this: they look
-    for the results of the loss by rank number, by `is_pipeline_last_stage`, by
-    `get_pipeline_model_parallel_last_rank` and in the results that their own functions have
-    collected.
-
     Args:
         model: Megatron's arguments or a library's config. All names read here exist in both.
             Translated options are logged and reset in this object.
@@ -79,7 +74,7 @@ def pipeline_of(
         check: Rejects unsupported options of `model`.
         ties_ends: Whether the embeddings are tied; None if only the built model knows.
         kernels: Whether P2P messages are GPU kernels (NCCL).
-        loss_last: See above.
+        loss_last: The last pipeline rank computes the loss, where libraries look for its results.
 
     Raises:
         ScheduleError: The schedule does not exist or does not fit this model.

@@ -351,23 +351,8 @@ class PipelineRunner:
         # computed on every rank.
         iterators, again = read_again(iterators) if shares else (shared_out(iterators), None)
         program, early_ends = self._begun_early(program) if is_early else (program, ())
-        by_layers = self._pipeline.by_layers and not call.forward_only
-        is_last = groups.pp.rank() == self._pipeline.stage_map.loss_rank
         self.calls = ForwardCalls(order)
-        step = Step(
-            config,
-            self.calls.counting(call.forward_step_func, chunks, self._state, is_last),
-            call.num_microbatches,
-            groups.cp.size(),
-            call.forward_only,
-            call.collect_non_loss_data,
-            call.first_val_step,
-            gradient_sync=sync,
-            num_tokens=zero_tokens(device_of(chunks[0])),
-            beside=beside,
-            by_layers=by_layers,
-            slices=slices,
-        )
+        step = self._step(call, chunks, groups, gradient_sync=sync, beside=beside, slices=slices)
         beginning = StepContext(
             self._state,
             self._pipeline,
@@ -387,6 +372,22 @@ class PipelineRunner:
         run = ProgramRun(program, groups.pp.rank(), _stages(beginning), transport, *told)
         return _StepInProgress(
             call, chunks, groups, transport, step, program, early_ends, run, order
+        )
+
+    def _step(self, call: Call, chunks: Sequence[nn.Module], groups: Any, **given: Any) -> Step:
+        """Create the step of a call; its forward calls are counted by `self.calls`."""
+        is_last = groups.pp.rank() == self._pipeline.stage_map.loss_rank
+        return Step(
+            get_model_config(chunks[0]),
+            self.calls.counting(call.forward_step_func, chunks, self._state, is_last),
+            call.num_microbatches,
+            groups.cp.size(),
+            call.forward_only,
+            call.collect_non_loss_data,
+            call.first_val_step,
+            num_tokens=zero_tokens(device_of(chunks[0])),
+            by_layers=self._pipeline.by_layers and not call.forward_only,
+            **given,
         )
 
     def _order(
