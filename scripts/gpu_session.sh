@@ -16,7 +16,7 @@ fails. PYTHON sets the interpreter. On a GPU with less memory, models that are t
 TEXT
 }
 
-commands=(graph-weights splitting graphs trainer nccl offload sizes)
+commands=(graph-weights graph-ranks splitting graphs trainer nccl offload sizes)
 
 run_command() {
     case $1 in
@@ -32,6 +32,10 @@ run_command() {
         graph-weights)
             about "CUDA graphs of F, B and W: gradients bit by bit, times of passes, memory, FP8"
             bench 460 benchmarks/check_graph_weights.py --output "$folder/graph-weights.json"
+            ;;
+        graph-ranks)
+            about "CUDA graphs of F, B and W on four ranks that share the GPU, over NCCL: gradients"
+            bench 460 benchmarks/check_graph_ranks.py
             ;;
         trainer)
             about "Megatron's trainer with Transformer Engine, one rank at a time: memory and passes"

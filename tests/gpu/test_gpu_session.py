@@ -10,6 +10,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_session.sh"
 COMMANDS = [
     "graph-weights",
+    "graph-ranks",
     "splitting",
     "graphs",
     "trainer",
