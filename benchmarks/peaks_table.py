@@ -33,6 +33,7 @@ from megatron_vshape.core.planner.vocabulary import (
 from megatron_vshape.core.program.lowering import fuse
 from megatron_vshape.rehearsal.flags import Command, Sizes, ranks_asked_for, read_command, sizes_of
 from megatron_vshape.rehearsal.gpus import GPUS
+from megatron_vshape.rehearsal.rank_report import FailedRank
 from megatron_vshape.rehearsal.ranks import DryRunConfig, rehearse_all
 
 GIB = 2**30
@@ -211,10 +212,11 @@ def rehearse(
         left = [each for each in stages if not made(options.folder, key, each).exists()]
         jobs += [asked.job(command, sizes, each, key) for each in left]
     for found in rehearse_all(asked.programs, jobs) if jobs else ():
-        if "error" in found:
-            print(f"{found['name']}: {found['error']}", file=sys.stderr, flush=True)
+        if isinstance(found, FailedRank):
+            print(f"{found.name}: {found.error}", file=sys.stderr, flush=True)
         else:
-            made(options.folder, found["name"], found["stage"]).write_text(json.dumps(found))
+            file = made(options.folder, found.name, found.stage)
+            file.write_text(json.dumps(found.to_json()))
 
 
 def made(folder: Path, key: str, stage: int) -> Path:

@@ -25,6 +25,7 @@ from megatron_vshape.rehearsal.flags import (
     sizes_of,
     without_files,
 )
+from megatron_vshape.rehearsal.rank_report import FailedRank, RankReport
 from megatron_vshape.rehearsal.ranks import Programs, rehearse_all
 
 OUT = Path(__file__).resolve().parents[1] / "benchmarks" / "evidence" / "rehearsed.csv"
@@ -97,10 +98,11 @@ def main() -> None:
         try:
             jobs.append(job_of(row, options.megatron))
         except ScheduleError as error:
-            there[name] = record(row, {"error": str(error)})
-    waiting = {name: record(row, {"error": NOT_YET}) for name, row in rows.items()}
+            there[name] = record(row, str(error))
+    waiting = {name: record(row, NOT_YET) for name, row in rows.items()}
     for found in rehearse_all(Programs(options.megatron, options.te, options.jobs), jobs):
-        there[found["name"]] = record(rows[found["name"]], found)
+        result = found.error if isinstance(found, FailedRank) else found
+        there[found.name] = record(rows[found.name], result)
         write(waiting | there)
     write(waiting | there)
 
@@ -173,8 +175,8 @@ def job_of(row: dict[str, Any], megatron: Path) -> dict[str, Any]:
     }
 
 
-def record(row: dict[str, Any], found: dict[str, Any]) -> dict[str, str]:
-    """Return the row of the file: bytes and seconds, or why there are none."""
+def record(row: dict[str, Any], found: RankReport | str) -> dict[str, str]:
+    """Return the row of the file: bytes and seconds, or the error."""
     gpus, known_from = gpus_of(row)
     values: dict[str, Any] = {
         "case": row["case"],
@@ -184,15 +186,15 @@ def record(row: dict[str, Any], found: dict[str, Any]) -> dict[str, str]:
         "measured_peak": round(row["peak_bytes"]),
         "measured_held": round(row["held_bytes"]),
         "measured_s": row["step_s"],
-        "error": found.get("error", ""),
+        "error": found if isinstance(found, str) else "",
     }
-    if "error" not in found:
+    if isinstance(found, RankReport):
         values |= {
-            "rehearsed_peak": found["peak_bytes"],
-            "rehearsed_held": found["held_bytes"],
-            "counted_s": round(found["time"]["step_s"], 4),
-            "process_s": found["seconds"],
-            "host_mib": found["host_bytes"] >> 20,
+            "rehearsed_peak": found.peak_bytes,
+            "rehearsed_held": found.held_bytes,
+            "counted_s": round(found.time["step_s"], 4),
+            "process_s": found.seconds,
+            "host_mib": found.host_bytes >> 20,
         }
     return {name: str(values.get(name, "")) for name in COLUMNS}
 

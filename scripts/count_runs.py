@@ -31,6 +31,7 @@ from published_runs import (
     stages_of,
 )
 
+from megatron_vshape.rehearsal.rank_report import FailedRank, RankReport
 from megatron_vshape.rehearsal.ranks import Programs, rehearse_all
 from megatron_vshape.rehearsal.work import is_once
 
@@ -56,9 +57,10 @@ def main() -> None:
                     job = job_of(row, stage, layers, options.megatron)
                     jobs[job["name"]] = job
     for found in rehearse_all(Programs(options.megatron, options.te, options.jobs), jobs.values()):
-        name, _, rest = found["name"].rpartition(" @")
-        made.setdefault(name, {})[rest] = kept(found)
-        print(found["name"], found.get("error", f"{found.get('seconds')} s"), flush=True)
+        name, _, rest = found.name.rpartition(" @")
+        failed = isinstance(found, FailedRank)
+        made.setdefault(name, {})[rest] = {"error": found.error} if failed else kept(found)
+        print(found.name, found.error if failed else f"{found.seconds} s", flush=True)
         lines = [f"{json.dumps(key)}: {json.dumps(each)}" for key, each in sorted(made.items())]
         COUNTED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
@@ -121,17 +123,15 @@ def job_of(row: Row, stage: int, layers: int, megatron: Path) -> Row:
     }
 
 
-def kept(found: Row) -> Row:
-    """Return the work of the last microbatch, and what a step has once."""
-    if "error" in found:
-        return {"error": found["error"]}
-    whole = found["work"]
+def kept(found: RankReport) -> Row:
+    """Return the work of the last microbatch, and work that occurs once per step."""
+    whole = found.work.plain()
     sums = {"bytes_moved": 0.0, "kernels": 0, "optimizer_bytes": whole["optimizer_bytes"]}
     attention: dict[str, float] = {}
     exchanges = [each for each in whole["exchanges"] if is_once(each["group"])]
     products: list[list[Any]] = []
-    for each in found["kinds"]:
-        work = each["work"]
+    for each in found.kinds:
+        work = each.work.plain()
         for name in ("bytes_moved", "kernels"):
             sums[name] += work[name]
         for name, flops in work["attention_flops"].items():

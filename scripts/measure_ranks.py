@@ -139,6 +139,7 @@ def sizes_of(each: Mapping[str, Any]) -> str:
 def rehearse(args: argparse.Namespace) -> int:
     """Add to each rank of a file what a rehearsal counts; 1 where one failed."""
     from megatron_vshape.rehearsal import sources
+    from megatron_vshape.rehearsal.rank_report import FailedRank
     from megatron_vshape.rehearsal.ranks import Programs, rehearse_all
 
     found = json.loads(args.file.read_text())
@@ -148,16 +149,17 @@ def rehearse(args: argparse.Namespace) -> int:
     jobs = [rehearsal(each, gpu, str(at)) for at, each in enumerate(found["ranks"])]
     failed = False
     for told in rehearse_all(programs, jobs):
-        each = found["ranks"][int(told["name"])]
-        if "error" in told:
+        each = found["ranks"][int(told.name)]
+        if isinstance(told, FailedRank):
             failed = True
-            print(f"{each['name']}, rank {each['rank']}: {told['error']}", file=sys.stderr)
+            print(f"{each['name']}, rank {each['rank']}: {told.error}", file=sys.stderr)
             continue
-        each["rehearsed"] = {name: told[name] for name in ("peak_bytes", "held_bytes", "when")}
+        plain = told.to_json()
+        each["rehearsed"] = {name: plain[name] for name in ("peak_bytes", "held_bytes", "when")}
         each["rehearsed"]["kinds"] = [
-            {name: kind[name] for name in ("kind", "chunk", "adds_bytes")}
-            | {"ms": 1e3 * (kind["seconds"] - kind["waited_seconds"])}
-            for kind in told["kinds"]
+            {name: getattr(kind, name) for name in ("kind", "chunk", "adds_bytes")}
+            | {"ms": 1e3 * (kind.seconds - kind.waited_seconds)}
+            for kind in told.kinds
         ]
     found["about"]["rehearsed with torch"] = importlib.metadata.version("torch")
     write(args.file, found)

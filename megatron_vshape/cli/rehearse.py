@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ from megatron_vshape.rehearsal.flags import (
     sizes_of,
 )
 from megatron_vshape.rehearsal.gpus import GIB, GPUS, Gpu
-from megatron_vshape.rehearsal.ranks import SCHEDULE, DryRunConfig, Found, rehearse_all
+from megatron_vshape.rehearsal.rank_report import FailedRank, RankReport
+from megatron_vshape.rehearsal.ranks import SCHEDULE, DryRunConfig, check_all, rehearse_all
 from megatron_vshape.rehearsal.remedies import in_order, remedies
 from megatron_vshape.rehearsal.simulated import StepTime, step_of
 from megatron_vshape.view.rank_trace import write_memory_trace
@@ -203,15 +204,15 @@ def _check_files(options: argparse.Namespace) -> None:
 
 def _check(command: Command, asked: DryRunConfig, sizes: Sizes, stages: Sequence[int]) -> int:
     """Run the start-up checks of these ranks, print the result, and return the exit status."""
-    jobs = [asked.job(command, sizes, at, "") | {"check": True} for at in stages]
+    jobs = [asked.job(command, sizes, at, "") for at in stages]
     if 0 in stages:  # rank 0 logs for all
         jobs[stages.index(0)]["rank"] = 0
     schedule = command.value(SCHEDULE) or "Megatron's own schedule"
-    for found in rehearse_all(asked.programs, jobs):
-        if "error" in found:
-            print(f"does not start with {schedule}: {found['error']}")
+    for found in check_all(asked.programs, jobs):
+        if isinstance(found, FailedRank):
+            print(f"does not start with {schedule}: {found.error}")
             return 1
-        for notice in found["notices"]:
+        for notice in found.notices:
             print(report.wrapped(notice))
     print(f"starts with {schedule}")
     return 0
@@ -245,19 +246,19 @@ def _runs(command: Command, options: argparse.Namespace, sizes: Sizes) -> dict[s
     return runs
 
 
-def _found(results: Any) -> dict[str, list[Found]]:
-    """Return the estimates by run, each sorted by rank.
+def _found(results: Iterable[RankReport | FailedRank]) -> dict[str, list[RankReport]]:
+    """Group the reports by run, sorted by rank.
 
     Raises:
         ScheduleError: a rank could not be estimated.
     """
-    by_run: dict[str, list[Found]] = {}
+    by_run: dict[str, list[RankReport]] = {}
     for each in results:
-        if "error" in each:
-            raise ScheduleError(f"the command could not be rehearsed: {each['error']}")
-        by_run.setdefault(each["name"], []).append(each)
+        if isinstance(each, FailedRank):
+            raise ScheduleError(f"the command could not be rehearsed: {each.error}")
+        by_run.setdefault(each.name, []).append(each)
     for found in by_run.values():
-        found.sort(key=lambda each: int(each["stage"]))
+        found.sort(key=lambda each: each.stage)
     if "" not in by_run:
         raise ScheduleError(
             "the estimate ended without a result: try --jobs 1, which needs less memory"
@@ -266,7 +267,7 @@ def _found(results: Any) -> dict[str, list[Found]]:
 
 
 def _remedies(
-    command: Command, asked: DryRunConfig, sizes: Sizes, mine: Sequence[Found]
+    command: Command, asked: DryRunConfig, sizes: Sizes, mine: Sequence[RankReport]
 ) -> list[str]:
     """Return lines about flags that lower the peak; none if nothing is known to help."""
     layers = command.layers
@@ -280,16 +281,15 @@ def _remedies(
     pieces = shapes.of_pattern(counted, command).pieces
     given = command.value(SCHEDULE), command.has(VOCABULARY)
     can_share = not command.mtp_layers and 2 * sizes.pipeline <= layers
-    microbatches = mine[0]["microbatches"]
+    microbatches = mine[0].microbatches
     found = remedies(pieces, layers, sizes.pipeline, microbatches, can_share)
-    most = max(mine, key=lambda each: each["peak_bytes"])
-    peak = most["peak_bytes"]
+    peak = max(each.peak_bytes for each in mine)
     lines = []
     for each in in_order(found, peak, gpu.memory_bytes - gpu.beside_gib * GIB)[:MOST_TRIED]:
         job = asked.job(command.of_megatron().having(**each.flags), sizes, each.largest, "")
         (result,) = rehearse_all(asked.programs, [job])
-        if "error" not in result and result["peak_bytes"] < peak:
-            text = report.remedy_line(result["peak_bytes"], peak, gpu)
+        if isinstance(result, RankReport) and result.peak_bytes < peak:
+            text = report.remedy_line(result.peak_bytes, peak, gpu)
             lines.append(f"Less memory with {each.text}: {text}.")
             break
     if not lines and peak > gpu.memory_bytes:
@@ -306,47 +306,47 @@ def _remedies(
 
 
 def _print(
-    mine: Sequence[Found],
-    others: Mapping[str, Sequence[Found]],
+    mine: Sequence[RankReport],
+    others: Mapping[str, Sequence[RankReport]],
     command: Command,
     gpu: Gpu,
     sizes: Sizes,
     step: StepTime,
 ) -> None:
     first = mine[0]
-    shape = first["sizes"]
+    shape = first.sizes
     print(
-        f"{command.value(SCHEDULE) or 'Megatron' + chr(39) + 's own schedule'}, TP {shape['tp']} x "
-        f"PP {shape['pp']} x CP {sizes.context} x DP {shape['dp']}: {sizes.world} "
-        f"{gpu.name.upper()} with {report.gib(gpu.memory_bytes)} GiB, {first['microbatches']} "
+        f"{command.value(SCHEDULE) or 'Megatron' + chr(39) + 's own schedule'}, TP {shape.tp} x "
+        f"PP {shape.pp} x CP {sizes.context} x DP {shape.dp}: {sizes.world} "
+        f"{gpu.name.upper()} with {report.gib(gpu.memory_bytes)} GiB, {first.microbatches} "
         "microbatches. Estimated, not measured.\nAllocated GiB by pipeline rank:"
     )
     print("\n".join(report.table(mine, gpu)))
     for each in mine:
         print(report.wrapped(report.when(each)))
-        if each.get("graph_bytes"):
-            print(report.wrapped(report.with_graphs(each)))
+        if each.graph_bytes is not None:
+            print(report.wrapped(report.with_graphs(each, each.graph_bytes)))
     for name, found in others.items():
-        peaks = ", ".join(f"{report.gib(each['peak_bytes'])}" for each in found)
+        peaks = ", ".join(report.gib(each.peak_bytes) for each in found)
         stages = "" if len(found) == len(mine) else " on " + _stages(found)
         print(f"{name}: peak {peaks} GiB{stages}")
     print(report.wrapped(f"step time {step.seconds:.2f} s: {step.how}"))
 
 
-def _stages(found: Sequence[Found]) -> str:
-    return "rank " + ", ".join(str(each["stage"]) for each in found)
+def _stages(found: Sequence[RankReport]) -> str:
+    return "rank " + ", ".join(str(each.stage) for each in found)
 
 
 def _write(
-    mine: Sequence[Found],
-    others: Mapping[str, Sequence[Found]],
+    mine: Sequence[RankReport],
+    others: Mapping[str, Sequence[RankReport]],
     command: Command,
     options: argparse.Namespace,
     gpu: Gpu,
     step: StepTime,
 ) -> None:
     fused = command.value("--attention-backend") not in ("unfused", "local")
-    versions = {name: mine[0].get(name, "") for name in ("megatron", "transformer_engine")}
+    versions = {name: getattr(mine[0], name) for name in ("megatron", "transformer_engine")}
     content = {
         "ranks": [_rank(each) for each in mine],
         "step_s": step.seconds,
@@ -398,20 +398,20 @@ def _write_costs(
 
 
 def _measured(
-    found: Sequence[Found], jobs: Sequence[Mapping[str, Any]], asked: DryRunConfig
-) -> list[Found]:
+    found: Sequence[RankReport], jobs: Sequence[Mapping[str, Any]], asked: DryRunConfig
+) -> list[RankReport]:
     """Run the ranks for real and replace their estimated times; equal ranks run once.
 
     Raises:
         ScheduleError: a rank did not run.
     """
-    alike: dict[str, list[Found]] = {}
+    alike: dict[str, list[RankReport]] = {}
     for each in found:
-        work = json.dumps([[kind["kind"], kind["work"]] for kind in each["kinds"]])
+        work = json.dumps([[kind.kind, kind.work.plain()] for kind in each.kinds])
         alike.setdefault(work, []).append(each)
     job_of = {job["stage"]: job for job in jobs}
-    todo = [job_of[ranks[0]["stage"]] for ranks in alike.values()]
-    made: list[Found] = []
+    todo = [job_of[ranks[0].stage] for ranks in alike.values()]
+    made: list[RankReport] = []
     results = measured.measure_all(todo, asked.programs.megatron)
     for ranks, result in zip(alike.values(), results, strict=True):
         where = _stages(ranks)
@@ -419,21 +419,22 @@ def _measured(
             raise ScheduleError(f"{where} could not be measured: {result['error']}")
         print(f"{where} on {result['device']}: {measured.row_of(result)}", flush=True)
         made += [counted.with_measured(each, result) for each in ranks]
-    return sorted(made, key=lambda each: int(each["stage"]))
+    return sorted(made, key=lambda each: each.stage)
 
 
 def _write_text(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def _rank(found: Found) -> dict[str, Any]:
-    kept = {key: value for key, value in found.items() if key not in ("rank", "stage", "name")}
-    return {"rank": found["stage"], "global_rank": found["rank"], **kept}
+def _rank(found: RankReport) -> dict[str, Any]:
+    plain = found.to_json()
+    kept = {key: value for key, value in plain.items() if key not in ("rank", "stage", "name")}
+    return {"rank": found.stage, "global_rank": found.rank, **kept}
 
 
-def _timeline(mine: Sequence[Found], path: Path, limit_bytes: int) -> Output:
-    curves = {f"rank {each['stage']}": each["curve"] for each in mine}
-    passes = {f"rank {each['stage']}": each["passes"] for each in mine}
+def _timeline(mine: Sequence[RankReport], path: Path, limit_bytes: int) -> Output:
+    curves = {f"rank {each.stage}": each.curve for each in mine}
+    passes = {f"rank {each.stage}": each.passes for each in mine}
 
     def write(target: Path) -> None:
         if path.suffix == ".json":

@@ -8,6 +8,7 @@ of its nearest neighbor toward the first rank, as the source of the costs report
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_vshape.core.model.costs import Costs
@@ -16,14 +17,13 @@ from megatron_vshape.core.model.kinds import HELD, PARTS, WORKS, Kind, ScheduleE
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.rehearsal.gpus import Gpu
-from megatron_vshape.rehearsal.step_time import Rates, Scale, pass_us, send_us, step_time
+from megatron_vshape.rehearsal.rank_report import PassReport, RankReport
+from megatron_vshape.rehearsal.step_time import Rates, pass_us, send_us, step_time
 from megatron_vshape.rehearsal.work import Work, is_once
 
 MICROBATCHES = 3
 """Microbatches of a counted step per kind of backward: bytes are from the middle one, work from
 the last."""
-
-Pass = Mapping[str, Any]
 
 
 def both_backwards(num_devices: int) -> Schedule:
@@ -44,7 +44,7 @@ def both_backwards(num_devices: int) -> Schedule:
 
 
 def counted_costs(
-    ranks: Sequence[Mapping[str, Any]],
+    ranks: Sequence[RankReport],
     gpu: Gpu,
     devices: int,
     apart: int,
@@ -71,10 +71,7 @@ def counted_costs(
         "held_after_backward_bytes": left,
         "state_bytes": tuple(_state(found[rank], chunk) for rank, chunk in stages),
     }
-    none = (0.0, 0.0)  # for cached results of older versions without this value
-    dummies = tuple(
-        float(found[rank].get("chunk_dummy_bytes", none)[chunk]) for rank, chunk in stages
-    )
+    dummies = tuple(float(found[rank].chunk_dummy_bytes[chunk]) for rank, chunk in stages)
     if any(dummies):
         amounts["dummy_bytes"] = dummies
     amounts |= _times(passes)
@@ -83,10 +80,10 @@ def counted_costs(
         amounts[kind.works] = tuple(map(_works, ran, takes))
     made = Costs(
         **amounts,
-        send_us=send_us(float(first["message_bytes"]), gpu, apart, rates),
+        send_us=send_us(float(first.message_bytes), gpu, apart, rates),
         # Measured for F with BW; a separate W is charged, too, which is conservative.
-        host_us=pass_us(gpu, Scale(1, 1, 1, 1, **first["scale"]), rates) / 2,
-        layers=tuple(int(found[rank]["chunk_layers"][chunk]) for rank, chunk in stages),
+        host_us=pass_us(gpu, first.scale, rates) / 2,
+        layers=tuple(found[rank].chunk_layers[chunk] for rank, chunk in stages),
         device_bytes=beside,
     )
     text = f"{COUNTED} by a rehearsal, priced by kernel efficiencies on {gpu.name.upper()}"
@@ -96,7 +93,7 @@ def counted_costs(
     return _with_measured_source(made, ranks).with_source(text)
 
 
-def with_measured(rank: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:
+def with_measured(rank: RankReport, measured: Mapping[str, Any]) -> RankReport:
     """Replace the estimated pass times of a rank by measured ones; on a GPU also the memory.
 
     `measured` is a result of `measured.measure_all`.
@@ -106,22 +103,21 @@ def with_measured(rank: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[
         (each["kind"], each["chunk"]): {name: each[name] for name in names}
         for each in measured["kinds"]
     }
-    kinds = [each | own.get((each["kind"], each["chunk"]), {}) for each in rank["kinds"]]
+    kinds = [replace(each, **own.get((each.kind, each.chunk), {})) for each in rank.kinds]
     where = f"{measured['device']}, one rank at a time, without communication"
-    return {**rank, "kinds": kinds, "on_gpu": measured["on_gpu"], "measured": where}
+    return replace(rank, kinds=kinds, measured=where, memory_measured=measured["on_gpu"])
 
 
-def _with_measured_source(costs: Costs, ranks: Sequence[Mapping[str, Any]]) -> Costs:
-    where = ranks[0].get("measured")
-    if where is None:
+def _with_measured_source(costs: Costs, ranks: Sequence[RankReport]) -> Costs:
+    if ranks[0].measured is None:
         return costs
     times = [kind.time for kind in (*PARTS, Kind.BW)]
-    names = [*times, *((*HELD, *WORKS) if ranks[0]["on_gpu"] else ())]
-    return costs.with_source(f"{MEASURED} on {where}", *names)
+    names = [*times, *((*HELD, *WORKS) if ranks[0].memory_measured else ())]
+    return costs.with_source(f"{MEASURED} on {ranks[0].measured}", *names)
 
 
 def pass_times(
-    found: Sequence[Mapping[str, Any]], stages: Sequence[tuple[int, int]], devices: int, gpu: Gpu
+    found: Sequence[RankReport], stages: Sequence[tuple[int, int]], devices: int, gpu: Gpu
 ) -> dict[str, Any]:
     """Return the pass times of every stage by their names in `Costs`.
 
@@ -143,12 +139,12 @@ def pass_times(
     )
 
 
-def _times(passes: Mapping[Kind, Sequence[Pass]]) -> dict[str, Any]:
+def _times(passes: Mapping[Kind, Sequence[PassReport]]) -> dict[str, Any]:
     amounts: dict[str, Any] = {}
     for kind, ran in passes.items():
         amounts[kind.time] = tuple(_computes_us(each) for each in ran)
-        if kind.exchange and any(each["waited_seconds"] for each in ran):
-            amounts[kind.exchange] = tuple(1e6 * each["waited_seconds"] for each in ran)
+        if kind.exchange and any(each.waited_seconds for each in ran):
+            amounts[kind.exchange] = tuple(1e6 * each.waited_seconds for each in ran)
     return amounts
 
 
@@ -157,46 +153,47 @@ def _where(stage: int, devices: int) -> tuple[int, int]:
     return (stage, 0) if stage < devices else (2 * devices - 1 - stage, 1)
 
 
-def _every_rank(found: Sequence[Mapping[str, Any]], devices: int) -> list[Mapping[str, Any]]:
-    by_rank = {int(each["stage"]): each for each in found}
+def _every_rank(found: Sequence[RankReport], devices: int) -> list[RankReport]:
+    by_rank = {each.stage: each for each in found}
     return [
         by_rank[max((known for known in by_rank if known <= rank), default=min(by_rank))]
         for rank in range(devices)
     ]
 
 
-_NOTHING = {"adds_bytes": 0.0, "meanwhile_bytes": 0.0, "seconds": 0.0, "waited_seconds": 0.0}
-
-
-def _pass(rank: Mapping[str, Any], kind: Kind, chunk: int, gpu: Gpu, rates: Rates | None) -> Pass:
+def _pass(rank: RankReport, kind: Kind, chunk: int, gpu: Gpu, rates: Rates | None) -> PassReport:
     """Return the results of a pass.
 
     With full recompute, a backward is not split: BW counts as B, and W is empty. If only B and W
     ran, BW is their sum.
     """
-    ran = {each["kind"]: each for each in rank["kinds"] if each["chunk"] == chunk}
+    ran = {each.kind: each for each in rank.kinds if each.chunk == chunk}
     if kind in (Kind.B, Kind.W) and kind not in ran and Kind.BW in ran:
         if kind is Kind.W:
-            return _NOTHING
+            return PassReport(kind, chunk, 0, 0.0, 0.0, 0.0, 0.0, Work())
         kind = Kind.BW
     if kind is Kind.BW and kind not in ran and {Kind.B, Kind.W} <= ran.keys():
-        both = [_pass(rank, each, chunk, gpu, rates) for each in (Kind.B, Kind.W)]
-        return {name: both[0][name] + both[1][name] for name in _NOTHING}
+        b, w = (_pass(rank, each, chunk, gpu, rates) for each in (Kind.B, Kind.W))
+        sums = {name: getattr(b, name) + getattr(w, name) for name in _SUMMED}
+        return replace(b, kind=kind, **sums)
     if kind not in ran:
         raise ScheduleError(
-            f"rank {rank['stage']} ran no {kind} of its chunk {chunk}: what was rehearsed is not a "
+            f"rank {rank.stage} ran no {kind} of its chunk {chunk}: what was rehearsed is not a "
             "V with backwards of both sorts"
         )
-    work = Work.of(ran[kind]["work"])
-    parts = step_time(work, gpu, Scale(1, 1, 1, 1, **rank["scale"]), rates)
+    found = ran[kind]
+    parts = step_time(found.work, gpu, rank.scale, rates)
     # The last pass of a step may have started collectives that occur once per step.
     took, waited = parts["step_s"] - parts["data parallel"], parts["exchanges"]
-    if "ms" in ran[kind]:  # measured: communication ended at once
-        took = float(ran[kind]["ms"]) / 1e3 + waited
+    if found.ms is not None:  # measured: communication ended at once
+        took = found.ms / 1e3 + waited
     if kind is Kind.W:
-        took -= _hidden(parts, work)
+        took -= _hidden(parts, found.work)
         waited = 0.0
-    return {**ran[kind], "seconds": took, "waited_seconds": waited}
+    return replace(found, seconds=took, waited_seconds=waited)
+
+
+_SUMMED = ("adds_bytes", "meanwhile_bytes", "seconds", "waited_seconds")
 
 
 def _hidden(parts: Mapping[str, float], work: Work) -> float:
@@ -212,45 +209,45 @@ def _hidden(parts: Mapping[str, float], work: Work) -> float:
     return min(exchanges * (1 - 1 / max(1, gathers)), parts["products"])
 
 
-def _computes_us(ran: Pass) -> float:
-    return max(1.0, 1e6 * float(ran["seconds"] - ran["waited_seconds"]))
+def _computes_us(ran: PassReport) -> float:
+    return max(1.0, 1e6 * (ran.seconds - ran.waited_seconds))
 
 
-def _held(forward: Pass, backward: Pass, weight: Pass) -> tuple[float, float]:
+def _held(forward: PassReport, backward: PassReport, weight: PassReport) -> tuple[float, float]:
     """Return the bytes of a stage after F, and after B.
 
     Memory that F allocates and no backward frees has been freed between passes: the output that F
     sent.
     """
-    adds, freed, last = (float(each["adds_bytes"]) for each in (forward, backward, weight))
+    adds, freed, last = (float(each.adds_bytes) for each in (forward, backward, weight))
     held = max(0.0, min(adds, -freed - last)) if freed + last < 0 else adds
-    held += float(forward.get("static_bytes", 0.0))  # of CUDA graphs, until B
+    held += float(forward.static_bytes or 0)  # of CUDA graphs, until B
     return held, max(0.0, -last if last else adds + freed)
 
 
-def _works(ran: Pass, takes: float) -> float:
+def _works(ran: PassReport, takes: float) -> float:
     """Return the temporary bytes of a pass beyond `takes`, the bytes allocated at its start."""
-    return max(0.0, float(ran["meanwhile_bytes"]) - max(0.0, takes))
+    return max(0.0, float(ran.meanwhile_bytes) - max(0.0, takes))
 
 
-def _state(rank: Mapping[str, Any], chunk: int) -> float:
+def _state(rank: RankReport, chunk: int) -> float:
     """Return the stage's part of its rank's memory between steps, in proportion to parameters."""
-    own = rank["chunk_parameters"]
+    own = rank.chunk_parameters
     return _states(rank) * float(own[chunk] / sum(own))
 
 
-def _beside(rank: Mapping[str, Any]) -> float:
-    return float(rank["held_bytes"]) - _states(rank)
+def _beside(rank: RankReport) -> float:
+    return float(rank.held_bytes) - _states(rank)
 
 
-def _unshared(rank: Mapping[str, Any]) -> float:
+def _unshared(rank: RankReport) -> float:
     """Return the bytes that the pool of CUDA graphs needs beyond the peak of all memory.
 
     The pool and other memory peak at different times and cannot share blocks.
     """
-    apart = rank.get("graph_bytes")
-    return float(max(0, apart["pool"] + apart["other"] - rank["peak_bytes"])) if apart else 0.0
+    apart = rank.graph_bytes
+    return float(max(0, apart.pool + apart.other - rank.peak_bytes)) if apart else 0.0
 
 
-def _states(rank: Mapping[str, Any]) -> float:
-    return float(sum(rank["held_parts"][part] for part in ("weights", "gradients", "optimizer")))
+def _states(rank: RankReport) -> float:
+    return float(sum(rank.held_parts[part] for part in ("weights", "gradients", "optimizer")))

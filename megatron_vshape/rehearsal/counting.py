@@ -10,24 +10,18 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal import sources
 from megatron_vshape.rehearsal.flags import Command, environment_of, without_files
-from megatron_vshape.rehearsal.ranks import DryRunConfig, Found, rehearse_all
+from megatron_vshape.rehearsal.rank_report import FailedRank, RankReport
+from megatron_vshape.rehearsal.ranks import DryRunConfig, rehearse_all
 from megatron_vshape.rehearsal.shapes import PIPELINE, RANKS, counting, least_of
-
-KEPT = """
-    stage sizes kinds held_bytes held_parts chunk_parameters chunk_layers chunk_dummy_bytes
-    message_bytes work scale shards_optimizer
-""".split()
-"""Results of an estimate that are cached."""
 
 _OURS = "core/**/*.py", "mcore/**/*.py", "rehearsal/*.py", "runtime/*.py"
 _THEIRS = "megatron/core/**/*.py", "megatron/training/**/*.py", "transformer_engine/pytorch/**/*.py"
 
-Ranks = Sequence[Mapping[str, Any]]
+Ranks = Sequence[RankReport]
 
 
 def count_all(
@@ -65,7 +59,8 @@ def _counted(
     asked: DryRunConfig, wanted: Mapping[str, Command], tell: Callable[[int, int], None]
 ) -> dict[str, Ranks | str]:
     least = {key: least_of(command) for key, command in wanted.items()}
-    ranks: dict[str, list[Found]] = {key: [] for key in wanted}
+    ranks: dict[str, list[RankReport]] = {key: [] for key in wanted}
+    made: dict[str, Ranks | str] = {}
     with counting(PIPELINE) as put:
         jobs = [
             asked.job(put(few, sizes), sizes, stage, key)
@@ -74,17 +69,13 @@ def _counted(
         ]
         for done, each in enumerate(rehearse_all(asked.programs, jobs), start=1):
             tell(done, len(jobs))
-            ranks[each["name"]].append(each)
-    made: dict[str, Ranks | str] = {}
-    for key, own in ranks.items():
-        errors = [each["error"] for each in own if "error" in each]
-        if errors:
-            made[key] = errors[0]
-            continue
-        own.sort(key=lambda each: int(each["stage"]))
-        kept = [{name: each[name] for name in KEPT} for each in own]
-        made[key] = kept
-        _keep(key, kept)
+            if isinstance(each, FailedRank):
+                made.setdefault(each.name, each.error)
+            else:
+                ranks[each.name].append(each.without_timeline())
+    for key in wanted.keys() - made.keys():
+        made[key] = own = sorted(ranks[key], key=lambda each: each.stage)
+        _keep(key, own)
     return made
 
 
@@ -125,10 +116,10 @@ def _folder() -> Path:
 
 def _cached(key: str) -> Ranks | None:
     try:
-        found: Ranks = json.loads((_folder() / f"{key}.json").read_text())
+        plain = json.loads((_folder() / f"{key}.json").read_text())
     except (OSError, ValueError):
         return None
-    return found
+    return [RankReport.from_json(each) for each in plain]
 
 
 def _keep(key: str, ranks: Ranks) -> None:
@@ -136,5 +127,5 @@ def _keep(key: str, ranks: Ranks) -> None:
     with contextlib.suppress(OSError):
         _folder().mkdir(parents=True, exist_ok=True)
         draft = _folder() / f"{key}.{os.getpid()}"
-        draft.write_text(json.dumps(ranks))
+        draft.write_text(json.dumps([each.to_json() for each in ranks]))
         draft.replace(_folder() / f"{key}.json")

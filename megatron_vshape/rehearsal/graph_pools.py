@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron_vshape.mcore.split import graphs
 from megatron_vshape.rehearsal.ledger import Ledger, tensors_in
+from megatron_vshape.rehearsal.rank_report import GraphBytes
 
 
 class GraphPool:
@@ -72,7 +73,6 @@ class GraphPool:
         """Return the bytes of a microbatch's static inputs, allocated from F to B of a chunk."""
         return self._inputs_of.get(chunk, 0)
 
-    def plain(self) -> dict[str, int]:
-        """Return the peaks in bytes of the pool, of other memory, and of static inputs."""
-        ledger = self._ledger
-        return {"pool": ledger.pool_peak, "other": ledger.other_peak, "inputs": self.most_inputs}
+    def peaks(self) -> GraphBytes:
+        """Return the peaks of the pool, of other memory, and of static inputs."""
+        return GraphBytes(self._ledger.pool_peak, self._ledger.other_peak, self.most_inputs)

@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import re
+import resource
 import runpy
 import sys
 import time
@@ -32,6 +33,16 @@ from megatron_vshape.rehearsal.device import Current, on_host
 from megatron_vshape.rehearsal.gpus import GPUS, Gpu
 from megatron_vshape.rehearsal.graph_pools import GraphPool
 from megatron_vshape.rehearsal.ledger import WORKSPACES, Ledger, PassRecord, Record, tensors_in
+from megatron_vshape.rehearsal.rank_report import (
+    PARTS,
+    Bytes,
+    CheckedRank,
+    Holder,
+    PassReport,
+    PeakMoment,
+    RankReport,
+    Sizes,
+)
 from megatron_vshape.rehearsal.step_time import Scale, step_time
 from megatron_vshape.rehearsal.work import ExchangeKey, Work, repeated
 from megatron_vshape.runtime.gathering_job import plain_tensors
@@ -72,8 +83,8 @@ class _Enough(BaseException):
     """Ends the program after its last measured step; no handler of Megatron catches it."""
 
 
-def rehearse(job: RankJob) -> dict[str, Any]:
-    """Return the allocations of the rank and the costs of its passes as plain values for JSON.
+def rehearse(job: RankJob) -> RankReport | CheckedRank:
+    """Run the program of a rank and report its memory and passes, or the start-up checks only.
 
     Run this in a separate process, after `worker.prepare`.
     """
@@ -102,8 +113,10 @@ def rehearse(job: RankJob) -> dict[str, Any]:
             )
         finally:
             Current.ledger = None
-    found = {"stage": job.stage, "notices": run.notices} if job.check else run.report()
-    return found | {"seconds": round(time.monotonic() - begun, 2)}
+    seconds = round(time.monotonic() - begun, 2)
+    if job.check:
+        return CheckedRank(job.name, job.rank, job.stage, run.notices, seconds)
+    return run.report(seconds)
 
 
 def _set_environment(job: RankJob) -> None:
@@ -137,7 +150,7 @@ class _Run:
     def __init__(self, job: RankJob, ledger: Ledger) -> None:
         self.job, self.ledger = job, ledger
         self.held: list[int] = []
-        self.held_parts: dict[str, int] = {}
+        self.held_parts: Bytes = {}
         self.peaks: list[int] = []  # before each step
         self.after_setup = 0
         self.few = self.many = 0
@@ -280,8 +293,8 @@ class _Run:
 
         return RerunDataIterator(_batches(args)), None, None  # called once per chunk
 
-    def report(self) -> dict[str, Any]:
-        """Return the results."""
+    def report(self, seconds: float) -> RankReport:
+        """Compute the result; `seconds` is the duration of the dry run."""
         ledger, args = self.ledger, self.args
         ranks = args.pipeline_model_parallel_size
         many = self.job.batch_microbatches or self.many
@@ -291,53 +304,58 @@ class _Run:
         last = [each.did for each in ran if each.phase.split()[2] == str(self.few - 1)]
         work = ledger.work.repeating(keys, last, self.few)
         at_peak = ledger.held_at(ledger.peak_at)
-        return {
-            "rank": self.job.rank,
-            "stage": self.job.stage,
-            "peak_bytes": ledger.peak,
-            "graph_bytes": None if self.pool is None else self.pool.plain(),
-            "held_bytes": self.held[-1],
-            "held_parts": self.held_parts,
-            "first_step_held_bytes": self.held[0],
-            "after_setup_bytes": self.after_setup,
-            "parts": _parts(at_peak, ledger.peak),
-            "when": {"pass": ledger.peak_phase, "place": ledger.peak_place},
-            "holders": _holders(at_peak),
-            "time": step_time(work, self.job.hardware, scale),
-            "microbatches": many,
-            "traced_microbatches": self.few,
-            "parameters": sum(own := [_parameters(chunk) for chunk in self.chunks]),
-            "chunk_parameters": own,
-            "chunk_layers": [_layers(chunk) for chunk in self.chunks],
-            "chunk_dummy_bytes": [_dummy_bytes(chunk) for chunk in self.chunks],
-            "message_bytes": _message_bytes(args),
-            "shards_optimizer": bool(args.use_distributed_optimizer),
-            "scale": {
-                name: getattr(scale, name) for name in ("graphs", "host_waits", "experts_hidden")
-            },
-            "sizes": {
-                "world": self.job.world,
-                "dp": args.data_parallel_size,
-                "tp": args.tensor_model_parallel_size,
-                "pp": args.pipeline_model_parallel_size,
-                "vp": len(self.chunks),
-            },
-            "first_peak_bytes": self.peaks[-1],
-            "curve": _over_time(ledger.records, ledger.curve[:CURVE_POINTS]),
-            "passes": [each[:3] for each in ledger.passes[:CURVE_POINTS]],
-            "kinds": self._by_kind(ran, keys),
-            "held_between_passes_bytes": _held_between(ledger.passes),
-            "megatron": _megatron_version(),
-            "transformer_engine": getattr(sys.modules.get("transformer_engine"), "__version__", ""),
-            "operations": ledger.operations,
-            "work": work.plain(),
-        }
+        parameters = [_parameters(chunk) for chunk in self.chunks]
+        return RankReport(
+            name=self.job.name,
+            rank=self.job.rank,
+            stage=self.job.stage,
+            peak_bytes=ledger.peak,
+            graph_bytes=None if self.pool is None else self.pool.peaks(),
+            held_bytes=self.held[-1],
+            held_parts=self.held_parts,
+            first_step_held_bytes=self.held[0],
+            after_setup_bytes=self.after_setup,
+            parts=_parts(at_peak, ledger.peak),
+            when=PeakMoment(ledger.peak_phase, ledger.peak_place),
+            holders=_holders(at_peak),
+            time=step_time(work, self.job.hardware, scale),
+            microbatches=many,
+            traced_microbatches=self.few,
+            parameters=sum(parameters),
+            chunk_parameters=parameters,
+            chunk_layers=[_layers(chunk) for chunk in self.chunks],
+            chunk_dummy_bytes=[_dummy_bytes(chunk) for chunk in self.chunks],
+            message_bytes=_message_bytes(args),
+            shards_optimizer=bool(args.use_distributed_optimizer),
+            scale=self.scale(1, 1, 1, 1),
+            sizes=self._sizes(),
+            first_peak_bytes=self.peaks[-1],
+            curve=_over_time(ledger.records, ledger.curve[:CURVE_POINTS]),
+            passes=[each[:3] for each in ledger.passes[:CURVE_POINTS]],
+            kinds=self._by_kind(ran, keys),
+            held_between_passes_bytes=_held_between(ledger.passes),
+            megatron=_megatron_version(),
+            transformer_engine=getattr(sys.modules.get("transformer_engine"), "__version__", ""),
+            operations=ledger.operations,
+            work=work,
+            seconds=seconds,
+            host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        )
 
-    def _by_kind(self, passes: list[PassRecord], keys: set[ExchangeKey]) -> list[dict[str, Any]]:
-        """Return memory, time and work per kind of pass and chunk.
+    def _sizes(self) -> Sizes:
+        args = self.args
+        return Sizes(
+            world=self.job.world,
+            dp=args.data_parallel_size,
+            tp=args.tensor_model_parallel_size,
+            pp=args.pipeline_model_parallel_size,
+            vp=len(self.chunks),
+        )
 
-        Bytes are medians. The work is that of the last pass, because the first one also casts
-        weights.
+    def _by_kind(self, passes: list[PassRecord], keys: set[ExchangeKey]) -> list[PassReport]:
+        """Summarize the passes per kind and chunk.
+
+        The work is that of the last pass, because the first one also casts weights.
         """
         found: dict[tuple[str, int], list[PassRecord]] = {}
         for each in passes:
@@ -347,19 +365,20 @@ class _Run:
         for (kind, chunk), ran in sorted(found.items()):
             work = ran[-1].did.repeating(keys, [ran[-1].did])
             parts = self.priced(work)
-            entry = {
-                "kind": kind,
-                "chunk": chunk,
-                "number": len(ran),
-                "adds_bytes": median(each.after_bytes - each.before_bytes for each in ran),
-                "meanwhile_bytes": median(each.most_bytes - each.before_bytes for each in ran),
-                "seconds": parts["step_s"],
-                "waited_seconds": parts["exchanges"],
-                "work": work.plain(),
-            }
-            if self.pool is not None and kind == "F":
-                entry["static_bytes"] = self.pool.inputs_of(chunk)
-            made.append(entry)
+            pool = self.pool if kind == "F" else None
+            made.append(
+                PassReport(
+                    kind=kind,
+                    chunk=chunk,
+                    number=len(ran),
+                    adds_bytes=median(each.after_bytes - each.before_bytes for each in ran),
+                    meanwhile_bytes=median(each.most_bytes - each.before_bytes for each in ran),
+                    seconds=parts["step_s"],
+                    waited_seconds=parts["exchanges"],
+                    work=work,
+                    static_bytes=None if pool is None else pool.inputs_of(chunk),
+                )
+            )
         return made
 
 
@@ -412,9 +431,6 @@ def _held_between(passes: list[PassRecord]) -> int:
     return max(each.after_bytes for each in ran) - ran[0].before_bytes if ran else 0
 
 
-PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "rest")
-
-
 def _part_of(record: Record) -> str:
     if record.what in PARTS:
         return record.what
@@ -465,7 +481,7 @@ def _over_time(
     return [(*curve[index][:2], found[index]) for index in range(len(curve))]
 
 
-def _holders(records: list[Record]) -> list[dict[str, Any]]:
+def _holders(records: list[Record]) -> list[Holder]:
     """Return the largest allocations by part and module, without weights and optimizer."""
     sums: dict[tuple[str, str, str], list[int]] = {}
     for each in records:
@@ -475,10 +491,7 @@ def _holders(records: list[Record]) -> list[dict[str, Any]]:
             entry[0] += each.size
             entry[1] += 1
     most = sorted(sums.items(), key=lambda item: -item[1][0])[:HOLDERS]
-    return [
-        {"part": part, "place": place, "code": code, "bytes": size, "number": number}
-        for (part, place, code), (size, number) in most
-    ]
+    return [Holder(part, place, code, size, number) for (part, place, code), (size, number) in most]
 
 
 class _Passes:

@@ -16,13 +16,11 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal import sources
 from megatron_vshape.rehearsal.flags import Command, Sizes, environment_of, without_files
 from megatron_vshape.rehearsal.gpus import Gpu
+from megatron_vshape.rehearsal.rank_report import CheckedRank, FailedRank, RankReport
 
 SCHEDULE = "--pipeline-schedule"
 PER_RANK = 4
 """Maximum microbatches per pipeline rank in a dry run of this package's schedules."""
-
-Found = dict[str, Any]
-"""Result of `one_rank.rehearse`, or an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +102,32 @@ def _fewer_microbatches(command: Command, sizes: Sizes) -> list[str]:
     return ["--global-batch-size", str(min(batch, most))]
 
 
-def rehearse_all(programs: Programs, jobs: Iterable[Mapping[str, Any]]) -> Iterator[Found]:
-    """Yield the result of each job in order of completion; an error is a result, too.
+def rehearse_all(
+    programs: Programs, jobs: Iterable[Mapping[str, Any]]
+) -> Iterator[RankReport | FailedRank]:
+    """Yield the report of each job in order of completion, or its error.
+
+    Raises:
+        ScheduleError: The worker did not start.
+    """
+    for plain in run_jobs(programs, jobs):
+        yield FailedRank(**plain) if "error" in plain else RankReport.from_json(plain)
+
+
+def check_all(
+    programs: Programs, jobs: Iterable[Mapping[str, Any]]
+) -> Iterator[CheckedRank | FailedRank]:
+    """Run the start-up checks of each job; yield in order of completion, errors included.
+
+    Raises:
+        ScheduleError: The worker did not start.
+    """
+    for plain in run_jobs(programs, [{**job, "check": True} for job in jobs]):
+        yield FailedRank(**plain) if "error" in plain else CheckedRank(**plain)
+
+
+def run_jobs(programs: Programs, jobs: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Run a worker process and yield its results as plain values.
 
     Raises:
         ScheduleError: The worker did not start.

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_vshape.rehearsal.gpus import GIB, Gpu
+from megatron_vshape.rehearsal.rank_report import PARTS, GraphBytes, Holder, RankReport
 
-PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "rest")
 WIDTH = 100
 _NAMED = 3  # allocations of the peak that are printed
 
@@ -40,15 +40,14 @@ def gib(size: float) -> str:
     return f"{size / GIB:.1f}"
 
 
-def table(found: Sequence[Mapping[str, Any]], gpu: Gpu) -> list[str]:
+def table(found: Sequence[RankReport], gpu: Gpu) -> list[str]:
     """Format a heading and a row per rank, in GiB."""
     names = ["other" if name == "rest" else name for name in PARTS]
     rows = [["rank", *names, "peak", "model states", "free"]]
     for each in found:
-        parts = [gib(each["parts"][name]) for name in PARTS]
-        free = gib(gpu.memory_bytes - each["peak_bytes"])
-        row = [str(each["stage"]), *parts, gib(each["peak_bytes"]), gib(each["held_bytes"]), free]
-        rows.append(row)
+        parts = [gib(each.parts[name]) for name in PARTS]
+        free = gib(gpu.memory_bytes - each.peak_bytes)
+        rows.append([str(each.stage), *parts, gib(each.peak_bytes), gib(each.held_bytes), free])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
@@ -56,31 +55,32 @@ def table(found: Sequence[Mapping[str, Any]], gpu: Gpu) -> list[str]:
     ]
 
 
-def when(found: Mapping[str, Any]) -> str:
+def when(found: RankReport) -> str:
     """Format the pass in which a rank reaches its peak, and the largest allocations then."""
     sums: dict[str, float] = {}
-    for each in found["holders"]:
-        sums[_holder(each)] = sums.get(_holder(each), 0.0) + each["bytes"]
+    for each in found.holders:
+        sums[_holder(each)] = sums.get(_holder(each), 0.0) + each.bytes
     most = sorted(sums.items(), key=lambda item: -item[1])[:_NAMED]
     largest = ", ".join(f"{name} {gib(size)} GiB" for name, size in most if size >= GIB / 20)
-    place = place_in_words(found["when"]["place"])
+    place = place_in_words(found.when.place)
     where = f" in {place}" if place else ""
-    text = f"rank {found['stage']}: peak in {pass_in_words(found['when']['pass'])}{where}"
+    text = f"rank {found.stage}: peak in {pass_in_words(found.when.phase)}{where}"
     return text + (f"; {largest}" if largest else "")
 
 
-def with_graphs(found: Mapping[str, Any]) -> str:
+def with_graphs(found: RankReport, graphs: GraphBytes) -> str:
     """Format the memory that a rank with CUDA graphs reserves."""
-    pool, other, inputs = (gib(found["graph_bytes"][at]) for at in ("pool", "other", "inputs"))
+    pool, other, inputs = map(gib, (graphs.pool, graphs.other, graphs.inputs))
     return (
-        f"rank {found['stage']} reserves {gib(needed(found))} GiB: CUDA graphs' pool {pool}, their "
+        f"rank {found.stage} reserves {gib(needed(found))} GiB: CUDA graphs' pool {pool}, their "
         f"static inputs {inputs}, other memory {other}"
     )
 
 
-def needed(found: Mapping[str, Any]) -> int:
+def needed(found: RankReport) -> int:
     """Compute the bytes that a rank needs: its peak, or the sum of peaks with CUDA graphs."""
-    return int(max(found["peak_bytes"], sum((found.get("graph_bytes") or {}).values())))
+    graphs = found.graph_bytes
+    return found.peak_bytes if graphs is None else max(found.peak_bytes, graphs.total)
 
 
 def pass_in_words(phase: str) -> str:
@@ -104,24 +104,24 @@ def place_in_words(place: str) -> str:
     return ""
 
 
-def _holder(holder: Mapping[str, Any]) -> str:
-    place = place_in_words(holder["place"])
-    if holder["part"] == "logits":
+def _holder(holder: Holder) -> str:
+    place = place_in_words(holder.place)
+    if holder.part == "logits":
         return "logits"
-    if holder["part"] == "rest":
+    if holder.part == "rest":
         return "workspaces and P2P buffers"
     return f"activations of {place}" if place else "other activations of layers"
 
 
-def verdict(found: Sequence[Mapping[str, Any]], gpu: Gpu) -> str:
+def verdict(found: Sequence[RankReport], gpu: Gpu) -> str:
     """Format whether the ranks fit into the GPU, by how much, and the largest rank."""
     most = max(found, key=needed)
     peak, memory = needed(most), gpu.memory_bytes
-    text = f"rank {most['stage']} has the largest peak, {gib(peak)} GiB"
+    text = f"rank {most.stage} has the largest peak, {gib(peak)} GiB"
     of_gpu = f"the {gib(memory)} GiB of the {gpu.name.upper()}"
     if peak > memory:
-        step = "" if most["first_peak_bytes"] > memory else " (from the second step on)"
-        others = [str(each["stage"]) for each in found if needed(each) > memory]
+        step = "" if most.first_peak_bytes > memory else " (from the second step on)"
+        others = [str(each.stage) for each in found if needed(each) > memory]
         too_large = f"; too large: ranks {', '.join(others)}" if len(others) > 1 else ""
         return f"Does not fit: {text}, {gib(peak - memory)} GiB above {of_gpu}{step}{too_large}."
     free = f"{gib(memory - peak)} GiB below {of_gpu}"

@@ -9,7 +9,7 @@ step follow from them.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from megatron_vshape.mcore.layout import hybrid, sizes
 from megatron_vshape.rehearsal.counted import both_backwards, counted_costs
 from megatron_vshape.rehearsal.flags import Command, Sizes, sizes_of
 from megatron_vshape.rehearsal.gpus import Gpu
+from megatron_vshape.rehearsal.rank_report import RankReport
 from megatron_vshape.rehearsal.step_time import (
     Rates,
     data_parallel_s,
@@ -30,7 +31,6 @@ from megatron_vshape.rehearsal.step_time import (
     optimizer_s,
     rates_of,
 )
-from megatron_vshape.rehearsal.work import Work
 
 RECOMPUTE = ("granularity", "method", "num_layers", "modules")
 PIPELINE, RANKS = 4, 2
@@ -251,7 +251,7 @@ class Counted:
 
 
 def counted(
-    ranks: Sequence[Mapping[str, Any]], gpu: Gpu, world: int, pipeline: int, rates: Rates | None
+    ranks: Sequence[RankReport], gpu: Gpu, world: int, pipeline: int, rates: Rates | None
 ) -> Counted:
     """Estimate the costs of the results of `least_of` for this pipeline and world size.
 
@@ -260,11 +260,11 @@ def counted(
     """
     reached = rates or rates_of(gpu)
     apart = world // pipeline
-    ratio = apart * PIPELINE / ranks[0]["sizes"]["world"]
+    ratio = apart * PIPELINE / ranks[0].sizes.world
     first, second = (_spread(each, ratio) for each in ranks)
     costs = counted_costs((first, second), gpu, PIPELINE, apart, rates)
-    step = Work.of(second["work"]).spread(ratio, second["shards_optimizer"])
-    state = sum(second["held_parts"][part] for part in ("weights", "gradients", "optimizer"))
+    step = second.work.spread(ratio, second.shards_optimizer)
+    state = sum(second.held_parts[part] for part in ("weights", "gradients", "optimizer"))
     of_layer = _forward_flops(second, 0)
     ends = _forward_flops(first, 0) + _forward_flops(first, 1) - 2 * of_layer
     pieces = Pieces.of(replace(costs, layers=None), (1,) * costs.num_stages)
@@ -288,22 +288,20 @@ def of_pattern(found: Counted, command: Command) -> Counted:
     return replace(found, pieces=pieces, layer_flops=found.layer_flops / stage.time)
 
 
-def _spread(rank: Mapping[str, Any], ratio: float) -> dict[str, Any]:
-    """Return a rank's results with `ratio` times as many replicas sharding the optimizer."""
-    parts = dict(rank["held_parts"])
+def _spread(rank: RankReport, ratio: float) -> RankReport:
+    """Return a rank's report with `ratio` times as many replicas sharding the optimizer."""
+    parts = dict(rank.held_parts)
     before = parts["optimizer"]
-    if rank["shards_optimizer"]:
+    if rank.shards_optimizer:
         parts["optimizer"] = before / ratio
-    held = rank["held_bytes"] - before + parts["optimizer"]
-    return {**rank, "held_parts": parts, "held_bytes": held}
+    held = rank.held_bytes - before + parts["optimizer"]
+    return replace(rank, held_parts=parts, held_bytes=held)
 
 
-def _forward_flops(rank: Mapping[str, Any], chunk: int) -> float:
-    (work,) = (
-        each["work"] for each in rank["kinds"] if each["kind"] == "F" and each["chunk"] == chunk
-    )
+def _forward_flops(rank: RankReport, chunk: int) -> float:
+    (work,) = (each.work for each in rank.kinds if each.kind == "F" and each.chunk == chunk)
     products = sum(
         2.0 * rows * inner * columns * at * number
-        for _, rows, inner, columns, at, number in work["products"]
+        for (_, rows, inner, columns, at), number in work.products.items()
     )
-    return float(products + sum(work["attention_flops"].values()))
+    return float(products + sum(work.attention_flops.values()))

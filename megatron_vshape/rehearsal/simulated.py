@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from megatron_vshape.core.ask import PlanRequest, known_as
 from megatron_vshape.core.check.simulate import simulate
@@ -13,13 +14,14 @@ from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.rehearsal.counted import pass_times
 from megatron_vshape.rehearsal.flags import Command
 from megatron_vshape.rehearsal.gpus import Gpu
-from megatron_vshape.rehearsal.step_time import Scale, pass_us, send_us
+from megatron_vshape.rehearsal.rank_report import RankReport
+from megatron_vshape.rehearsal.step_time import pass_us, send_us
 
 SCHEDULE = "--pipeline-schedule"
 _PLAIN = {Kind.F, Kind.B, Kind.W, Kind.BW}
 MOST_PASSES = 200_000
 
-Rank = Mapping[str, Any]
+Rank = RankReport
 
 
 class StepTime(NamedTuple):
@@ -38,13 +40,13 @@ def step_of(found: Sequence[Rank], command: Command, gpu: Gpu, apart: int) -> St
         gpu: GPU and links.
         apart: Distance between neighboring pipeline ranks in GPUs.
     """
-    sizes, microbatches = found[0]["sizes"], found[0]["microbatches"]
-    slowest = max(each["time"]["step_s"] for each in found)
-    missing = sizes["pp"] - len(found)
-    like = f"; {missing} of {sizes['pp']} ranks assumed like their neighbors" if missing else ""
-    if sizes["pp"] == 1:
+    sizes, microbatches = found[0].sizes, found[0].microbatches
+    slowest = max(each.time["step_s"] for each in found)
+    missing = sizes.pp - len(found)
+    like = f"; {missing} of {sizes.pp} ranks assumed like their neighbors" if missing else ""
+    if sizes.pp == 1:
         return StepTime(slowest, f"{microbatches} microbatches")
-    name = command.value(SCHEDULE) or megatrons_name(sizes["vp"])
+    name = command.value(SCHEDULE) or megatrons_name(sizes.vp)
     try:
         seconds = _simulated(found, name, gpu, apart)
     except ScheduleError as error:
@@ -59,17 +61,17 @@ def megatrons_name(chunks: int) -> str:
 
 
 def _simulated(found: Sequence[Rank], name: str, gpu: Gpu, apart: int) -> float:
-    sizes, microbatches = found[0]["sizes"], found[0]["microbatches"]
-    if 3 * microbatches * sizes["pp"] * sizes["vp"] > MOST_PASSES:
+    sizes, microbatches = found[0].sizes, found[0].microbatches
+    if 3 * microbatches * sizes.pp * sizes.vp > MOST_PASSES:
         raise ScheduleError("too many passes")
     ranks = _with_whole_backwards(found)
-    others = {each["kind"] for rank in ranks for each in rank["kinds"]} - _PLAIN
+    others = {each.kind for rank in ranks for each in rank.kinds} - _PLAIN
     if others:
         raise ScheduleError("it has passes of a shared vocabulary, or offloads")
 
-    schedule = known_as(name, PlanRequest(name, sizes["pp"], microbatches)).schedule
+    schedule = known_as(name, PlanRequest(name, sizes.pp, microbatches)).schedule
     costs = _costs(ranks, schedule.placement, gpu, apart)
-    after = max(rank["time"]["optimizer"] + rank["time"]["data parallel"] for rank in found)
+    after = max(rank.time["optimizer"] + rank.time["data parallel"] for rank in found)
     return 1e-6 * simulate(schedule, costs).makespan + float(after)
 
 
@@ -77,13 +79,10 @@ def _with_whole_backwards(found: Sequence[Rank]) -> list[Rank]:
     """Rename the backwards of Megatron's schedules to BW: they also compute weight gradients."""
     made: list[Rank] = []
     for rank in found:
-        kinds = rank["kinds"]
-        if not any(each["kind"] in (Kind.W, Kind.BW) for each in kinds):
-            kinds = [
-                {**each, "kind": Kind.BW if each["kind"] == Kind.B else each["kind"]}
-                for each in kinds
-            ]
-        made.append({**rank, "kinds": kinds})
+        kinds = rank.kinds
+        if not any(each.kind in (Kind.W, Kind.BW) for each in kinds):
+            kinds = [replace(each, kind=Kind.BW) if each.kind == Kind.B else each for each in kinds]
+        made.append(replace(rank, kinds=kinds))
     return made
 
 
@@ -95,6 +94,6 @@ def _costs(ranks: Sequence[Rank], placement: Placement, gpu: Gpu, apart: int) ->
         **times,
         held_after_forward_bytes=(1.0,) * len(stages),
         held_after_backward_bytes=(0.0,) * len(stages),
-        send_us=send_us(float(first["message_bytes"]), gpu, apart),
-        host_us=pass_us(gpu, Scale(1, 1, 1, 1, **first["scale"])) / 2,
+        send_us=send_us(float(first.message_bytes), gpu, apart),
+        host_us=pass_us(gpu, first.scale) / 2,
     )

@@ -2,8 +2,8 @@
 
     python -m megatron_vshape.rehearsal.worker '{"megatron": TREE, "te": DIRECTORY, "jobs": 2}'
 
-It reads jobs from stdin, one JSON object per line, and writes one line per result: the return value
-of `rehearse`, or {"error": message, "log": the end of the program's output}.
+It reads jobs from stdin, one JSON object per line, and writes a result per line, in JSON: a
+`RankReport`, a `CheckedRank` or a `FailedRank`.
 """
 
 from __future__ import annotations
@@ -121,8 +121,7 @@ def _child(given: dict[str, Any], answer: TextIO) -> int:
         try:
             from megatron_vshape.rehearsal.one_rank import RankJob, rehearse
 
-            found = rehearse(RankJob(**given))
-            found["host_bytes"] = _host_bytes()
+            found = rehearse(RankJob(**given)).to_json()
         except BaseException as error:
             found = {"error": _sentence(error, log), "log": _tail(log, traceback.format_exc())}
         json.dump(found, answer)
@@ -156,12 +155,6 @@ def _tail(log: TextIO, more: str) -> str:
     log.flush()
     log.seek(0)
     return log.read()[-LOG_CHARACTERS:] + more[:LOG_CHARACTERS] + more[-LOG_CHARACTERS:]
-
-
-def _host_bytes() -> int:
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _answer_one(running: dict[int, tuple[str, Any]], out: TextIO) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from rehearsal.planned import off_the_plan, with_copies
+from rehearsal.reports import pass_of, report_of
 from rehearsal.warm import PassRecord, Warm, alone
 
 from megatron_vshape import Costs, ScheduleError, load_schedule, make, peak_held, verify
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.program.lowering import fuse
 from megatron_vshape.rehearsal.counted import MICROBATCHES, both_backwards, with_measured
-from megatron_vshape.rehearsal.report import needed
 from megatron_vshape.rehearsal.sources import find_te
 
 pytest.importorskip("megatron.core")
@@ -158,7 +158,8 @@ def test_memory_of_graphs_is_counted_apart(warm: Warm, tmp_path: Path) -> None:
         )
     ]
     for rank, planned in zip(found["ranks"], more, strict=True):
-        assert 0 < needed(rank) - rank["peak_bytes"] <= 1.05 * planned < 4 * 2**20
+        reserved = sum(rank["graph_bytes"].values())
+        assert 0 < reserved - rank["peak_bytes"] <= 1.05 * planned < 4 * 2**20
 
 
 def costs_of(warm: Warm, tmp_path: Path, command: list[str]) -> Costs:
@@ -324,11 +325,11 @@ def test_a_costs_file_is_measured(warm: Warm, tmp_path: Path, model: str) -> Non
 
 
 def test_a_gpu_measures_memory_too() -> None:
-    rank = {"stage": 0, "kinds": [{"kind": "F", "chunk": 0, "adds_bytes": 1, "meanwhile_bytes": 1}]}
+    rank = report_of(kinds=[pass_of("F", adds_bytes=1, meanwhile_bytes=1)])
     ran = {"kind": "F", "chunk": 0, "ms": 2.5, "adds_bytes": 3, "meanwhile_bytes": 4, "number": 3}
     for on_gpu, sizes in ((True, (3, 4)), (False, (1, 1))):
-        (made,) = with_measured(rank, {"device": "it", "on_gpu": on_gpu, "kinds": [ran]})["kinds"]
-        assert (made["ms"], made["adds_bytes"], made["meanwhile_bytes"]) == (2.5, *sizes)
+        (made,) = with_measured(rank, {"device": "it", "on_gpu": on_gpu, "kinds": [ran]}).kinds
+        assert (made.ms, made.adds_bytes, made.meanwhile_bytes) == (2.5, *sizes)
 
 
 def test_a_measurement_needs_a_costs_file(warm: Warm, tmp_path: Path) -> None:

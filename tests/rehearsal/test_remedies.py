@@ -1,11 +1,13 @@
 """The verdict of an estimate, and the flags that lower the peak."""
 
 import pytest
+from rehearsal.reports import report_of
 
 from megatron_vshape.core.model.costs import Piece
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.rehearsal import report
 from megatron_vshape.rehearsal.gpus import GIB, GPUS
+from megatron_vshape.rehearsal.rank_report import RankReport
 from megatron_vshape.rehearsal.remedies import Remedy, in_order, remedies
 
 H100 = GPUS["h100"]
@@ -15,9 +17,10 @@ HEAD = Piece(2.0, 2.0, 2.0, 1.0 * GIB, 1.0 * GIB, state_bytes=6.0 * GIB)
 LARGE_VOCABULARY = Pieces(LAYER, EMBEDDING, HEAD, 0.0)
 
 
-def rank(stage: int, gib: float, first_gib: float | None = None) -> dict[str, float]:
+def rank(stage: int, gib: float, first_gib: float | None = None) -> RankReport:
     first = gib if first_gib is None else first_gib
-    return {"stage": stage, "peak_bytes": gib * GIB, "first_peak_bytes": first * GIB}
+    sizes = {"peak_bytes": int(gib * GIB), "first_peak_bytes": int(first * GIB)}
+    return report_of(stage=stage, **sizes)
 
 
 @pytest.mark.parametrize(

@@ -51,22 +51,20 @@ class Warm:
 
     def __call__(self, folder: Path, *arguments: str) -> PassRecord:
         """Run the command line in that folder."""
-        from megatron_vshape.cli import rehearse
         from megatron_vshape.cli.main import main
-        from megatron_vshape.rehearsal import counting
+        from megatron_vshape.rehearsal import ranks
 
         out, err = io.StringIO(), io.StringIO()
         with (
             contextlib.chdir(folder),
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
-            mock.patch.object(rehearse, "rehearse_all", self.rehearse_all),
-            mock.patch.object(counting, "rehearse_all", self.rehearse_all),
+            mock.patch.object(ranks, "run_jobs", self.run_jobs),
         ):
             status = main(arguments)
         return PassRecord(status, out.getvalue(), err.getvalue())
 
-    def rehearse_all(self, programs: Any, jobs: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
+    def run_jobs(self, programs: Any, jobs: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
         """Yield what each job found, as the package's own does."""
         self._asked += 1
         asked, told = (self._folder / f"{what}{self._asked}" for what in ("asked", "told"))

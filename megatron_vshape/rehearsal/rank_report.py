@@ -1,0 +1,195 @@
+"""Result of a dry run of one rank. It crosses processes and is cached as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from megatron_vshape.rehearsal.step_time import Scale
+from megatron_vshape.rehearsal.work import Work
+
+Bytes = Mapping[str, float]
+"""Bytes by purpose, a name of `PARTS`."""
+
+PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "rest")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Parallel sizes of the run; `vp` is the number of model chunks per pipeline rank."""
+
+    world: int
+    dp: int
+    tp: int
+    pp: int
+    vp: int
+
+
+@dataclass(frozen=True, slots=True)
+class GraphBytes:
+    """Peaks in bytes with CUDA graphs: of their pool, of other memory and of static inputs."""
+
+    pool: int
+    other: int
+    inputs: int
+
+    @property
+    def total(self) -> int:
+        """Sum in bytes: the pool and other memory cannot share blocks."""
+        return self.pool + self.other + self.inputs
+
+
+@dataclass(frozen=True, slots=True)
+class PeakMoment:
+    """The moment of the peak."""
+
+    phase: str  # a pass as in `F 0 7` (F of chunk 0, microbatch 7), or another phase
+    place: str  # path of the allocating module
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Allocations of a module at the peak."""
+
+    part: str  # one of `PARTS`
+    place: str  # path of the allocating module
+    code: str  # line of Megatron or Transformer Engine that allocates
+    bytes: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class PassReport:
+    """Passes of one kind and chunk: medians of their memory, and the work of the last one."""
+
+    kind: str
+    chunk: int
+    number: int  # passes in the step
+    adds_bytes: float  # after the pass, relative to its start
+    meanwhile_bytes: float  # peak during the pass, relative to its start
+    seconds: float  # estimated
+    waited_seconds: float  # of these, for collectives
+    work: Work
+    static_bytes: int | None = None  # static inputs of CUDA graphs, allocated from F to B
+    ms: float | None = None  # measured on this machine, without communication
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to plain values."""
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        found["work"] = self.work.plain()
+        return _without_missing(found, "static_bytes", "ms")
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> PassReport:
+        """Read the result of `to_json`."""
+        return cls(**{**plain, "work": Work.of(plain["work"])})
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """Memory, passes and work of one rank in its second training step."""
+
+    name: str  # of the job
+    rank: int  # in the world
+    stage: int  # pipeline rank
+    peak_bytes: int
+    graph_bytes: GraphBytes | None
+    held_bytes: float  # between steps
+    held_parts: Bytes
+    first_step_held_bytes: int  # before the first step
+    after_setup_bytes: int
+    parts: Bytes  # at the peak
+    when: PeakMoment
+    holders: Sequence[Holder]  # the largest at the peak
+    time: Mapping[str, float]  # seconds of a step, by category
+    microbatches: int  # of the batch
+    traced_microbatches: int
+    parameters: int
+    chunk_parameters: Sequence[int]
+    chunk_layers: Sequence[int]
+    chunk_dummy_bytes: Sequence[int]  # dummy gradients of Transformer Engine
+    message_bytes: int  # of a P2P message
+    shards_optimizer: bool
+    scale: Scale  # only how kernels are launched; its counts are 1
+    sizes: Sizes
+    first_peak_bytes: int  # of the first step
+    curve: Sequence[tuple[float, int, Mapping[str, float]]]  # (s, bytes, bytes by owner)
+    passes: Sequence[tuple[str, float, float]]  # (phase, start in s, end in s)
+    kinds: Sequence[PassReport]
+    held_between_passes_bytes: int
+    megatron: str  # version
+    transformer_engine: str  # version
+    operations: int  # traced
+    work: Work  # of the traced microbatches
+    seconds: float  # duration of the dry run
+    host_bytes: int  # peak of its process
+    measured: str | None = None  # where `kinds` were measured, see `counted.with_measured`
+    memory_measured: bool | None = None  # whether their memory was, too
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to plain values."""
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        found["work"] = self.work.plain()
+        found["kinds"] = [each.to_json() for each in self.kinds]
+        found["holders"] = [asdict(each) for each in self.holders]
+        found["sizes"] = asdict(self.sizes)
+        found["graph_bytes"] = None if self.graph_bytes is None else asdict(self.graph_bytes)
+        found["scale"] = {name: getattr(self.scale, name) for name in _LAUNCHES}
+        found["when"] = {"pass": self.when.phase, "place": self.when.place}
+        return _without_missing(found, "measured", "memory_measured")
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> RankReport:
+        """Read the result of `to_json`."""
+        given = dict(plain)
+        when, graphs = given["when"], given["graph_bytes"]
+        given |= {
+            "when": PeakMoment(when["pass"], when["place"]),
+            "graph_bytes": None if graphs is None else GraphBytes(**graphs),
+            "holders": [Holder(**each) for each in given["holders"]],
+            "kinds": [PassReport.from_json(each) for each in given["kinds"]],
+            "scale": Scale(1, 1, 1, 1, **given["scale"]),
+            "sizes": Sizes(**given["sizes"]),
+            "curve": [tuple(each) for each in given["curve"]],
+            "passes": [tuple(each) for each in given["passes"]],
+            "work": Work.of(given["work"]),
+        }
+        return cls(**given)
+
+    def without_timeline(self) -> RankReport:
+        """Return the report for a cache: without its longest lists."""
+        return replace(self, curve=[], passes=[], holders=[])
+
+
+@dataclass(frozen=True, slots=True)
+class FailedRank:
+    """A dry run that ended with an error."""
+
+    name: str
+    rank: int
+    error: str  # one line
+    log: str = ""  # the end of the program's output
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRank:
+    """A dry run of the start-up checks that found no problem."""
+
+    name: str
+    rank: int
+    stage: int
+    notices: Sequence[str]  # log lines about translated or ignored options
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to plain values."""
+        return asdict(self)
+
+
+_LAUNCHES = ("graphs", "host_waits", "experts_hidden")
+
+
+def _without_missing(found: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Drop these optional values if they are None."""
+    return {name: value for name, value in found.items() if name not in names or value is not None}

@@ -1,0 +1,48 @@
+"""The report of a rank is the same after a way through JSON."""
+
+import json
+
+from rehearsal.reports import pass_of, report_of
+
+from megatron_vshape.rehearsal.rank_report import GraphBytes, Holder, PeakMoment, RankReport
+from megatron_vshape.rehearsal.step_time import Scale
+from megatron_vshape.rehearsal.work import Work
+
+WORK = Work(
+    products={("bfloat16", 1, 2, 3, 1): 4},
+    attention_flops={"bfloat16": 1.0},
+    bytes_moved=5.0,
+    kernels=6,
+    exchanges={("all_gather", "TENSOR", 2, 2): [1, 8.0]},
+)
+FULL = report_of(
+    rank=5,
+    stage=1,
+    peak_bytes=7,
+    graph_bytes=GraphBytes(1, 2, 3),
+    when=PeakMoment("B 0 7", "decoder.layers.0"),
+    holders=[Holder("logits", "output_layer", "gpt_model.py:1 forward", 2, 1)],
+    scale=Scale(1, 1, 1, 1, host_waits=True),
+    curve=[(0.5, 7, {"F": 7})],
+    passes=[("F 0 0", 0.0, 1.0)],
+    kinds=[pass_of("F", work=WORK, static_bytes=0), pass_of("B", adds_bytes=0.5)],
+    work=WORK,
+)
+
+
+def test_a_report_is_equal_after_json() -> None:
+    plain = json.loads(json.dumps(FULL.to_json()))
+    assert RankReport.from_json(plain) == FULL
+    assert plain["when"] == {"pass": "B 0 7", "place": "decoder.layers.0"}
+    assert plain["scale"] == {"graphs": False, "host_waits": True, "experts_hidden": False}
+    assert "static_bytes" in plain["kinds"][0]
+    assert "static_bytes" not in plain["kinds"][1]
+    assert not {"measured", "memory_measured"} & plain.keys()
+    measured = report_of(measured="cpu", memory_measured=False, kinds=[pass_of("F", ms=2.0)])
+    assert RankReport.from_json(measured.to_json()) == measured
+
+
+def test_a_cached_report_keeps_costs() -> None:
+    cached = FULL.without_timeline()
+    assert (cached.kinds, cached.graph_bytes) == (FULL.kinds, FULL.graph_bytes)
+    assert [len(each) for each in (cached.curve, cached.passes, cached.holders)] == [0, 0, 0]
