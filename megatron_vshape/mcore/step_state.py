@@ -73,13 +73,13 @@ class StepState:
     late_checks: Checks | None = None  # set while passes run; stores loss checks
     timer: PassTimer | None = None  # set while a step of Megatron's schedules is timed
     gradient_sync: Reducer | None = None  # set in a step that reduces gradients in W
-    # A `step.vocabulary.SharedVocabulary` in a step with vocabulary parallelism.
+    # A `features.vocabulary.step.SharedVocabulary` in a step with vocabulary parallelism.
     shared_vocabulary: Any = None
     # True while every rank computes the trainer's loss of logits from its rows.
     has_logits: bool = False
     tensor_ranks: TensorRanks | None = None  # as has_logits: number of ranks, by caller
     slice: Slice | None = None  # set while a pass of a slice runs
-    # With sequence slices, one dict per layer: `split.sliced_attention.KeysValues` of the
+    # With sequence slices, one dict per layer: `features.slices.attention.KeysValues` of the
     # microbatches in flight.
     kept: list[dict[int, Any]] = field(default_factory=list)
 

@@ -89,7 +89,7 @@ def fill(chunks: list[Any]) -> None:
 
 def named(chunks: list[Any]) -> Any:
     """Yield the parameters by their names in the whole model, of shared rows with the first."""
-    from megatron_vshape.mcore.layout.vocabulary import Shards
+    from megatron_vshape.mcore.features.vocabulary.model import Shards
 
     for chunk in chunks:
         while hasattr(chunk, "module"):

@@ -22,8 +22,8 @@ HOMES = {
     "core/planner/vocabulary.py",
     "runtime/copies.py",
     "runtime/offload.py",
-    "mcore/step/vocabulary.py",
-    "mcore/step/waiting.py",
+    "mcore/features/vocabulary/step.py",
+    "mcore/features/offload.py",
 }
 
 BEYOND = {

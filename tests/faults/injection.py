@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vshape.core.model.kinds import VOCABULARY, find_kind
+from megatron_vshape.mcore.features.vocabulary.step import SharedVocabulary
 from megatron_vshape.mcore.step.stage import MegatronStage
-from megatron_vshape.mcore.step.vocabulary import SharedVocabulary
 
 
 class InjectedError(Exception):

@@ -53,7 +53,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 import megatron_vshape
-from megatron_vshape.mcore.layout.vocabulary import Shards
+from megatron_vshape.mcore.features.vocabulary.model import Shards
 
 LAYERS, HIDDEN, VOCABULARY, LONGEST = 8, 32, 64, 24
 

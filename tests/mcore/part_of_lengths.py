@@ -10,7 +10,7 @@ from typing import Any
 import of_any_length
 from megatron.core import parallel_state
 
-from megatron_vshape.mcore.step import variable_length
+from megatron_vshape.mcore.features import variable_length
 
 
 def start(rank: int, given: object) -> None:

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.mcore.layout.vocabulary import Shards
+from megatron_vshape.mcore.features.vocabulary.model import Shards
 from megatron_vshape.mcore.step import forward_backward
 from megatron_vshape.mcore.step.stage import MegatronStage
 from megatron_vshape.runtime.host_memory import HostMemory

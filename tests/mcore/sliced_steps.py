@@ -43,10 +43,11 @@ from sharded_sequence import _marked_norm as marked_norm
 from torch import Tensor, nn
 
 import megatron_vshape
+from megatron_vshape.mcore.features.slices import attention as sliced_attention
+from megatron_vshape.mcore.features.slices import router as sliced_router
+from megatron_vshape.mcore.features.slices import step as step_slices
+from megatron_vshape.mcore.features.slices.step import Slices
 from megatron_vshape.mcore.layout import multi_token
-from megatron_vshape.mcore.split import sliced_attention, sliced_router
-from megatron_vshape.mcore.step import slices as step_slices
-from megatron_vshape.mcore.step.slices import Slices
 from megatron_vshape.mcore.step_state import Slice
 
 LATE_IMPORTS = (

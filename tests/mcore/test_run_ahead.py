@@ -9,10 +9,10 @@ from torch import nn
 
 pytest.importorskip("megatron.training")
 
-from megatron_vshape.mcore.early.optimizer_backup import Backup
+from megatron_vshape.mcore.features.post_validation import rollback
+from megatron_vshape.mcore.features.post_validation.backup import Backup
+from megatron_vshape.mcore.features.post_validation.rollback import RandomState
 from megatron_vshape.mcore.observe.static_memory import static_memory
-from megatron_vshape.mcore.step import run_ahead
-from megatron_vshape.mcore.step.run_ahead import RandomState
 
 
 class Tracker:
@@ -31,7 +31,7 @@ class Tracker:
 def test_the_same_numbers_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = Tracker()
     monkeypatch.setattr(
-        run_ahead, "tensor_parallel", SimpleNamespace(get_cuda_rng_tracker=lambda: tracker)
+        rollback, "tensor_parallel", SimpleNamespace(get_cuda_rng_tracker=lambda: tracker)
     )
     monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
     monkeypatch.setattr(torch.cuda, "set_rng_state", torch.set_rng_state)

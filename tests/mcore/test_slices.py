@@ -21,14 +21,14 @@ from megatron_vshape.core.baselines import MEGATRONS_OWN
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.paper.catalogue import NAMES, make
+from megatron_vshape.mcore.features.slices import router as sliced_router
+from megatron_vshape.mcore.features.slices.attention import KeysValues
+from megatron_vshape.mcore.features.slices.step import Slices
 from megatron_vshape.mcore.options import Options, options_in
 from megatron_vshape.mcore.refusals import UnsupportedError, check_slices
 from megatron_vshape.mcore.setup.checks import with_slices
 from megatron_vshape.mcore.setup.choice import choice_for
 from megatron_vshape.mcore.setup.plans import Planner
-from megatron_vshape.mcore.split import sliced_router
-from megatron_vshape.mcore.split.sliced_attention import KeysValues
-from megatron_vshape.mcore.step.slices import Slices
 from megatron_vshape.mcore.step_state import Slice
 
 ROOT = Path(__file__).parents[2]

@@ -15,8 +15,7 @@ from mcore.test_training import UNTIED, assert_equal_training, losses, relative
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.mcore.setup.pipeline import _counts_calls
-from megatron_vshape.mcore.step.variable_length import (
+from megatron_vshape.mcore.features.variable_length import (
     InOrder,
     MicrobatchReorderer,
     PeekableIterator,
@@ -24,6 +23,7 @@ from megatron_vshape.mcore.step.variable_length import (
     lengths_of,
     may_reorder,
 )
+from megatron_vshape.mcore.setup.pipeline import _counts_calls
 
 PLUGIN = Path(__file__).parent / "of_any_length.py"
 PARTS = Path(__file__).parent / "part_of_lengths.py"

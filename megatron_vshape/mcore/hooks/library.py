@@ -15,9 +15,10 @@ from typing import Any
 
 from megatron.core import parallel_state
 
+from megatron_vshape.mcore.features.vocabulary import model as vocabulary
 from megatron_vshape.mcore.hooks.replacements import Function, has_end, replaces, replaces_always
 from megatron_vshape.mcore.hooks.session import Session
-from megatron_vshape.mcore.layout import multi_token, stages, vocabulary
+from megatron_vshape.mcore.layout import multi_token, stages
 from megatron_vshape.mcore.layout.stage_map import check_tied_embeddings
 from megatron_vshape.mcore.layout.stages import StageLayout
 from megatron_vshape.mcore.options import Options

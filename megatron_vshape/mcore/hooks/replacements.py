@@ -21,6 +21,7 @@ from megatron.core.transformer import module as transformer_module
 
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.mcore.features.slices.tokens import TokensOfSlice
 from megatron_vshape.mcore.hooks import router_replay
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout import hybrid
@@ -37,7 +38,6 @@ from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.split import graph_weights
 from megatron_vshape.mcore.split.graphs import capture_order, covered, passes_of
 from megatron_vshape.mcore.split.local_layers import TorchFusedKernels, make_split_linear
-from megatron_vshape.mcore.split.sliced_tokens import TokensOfSlice
 from megatron_vshape.mcore.step.gradient_sync import overlaps_grad_reduce
 from megatron_vshape.mcore.step.late_checks import can_wait
 

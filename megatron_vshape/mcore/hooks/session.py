@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import nn
 
-from megatron_vshape.mcore.layout import vocabulary
+from megatron_vshape.mcore.features.vocabulary import model as vocabulary
 from megatron_vshape.mcore.layout.stages import streams_of
 from megatron_vshape.mcore.observe import report, static_memory
 from megatron_vshape.mcore.observe.megatrons_own import MeteredSchedule
@@ -32,7 +32,7 @@ from megatron_vshape.mcore.step.microbatches import given_iterators
 from megatron_vshape.mcore.step_state import StepState, unwrapped
 
 if TYPE_CHECKING:  # they need Megatron-LM's trainer
-    from megatron_vshape.mcore.early.post_validation import PostValidation
+    from megatron_vshape.mcore.features.post_validation.optimizer import PostValidation
     from megatron_vshape.mcore.observe.iteration_log import IterationLog
 
 logger = logging.getLogger(__name__)

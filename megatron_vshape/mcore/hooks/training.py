@@ -21,7 +21,7 @@ from megatron.training import get_args
 from megatron.training.utils import print_rank_0
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.mcore.early.post_validation import (
+from megatron_vshape.mcore.features.post_validation.optimizer import (
     PostValidation,
     check_optimizer,
     why_no_gain,

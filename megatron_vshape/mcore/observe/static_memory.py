@@ -24,7 +24,7 @@ class StaticMemory(NamedTuple):
     parameters: int
     gradients: int
     optimizer: int
-    copy: int  # backup to roll back a step: see optimizer_backup
+    copy: int  # backup to roll back a step: see `features.post_validation.backup`
     no_tensors: int  # NCCL buffers, CUDA context, loaded kernels: see nccl.outside_allocator
 
     @property

@@ -16,7 +16,10 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import check_layers
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.paper.catalogue import JOINT_NAMES
-from megatron_vshape.mcore.layout import hybrid, multi_token, stages, vocabulary
+from megatron_vshape.mcore.features.slices import attention as sliced_attention
+from megatron_vshape.mcore.features.slices import router as sliced_router
+from megatron_vshape.mcore.features.vocabulary import model as vocabulary
+from megatron_vshape.mcore.layout import hybrid, multi_token, stages
 from megatron_vshape.mcore.layout.layer_split import split_layers
 from megatron_vshape.mcore.options import (
     Options,
@@ -39,7 +42,7 @@ from megatron_vshape.mcore.setup.microbatches import (
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.pipeline import Pipeline, pipeline_of
 from megatron_vshape.mcore.setup.translate import check_splits_nothing_else
-from megatron_vshape.mcore.split import graphs, sliced_attention, sliced_router, te_layers, unsplit
+from megatron_vshape.mcore.split import graphs, te_layers, unsplit
 from megatron_vshape.mcore.split.local_layers import mark_gathered
 from megatron_vshape.mcore.step_state import StepState, unwrapped
 from megatron_vshape.runtime.labels import name_weights

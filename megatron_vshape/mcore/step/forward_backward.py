@@ -24,6 +24,16 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.early_start import Cut, drain, prefix_before_loss
 from megatron_vshape.core.program.hiding import Beside
 from megatron_vshape.core.program.instructions import Program
+from megatron_vshape.mcore.features.offload import HostMemoryWaiting
+from megatron_vshape.mcore.features.post_validation.rollback import RandomState, Replay
+from megatron_vshape.mcore.features.slices.step import Slicing
+from megatron_vshape.mcore.features.variable_length import (
+    MicrobatchReorderer,
+    as_given,
+    has_dropout,
+    may_reorder,
+)
+from megatron_vshape.mcore.features.vocabulary.step import VocabularySharing
 from megatron_vshape.mcore.layout.stages import streams_of
 from megatron_vshape.mcore.observe.bubble import BubbleMeter, Logs
 from megatron_vshape.mcore.observe.profiling import Profiler
@@ -44,19 +54,9 @@ from megatron_vshape.mcore.step.loss_reporting import LossGatherer
 from megatron_vshape.mcore.step.microbatches import given_iterators, read_again, shared_out
 from megatron_vshape.mcore.step.paged_stash import begin_step
 from megatron_vshape.mcore.step.router_replay import ForwardCalls
-from megatron_vshape.mcore.step.run_ahead import RandomState, Replay
 from megatron_vshape.mcore.step.same_plan import Agreement
-from megatron_vshape.mcore.step.slices import Slicing
 from megatron_vshape.mcore.step.stage import MegatronStage, zero_tokens
 from megatron_vshape.mcore.step.step_hooks import Feature, Step, StepContext, device_of, parts_of
-from megatron_vshape.mcore.step.variable_length import (
-    MicrobatchReorderer,
-    as_given,
-    has_dropout,
-    may_reorder,
-)
-from megatron_vshape.mcore.step.vocabulary import VocabularySharing
-from megatron_vshape.mcore.step.waiting import HostMemoryWaiting
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime import first_cause
 from megatron_vshape.runtime.hosts import ranks_of_this_host

@@ -3,7 +3,7 @@
 Every rank builds Megatron's two modules as if tensor parallelism also spanned the pipeline ranks,
 pipeline before tensor. So shapes, attributes and the checkpoint metadata of the rows are correct,
 and equal to those of any other sharding of the two tensors. The modules' own forward is never
-called. A replacement returns the result of the vocabulary passes to the model (`step.vocabulary`).
+called. A replacement returns the result of the vocabulary passes (`step`) to the model.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class LossOfLogits:
     model: nn.Module  # the last chunk, wrapped
     iterator: Any  # second reader of its data
     forward_step_func: Callable[..., Any]
-    shards: Any  # this rank's shard of the rows: `layout.vocabulary.Shards`
+    shards: Any  # this rank's shard of the rows: `features.vocabulary.model.Shards`
     lose: Callable[..., Any]  # result of `stage.loss_maker`
     faults: LateFaults  # faults of the step
 

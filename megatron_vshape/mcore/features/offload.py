@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megatron_vshape.core.model.kinds import RELEASE, RELOAD, Kind
 from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.mcore.features.slices.attention import KeysValues
 from megatron_vshape.mcore.observe.report import RunReport, persistent
-from megatron_vshape.mcore.split.sliced_attention import KeysValues
 from megatron_vshape.mcore.step.step_hooks import Feature, StepContext, StepHook, counted
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.offload import Offload

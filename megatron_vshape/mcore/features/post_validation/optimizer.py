@@ -17,7 +17,7 @@ differs from the paper in three points:
   finite, the rank does not step, so its parameters stay finite. It continues like all other ranks,
   and all of them roll back.
 * Rollback. The paper undoes AdamW by arithmetic, which rounds. This module restores a copy: see
-  `optimizer_backup` for its memory.
+  `backup` for its memory.
 * Iteration boundary. Both runs wait for the total at the end of the next iteration's forwards. Here
   this is still inside the iteration of the step. So the trainer gets the norm, loss scale and
   learning rate of that iteration, and everything it does next (log, evaluate, save, exit) sees
@@ -49,7 +49,7 @@ from megatron.core.optimizer.optimizer import (
 from megatron.training import get_args
 from torch import Tensor
 
-from megatron_vshape.mcore.early.optimizer_backup import Backup
+from megatron_vshape.mcore.features.post_validation.backup import Backup
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner

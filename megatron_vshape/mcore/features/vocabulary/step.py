@@ -44,11 +44,14 @@ from megatron_vshape.core.model.kinds import (
     Kind,
 )
 from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.mcore.features.vocabulary.further_losses import FurtherLosses
+from megatron_vshape.mcore.features.vocabulary.loss_of_logits import (
+    LossOfLogits,
+    called_up_to_logits,
+)
 from megatron_vshape.mcore.refusals import UnsupportedError, check_vocabulary, refusing
 from megatron_vshape.mcore.replaced import Replaced
-from megatron_vshape.mcore.step.further_losses import FurtherLosses
 from megatron_vshape.mcore.step.late_checks import LateFaults, unlike
-from megatron_vshape.mcore.step.loss_of_logits import LossOfLogits, called_up_to_logits
 from megatron_vshape.mcore.step.microbatches import Reader
 from megatron_vshape.mcore.step.router_replay import (
     LastCalls,

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megatron_vshape.mcore.features.slices.tokens import TokensOfSlice
 from megatron_vshape.mcore.refusals import UnsupportedError
-from megatron_vshape.mcore.split.sliced_tokens import TokensOfSlice
 from megatron_vshape.mcore.step.stage import loss_maker
 from megatron_vshape.mcore.step.step_hooks import Feature, ForwardStep, StepContext, StepHook
 from megatron_vshape.mcore.step_state import Slice, unwrapped

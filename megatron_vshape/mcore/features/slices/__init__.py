@@ -1,0 +1,1 @@
+"""Sequence slices: a microbatch runs in several slices of its sequence."""

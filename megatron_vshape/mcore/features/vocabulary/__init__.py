@@ -1,0 +1,1 @@
+"""Vocabulary parallelism: all pipeline ranks share the embedding and the output layer."""
