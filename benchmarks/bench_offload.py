@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 
 from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.offload_costs import with_copies, without_copies
 from megatron_vshape.core.planner.search import plan
 from megatron_vshape.view.numbers import table
 
@@ -22,7 +23,7 @@ CELLS = ((32, 10, 1.0), (32, 8, 1.0), (32, 4, 1.0), (32, 4, 2.0), (64, 8, 1.0), 
 
 def costs_of(devices: int, t: float) -> Costs:
     """Build the costs of two stages per device with offload."""
-    return Costs.uniform(devices, 2 * devices, 1.0, 1.15, 0.85, 0.05).with_copies(t)
+    return with_copies(Costs.uniform(devices, 2 * devices, 1.0, 1.15, 0.85, 0.05), t)
 
 
 def rows(devices: int, only: str | None, in_host: float) -> Iterator[list[str]]:
@@ -33,7 +34,7 @@ def rows(devices: int, only: str | None, in_host: float) -> Iterator[list[str]]:
         costs = costs_of(devices, t)
         row = [str(microbatches), str(chunks), f"{t:g}"]
         gap = ""
-        for each in (costs.without_copies(), costs):
+        for each in (without_copies(costs), costs):
             begin, worked = time.monotonic(), time.process_time()
             made = plan(each, devices, microbatches, chunks, trades=True, in_host=in_host)
             seconds, worked = time.monotonic() - begin, time.process_time() - worked

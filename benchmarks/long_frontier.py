@@ -17,6 +17,7 @@ from pathlib import Path
 from megatron_vshape.core.ask import AUTO, SLICES, PlanRequest
 from megatron_vshape.core.frontier import Point, frontier, published
 from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.offload_costs import with_copies
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.view.figure import save
 from megatron_vshape.view.frontier import frontier_figure
@@ -33,8 +34,8 @@ def families(devices: int, microbatches: int, steps: int | None) -> dict[str, Pl
     return {
         "order alone": alone,
         "slices": replace(alone, slices=SLICES),
-        "copies": replace(alone, costs=costs.with_copies(1.0)),
-        "all": replace(alone, costs=costs.with_copies(1.0), slices=SLICES),
+        "copies": replace(alone, costs=with_copies(costs, 1.0)),
+        "all": replace(alone, costs=with_copies(costs, 1.0), slices=SLICES),
     }
 
 

@@ -21,8 +21,9 @@ from typing import NamedTuple
 from megatron_vshape import Costs, Schedule, make, peak_held
 from megatron_vshape.core.ask import AUTO, PlanRequest, best_order
 from megatron_vshape.core.check.simulate import simulate
-from megatron_vshape.core.model.costs import regroup
 from megatron_vshape.core.model.layers import Pieces, even_layers
+from megatron_vshape.core.model.offload_costs import with_copies
+from megatron_vshape.core.model.pieces import regroup, under_megatron
 from megatron_vshape.core.model.placement import Placement, looping, v_shape
 from megatron_vshape.core.planner.lighter import lighter_layers
 from megatron_vshape.core.planner.vocabulary import (
@@ -78,7 +79,7 @@ def named(model: Model, name: str) -> Case:
     schedule = make(name, model.devices, model.microbatches)
     costs = regroup(model.costs, schedule.num_stages, name)
     if name == "1f1b":
-        return Case(name, [], schedule, costs.under_megatron())
+        return Case(name, [], schedule, under_megatron(costs))
     return Case(name, ["--pipeline-schedule", name], schedule, costs)
 
 
@@ -88,7 +89,7 @@ def interleaved(model: Model) -> Case:
     schedule = make("interleaved-1f1b", model.devices, model.microbatches, num_chunks=chunks)
     costs = model.pieces.costs(model.even(looping(model.devices, chunks)))
     flags = ["--num-layers-per-virtual-pipeline-stage", "1"]
-    return Case(f"interleaved-1f1b:{chunks}", flags, schedule, costs.under_megatron())
+    return Case(f"interleaved-1f1b:{chunks}", flags, schedule, under_megatron(costs))
 
 
 def split(model: Model) -> Case:
@@ -123,7 +124,7 @@ def shared(model: Model) -> Case:
 
 def copied(model: Model) -> Case:
     """Return a plan with copies, within less than V-Half needs: halfway to V-Min."""
-    costs, sizes = model.costs.with_copies(1.0), (model.devices, model.microbatches)
+    costs, sizes = with_copies(model.costs, 1.0), (model.devices, model.microbatches)
     limit = sum(max(peak_held(make(name, *sizes), costs)) for name in ("v-half", "v-min")) / 2
     question = PlanRequest(
         AUTO,

@@ -27,7 +27,9 @@ from bench_runtime import on_ranks  # isort: skip  found by unlike_table's path
 
 from megatron_vshape.core.ask import AUTO, PlanRequest, ask
 from megatron_vshape.core.check.simulate import peak_held, simulate
-from megatron_vshape.core.model.costs import Costs, regroup
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.microbatch_costs import reordered
+from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.variable_length import reorder_microbatches
@@ -54,7 +56,7 @@ def runs_of(devices: int, count: int, costs: Costs, plan: Schedule) -> dict[str,
             found[name] = schedule, regroup(costs, schedule.num_stages, name)
     own = regroup(costs, plan.num_stages, AUTO)
     if costs.by_microbatch:
-        own = own.placed(reorder_microbatches(plan, own, peak_held(plan, own)).order)
+        own = reordered(own, reorder_microbatches(plan, own, peak_held(plan, own)).order)
     found[AUTO] = plan, own
     return found
 

@@ -59,8 +59,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron_vshape.core.ask import AUTO, PlanRequest, ask
 from megatron_vshape.core.check.simulate import peak_held, simulate
-from megatron_vshape.core.model.costs import Costs, regroup
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.microbatch_costs import more_us, reordered
+from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
@@ -203,7 +205,7 @@ class UnlikeStage:
     def _take(self, microbatch: int, *kinds: Kind) -> torch.Tensor:
         own = self._costs
         took_us = sum(
-            own.time_us(kind, self._stage) + own.more_us(kind, self._stage, microbatch)
+            own.time_us(kind, self._stage) + more_us(own, kind, self._stage, microbatch)
             for kind in kinds
         )
         take(took_us / 1e6)
@@ -261,7 +263,7 @@ def on_gloo(devices: int, lengths: str, draws: int, rounds: int, unit_us: float)
         runs += [(each, regroup(costs, each.num_stages, each.name)) for each in known]
         own = regroup(costs, plan.num_stages, "plan")
         evened = reorder_microbatches(plan, own, peak_held(plan, own))
-        runs += [(plan, own), (plan, own.placed(evened.order))]
+        runs += [(plan, own), (plan, reordered(own, evened.order))]
     measured = on_ranks(devices, measure, runs, rounds)
     predicted = [simulate(*each).makespan for each in runs]
     print(

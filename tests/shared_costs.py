@@ -3,8 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.core.planner.vocabulary import shared_pieces
 
 

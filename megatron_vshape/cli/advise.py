@@ -23,6 +23,7 @@ from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Pieces, Share, even_layers, even_with_ends
+from megatron_vshape.core.model.pieces import under_megatron
 from megatron_vshape.core.model.placement import Placement, looping, v_shape
 from megatron_vshape.core.planner.vocabulary import held_logits, shared_pieces
 from megatron_vshape.mcore.layout import hybrid
@@ -393,7 +394,7 @@ class _Advice:
             if own is None or len(own) != stages:
                 own = self._dealt(shape, looping(shape.pipeline, stages // shape.pipeline))[0]
             made = pieces.costs(own)
-            return made.under_megatron() if stock else made
+            return under_megatron(made) if stock else made
 
         question = PlanRequest(
             name, shape.pipeline, self.microbatches(shape), cut(2 * shape.pipeline, name), cut

@@ -55,7 +55,7 @@ def shares(options: argparse.Namespace, measured: Costs | None) -> bool:
 
 def may_share(options: argparse.Namespace, measured: Costs | None) -> bool:
     """Return whether vocabulary parallelism is off but possible, and can be priced."""
-    if measured is None or not measured.has_static_memory or measured.copies:
+    if measured is None or measured.state_bytes is None or measured.copies:
         return False
     known = bool(measured.layers or options.layers) and options.mtp_layers is None
     return known and options.vocab_parallel is None and not tells_shared(measured)

@@ -9,9 +9,11 @@ from typing import NamedTuple
 
 from megatron_vshape.cli.help import MODEL, REQUIRED, add_option, group
 from megatron_vshape.core.ask import AUTO, PLUS_NAMES, SLICES, Cut, PlanRequest, find
-from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.layers import even_layers, recut, with_ends
+from megatron_vshape.core.model.layers import even_layers, recut
+from megatron_vshape.core.model.offload_costs import with_copies
+from megatron_vshape.core.model.pieces import Piece, with_ends
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import EVERY_NAME, MOST_STAGES_A_DEVICE, OPTIONS
@@ -334,6 +336,6 @@ def cut_of(
             whole = times.whole * 2 * devices / num_stages
             costs = costs.having(whole_backward_us=(whole,) * num_stages)
         costs = costs if ends == (NOTHING, NOTHING) else with_ends(costs, *ends)
-        return costs if offload is None else costs.with_copies(offload)
+        return costs if offload is None else with_copies(costs, offload)
 
     return cut

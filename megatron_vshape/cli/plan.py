@@ -733,7 +733,7 @@ def _held_text(
         chunks = f"{number(held / chunk)} chunks"
         if not in_bytes:
             return chunks
-        return f"{number(held / GIB)} GiB" + ("" if costs.has_static_memory else f" ({chunks})")
+        return f"{number(held / GIB)} GiB" + (f" ({chunks})" if costs.state_bytes is None else "")
 
     return text
 

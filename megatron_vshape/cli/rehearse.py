@@ -31,6 +31,7 @@ from megatron_vshape.rehearsal.rank_report import FailedRank, RankReport
 from megatron_vshape.rehearsal.ranks import SCHEDULE, DryRunConfig, check_all, rehearse_all
 from megatron_vshape.rehearsal.remedies import in_order, remedies
 from megatron_vshape.rehearsal.simulated import StepTime, step_of
+from megatron_vshape.view.numbers import source_lines
 from megatron_vshape.view.rank_trace import write_memory_trace
 
 _PICTURES = (".svg", ".png", ".pdf")
@@ -390,7 +391,7 @@ def _write_costs(
     apart = sizes.world // sizes.pipeline
     costs = counted.counted_costs(found, asked.gpu, sizes.pipeline, apart)
     write_all([Output("--costs", options.costs, lambda path: _write_text(path, costs.to_json()))])
-    print("\n".join(costs.sources_told()))
+    print("\n".join(source_lines(costs)))
     print(
         f"wrote {options.costs}: {costs.num_stages} stages, for plan --costs and schedule --costs"
     )

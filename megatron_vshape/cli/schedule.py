@@ -281,7 +281,7 @@ def _lines(result: _Result) -> list[tuple[str, str]]:
     peak, by_device = [chunks], [_by_device(numbers.peak_chunks)]
     if numbers.peak_bytes is not None:
         peak.insert(0, f"{fixed(max(numbers.peak_bytes) / GIB)} GiB")
-    if result.costs.has_static_memory:
+    if result.costs.state_bytes is not None:
         peak[1:] = ["largest rank, with model states"]
         by_device = peaks_told(result.schedule, result.costs)
     return [

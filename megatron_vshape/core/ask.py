@@ -29,9 +29,11 @@ from megatron_vshape.core.baselines import (
 )
 from megatron_vshape.core.check.bounds import LimitError, bound_at, each_limit, fits
 from megatron_vshape.core.check.verify import verify
-from megatron_vshape.core.model.costs import Costs, regroup
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.offload_costs import without_copies
+from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.placement import Placement, default_placements, v_shape
 from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, load_schedule
 from megatron_vshape.core.paper.building_block import BuildingBlock
@@ -475,7 +477,7 @@ def _shared(question: PlanRequest, limits: tuple[float, ...]) -> Planned:
     )
     asked = [_on(question, each, 1 / len(placements)) for each in placements]
     if whole.copies:
-        alone = [each.whole().without_copies() for each in asked]
+        alone = [without_copies(each.whole()) for each in asked]
         asked += [replace(e, costs=own, cut=None) for e, own in zip(asked, alone, strict=True)]
     for each in asked:
         fitting: list[tuple[EvaluatedSchedule, Plan]] = []
@@ -583,7 +585,7 @@ def _possible(question: PlanRequest, limits: Sequence[float]) -> Iterator[Baseli
         slices, placement = rival.slices, block.placement
         numbers = slices * question.num_microbatches
         possible = may_fit(block, costs.sliced(slices), numbers, limits)
-        alone, whole = costs.without_copies(), question.num_microbatches
+        alone, whole = without_copies(costs), question.num_microbatches
         least = _least(alone, placement, whole, tuple(limits), question.objective, slices)
         yield BaselineEstimate(rival, block.placement, possible, least)
 

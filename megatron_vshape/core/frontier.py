@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from megatron_vshape.core.ask import PlanRequest, ask, best_order
 from megatron_vshape.core.baselines import judge
 from megatron_vshape.core.check.bounds import least_limit
-from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.offload_costs import without_copies
 from megatron_vshape.core.model.placement import default_placements
 from megatron_vshape.core.model.schedule import Plan, Schedule
 from megatron_vshape.core.paper.catalogue import NAMES
@@ -69,7 +69,7 @@ def families(question: PlanRequest) -> dict[str, PlanRequest]:
     costs = question.whole()
     if not costs.copies:
         return {"all": question}
-    return {"all": question, "order alone": question.changed(Costs.without_copies)}
+    return {"all": question, "order alone": question.changed(without_copies)}
 
 
 def _of_both(before: Plan | None, made: Plan) -> Plan | None:

@@ -18,6 +18,7 @@ from megatron_vshape.core.check.simulate import costs_of, simulate
 from megatron_vshape.core.compiling import COMPILES, compiled_once, in_arrays
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import HELD, KINDS
+from megatron_vshape.core.model.microbatch_costs import scaled_times_us
 from megatron_vshape.core.model.passes import NeedTable, Pass
 from megatron_vshape.core.model.schedule import Schedule
 
@@ -132,7 +133,7 @@ def graph_of(schedule: Schedule, costs: Costs) -> PassGraph:
             plain.append(costs.overlapped_us(group[0].stage, group[1].kind, group[1].stage))
         else:
             (work,) = group
-            for name, us in costs.per_microbatch_delta_us(work.kind, work.stage):
+            for name, us in scaled_times_us(costs, work.kind, work.stage):
                 row[name] += us
             plain.append(costs.time_us(work.kind, work.stage) - sum(row.values()))
         shared.append([*row.values()])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, FROM_HOST, RELEASE, TO_HOST
+from megatron_vshape.core.model.offload_costs import with_copies_of
 from megatron_vshape.runtime.program_runner import on_stream_of
 
 MOST_BYTES = 256 << 20
@@ -43,7 +44,7 @@ def priced(costs: Costs, stages: Sequence[Copies], source: str) -> Costs:
     out_us = tuple(each.out_beside_us for each in stages)
     back_us = tuple(each.back_beside_us for each in stages)
     moved = tuple(float(each.num_bytes) for each in stages)
-    costs = costs.with_copies_of(out_us, moved, back_us)
+    costs = with_copies_of(costs, out_us, moved, back_us)
     return costs.with_source(source, COPY_OUT.time, RELEASE.frees, COPY_BACK.time)
 
 

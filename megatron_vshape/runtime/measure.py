@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_vshape.core.check.simulate import times_in
-from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import KINDS, PROCESSOR, Kind
 from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.pieces import Piece, costs_from_pieces
 from megatron_vshape.core.model.schedule import Schedule, Slot, Timeline
 from megatron_vshape.core.program.instructions import Message, Program, Send
 from megatron_vshape.runtime.program_runner import Carrier
@@ -227,7 +228,7 @@ def measured_costs(
     }
     stages = range(timelines[0].schedule.num_stages)
     share = _share_of_b(middle)
-    costs = Costs.of(
+    costs = costs_from_pieces(
         [
             Piece(middle[Kind.F, at], *_divide(middle, at, share), *held[at], _saved(middle, at))
             for at in stages

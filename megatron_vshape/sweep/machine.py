@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 from megatron_vshape.core.check.simulate import filled
 from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.offload_costs import with_copies_of
 from megatron_vshape.rehearsal.gpus import BESIDE_GIB, GPUS, Gpu
 from megatron_vshape.rehearsal.step_time import RATES, Rates
 from megatron_vshape.sweep.files import Cluster, SweepError
@@ -80,7 +81,7 @@ class Machine:
             return costs
         held, byte_us = costs.held_after_forward_bytes, 1 / (1e3 * link.gb_per_s)
         copied_us = tuple(byte_us * max(num_bytes, 1.0) for num_bytes in held)
-        return costs.with_copies_of(copied_us, held, copied_us)
+        return with_copies_of(costs, copied_us, held, copied_us)
 
     @property
     def in_host_bytes(self) -> float:

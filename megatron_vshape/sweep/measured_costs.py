@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.offload_costs import without_copies
 from megatron_vshape.core.planner.vocabulary import tells_shared
 from megatron_vshape.sweep.files import Loaded, Measured, SweepError
 from megatron_vshape.sweep.grid import Combination
@@ -45,7 +46,7 @@ def load_measured(loaded: Loaded) -> MeasuredCosts:
             )
         even = (entry.layers_per_stage,) * costs.num_stages
         # The cluster file specifies the link for copies.
-        pieces[key_of_shapes(entry)] = Pieces.of(costs.without_copies(), costs.layers or even)
+        pieces[key_of_shapes(entry)] = Pieces.of(without_copies(costs), costs.layers or even)
     return pieces
 
 

@@ -53,5 +53,5 @@ def costs_up_to(timeline: Timeline, costs: Costs, chunk: int) -> Costs:
             value if mine <= chunk else 0.0 for value, mine in zip(values, chunks, strict=True)
         )
 
-    held = {name: early(each) for name, each in costs.amounts if not name.endswith("_us")}
+    held = {name: early(each) for name, each in costs.lists().items() if not name.endswith("_us")}
     return costs.having(**held)

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
-from megatron_vshape.core.model.costs import Costs, chunk_of, regroup
+from megatron_vshape.core.model.costs import Costs, chunk_of
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.planner.lighter import lighter_layers
@@ -71,7 +72,7 @@ def peaks_told(schedule: Schedule, costs: Costs) -> list[str]:
 
     The limit is the peak of 1F1B's largest rank. Empty if the costs do not include all memory.
     """
-    if not costs.has_static_memory:
+    if costs.state_bytes is None:
         return []
     peaks, devices = peak_held(fuse(simulate(schedule, costs)), costs), schedule.num_devices
     each, fixed_bytes = (
@@ -128,7 +129,15 @@ def prices_told(costs: Costs) -> list[str]:
     if any(exchanges):
         lines.append(f"exposed collectives per microbatch: {shown}")
     untold = "the costs file does not name the source of its costs"
-    return [*lines, *(list(costs.sources_told()) or [untold])]
+    return [*lines, *(source_lines(costs) or [untold])]
+
+
+def source_lines(costs: Costs) -> list[str]:
+    """Format one line per source of the costs, with the names of its values."""
+    by_text: dict[str, list[str]] = {}
+    for name, text in costs.sources:
+        by_text.setdefault(text, []).append(name)
+    return [f"{', '.join(names)}: {text}" for text, names in by_text.items()]
 
 
 def argument(value: float) -> str:

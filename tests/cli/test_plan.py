@@ -16,8 +16,10 @@ from megatron_vshape.cli import plan
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.ask import Planned, PlanRequest, best_order
 from megatron_vshape.core.check.simulate import peak_held, simulate
-from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.offload_costs import with_copies
+from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.core.model.schedule import load_schedule
 from megatron_vshape.core.planner.vocabulary import is_shared, shared_pieces
 from megatron_vshape.view.numbers import GIB
@@ -207,7 +209,7 @@ def test_host_memory_may_have_a_limit(tmp_path: Path, capsys: pytest.CaptureFixt
     path = tmp_path / "costs.json"
     costs = Costs.uniform(2, 4, 1.0, 1.15, 0.85, 0.05)
     held = {"held_after_forward_bytes": (GIB,) * 4, "held_after_backward_bytes": (GIB,) * 4}
-    path.write_text(replace(costs, **held).with_copies(0.5).to_json())
+    path.write_text(with_copies(replace(costs, **held), 0.5).to_json())
     sizes = ["plan", "--devices", "2", "--microbatches", "8", "--chunks", "2"]
     costs_file = ["--costs", str(path)]
     for limit, given, most in (

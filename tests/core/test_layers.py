@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_vshape.core.model.costs import Costs, Piece, regroup
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import (
     Pieces,
@@ -15,6 +15,8 @@ from megatron_vshape.core.model.layers import (
     even_layers,
     parse_layers,
 )
+from megatron_vshape.core.model.offload_costs import with_copies
+from megatron_vshape.core.model.pieces import Piece, regroup
 from megatron_vshape.core.model.placement import Placement, linear, looping, v_shape
 
 LAYER = Piece(10.0, 11.0, 9.0, 400.0, 100.0)
@@ -154,7 +156,7 @@ def test_the_head_by_its_products() -> None:
 
 def test_layers_take_their_copies_along() -> None:
     layers = (1, 3, 2, 2)
-    own = PIECES.costs(layers).with_copies(0.5)
+    own = with_copies(PIECES.costs(layers), 0.5)
     pieces = Pieces.of(own, layers)
     again = pieces.costs(layers)
     assert again.copies

@@ -14,6 +14,7 @@ from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.core.model.offload_costs import with_copies
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import JOINT_NAMES, NAMES, make, make_block
@@ -147,7 +148,7 @@ def test_published_pairs_and_other_kinds_of_passes_stay() -> None:
     for name in JOINT_NAMES:
         schedule = make(name, 4, 12)
         assert pair_adjacent(schedule) == schedule
-    sliced = Costs.uniform(4, 8).with_copies(1.0)
+    sliced = with_copies(Costs.uniform(4, 8), 1.0)
     copied = plan(sliced, 4, 12, 4.0, trades=True, steps=2000).schedule
     assert copied.copies
     assert pair_adjacent(copied, sliced) == copied

@@ -26,7 +26,7 @@ def costs_of(copy_us: float, part: float = 0.6, devices: int = DEVICES) -> Costs
 
     copies = (("copy_out_us", each(copy_us)), ("copy_back_us", each(copy_us)))
     others = (*copies, ("offloaded_bytes", each(part)))
-    return Costs(each(1), each(1.15), each(0.85), 0.05, each(1), each(1), **dict(others))
+    return Costs(each(1), each(1.15), each(0.85), 0.05, each(1), each(1), others=others)
 
 
 def test_every_device_has_its_lanes_in_one_row() -> None:

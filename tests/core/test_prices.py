@@ -13,7 +13,7 @@ from megatron_vshape.core.check.bounds import lower_bound
 from megatron_vshape.core.check.relax import in_passes
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
-from megatron_vshape.core.model.costs import Costs, Piece, regroup
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import (
     FROM_HOST,
     KINDS,
@@ -25,8 +25,16 @@ from megatron_vshape.core.model.kinds import (
     ScheduleError,
     amount_names,
 )
-from megatron_vshape.core.model.layers import Pieces, recut, with_ends
+from megatron_vshape.core.model.layers import Pieces, recut
 from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.pieces import (
+    Piece,
+    costs_from_pieces,
+    pieces_from_costs,
+    regroup,
+    with_ends,
+    with_pieces,
+)
 from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.planner.search import plan
@@ -79,7 +87,7 @@ def test_files_have_them_and_their_sources_and_old_ones_have_none() -> None:
     sources = (("forward_us", "measured on one GPU"), ("send_us", "assumed: 50 GB/s"))
     costs = replace(old, host_us=3.0, sources=sources, **EXCHANGES)
     assert Costs.from_json(costs.to_json()) == costs
-    assert Costs.of(costs.stages(), 0.05, None, 3.0, sources) == costs
+    assert costs_from_pieces(pieces_from_costs(costs), 0.05, None, 3.0, sources) == costs
     layer = Piece(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.5, 0.25, 0.25)
     pieces = Pieces(layer, layer.times(0.0), layer.times(0.0), 0.0, 0.125)
     made = pieces.costs((2, 1))
@@ -203,9 +211,9 @@ def everything(num_stages: int) -> Costs:
     held = {name: forward_us for name in amount_names(KINDS) if not name.endswith("_us")}
     shorter = {"whole_exchange_us": tuple(0.5 * us for us in forward_us)}
     shorter["whole_backward_us"] = tuple(1.75 * us for us in forward_us)
-    own = Costs(**times | held | shorter, send_us=0.25, layers=(2,) * num_stages, host_us=0.125)
-    return replace(
-        own,
+    return Costs.uniform(num_stages, num_stages, send=0.25, host=0.125).having(
+        **times | held | shorter,
+        layers=(2,) * num_stages,
         sources=(("send_us", "measured here"),),
         by_microbatch=(("forward_us", (0.5, 1.0, 2.0)),),
         more_send_us=(0.5,) * (num_stages - 1),
@@ -220,7 +228,7 @@ FIRST, LAST = Piece(1, 2, 3, 4, 5), Piece(5, 4, 3, 2, 1)
     [
         lambda costs: regroup(costs, 4, "it"),
         lambda costs: with_ends(costs, FIRST, LAST),
-        lambda costs: costs.with_stages(costs.stages()),
+        lambda costs: with_pieces(costs, pieces_from_costs(costs)),
         lambda costs: Pieces.of(costs, costs.layers).costs((3, 1, 2, 2, 2, 2, 1, 3)),
         lambda costs: recut(costs, 16, 4, "it"),
         lambda costs: Costs.from_json(costs.to_json()),

@@ -17,9 +17,10 @@ from megatron_vshape.core.ask import (
 from megatron_vshape.core.baselines import BaselineSpec
 from megatron_vshape.core.check.bounds import least_limit
 from megatron_vshape.core.check.simulate import peak_held, simulate
-from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Pieces, recut
+from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS, make

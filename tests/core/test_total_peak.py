@@ -18,10 +18,10 @@ from megatron_vshape.core.check.bounds import (
     least_memory,
 )
 from megatron_vshape.core.check.simulate import held_curve
-from megatron_vshape.core.model.costs import Piece, regroup
 from megatron_vshape.core.model.kinds import HEAD_WEIGHT, LOGITS, Kind, ScheduleError
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.pieces import Piece, regroup, under_megatron
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.schedule import Objective
 from megatron_vshape.core.planner.vocabulary import (
@@ -134,7 +134,7 @@ def test_pieces_one_after_the_other_work_with_the_most_of_theirs() -> None:
 
 def test_what_costs_do_not_know_is_nothing() -> None:
     plain = costs().of_activations()
-    assert not plain.has_static_memory
+    assert plain.state_bytes is None
     assert plain.fixed_bytes((0,) * STAGES, 1) == (0,)
     assert plain.works(Kind.BW) == plain.works(LOGITS) == (0,) * STAGES
     assert plain == Costs(*((1.0,) * STAGES,) * 3, 0.0, (8.0,) * STAGES, (7.0,) * STAGES)
@@ -270,9 +270,9 @@ def test_a_dummy_gradient_is_there_under_megatrons_own_schedules_alone() -> None
     schedule = make("1f1b", 2, 2)
     ours = peak_held(schedule, regroup(known, 2, "1f1b"))
     assert ours == peak_held(schedule, regroup(costs(), 2, "1f1b"))
-    theirs = peak_held(schedule, regroup(known, 2, "1f1b").under_megatron())
+    theirs = peak_held(schedule, under_megatron(regroup(known, 2, "1f1b")))
     assert theirs == (ours[0], ours[1] + 6)
     predicting = Pieces.of(known, layers).predicting(1).costs(layers)
     assert predicting.lists()["dummy_bytes"] == dummies
     assert known.sliced(2).lists()["dummy_bytes"] == dummies
-    assert costs().under_megatron() == costs()
+    assert under_megatron(costs()) == costs()

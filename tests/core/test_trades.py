@@ -24,6 +24,7 @@ from megatron_vshape.core.model.kinds import (
     Kind,
     ScheduleError,
 )
+from megatron_vshape.core.model.offload_costs import with_copies, without_copies
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import looping, v_shape
 from megatron_vshape.core.model.schedule import MemoryStrategy, Objective, Plan, Schedule, Timeline
@@ -36,7 +37,7 @@ REAL = (1.0, 1.15, 0.85, 0.05)
 
 def costs_of(devices: int, t: float) -> Costs:
     """Return costs of two stages a device, whose copies take `t` F."""
-    return Costs.uniform(devices, 2 * devices, *REAL).with_copies(t)
+    return with_copies(Costs.uniform(devices, 2 * devices, *REAL), t)
 
 
 def judged(made: Plan, costs: Costs, limit: float) -> Found:
@@ -82,7 +83,7 @@ def test_no_worse_than_order_alone_or_the_first_chunk(limit: float) -> None:
     assert {MemoryStrategy(), first} <= set(ways)
     for each in made.tried:
         assert (each.value or each.lower_bound) >= made.value * (1 - 1e-6)
-    alone = costs.without_copies()
+    alone = without_copies(costs)
     if limit > 2.5:
         assert made.value <= plan(alone, 4, 12, limit, steps=60_000).value + 1e-6
 
@@ -95,7 +96,7 @@ def test_what_is_copied_is_chosen() -> None:
         for limit in (2.5, 5.0)
     ]
     assert 96 >= copied[0] > copied[1] > 0
-    alone = plan(costs.without_copies(), 4, 12, 24.0, steps=40_000)
+    alone = plan(without_copies(costs), 4, 12, 24.0, steps=40_000)
     roomy = plan(costs, 4, 12, 24.0, trades=True, steps=40_000)
     assert roomy.value <= alone.value + 0.5
 
@@ -115,7 +116,7 @@ def test_host_memory_has_a_limit() -> None:
             assert waiting_at_once(timeline) <= max(peaks)
     assert made.schedule.kinds <= set(PARTS)  # half a chunk is too little for any
     assert values[0] < values[1] < values[2] < values[3]
-    alone = plan(costs.without_copies(), 4, 12, 3.0, steps=40_000)
+    alone = plan(without_copies(costs), 4, 12, 3.0, steps=40_000)
     assert values[3] == pytest.approx(alone.value)
 
 
@@ -169,7 +170,7 @@ def test_copies_that_take_for_ever_buy_nothing() -> None:
     costs = costs_of(3, 500.0)
     made = plan(costs, 3, 8, 4.0, trades=True, steps=30_000)
     assert made.schedule.kinds <= set(PARTS)
-    alone = plan(costs.without_copies(), 3, 8, 4.0, steps=30_000)
+    alone = plan(without_copies(costs), 3, 8, 4.0, steps=30_000)
     assert made.value == pytest.approx(alone.value, rel=0.02)
 
 
@@ -185,7 +186,7 @@ def test_bounds_hold_whatever_is_chosen(seed: int) -> None:
 
     times = some(0.5, 2), some(0.5, 2), some(0.3, 1.5)
     held = some(0.5, 2)
-    costs = Costs(*times, 0.1, held, held).with_copies(luck.uniform(0.3, 2))
+    costs = with_copies(Costs(*times, 0.1, held, held), luck.uniform(0.3, 2))
     limit = luck.uniform(1.3, 2.5) * max(held) * 2
     for objective in Objective:
         made = plan(costs, devices, microbatches, limit, objective, trades=True, steps=20_000)
@@ -254,4 +255,4 @@ def test_slices_wait_too(slices: int, limit: float, in_host: float) -> None:
     asked |= {"placements": [v_shape(2)], "slices": slices, "whole": True}
     assert plan(replace(costs, host_us=0.01), 2, 4, limit, **asked).schedule.slices == slices
     with pytest.raises(LimitError):
-        plan(costs.without_copies(), 2, 4, limit, placements=[v_shape(2)], slices=slices)
+        plan(without_copies(costs), 2, 4, limit, placements=[v_shape(2)], slices=slices)

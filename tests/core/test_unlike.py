@@ -9,6 +9,7 @@ import pytest
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.microbatch_costs import reordered
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.variable_length import reorder_microbatches
 
@@ -35,7 +36,7 @@ def test_the_step_is_what_the_simulator_says_and_never_slower(name: str, seed: i
     found = reorder_microbatches(schedule, costs, tries=100)
     assert sorted(found.order) == list(range(12))
     assert found.given_us == pytest.approx(simulate(schedule, costs).makespan)
-    again = simulate(schedule, costs.placed(found.order)).makespan
+    again = simulate(schedule, reordered(costs, found.order)).makespan
     assert found.found_us == pytest.approx(again)
     assert found.found_us <= found.given_us
     assert reorder_microbatches(schedule, costs, tries=100) == found
@@ -62,9 +63,9 @@ def test_no_device_holds_more_than_its_limit() -> None:
     given = peak_held(schedule, costs)
     free = reorder_microbatches(schedule, costs, tries=400)
     within = reorder_microbatches(schedule, costs, limits=max(given), tries=400)
-    assert max(peak_held(schedule, costs.placed(within.order))) <= max(given) * (1 + 1e-6)
+    assert max(peak_held(schedule, reordered(costs, within.order))) <= max(given) * (1 + 1e-6)
     tight = reorder_microbatches(schedule, costs, limits=0.0, tries=400)
-    for held, most in zip(peak_held(schedule, costs.placed(tight.order)), given, strict=True):
+    for held, most in zip(peak_held(schedule, reordered(costs, tight.order)), given, strict=True):
         assert held <= most * (1 + 1e-6)
     assert free.found_us <= within.found_us * (1 + 1e-9)
 
@@ -83,7 +84,7 @@ def test_memory_is_each_microbatchs_own() -> None:
     schedule = make("1f1b", 2, 3)
     costs = replace(Costs.uniform(2, 2), by_microbatch=((HELD[0], (1.0, 1.0, 5.0)),))
     assert peak_held(schedule, costs) == (12.0, 10.0)
-    assert peak_held(schedule, costs.placed((2, 1, 0))) == (12.0, 10.0)
+    assert peak_held(schedule, reordered(costs, (2, 1, 0))) == (12.0, 10.0)
     assert peak_held(schedule, replace(costs, by_microbatch=())) == (4.0, 2.0)
 
 

@@ -12,7 +12,7 @@ from megatron_vshape.core.baselines import EvaluatedSchedule
 from megatron_vshape.core.check.bounds import LimitError, fits
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
-from megatron_vshape.core.model.costs import Costs, Piece, regroup
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import (
     COPY_OUT,
     HEAD_WEIGHT,
@@ -26,7 +26,9 @@ from megatron_vshape.core.model.kinds import (
     ScheduleError,
 )
 from megatron_vshape.core.model.layers import Pieces, recut
+from megatron_vshape.core.model.offload_costs import with_copies
 from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.pieces import Piece, regroup
 from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
@@ -327,7 +329,7 @@ def test_it_is_shared_beside_whatever_a_plan_has(overlapped: bool, copies: bool)
     plain = make("dualpipev", 4, 12) if overlapped else make("v-zb", 4, 12)
     own = costs_of(plain)
     if copies:
-        own = own.with_copies(1.0)
+        own = with_copies(own, 1.0)
         sizes = 4, 12, (5.0,) * 4
         bare = without_shared(own)
         plain = plan(bare, *sizes, trades=True, steps=20_000).schedule
@@ -346,7 +348,7 @@ def test_a_shared_vocabulary_with_copies_is_no_slower_than_without() -> None:
     costs = shared_pieces(pieces, 4, 0.1, 0.25).costs((2,) * 8)
     question = PlanRequest(AUTO, 4, 12, limit=4.5, steps=10_000)
     values = []
-    for each in (costs, costs.with_copies(1.0)):
+    for each in (costs, with_copies(costs, 1.0)):
         answer = best_order(replace(question, costs=each))
         verify(answer.schedule, answer.limits, answer.costs)
         lower(answer.schedule, kernels=True)

@@ -11,9 +11,10 @@ from megatron_vshape.core.ask import AUTO, PlanRequest, best_order
 from megatron_vshape.core.check.bounds import lower_bound
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
-from megatron_vshape.core.model.costs import Costs, Piece, regroup
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
 from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.pieces import Piece, costs_from_pieces, pieces_from_costs, regroup
 from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
 from megatron_vshape.core.program.lowering import fuse, lower
@@ -70,9 +71,9 @@ def test_it_is_added_up_and_taken_apart_with_the_rest() -> None:
     assert Pieces.of(costs, (1, 2, 2, 1)).costs((2, 1, 1, 2)).whole_backward_us == pytest.approx(
         (35.5, 17.0, 17.0, 35.5)
     )
-    assert Costs.of(costs.stages(), 0.0, costs.layers) == costs
+    assert costs_from_pieces(pieces_from_costs(costs), 0.0, costs.layers) == costs
     # Noise may say of a stage without layers that it saves more than it takes.
-    (least,) = Costs.of([Piece(1.0, 2.0, 3.0, 1.0, 0.0, 9.0)], 0.0).whole_backward_us or ()
+    (least,) = costs_from_pieces([Piece(1.0, 2.0, 3.0, 1.0, 0.0, 9.0)], 0.0).whole_backward_us or ()
     assert least == 3.0
 
 

@@ -27,9 +27,10 @@ from megatron_vshape.cli.main import main
 from megatron_vshape.core import ask as asking
 from megatron_vshape.core.baselines import judge
 from megatron_vshape.core.check.simulate import peak_held
-from megatron_vshape.core.model.costs import Costs, regroup
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Pieces, recut
+from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.schedule import Objective, Schedule, load_schedule
 from megatron_vshape.core.paper.catalogue import EVERY_NAME
 from megatron_vshape.core.planner import search

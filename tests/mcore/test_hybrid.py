@@ -15,6 +15,7 @@ from mcore.test_training import assert_equal_training
 from megatron.core import __version__
 
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.pieces import pieces_from_costs
 from megatron_vshape.core.model.placement import Placement, linear, looping, v_shape
 from megatron_vshape.mcore.layout.hybrid import cut
 from megatron_vshape.mcore.layout.layer_split import split_layers
@@ -219,7 +220,7 @@ def test_auto_cuts_within_blocks(placement: Placement, whole: float, half: float
         assert costs is not None
         work = [0.0] * (max(placement) + 1)
         for stage, rank in enumerate(placement):
-            work[rank] += costs.stages()[stage].time_us
+            work[rank] += pieces_from_costs(costs)[stage].time_us
         return max(work) * len(work) / sum(work)
 
     assert busiest(model(None, num_layers=80, **BIG)) == pytest.approx(whole, abs=0.001)
@@ -242,7 +243,7 @@ def test_auto_never_makes_a_rank_busier_than_of_the_gpt(
             return 0.0
         work = [0.0] * (max(placement) + 1)
         for stage, rank in enumerate(placement):
-            work[rank] += costs.stages()[stage].time_us
+            work[rank] += pieces_from_costs(costs)[stage].time_us
         return max(work)
 
     sizes: dict[str, object] = {"vocab_size": vocabulary, "swiglu": gated}

@@ -17,9 +17,10 @@ from megatron.core.transformer import TransformerConfig
 from shared_costs import shared_costs
 
 from megatron_vshape.core.check.verify import verify
-from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import HEAD_WEIGHT, LOGITS, ScheduleError
 from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.planner.vocabulary import share_vocabulary

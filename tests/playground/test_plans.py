@@ -15,7 +15,8 @@ from playground.answers import read_payload, request
 
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.check.simulate import held_curve, peak_held, simulate
-from megatron_vshape.core.model.costs import Costs, regroup
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.schedule import Schedule, load_schedule
 from megatron_vshape.playground.answer import make_answer
 from megatron_vshape.playground.request import parse_request

@@ -35,7 +35,7 @@ def off_the_plan(schedule: Schedule, ranks: Sequence[dict[str, Any]]) -> dict[in
     }
     ones = (1.0,) * schedule.num_stages
     given = {name: tuple(each) for name, each in amounts.items() if name not in unused}
-    planned = peak_held(schedule, Costs(ones, ones, ones, 0.0, **given))
+    planned = peak_held(schedule, Costs(ones, ones, ones, 0.0, ones, ones).having(**given))
     return {
         rank["rank"]: rank["held_between_passes_bytes"] / planned[rank["rank"]] - 1
         for rank in ranks

@@ -17,8 +17,8 @@ from shared_costs import shared_costs
 
 import megatron_vshape
 from megatron_vshape import Costs, Schedule, make
-from megatron_vshape.core.model.costs import Piece
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.core.planner.vocabulary import share_vocabulary
 from megatron_vshape.rehearsal.sources import find_te
 

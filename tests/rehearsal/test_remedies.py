@@ -3,8 +3,8 @@
 import pytest
 from rehearsal.reports import report_of
 
-from megatron_vshape.core.model.costs import Piece
 from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.rehearsal import report
 from megatron_vshape.rehearsal.gpus import GIB, GPUS
 from megatron_vshape.rehearsal.rank_report import RankReport

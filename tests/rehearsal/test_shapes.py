@@ -6,8 +6,8 @@ import pytest
 
 from megatron_vshape import verify
 from megatron_vshape.cli.advise import _Advice
-from megatron_vshape.core.model.costs import Piece
 from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.rehearsal.counted import both_backwards
 from megatron_vshape.rehearsal.flags import read_command, sizes_of
 from megatron_vshape.rehearsal.gpus import GPUS

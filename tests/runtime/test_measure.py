@@ -11,9 +11,9 @@ import torch.distributed as dist
 from runtime.ranks import run_ranks
 
 from megatron_vshape.core.check.simulate import simulate
-from megatron_vshape.core.model.costs import Costs, Piece
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.pieces import Piece, costs_from_pieces
 from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.model.schedule import Slot
 from megatron_vshape.core.paper.catalogue import make
@@ -236,7 +236,7 @@ def test_a_stage_that_ran_both_has_a_price_for_whole_backwards() -> None:
 
 def test_passes_that_run_as_one_do_not_count() -> None:
     schedule = make("dualpipev", 2, 8)
-    alone = Costs.of([Piece(10.0 + at, 12.0, 8.0, *HELD[at]) for at in range(4)], 0.0)
+    alone = costs_from_pieces([Piece(10.0 + at, 12.0, 8.0, *HELD[at]) for at in range(4)], 0.0)
     waits = (3.0,) * 4
     priced = alone.having(forward_exchange_us=waits, backward_exchange_us=waits)
     found = measured_costs([simulate(schedule, priced)], 0.0, HELD)

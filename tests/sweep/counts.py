@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from megatron_vshape.core.model.costs import Piece
 from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.rehearsal.shapes import Counted
 from megatron_vshape.rehearsal.step_time import Rates
 from megatron_vshape.sweep import counts

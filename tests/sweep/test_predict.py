@@ -10,9 +10,10 @@ from sweep.counts import MIB, counted, predictor_of
 from sweep.samples import CLUSTER, ROOT, SWEEP, load_sample
 
 from megatron_vshape.core.check.verify import verify
-from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT
 from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.core.model.placement import looping, v_shape
 from megatron_vshape.core.model.schedule import Objective
 from megatron_vshape.core.planner.vocabulary import is_shared, shared_pieces

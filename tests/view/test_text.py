@@ -7,7 +7,8 @@ import pytest
 from shared_costs import shared_costs
 
 from megatron_vshape.core.check.simulate import simulate
-from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.core.model.schedule import CUT, Timeline
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.planner.vocabulary import shared_if_told

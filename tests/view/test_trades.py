@@ -5,6 +5,7 @@ import pytest
 from megatron_vshape.core.check.simulate import peak_in_host, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import OFFLOAD, Kind
+from megatron_vshape.core.model.offload_costs import with_copies
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import ORDER_ALONE, MemoryStrategy, Schedule
 from megatron_vshape.core.paper.catalogue import make
@@ -31,7 +32,7 @@ def test_what_the_host_holds_and_how_busy_the_link_is() -> None:
     row += [copies[j][at] for at in range(2, 4) for j in (0, 1)]
     row += [Pass(kind, 0, j) for j in (0, 1) for kind in (Kind.B, Kind.W)]
     schedule = Schedule("two", 1, 2, (0,), (tuple(row),))
-    costs = Costs.uniform(1, 1).with_copies(1.0)
+    costs = with_copies(Costs.uniform(1, 1), 1.0)
     timeline = simulate(schedule, costs)
     assert peak_in_host(schedule, costs) == (4.0,)
     assert link_share(timeline) == pytest.approx(4.0 / timeline.makespan)
@@ -45,6 +46,6 @@ def test_nothing_is_told_of_what_the_costs_do_not_offer() -> None:
     costs = Costs.uniform(2, 4)
     timeline = simulate(schedule, costs)
     assert not list(trades_told(timeline, costs, str))
-    offered = costs.with_copies(1.0)
+    offered = with_copies(costs, 1.0)
     told = dict(trades_told(simulate(schedule, offered), offered, str))
     assert told == {"offloading": "none (no gain)"}

@@ -16,11 +16,11 @@ their bounds applies.
 from collections.abc import Callable, Sequence
 from math import inf
 from operator import sub
-from typing import NamedTuple
 
 from megatron_vshape.core.check.relax import of_largest, split_no_slower
-from megatron_vshape.core.model.costs import Costs, held_text, regroup
+from megatron_vshape.core.model.costs import Costs, held_text
 from megatron_vshape.core.model.kinds import PARTS, ScheduleError
+from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.placement import Placement, check_placement, stages_of
 from megatron_vshape.core.model.schedule import Objective
 
@@ -162,30 +162,6 @@ def bound_at(
     return lower_bound(costs, *sizes, limits, span, slices)
 
 
-class Ways(NamedTuple):
-    """Shortest times along the way of one microbatch, per stage."""
-
-    forward: tuple[float, ...]  # until F(s) can start
-    round_trip: tuple[float, ...]  # from the start of F(s) to the end of B(s)
-    drain: tuple[float, ...]  # from the end of B(s) to the end of B(0) and its W
-
-
-def ways_of(costs: Costs, placement: Placement) -> Ways:
-    """Return the shortest times of a placement's stages."""
-    stages = len(placement)
-    away = [placement[stage] != placement[stage - 1] for stage in range(1, stages)]
-    hop = [costs.message_us(s, s + 1) if far else 0.0 for s, far in enumerate(away)]
-    forward, drain = [0.0], [costs.weight_us[0]]
-    for stage in range(1, stages):
-        forward.append(forward[-1] + costs.forward_us[stage - 1] + hop[stage - 1])
-        drain.append(drain[-1] + costs.backward_us[stage - 1] + hop[stage - 1])
-    trip = [costs.forward_us[-1] + costs.backward_us[-1]]
-    for stage in reversed(range(stages - 1)):
-        own = costs.forward_us[stage] + costs.backward_us[stage]
-        trip.append(trip[-1] + own + 2 * hop[stage])
-    return Ways(tuple(forward), tuple(reversed(trip)), tuple(drain))
-
-
 def lower_bound(
     costs: Costs,
     placement: Placement,
@@ -205,11 +181,12 @@ def lower_bound(
     because the first B of a microbatch waits for its last F (`_apart`).
     """
     # Imported here because it requires numpy, which `import megatron_vshape` must not load.
-    from megatron_vshape.core.check.ends import end_with_idle
+    from megatron_vshape.core.check.ends import end_with_idle, ways_of
 
     costs = split_no_slower(costs)
     paths = ways_of(costs, placement)
     apart = _apart(costs, slices)
+    held_us = [trip + more / 2 for trip, more in zip(paths.round_trip, apart, strict=True)]
     best, own_us = paths.round_trip[0] + apart[0] + costs.weight_us[0], costs.device_us()
     own_ends = []
     for device, stages in enumerate(stages_of(placement, num_devices)):
@@ -217,7 +194,7 @@ def lower_bound(
         work = num_microbatches * (sum(_work_us(costs, stage) for stage in stages) + own_us)
         ends = [
             start + work,
-            start + _over_time(costs, paths, stages, num_microbatches, limits[device], apart),
+            start + _over_time(costs, held_us, stages, num_microbatches, limits[device]),
         ]
         own_ends.append(max(ends))
         best = max(best, *(end - (start if span else 0.0) for end in ends))
@@ -248,17 +225,19 @@ def _apart(costs: Costs, slices: int) -> list[float]:
 
 def _over_time(
     costs: Costs,
-    paths: Ways,
+    held_us: Sequence[float],
     stages: Sequence[int],
     num_microbatches: int,
     limit: float,
-    apart: Sequence[float],
 ) -> float:
-    """Return the bound from memory over time: the total demand divided by the limit."""
+    """Return the bound from memory over time: the total demand divided by the limit.
+
+    `held_us` is the minimum time from F to the end of B, per stage.
+    """
     if limit <= 0:
         return 0.0
     area = sum(
-        costs.held_after_forward_bytes[stage] * (paths.round_trip[stage] + apart[stage] / 2)
+        costs.held_after_forward_bytes[stage] * held_us[stage]
         + costs.held_after_backward_bytes[stage] * costs.weight_us[stage]
         for stage in stages
     )

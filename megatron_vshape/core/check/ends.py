@@ -22,8 +22,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_vshape.core.check.bounds import Ways
 from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.placement import Placement
 
 Floats = npt.NDArray[np.float64]
 
@@ -33,6 +33,30 @@ MOST_PRICES = 8
 MOST_INSIDE = 64
 """Further microbatches count as if all their work could run at once."""
 _ROUNDING = 1e-9
+
+
+class Ways(NamedTuple):
+    """Shortest times along the way of one microbatch, per stage."""
+
+    forward: tuple[float, ...]  # until F(s) can start
+    round_trip: tuple[float, ...]  # from the start of F(s) to the end of B(s)
+    drain: tuple[float, ...]  # from the end of B(s) to the end of B(0) and its W
+
+
+def ways_of(costs: Costs, placement: Placement) -> Ways:
+    """Return the shortest times of a placement's stages."""
+    stages = len(placement)
+    away = [placement[stage] != placement[stage - 1] for stage in range(1, stages)]
+    hop = [costs.message_us(s, s + 1) if far else 0.0 for s, far in enumerate(away)]
+    forward, drain = [0.0], [costs.weight_us[0]]
+    for stage in range(1, stages):
+        forward.append(forward[-1] + costs.forward_us[stage - 1] + hop[stage - 1])
+        drain.append(drain[-1] + costs.backward_us[stage - 1] + hop[stage - 1])
+    trip = [costs.forward_us[-1] + costs.backward_us[-1]]
+    for stage in reversed(range(stages - 1)):
+        own = costs.forward_us[stage] + costs.backward_us[stage]
+        trip.append(trip[-1] + own + 2 * hop[stage])
+    return Ways(tuple(forward), tuple(reversed(trip)), tuple(drain))
 
 
 class _Line(NamedTuple):

@@ -9,7 +9,8 @@ from megatron_vshape.core.check import wavefront
 from megatron_vshape.core.check.deadlock import explain_deadlock
 from megatron_vshape.core.check.wavefront import Rows
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import HELD, KINDS, TO_HOST, Kind, ScheduleError
+from megatron_vshape.core.model.kinds import HELD, KINDS, RELEASE, TO_HOST, Kind, ScheduleError
+from megatron_vshape.core.model.microbatch_costs import factor_of, more_us
 from megatron_vshape.core.model.passes import NeedTable, Pass
 from megatron_vshape.core.model.schedule import Lane, Schedule, Timeline
 
@@ -165,7 +166,7 @@ class _Simulation:
                 start = self._start(at, beside, start)
                 length_us = self.overlapped_us(work.stage, beside.kind, beside.stage)
             elif self.costs.by_microbatch:
-                length_us += self.costs.more_us(*work)
+                length_us += more_us(self.costs, *work)
             if start is None:
                 return
             clock = start + length_us
@@ -240,7 +241,7 @@ def _changes_of(work: Pass, costs: Costs) -> tuple[float, float]:
     """Return the memory allocated at the start, and retained minus freed at the end of a pass."""
     kind, amounts = work.kind, costs.held(work.kind)
     takes, keeps, frees = (
-        own[work.stage] * costs.share_of(name, work.microbatch)
+        own[work.stage] * factor_of(costs, name, work.microbatch)
         for own, name in zip(amounts, (kind.takes, kind.keeps, kind.frees), strict=True)
     )
     return takes, keeps - frees
@@ -298,7 +299,7 @@ def peak_in_host(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     A microbatch counts from the position of its copy in the device's pass order until its backward.
     So slower copies never increase the peak, as for device memory.
     """
-    moved = costs_of(schedule, costs).offloaded_bytes
+    moved = costs_of(schedule, costs).held(RELEASE)[2]
     return tuple(_peak_in_host(passes, moved) for passes in schedule.order)
 
 

@@ -2,7 +2,8 @@
 
 import json
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from megatron_vshape.core.model.files import check_keys, is_number, is_whole, parse_object
 from megatron_vshape.core.model.kinds import (
@@ -14,9 +15,6 @@ from megatron_vshape.core.model.kinds import (
     amount_names,
     other_amounts,
 )
-
-if TYPE_CHECKING:
-    from megatron_vshape.core.model.costs import Costs
 
 logger = logging.getLogger(__name__)
 
@@ -31,19 +29,13 @@ MEASURED, COUNTED, ASSUMED = "measured", "counted", "assumed"
 """Required prefix of the source of a value."""
 
 
-def text_of(costs: "Costs") -> str:
-    """Return the text of the costs file."""
-    lists: dict[str, Any] = costs.lists() | {"send_us": costs.send_us}
-    known = {name: lists[name] for name in _FIELDS}
-    beside = {
-        "host_us": costs.host_us or None,
-        _DEVICE: costs.device_bytes or None,
-        "sources": dict(costs.sources) or None,
-        _UNLIKE: dict(costs.by_microbatch) or None,
-        _MORE: costs.more_send_us or None,
-    }
-    optional = {"layers": costs.layers} | {name: lists.get(name) for name in KNOWN_ALONE}
-    given = known | optional | beside | dict(costs.others)
+def text_of(costs: Mapping[str, Any]) -> str:
+    """Return the text of the costs file with these fields of `Costs`."""
+    optional = ("layers", *KNOWN_ALONE)
+    nonzero = {name: costs[name] or None for name in ("host_us", _DEVICE)}
+    tables = {name: dict(costs[name]) or None for name in ("sources", _UNLIKE)}
+    given = {name: costs[name] for name in (*_FIELDS, *optional)} | nonzero | tables
+    given |= {_MORE: costs[_MORE] or None} | dict(costs["others"])
     return json.dumps({name: each for name, each in given.items() if each is not None}, indent=1)
 
 
@@ -69,8 +61,9 @@ def read_costs(text: str) -> dict[str, Any]:
         raise ScheduleError(f"{_UNLIKE} is {shares!r:.60}; it must be an object of lists")
     made[_MORE] = _numbers(_MORE, data.pop(_MORE)) if _MORE in data else ()
     made[_UNLIKE] = tuple((name, _numbers(name, each)) for name, each in shares.items())
-    optional = [name for name in (*KNOWN_ALONE, *other_amounts(KINDS)) if name in data]
-    made |= {name: _numbers(name, data.pop(name)) for name in optional}
+    made |= {name: _numbers(name, data.pop(name)) for name in KNOWN_ALONE if name in data}
+    others = [name for name in other_amounts(KINDS) if name in data]
+    made["others"] = tuple((name, _numbers(name, data.pop(name))) for name in others)
     check_keys(data, _FIELDS, "the costs file")
     made["send_us"] = _numbers("send_us", [data["send_us"]])[0]
     made |= {name: _numbers(name, data[name]) for name in (*TIMES, *HELD)}

@@ -7,13 +7,20 @@ from math import fsum
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
-from megatron_vshape.core.model.costs import Costs, Piece, regroup
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.cuts import balanced_cuts
 from megatron_vshape.core.model.kinds import (
     DUMMY,
     STATE,
     WORKS,
     ScheduleError,
+)
+from megatron_vshape.core.model.pieces import (
+    Piece,
+    costs_from_pieces,
+    of_no_stage,
+    pieces_from_costs,
+    regroup,
 )
 from megatron_vshape.core.model.placement import Placement, looping
 
@@ -115,7 +122,7 @@ class Pieces:
                 f"the costs are for {costs.num_stages} stages, and layers are given for "
                 f"{len(layers)}"
             )
-        stages = costs.stages()
+        stages = pieces_from_costs(costs)
         parts = Share.of_stages(layers, shares)
         pairs = zip(stages, parts, strict=True)
         each = [part.inverse().of(stage) if part.time else None for stage, part in pairs]
@@ -133,7 +140,7 @@ class Pieces:
             costs.send_us,
             costs.host_us,
             costs.sources,
-            costs.of_no_stage(),
+            of_no_stage(costs),
             costs.by_microbatch,
             median(costs.more_send_us) if costs.more_send_us else None,
             costs.device_bytes,
@@ -173,7 +180,7 @@ class Pieces:
         others |= {"by_microbatch": self.by_microbatch, "device_bytes": self.device_bytes}
         if self.more_send_us is not None:
             others["more_send_us"] = (self.more_send_us,) * (len(stages) - 1)
-        return Costs.of(stages, self.send_us, *of_layers, **others)
+        return costs_from_pieces(stages, self.send_us, *of_layers, **others)
 
     def with_copies(self, forwards: float) -> "Pieces":
         """Make all activations of a layer offloadable; a copy one way costs `forwards` times F."""
@@ -293,13 +300,6 @@ def with_predicting(head: AnyPiece, layer: AnyPiece, count: int, merging: float)
         held_after_backward_bytes=layers.held_after_backward_bytes,
     )
     return heads.plus(longer)
-
-
-def with_ends(costs: Costs, first: Piece, last: Piece) -> Costs:
-    """Add the costs of the embedding to the first stage, and of the output layer to the last."""
-    stages = costs.stages()
-    stages[0], stages[-1] = stages[0].plus(first), stages[-1].plus(last)
-    return costs.with_stages(stages)
 
 
 def check_stages(num_layers: int, least: int, num_stages: int) -> None:

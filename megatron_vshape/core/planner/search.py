@@ -30,7 +30,8 @@ from math import inf
 from megatron_vshape.core.check.bounds import LimitError, bound_at, each_limit
 from megatron_vshape.core.check.relax import never_split
 from megatron_vshape.core.compiling import CORES, say_if_slow
-from megatron_vshape.core.model.costs import Costs, regroup
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.placement import Placement, default_placements
 from megatron_vshape.core.model.schedule import ORDER_ALONE, Objective, Plan, StrategyResult
 from megatron_vshape.core.planner.job_shop import Problem, make_problem

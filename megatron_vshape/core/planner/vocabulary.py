@@ -23,7 +23,7 @@ from operator import add
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
-from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import (
     HEAD_WEIGHT,
     LOGITS,
@@ -38,6 +38,7 @@ from megatron_vshape.core.model.kinds import (
 )
 from megatron_vshape.core.model.layers import LEAST, Pieces, without_ends
 from megatron_vshape.core.model.passes import NeedTable, Pass
+from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.model.schedule import Schedule
 
@@ -243,7 +244,7 @@ def share_vocabulary(
     equally fast ones that with the smallest peak.
 
     >>> from megatron_vshape import Costs, make, simulate
-    >>> from megatron_vshape.core.model.costs import Piece
+    >>> from megatron_vshape.core.model.pieces import Piece
     >>> from megatron_vshape.core.model.layers import with_ends
     >>> stages, nothing, head = Costs.uniform(4, 8), Piece(0, 0, 0, 0, 0), Piece(2, 2, 2, 0, 0)
     >>> schedule, costs = make("v-half", 4, 12), shared_costs(stages, nothing, head, 4, 0.1)

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
-from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.costs_file import MEASURED
+from megatron_vshape.core.model.pieces import Piece, costs_from_pieces, pieces_from_costs
 from megatron_vshape.core.model.schedule import Schedule, Slot, Timeline
 from megatron_vshape.core.planner.vocabulary import holding_logits
 from megatron_vshape.core.program.instructions import Program
@@ -286,7 +287,7 @@ def _costs_of(timelines: Sequence[Timeline], measured: Costs) -> Costs:
     """Return costs with the pass times of these steps and all other values of `measured`."""
     held = {
         stage: (piece.held_after_forward_bytes, piece.held_after_backward_bytes)
-        for stage, piece in enumerate(measured.stages())
+        for stage, piece in enumerate(pieces_from_costs(measured))
     }
     costs = measured_costs(timelines, measured.send_us, held)
     return costs.having(**dict(measured.others))
@@ -352,7 +353,7 @@ def _rest_us(steps: Sequence[Sequence[Sequence[Slot]]], timelines: Sequence[Time
 def middle_of(costs: Sequence[Costs]) -> Costs:
     """Return the median of several cost measurements of the same stages."""
 
-    stages = zip(*(each.stages() for each in costs), strict=True)
+    stages = zip(*(pieces_from_costs(each) for each in costs), strict=True)
     middle = [Piece.middle(measured) for measured in stages]
     send_us, host_us = (
         median(each) for each in zip(*((c.send_us, c.host_us) for c in costs), strict=True)
@@ -361,7 +362,7 @@ def middle_of(costs: Sequence[Costs]) -> Costs:
         name: tuple(map(median, zip(*(each.lists()[name] for each in costs), strict=True)))
         for name, _ in costs[0].others
     }
-    return Costs.of(middle, send_us, host_us=host_us, **others)
+    return costs_from_pieces(middle, send_us, host_us=host_us, **others)
 
 
 def with_copies(costs: Costs, moved: Mapping[int, int], device: torch.device) -> Costs:

@@ -150,7 +150,7 @@ def _limit_bytes(choice: ScheduleConfig, options: Options) -> float | None:
     It is unknown if the run measures its costs, or if the costs do not include the model states of
     layers and embeddings, which are part of the limit.
     """
-    knows = choice.costs is not None and choice.costs.has_static_memory and not choice.shares
+    knows = choice.costs is not None and choice.costs.state_bytes is not None and not choice.shares
     if choice.name != AUTO or options.profile_steps is not None or not knows:
         return None
     return choice.limit_bytes

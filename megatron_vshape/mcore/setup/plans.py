@@ -13,11 +13,11 @@ from megatron_vshape.core.check.bounds import fits, least_memory
 from megatron_vshape.core.check.simulate import peak_held, peak_shared, simulate
 from megatron_vshape.core.model.costs import Costs, chunk_of
 from megatron_vshape.core.model.kinds import (
-    STATE,
     Kind,
     ScheduleError,
 )
 from megatron_vshape.core.model.layers import recut
+from megatron_vshape.core.model.offload_costs import with_copies_of
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Schedule, Timeline
@@ -320,7 +320,7 @@ class Planner:
         if estimate is None or not schedule.copies:
             return estimate
         held, as_forward = estimate.held_after_forward_bytes, estimate.forward_us
-        return estimate.with_copies_of(as_forward, held, as_forward)
+        return with_copies_of(estimate, as_forward, held, as_forward)
 
     def _schedule(self, num_microbatches: int) -> Schedule:
         return self._ordered(num_microbatches).renumbered(self.choice.ranks)
@@ -364,7 +364,7 @@ class Planner:
         costs, layers = self._allowed(self._known_costs), self.choice.num_layers
         limit: str | tuple[float, ...] | None = self.choice.limit_of
         if self.choice.limit_bytes is not None:  # the run reserves the measured state itself
-            costs = costs.having(**{STATE: None}) if costs.has_static_memory else costs
+            costs = replace(costs, state_bytes=None)
         left = self._left_bytes(costs)
         if left is not None:
             # The limit is per rank, but a plan request numbers the devices.

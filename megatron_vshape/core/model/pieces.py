@@ -1,0 +1,212 @@
+"""Costs of parts of a model, and conversion to and from the costs of stages."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from math import fsum
+from operator import add, sub
+from statistics import median
+from typing import Any, Self
+
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import (
+    COPY_BACK,
+    COPY_OUT,
+    DUMMY,
+    EXCHANGES,
+    HELD,
+    KINDS,
+    OFFLOAD,
+    STATE,
+    TIMES,
+    WORKS,
+    Kind,
+    ScheduleError,
+    other_amounts,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Times and memory of a part of the model: a stage, a layer, the embedding or output layer."""
+
+    forward_us: float
+    backward_us: float
+    weight_us: float
+    held_after_forward_bytes: float
+    held_after_backward_bytes: float
+    saved_us: float = 0.0  # by a full backward, relative to B + W
+    forward_exchange_us: float = 0.0  # time of F's collectives, beside forward_us
+    backward_exchange_us: float = 0.0  # time of B's collectives
+    hidden_exchange_us: float = 0.0  # of B's collectives, in a full backward
+    copy_out_us: float = 0.0  # to the host, of the activations that can be offloaded
+    offloaded_bytes: float = 0.0
+    copy_back_us: float = 0.0
+    state_bytes: float = 0.0
+    forward_work_bytes: float = 0.0  # workspace of F
+    backward_work_bytes: float = 0.0
+    weight_work_bytes: float = 0.0
+    whole_work_bytes: float = 0.0
+    dummy_bytes: float = 0.0  # left allocated by Megatron's own backward
+
+    @property
+    def time_us(self) -> float:
+        """Time of all passes of a microbatch with a split backward."""
+        exchange_us = self.forward_exchange_us + self.backward_exchange_us
+        return self.forward_us + self.backward_us + self.weight_us + exchange_us
+
+    def times(self, factor: float) -> Self:
+        """Scale the piece; the workspace does not scale, because layers run one after another."""
+        own = {name: getattr(self, name) if factor else 0.0 for name in WORKS}
+        return replace(type(self)(*(factor * value for value in self._values())), **own)
+
+    def plus(self, other: "Piece") -> Self:
+        """Add up both pieces; the workspace is the maximum, because they run in sequence."""
+        most = {name: max(getattr(self, name), getattr(other, name)) for name in WORKS}
+        return replace(type(self)(*map(add, self._values(), other._values())), **most)
+
+    def over(self, other: "Piece") -> Self:
+        """Subtract the other piece, down to 0; a greater workspace counts in full."""
+        beyond = map(sub, self._values(), other._values())
+        made = type(self)(*(max(0.0, each) for each in beyond))
+        own = {name: getattr(self, name) if getattr(made, name) else 0.0 for name in WORKS}
+        return replace(made, **own)
+
+    @classmethod
+    def middle(cls, pieces: Iterable[Self]) -> Self:
+        """Return the medians of several pieces."""
+        return cls(*map(median, zip(*(each._values() for each in pieces), strict=True)))
+
+    def at_least(self, time_us: float) -> Self:
+        """Set a minimum time per pass, since even a stage without layers has kernels."""
+        names = (*TIMES, COPY_OUT.time, COPY_BACK.time)
+        return replace(self, **{name: max(time_us, getattr(self, name)) for name in names})
+
+    def _values(self) -> Iterator[float]:
+        return (getattr(self, each.name) for each in fields(self))
+
+
+def costs_from_pieces(
+    stages: Sequence[Piece],
+    send_us: float,
+    layers: Sequence[int] | None = None,
+    host_us: float = 0.0,
+    sources: tuple[tuple[str, str], ...] = (),
+    **more: Any,
+) -> Costs:
+    """Make the costs of these stages, in model order; with offloading if any stage supports it.
+
+    A stage without offloadable memory then still needs copy times. `more` are further fields.
+    """
+
+    def given(*names: str) -> dict[str, Any]:
+        return {name: tuple(getattr(stage, name) for stage in stages) for name in names}
+
+    each = given(*TIMES, *HELD)
+    if any(stage.saved_us > 0 for stage in stages):
+        # Measurement noise may report savings larger than a pass.
+        least = (max(stage.backward_us, stage.weight_us) for stage in stages)
+        whole = (s.backward_us + s.weight_us - s.saved_us for s in stages)
+        each["whole_backward_us"] = tuple(map(max, least, whole))
+    known = given(*EXCHANGES[:2], STATE, *WORKS, DUMMY)
+    each |= {name: values for name, values in known.items() if any(values)}
+    if any(stage.hidden_exchange_us > 0 for stage in stages):
+        left = (s.backward_exchange_us - s.hidden_exchange_us for s in stages)
+        each["whole_exchange_us"] = tuple(max(0.0, exposed) for exposed in left)
+    if any(stage.offloaded_bytes > 0 for stage in stages):
+        more |= given(*other_amounts(OFFLOAD))
+    each["layers"] = None if layers is None else tuple(layers)
+    made = Costs(send_us=send_us, host_us=host_us, sources=sources, **each)
+    return made.having(**more) if more else made
+
+
+def pieces_from_costs(costs: Costs) -> list[Piece]:
+    """Return the costs of each stage as a piece."""
+    stages = range(costs.num_stages)
+    split = tuple(map(add, costs.backward_us, costs.weight_us))
+    forward, backward, whole = (
+        [costs.exchanges_us(kind, stage) for stage in stages] for kind in (Kind.F, Kind.B, Kind.BW)
+    )
+    amounts = costs.lists()
+    nothing = (0.0,) * costs.num_stages
+    names = (*other_amounts(OFFLOAD), STATE, *WORKS, DUMMY)
+    return list(
+        map(
+            Piece,
+            *(amounts[name] for name in (*TIMES, *HELD)),
+            map(sub, split, costs.whole_backward_us or split),
+            forward,
+            backward,
+            map(sub, backward, whole),
+            *(amounts.get(name, nothing) for name in names),
+        )
+    )
+
+
+def with_ends(costs: Costs, first: Piece, last: Piece) -> Costs:
+    """Add the costs of the embedding to the first stage, and of the output layer to the last."""
+    stages = pieces_from_costs(costs)
+    stages[0], stages[-1] = stages[0].plus(first), stages[-1].plus(last)
+    return with_pieces(costs, stages)
+
+
+def with_pieces(costs: Costs, stages: Sequence[Piece]) -> Costs:
+    """Return the costs with these stages; other fields do not change."""
+    made = costs_from_pieces(stages, costs.send_us)
+    rest = {name: each for name, each in costs.others if name not in other_amounts(OFFLOAD)}
+    own = dict.fromkeys(costs.lists()) | made.lists() | rest
+    return costs.having(**own)
+
+
+def under_megatron(costs: Costs) -> Costs:
+    """Return the costs under Megatron's schedules rather than those of this package.
+
+    Megatron's full backward allocates a dummy gradient for a weight with a fused accumulation,
+    because DDP's overlap waits for a gradient, and never frees it.
+    """
+    if costs.state_bytes is None or costs.dummy_bytes is None:
+        return costs
+    state = tuple(map(add, costs.state_bytes, costs.dummy_bytes))
+    return replace(costs, state_bytes=state, dummy_bytes=None)
+
+
+def of_no_stage(costs: Costs) -> tuple[tuple[str, float], ...]:
+    """Return the amounts of kinds without a stage, by name: the maximum over the stages."""
+    names = other_amounts(kind for kind in KINDS if kind.of)
+    return tuple((name, max(values)) for name, values in costs.others if name in names)
+
+
+def regroup(costs: Costs, num_stages: int, name: str) -> Costs:
+    """Add up adjacent stages to a coarser split of the same model.
+
+    So one file of 2 D stages supports every schedule with one or two chunks per device. Message
+    time and launch overhead per pass do not change, since the coarser split has fewer of both.
+
+    Raises:
+        ScheduleError: the number of stages in the costs is not a multiple of `num_stages`.
+    """
+    size, rest = divmod(costs.num_stages, num_stages)
+    if rest or not size:
+        raise ScheduleError(
+            f"the costs are for {costs.num_stages} stages, {name} has {num_stages}; the "
+            f"costs need {num_stages} or a multiple of it, which is then added up"
+        )
+
+    single = dict(of_no_stage(costs))
+    amounts = {
+        name: (single[name],) * num_stages
+        if name in single
+        else tuple(_groups(values, size, max if name in WORKS else fsum))
+        for name, values in costs.lists().items()
+    }
+    return costs.having(
+        **amounts,
+        layers=None if costs.layers is None else tuple(map(int, _groups(costs.layers, size, sum))),
+        more_send_us=costs.more_send_us[size - 1 :: size],
+    )
+
+
+def _groups(
+    values: Sequence[float], size: int, of_all: Callable[[Sequence[float]], float]
+) -> Iterator[float]:
+    for first in range(0, len(values), size):
+        yield of_all(values[first : first + size])
