@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import megatron_vshape
 from megatron_vshape.mcore import cpu
 
 USAGE = "usage: python -m megatron_vshape.mcore.launch SCRIPT [ARGUMENTS OF THE SCRIPT]"
@@ -34,7 +33,9 @@ def prepare(argv: list[str]) -> str:
     # Before the first import of Megatron, which may be in the checkout of the script.
     sys.path.insert(0, str(script.resolve().parent))
     cpu.install()
-    megatron_vshape.register()
+    from megatron_vshape.mcore.hooks import registry
+
+    registry.install({})
     del argv[0]
     return source
 

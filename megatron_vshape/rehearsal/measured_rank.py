@@ -166,12 +166,10 @@ def import_all() -> None:
 
     exchanges.install()
     _let_exchanges_write()
-    import megatron_vshape
+    from megatron_vshape.mcore.hooks import registry
 
-    megatron_vshape.register()
+    registry.install({})
     import megatron.training.training  # noqa: F401
-
-    from megatron_vshape.mcore.hooks import registry  # noqa: F401
 
     torch.manual_seed(1)
 

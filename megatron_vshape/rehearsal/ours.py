@@ -18,9 +18,9 @@ Watch = Callable[[Callable[..., Any], str], Callable[..., Any]]
 
 def install(watch: Watch) -> None:
     """Register the schedules, and replace all waits for other ranks or threads."""
-    import megatron_vshape
+    from megatron_vshape.mcore.hooks import registry
 
-    megatron_vshape.register()
+    registry.install({})
     from megatron_vshape.mcore.split import te_layers
     from megatron_vshape.mcore.step.stage import MegatronStage
     from megatron_vshape.runtime import host_memory, offload, program_runner
