@@ -31,14 +31,13 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Objective, Schedule
+from megatron_vshape.sweep.configurations import FULL, NONE, Configuration, Layout, layers_of_stages
 from megatron_vshape.sweep.counts import Counts, key_of_count
-from megatron_vshape.sweep.files import FULL, NONE, Cluster, Layout, ModelFile, load, load_sweep
-from megatron_vshape.sweep.grid import Combination, layers_of_stages
+from megatron_vshape.sweep.files import Cluster, ModelFile, load, load_sweep, of_model_file
 from megatron_vshape.sweep.machine import Machine
 from megatron_vshape.sweep.predict import Predictor
 from megatron_vshape.sweep.ranking import kendall_tau
 from megatron_vshape.sweep.report import load_published
-from megatron_vshape.sweep.subject import of_model_file
 from megatron_vshape.view.names import display_name
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -245,7 +244,7 @@ def _counted(given: Mapping[str, Any], model: ModelFile) -> Callable[[int, bool]
     def cut(num_stages: int, recompute: bool) -> Costs:
         layout = Layout(given.get("layout", "even"))
         sizes = (given["sequence_length"], 1, 1, 1, given["devices"], 1, 1)
-        it = Combination("", *sizes, FULL if recompute else NONE, layout)
+        it = Configuration("", *sizes, FULL if recompute else NONE, layout)
         placement = looping(given["devices"], num_stages // given["devices"])
         return counts(it).pieces.costs(layers_of_stages(it, subject, placement))
 
@@ -269,7 +268,7 @@ class Kept(Counts):
             COUNTED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
         return made
 
-    def _name(self, it: Combination) -> str:
+    def _name(self, it: Configuration) -> str:
         return f"{self.subject.name} {self.machine.gpu.name} {key_of_count(it)}"
 
 
@@ -347,7 +346,7 @@ def grid_search() -> Iterator[str]:
         data, tensor, pipeline, size = map(int, each.parallel.split())
         length = each.sequence_length
         found = predictor(
-            Combination(
+            Configuration(
                 each.schedule, length, batches[length], data, tensor, pipeline, 1, size,
                 NONE, Layout.BALANCED,
             )

@@ -27,7 +27,8 @@ def of_cluster(path: Path) -> tuple[int, Gpu]:
         ScheduleError: the file cannot be read, or sets an unknown value.
     """
     try:
-        from megatron_vshape.sweep.files import Cluster, SweepError, load
+        from megatron_vshape.sweep.configurations import SweepError
+        from megatron_vshape.sweep.files import Cluster, load
         from megatron_vshape.sweep.machine import Machine
     except ImportError as error:
         raise ScheduleError(

@@ -24,8 +24,9 @@ from megatron_vshape.view.numbers import GIB
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from megatron_vshape.sweep.configurations import Configuration
     from megatron_vshape.sweep.files import Loaded
-    from megatron_vshape.sweep.grid import Combination, Dropped, Expanded
+    from megatron_vshape.sweep.grid import Dropped, Expanded
     from megatron_vshape.sweep.machine import Machine
     from megatron_vshape.sweep.predict import Prediction, Predictor
     from megatron_vshape.sweep.prune import Pruned
@@ -221,7 +222,7 @@ def _predict(
     return predictor, predictions
 
 
-def _count(predictor: "Predictor", combinations: "Sequence[Combination]") -> None:
+def _count(predictor: "Predictor", combinations: "Sequence[Configuration]") -> None:
     """Estimate each distinct configuration of a stage that is not cached, and print the number."""
     from megatron_vshape.sweep.counts import Counts, key_of_count
 
@@ -372,7 +373,7 @@ def _show(
     console: "Console",
     loaded: "Loaded",
     rows: "list[Row]",
-    folders: "Mapping[Combination, Path]",
+    folders: "Mapping[Configuration, Path]",
 ) -> None:
     """Print the table, the failures with their logs, and the quality of the predictions."""
     from megatron_vshape.sweep.report import ranking_line

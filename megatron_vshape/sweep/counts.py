@@ -8,11 +8,8 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.counting import Ranks, count_all
 from megatron_vshape.rehearsal.ranks import DryRunConfig
 from megatron_vshape.rehearsal.shapes import Counted, counted, of_pattern
-from megatron_vshape.sweep.files import SweepError
-from megatron_vshape.sweep.grid import Combination
+from megatron_vshape.sweep.configurations import Configuration, Subject, SweepError
 from megatron_vshape.sweep.machine import Machine
-from megatron_vshape.sweep.subject import Subject
-from megatron_vshape.sweep.trainer_flags import command_of
 
 Key = tuple[object, ...]
 
@@ -28,7 +25,7 @@ class Counts:
     ranks: dict[Key, Ranks | str] = field(default_factory=dict)  # by `key_of_count`
 
     def count(
-        self, combinations: Iterable[Combination], tell: Callable[[int, int], None]
+        self, combinations: Iterable[Configuration], tell: Callable[[int, int], None]
     ) -> tuple[int, int]:
         """Count these combinations; return the numbers of counted and of failed sets of sizes.
 
@@ -43,14 +40,14 @@ class Counts:
         asked = DryRunConfig.of(subject.command, self.machine.gpu, self.megatron, self.te)
         commands = []
         for it in wanted.values():
-            command = command_of(subject, it)
+            command = it.command(subject)
             # A shared vocabulary has those layers' parts added to what others take.
             commands.append(command.without_predicting() if it.vocab_parallel else command)
         found = count_all(asked, commands, tell)
         self.ranks |= zip(wanted, found, strict=True)
         return len(found), sum(isinstance(each, str) for each in found)
 
-    def __call__(self, it: Combination) -> Counted:
+    def __call__(self, it: Configuration) -> Counted:
         """Return the costs of a combination.
 
         Raises:
@@ -70,7 +67,7 @@ class Counts:
             raise SweepError(str(error)) from None
 
 
-def key_of_count(it: Combination) -> Key:
+def key_of_count(it: Configuration) -> Key:
     """Return the settings that determine the counted work: not the pipeline and its replicas."""
     return (
         it.sequence_length,

@@ -3,10 +3,10 @@
 Unknown keys are rejected, since an ignored misspelled key would silently give a wrong result.
 """
 
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -14,8 +14,10 @@ import yaml  # type: ignore[import-untyped]
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
 
 from megatron_vshape.core.model.files import fault_of, read_text
-from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.sweep.subject import Subject, of_command, of_model_file
+from megatron_vshape.rehearsal.flags import Command, flags_of
+from megatron_vshape.sweep.configurations import GIVEN, NONE, Layout, Subject, SweepError
+
+logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 2**16
 """Larger than any sweep, model or cluster file; PyYAML reads about 50 kB per second."""
@@ -37,12 +39,6 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}$")]
 """Also the name of a folder, so it must not contain a path."""
 
 
-class SweepError(ScheduleError):
-    """Invalid input of a sweep; the text contains the fix."""
-
-
-NONE, FULL, GIVEN = "none", "full", "given"
-
 _MODULE = "(core_attn|moe_act|layernorm|mla_up_proj|mlp|moe|shared_experts)"
 
 Recompute = Annotated[
@@ -51,32 +47,7 @@ Recompute = Annotated[
 """Recomputation: NONE, FULL, selective, Megatron's modules with commas, or GIVEN (as in the
 training command)."""
 
-FORMATS = {
-    GIVEN: "",
-    "bf16": "--bf16",
-    "fp8": "--bf16 --fp8-format hybrid --fp8-recipe tensorwise",
-    "fp8-delayed": "--bf16 --fp8-format hybrid --fp8-recipe delayed",
-    "fp8-blockwise": "--bf16 --fp8-format e4m3 --fp8-recipe blockwise",
-    "mxfp8": "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8",
-    "nvfp4": "--bf16 --fp4-format e2m1 --fp4-recipe nvfp4",
-}
-"""Flags of Megatron for each number format."""
-
 Format = Literal["given", "bf16", "fp8", "fp8-delayed", "fp8-blockwise", "mxfp8", "nvfp4"]
-
-
-class Layout(StrEnum):
-    """Distribution of layers to stages.
-
-    - balanced: the embedding and the output layer count as one layer each.
-    - even: they do not count.
-    - auto: they and multi-token prediction count by their GEMMs, for the least work on the busiest
-      device.
-    """
-
-    BALANCED = "balanced"
-    EVEN = "even"
-    AUTO = "auto"
 
 
 class _File(BaseModel):
@@ -323,7 +294,7 @@ def load_sweep(path: str | Path, words: Sequence[str] = ()) -> Loaded:
     cluster = load(path.parent / sweep.cluster, Cluster)
     _check_executor(sweep.run, cluster, path)
     if words:
-        subject = of_command(words, sweep.name)
+        subject = Subject.of_command(words, sweep.name)
     elif sweep.model is None:
         raise SweepError(
             f"{path}: model is missing: name a model file or a file of arguments, or give the "
@@ -340,7 +311,7 @@ def _subject(path: Path, cluster: Cluster) -> Subject:
     is_yaml = path.suffix in (".yaml", ".yml")
     if is_yaml and not re.search(r"^\s*(MODEL_ARGS:|[\"']?--)", text, re.MULTILINE):
         return of_model_file(load(path, ModelFile), cluster.backend == "gloo", path)
-    return of_command([str(path)], path.stem)
+    return Subject.of_command([str(path)], path.stem)
 
 
 def _filled(sweep: Sweep, subject: Subject, path: Path) -> Sweep:
@@ -525,3 +496,63 @@ def _short(value: object) -> str:
     except ValueError:  # an integer with more digits than Python prints
         return "a number of more than 4300 digits"
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+_CPU = """
+    --distributed-backend gloo --transformer-impl local --no-gradient-accumulation-fusion
+    --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion
+""".split()
+
+
+def of_model_file(model: ModelFile, on_cpu: bool, path: Path) -> Subject:
+    """Convert a model file to Megatron's arguments, and log them."""
+    flags = [*model_flags(model), *_of_device(model, on_cpu)]
+    logger.info("%s as Megatron's arguments: %s", path, " ".join(flags))
+    command = Command("pretrain_gpt.py", tuple(flags))
+    return Subject(model.name, command, model.model_dump(mode="json"), translated=True)
+
+
+def model_flags(model: ModelFile) -> list[str]:
+    """Return the trainer's flags for this GPT model, for any tokenizer."""
+    given: dict[str, Any] = {
+        "num-layers": model.layers,
+        "hidden-size": model.hidden_size,
+        "num-attention-heads": model.attention_heads,
+        "ffn-hidden-size": model.ffn,
+        # The tokenizer that makes up numbers adds one, and Megatron pads to the divisor.
+        "vocab-size": model.vocabulary_size - 1,
+        "make-vocab-size-divisible-by": 1,
+        "position-embedding-type": "rope",
+        "group-query-attention": model.groups != model.attention_heads,
+        "num-query-groups": model.groups if model.groups != model.attention_heads else None,
+        "swiglu": model.gated,
+        "mtp-num-layers": model.mtp_layers or None,
+        "untie-embeddings-and-output-weights": not model.tied_embeddings,
+        "attention-dropout": None if model.dropout else 0,
+        "hidden-dropout": None if model.dropout else 0,
+    }
+    if model.experts is not None:
+        given |= {
+            "num-experts": model.experts.count,
+            "moe-router-topk": model.experts.per_token,
+            "moe-ffn-hidden-size": model.experts.ffn_hidden_size,
+            "moe-shared-expert-intermediate-size": model.experts.shared_ffn_hidden_size,
+            "moe-token-dispatcher-type": "alltoall",
+            "expert-tensor-parallel-size": 1,
+            "disable-bias-linear": True,
+        }
+    return flags_of(given)
+
+
+def _of_device(model: ModelFile, on_cpu: bool) -> list[str]:
+    if on_cpu:
+        return _CPU
+    given = {
+        "distributed-backend": "nccl",
+        "use-distributed-optimizer": True,
+        "bf16": model.parameter_bytes == 2,
+        "grad-reduce-in-bf16": model.parameter_bytes == model.gradient_bytes == 2,
+        "attention-backend": None if model.flash_attention else "unfused",
+        "moe-grouped-gemm": model.experts is not None and model.parameter_bytes == 2,
+    }
+    return flags_of(given)

@@ -15,7 +15,8 @@ import submitit
 from submitit.slurm.slurm import SlurmInfoWatcher
 
 from megatron_vshape.sweep import worker
-from megatron_vshape.sweep.files import Loaded, SweepError
+from megatron_vshape.sweep.configurations import SweepError
+from megatron_vshape.sweep.files import Loaded
 from megatron_vshape.sweep.predict import Prediction, Predictor
 from megatron_vshape.sweep.progress import LiveProgress
 from megatron_vshape.sweep.results import Outcome, Result, Results, Status, key_of

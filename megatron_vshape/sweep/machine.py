@@ -9,7 +9,8 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.offload_costs import with_copies_of
 from megatron_vshape.rehearsal.gpus import BESIDE_GIB, GPUS, Gpu
 from megatron_vshape.rehearsal.step_time import RATES, Rates
-from megatron_vshape.sweep.files import Cluster, SweepError
+from megatron_vshape.sweep.configurations import SweepError
+from megatron_vshape.sweep.files import Cluster
 from megatron_vshape.view.numbers import GIB
 
 UNKNOWN = "h100"

@@ -6,8 +6,8 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.offload_costs import without_copies
 from megatron_vshape.core.planner.vocabulary import tells_shared
-from megatron_vshape.sweep.files import Loaded, Measured, SweepError
-from megatron_vshape.sweep.grid import Combination
+from megatron_vshape.sweep.configurations import Configuration, SweepError
+from megatron_vshape.sweep.files import Loaded, Measured
 
 Key = tuple[int, int, int, int]
 
@@ -50,6 +50,6 @@ def load_measured(loaded: Loaded) -> MeasuredCosts:
     return pieces
 
 
-def key_of_shapes(it: Measured | Combination) -> Key:
+def key_of_shapes(it: Measured | Configuration) -> Key:
     """Return the sizes of a measurement, as the key for matching combinations."""
     return (it.sequence_length, it.microbatch_size, it.tensor_parallel, it.context_parallel)

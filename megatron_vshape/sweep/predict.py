@@ -17,11 +17,18 @@ from megatron_vshape.core.model.placement import Placement, default_placements
 from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline
 from megatron_vshape.core.planner.vocabulary import shared_if_told, shared_pieces
 from megatron_vshape.rehearsal.shapes import Counted
-from megatron_vshape.sweep.files import GIVEN, NONE, SweepError
-from megatron_vshape.sweep.grid import ADAPTIVE, Combination, count_stages, layers_of_stages
+from megatron_vshape.sweep.configurations import (
+    ADAPTIVE,
+    GIVEN,
+    NONE,
+    Configuration,
+    Subject,
+    SweepError,
+    count_stages,
+    layers_of_stages,
+)
 from megatron_vshape.sweep.machine import Machine
 from megatron_vshape.sweep.measured_costs import MeasuredCosts, key_of_shapes
-from megatron_vshape.sweep.subject import Subject
 from megatron_vshape.view.numbers import GIB, enough
 
 
@@ -51,7 +58,7 @@ class RankPeak(NamedTuple):
 class Prediction:
     """Predicted memory and time of a combination; times are None if it does not fit."""
 
-    combination: Combination
+    combination: Configuration
     verdict: Verdict
     peak_bytes: float  # of the device with the highest peak
     step_s: float | None = None
@@ -73,7 +80,7 @@ class Predictor:
 
     subject: Subject
     machine: Machine
-    counts: Callable[[Combination], Counted]
+    counts: Callable[[Configuration], Counted]
     post_validation: bool = False
     measured: MeasuredCosts | None = None
     headroom_bytes: float = 0.0  # kept free on every device
@@ -83,7 +90,7 @@ class Predictor:
         """Memory of a device minus the headroom."""
         return self.machine.cluster.device.memory_gib * GIB - self.headroom_bytes
 
-    def __call__(self, combination: Combination) -> Prediction:
+    def __call__(self, combination: Configuration) -> Prediction:
         """Predict the combination."""
         it, planned = combination, None
         try:
@@ -100,7 +107,7 @@ class Predictor:
         except ScheduleError as error:
             raise SweepError(f"{it}: {error}") from None
 
-    def survey(self, combinations: Iterable[Combination], margin: float) -> Iterator[Prediction]:
+    def survey(self, combinations: Iterable[Configuration], margin: float) -> Iterator[Prediction]:
         """Yield every combination's prediction; combinations that need planning come last.
 
         Planning needs seconds. So an adaptive combination is planned only if it could come within
@@ -121,7 +128,7 @@ class Predictor:
             best[it.workload] = min(fastest, found.step_s or math.inf)
             yield found
 
-    def _least_s(self, combination: Combination) -> float:
+    def _least_s(self, combination: Configuration) -> float:
         """Return the step time on the best placement without idle time of the busiest device."""
         it, least = combination, math.inf
         try:
@@ -134,7 +141,7 @@ class Predictor:
             least = min(least, busy + stages.after_us)
         return least * 1e-6
 
-    def _on_placements(self, it: Combination) -> "list[_Stages]":
+    def _on_placements(self, it: Configuration) -> "list[_Stages]":
         """Return the stages for each placement to plan for, one by one.
 
         The memory left by the parameters depends on the placement: in a V, the embedding and the
@@ -144,7 +151,7 @@ class Predictor:
         placements = default_placements(devices, count_stages(ADAPTIVE, devices))
         return [_Stages.of(it, self, placement) for placement in placements]
 
-    def _unplanned(self, combination: Combination, verdict: Verdict, reason: str) -> Prediction:
+    def _unplanned(self, combination: Configuration, verdict: Verdict, reason: str) -> Prediction:
         return Prediction(combination, verdict, 0.0, reason=reason)
 
     def _predict(
@@ -176,13 +183,13 @@ class Predictor:
             planned=schedule if planned else None,
         )
 
-    def mfu(self, combination: Combination, step_s: float) -> float:
+    def mfu(self, combination: Configuration, step_s: float) -> float:
         """Return the fraction of the devices' peak FLOPS that a step with this time achieves."""
         it = combination
         flops = self.subject.flops(it.sequence_length, it.global_batch_size)
         return flops / (step_s * self.machine.gpu.bf16_flops * it.num_devices)
 
-    def _planned(self, it: Combination) -> tuple["_Stages", Timeline]:
+    def _planned(self, it: Configuration) -> tuple["_Stages", Timeline]:
         """Return the best adaptive schedule over all placements; raises SweepError if none fits."""
         found, reasons = [], []
         spare = self.limit_bytes - self.machine.beside_gib * GIB
@@ -217,7 +224,7 @@ class Predictor:
 
 
 def plan_adaptive(
-    combination: Combination,
+    combination: Configuration,
     placement: Placement,
     costs: Costs,
     limits_bytes: Sequence[float],
@@ -263,13 +270,13 @@ def _made(name: str, num_devices: int, num_microbatches: int) -> Schedule:
 class _Stages:
     """Stages of a combination: their costs, including permanent memory."""
 
-    combination: Combination
+    combination: Configuration
     placement: Placement
     costs: Costs
     after_us: float  # time after the passes
 
     @classmethod
-    def of(cls, it: Combination, predictor: Predictor, placement: Placement) -> "_Stages":
+    def of(cls, it: Configuration, predictor: Predictor, placement: Placement) -> "_Stages":
         subject, found = predictor.subject, predictor.counts(it)
         pieces = found.pieces
         measured = (predictor.measured or {}).get(key_of_shapes(it))
@@ -285,7 +292,7 @@ class _Stages:
             pieces = shared_pieces(pieces, it.pipeline_parallel, pieces.send_us, held, further)
             sizes = subject.sizes(it.sequence_length)
             pieces = pieces.predicting(further, sizes.merging_in_layers, sizes.predicted)
-        elif placement[0] != placement[-1] and (further or subject.is_tied):
+        elif placement[0] != placement[-1] and subject.copies_embedding:
             # The last stage has a copy of the embedding; in a V, the first device has it anyway.
             more = pieces.last.state_bytes + pieces.first.state_bytes
             pieces = replace(pieces, last=replace(pieces.last, state_bytes=more))

@@ -3,7 +3,7 @@
 from rich import progress as rich_progress
 from rich.console import Console
 
-from megatron_vshape.sweep.grid import Combination
+from megatron_vshape.sweep.configurations import Configuration
 from megatron_vshape.sweep.results import Result
 
 
@@ -23,7 +23,7 @@ class LiveProgress:
             console=console,
             transient=True,
         )
-        self._running: dict[Combination, rich_progress.TaskID] = {}
+        self._running: dict[Configuration, rich_progress.TaskID] = {}
         self._all = self._bars.add_task("runs", total=total, completed=before)
 
     def __enter__(self) -> "LiveProgress":
@@ -35,11 +35,11 @@ class LiveProgress:
     def __exit__(self, *error: object) -> None:
         self._bars.stop()
 
-    def started(self, combination: Combination) -> None:
+    def started(self, combination: Configuration) -> None:
         """Show that a run has been submitted."""
         self._running[combination] = self._bars.add_task(f"  {combination}", total=1)
 
-    def put_back(self, combination: Combination, reason: str) -> None:
+    def put_back(self, combination: Configuration, reason: str) -> None:
         """Show that a run, interrupted for external reasons, will be submitted again."""
         self._forget(combination)
         self._say(f"again  {combination} {reason}")
@@ -52,7 +52,7 @@ class LiveProgress:
         speed = "" if outcome.step_s is None else f" {outcome.step_s:.3f} s a step"
         self._say(f"{outcome.status.value:6s} {result.combination}{speed}")
 
-    def _forget(self, combination: Combination) -> None:
+    def _forget(self, combination: Configuration) -> None:
         task = self._running.pop(combination, None)
         if task is not None:
             self._bars.remove_task(task)

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from megatron_vshape.core.model.files import read_text
 from megatron_vshape.core.paper.catalogue import EVERY_NAME
-from megatron_vshape.sweep.files import GIVEN, MAX_FILE_BYTES, NONE, SweepError
-from megatron_vshape.sweep.grid import Combination
+from megatron_vshape.sweep.configurations import GIVEN, NONE, Configuration, SweepError
+from megatron_vshape.sweep.files import MAX_FILE_BYTES
 from megatron_vshape.sweep.predict import Prediction, Predictor, Verdict
 from megatron_vshape.sweep.ranking import kendall_tau, pareto
 from megatron_vshape.sweep.results import Outcome, Result, Status
@@ -40,7 +40,7 @@ NAMED = 12
 class Row:
     """A combination with its prediction and, after a run, its measurements."""
 
-    combination: Combination
+    combination: Configuration
     verdict: str
     predicted_step_s: float | None
     predicted_mfu: float | None
@@ -199,7 +199,7 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def parallel(it: Combination) -> str:
+def parallel(it: Configuration) -> str:
     """Format DP, TP, PP, CP and the microbatch size."""
     sizes = (
         it.data_parallel,
@@ -429,7 +429,7 @@ def _panel(
     return [Mark(x, y, texts[y, x]) for y, x in named], others
 
 
-def _named(it: Combination) -> str:
+def _named(it: Configuration) -> str:
     return f"{display_name(it.schedule)} {parallel(it)}"
 
 

@@ -11,8 +11,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from megatron_vshape.sweep.files import GIVEN, Loaded, SweepError
-from megatron_vshape.sweep.grid import ADAPTIVE, Combination
+from megatron_vshape.sweep.configurations import ADAPTIVE, GIVEN, Configuration, SweepError
+from megatron_vshape.sweep.files import Also, Loaded, Workload
+from megatron_vshape.sweep.grid import configuration_of
 from megatron_vshape.sweep.measured_costs import MeasuredCosts, key_of_shapes
 
 APPLICATION = 0x56534850  # "VSHP": identifies results files
@@ -47,7 +48,7 @@ class Outcome:
 class Result:
     """One row of the results file: a combination, its prediction and its measurements."""
 
-    combination: Combination
+    combination: Configuration
     outcome: Outcome
     mfu: float | None
     predicted_step_s: float | None
@@ -75,7 +76,7 @@ CREATE TABLE in_flight (key TEXT PRIMARY KEY, job TEXT NOT NULL);
 """
 
 
-def key_of(combination: Combination, loaded: Loaded, measured: MeasuredCosts | None) -> str:
+def key_of(combination: Configuration, loaded: Loaded, measured: MeasuredCosts | None) -> str:
     """Return the identity of a run: a different command or plan is a different run."""
     run = loaded.sweep.run
     # Measured costs change no command, but they change planned schedules.
@@ -172,6 +173,10 @@ class Results:
             ) from None
 
 
+class _Stored(Also, Workload):
+    """A configuration in the results file, which may be damaged."""
+
+
 def _result(row: Sequence[Any]) -> Result:
     """Parse a row; raises ValueError, TypeError or KeyError for an invalid row."""
     text, status, step_s, mfu, peak_bytes, bubble, *predicted, log_tail = row
@@ -182,7 +187,8 @@ def _result(row: Sequence[Any]) -> Result:
     if not isinstance(predicted_bytes, float) or not isinstance(log_tail, str):
         raise ValueError("its predicted memory or its log is missing")
     outcome = Outcome(Status(status), step_s, peak_bytes, bubble, log_tail)
-    it = Combination(**json.loads(text))
+    stored = _Stored.model_validate_json(text)
+    it = configuration_of(stored, stored)
     return Result(it, outcome, mfu, predicted_s, predicted_bytes, predicted_bubble)
 
 

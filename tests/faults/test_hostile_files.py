@@ -27,7 +27,7 @@ import megatron_vshape
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.paper.catalogue import NAMES, make
-from megatron_vshape.sweep.files import SweepError
+from megatron_vshape.sweep.configurations import SweepError
 from megatron_vshape.sweep.grid import expand
 from megatron_vshape.sweep.results import Outcome, Result, Status, open_results
 

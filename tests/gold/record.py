@@ -36,8 +36,9 @@ from megatron_vshape.core.paper.catalogue import EVERY_NAME
 from megatron_vshape.core.planner import search
 from megatron_vshape.mcore.setup.choice import GIB, ScheduleConfig, choice_of
 from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.sweep.configurations import Configuration
 from megatron_vshape.sweep.files import load_sweep
-from megatron_vshape.sweep.grid import Combination, expand
+from megatron_vshape.sweep.grid import expand
 from megatron_vshape.sweep.predict import Predictor
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "sweep")]
@@ -306,7 +307,7 @@ class Recorder:
             found = told(partial(self._predicted, predictor, it))
             self.keep(f"sweep/{at}/{number}", f"{it}\n{found}")
 
-    def _predicted(self, predictor: Predictor, it: Combination) -> str:
+    def _predicted(self, predictor: Predictor, it: Configuration) -> str:
         found = predictor(it)
         planned = found.planned.to_json() if found.planned else ""
         return f"{replace(found, planned=None)!r}\n{planned}"

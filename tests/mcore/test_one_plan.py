@@ -14,8 +14,7 @@ from megatron_vshape.core.model.schedule import Objective, load_schedule
 from megatron_vshape.core.planner import search
 from megatron_vshape.mcore.setup.choice import GIB, ScheduleConfig
 from megatron_vshape.mcore.setup.plans import Planner
-from megatron_vshape.sweep.files import NONE, Layout, SweepError
-from megatron_vshape.sweep.grid import Combination
+from megatron_vshape.sweep.configurations import NONE, Configuration, Layout, SweepError
 from megatron_vshape.sweep.predict import plan_adaptive
 
 NAMES = (AUTO, AUTO, AUTO, *PLUS_NAMES, "v-min", "v-half", "v-zb")
@@ -71,7 +70,7 @@ def by_sweep(microbatches: int, costs: Costs, limit: float) -> object:
     alone = dict.fromkeys(
         ("data_parallel", "tensor_parallel", "context_parallel", "microbatch_size"), 1
     )
-    it = Combination(AUTO, recompute=NONE, layout=Layout.EVEN, **sizes, **alone)
+    it = Configuration(AUTO, recompute=NONE, layout=Layout.EVEN, **sizes, **alone)
     placement = ScheduleConfig(DEVICES, AUTO, costs=costs).placement
     limits = [limit] * DEVICES
     return plan_adaptive(it, placement, costs, limits, Objective.MAKESPAN).schedule.order

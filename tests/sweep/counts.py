@@ -8,16 +8,15 @@ from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.rehearsal.shapes import Counted
 from megatron_vshape.rehearsal.step_time import Rates
 from megatron_vshape.sweep import counts
-from megatron_vshape.sweep.files import FULL, Loaded
-from megatron_vshape.sweep.grid import Combination
+from megatron_vshape.sweep.configurations import FULL, Configuration, Subject
+from megatron_vshape.sweep.files import Loaded
 from megatron_vshape.sweep.machine import Machine
 from megatron_vshape.sweep.predict import Predictor
-from megatron_vshape.sweep.subject import Subject
 
 MIB = 2.0**20
 
 
-def counted(it: Combination, vocabulary: int = 1024, mtp_layers: int = 0) -> Counted:
+def counted(it: Configuration, vocabulary: int = 1024, mtp_layers: int = 0) -> Counted:
     """Return what a layer and the ends take: as long as tokens, held like them."""
     tokens = it.sequence_length * it.microbatch_size / it.context_parallel
     share = tokens / it.tensor_parallel / 64
@@ -67,11 +66,11 @@ class Fake:
     def __init__(self, subject: Subject, machine: Machine, *checkouts: object) -> None:
         self.subject = subject
 
-    def count(self, combinations: Iterable[Combination], tell: Any) -> tuple[int, int]:
+    def count(self, combinations: Iterable[Configuration], tell: Any) -> tuple[int, int]:
         """Count nothing."""
         return 0, 0
 
-    def __call__(self, it: Combination) -> Counted:
+    def __call__(self, it: Configuration) -> Counted:
         """Return what a combination is taken to cost."""
         return counted(it, self.subject.vocabulary, self.subject.mtp_layers)
 

@@ -9,11 +9,12 @@ from sweep.samples import write_sweep
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal import sources
+from megatron_vshape.sweep.configurations import SweepError
 from megatron_vshape.sweep.counts import Counts, key_of_count
-from megatron_vshape.sweep.files import Loaded, SweepError, load_sweep
+from megatron_vshape.sweep.files import Loaded, load_sweep
 from megatron_vshape.sweep.grid import expand
 from megatron_vshape.sweep.machine import Machine
-from megatron_vshape.sweep.trainer_flags import command_of, trainer_command
+from megatron_vshape.sweep.trainer_flags import trainer_command
 
 EXPERTS = """
     --num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 1023
@@ -63,7 +64,7 @@ def test_experts_stages_recompute_and_formats_are_in_the_grid(tmp_path: Path) ->
     assert len({key_of_count(each) for each in found.possible}) == 4
     it = found.possible[-1]
     assert str(it).endswith("ep2 mbs2 auto recompute-layernorm,moe_act mxfp8")
-    flags = command_of(loaded.subject, it).flags
+    flags = it.command(loaded.subject).flags
     at = flags.index("--recompute-modules")
     assert flags[at : at + 3] == ("--recompute-modules", "layernorm", "moe_act")
     assert "--recompute-method" not in flags

@@ -10,15 +10,8 @@ from pydantic import BaseModel
 from sweep.samples import CLUSTER, ROOT, SWEEP, load_sample, write_sweep
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.sweep.files import (
-    Cluster,
-    ModelFile,
-    Sweep,
-    SweepError,
-    _model_in,
-    load,
-    load_sweep,
-)
+from megatron_vshape.sweep.configurations import SweepError
+from megatron_vshape.sweep.files import Cluster, ModelFile, Sweep, _model_in, load, load_sweep
 from megatron_vshape.sweep.grid import expand
 from megatron_vshape.sweep.machine import Machine
 
@@ -37,9 +30,8 @@ def test_shipped_models_have_the_size_in_their_name(
     """The paper counts one vocabulary matrix, as if the ends were tied."""
     path = ROOT / "configs" / "models" / f"gpt_{name}.yaml"
     loaded = load_sweep(write_sweep(tmp_path, sweep={"model": str(path)}))
-    subject = loaded.subject
     model = load(path, ModelFile)
-    assert (model.gated, subject.groups) == (False, model.attention_heads)
+    assert (model.gated, model.groups) == (False, model.attention_heads)
     layer = 4 * model.hidden_size**2 + 2 * model.hidden_size * model.ffn
     parameters = model.layers * layer + model.hidden_size * model.vocabulary_size
     assert parameters / 1e9 == pytest.approx(billions, rel=0.02)

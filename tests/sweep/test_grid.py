@@ -8,8 +8,8 @@ from sweep.counts import predictor_of
 from sweep.samples import MODEL, SWEEP, load_sample
 
 from megatron_vshape.core.model.placement import v_shape
-from megatron_vshape.sweep.files import Layout, SweepError
-from megatron_vshape.sweep.grid import count_stages, expand, layers_of_stages
+from megatron_vshape.sweep.configurations import Layout, SweepError, count_stages, layers_of_stages
+from megatron_vshape.sweep.grid import expand
 from megatron_vshape.sweep.trainer_flags import trainer_command
 
 

@@ -18,7 +18,8 @@ from sweep.samples import CLUSTER, FAKE, ROOT, SWEEP, load_sample, sweep_command
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.sweep import launch as launching
 from megatron_vshape.sweep import predict
-from megatron_vshape.sweep.files import Cluster, RunPart, SweepError
+from megatron_vshape.sweep.configurations import SweepError
+from megatron_vshape.sweep.files import Cluster, RunPart
 from megatron_vshape.sweep.grid import expand
 from megatron_vshape.sweep.launch import Launcher
 from megatron_vshape.sweep.progress import LiveProgress

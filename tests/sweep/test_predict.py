@@ -18,9 +18,10 @@ from megatron_vshape.core.model.placement import looping, v_shape
 from megatron_vshape.core.model.schedule import Objective
 from megatron_vshape.core.planner.vocabulary import is_shared, shared_pieces
 from megatron_vshape.sweep import predict
+from megatron_vshape.sweep.configurations import FULL, NONE, Configuration, Layout, SweepError
 from megatron_vshape.sweep.counts import key_of_count
-from megatron_vshape.sweep.files import FULL, NONE, Layout, SweepError, load_sweep
-from megatron_vshape.sweep.grid import Combination, expand
+from megatron_vshape.sweep.files import load_sweep
+from megatron_vshape.sweep.grid import expand
 from megatron_vshape.sweep.machine import Machine
 from megatron_vshape.sweep.measured_costs import key_of_shapes, load_measured
 from megatron_vshape.sweep.predict import Prediction, plan_adaptive
@@ -103,7 +104,7 @@ def test_a_costs_file_of_uneven_stages_comes_apart_by_its_layers(tmp_path: Path)
         assert mine.state_bytes == getattr(counts, name).state_bytes
 
 
-def predicted(folder: Path, it: Combination, **over: Any) -> Prediction:
+def predicted(folder: Path, it: Configuration, **over: Any) -> Prediction:
     """Return the prediction by costs that were measured with the sizes of `it`."""
     held = (2.0**20,) * 4
     costs = Costs(*((1000.0,) * 4,) * 3, 10.0, held, held)
@@ -121,7 +122,7 @@ def predicted(folder: Path, it: Combination, **over: Any) -> Prediction:
     return replace(predictor_of(loaded), measured=measured)(it)
 
 
-ONE = Combination("1f1b", 64, 8, 1, 1, 2, 1, 1, NONE, Layout.EVEN)
+ONE = Configuration("1f1b", 64, 8, 1, 1, 2, 1, 1, NONE, Layout.EVEN)
 
 
 def test_measured_costs_wait_for_counted_exchanges(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ import pytest
 from sweep.samples import CLUSTER, SWEEP, load_sample
 
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.sweep.files import Layout, SweepError
-from megatron_vshape.sweep.grid import Combination, expand
+from megatron_vshape.sweep.configurations import Configuration, Layout, SweepError
+from megatron_vshape.sweep.grid import expand
 from megatron_vshape.sweep.measured_costs import load_measured
 from megatron_vshape.sweep.results import (
     Outcome,
@@ -32,10 +32,9 @@ WRITER = """
 import sys
 from pathlib import Path
 from megatron_vshape.sweep.files import Layout, Recompute
-from megatron_vshape.sweep.grid import Combination
 from megatron_vshape.sweep.results import Outcome, Result, Status, open_results
 
-it = Combination("1f1b", 8, 8, 1, 1, 2, 1, 1, "none", Layout.EVEN)
+it = Configuration("1f1b", 8, 8, 1, 1, 2, 1, 1, "none", Layout.EVEN)
 with open_results(Path(sys.argv[1])) as results:
     for number in range(100_000):
         result = Result(it, Outcome(Status.OK, 1.0), None, None, 0.0, None)
@@ -44,7 +43,7 @@ with open_results(Path(sys.argv[1])) as results:
 """
 
 RESULT = Result(
-    Combination("1f1b", 8, 8, 1, 1, 2, 1, 1, "none", Layout.EVEN),
+    Configuration("1f1b", 8, 8, 1, 1, 2, 1, 1, "none", Layout.EVEN),
     Outcome(Status.OK, 1.0),
     *(None, None, 0.0, None),
 )

@@ -9,8 +9,9 @@ from sweep.counts import predictor_of
 from sweep.samples import SWEEP, load_sample
 
 from megatron_vshape.core.paper.catalogue import NAMES
-from megatron_vshape.sweep.files import Loaded, Pruning, SweepError
-from megatron_vshape.sweep.grid import Combination, expand
+from megatron_vshape.sweep.configurations import Configuration, SweepError
+from megatron_vshape.sweep.files import Loaded, Pruning
+from megatron_vshape.sweep.grid import expand
 from megatron_vshape.sweep.predict import Prediction, Verdict
 from megatron_vshape.sweep.prune import prune
 from megatron_vshape.sweep.report import (
@@ -29,7 +30,7 @@ from megatron_vshape.view.names import display_name
 TWO_BATCHES = [{"sequence_length": 64, "global_batch_size": size} for size in (8, 64)]
 
 
-def survey(loaded: Loaded, margin: float) -> dict[Combination, Prediction]:
+def survey(loaded: Loaded, margin: float) -> dict[Configuration, Prediction]:
     found = predictor_of(loaded).survey(expand(loaded).possible, margin)
     return {each.combination: each for each in found}
 

@@ -1,0 +1,472 @@
+"""Configurations of a training run: parallel sizes, schedule, recomputation, layers per stage.
+
+One list of reasons rejects configurations for `advise` and `sweep`: see `faults`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import lru_cache
+from typing import Any
+
+from megatron_vshape.core.ask import PlanRequest, ask
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.layers import (
+    Pieces,
+    Widths,
+    even_layers,
+    even_with_ends,
+    without_ends,
+)
+from megatron_vshape.core.model.placement import Placement
+from megatron_vshape.mcore.layout.sizes import ModelSizes, sizes_of, widths_of
+from megatron_vshape.rehearsal.flags import VOCABULARIES, Command, read_command
+
+ADAPTIVE = "adaptive"
+"""Method that plans for the costs and the memory of each configuration."""
+
+MAX_PASSES = 2_000_000
+"""Maximum passes of a step on all devices, which are generated and simulated for a prediction."""
+
+NONE, FULL, GIVEN = "none", "full", "given"
+
+FORMATS = {
+    GIVEN: "",
+    "bf16": "--bf16",
+    "fp8": "--bf16 --fp8-format hybrid --fp8-recipe tensorwise",
+    "fp8-delayed": "--bf16 --fp8-format hybrid --fp8-recipe delayed",
+    "fp8-blockwise": "--bf16 --fp8-format e4m3 --fp8-recipe blockwise",
+    "mxfp8": "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8",
+    "nvfp4": "--bf16 --fp4-format e2m1 --fp4-recipe nvfp4",
+}
+"""Flags of Megatron for each number format."""
+
+_FORMAT_FLAGS = "--fp8 --fp4 --bf16 --fp16".split()
+_RECOMPUTE = ("granularity", "method", "num_layers", "modules")
+
+
+class SweepError(ScheduleError):
+    """Invalid input of a sweep; the text contains the fix."""
+
+
+class Layout(StrEnum):
+    """Distribution of layers to stages.
+
+    - balanced: the embedding and the output layer count as one layer each.
+    - even: they do not count.
+    - auto: they and multi-token prediction count by their GEMMs, for the least work on the busiest
+      device.
+    """
+
+    BALANCED = "balanced"
+    EVEN = "even"
+    AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model and its training settings; `identity` distinguishes its runs from those of others."""
+
+    name: str
+    command: Command
+    identity: Any
+    translated: bool = False  # from a model file, without data
+
+    @classmethod
+    def of_command(cls, words: Sequence[str], name: str) -> "Subject":
+        """Return the subject of a training command, or of a file with one.
+
+        Raises:
+            ScheduleError: there is no command, or the file has none.
+        """
+        command = read_command(words)
+        return cls(name, command, [command.script, *command.flags])
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return self.command.layers
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+        return self.command.number("--num-attention-heads", 1)
+
+    @property
+    def experts(self) -> int:
+        """Number of experts per layer; 0 for a dense model."""
+        return self.command.number("--num-experts", 0)
+
+    @property
+    def mtp_layers(self) -> int:
+        """Number of multi-token-prediction layers."""
+        return self.command.mtp_layers
+
+    @property
+    def copies_embedding(self) -> bool:
+        """Whether the last stage has a copy of the embedding."""
+        tied = not self.command.has("--untie-embeddings-and-output-weights")
+        return tied or self.mtp_layers > 0
+
+    @property
+    def recompute(self) -> str:
+        """Granularity of the command's recomputation."""
+        given = self.command.value("--recompute-granularity")
+        return given or ("selective" if self.command.has("--recompute-activations") else NONE)
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of rows of the output layer, without Megatron's padding."""
+        given = self.command.number("--padded-vocab-size", 0)
+        kind = self.command.value("--tokenizer-type", "GPT2BPETokenizer") or ""
+        more = self.command.number("--vocab-size", VOCABULARIES.get(kind, 0) - 1) + 1
+        return given or more
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes per activation value."""
+        return 2 if self.command.has("--bf16") or self.command.has("--fp16") else 4
+
+    def widths(self, sequence: int) -> Widths:
+        """Compute the sizes that determine the GEMMs of a layer and of the output layer."""
+        return widths_of(self.command.option, self.vocabulary, sequence)
+
+    def sizes(self, sequence: int) -> ModelSizes:
+        """Compute the sizes of the layers, the output layer and multi-token prediction."""
+        return sizes_of(self.command.option, self.vocabulary, sequence)
+
+    def flops(self, sequence: int, batch: int) -> float:
+        """Compute the model FLOPs of a step for MFU: no recomputation, attention without its mask.
+
+        Megatron's and PaLM's convention; a backward pass counts as two forward passes.
+        """
+        widths, further = self.widths(sequence), self.mtp_layers
+        scores = 4.0 * sequence * widths.attention
+        layer = 2.0 * (widths.hidden * self.vocabulary / widths.head_in_layers)
+        layer += scores - 2.0 * sequence * widths.attention  # which the widths count masked
+        head = 2.0 * widths.hidden * self.vocabulary
+        sizes = self.sizes(sequence)
+        depth = 1.0 if sizes.predicted is None else sizes.predicted.time
+        per_token = (sizes.blocks + further * depth) * layer + (1 + further) * head
+        return 3.0 * (per_token + 4.0 * further * widths.hidden**2) * sequence * batch
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """One training configuration: all settings of a run besides the model and the cluster."""
+
+    schedule: str
+    sequence_length: int
+    global_batch_size: int
+    data_parallel: int
+    tensor_parallel: int
+    pipeline_parallel: int
+    context_parallel: int
+    microbatch_size: int
+    recompute: str
+    layout: Layout
+    arguments: tuple[str, ...] = ()
+    vocab_parallel: bool = False
+    expert_parallel: int = 1
+    format: str = GIVEN
+
+    def __post_init__(self) -> None:
+        # With vocabulary parallelism, embedding and output layer do not count as layers of a stage.
+        if self.vocab_parallel and self.layout is Layout.BALANCED:
+            object.__setattr__(self, "layout", Layout.AUTO)
+
+    @property
+    def workload(self) -> tuple[int, int]:
+        """Key for comparable step times: sequence length and global batch size."""
+        return self.sequence_length, self.global_batch_size
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices."""
+        inner = self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+        return self.data_parallel * inner
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of microbatches per pipeline and step."""
+        return self.global_batch_size // (self.data_parallel * self.microbatch_size)
+
+    def on_devices(self, number: int) -> "Configuration":
+        """Return the configuration with the data parallelism of this number of devices."""
+        inner = self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+        return replace(self, data_parallel=max(1, number // inner))
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.schedule} s{self.sequence_length} gbs{self.global_batch_size} "
+            f"dp{self.data_parallel} tp{self.tensor_parallel} pp{self.pipeline_parallel}"
+        )
+        if self.context_parallel > 1:
+            text += f" cp{self.context_parallel}"
+        if self.expert_parallel > 1:
+            text += f" ep{self.expert_parallel}"
+        text += f" mbs{self.microbatch_size} {self.layout}"
+        if self.recompute not in (NONE, GIVEN):
+            text += f" recompute-{self.recompute}"
+        if self.format != GIVEN:
+            text += f" {self.format}"
+        if self.vocab_parallel:
+            text += " vocab-parallel"
+        return " ".join((text, *self.arguments))
+
+    def command(self, subject: Subject) -> Command:
+        """Return the training command with this configuration's sizes, without a schedule."""
+        own = subject.command.of_megatron().without_chunks()
+        sizes: dict[str, Any] = {
+            flag.removeprefix("--"): getattr(self, name)
+            for name, flag in FLAGS.items()
+            if name != "expert_parallel" or subject.experts
+        }
+        sizes["global_batch_size"] = self.global_batch_size
+        if self.sequence_length != own.number("--seq-length", 0):
+            names = ("seq_length", "max_position_embeddings")
+            sizes |= dict.fromkeys(names, self.sequence_length)
+        if self.tensor_parallel > 1:
+            sizes["sequence_parallel"] = True
+        command = own.having(**sizes, **_flags_of_recompute(self.recompute))
+        if self.format == GIVEN:
+            return command
+        plain = command.without(lambda flag: flag.startswith(tuple(_FORMAT_FLAGS)))
+        return replace(plain, flags=(*plain.flags, *FORMATS[self.format].split()))
+
+
+FLAGS = {
+    "tensor_parallel": "--tensor-model-parallel-size",
+    "pipeline_parallel": "--pipeline-model-parallel-size",
+    "context_parallel": "--context-parallel-size",
+    "expert_parallel": "--expert-model-parallel-size",
+    "microbatch_size": "--micro-batch-size",
+}
+"""Megatron's flags of the sizes."""
+
+SIZES = {
+    "tensor_parallel": "tp",
+    "pipeline_parallel": "pp",
+    "microbatch_size": "microbatch",
+    "expert_parallel": "ep",
+    "context_parallel": "cp",
+}
+"""Short names of the sizes, as in --keep."""
+
+
+def _flags_of_recompute(setting: str) -> dict[str, Any]:
+    """Return the flags of a recomputation setting; None for flags to remove."""
+    if setting == GIVEN:
+        return {}
+    nothing = {f"recompute_{name}": None for name in _RECOMPUTE} | {"recompute_activations": None}
+    if setting == NONE:
+        return nothing
+    if setting == FULL:
+        more = {"granularity": FULL, "method": "uniform", "num_layers": 1}
+    else:
+        more = {"granularity": "selective"}
+        if setting != "selective":
+            more["modules"] = setting.split(",")
+    return nothing | {f"recompute_{name}": value for name, value in more.items()}
+
+
+def own_configuration(subject: Subject, num_devices: int) -> Configuration:
+    """Return the command's configuration on these devices; its schedule is planned."""
+    number = subject.command.number
+    sizes: dict[str, Any] = {name: number(flag, 1) for name, flag in FLAGS.items()}
+    own = Configuration(
+        ADAPTIVE,
+        sequence_length=number("--seq-length", 0),
+        global_batch_size=1,
+        data_parallel=1,
+        recompute=NONE if subject.recompute == NONE else GIVEN,
+        layout=Layout.AUTO,
+        **sizes,
+    ).on_devices(num_devices)
+    batch = number("--global-batch-size", own.microbatch_size * own.data_parallel)
+    return replace(own, global_batch_size=batch)
+
+
+_MOVES: tuple[dict[str, float], ...] = (
+    {"tensor_parallel": 0.5},
+    {"tensor_parallel": 2},
+    {"pipeline_parallel": 2},
+    {"pipeline_parallel": 0.5},
+    {"tensor_parallel": 0.5, "pipeline_parallel": 2},
+    {"tensor_parallel": 2, "pipeline_parallel": 0.5},
+    {"microbatch_size": 2},
+    {"microbatch_size": 0.5},
+    {"expert_parallel": 2},
+    {"expert_parallel": 0.5},
+    {"context_parallel": 2},
+    {"context_parallel": 0.5},
+    {"tensor_parallel": 0.5, "context_parallel": 2},
+)
+"""Factors of one or two parallel sizes, relative to the command."""
+
+_LARGER: tuple[dict[str, float], ...] = ({"microbatch_size": 2}, {"tensor_parallel": 0.5})
+"""Changes that need more memory, for which selective recompute may be necessary."""
+
+
+def neighbors(
+    own: Configuration, subject: Subject, num_devices: int, keep: Sequence[str]
+) -> Iterator[Configuration]:
+    """Yield configurations next to the command's, nearest first; `keep` has names of `SIZES`.
+
+    The command's own sizes are also tried without recompute. Other sizes drop recompute where
+    possible; selective recompute is also tried if they need more memory.
+    """
+    without = own if "recompute" in keep else replace(own, recompute=NONE)
+    if without != own:
+        yield without
+    for move in _MOVES:
+        sizes = {name: int(getattr(own, name) * by) for name, by in move.items()}
+        least = {"pipeline_parallel": 2}
+        if any(size < least.get(name, 1) or SIZES[name] in keep for name, size in sizes.items()):
+            continue
+        if "expert_parallel" in sizes and not subject.experts:
+            continue
+        keeps = subject.recompute == "selective" and move in _LARGER
+        for base in dict.fromkeys((without, own) if keeps else (without,)):
+            yield replace(base, **sizes).on_devices(num_devices)  # type: ignore[arg-type]
+
+
+def faults(
+    it: Configuration,
+    model: Subject,
+    num_devices: int,
+    node: int,
+    post_validation: bool = False,
+) -> Iterator[tuple[str, str]]:
+    """Yield the reasons why the configuration is infeasible; each may rely on the earlier ones.
+
+    A reason is a pair: its kind, and a sentence with the numbers. `node` is the number of devices
+    that share fast links.
+    """
+    if it.num_devices != num_devices:
+        yield (
+            "another number of devices than the cluster's",
+            f"DP {it.data_parallel} x TP {it.tensor_parallel} x PP {it.pipeline_parallel} x CP "
+            f"{it.context_parallel} takes {it.num_devices} devices, the cluster has {num_devices}",
+        )
+    if fault := _tensor_fault(it, model, node) or _expert_fault(it, model):
+        yield "sizes that TP, CP or EP do not divide", fault
+    if it.global_batch_size % (it.data_parallel * it.microbatch_size):
+        yield (
+            "a global batch that does not divide",
+            f"the global batch of {it.global_batch_size} is not a multiple of DP "
+            f"{it.data_parallel} x microbatch size {it.microbatch_size}",
+        )
+    if fault := _size_fault(it, model):
+        yield "too many passes", fault
+    if fault := _vocabulary_fault(it, post_validation):
+        yield "a vocabulary that cannot be shared", fault
+    if fault := _layer_fault(it, model):
+        yield "layers that do not divide, or a schedule that cannot be", fault
+
+
+def _tensor_fault(it: Configuration, model: Subject, node: int) -> str | None:
+    if it.tensor_parallel > node:
+        return f"TP {it.tensor_parallel} does not fit into a node of {node} devices"
+    number = model.command.number
+    for what, count in (
+        ("attention_heads", model.heads),
+        ("query_groups", number("--num-query-groups", model.heads)),
+        ("ffn_hidden_size", number("--ffn-hidden-size", 0)),
+        ("vocabulary_size", model.vocabulary if model.translated else 0),
+    ):
+        if count % it.tensor_parallel:
+            return f"TP {it.tensor_parallel} does not divide {what} {count}"
+    if it.sequence_length % (it.tensor_parallel * 2 * it.context_parallel):
+        return (
+            f"sequence_length {it.sequence_length} does not divide into 2 x CP "
+            f"{it.context_parallel} x TP {it.tensor_parallel} parts"
+        )
+    return None
+
+
+def _expert_fault(it: Configuration, model: Subject) -> str | None:
+    if it.expert_parallel == 1:
+        return None
+    if not model.experts:
+        return f"EP {it.expert_parallel}: the model has no experts"
+    if model.experts % it.expert_parallel:
+        return f"EP {it.expert_parallel} does not divide {model.experts} experts"
+    shards = model.command.number("--expert-tensor-parallel-size", it.tensor_parallel)
+    ranks = it.data_parallel * it.tensor_parallel * it.context_parallel
+    if ranks % (it.expert_parallel * shards):
+        return (
+            f"EP {it.expert_parallel} x ETP {shards} does not divide the {ranks} ranks of a stage"
+        )
+    return None
+
+
+def _size_fault(it: Configuration, model: Subject) -> str | None:
+    """Return the reason if the prediction would need minutes and GiB."""
+    if it.pipeline_parallel > model.layers + 2:
+        return f"PP {it.pipeline_parallel} has more devices than {model.layers} layers and two ends"
+    passes = 3 * 2 * it.pipeline_parallel * it.num_microbatches
+    if passes > MAX_PASSES:
+        return f"its step of {passes} passes is longer than the {MAX_PASSES} that are predicted"
+    return None
+
+
+def _vocabulary_fault(it: Configuration, post_validation: bool) -> str | None:
+    """Return the reason if the trainer does not support vocabulary parallelism here."""
+    if not it.vocab_parallel:
+        return None
+    if it.pipeline_parallel == 1:
+        return "one pipeline device has nobody to share the vocabulary with"
+    if post_validation:
+        return "post_validation does not go with vocab_parallel yet"
+    return None
+
+
+def _layer_fault(it: Configuration, model: Subject) -> str | None:
+    try:
+        stages = count_stages(it.schedule, it.pipeline_parallel)
+    except ScheduleError as error:
+        return str(error)
+    if it.pipeline_parallel == 1 and it.schedule != "1f1b":
+        return f"{it.schedule} on one pipeline device is 1f1b with more overhead"
+    layers = model.layers
+    if it.layout is Layout.BALANCED and model.command.pattern:
+        return "layout balanced counts both ends as layers, and a hybrid model's differ: use auto"
+    if it.layout is Layout.AUTO:
+        few = layers < max(stages - 2, 1)
+        return f"{layers} layers are too few for {stages} stages" if few else None
+    counted = layers + 2 if it.layout is Layout.BALANCED else layers
+    if counted % stages:
+        ends = " and both ends" if it.layout is Layout.BALANCED else ""
+        return f"{layers} layers{ends} do not divide among {stages} stages"
+    if stages == 1 and it.layout is Layout.BALANCED:
+        return "one stage has no ends to balance; its layout is even"
+    return None
+
+
+@lru_cache(maxsize=256)
+def count_stages(schedule: str, num_devices: int) -> int:
+    """Return the number of stages of a schedule; the adaptive method has two per device.
+
+    Raises:
+        ScheduleError: the schedule does not exist or does not support `num_devices`.
+    """
+    if schedule == ADAPTIVE:
+        return 2 * num_devices
+    return ask(PlanRequest(schedule, num_devices, 1)).schedule.num_stages
+
+
+def layers_of_stages(it: Configuration, model: Subject, placement: Placement) -> tuple[int, ...]:
+    """Return the number of layers per stage; with layout auto, as in the trainer."""
+    num_stages = len(placement)
+    if it.layout is Layout.EVEN:
+        return (model.layers // num_stages,) * num_stages
+    if it.layout is Layout.AUTO:
+        sizes = model.sizes(it.sequence_length)
+        pieces = Pieces.estimated(sizes.head_in_layers, sizes.blocks / num_stages)
+        pieces = replace(pieces, shares=sizes.shares)
+        if it.vocab_parallel:
+            pieces = without_ends(pieces)
+        pieces = pieces.predicting(sizes.predicting, sizes.merging_in_layers, sizes.predicted)
+        return pieces.balanced(model.layers, placement)
+    return even_with_ends(model.layers, num_stages) or even_layers(model.layers, placement)
