@@ -3,6 +3,11 @@
 import contextlib
 
 import pytest
+from hypothesis import settings
+
+# A busy machine makes any example slow, and the deadline of 200 ms would fail a correct one.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 with contextlib.suppress(ImportError):
     # Imported after Megatron, whose dependencies log by absl, it has absl close what stands for

@@ -33,7 +33,7 @@ def test_every_pass_starts_after_what_it_reads(name: str, d: int) -> None:
     check_needs(make_block(name, d, 2 * d))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(d=st.integers(1, 12), chunks=st.integers(1, 5), group=st.integers(1, 30))
 def test_a_grouped_block_of_any_size_repeats(d: int, chunks: int, group: int) -> None:
     block = blocks.grouped_interleaved(d, chunks, group)

@@ -73,7 +73,7 @@ def check(schedule: Schedule, costs: Costs) -> None:
         assert found <= goal.of(timeline) * (1 + 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(random_schedules())
 def test_no_random_order_beats_the_bound_of_its_own_memory(made: tuple[Schedule, Costs]) -> None:
     check(*made)

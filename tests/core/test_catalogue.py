@@ -98,7 +98,7 @@ def test_any_number_of_devices_and_microbatches_is_legal(name: str) -> None:
         verify(schedule, max_held=scale * max(make_block(name, d, m).peaks()))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(schedule=made())
 def test_every_choice_of_options_is_legal_and_within_the_bound(schedule: Schedule) -> None:
     verify(schedule)

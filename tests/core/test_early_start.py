@@ -91,7 +91,7 @@ def passes_before(program: Program, ends: Cut) -> list[int]:
     return [sum(isinstance(each, Run) for each in row[:end]) for row, end in rows]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(made(8, 16), st.data())
 def test_any_cut_can_be_run_and_undone(schedule: Schedule, data: st.DataObject) -> None:
     program = lower(schedule)
@@ -103,7 +103,7 @@ def test_any_cut_can_be_run_and_undone(schedule: Schedule, data: st.DataObject) 
     check(program, ends)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(made(8, 16))
 def test_before_the_forward_cut_are_forwards_before_the_loss(schedule: Schedule) -> None:
     program = lower(schedule)
@@ -118,7 +118,7 @@ def all_but_releases(row: tuple[Instruction, ...]) -> list[str]:
     return sorted(repr(each) for each in row if not isinstance(each, Release))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(made(8, 16), st.integers(1, 3), st.booleans())
 def test_begun_early_nothing_is_under_way_at_the_cut(
     schedule: Schedule, window: int, kernels: bool

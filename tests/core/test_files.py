@@ -24,7 +24,7 @@ GOOD = {
 NO_FILE = "No such file or directory"
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(schedule=made())
 def test_json_and_csv_round_trip(schedule: Schedule) -> None:
     assert Schedule.from_json(schedule.to_json()) == schedule
@@ -160,7 +160,7 @@ def test_a_bad_csv(text: str, message: str) -> None:
     assert str(error.value).startswith(message)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -177,7 +177,6 @@ def test_junk_never_ends_in_another_error(data: object) -> None:
     assert 0 < len(message) < 600
 
 
-@settings(deadline=None)
 @given(text=st.text(), cut=st.integers(0, 400))
 def test_a_truncated_or_scrambled_file_never_ends_in_another_error(text: str, cut: int) -> None:
     whole = make("v-half", 2, 2).to_json()
@@ -212,7 +211,6 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         Costs.load(tmp_path / "none.json")
 
 
-@settings(deadline=None)
 @given(data=st.data(), num_stages=st.integers(1, 6))
 def test_costs_round_trip(data: st.DataObject, num_stages: int) -> None:
     costs = data.draw(costs_of(num_stages))

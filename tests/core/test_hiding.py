@@ -44,7 +44,7 @@ def starts(
     return found
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_nobody_is_delayed(data: st.DataObject) -> None:
     schedule = data.draw(made(max_devices=5, max_microbatches=12))

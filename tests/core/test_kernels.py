@@ -109,7 +109,7 @@ def check(program: Program, takes: bool = False) -> None:
         assert runs_to_the_end(rows, waits, seed, takes)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=HEALTHY)
+@settings(max_examples=60, suppress_health_check=HEALTHY)
 @given(data=st.data(), takes=st.booleans())
 def test_no_wait_for_a_device_hangs(data: st.DataObject, takes: bool) -> None:
     schedule = data.draw(made(max_devices=6, max_microbatches=8))
@@ -118,7 +118,7 @@ def test_no_wait_for_a_device_hangs(data: st.DataObject, takes: bool) -> None:
     check(lower(schedule, timeline, kernels=True, takes=takes), takes)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=HEALTHY)
+@settings(max_examples=30, suppress_health_check=HEALTHY)
 @given(data=st.data())
 def test_nor_in_an_order_that_nobody_has_planned(data: st.DataObject) -> None:
     """Passes in any order that their needs allow, on any placement."""
@@ -144,7 +144,7 @@ def test_nor_in_an_order_that_nobody_has_planned(data: st.DataObject) -> None:
         check(lower(schedule, kernels=True, takes=takes), takes)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=HEALTHY)
+@settings(max_examples=40, suppress_health_check=HEALTHY)
 @given(schedule=made(8, 16))
 def test_nor_in_a_step_that_begins_early(schedule: Schedule) -> None:
     program, ends = prefix_before_loss(lower(schedule, simulate(schedule), kernels=True))

@@ -78,7 +78,7 @@ def check(schedule: Schedule, window: int = 2) -> Program:
     return program
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=HEALTHY)
+@settings(max_examples=60, suppress_health_check=HEALTHY)
 @given(schedule=made(max_microbatches=20), window=st.integers(1, 4))
 def test_every_stream_is_first_in_first_out_and_nothing_blocks(
     schedule: Schedule, window: int
@@ -86,7 +86,7 @@ def test_every_stream_is_first_in_first_out_and_nothing_blocks(
     check(schedule, window)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=HEALTHY)
+@settings(max_examples=80, suppress_health_check=HEALTHY)
 @given(data=st.data())
 def test_fusing_delays_nothing(data: st.DataObject) -> None:
     schedule = data.draw(made(max_devices=6, max_microbatches=12))
@@ -145,7 +145,7 @@ def placements(draw: st.DrawFn) -> tuple[int, Placement]:
 
 
 @given(placements(), st.integers(1, 9))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_evaluation_runs_every_forward_once_on_any_placement(
     placed: tuple[int, Placement], microbatches: int
 ) -> None:

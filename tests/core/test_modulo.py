@@ -95,7 +95,7 @@ def test_other_placements_work(placement: tuple[int, ...]) -> None:
     assert best.period_us == pytest.approx(best.microbatches * costs.busy_us(placement, 4, 1))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.data())
 def test_unequal_stages_and_limits(data: st.DataObject) -> None:
     devices = data.draw(st.integers(1, 4))

@@ -39,7 +39,7 @@ COSTS = replace(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=HEALTHY)
+@settings(max_examples=40, suppress_health_check=HEALTHY)
 @given(data=st.data())
 def test_random_pairs_take_what_a_replay_says(data: st.DataObject) -> None:
     schedule = data.draw(with_pairs(data.draw(made(max_devices=5, max_microbatches=8))))
@@ -95,7 +95,7 @@ def leaves(work: Pass, placement: tuple[int, ...]) -> bool:
     return there and placement[reader] != placement[work.stage]
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=HEALTHY)
+@settings(max_examples=30, suppress_health_check=HEALTHY)
 @given(data=st.data(), kernels=st.booleans())
 def test_a_program_brings_and_takes_the_messages_of_both(
     data: st.DataObject, kernels: bool

@@ -62,7 +62,7 @@ def problems(draw: st.DrawFn) -> tuple[Costs, int, int, tuple[float, ...], Objec
     return costs, devices, microbatches, limits, draw(st.sampled_from(list(Objective)))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(problems())
 def test_plan_fits_and_runs(problem: tuple[Costs, int, int, tuple[float, ...], Objective]) -> None:
     costs, devices, microbatches, limits, objective = problem

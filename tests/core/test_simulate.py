@@ -48,7 +48,7 @@ def test_the_simulator_agrees_with_the_judge(name: str, replay) -> None:
             agree(schedule, uneven(stages), replay)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_they_agree_on_any_costs(data: st.DataObject, replay) -> None:
     schedule = data.draw(made())
@@ -56,7 +56,7 @@ def test_they_agree_on_any_costs(data: st.DataObject, replay) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3000, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_they_agree_on_any_costs_at_length(data: st.DataObject, replay) -> None:
     schedule = data.draw(made())

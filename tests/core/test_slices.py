@@ -98,7 +98,7 @@ def test_the_table_of_eight_devices(
     assert [max(peak_held(made[-1])) / 16, *shares] == pytest.approx(list(found), abs=0.051)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(NAMES), st.integers(1, 9), st.integers(1, 9), st.integers(1, 9))
 def test_every_name_takes_slices(name: str, d: int, m: int, k: int) -> None:
     schedule = make(name, d, m, slices=k)
@@ -112,7 +112,7 @@ def test_every_name_takes_slices(name: str, d: int, m: int, k: int) -> None:
     assert lowered.slices == k
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(("1f1b", "zb-h2", "1f1b-v", "v-min", "v-half", "v-zb")), st.data())
 def test_a_sliced_block_holds_one_more_of_every_stage_for_each_slice(
     name: str, data: st.DataObject

@@ -211,7 +211,7 @@ def verdicts_agree(schedule: Schedule, replay) -> None:
         assert len(message) < 2000
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=400, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_changed_schedule_is_caught_or_still_correct(data: st.DataObject, replay) -> None:
     schedule = data.draw(made(max_devices=5, max_microbatches=6))
@@ -219,7 +219,7 @@ def test_a_changed_schedule_is_caught_or_still_correct(data: st.DataObject, repl
 
 
 @pytest.mark.slow
-@settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3000, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_changed_schedule_is_caught_at_length(data: st.DataObject, replay) -> None:
     schedule = data.draw(made())

@@ -34,7 +34,7 @@ def times_or_error(schedule: Schedule, costs: Costs) -> object:
     return timeline.starts, timeline.ends
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_the_times_are_the_same_and_so_is_a_deadlock(data: st.DataObject) -> None:
     schedule = data.draw(made(max_devices=6, max_microbatches=12))

@@ -77,7 +77,7 @@ def test_it_is_added_up_and_taken_apart_with_the_rest() -> None:
     assert least == 3.0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), made(max_devices=5, max_microbatches=9), st.floats(0.3, 1.5))
 def test_fusing_delays_nobody_at_any_price(
     data: st.DataObject, schedule: Schedule, share: float
@@ -108,7 +108,7 @@ def test_lowering_leaves_split_what_is_dearer_whole() -> None:
     assert lower(schedule, simulate(schedule, priced(costs, 1.1))).schedule == schedule
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.data(),
     st.sampled_from(NAMES),

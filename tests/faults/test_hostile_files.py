@@ -192,7 +192,6 @@ def for_all(number: int, drawn: st.SearchStrategy[Any], check: Callable[[Any], N
 
     @settings(
         max_examples=number,
-        deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
         phases=(Phase.explicit, Phase.generate),  # shrinking what takes 20 s would take an hour

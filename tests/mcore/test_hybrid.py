@@ -227,7 +227,7 @@ def test_auto_cuts_within_blocks(placement: Placement, whole: float, half: float
     assert busiest(model("*-" * 80, **BIG)) <= half
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     blocks=st.integers(8, 20),
     vocabulary=st.integers(100, 5000),

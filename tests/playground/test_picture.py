@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from playground.answers import read_payload
 
@@ -22,7 +22,6 @@ from megatron_vshape.view.memory import held_steps
 TIMES = st.floats(0.125, 8)
 
 
-@settings(deadline=None)
 @given(st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 9), TIMES, TIMES, TIMES)
 def test_the_arrays_are_the_timeline(name, devices, microbatches, forward, backward, weight):
     schedule = make(name, devices, microbatches)
@@ -44,7 +43,6 @@ def test_the_arrays_are_the_timeline(name, devices, microbatches, forward, backw
     assert found["numbers"]["bubble"] == timeline.bubble
 
 
-@settings(deadline=None)
 @given(st.sampled_from(NAMES), st.integers(1, 4), st.integers(1, 6))
 def test_the_memory_between_passes_follows_from_the_header(name, devices, microbatches):
     """As the page has it: what the next pass holds, less its own new activations."""

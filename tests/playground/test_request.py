@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from playground.answers import request
 
@@ -122,13 +122,11 @@ def _parsed(data: object) -> Request | None:
     return None
 
 
-@settings(deadline=None)
 @given(JSON)
 def test_anything_at_all(data):
     _parsed(data)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_a_request_with_anything_in_one_place(data):
     body = json.loads(json.dumps(request(costs={"forward": 1, "head": [0, 0, 0, 0]})))
@@ -138,7 +136,6 @@ def test_a_request_with_anything_in_one_place(data):
     _parsed(body)
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(["key", "name", "text", "path"]), JSON))
 def test_any_file(file):
     schedule = {"source": "file", "file": file}

@@ -25,9 +25,7 @@ guard = pytest.importorskip(
     "megatron_vshape.playground.security", reason="the extra `playground` is not installed"
 )
 
-FUZZ = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+FUZZ = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.mark.parametrize("name", EVERY_NAME)

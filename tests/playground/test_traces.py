@@ -4,7 +4,7 @@ import io
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_vshape.core.check.simulate import simulate
@@ -45,7 +45,6 @@ def slowed(timeline: Timeline, device: int, at: int, by: float) -> Timeline:
     return Timeline(timeline.schedule, tuple(map(tuple, starts)), tuple(map(tuple, stops)))
 
 
-@settings(deadline=None)
 @given(st.sampled_from(NAMES), st.integers(1, 4), st.integers(1, 6))
 def test_a_trace_comes_back_as_it_was(name, devices, microbatches):
     timeline = simulate(make(name, devices, microbatches))
@@ -134,7 +133,6 @@ EVENT = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(EVENT | st.integers() | st.none(), max_size=8))
 def test_any_events(found):
     text = json.dumps({"traceEvents": found})
