@@ -15,6 +15,7 @@ from mcore.test_training import UNTIED, losses
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.schedule import load_schedule
+from megatron_vshape.mcore.observe.profiling import Profiler
 from megatron_vshape.mcore.observe.trial import NAMED, PLAN, RUNS, TURN, TURNS, Trial
 from megatron_vshape.mcore.setup.choice import choice_of
 from megatron_vshape.mcore.setup.plans import Planner
@@ -27,6 +28,8 @@ class FakePlanner:
     """Keeps the schedule that the next step runs; this process decides alone."""
 
     once = None
+    training: Callable[[int], Any]
+    best_by_name: Callable[[Any], Any]
 
     def run(self, step: Any) -> None:
         self.runs = step
@@ -87,6 +90,35 @@ def test_another_number_of_microbatches_ends_the_trial() -> None:
     assert planner.runs is not plan
     assert trial.end_step(1.0, 16) == PLAN
     assert planner.runs is plan
+
+
+@pytest.mark.parametrize("named", [None, "v-half"])
+def test_the_order_is_final_after_the_trial(
+    monkeypatch: pytest.MonkeyPatch, named: str | None
+) -> None:
+    """Megatron's paged stash records the first final order and requires it in every later step."""
+    monkeypatch.setattr(Profiler, "_tell", lambda *_: None)
+    plan, other = schedule_step("auto"), named and schedule_step(named)
+    planner = FakePlanner()
+    planner.training, planner.best_by_name = lambda _: plan, lambda _: other
+    pipeline = SimpleNamespace(
+        options=SimpleNamespace(profile_steps=(2, 2), checked_steps=(4, 4), trace_folder=None),
+        choice=SimpleNamespace(plans_by_costs=True),
+        planner=planner,
+        tries=True,
+    )
+    report = SimpleNamespace(last_step_s=None, remeasure=lambda: None)
+    profiler = Profiler(pipeline, report)  # type: ignore[arg-type]
+    profiler._costs = Costs.uniform(2, 4)
+    orders = []
+    for step in range(1, 8 + len(RUNS)):
+        profiler.begin_step(torch.device("cpu"))
+        if profiler.order_is_last:
+            orders.append(getattr(planner, "runs", plan))
+        profiler._go_on(plan.schedule)
+        if step == 4:
+            profiler._try_named(plan.schedule)
+    assert orders == [plan] * (3 if named else 3 + len(RUNS))
 
 
 @pytest.mark.parametrize(

@@ -87,12 +87,14 @@ class Profiler:
 
     @property
     def order_is_last(self) -> bool:
-        """Return whether the schedule is final: no later measurement changes it."""
+        """Whether the schedule is final: neither a measurement nor a trial changes it."""
         options = self.pipeline.options
-        plans = self.pipeline.choice.plans_by_costs and options.profile_steps
-        if plans and self.pipeline.tries and not self._is_tried:
-            return False
-        return not plans or self._steps > self._checked[1]
+        if not (self.pipeline.choice.plans_by_costs and options.profile_steps):
+            return True
+        if self.pipeline.tries:
+            # The two schedules of a trial alternate until it ends.
+            return self._is_tried and self._trial is None
+        return self._steps > self._checked[1]
 
     def begin_step(self, torch_device: torch.device) -> PassTimer | None:
         """Count a training step; return a timer if the step is profiled."""
