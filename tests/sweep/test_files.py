@@ -29,7 +29,7 @@ def test_shipped_models_have_the_size_in_their_name(
 ) -> None:
     """The paper counts one vocabulary matrix, as if the ends were tied."""
     path = ROOT / "configs" / "models" / f"gpt_{name}.yaml"
-    loaded = load_sweep(write_sweep(tmp_path, sweep={"model": str(path)}))
+    load_sweep(write_sweep(tmp_path, sweep={"model": str(path)}))
     model = load(path, ModelFile)
     assert (model.gated, model.groups) == (False, model.attention_heads)
     layer = 4 * model.hidden_size**2 + 2 * model.hidden_size * model.ffn
