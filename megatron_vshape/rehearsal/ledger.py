@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_vshape.rehearsal.known_operations import Key, Operation, key_of, operation_of
 from megatron_vshape.rehearsal.scratch import scratch_sizes
 from megatron_vshape.rehearsal.work import Work
 
@@ -84,6 +86,7 @@ class Ledger(TorchDispatchMode):
         self.graphed = False  # whether allocations now go to the pool of CUDA graphs
         self.pool = self.pool_peak = self.other_peak = 0
         self._has_logits = False
+        self._known: dict[Key, Operation] = {}
         self._live: dict[int, tuple[Any, Record | None]] = {}
         self._inside = self._device = self._local = self._local_at = 0
         self._handles: set[bool] = set()
@@ -187,38 +190,24 @@ class Ledger(TorchDispatchMode):
 
     # ---- where things are made ----
 
-    @contextlib.contextmanager
-    def kernel(self) -> Iterator[None]:
+    def kernel(self) -> contextlib.AbstractContextManager[None]:
         """Ignore tensors that are allocated and freed in this context: one fused kernel."""
-        self._inside += 1
-        try:
-            yield
-        finally:
-            self._inside -= 1
-            if not self._inside:
-                self.mark()
-                sizes, self._beside = self._beside, ()
-                self.pass_by(*sizes)
+        return _Kernel(self)
 
-    @contextlib.contextmanager
-    def on_host(self, on_host: bool = True) -> Iterator[None]:
+    def _end_kernel(self) -> None:
+        self._inside -= 1
+        if not self._inside:
+            self.mark()
+            sizes, self._beside = self._beside, ()
+            self.pass_by(*sizes)
+
+    def on_host(self, on_host: bool = True) -> contextlib.AbstractContextManager[None]:
         """Count factory results in this context as host memory, or as GPU memory."""
-        with self._on(_HOST if on_host else _GPU):
-            yield
+        return _OnDevice(self, _HOST if on_host else _GPU)
 
-    @contextlib.contextmanager
-    def outside(self) -> Iterator[None]:
+    def outside(self) -> contextlib.AbstractContextManager[None]:
         """Count factory results in this context as GPU memory outside torch's allocator."""
-        with self._on(_OUTSIDE):
-            yield
-
-    @contextlib.contextmanager
-    def _on(self, device: int) -> Iterator[None]:
-        before, self._device = self._device, device
-        try:
-            yield
-        finally:
-            self._device = before
+        return _OnDevice(self, _OUTSIDE)
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -268,40 +257,75 @@ class Ledger(TorchDispatchMode):
 
     def moved(self, *values: Any) -> None:
         """Count a memory-bound kernel with the bytes that it reads and writes."""
-        size = sum(each.numel() * each.element_size() for each in tensors_in(values))
+        self._move(_bytes_of(values))
+
+    def _move(self, size: int) -> None:
         if self.phase == "optimizer":
             self.work.optimizer_bytes += size
         else:
             self.work.bytes_moved += size
         self.work.kernels += 1
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep torch from wrapping the function below: nothing is compiled here."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        wrapped = next(filter(_is_quantized, types), None)
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # most calls: autograd asks for it
+            return _META if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
+        wrapped = next((each for each in types if each not in _FAKE and _is_quantized(each)), None)
         if wrapped is not None:  # its inner operations must be counted, too
             with self:
                 return wrapped.__torch_dispatch__(func, types, args, kwargs or {})
+        self.operations += 1
+        key = key_of(func, args, kwargs)
+        known = self._known.get(key) if key is not None else None
+        if known is None:
+            return self._infer(func, args, kwargs, key)
+        out, made = known.make(args)
+        on_host = bool(made) and self._add_all(func, made, args, kwargs)
+        if not (self._inside or on_host):
+            self._run(func, args, known.scratch, known.moved_bytes, bool(made))
+        return out
+
+    def _infer(self, func: Any, args: Any, kwargs: Any, key: Key | None) -> Any:
+        """Have torch infer the results of an operation, count it, and remember its results."""
         try:
             out = func(*args, **(kwargs or {}))
         except DataDependentOutputException:
             if func is not torch.ops.aten._local_scalar_dense.default:
                 raise
             return 0  # torch itself reads a value: as in values.py
-        self.operations += 1
+        scratch = scratch_sizes(func, args, out, self._multiprocessors)
+        moved = _bytes_of((args, out))
+        if key is not None:
+            operation = operation_of(func, args, out, moved, scratch)
+            if operation is not None:
+                self._known[key] = operation
         made = [each for each in tensors_in((out,)) if not self._knows(each)]
-        on_host = False
-        if made:
-            on_host = self._lands_on_host(args, kwargs)
-            for each in made:
-                self.add(each, on_host)
-            self._tell_logits(func in GEMMS, made, args)
-        if self._inside or on_host:
-            return out
-        self.pass_by(*scratch_sizes(func, args, out, self._multiprocessors))
+        on_host = bool(made) and self._add_all(func, made, args, kwargs)
+        if not (self._inside or on_host):
+            self._run(func, args, scratch, moved, bool(made))
+        return out
+
+    def _add_all(self, func: Any, made: list[Tensor], args: Any, kwargs: Any) -> bool:
+        """Add the new storages of an operation, and return whether they are in host memory."""
+        on_host = self._lands_on_host(args, kwargs)
+        for each in made:
+            self.add(each, on_host)
+        self._tell_logits(func in GEMMS, made, args)
+        return on_host
+
+    def _run(
+        self, func: Any, args: Any, scratch: tuple[int, ...], moved_bytes: int, makes: bool
+    ) -> None:
+        """Count the kernel of an operation."""
+        self.pass_by(*scratch)
         if func in GEMMS:
             self._gemm(args)
-        elif (made or func._schema.is_mutable) and func not in _NO_KERNEL:
-            self.moved(args, out)
-        return out
+        elif (makes or func._schema.is_mutable) and func not in _NO_KERNEL:
+            self._move(moved_bytes)
 
     def _knows(self, tensor: Tensor) -> bool:
         if not isinstance(tensor, FakeTensor):  # a quantized tensor; its parts are counted
@@ -343,7 +367,39 @@ class Ledger(TorchDispatchMode):
 
 
 _HOST, _GPU, _OUTSIDE = 1, 2, 3
+_DEVICE, _META = torch.ops.prim.device.default, torch.device("meta")
+_FAKE = (FakeTensor, Tensor)
 _EMPTY = Record(0, 0, 0, "", "", ())
+
+
+class _Kernel(contextlib.AbstractContextManager[None]):
+    """The context of `Ledger.kernel`; a generator would cost more than many a kernel."""
+
+    __slots__ = ("_ledger",)
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def __enter__(self) -> None:
+        self._ledger._inside += 1
+
+    def __exit__(self, *exception: object) -> None:
+        self._ledger._end_kernel()
+
+
+class _OnDevice(contextlib.AbstractContextManager[None]):
+    """The context of `Ledger.on_host` and `Ledger.outside`."""
+
+    __slots__ = ("_before", "_device", "_ledger")
+
+    def __init__(self, ledger: Ledger, device: int) -> None:
+        self._ledger, self._device = ledger, device
+
+    def __enter__(self) -> None:
+        self._before, self._ledger._device = self._ledger._device, self._device
+
+    def __exit__(self, *exception: object) -> None:
+        self._ledger._device = self._before
 
 
 def _is_quantized(kind: type) -> bool:
@@ -353,6 +409,10 @@ def _is_quantized(kind: type) -> bool:
 def rounded(size: int) -> int:
     """Return the size of the allocator's block for a request."""
     return (size + UNIT - 1) // UNIT * UNIT
+
+
+def _bytes_of(values: Any) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors_in(values))
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
@@ -369,16 +429,23 @@ _OURS = ("/megatron_vshape/", "/torch/")
 
 def _code() -> str:
     """Return the line of Megatron or Transformer Engine that allocates: `file:line function`."""
-    frame = sys._getframe(3)
+    frame: FrameType | None = sys._getframe(3)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if any(each in name for each in ("megatron", "transformer_engine/")) and not any(
-            each in name for each in _OURS
-        ):
-            short = name.split("/megatron/")[-1].split("transformer_engine/")[-1]
+        short = _library_file(frame.f_code.co_filename)
+        if short:
             return f"{short}:{frame.f_lineno} {frame.f_code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return ""
+
+
+@functools.cache
+def _library_file(name: str) -> str:
+    """Return the path of a file within Megatron or Transformer Engine, or an empty string."""
+    if any(each in name for each in _OURS):
+        return ""
+    if not any(each in name for each in ("megatron", "transformer_engine/")):
+        return ""
+    return name.split("/megatron/")[-1].split("transformer_engine/")[-1]
 
 
 def fused(ledger: Ledger, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -39,6 +39,7 @@ _IMPORTED_ONCE = (
 
 def prepare(megatron: str | None, te: str | None) -> None:
     """Import all modules with the replacements installed; once per process, before torch."""
+    gc.disable()  # the imports create a million objects, hardly any of them garbage
     os.environ.update(ENVIRONMENT)
     if megatron:
         sys.path.insert(0, megatron)
@@ -63,6 +64,7 @@ def prepare(megatron: str | None, te: str | None) -> None:
     with contextlib.suppress(ModuleNotFoundError):  # not in every release
         # It imports transformers, which takes as long as all else in a small dry run.
         importlib.import_module("megatron.core.tokenizers.text")
+    gc.enable()
     gc.collect()
     gc.freeze()  # exclude all current objects from the collections of each rank
 

@@ -97,6 +97,50 @@ CASES = {
             (1, 4, 0), (1, 4, 1), (1, 2, 1),
         ]
     """,
+    "an operation is inferred once, and repeats its results": """
+        import torch.utils._pytree as pytree
+        inferred, infer = [], ledger._infer
+        ledger._infer = lambda func, *rest: inferred.append(str(func)) or infer(func, *rest)
+        x, w = gpu(8, 6, 4, dtype=torch.bfloat16), gpu(4, 4, dtype=torch.bfloat16)
+        cut = x[1:, ::2]  # with an offset and strides
+        calls = [
+            lambda x: x @ w, lambda x: x.view(-1, 2), lambda x: x.transpose(0, 1)[1:],
+            lambda x: x.split(2, dim=-1), lambda x: x.chunk(2), lambda x: x.add_(1),
+            lambda x: x + 1, lambda x: x + 1.0, lambda x: x > 0, lambda x: x.float().sum(0),
+            lambda x: torch.cat([x, x], 1), lambda x: torch.empty_like(x), lambda x: x.detach(),
+            lambda x: x.expand(2, *x.shape), lambda x: torch.topk(x, 2), lambda x: x.to(torch.int8),
+            lambda x: gpu(*x.shape), lambda x: x.t() if x.dim() == 2 else x.mT.contiguous(),
+        ]
+        def told(made, given):
+            for each in pytree.tree_leaves(made):
+                same = each.untyped_storage()._cdata == given.untyped_storage()._cdata
+                yield type(each), each.shape, each.stride(), each.dtype, each.storage_offset()
+                yield each.device, same, each.untyped_storage().nbytes(), each is given
+                yield each._version, each._is_view(), ledger.is_on_host(each), ledger.now
+        for call in calls:
+            for given in (x.clone(), cut, x.new_empty(3, 8)):
+                if given.dim() == 2 and call is calls[0]:
+                    continue
+                version = given._version
+                first = [*told(call(given.clone()), given), given._version]
+                del inferred[:]
+                assert [*told(call(given.clone()), given), given._version] == first
+                assert not inferred, inferred
+    """,
+    "autograd sees no difference in a repeated operation": """
+        w = gpu(4, 4).requires_grad_()
+        def run():
+            x = gpu(2, 4).requires_grad_()
+            y = (x @ w).view(4, 2).transpose(0, 1)
+            y.mul_(2)
+            z = torch.cat(y.chunk(2), -1).relu()
+            before = ledger.now
+            z.sum().backward()
+            return x.grad.shape, x.grad.stride(), y._version, y.grad_fn.name(), before
+        run()  # allocates workspaces
+        ledger._known.clear()
+        assert run() == run()
+    """,
     "sizes are the allocators": """
         x = gpu(1)
         assert ledger.now == 512
