@@ -68,7 +68,7 @@ from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.program.lowering import lower
 from megatron_vshape.core.variable_length import reorder_microbatches
-from megatron_vshape.mcore.features.variable_length import MicrobatchReorderer
+from megatron_vshape.mcore.features.variable_length.reorder import MicrobatchReorderer
 from megatron_vshape.mcore.setup.plans import PlannedStep
 from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.program_runner import run_program

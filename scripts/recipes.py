@@ -18,6 +18,7 @@ from megatron_vshape.core.baselines import is_megatrons_own
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement
+from megatron_vshape.mcore.features.overlap import conflicts
 from megatron_vshape.mcore.layout import given_layout, hybrid, multi_token
 from megatron_vshape.mcore.layout.layer_split import given_layers
 from megatron_vshape.mcore.layout.stage_map import HASH_LAYERS, StageMap
@@ -29,7 +30,6 @@ from megatron_vshape.mcore.refusals import (
     UnsupportedError,
     check_arguments,
     check_derived,
-    conflicts,
 )
 from megatron_vshape.mcore.setup.checks import (
     check_batch_size,
@@ -37,6 +37,7 @@ from megatron_vshape.mcore.setup.checks import (
     take_options,
 )
 from megatron_vshape.mcore.setup.choice import ScheduleConfig, choice_for
+from megatron_vshape.mcore.setup.features import Settings
 from megatron_vshape.mcore.setup.translate import (
     TRANSLATIONS,
     Notice,
@@ -211,7 +212,7 @@ def _check(given: Any, choice: ScheduleConfig, own: Options) -> None:
     stage_map = StageMap(choice.placement, layers, multi_token.num_predicting(given))
     ties = not getattr(given, "untie_embeddings_and_output_weights", True)
     ties = getattr(given, "share_embeddings_and_output_weights", ties)
-    check_stages(given, choice, stage_map, translated.may_offload, ties)
+    check_stages(Settings(given, choice, own, translated.may_offload), stage_map, ties)
     check_batch_size(choice, given)
 
 

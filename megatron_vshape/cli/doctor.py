@@ -19,17 +19,11 @@ from megatron_vshape.rehearsal.saved_config import silence
 
 if TYPE_CHECKING:
     from megatron_vshape.mcore.hooks.registry import Finding
+    from megatron_vshape.mcore.refusals import Refusal
 
 DISTRIBUTION = "megatron-vshape"
 BY_SCHEDULE = ("SCHEDULE", "CHUNKS")
-BY_FEATURE = {
-    "--optimizer-post-validation": ("POST_VALIDATION",),
-    "--overlap-moe-expert-parallel-comm": ("LAYER_PLANS",),
-    "--pipeline-vocab-parallel": ("VOCABULARY",),
-    "--pipeline-slices": ("SLICES",),
-    "CUDA graphs of weight gradients (otherwise in B)": ("SPLIT_GRAPHS",),
-}
-"""Tables of `mcore.refusals`: of any schedule, and of features."""
+"""Tables of `mcore.refusals` that apply to any schedule."""
 
 HANGING_NCCL = (2, 30, 7)
 NCCL_WARNING = (
@@ -76,8 +70,8 @@ def run(options: argparse.Namespace) -> int:
     faults = _print_hooks(options.verbose)
     print(_section("Megatron options with a schedule of this package", _options()))
     if options.verbose:
-        for title, by in BY_FEATURE.items():
-            print(_section(f"rejected with {title}", _refused(*by)))
+        for title, refusals in _refusals_by_feature():
+            print(_section(f"rejected with {title}", _refused(refusals)))
         if is_installed("torch"):
             print(_section("weight gradient kernels", _two_columns(list(_kernels()))))
     else:
@@ -290,12 +284,19 @@ def _options() -> str:
     return "\n".join(lines)
 
 
-def _refused(*by: str) -> str:
-    """Format the options that these entries of `refusals.By` reject, by reason."""
+def _refusals_by_feature() -> "Iterator[tuple[str, tuple[Refusal, ...]]]":
+    """Yield the rejected options of each feature, with a title."""
     from megatron_vshape.mcore.refusals import REFUSALS, By
+    from megatron_vshape.mcore.setup.features import features
 
+    yield from ((each.flag, each.refusals) for each in features() if each.refusals)
+    yield "CUDA graphs of weight gradients (otherwise in B)", REFUSALS[By.SPLIT_GRAPHS]
+
+
+def _refused(refusals: "Iterable[Refusal]") -> str:
+    """Format rejected options by reason."""
     options: dict[str, list[str]] = {}
-    for each in (each for name in by for each in REFUSALS[By[name]]):
+    for each in refusals:
         name = f"{each.option} (some values)" if each.shows_value else each.option
         names = options.setdefault(each.why, [])
         if name not in names:  # releases of Megatron have several attributes for one option

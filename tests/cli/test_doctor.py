@@ -42,6 +42,7 @@ def test_where_everything_fits() -> None:
     core = pytest.importorskip("megatron.core")
     from megatron_vshape.mcore.hooks import registry
     from megatron_vshape.mcore.refusals import REFUSALS, By
+    from megatron_vshape.mcore.setup.features import features
     from megatron_vshape.mcore.setup.translate import TRANSLATIONS
 
     run = python("-m", "megatron_vshape.cli.main", "doctor", "--verbose")
@@ -55,6 +56,7 @@ def test_where_everything_fits() -> None:
     assert all(record.reason in text for record in (*registry.HOOKS, *registry.PROBES))
     untold = By.LATE, By.RECORDING
     refusals = [each for by in By if by not in untold for each in REFUSALS[by]]
+    refusals += [each for feature in features() for each in feature.refusals]
     assert all(each.option in text and each.why in text for each in refusals)
     assert all(each.becomes in text for each in TRANSLATIONS)
     names = [name.replace("_", "-") for each in TRANSLATIONS for name in each.names]

@@ -23,7 +23,7 @@ HOMES = {
     "runtime/copies.py",
     "runtime/offload.py",
     "mcore/features/vocabulary/step.py",
-    "mcore/features/offload.py",
+    "mcore/features/offload/step.py",
 }
 
 BEYOND = {

@@ -35,8 +35,8 @@ from torch import Tensor
 
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.mcore.features.overlap import layer_plans
 from megatron_vshape.mcore.layout.stages import tie_embeddings
-from megatron_vshape.mcore.step import layer_plans
 from megatron_vshape.mcore.step.stage import MegatronStage, Step, zero_tokens
 from megatron_vshape.runtime import weight_jobs
 
@@ -148,7 +148,7 @@ class Chunks:
             first_val_step=None,
             gradient_sync=sync,
             num_tokens=zero_tokens(torch.device("cpu")),
-            by_layers=by_layers,
+            parts=[layer_plans.LayerPlans()] if by_layers else [],
         )
         self.stages = [
             MegatronStage(

@@ -14,7 +14,7 @@ from mcore.fake_streams import Streams, streams_without_a_gpu
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, Kind
-from megatron_vshape.mcore.features.offload import Waiting
+from megatron_vshape.mcore.features.offload.step import Waiting
 from megatron_vshape.runtime import offload
 from megatron_vshape.runtime.graph_memory import Segments
 from megatron_vshape.runtime.host_memory import Moment

@@ -10,13 +10,13 @@ from typing import Any
 import of_any_length
 from megatron.core import parallel_state
 
-from megatron_vshape.mcore.features import variable_length
+from megatron_vshape.mcore.features.variable_length import reorder
 
 
 def start(rank: int, given: object) -> None:
     """Cut the samples of this process, and have other context ranks see others."""
     of_any_length.start(rank, None)
-    original = variable_length.lengths_of
+    original = reorder.lengths_of
 
     def lengths_of(item: Any, is_unpadded: bool) -> list[int] | None:
         lengths = original(item, is_unpadded)
@@ -24,4 +24,4 @@ def start(rank: int, given: object) -> None:
             return lengths
         return [max(of_any_length.LENGTHS) + 1 - each for each in lengths]
 
-    variable_length.lengths_of = lengths_of
+    reorder.lengths_of = lengths_of

@@ -17,7 +17,7 @@ from megatron.core.rerun_state_machine import (
 )
 from megatron.training import training
 
-from megatron_vshape.mcore.features.variable_length import MicrobatchReorderer
+from megatron_vshape.mcore.features.variable_length.reorder import MicrobatchReorderer
 
 LENGTHS = (32, 8, 24, 16, 12, 28, 20, 4, 31, 9, 23)  # each step of 8 has others
 

@@ -110,9 +110,9 @@ class TestWithoutCopies:
 @pytest.mark.parametrize("given", [{"cuda_graph_impl": "local"}, {"enable_cuda_graph": True}])
 def test_the_graphs_that_megatron_captures_are_rejected(given: dict[str, object]) -> None:
     with pytest.raises(UnsupportedError, match="Use --cuda-graph-impl transformer_engine"):
-        check_config(SimpleNamespace(**given), post_validates=False)
+        check_config(SimpleNamespace(**given))
     other = {"cuda_graph_impl": "transformer_engine", "enable_cuda_graph": False}
-    check_config(SimpleNamespace(**other), post_validates=False)
+    check_config(SimpleNamespace(**other))
 
 
 @pytest.mark.parametrize(

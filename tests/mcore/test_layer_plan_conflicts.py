@@ -6,13 +6,8 @@ from typing import Any
 import pytest
 
 from megatron_vshape.core.model.placement import looping, v_shape
-from megatron_vshape.mcore.refusals import (
-    REFUSALS,
-    By,
-    UnsupportedError,
-    check_layer_plans,
-    check_script,
-)
+from megatron_vshape.mcore.features.overlap import REFUSALS, check_layer_plans, check_script
+from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.setup.translate import translate
 
 FINE: dict[str, Any] = {
@@ -60,7 +55,7 @@ REFUSED = {
 
 
 def test_every_conflict_is_told() -> None:
-    assert list(REFUSED) == [each.option for each in REFUSALS[By.LAYER_PLANS]]
+    assert list(REFUSED) == [each.option for each in REFUSALS]
     check_layer_plans(SimpleNamespace(**FINE), v_shape(4))
     for option, given in REFUSED.items():
         with pytest.raises(UnsupportedError) as error:

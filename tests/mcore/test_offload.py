@@ -18,9 +18,9 @@ from megatron_vshape.core.check.simulate import HOST_BLOCKS, peak_in_host
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
+from megatron_vshape.mcore.features.offload import check_copies
 from megatron_vshape.mcore.options import MEGATRONS_OWN, Options
 from megatron_vshape.mcore.refusals import UnsupportedError
-from megatron_vshape.mcore.setup.checks import check_copies
 from megatron_vshape.mcore.setup.choice import GIB, choice_for, choice_of
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.runtime.copies import Copies, priced

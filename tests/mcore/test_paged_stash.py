@@ -15,8 +15,8 @@ from mcore.test_composition import EXPERTS
 from mcore.test_graphs import assert_same_numbers, rows_of
 
 from megatron_vshape.core.model.placement import v_shape
+from megatron_vshape.mcore.features.offload import check_copies
 from megatron_vshape.mcore.refusals import UnsupportedError, check_arguments
-from megatron_vshape.mcore.setup.checks import check_copies
 
 PLUGIN = Path(__file__).with_name("stash_on_cpu.py")
 MODEL = f"--train-iters 3 --clip-grad 0 {EXPERTS} {UNTIED} --eval-iters 1 --eval-interval 2"

@@ -21,13 +21,15 @@ from megatron_vshape.core.baselines import MEGATRONS_OWN
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.paper.catalogue import NAMES, make
+from megatron_vshape.mcore.features.slices import check_slices
 from megatron_vshape.mcore.features.slices import router as sliced_router
 from megatron_vshape.mcore.features.slices.attention import KeysValues
 from megatron_vshape.mcore.features.slices.step import Slices
 from megatron_vshape.mcore.options import Options, options_in
-from megatron_vshape.mcore.refusals import UnsupportedError, check_slices
-from megatron_vshape.mcore.setup.checks import with_slices
+from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.setup.checks import fitted
 from megatron_vshape.mcore.setup.choice import choice_for
+from megatron_vshape.mcore.setup.features import Settings
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.step_state import Slice
 
@@ -377,7 +379,7 @@ def auto(tmp_path: Path, host: float, **given: Any) -> Options:
 @pytest.mark.parametrize(("host", "chosen"), [(1.0, 4), (60.0, 1)])
 def test_auto_chooses_slices_for_a_run(tmp_path: Path, host: float, chosen: int) -> None:
     given = auto(tmp_path, host)
-    choice = with_slices(Namespace(seq_length=48), choice_for(given, 2), given)
+    choice = fitted(Settings(Namespace(seq_length=48), choice_for(given, 2), given))
     assert choice.slices == (1, 2, 4, 8)
     schedule = Planner(choice).training(2).schedule
     assert (schedule.slices, schedule.num_microbatches) == (chosen, 2 * chosen)
@@ -389,12 +391,12 @@ def test_auto_has_what_the_sequence_and_the_model_allow(
     given = auto(tmp_path, 1.0)
     choice = choice_for(given, 2)
     parts = {"sequence_parallel": True, "tensor_model_parallel_size": 2}
-    assert with_slices(Namespace(seq_length=24, **parts), choice, given).slices == (1, 2, 4)
-    planner = Planner(with_slices(Namespace(), choice, given))
+    assert fitted(Settings(Namespace(seq_length=24, **parts), choice, given)).slices == (1, 2, 4)
+    planner = Planner(fitted(Settings(Namespace(), choice, given)))
     planner.choose_slices((1, 2))
     assert planner.training(2).schedule.slices == 2
     caplog.set_level("INFO")
-    assert with_slices(Namespace(context_parallel_size=2), choice, given).slices == 1
+    assert fitted(Settings(Namespace(context_parallel_size=2), choice, given)).slices == 1
     assert "microbatches stay whole: --pipeline-slices does not work with" in caplog.text
 
 

@@ -15,7 +15,7 @@ from mcore.test_training import UNTIED, assert_equal_training, losses, relative
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.mcore.features.variable_length import (
+from megatron_vshape.mcore.features.variable_length.reorder import (
     InOrder,
     MicrobatchReorderer,
     PeekableIterator,

@@ -15,16 +15,17 @@ from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.placement import looping, v_shape
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.program.lowering import whole_backwards
-from megatron_vshape.mcore.options import add_arguments, options_of
+from megatron_vshape.mcore.features.post_validation import FEATURE
+from megatron_vshape.mcore.options import Options, add_arguments, options_of
 from megatron_vshape.mcore.refusals import (
     UnsupportedError,
     check_arguments,
     check_config,
     check_derived,
-    check_post_validation,
 )
 from megatron_vshape.mcore.setup.choice import ScheduleConfig
 from megatron_vshape.mcore.setup.configure import megatrons_own, prepare
+from megatron_vshape.mcore.setup.features import Settings
 from megatron_vshape.mcore.setup.pipeline import recomputed_inputs
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.split import unsplit
@@ -130,7 +131,7 @@ def test_megatrons_rl_has_one_chunk_in_the_order_of_the_ranks() -> None:
         with pytest.raises(UnsupportedError, match="with one chunk per rank, such as zb-h1"):
             check_arguments(args, "mine.json", placement)
     with pytest.raises(UnsupportedError, match="--perform-rl-step: its training data is generated"):
-        check_post_validation(args)
+        FEATURE.check(Settings(args, ScheduleConfig(4, "zb-h1"), Options(post_validates=True)))
     args.context_parallel_size = 2  # Megatron then builds a model without it to generate with
     with pytest.raises(UnsupportedError, match="--context-parallel-size 2 together: a second"):
         check_arguments(args, "zb-h1", looping(4, 1))
@@ -172,7 +173,8 @@ def test_what_one_rank_does_not_use_is_told(caplog: pytest.LogCaptureFixture) ->
 
 def test_what_a_script_sets_in_the_config_alone_is_refused() -> None:
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
-    check_config(config, post_validates=True)
+    check_config(config)
+    FEATURE.check_config(config, Options(post_validates=True))
     for name, value, option in (
         ("delay_wgrad_compute", True, "--delay-wgrad-compute"),
         ("defer_embedding_wgrad_compute", True, "defer_embedding_wgrad_compute: the layers are"),
@@ -181,7 +183,7 @@ def test_what_a_script_sets_in_the_config_alone_is_refused() -> None:
         config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
         setattr(config, name, value)
         with pytest.raises(UnsupportedError, match=f"does not work with {option}"):
-            check_config(config, post_validates=False)
+            check_config(config)
 
 
 def test_timers_within_passes_are_refused_on_gpus() -> None:

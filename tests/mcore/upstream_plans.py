@@ -30,7 +30,7 @@ from torch import Tensor
 
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.mcore.step import layer_plans
+from megatron_vshape.mcore.features.overlap import layer_plans
 from megatron_vshape.mcore.step.stage import MegatronStage, Step, zero_tokens
 from megatron_vshape.mcore.step_state import StepState
 
@@ -134,7 +134,7 @@ def _step(config: Any, forward_step: Callable[..., Any]) -> Step:
         first_val_step=None,
         gradient_sync=sync,
         num_tokens=zero_tokens(torch.device("cpu")),
-        by_layers=True,
+        parts=[layer_plans.LayerPlans()],
     )
 
 

@@ -15,8 +15,9 @@ from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.multi_token import num_predicting
 from megatron_vshape.mcore.layout.sizes import options_of, sizes_of
 from megatron_vshape.mcore.options import Options
-from megatron_vshape.mcore.setup.checks import with_slices
+from megatron_vshape.mcore.setup.checks import fitted
 from megatron_vshape.mcore.setup.choice import choice_for
+from megatron_vshape.mcore.setup.features import Settings
 from megatron_vshape.mcore.setup.microbatches import in_evaluation, in_training
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 
@@ -45,7 +46,7 @@ def megatrons_if_best(
     microbatches = None if mine or _lies_its_own_way(args) else in_training(args)
     if microbatches is None:
         return None
-    choice = with_slices(args, choice_for(options, ranks), options)
+    choice = fitted(Settings(args, choice_for(options, ranks), options))
     assert choice.costs is not None
     measured, sizes = without_shared(choice.costs), sizes_of(options_of(args), 0)
     layers = sizes.num_layers

@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from functools import cache
 
-from megatron_vshape.core.ask import AUTO, PLUS_NAMES, SLICES, PlanRequest, ask, find, known_as
-from megatron_vshape.core.check.bounds import fits
-from megatron_vshape.core.check.simulate import filled, peak_in_host
+from megatron_vshape.core.ask import AUTO, PLUS_NAMES, PlanRequest, ask, find, known_as
+from megatron_vshape.core.check.simulate import filled
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Share
@@ -17,6 +16,7 @@ from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import JOINT_NAMES
 from megatron_vshape.core.planner.vocabulary import is_shared
 from megatron_vshape.mcore.options import Options, schedule_names
+from megatron_vshape.mcore.setup.features import features
 
 GIB = 2.0**30
 
@@ -149,78 +149,9 @@ def choice_for(options: Options, num_devices: int, loss_last: bool = False) -> S
         options.memory_limit_gib,
         options.profile_steps is not None,
     )
-    return replace(
-        choice,
-        shares=choice.shares or options.vocab_parallel,
-        host_limit_bytes=_host_limit_bytes(options.host_memory_limit_gib, choice),
-        slices=_slices(options, choice),
-        loss_last=loss_last,
-    )
-
-
-def not_sliced(choice: ScheduleConfig, options: Options, may_offload: bool) -> dict[str, object]:
-    """Return the features of this package that slices do not support: label -> enabled."""
-    return {
-        "vocabulary parallelism": choice.shares,
-        "offloading that the run measures": may_offload,
-        "overlapped passes": choice.has_overlap,
-        "--pipeline-profile-iterations or --pipeline-trace": options.profile_steps,
-    }
-
-
-def _slices(options: Options, choice: ScheduleConfig) -> int | tuple[int, ...]:
-    """Return the number of slices per microbatch: from the schedule file or the option.
-
-    Raises:
-        ScheduleError: The option contradicts the file, or the option is auto with a schedule that
-            has a fixed number of slices.
-    """
-    given, own = options.slices, 1 if choice.from_file is None else choice.from_file.slices
-    if given == AUTO and choice.name == AUTO:
-        return SLICES
-    if given == AUTO and choice.from_file is not None:
-        return own
-    if isinstance(given, str):
-        raise ScheduleError(
-            f"--pipeline-slices auto chooses with --pipeline-schedule auto, and {choice.name} has "
-            "no choice: set a number"
-        )
-    if choice.from_file is not None and given not in (1, own):
-        raise ScheduleError(
-            f"the schedule file {choice.name} has {own} slices per microbatch, not the {given} of "
-            "--pipeline-slices: remove the option, or use another file"
-        )
-    return max(given, own)
-
-
-def _host_limit_bytes(limit_gib: float | None, choice: ScheduleConfig) -> float:
-    """Return the limit of host memory per device for offloading, in bytes.
-
-    Raises:
-        ScheduleError: The schedule does not offload, or according to the costs it exceeds the
-            limit.
-    """
-    option, file, costs = "--pipeline-host-memory-limit", choice.from_file, choice.costs
-    if limit_gib is None:
-        return math.inf
-    if file is None and choice.name != AUTO:
-        raise ScheduleError(
-            f"{option} requires --pipeline-schedule auto, or a schedule file with offloading; "
-            f"{choice.name} has none. Remove {option}"
-        )
-    limit_bytes = limit_gib * GIB
-    if file is None or costs is None or not (choice.copies and costs.copies):
-        return limit_bytes
-    if costs.num_stages == file.num_stages:
-        peaks = peak_in_host(file, costs)
-        if not fits(peaks, [filled(limit_bytes)] * len(peaks)):
-            raise ScheduleError(
-                f"the schedule file {choice.name} has {max(peaks) / GIB:.3f} GiB of rank "
-                f"{peaks.index(max(peaks))} wait in host memory at once, by --pipeline-costs, and "
-                f"{option} {limit_gib:g} has room for {filled(limit_gib):.3f}: raise it, or plan "
-                "with --host-memory-limit"
-            )
-    return limit_bytes
+    for feature in features():
+        choice = feature.configure(choice, options)
+    return replace(choice, loss_last=loss_last)
 
 
 def _check_adaptive(

@@ -21,6 +21,7 @@ from megatron_vshape.mcore.refusals import (
 )
 from megatron_vshape.mcore.setup.checks import Check, check_stages, take_options
 from megatron_vshape.mcore.setup.choice import ScheduleConfig, choice_for
+from megatron_vshape.mcore.setup.features import Settings
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.setup.translate import tell
@@ -90,7 +91,8 @@ def pipeline_of(
     split = _split(model, choice, options)
     stage_map = StageMap(choice.placement, split.layers, multi_token.num_predicting(model))
     # After the split, which defines the stages.
-    check_stages(model, choice, stage_map, may_offload, ties_ends is True)
+    settings = Settings(model, choice, options, may_offload)
+    check_stages(settings, stage_map, ties_ends is True)
     splits_graphs = _splits_graphs(model, options)
     choice = replace(
         _of_model(choice, model, split, stage_map, splits_graphs),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
-from megatron_vshape.mcore.step.step_hooks import Feature, StepContext, StepHook
+from megatron_vshape.mcore.step.step_hooks import StepContext, StepFeature, StepHook
 from megatron_vshape.mcore.step_state import unwrapped
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class _StageFindings(NamedTuple):
     packed: frozenset[bool]  # whether the model got packed sequences, over all microbatches
 
 
-class FirstStep(Feature):
+class FirstStep(StepFeature):
     """Observes the first training step; warns once, on rank 0, or ends the run before it learns."""
 
     def __init__(self) -> None:

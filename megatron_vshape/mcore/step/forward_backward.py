@@ -24,16 +24,14 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.early_start import Cut, drain, prefix_before_loss
 from megatron_vshape.core.program.hiding import Beside
 from megatron_vshape.core.program.instructions import Program
-from megatron_vshape.mcore.features.offload import HostMemoryWaiting
 from megatron_vshape.mcore.features.post_validation.rollback import RandomState, Replay
-from megatron_vshape.mcore.features.slices.step import Slicing
-from megatron_vshape.mcore.features.variable_length import (
+from megatron_vshape.mcore.features.slices import check_sequence, even_slices
+from megatron_vshape.mcore.features.variable_length.reorder import (
     MicrobatchReorderer,
     as_given,
     has_dropout,
     may_reorder,
 )
-from megatron_vshape.mcore.features.vocabulary.step import VocabularySharing
 from megatron_vshape.mcore.layout.stages import streams_of
 from megatron_vshape.mcore.observe.bubble import BubbleMeter, Logs
 from megatron_vshape.mcore.observe.profiling import Profiler
@@ -41,11 +39,9 @@ from megatron_vshape.mcore.observe.report import RunReport
 from megatron_vshape.mcore.refusals import (
     check_config,
     check_one_module,
-    check_script,
-    check_sequence,
-    even_slices,
     refusing,
 )
+from megatron_vshape.mcore.setup.features import features
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.step.first_step import FirstStep
 from megatron_vshape.mcore.step.gradient_sync import GradientSync, divide_by_tokens
@@ -56,7 +52,7 @@ from megatron_vshape.mcore.step.paged_stash import begin_step
 from megatron_vshape.mcore.step.router_replay import ForwardCalls
 from megatron_vshape.mcore.step.same_plan import Agreement
 from megatron_vshape.mcore.step.stage import MegatronStage, zero_tokens
-from megatron_vshape.mcore.step.step_hooks import Feature, Step, StepContext, device_of, parts_of
+from megatron_vshape.mcore.step.step_hooks import Step, StepContext, device_of, parts_of
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime import first_cause
 from megatron_vshape.runtime.hosts import ranks_of_this_host
@@ -152,12 +148,8 @@ class PipelineRunner:
         self._places: MicrobatchReorderer | None = None  # set once microbatches can be reordered
         self._keeps_order: bool | None = None  # agreed by all ranks once; None before
         self.local_ranks: int | None = None  # number of ranks on this host, once known
-        self._capabilities: tuple[Feature, ...] = (
-            HostMemoryWaiting(self.report),
-            VocabularySharing(),
-            Slicing(),
-            FirstStep(),
-        )
+        parts = (feature.in_steps(self.report) for feature in features())
+        self._features = [*(each for each in parts if each is not None), FirstStep()]
 
     def __call__(
         self, *, adjust_tensor_shapes_fn: Any = None, p2p_communicator: Any = None, **arguments: Any
@@ -172,10 +164,12 @@ class PipelineRunner:
         call = Call(**arguments)
         with refusing():
             check_one_module(self._pipeline.choice.name, p2p_communicator, call.pg_collection)
-            if self._pipeline.by_layers and not call.forward_only:
-                check_script(call.forward_step_func)
+        for each in self._features:
+            each.check(self._pipeline, call.forward_step_func, call.forward_only)
         config = get_model_config(_as_list(call.model)[0])
-        check_config(config, self._pipeline.options.post_validates)
+        check_config(config)
+        for feature in features():
+            feature.check_config(config, self._pipeline.options)
         with _timed(config), first_cause.telling(TransportError):
             return self._evaluate(call) if call.forward_only else self._train(call)
 
@@ -231,8 +225,8 @@ class PipelineRunner:
         # so that the transport is consistent for the next step.
         instructions = drain(begun.program, begun.early_ends, begun.groups.pp.rank())
         run_drain(instructions, begun.transport, begun.transport.blank())
-        for capability in self._capabilities:
-            capability.forget()
+        for each in self._features:
+            each.forget()
         for replay in self._replays:
             replay.rewind()
         ahead.random.restore()
@@ -250,8 +244,8 @@ class PipelineRunner:
         self._state.jobs.clear()
         for kept in self._state.kept:
             kept.clear()
-        for capability in self._capabilities:
-            capability.clear()
+        for each in self._features:
+            each.clear()
         if self._transport is not None:
             self._transport.close(quietly)
             self._transport = None
@@ -299,8 +293,8 @@ class PipelineRunner:
                 self.report.held,
                 begun.groups.pp,
             )
-        for capability in self._capabilities:
-            capability.end()
+        for each in self._features:
+            each.end()
         if begun.step.config.finalize_model_grads_func is not None:
             self._finalize(begun)
         # After finalize, so that the host launches it without waiting for the passes.
@@ -367,7 +361,7 @@ class PipelineRunner:
             local_ranks=self.local_ranks,
             again=again,
         )
-        step.parts += parts_of(self._capabilities, beginning)
+        step.parts += parts_of(self._features, beginning)
         told = timer, self._place, step.handlers()
         run = ProgramRun(program, groups.pp.rank(), _stages(beginning), transport, *told)
         return _StepInProgress(
@@ -386,7 +380,6 @@ class PipelineRunner:
             call.collect_non_loss_data,
             call.first_val_step,
             num_tokens=zero_tokens(device_of(chunks[0])),
-            by_layers=self._pipeline.by_layers and not call.forward_only,
             **given,
         )
 

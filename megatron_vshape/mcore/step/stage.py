@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.mcore.step.layer_plans import Backward, Forward, Made, kept_by, run_by_layers
+from megatron_vshape.mcore.step.step_hooks import Backward, Forward, Made, PassRunner
 from megatron_vshape.mcore.step.step_hooks import Step as Step
 from megatron_vshape.mcore.step_state import StepState
 
 
 @dataclass(eq=False)
 class MegatronStage:
-    """Runs the passes of one chunk by Megatron's step functions or by its layer plans."""
+    """Runs the passes of one chunk by Megatron's step functions, or by those of a feature."""
 
     state: StepState
     step: Step
@@ -55,13 +55,13 @@ class MegatronStage:
         `gradient` is the gradient that `work` receives. While memory is measured, the two passes
         run one after the other.
         """
-        # Only layer plans can overlap passes. While memory is measured, overlapped passes would mix
-        # their allocations.
-        if self.state.census is not None or not self.step.by_layers:
+        run = self._overlapping
+        # Megatron's own step functions cannot overlap passes. While memory is measured, overlapped
+        # passes would mix their allocations.
+        if self.state.census is not None or run is None:
             sent = self.forward(microbatch, received)
             return sent, getattr(other, work.kind.method)(work.microbatch, gradient)
-        # A BW of layer plans runs its weight gradients inside, unless gradient reductions need a
-        # separate W.
+        # A BW runs its weight gradients inside, unless gradient reductions need a separate W.
         whole = work.kind is Kind.BW and not other.step.gradient_sync.splits(other.chunk)
         begun = self._begun(microbatch, received)
         jobs, key = self.state.jobs, (other.stage, work.microbatch)
@@ -70,7 +70,7 @@ class MegatronStage:
             contextlib.nullcontext() if whole else jobs.collect(key),
         ):
             backward = other.taken(work.microbatch, gradient, whole)
-            output, num_tokens, gradient = run_by_layers(self.step.config, begun, backward)
+            output, num_tokens, gradient = run(self.step.config, begun, backward)
         if whole:
             self.step.gradient_sync.weights_done(other.chunk)
         elif work.kind is Kind.BW:
@@ -195,8 +195,13 @@ class MegatronStage:
         return kept
 
     @property
-    def _run(self) -> Callable[[Any, Forward | None, Backward | None], Made]:
-        return run_by_layers if self.step.by_layers else run_alone
+    def _overlapping(self) -> PassRunner | None:
+        """Return a feature's runner of passes, which can overlap an F with a B."""
+        return next(filter(None, (part.run_passes for part in self.step.parts)), None)
+
+    @property
+    def _run(self) -> PassRunner:
+        return self._overlapping or run_alone
 
     def _count(self, work: Pass, output: Tensor | None = None) -> None:
         census = self.state.census
@@ -204,9 +209,10 @@ class MegatronStage:
             return
         if output is not None:
             census.add_graph(output)
-            for tensor in kept_by(output):
-                census.add(tensor)
-                census.add_graph(tensor)
+            for part in self.step.parts:
+                for tensor in part.retained(output):
+                    census.add(tensor)
+                    census.add_graph(tensor)
         census.ends(work)
 
 

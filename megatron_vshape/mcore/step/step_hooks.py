@@ -1,15 +1,15 @@
 """Interface for optional features of a step: hooks around passes, and additional passes.
 
-At the start of every step, each `Feature` returns its `StepHook` for this step. The runner and the
-stages use capabilities only through this interface.
+At the start of every step, each `StepFeature` returns its `StepHook` for this step. The runner and
+the stages use features only through this interface.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,18 +23,60 @@ from megatron_vshape.mcore.step.gradient_sync import GradientSync
 from megatron_vshape.mcore.step_state import Slice, StepState
 from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.stage import Handler
+from megatron_vshape.runtime.weight_jobs import WeightJobs
 
 ForwardStep = Callable[..., Any]
 """The trainer's forward step function, or its replacement."""
 
 
+class Forward(NamedTuple):
+    """Megatron's arguments for the F of a microbatch."""
+
+    forward_step_func: Callable[..., Any]
+    data_iterator: Any
+    model: nn.Module
+    num_microbatches: int
+    received: Tensor | None  # [s, b, h], None on the first stage
+    loss_store: list[Any]
+    collect_non_loss_data: bool
+    is_first: bool
+    microbatch: int
+    chunk: int | None  # None if the rank has one chunk
+    context_parallel_size: int
+    makes_loss: bool  # whether F ends with the loss
+
+
+class Backward(NamedTuple):
+    """Megatron's arguments for the B of a microbatch whose F has run."""
+
+    model: nn.Module
+    received: Tensor | None  # input of its F
+    output: Tensor  # output of its F; references the layer plan
+    gradient: Tensor | None  # gradient of the output, None on the last stage
+    whole: WeightJobs | None = None  # runs the W inside (BW); None: jobs are deferred
+
+
+class Made(NamedTuple):
+    """Results of the passes; None for a pass that did not run."""
+
+    output: Any  # a Tensor
+    num_tokens: Any  # a Tensor
+    gradient: Tensor | None  # gradient of the input
+
+
+PassRunner = Callable[[Any, Forward | None, Backward | None], Made]
+"""Runs an F, a B or both for a TransformerConfig."""
+
+
 class StepHook:
-    """A capability's part in one step; the defaults do nothing.
+    """A feature's part in one step; the defaults do nothing.
 
     `stage` is the stage of the pass, and `is_last` whether it is the last stage of the model.
     """
 
     makes_loss = False  # computes the loss instead of the F of the last stage
+    # Runs the passes instead of Megatron's step functions; it can overlap an F with a B.
+    run_passes: PassRunner | None = None
 
     def handlers(self) -> Mapping[Kind, Handler]:
         """Return the functions that run this part's kinds of passes."""
@@ -57,6 +99,10 @@ class StepHook:
 
     def ends_forward(self, stage: int, number: int, output: Tensor) -> None:
         """Observe the end of an F; `output` still has its data."""
+
+    def retained(self, output: Tensor) -> Iterator[Tensor]:
+        """Yield tensors that the output of an F retains outside of its autograd graph."""
+        return iter(())
 
     def sent(self, stage: int, number: int, output: Tensor) -> None:
         """Handle the output of the last stage's F, without its graph, which is not sent."""
@@ -83,7 +129,6 @@ class Step:
     gradient_sync: GradientSync
     num_tokens: Tensor  # tokens of this rank's microbatches; only the last stage counts them
     beside: Mapping[Pass, Beside] = field(default_factory=dict)  # B -> W jobs it overlaps with
-    by_layers: bool = False  # use Megatron's layer plans, which can overlap two passes
     slices: int = 1  # slices per microbatch
     parts: list[StepHook] = field(default_factory=list)
     loss_store: list[Any] = field(default_factory=list)
@@ -95,7 +140,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """The context of a starting step for capabilities."""
+    """The context of a starting step for features."""
 
     state: StepState
     pipeline: Pipeline
@@ -121,8 +166,11 @@ class StepContext:
         return device_of(self.chunks[0])
 
 
-class Feature:
-    """An optional feature of a schedule in addition to F, B and W; lives across steps."""
+class StepFeature:
+    """A feature's part in all steps of a run; the defaults do nothing."""
+
+    def check(self, pipeline: Pipeline, forward_step: ForwardStep, forward_only: bool) -> None:
+        """Reject a step that the feature does not support, before it is prepared."""
 
     def begin(self, beginning: StepContext) -> StepHook | None:
         """Return its part in a step, or None."""
@@ -148,9 +196,9 @@ def counted(state: StepState, handler: Handler) -> Handler:
     return handler._replace(run=run)
 
 
-def parts_of(capabilities: Iterable[Feature], beginning: StepContext) -> list[StepHook]:
-    """Return the parts of all capabilities in a step."""
-    found = (each.begin(beginning) for each in capabilities)
+def parts_of(step_features: Iterable[StepFeature], beginning: StepContext) -> list[StepHook]:
+    """Return the parts of all features in a step."""
+    found = (each.begin(beginning) for each in step_features)
     return [part for part in found if part is not None]
 
 

@@ -1,1 +1,102 @@
 """Optimizer post-validation: start the next step before the last one is validated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_vshape.mcore.options import Options
+from megatron_vshape.mcore.refusals import (
+    BATCH_SIZES,
+    FP4,
+    FP8,
+    GRAPHS,
+    LENGTHS,
+    Refusal,
+    check_refusals,
+    each_of,
+    is_given,
+    other_than,
+)
+from megatron_vshape.mcore.setup.features import Feature, Settings
+
+FLAG = "--optimizer-post-validation"
+
+_REDOES = "an iteration that is undone would be run and counted twice"
+_NO_COPY = "a step of this optimizer cannot be undone"
+
+REFUSALS = (
+    Refusal(
+        "rerun_mode",
+        "it synchronizes all ranks at the end of every iteration",
+        fix="Set --rerun-mode disabled",
+        is_set=other_than(None, "disabled"),
+        in_config=False,
+        shows_value=True,
+    ),
+    Refusal(
+        "variable_seq_lengths",
+        "the length of the first message of an iteration would not be known in time",
+        flag=LENGTHS,
+    ),
+    Refusal("num_experts", _REDOES, is_set=is_given),
+    Refusal("fp8", _REDOES, **FP8),
+    Refusal("fp4", _REDOES, **FP4),
+    *each_of(_REDOES, "qk_clip", "log_max_attention_logit"),
+    *(
+        Refusal(f"save_{what}_interval", _REDOES, is_set=is_given)
+        for what in ("activations", "wgrads", "dgrads")
+    ),
+    *each_of(
+        "the next iteration starts before its batch size is decided",
+        *BATCH_SIZES,
+        is_set=is_given,
+    ),
+    Refusal(
+        "cuda_graph_impl",
+        "graphs are captured between two iterations, when the next one has started",
+        **GRAPHS,
+    ),
+    Refusal("perform_rl_step", "its training data is generated between two iterations"),
+    Refusal(
+        "optimizer",
+        _NO_COPY,
+        fix="Use adam or sgd",
+        is_set=other_than(None, "adam", "sgd"),
+        in_config=False,
+        shows_value=True,
+    ),
+    *each_of(
+        _NO_COPY,
+        "use_precision_aware_optimizer",
+        "optimizer_cpu_offload",
+        "optimizer_cuda_graph",
+        "use_layer_wise_distributed_optimizer",
+    ),
+    Refusal(
+        "overlap_param_gather_with_optimizer_step",
+        "it sends parameters before a step can be undone",
+        fix="Remove --overlap-param-gather-with-optimizer-step",
+    ),
+    Refusal("reuse_grad_buf_for_mxfp8_param_ag", _NO_COPY),
+)
+"""Options that post-validation rejects."""
+
+
+class PostValidationFeature(Feature):
+    """Rejects options of iterations that cannot be repeated, or that all ranks end together."""
+
+    flag = FLAG
+    refusals = REFUSALS
+
+    def check(self, settings: Settings) -> None:
+        """Reject options that post-validation does not support."""
+        if settings.options.post_validates:
+            check_refusals(REFUSALS, settings.model, FLAG)
+
+    def check_config(self, config: Any, options: Options) -> None:
+        """Reject such options of a config."""
+        if options.post_validates:
+            check_refusals([each for each in REFUSALS if each.in_config], config, FLAG)
+
+
+FEATURE = PostValidationFeature()

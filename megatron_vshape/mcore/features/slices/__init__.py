@@ -1,1 +1,217 @@
 """Sequence slices: a microbatch runs in several slices of its sequence."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megatron_vshape.core.ask import AUTO, SLICES
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.mcore.options import Options
+from megatron_vshape.mcore.refusals import (
+    GRAPHS,
+    LENGTHS,
+    OVERLAP_OPTION,
+    ROUTER_REPLAY,
+    UNTRIED,
+    Refusal,
+    UnsupportedError,
+    above_one,
+    check_refusals,
+    each_of,
+    has_part,
+    is_given,
+    is_one_of,
+)
+from megatron_vshape.mcore.setup.features import Feature, Settings
+
+if TYPE_CHECKING:
+    from megatron_vshape.mcore.observe.report import RunReport
+    from megatron_vshape.mcore.setup.choice import ScheduleConfig
+    from megatron_vshape.mcore.step.step_hooks import StepFeature
+
+logger = logging.getLogger(__name__)
+
+FLAG = "--pipeline-slices"
+
+_LOGITS_OF_SLICES = "it pairs logits with full microbatches, and these are of slices"
+_OF_FULL = "it replays the expert choices of a full microbatch, and not of a slice"
+_NO_STATE = "the state between slices is not implemented"
+_OF_A_SLICE = "it would be computed per slice instead of per microbatch"
+_OWN_KEYS = "every slice has a different number of keys"
+
+
+def _has_other_layers(options: Any) -> bool:
+    """Check for a hybrid model with layers that may have a state from token to token."""
+    pattern = getattr(options, "hybrid_layer_pattern", None)
+    unknown = bool(getattr(options, "is_hybrid_model", False)) and pattern is None
+    return unknown or bool(set(pattern or "") - set("*-E|/"))
+
+
+REFUSALS = (
+    *each_of(UNTRIED, "optimizer_post_validation", "pipeline_vocab_parallel", in_config=False),
+    Refusal(OVERLAP_OPTION, UNTRIED),
+    Refusal(
+        "context_parallel_size",
+        "Transformer Engine's attention does not support it with slices",
+        is_set=above_one,
+        shows_value=True,
+    ),
+    Refusal("variable_seq_lengths", "all slices have one length", flag=LENGTHS),
+    Refusal("cuda_graph_impl", _OWN_KEYS, **GRAPHS),
+    *each_of(_OWN_KEYS, "external_cuda_graph", "enable_cuda_graph"),
+    Refusal("experimental_attention_variant", UNTRIED, is_set=is_given),
+    Refusal("moe_expert_capacity_factor", _OF_A_SLICE, is_set=is_given),
+    Refusal("moe_router_load_balancing_type", _OF_A_SLICE, is_set=has_part("sinkhorn")),
+    Refusal(
+        "mtp_use_repeated_layer",
+        "one layer would have keys of several depths",
+        fix="Remove --mtp-use-repeated-layer",
+    ),
+    Refusal(
+        "mtp_hsm",
+        "it reads hidden states of tokens after the slice, which have not been computed",
+    ),
+    Refusal(
+        "hybrid_layer_pattern",
+        _NO_STATE,
+        flag="--hybrid-layer-pattern with other layers than *, - and E",
+        holds=_has_other_layers,
+    ),
+    Refusal(
+        "position_embedding_type",
+        UNTRIED,
+        is_set=is_one_of("mrope", "relative"),
+        shows_value=True,
+    ),
+    *each_of(
+        UNTRIED,
+        *("reset_attention_mask", "fp8_dot_product_attention", "fp8_multi_head_attention"),
+    ),
+    *each_of(_OF_FULL, *ROUTER_REPLAY),
+    Refusal("perform_rl_step", "it needs logits, and slices compute losses"),
+    *each_of(_LOGITS_OF_SLICES, "logits_save_dir", "logits_load_dir", in_config=False),
+)
+"""Options that slices reject."""
+
+
+def check_slices(
+    slices: int, options: Any, others: Mapping[str, object], alike: bool = True
+) -> None:
+    """Raise UnsupportedError for the first option that slices do not support.
+
+    `options` is Megatron's arguments or a config; `others` has options of this package by label.
+    With `alike`, the sequence must be divisible into equal slices.
+    """
+    if slices == 1:
+        return
+    check_refusals(REFUSALS, options, "--pipeline-slices")
+    for option, value in others.items():
+        if value:
+            raise UnsupportedError(
+                f"--pipeline-slices does not work with {option}: {UNTRIED}. Remove "
+                "--pipeline-slices"
+            )
+    if alike:
+        check_sequence(slices, getattr(options, "seq_length", None), options)
+
+
+def even_slices(counts: Iterable[int], length: int | None, options: Any) -> tuple[int, ...]:
+    """Return those of the numbers of slices into which `length` tokens divide evenly."""
+    unit = _least_tokens(options)
+    return tuple(each for each in counts if each == 1 or not (length or 0) % (each * unit))
+
+
+def _least_tokens(options: Any) -> int:
+    """Return the number of tokens that must divide the length of a slice."""
+    parts: int = getattr(options, "tensor_model_parallel_size", 1)
+    return parts if getattr(options, "sequence_parallel", False) else 1
+
+
+def check_sequence(slices: int, length: int | None, options: Any) -> None:
+    """Raise UnsupportedError unless `length` tokens are divisible into equal slices."""
+    unit = _least_tokens(options)
+    if length is None or even_slices([slices], length, options):
+        return
+    fine = [each for each in range(1, length // unit + 1) if not length % (each * unit)]
+    nearest = min(fine, key=lambda each: abs(each - slices)) if fine else 1
+    multiple = f", each a multiple of {unit} tensor-parallel ranks" if unit > 1 else ""
+    raise UnsupportedError(
+        f"--pipeline-slices {slices} does not divide {length} tokens into equal "
+        f"slices{multiple}. Use --pipeline-slices {nearest}"
+    )
+
+
+class SlicesFeature(Feature):
+    """Runs a microbatch in slices, whose number is given or chosen with the schedule."""
+
+    flag = FLAG
+    refusals = REFUSALS
+
+    def configure(self, choice: ScheduleConfig, options: Options) -> ScheduleConfig:
+        """Return the choice with the number of slices of the option or the schedule file."""
+        return replace(choice, slices=_slices(options, choice))
+
+    def check(self, settings: Settings) -> None:
+        """Reject options that a given number of slices does not support."""
+        if isinstance(settings.choice.slices, int):
+            check_slices(settings.choice.slices, settings.model, _other_features(settings))
+
+    def fit(self, settings: Settings) -> ScheduleConfig:
+        """Return the choice with the numbers of slices that auto may choose for this model."""
+        model, choice = settings.model, settings.choice
+        if isinstance(choice.slices, int):
+            return choice
+        try:
+            check_slices(max(choice.slices), model, _other_features(settings), alike=False)
+        except UnsupportedError as error:
+            logger.info("microbatches stay whole: %s", error)
+            return replace(choice, slices=1)
+        length = getattr(model, "seq_length", None)
+        return replace(choice, slices=even_slices(choice.slices, length, model))
+
+    def in_steps(self, report: RunReport) -> StepFeature:
+        """Return the slices' part in steps."""
+        from megatron_vshape.mcore.features.slices.step import Slicing
+
+        return Slicing()
+
+
+FEATURE = SlicesFeature()
+
+
+def _other_features(settings: Settings) -> dict[str, object]:
+    """Return the features of this package that slices do not support: label -> enabled."""
+    return {
+        "vocabulary parallelism": settings.choice.shares,
+        "offloading that the run measures": settings.may_offload,
+        "overlapped passes": settings.choice.has_overlap,
+        "--pipeline-profile-iterations or --pipeline-trace": settings.options.profile_steps,
+    }
+
+
+def _slices(options: Options, choice: ScheduleConfig) -> int | tuple[int, ...]:
+    """Return the number of slices per microbatch: from the schedule file or the option.
+
+    Raises:
+        ScheduleError: The option contradicts the file, or the option is auto with a schedule that
+            has a fixed number of slices.
+    """
+    given, own = options.slices, 1 if choice.from_file is None else choice.from_file.slices
+    if given == AUTO and choice.name == AUTO:
+        return SLICES
+    if given == AUTO and choice.from_file is not None:
+        return own
+    if isinstance(given, str):
+        raise ScheduleError(
+            f"--pipeline-slices auto chooses with --pipeline-schedule auto, and {choice.name} has "
+            "no choice: set a number"
+        )
+    if choice.from_file is not None and given not in (1, own):
+        raise ScheduleError(
+            f"the schedule file {choice.name} has {own} slices per microbatch, not the {given} of "
+            "--pipeline-slices: remove the option, or use another file"
+        )
+    return max(given, own)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megatron_vshape.mcore.features.slices.tokens import TokensOfSlice
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.step.stage import loss_maker
-from megatron_vshape.mcore.step.step_hooks import Feature, ForwardStep, StepContext, StepHook
+from megatron_vshape.mcore.step.step_hooks import ForwardStep, StepContext, StepFeature, StepHook
 from megatron_vshape.mcore.step_state import Slice, unwrapped
 
 ALONG = ("input_ids", "position_ids", "labels", "loss_mask")
@@ -129,7 +129,7 @@ class Slices(StepHook):
         return take(part.microbatch)[:, part.begin : part.end].contiguous()
 
 
-class Slicing(Feature):
+class Slicing(StepFeature):
     """Runs microbatches in slices."""
 
     def begin(self, beginning: StepContext) -> StepHook | None:

@@ -44,12 +44,13 @@ from megatron_vshape.core.model.kinds import (
     Kind,
 )
 from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.mcore.features.vocabulary import check_model_options
 from megatron_vshape.mcore.features.vocabulary.further_losses import FurtherLosses
 from megatron_vshape.mcore.features.vocabulary.loss_of_logits import (
     LossOfLogits,
     called_up_to_logits,
 )
-from megatron_vshape.mcore.refusals import UnsupportedError, check_vocabulary, refusing
+from megatron_vshape.mcore.refusals import UnsupportedError, refusing
 from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.step.late_checks import LateFaults, unlike
 from megatron_vshape.mcore.step.microbatches import Reader
@@ -64,9 +65,9 @@ from megatron_vshape.mcore.step.router_replay import (
 )
 from megatron_vshape.mcore.step.stage import loss_maker
 from megatron_vshape.mcore.step.step_hooks import (
-    Feature,
     ForwardStep,
     StepContext,
+    StepFeature,
     StepHook,
     counted,
 )
@@ -663,7 +664,7 @@ class SharedVocabulary(StepHook):
                 self.state.census.add(each)
 
 
-class VocabularySharing(Feature):
+class VocabularySharing(StepFeature):
     """Shares the embedding and the output layer between all ranks."""
 
     def begin(self, beginning: StepContext) -> StepHook | None:
@@ -672,5 +673,5 @@ class VocabularySharing(Feature):
         if not beginning.pipeline.choice.shares or together is None:
             return None
         with refusing():
-            check_vocabulary(True, beginning.step.config)
+            check_model_options(beginning.step.config)
         return SharedVocabulary(beginning, together)

@@ -15,52 +15,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import combined_1f1b, utils
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.features.overlap import check_script
+from megatron_vshape.mcore.refusals import UnsupportedError, refusing
+from megatron_vshape.mcore.setup.pipeline import Pipeline
+from megatron_vshape.mcore.step.step_hooks import (
+    Backward,
+    Forward,
+    ForwardStep,
+    Made,
+    StepContext,
+    StepFeature,
+    StepHook,
+)
 from megatron_vshape.runtime.weight_jobs import WeightJobs
 
 LayerPlan = Any
 """Megatron's TransformerLayerSchedulePlan."""
-
-
-class Forward(NamedTuple):
-    """Megatron's arguments for the F of a microbatch."""
-
-    forward_step_func: Callable[..., Any]
-    data_iterator: Any
-    model: nn.Module
-    num_microbatches: int
-    received: Tensor | None  # [s, b, h], None on the first stage
-    loss_store: list[Any]
-    collect_non_loss_data: bool
-    is_first: bool
-    microbatch: int
-    chunk: int | None  # None if the rank has one chunk
-    context_parallel_size: int
-    makes_loss: bool  # whether F ends with the loss
-
-
-class Backward(NamedTuple):
-    """Megatron's arguments for the B of a microbatch whose F has run."""
-
-    model: nn.Module
-    received: Tensor | None  # input of its F
-    output: Tensor  # output of its F; references the layer plan
-    gradient: Tensor | None  # gradient of the output, None on the last stage
-    whole: WeightJobs | None = None  # runs the W inside (BW); None: jobs are deferred
-
-
-class Made(NamedTuple):
-    """Results of the passes; None for a pass that did not run."""
-
-    output: Any  # a Tensor
-    num_tokens: Any  # a Tensor
-    gradient: Tensor | None  # gradient of the input
 
 
 def run_by_layers(config: Any, forward: Forward | None, backward: Backward | None) -> Made:
@@ -121,6 +97,32 @@ def kept_by(output: Tensor) -> Iterator[Tensor]:
             for each in kept if isinstance(kept, list | tuple) else [kept]:
                 if isinstance(each, Tensor) and each.untyped_storage().data_ptr() != left:
                     yield each
+
+
+class LayerPlans(StepHook):
+    """Runs the passes of a step by layer plans."""
+
+    run_passes = staticmethod(run_by_layers)
+
+    def retained(self, output: Tensor) -> Iterator[Tensor]:
+        """Yield the tensors that the plan of an F's output retains."""
+        return kept_by(output)
+
+
+class OverlappedSteps(StepFeature):
+    """Runs training steps by layer plans."""
+
+    def check(self, pipeline: Pipeline, forward_step: ForwardStep, forward_only: bool) -> None:
+        """Reject a script whose forward step cannot return a layer plan."""
+        if pipeline.by_layers and not forward_only:
+            with refusing():
+                check_script(forward_step)
+
+    def begin(self, beginning: StepContext) -> StepHook | None:
+        """Return the runner of the passes; evaluation runs them alone."""
+        if beginning.pipeline.by_layers and not beginning.step.forward_only:
+            return LayerPlans()
+        return None
 
 
 def _make_streams(config: Any) -> None:

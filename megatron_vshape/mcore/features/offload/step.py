@@ -10,7 +10,7 @@ from megatron_vshape.core.model.kinds import RELEASE, RELOAD, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.mcore.features.slices.attention import KeysValues
 from megatron_vshape.mcore.observe.report import RunReport, persistent
-from megatron_vshape.mcore.step.step_hooks import Feature, StepContext, StepHook, counted
+from megatron_vshape.mcore.step.step_hooks import StepContext, StepFeature, StepHook, counted
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.offload import Offload
 from megatron_vshape.runtime.stage import Handler
@@ -48,7 +48,7 @@ class Waiting(StepHook):
             self._offload.begins_backward(work)
 
 
-class HostMemoryWaiting(Feature):
+class HostMemoryWaiting(StepFeature):
     """Owns the host memory and the known sizes of stages across steps."""
 
     def __init__(self, report: RunReport) -> None:
