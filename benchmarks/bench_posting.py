@@ -12,12 +12,12 @@ import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron_vshape.core.ask import AUTO, PlanRequest, ask
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
+from megatron_vshape.core.plan import plan
 from megatron_vshape.core.program.instructions import (
     Await,
     Instruction,
@@ -31,6 +31,7 @@ from megatron_vshape.core.program.instructions import (
 )
 from megatron_vshape.core.program.kernels import deadlocks_under_device_sync
 from megatron_vshape.core.program.lowering import forward_wave, lower
+from megatron_vshape.core.request import AUTO, PlanRequest
 
 CELLS = ((4, 8), (8, 16), (8, 64), (16, 64))
 
@@ -201,7 +202,7 @@ def drawn_plans(number: int) -> Iterator[tuple[Schedule, Costs]]:
         question = PlanRequest(
             AUTO, devices, microbatches, costs, limit=limit, placements=placements
         )
-        yield ask(question).schedule, costs
+        yield plan(question).schedule, costs
 
 
 def main() -> None:

@@ -25,12 +25,13 @@ import rehearsed_table
 import steps_table
 import yaml
 
-from megatron_vshape.core.ask import AUTO, PlanRequest, PlanResult, ask
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Objective, Schedule
+from megatron_vshape.core.plan import plan
+from megatron_vshape.core.request import AUTO, PlanRequest, PlanResult
 from megatron_vshape.sweep.configurations import FULL, NONE, Configuration, Layout, layers_of_stages
 from megatron_vshape.sweep.counts import Counts, key_of_count
 from megatron_vshape.sweep.files import Cluster, ModelFile, load, load_sweep, of_model_file
@@ -184,7 +185,7 @@ class Set:
             AUTO, self.devices, microbatches, costs, limit=held_bytes, objective=goal
         )
         try:
-            answer: PlanResult = ask(question)
+            answer: PlanResult = plan(question)
         except ScheduleError:
             return None
         timeline = simulate(answer.schedule, answer.costs)
@@ -198,7 +199,7 @@ class Set:
 def make(name: str, devices: int, microbatches: int, chunks: int | None) -> Schedule:
     """Return a schedule of the catalogue."""
     choices = (("num_chunks", chunks),) if chunks else ()
-    return ask(PlanRequest(name, devices, microbatches, choices=choices)).schedule
+    return plan(PlanRequest(name, devices, microbatches, choices=choices)).schedule
 
 
 def longer(costs: Costs, pass_us: float, splits: bool) -> Costs:

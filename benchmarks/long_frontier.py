@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_vshape.core.ask import AUTO, SLICES, PlanRequest
 from megatron_vshape.core.frontier import Point, frontier, published
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.offload_costs import with_copies
 from megatron_vshape.core.model.placement import looping
+from megatron_vshape.core.request import AUTO, SLICES, PlanRequest
 from megatron_vshape.view.figure import save
 from megatron_vshape.view.frontier import frontier_figure
 from megatron_vshape.view.numbers import table

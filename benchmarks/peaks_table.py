@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_vshape import Costs, Schedule, make, peak_held
-from megatron_vshape.core.ask import AUTO, PlanRequest, best_order
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.layers import Pieces, even_layers
 from megatron_vshape.core.model.offload_costs import with_copies
 from megatron_vshape.core.model.pieces import regroup, under_megatron
 from megatron_vshape.core.model.placement import Placement, looping, v_shape
+from megatron_vshape.core.plan import plan as plan_request
 from megatron_vshape.core.planner.lighter import lighter_layers
 from megatron_vshape.core.planner.vocabulary import (
     held_logits,
@@ -32,6 +32,7 @@ from megatron_vshape.core.planner.vocabulary import (
     shared_pieces,
 )
 from megatron_vshape.core.program.lowering import fuse
+from megatron_vshape.core.request import AUTO, PlanRequest
 from megatron_vshape.rehearsal.flags import Command, Sizes, ranks_asked_for, read_command, sizes_of
 from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.rank_report import FailedRank
@@ -134,7 +135,7 @@ def copied(model: Model) -> Case:
         limit=limit,
         placements=(v_shape(model.devices),),
     )
-    answer = best_order(question)
+    answer = plan_request(question)
     return Case("plan with copies", [], answer.schedule, answer.costs, as_file=True)
 
 

@@ -25,13 +25,14 @@ from unlike_table import measure, unlike
 
 from bench_runtime import on_ranks  # isort: skip  found by unlike_table's path
 
-from megatron_vshape.core.ask import AUTO, PlanRequest, ask
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.microbatch_costs import reordered
 from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.plan import plan as plan_request
+from megatron_vshape.core.request import AUTO, PlanRequest
 from megatron_vshape.core.variable_length import reorder_microbatches
 from megatron_vshape.mcore.setup.microbatches import runs_interleaved
 
@@ -65,7 +66,7 @@ def plan_of(devices: int, count: int) -> Schedule:
     """Plan for equal lengths in the memory of 1F1B with one microbatch per rank."""
     limit = max(peak_held(make("1f1b", devices, max(count, devices))))
     question = PlanRequest(AUTO, devices, count, costs_of(devices, count, EQUAL, 0), limit=limit)
-    return ask(replace(question, seconds=5.0)).schedule
+    return plan_request(replace(question, seconds=5.0)).schedule
 
 
 def rows(

@@ -57,7 +57,6 @@ import torch.distributed as dist
 from bench_runtime import SHAPE, on_ranks, take
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_vshape.core.ask import AUTO, PlanRequest, ask
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import Kind
@@ -66,7 +65,9 @@ from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.plan import plan as plan_request
 from megatron_vshape.core.program.lowering import lower
+from megatron_vshape.core.request import AUTO, PlanRequest
 from megatron_vshape.core.variable_length import reorder_microbatches
 from megatron_vshape.mcore.features.variable_length.reorder import MicrobatchReorderer
 from megatron_vshape.mcore.setup.plans import PlannedStep
@@ -175,7 +176,7 @@ def ideal(costs: Costs, schedule: Schedule) -> float:
 def row(devices: int, count: int, lengths: str, draws: int) -> str:
     """Return a line of the table."""
     alike = Costs.uniform(devices, 2 * devices, 1, 1.15, 0.85, 0.05)
-    plan = ask(PlanRequest(AUTO, devices, count, alike)).schedule
+    plan = plan_request(PlanRequest(AUTO, devices, count, alike)).schedule
     known = [make(name, devices, count) for name in ("1f1b", "interleaved-1f1b")]
     found: list[list[float]] = []
     slowest_s = 0.0
@@ -255,7 +256,7 @@ def on_gloo(devices: int, lengths: str, draws: int, rounds: int, unit_us: float)
     """Print steps of the orders over gloo beside their predictions."""
     count = 4 * devices
     alike = Costs.uniform(devices, 2 * devices, unit_us, 1.15 * unit_us, 0.85 * unit_us)
-    plan = ask(PlanRequest(AUTO, devices, count, alike)).schedule
+    plan = plan_request(PlanRequest(AUTO, devices, count, alike)).schedule
     known = [make(name, devices, count) for name in ("1f1b", "interleaved-1f1b")]
     runs: list[tuple[Schedule, Costs]] = []
     for seed in range(draws):

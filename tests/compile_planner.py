@@ -4,11 +4,12 @@ By steps, not seconds: compiling is most of a minute, and takes none of a plan's
 """
 
 from megatron_vshape import Costs
-from megatron_vshape.core.ask import AUTO, PlanRequest, best_order
 from megatron_vshape.core.model.offload_costs import with_copies
+from megatron_vshape.core.plan import plan as plan_request
+from megatron_vshape.core.request import AUTO, PlanRequest
 
 if __name__ == "__main__":
     alone = Costs.uniform(3, 12, 1, 2, 1, 0.05)
     whole = alone.having(whole_backward_us=(2.5,) * 12)
     for costs in (alone, with_copies(whole, 1.0)):
-        best_order(PlanRequest(AUTO, 3, 8, costs, limit=4.0, steps=20_000))
+        plan_request(PlanRequest(AUTO, 3, 8, costs, limit=4.0, steps=20_000))

@@ -16,16 +16,17 @@ from megatron_vshape.cli.help import MEMORY, MODEL, OUTPUT, SEARCH, group
 from megatron_vshape.cli.options import headroom_of
 from megatron_vshape.cli.progress import told
 from megatron_vshape.cli.rehearse import add_program_arguments, rehearsed
-from megatron_vshape.cli.stopping import Budget
-from megatron_vshape.core.ask import AUTO, MEMORY_NAMES, PlanRequest, best_order, known_as
 from megatron_vshape.core.baselines import EvaluatedSchedule, judge
+from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Pieces, Share, even_layers, even_with_ends
 from megatron_vshape.core.model.pieces import under_megatron
 from megatron_vshape.core.model.placement import Placement, looping, v_shape
+from megatron_vshape.core.plan import plan
 from megatron_vshape.core.planner.vocabulary import held_logits, shared_pieces
+from megatron_vshape.core.request import AUTO, MEMORY_NAMES, PlanRequest, known_as
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.given_layout import layers_in, layout_of
 from megatron_vshape.rehearsal import accuracy, report, shapes
@@ -446,7 +447,6 @@ class _Advice:
                 yield replace(line, shares=True)
 
     def _plan(self, shape: Shape, pieces: Pieces, seconds: float) -> Line | None:
-        budget = Budget(PATIENCE * seconds)
         question = PlanRequest(
             AUTO,
             shape.pipeline,
@@ -456,16 +456,14 @@ class _Advice:
             costs=pieces.costs(even_layers(2 * shape.pipeline, looping(shape.pipeline, 2))),
             chunks=tuple(n for n in (1, 2, 3) if n * shape.pipeline <= self.layers + 2),
             seconds=seconds,
-            progress=budget.watching(lambda *_: None),
-            stopped=budget.stopped,
         )
         try:
-            answer = best_order(question)
+            answer = plan(question, Budget(PATIENCE * seconds))
         except (LimitError, ScheduleError):
             return None
         known = judge(answer.schedule, answer.costs)
         planned = PLANNED + " with offloading" * answer.schedule.copies
-        name = planned if answer.is_known is None else str(answer.is_known)
+        name = planned if answer.baseline is None else str(answer.baseline)
         return self._line(name, shape, known, answer.is_megatrons)
 
     def _least_us(self, shape: Shape) -> float:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from megatron_vshape.core.ask import BaselineEstimate, Planned, PlanRequest, compare
 from megatron_vshape.core.baselines import (
     MEGATRONS_OWN,
     NOT_STOCK,
@@ -12,9 +11,12 @@ from megatron_vshape.core.baselines import (
     EvaluatedSchedule,
     why_not_stock,
 )
+from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import fits
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.plan import BaselineEstimate, compare
+from megatron_vshape.core.request import PlanRequest, PlanResult
 from megatron_vshape.view.names import plain
 from megatron_vshape.view.numbers import percent
 from megatron_vshape.view.trades import way_text
@@ -40,7 +42,12 @@ class _TableRow(NamedTuple):
 
 
 def comparison_rows(
-    question: PlanRequest, answer: Planned, held: Text, time: Text, every: bool = False
+    question: PlanRequest,
+    answer: PlanResult,
+    budget: Budget,
+    held: Text,
+    time: Text,
+    every: bool = False,
 ) -> tuple[list[list[str]], int]:
     """Return a heading and a row per schedule, and the number of omitted rows.
 
@@ -51,6 +58,7 @@ def comparison_rows(
     Args:
         question: the plan request.
         answer: the plan result.
+        budget: after it is used up, no further schedule is generated.
         held: formats memory.
         time: formats times.
         every: return all rows.
@@ -58,8 +66,8 @@ def comparison_rows(
     idle = simulate(answer.schedule, answer.costs).mean_idle
     name, best = _name(answer), answer.plan
     rest: list[_TableRow] = []
-    for each in compare(question, answer):
-        if each.rival is not None and each.rival == answer.is_known:
+    for each in compare(question, answer, budget):
+        if each.rival is not None and each.rival == answer.baseline:
             continue
         value = (
             each.least
@@ -97,7 +105,7 @@ def _worth_showing(rows: Sequence[_TableRow], best: float) -> list[_TableRow]:
     return shown
 
 
-def _tried_rows(answer: Planned, time: Text) -> Iterator[_TableRow]:
+def _tried_rows(answer: PlanResult, time: Text) -> Iterator[_TableRow]:
     """Yield the plans of the other strategies to save memory, or their lower bounds."""
     best = answer.plan
     by_words: dict[str, tuple[float, bool]] = {}
@@ -120,7 +128,7 @@ def _row(
     each: EvaluatedSchedule | BaselineEstimate,
     value: float,
     within: bool,
-    answer: Planned,
+    answer: PlanResult,
     held: Text,
     time: Text,
 ) -> list[str]:
@@ -149,7 +157,7 @@ def _row(
     ]
 
 
-def _note(rival: BaselineSpec | None, answer: Planned) -> str:
+def _note(rival: BaselineSpec | None, answer: PlanResult) -> str:
     """Return a remark if stock Megatron rejects the schedule for these sizes."""
     schedule = answer.schedule
     microbatches = schedule.num_microbatches // schedule.slices
@@ -157,13 +165,13 @@ def _note(rival: BaselineSpec | None, answer: Planned) -> str:
     return f"; {NOT_STOCK}" if rejected else ""
 
 
-def _name(answer: Planned) -> str:
-    return "plan" if answer.is_known is None else str(answer.is_known)
+def _name(answer: PlanResult) -> str:
+    return "plan" if answer.baseline is None else str(answer.baseline)
 
 
-def recommended(answer: Planned) -> str:
+def recommended(answer: PlanResult) -> str:
     """Format the recommendation as one sentence."""
-    known, chunks = answer.is_known, answer.schedule.num_chunks
+    known, chunks = answer.baseline, answer.schedule.num_chunks
     if known is not None and answer.is_megatrons:
         stages = f" with {chunks} virtual stages per rank" if chunks > 1 else ""
         name = f"stock Megatron's {known.name}{stages}"
@@ -176,7 +184,9 @@ def recommended(answer: Planned) -> str:
     return f"recommended: the plan, with {chunks} {each} per rank{cut}"
 
 
-def changes(against: EvaluatedSchedule, answer: Planned, held: Text, time: Text) -> Iterator[str]:
+def changes(
+    against: EvaluatedSchedule, answer: PlanResult, held: Text, time: Text
+) -> Iterator[str]:
     """Yield the differences from a schedule to the plan: time, memory and layers per stage."""
     goal = answer.plan.objective
     before, after = goal.of(against.timeline), answer.plan.value

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from megatron_vshape.cli.help import MODEL, SCHEDULE, add_option
 from megatron_vshape.cli.options import UNIT_COST, count, ends_of, time_of_0
-from megatron_vshape.core.ask import Cut
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Pieces, even_layers
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.planner.vocabulary import SUM, held_logits, shared_pieces, tells_shared
+from megatron_vshape.core.request import Cut
 from megatron_vshape.view.names import plain
 
 

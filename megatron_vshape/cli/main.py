@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from megatron_vshape import __version__
 from megatron_vshape.cli.help import Formatter
-from megatron_vshape.cli.progress import SEARCH
+from megatron_vshape.core.budget import SEARCH
 from megatron_vshape.core.model.kinds import ScheduleError
 
 PROGRAM = "megatron-vshape"

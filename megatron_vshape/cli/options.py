@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_vshape.cli.help import MODEL, REQUIRED, add_option, group
-from megatron_vshape.core.ask import AUTO, PLUS_NAMES, SLICES, Cut, PlanRequest, find
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import even_layers, recut
@@ -17,6 +16,7 @@ from megatron_vshape.core.model.pieces import Piece, with_ends
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import EVERY_NAME, MOST_STAGES_A_DEVICE, OPTIONS
+from megatron_vshape.core.request import AUTO, PLUS_NAMES, SLICES, Cut, PlanRequest, find
 from megatron_vshape.view.names import plain
 from megatron_vshape.view.numbers import GIB, argument
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 from megatron_vshape.cli import heavy_ends
 from megatron_vshape.cli.comparison import changes, comparison_rows, recommended
@@ -51,21 +51,8 @@ from megatron_vshape.cli.options import (
     slice_counts,
 )
 from megatron_vshape.cli.progress import Progress, told
-from megatron_vshape.cli.stopping import Budget
-from megatron_vshape.core.ask import (
-    AUTO,
-    SLICES,
-    SUFFIXES,
-    Cut,
-    Planned,
-    PlanRequest,
-    best_known,
-    best_order,
-    known_as,
-    limits_of,
-    with_more,
-)
-from megatron_vshape.core.baselines import NOT_STOCK, SAME, EvaluatedSchedule, why_not_stock
+from megatron_vshape.core.baselines import NOT_STOCK, EvaluatedSchedule, why_not_stock
+from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.simulate import filled, simulate
 from megatron_vshape.core.frontier import Point, families, frontier, published
@@ -75,7 +62,18 @@ from megatron_vshape.core.model.layers import AUTO_SPLIT, Pieces
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Objective, Plan, check_size
 from megatron_vshape.core.paper.catalogue import EVERY_NAME
+from megatron_vshape.core.plan import no_worse_than_published, plan, with_more
 from megatron_vshape.core.planner.lighter import lighter_layers
+from megatron_vshape.core.request import (
+    AUTO,
+    SLICES,
+    SUFFIXES,
+    Cut,
+    PlanRequest,
+    PlanResult,
+    known_as,
+    limits_of,
+)
 from megatron_vshape.view.names import placement_text, plain
 from megatron_vshape.view.numbers import (
     GIB,
@@ -256,29 +254,23 @@ def run(options: argparse.Namespace) -> int:
     against = None if options.against is None else _baseline(options.against, question)
     held = _held_text(costs, options.devices, measured is not None)
     time = partial(time_text, in_us=measured is not None)
-    budget = Budget(options.seconds)
+    question = replace(question, limit=limit)
     with told(time) as progress, _limits_told(costs, options.devices, measured is not None):
-        question = replace(
-            question,
-            limit=limit,
-            progress=budget.watching(progress.search),
-            found=budget.found,
-            stopped=budget.stopped,
-        )
+        budget = Budget(options.seconds, progress.search)
 
-        def tell(best: Planned | None) -> None:
+        def tell(best: PlanResult | None) -> None:
             what = "none yet"
             if best is not None:
                 what = f"{time(best.plan.value)}, peak {held(max(best.plan.peak))}"
             progress.line(f"interrupted; the best so far: {what}")
 
-        work = partial(_searched, question, options, measured, held, time)
+        work = partial(_searched, question, budget, options, measured, held, time)
         # The search runs in a thread: None means that the time limit or Ctrl-C stopped it early.
         searched = budget.run(work, tell)
         answer, more, compared = searched or _cut_short(question, budget)
         # A search that was stopped may be slower than a published schedule that fits.
         if searched and budget.stopped():
-            answer = _no_worse_than_known(answer, question)
+            answer = no_worse_than_published(question, answer) or answer
     # Files first: if one cannot be written, nothing has been printed.
     outputs = _outputs(options, answer, limit)
     write_all(outputs)
@@ -293,8 +285,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _so_far(answer: Planned) -> str:
-    name = "the plan" if answer.is_known is None else f"{answer.is_known}, as published"
+def _so_far(answer: PlanResult) -> str:
+    name = "the plan" if answer.baseline is None else f"{answer.baseline}, as published"
     return f"best so far: {name}; more time may find a better plan"
 
 
@@ -314,7 +306,7 @@ def _baseline(text: str, question: PlanRequest) -> EvaluatedSchedule:
     return known_as(text, question)
 
 
-def _outputs(options: argparse.Namespace, answer: Planned, limit: float) -> list[Output]:
+def _outputs(options: argparse.Namespace, answer: PlanResult, limit: float) -> list[Output]:
     outputs = []
     if options.export is not None:
         outputs.append(schedule_output("--export", options.export, answer.schedule))
@@ -329,38 +321,40 @@ def _outputs(options: argparse.Namespace, answer: Planned, limit: float) -> list
 class _Searched(NamedTuple):
     """Result of a search: the plan, further lines of the report, and the comparison table."""
 
-    answer: Planned
+    answer: PlanResult
     more: list[tuple[str, str]]
     compared: str
 
 
 def _searched(
     question: PlanRequest,
+    budget: Budget,
     options: argparse.Namespace,
     measured: Costs | None,
     held: Callable[[float], str],
     time: Callable[[float], str],
 ) -> _Searched:
     """Search for the best plan, then for further results and the comparison while time is left."""
-    answer = best_order(question)
-    question.found(lambda: answer)
+    answer = plan(question, budget)
+    budget.found(lambda: answer)
+    hints = budget.apart()
     more = []
-    if not question.stopped():
-        more = _more_told(question, answer, GIB if measured is not None else None)
-    if heavy_ends.shares(options, measured) and not question.stopped():
+    if not budget.stopped():
+        more = _more_told(question, answer, GIB if measured is not None else None, hints)
+    if heavy_ends.shares(options, measured) and not budget.stopped():
         plain = _question(heavy_ends.unshared(options), None, measured)
-        plain = replace(plain, progress=question.progress, stopped=question.stopped)
-        more += _told_of("unshared", replace(plain, limit=answer.limits), answer, held, time)
-    if heavy_ends.may_share(options, measured) and not question.stopped():
-        more += _ways_told(question, answer, options, measured, held, time)
-    rows, others = comparison_rows(question, answer, held, time, options.all)
+        plain = replace(plain, limit=answer.limits)
+        more += _told_of("unshared", plain, answer, hints, held, time)
+    if heavy_ends.may_share(options, measured) and not budget.stopped():
+        more += _ways_told(question, answer, hints, options, measured, held, time)
+    rows, others = comparison_rows(question, answer, budget, held, time, options.all)
     compared = table(rows)
     if others:
         compared += f"\n{others} more rows with --all: slower, or above the limit and not faster"
     return _Searched(answer, [*more, *_layers_told(question, answer)], compared)
 
 
-def _layers_told(question: PlanRequest, answer: Planned) -> list[tuple[str, str]]:
+def _layers_told(question: PlanRequest, answer: PlanResult) -> list[tuple[str, str]]:
     """Format the layers per stage as the training flag, if the plan has balanced them."""
     layers = answer.costs.layers
     if question.layers is None or layers is None:
@@ -375,7 +369,7 @@ def _cut_short(question: PlanRequest, budget: Budget) -> _Searched:
         KeyboardInterrupt: interrupted before anything was found.
         ScheduleError: nothing was found within the time limit.
     """
-    answer = _no_worse_than_known(budget.best(), question)
+    answer = no_worse_than_published(question, budget.best())
     if answer is None and budget.interrupted:
         raise KeyboardInterrupt
     if answer is None:
@@ -385,20 +379,6 @@ def _cut_short(question: PlanRequest, budget: Budget) -> _Searched:
     more = _layers_told(question, answer)
     skipped = "comparison table skipped (time limit); no published schedule that fits is faster"
     return _Searched(answer, more, skipped)
-
-
-@overload
-def _no_worse_than_known(answer: Planned, question: PlanRequest) -> Planned: ...
-@overload
-def _no_worse_than_known(answer: None, question: PlanRequest) -> Planned | None: ...
-
-
-def _no_worse_than_known(answer: Planned | None, question: PlanRequest) -> Planned | None:
-    """Return the plan, or the fastest published schedule that fits if that is faster."""
-    known = best_known(question)
-    if answer is None or known is None:
-        return answer or known
-    return known if known.plan.value < answer.plan.value * (1 - SAME) else answer
 
 
 def _measured(file: str, layers: int | None) -> Costs:
@@ -438,13 +418,14 @@ def _question(
 def _told_of(
     what: str,
     question: PlanRequest,
-    answer: Planned,
+    answer: PlanResult,
+    budget: Budget,
     held: Callable[[float], str],
     time: Callable[[float], str],
 ) -> list[tuple[str, str]]:
     """Plan for another request; format its time and memory compared with this plan."""
     try:
-        other = best_order(question).plan
+        other = plan(question, budget).plan
     except LimitError:
         return [(what, "does not fit the limit")]
     longer = percent(abs(other.value / answer.plan.value - 1))
@@ -454,7 +435,8 @@ def _told_of(
 
 def _ways_told(
     question: PlanRequest,
-    answer: Planned,
+    answer: PlanResult,
+    budget: Budget,
     options: argparse.Namespace,
     measured: Costs | None,
     held: Callable[[float], str],
@@ -463,14 +445,14 @@ def _ways_told(
     """Format the gain of vocabulary parallelism, and of another layer split, within the limits."""
     asked = replace(question, limit=answer.limits, seconds=None, steps=HINT_STEPS)
     other = _question(heavy_ends.shared(options), None, measured)
-    ways = [("vocab parallel", replace(asked, costs=other.costs, cut=other.cut))]
+    shared = replace(asked, costs=other.costs, cut=other.cut)
+    told = _told_of("vocab parallel", shared, answer, budget, held, time)
     layers, _ = lighter_layers(answer.schedule, answer.costs)
     if question.layers is None and layers != (answer.costs.layers or ()):
         costs = Pieces.of(answer.costs, answer.costs.layers or ()).costs(layers)
         placements = (answer.schedule.placement,)
         even = replace(asked, costs=costs, cut=None, placements=placements)
-        ways.append(("other layers", even))
-    told = [each for way in ways for each in _told_of(*way, answer, held, time)]
+        told += _told_of("other layers", even, answer, budget, held, time)
     flags = "--pipeline-vocab-parallel", f"--pipeline-layer-split {','.join(map(str, layers))}"
     return [(what, f"{line}: {flag}") for (what, line), flag in zip(told, flags, strict=False)]
 
@@ -667,7 +649,7 @@ def _recipe(options: argparse.Namespace) -> str:
     return shlex.join(map(str, words))
 
 
-def _print(answer: Planned, limit: float, costs: Costs, in_bytes: bool) -> None:
+def _print(answer: PlanResult, limit: float, costs: Costs, in_bytes: bool) -> None:
     from megatron_vshape.core.splitting import where_split  # brings numba along, as planning does
 
     made, slices = answer.plan, answer.schedule.slices
@@ -700,20 +682,22 @@ def _print(answer: Planned, limit: float, costs: Costs, in_bytes: bool) -> None:
         print(f"{label:<16}{value}")
 
 
-def _more_told(question: PlanRequest, answer: Planned, unit: float | None) -> list[tuple[str, str]]:
+def _more_told(
+    question: PlanRequest, answer: PlanResult, unit: float | None, budget: Budget
+) -> list[tuple[str, str]]:
     """Format the gain of one more GiB, or chunk without `unit`, if offloading is possible."""
     if not answer.costs.copies:
         return []
     what = "chunk" if unit is None else "GiB"
     size = chunk_of(question.whole(), question.num_devices) if unit is None else unit
-    value = with_more(question, answer, size)
+    value = with_more(question, answer, size, budget)
     time = time_text(value, unit is not None)
     saved = 1 - value / answer.plan.value
     told = f"{time} ({percent(saved)} faster)" if saved > 1e-4 else "no gain"
     return [(f"1 {what} more", told)]
 
 
-def _gap_text(answer: Planned) -> str:
+def _gap_text(answer: PlanResult) -> str:
     value, own = answer.plan.value, answer.plan.gap
     if not answer.searched_bound:  # cut short
         return f"at most {percent(own)} for this placement"
@@ -814,7 +798,7 @@ def _followed(
 
     before = signal.signal(signal.SIGINT, interrupt)
     try:
-        return frontier(replace(question, progress=progress.search), limits, report)
+        return frontier(question, limits, report, Budget(report=progress.search))
     except KeyboardInterrupt:
         if not points:
             raise

@@ -14,9 +14,6 @@ FIRST_S = 2.0
 TERMINAL_S, FILE_S = 0.5, 30.0
 """Seconds between reports: a terminal has one changing line, a file gets a line each."""
 
-SEARCH = "megatron-vshape search"
-"""The name of the thread that searches."""
-
 Search = Callable[[int, float, float], None]
 """Progress callback of the planner: steps so far, best value, lower bound."""
 

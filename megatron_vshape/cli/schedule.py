@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -25,14 +25,16 @@ from megatron_vshape.cli.options import (
     questions_of,
 )
 from megatron_vshape.cli.progress import told
-from megatron_vshape.core.ask import SCHEDULE_NAMES, SUFFIXES, PlanRequest, ask
 from megatron_vshape.core.baselines import NOT_STOCK, why_not_stock
+from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.core.paper.catalogue import EVERY_NAME, OPTIONS
+from megatron_vshape.core.plan import plan
+from megatron_vshape.core.request import SCHEDULE_NAMES, SUFFIXES, PlanRequest
 from megatron_vshape.view.chrome_trace import write_trace
 from megatron_vshape.view.names import plain
 from megatron_vshape.view.numbers import (
@@ -134,7 +136,7 @@ def run(options: argparse.Namespace) -> int:
     time = partial(time_text, in_us=measured is not None)
     with told(time) as progress:
         questions = questions_of(names, options, measured, _choices(options), options.slices)
-        results = [_result(replace(each, progress=progress.search)) for each in questions]
+        results = [_result(each, Budget(report=progress.search)) for each in questions]
     outputs = _outputs(options, results)
     write_all(outputs)
     if options.compare:
@@ -170,8 +172,8 @@ def _check(options: argparse.Namespace) -> None:
         check_can_draw("--figure")
 
 
-def _result(question: PlanRequest) -> _Result:
-    answer, measured = ask(question), question.costs
+def _result(question: PlanRequest, budget: Budget) -> _Result:
+    answer, measured = plan(question, budget), question.costs
     timeline = simulate(answer.schedule, answer.costs)
     numbers = numbers_of(timeline, None if measured is None else answer.costs)
     return _Result(answer.block, timeline, answer.costs, numbers, measured)

@@ -3,15 +3,17 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_vshape.core.ask import PlanRequest, ask, best_order
 from megatron_vshape.core.baselines import judge
+from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import least_limit
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.offload_costs import without_copies
 from megatron_vshape.core.model.placement import default_placements
 from megatron_vshape.core.model.schedule import Plan, Schedule
 from megatron_vshape.core.paper.catalogue import NAMES
+from megatron_vshape.core.plan import plan
 from megatron_vshape.core.planner.vocabulary import WAITING, most_logits_bytes
+from megatron_vshape.core.request import PlanRequest
 
 _SAME = 1 + 1e-9
 
@@ -32,6 +34,7 @@ def frontier(
     question: PlanRequest,
     limits: Sequence[float],
     report: Callable[[Point], None] = lambda point: None,
+    budget: Budget | None = None,
 ) -> list[Point]:
     """Plan for every limit, from the lowest on.
 
@@ -51,7 +54,7 @@ def frontier(
         costs, min(WAITING)
     )
     for limit in [each for each in sorted(limits) if each * _SAME >= least] or [max(limits)]:
-        made = best_order(replace(question, limit=limit)).plan
+        made = plan(replace(question, limit=limit), budget).plan
         point = Point(limit, max(made.peak), made.value, made.bubble, made.schedule, made)
         # For equal values, keep the plan with less memory.
         if points and points[-1].value <= point.value * _SAME:
@@ -83,7 +86,7 @@ def published(question: PlanRequest) -> Iterator[Point]:
     """Yield the catalogue's schedules as points, with the request's costs for each."""
     for name in NAMES:
         try:
-            answer = ask(replace(question, name=name, slices=1))
+            answer = plan(replace(question, name=name, slices=1))
         except ScheduleError:  # not for this size, or no costs for its stages
             continue
         known = judge(answer.schedule, answer.costs)

@@ -4,10 +4,10 @@ import io
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_vshape.core.ask import PLUS_NAMES, Planned
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.request import PLUS_NAMES
 from megatron_vshape.playground.four_steps import step_pictures
 from megatron_vshape.playground.frontier import points
 from megatron_vshape.playground.period import period_of
@@ -77,7 +77,7 @@ def _picture(request: Request, choice: ScheduleChoice, pricing: Pricing, report:
         no_recipe=no_recipe,
         train=_train(choice),
     )
-    if isinstance(made, Planned):
+    if made.searched is not None:
         bound, goal = made.plan.lower_bound, made.plan.objective
         facts = replace(facts, limit=made.limits[0], lower_bound=bound, bounded=goal)
     return Picture(timeline, costs, facts)

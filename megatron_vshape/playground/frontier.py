@@ -1,9 +1,9 @@
 """Memory-time frontier: a point per published schedule, and per plan within a limit."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from megatron_vshape.core.baselines import judge
+from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import least_limit
 from megatron_vshape.core.frontier import Point, frontier
 from megatron_vshape.core.model.costs import Costs
@@ -61,7 +61,7 @@ def _planned_points(request: Request, pricing: Pricing, report: Report) -> list[
 
     report({"doing": "planning", "done": 0, "of": len(limits)})
     try:
-        frontier(replace(question, progress=searched), limits, told)
+        frontier(question, limits, told, Budget(report=searched))
     except ScheduleError as error:
         raise FieldError("plans", str(error)) from None
     return list(found.values())

@@ -9,13 +9,13 @@ from enum import StrEnum
 from io import StringIO
 from pathlib import Path
 
-from megatron_vshape.core.ask import PLUS_NAMES, SCHEDULE_NAMES
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.files import parse_object, read_text
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import OPTIONS, make
+from megatron_vshape.core.request import PLUS_NAMES, SCHEDULE_NAMES
 from megatron_vshape.playground.picture import palette
 from megatron_vshape.playground.request import MAX_TEXT, PLAN_CHUNKS, FileText
 from megatron_vshape.playground.traces import events_of

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megatron_vshape.core.ask import SCHEDULE_NAMES
 from megatron_vshape.core.model.files import is_number, is_whole
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.paper import catalogue
 from megatron_vshape.core.paper.catalogue import OPTIONS
+from megatron_vshape.core.request import SCHEDULE_NAMES
 
 MAX_DEVICES = 256
 MAX_MICROBATCHES = 16_384

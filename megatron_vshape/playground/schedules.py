@@ -4,12 +4,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import PurePath
 
-from megatron_vshape.core.ask import Cut, PlanRequest, PlanResult, ask
+from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.plan import plan
+from megatron_vshape.core.request import Cut, PlanRequest, PlanResult
 from megatron_vshape.playground.request import (
     FieldError,
     FileChoice,
@@ -37,7 +39,9 @@ def make_choice(
     """
     if isinstance(choice, NamedChoice):
         report({"doing": f"making {choice.name}"})
-        return make_named(request, choice, pricing.cut(request.devices), _progress(report))
+        return make_named(
+            request, choice, pricing.cut(request.devices), Budget(report=_progress(report))
+        )
     if isinstance(choice, FileChoice):
         report({"doing": "reading the file"})
         schedule = read_schedule(choice.file)
@@ -50,14 +54,16 @@ def make_named(
     request: Request,
     choice: NamedChoice,
     cut: Cut | None = None,
-    progress: Callable[[int, float, float], None] | None = None,
+    budget: Budget | None = None,
 ) -> PlanResult:
     """Make the catalogue schedule of this name, with costs from `cut` or unit costs."""
     given = {"num_chunks": choice.chunks, "group_size": choice.group_size}
     choices = tuple((key, count) for key, count in given.items() if count is not None)
-    sizes = request.devices, request.microbatches
+    asked = PlanRequest(
+        choice.name, request.devices, request.microbatches, cut=cut, choices=choices
+    )
     try:
-        return ask(PlanRequest(choice.name, *sizes, cut=cut, choices=choices, progress=progress))
+        return plan(asked, budget)
     except FieldError:
         raise
     except ScheduleError as error:
@@ -107,10 +113,9 @@ def make_planned(
         limit=choice.limit * unit,
         objective=choice.objective,
         seconds=choice.seconds,
-        progress=_progress(report),
     )
     try:
-        return ask(asked)
+        return plan(asked, Budget(report=_progress(report)))
     except LimitError as error:
         text = error.told(lambda held: f"{enough(held / unit)} {name}")
         raise FieldError("limit", text) from None

@@ -1,9 +1,9 @@
 """Convert the playground's costs to costs of a schedule's stages."""
 
-from megatron_vshape.core.ask import AUTO, Cut, PlanRequest
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.pieces import Piece, regroup, with_ends
+from megatron_vshape.core.request import AUTO, Cut, PlanRequest
 from megatron_vshape.playground.request import CostChoice, Extra, FieldError
 from megatron_vshape.view.numbers import base_peak
 

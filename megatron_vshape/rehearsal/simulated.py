@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron_vshape.core.ask import PlanRequest, known_as
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.placement import Placement
+from megatron_vshape.core.request import PlanRequest, known_as
 from megatron_vshape.rehearsal.counted import pass_times
 from megatron_vshape.rehearsal.flags import Command
 from megatron_vshape.rehearsal.gpus import Gpu

@@ -9,7 +9,6 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import Any
 
-from megatron_vshape.core.ask import PlanRequest, ask
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import (
     Pieces,
@@ -19,6 +18,8 @@ from megatron_vshape.core.model.layers import (
     without_ends,
 )
 from megatron_vshape.core.model.placement import Placement
+from megatron_vshape.core.plan import plan
+from megatron_vshape.core.request import PlanRequest
 from megatron_vshape.mcore.layout.sizes import ModelSizes, sizes_of, widths_of
 from megatron_vshape.rehearsal.flags import VOCABULARIES, Command, read_command
 
@@ -453,7 +454,7 @@ def count_stages(schedule: str, num_devices: int) -> int:
     """
     if schedule == ADAPTIVE:
         return 2 * num_devices
-    return ask(PlanRequest(schedule, num_devices, 1)).schedule.num_stages
+    return plan(PlanRequest(schedule, num_devices, 1)).schedule.num_stages
 
 
 def layers_of_stages(it: Configuration, model: Subject, placement: Placement) -> tuple[int, ...]:

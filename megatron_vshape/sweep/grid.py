@@ -5,10 +5,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-from megatron_vshape.core.ask import with_chunks
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.paper import catalogue
 from megatron_vshape.core.paper.catalogue import OPTIONS
+from megatron_vshape.core.request import with_chunks
 from megatron_vshape.sweep.configurations import (
     ADAPTIVE,
     Configuration,

@@ -7,7 +7,6 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatron_vshape.core.ask import AUTO, PlanRequest, ask, best_order
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
@@ -15,7 +14,9 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.placement import Placement, default_placements
 from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline
+from megatron_vshape.core.plan import plan
 from megatron_vshape.core.planner.vocabulary import shared_if_told, shared_pieces
+from megatron_vshape.core.request import AUTO, PlanRequest
 from megatron_vshape.rehearsal.shapes import Counted
 from megatron_vshape.sweep.configurations import (
     ADAPTIVE,
@@ -253,7 +254,7 @@ def plan_adaptive(
         placements=(placement,),
     )
     try:
-        schedule = best_order(question).schedule
+        schedule = plan(question).schedule
     except LimitError as error:
         raise SweepError(error.told(lambda held: f"{enough(held / GIB)} GiB")) from None
     except ScheduleError as error:
@@ -263,7 +264,7 @@ def plan_adaptive(
 
 @lru_cache(maxsize=64)
 def _made(name: str, num_devices: int, num_microbatches: int) -> Schedule:
-    return ask(PlanRequest(name, num_devices, num_microbatches)).schedule
+    return plan(PlanRequest(name, num_devices, num_microbatches)).schedule
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,14 +14,16 @@ import pytest
 
 from megatron_vshape.cli import plan
 from megatron_vshape.cli.main import main
-from megatron_vshape.core.ask import Planned, PlanRequest, best_order
+from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.offload_costs import with_copies
 from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.core.model.schedule import load_schedule
+from megatron_vshape.core.plan import plan as plan_request
 from megatron_vshape.core.planner.vocabulary import is_shared, shared_pieces
+from megatron_vshape.core.request import PlanRequest, PlanResult
 from megatron_vshape.view.numbers import GIB
 
 SIZE = ["--devices", "4", "--microbatches", "8"]
@@ -318,14 +320,14 @@ def test_ctrl_c_ends_a_frontier_with_what_is_done(
     pytest.importorskip("matplotlib")
     begun = []
 
-    def interrupted(question: PlanRequest) -> Planned:
+    def interrupted(question: PlanRequest, budget: Budget) -> PlanResult:
         begun.append(question.limit)
         if len(begun) == 2:
             with contextlib.suppress(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
-        return best_order(question)
+        return plan_request(question, budget)
 
-    monkeypatch.setattr("megatron_vshape.core.frontier.best_order", interrupted)
+    monkeypatch.setattr("megatron_vshape.core.frontier.plan", interrupted)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup has it ignored
     path = tmp_path / "frontier.svg"
     assert main(["plan", *SMALL, *COST, "--frontier", str(path)]) == 0

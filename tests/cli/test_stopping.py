@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from megatron_vshape.cli.main import main
-from megatron_vshape.cli.progress import SEARCH, Search
-from megatron_vshape.cli.stopping import GRACE_S, Budget
-from megatron_vshape.core.ask import Planned, PlanRequest, best_order
+from megatron_vshape.core.budget import GRACE_S, SEARCH, Budget
+from megatron_vshape.core.plan import plan as plan_request
+from megatron_vshape.core.request import PlanRequest, PlanResult
 
 LONG = ["plan", "--devices", "8", "--microbatches", "64", "--cost", "1,1.15,.85,.05"]
 LONG += ["--memory-limit", "10"]
@@ -41,26 +41,23 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]
     made: list[threading.Timer] = []
 
     def come(*seconds: float) -> None:
-        watching, timers = Budget.watching, [threading.Timer(each, interrupt) for each in seconds]
+        progress, timers = Budget.progress, [threading.Timer(each, interrupt) for each in seconds]
         made.extend(timers)
 
-        def and_interrupt(self: Budget, progress: Search) -> Search:
-            def told(steps: int, best: float, bound: float) -> None:
-                while timers:
-                    timers.pop().start()
-                progress(steps, best, bound)
+        def and_interrupt(self: Budget, steps: int, best: float, bound: float) -> None:
+            while timers:
+                timers.pop().start()
+            progress(self, steps, best, bound)
 
-            return watching(self, told)
-
-        monkeypatch.setattr(Budget, "watching", and_interrupt)
+        monkeypatch.setattr(Budget, "progress", and_interrupt)
 
     yield come
     for each in made:
         each.cancel()
 
 
-def small() -> Planned:
-    return best_order(PlanRequest("auto", 2, 4, steps=1000))
+def small() -> PlanResult:
+    return plan_request(PlanRequest("auto", 2, 4, steps=1000))
 
 
 def test_work_that_ends_in_time_is_not_touched() -> None:

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vshape.core.ask import AUTO, Planned, PlanRequest, ask, best_order, find
 from megatron_vshape.core.check.bounds import lower_bound
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
@@ -12,7 +11,9 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.schedule import Plan
 from megatron_vshape.core.paper.catalogue import NAMES, make, make_block
+from megatron_vshape.core.plan import plan
 from megatron_vshape.core.planner import search
+from megatron_vshape.core.request import AUTO, PlanRequest, find
 
 REAL = (1.0, 1.15, 0.85, 0.05)
 
@@ -37,13 +38,13 @@ def test_a_plan_gives_way_to_the_best_published_schedule_that_fits(
     costs = Costs.uniform(4, 8, *REAL)
     worse = slow("v-min", 4, 9, costs)
     monkeypatch.setattr(search, "plan", lambda *_, **__: worse)
-    answer = best_order(PlanRequest(AUTO, 4, 9, costs, limit=limit, placements=(v_shape(4),)))
+    answer = plan(PlanRequest(AUTO, 4, 9, costs, limit=limit, placements=(v_shape(4),)))
     known = make(best, 4, 9)
     assert answer.schedule.order == known.order
     assert answer.plan.value == simulate(known, costs).makespan
     assert answer.plan.lower_bound <= answer.plan.value
     assert answer.plan.peak == peak_held(known, costs)
-    assert all(each.schedule.placement == v_shape(4) for each in answer.known)
+    assert all(each.schedule.placement == v_shape(4) for each in answer.baselines)
 
 
 def test_what_a_plan_may_not_be_is_no_rival(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +52,7 @@ def test_what_a_plan_may_not_be_is_no_rival(monkeypatch: pytest.MonkeyPatch) -> 
     costs = Costs.uniform(4, 4, *REAL)
     worse = slow("1f1b", 4, 9, costs)
     monkeypatch.setattr(search, "plan", lambda *_, **__: worse)
-    answer = best_order(PlanRequest(AUTO, 4, 9, costs, limit=16))
+    answer = plan(PlanRequest(AUTO, 4, 9, costs, limit=16))
     assert answer.schedule.order == make("zb-h2", 4, 9).order
 
 
@@ -69,20 +70,19 @@ def test_a_block_holds_its_peaks_with_twice_as_many_microbatches_as_devices() ->
 @pytest.mark.parametrize("chunks", [1, 2, 4])
 def test_without_a_limit_a_plan_may_hold_what_1f1b_does(chunks: int) -> None:
     costs = Costs.uniform(4, 4 * chunks, *REAL)
-    answer = ask(PlanRequest(AUTO, 4, 8, costs, steps=1000))
-    assert isinstance(answer, Planned)
+    answer = plan(PlanRequest(AUTO, 4, 8, costs, steps=1000))
     assert answer.limits == (8.0,) * 4 == peak_held(make("1f1b", 4, 8))[:1] * 4
 
 
 def test_a_name_a_file_and_a_plan_are_one_question(tmp_path: Path) -> None:
-    named = ask(PlanRequest("v-half", 4, 8))
+    named = plan(PlanRequest("v-half", 4, 8))
     assert named.block == make_block("v-half", 4, 8)
     assert named.costs == Costs.uniform(4, 8)
     path = tmp_path / "mine.json"
     path.write_text(named.schedule.to_json())
-    assert ask(PlanRequest(str(path), 4, 8)).schedule == named.schedule == find(str(path))
+    assert plan(PlanRequest(str(path), 4, 8)).schedule == named.schedule == find(str(path))
     assert find("v-half+") == "v-half+"
-    chosen = ask(PlanRequest("interleaved-1f1b", 2, 4, choices=(("num_chunks", 3),)))
+    chosen = plan(PlanRequest("interleaved-1f1b", 2, 4, choices=(("num_chunks", 3),)))
     assert chosen.costs.num_stages == chosen.schedule.num_stages == 6
 
 
@@ -96,7 +96,7 @@ def test_a_file_that_cannot_run_is_named(tmp_path: Path) -> None:
 def test_a_whole_backward_may_fit_where_no_split_one_does() -> None:
     """A BW holds what its F left until it ends, however much a B leaves for its W."""
     costs = Costs((1.0,) * 4, (1.0,) * 4, (2.0,) * 4, 0.0, (1.0,) * 4, (4.0,) * 4)
-    answer = best_order(PlanRequest(AUTO, 2, 8, costs))
+    answer = plan(PlanRequest(AUTO, 2, 8, costs))
     assert answer.limits == (4.0, 4.0)
     assert max(answer.plan.peak) <= 4
     assert answer.searched_bound <= answer.plan.value < 72  # of 1F1B

@@ -6,7 +6,7 @@ import sys
 MODULES = (
     "paper.building_block paper.blocks paper.repeating paper.squeezing paper.reordering "
     "paper.catalogue check.verify check.simulate model.schedule model.costs "
-    "program.lowering program.early_start ask"
+    "program.lowering program.early_start plan"
 )
 CODE = """
 import sys, time

@@ -189,7 +189,7 @@ def test_a_cache_is_opened_when_its_function_is_called(tmp_path: Path) -> None:
         assert opened == []
         assert function(2) == 5
         assert opened
-    code = "from megatron_vshape import lower, make; import megatron_vshape.core.ask\n"
+    code = "from megatron_vshape import lower, make; import megatron_vshape.core.plan\n"
     code += "lower(make('v-half', 4, 8))"
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=120)

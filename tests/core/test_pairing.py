@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 from joint_replay import replay
 
-from megatron_vshape.core.ask import PlanRequest, ask
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
@@ -18,9 +17,11 @@ from megatron_vshape.core.model.offload_costs import with_copies
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import JOINT_NAMES, NAMES, make, make_block
+from megatron_vshape.core.plan import plan as plan_request
 from megatron_vshape.core.planner.search import plan
 from megatron_vshape.core.program.lowering import lower
 from megatron_vshape.core.program.pairing import pair_adjacent
+from megatron_vshape.core.request import PlanRequest
 
 
 def exchanging(devices: int, share: float, chunks: int = 2) -> Costs:
@@ -94,8 +95,8 @@ def test_a_name_has_its_joint_passes_if_the_run_has() -> None:
     assert not set(JOINT_NAMES) & set(NAMES)
     for name in JOINT_NAMES:
         question = PlanRequest(name, 4, 8)
-        assert not ask(question).schedule.overlapped
-        assert ask(replace(question, overlapped=True)).schedule.overlapped
+        assert not plan_request(question).schedule.overlapped
+        assert plan_request(replace(question, overlapped=True)).schedule.overlapped
 
 
 def checked(schedule: Schedule, costs: Costs | None) -> Schedule:

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from megatron_vshape.core import frontier as core_frontier
-from megatron_vshape.core.ask import AUTO, MEMORY_NAMES, PLUS, Planned, PlanRequest, ask, best_order
 from megatron_vshape.core.check.bounds import lower_bound
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
@@ -13,9 +12,11 @@ from megatron_vshape.core.frontier import frontier, published
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.plan import plan as plan_request
 from megatron_vshape.core.planner import search
 from megatron_vshape.core.planner.orders import Candidate, PlacementSearch, Run
 from megatron_vshape.core.planner.search import Objective, plan
+from megatron_vshape.core.request import AUTO, MEMORY_NAMES, PLUS, PlanRequest, PlanResult
 
 REAL = (1.0, 1.15, 0.85, 0.05)
 
@@ -103,11 +104,11 @@ def test_a_plan_carried_to_a_higher_limit_has_a_bound_that_holds_there(
     assert tight.lower_bound > ample.lower_bound
     worse = replace(ample, value=2 * tight.value)
 
-    def answered(question: PlanRequest) -> Planned:
+    def answered(question: PlanRequest, _: object) -> PlanResult:
         made = tight if question.limit == 3 else worse
-        return Planned(made.schedule, costs, plan=made, limits=(), known=())
+        return PlanResult(made.schedule, costs, searched=made)
 
-    monkeypatch.setattr(core_frontier, "best_order", answered)
+    monkeypatch.setattr(core_frontier, "plan", answered)
     first, second = frontier(PlanRequest(AUTO, 3, 4, costs), (3, 6))
     assert second.schedule is first.schedule
     assert first.plan == tight
@@ -150,7 +151,7 @@ def test_what_would_fill_the_memory_is_refused() -> None:
 
 def test_a_name_with_a_plus_takes_costs_of_a_finer_cut() -> None:
     fine, coarse = Costs.uniform(2, 8, *REAL), Costs.uniform(2, 4, *REAL)
-    made = [ask(PlanRequest("v-half+", 2, 4, each)).schedule for each in (fine, coarse)]
+    made = [plan_request(PlanRequest("v-half+", 2, 4, each)).schedule for each in (fine, coarse)]
     assert made[0] == made[1]
 
 
@@ -167,13 +168,13 @@ def test_an_order_within_a_limit_is_proved_to_keep_it(monkeypatch: pytest.Monkey
     costs, ample = uniform(4, REAL), plan(uniform(4, REAL), 4, 8, 8)
     monkeypatch.setattr(search, "plan", lambda *_, **__: ample)
     with pytest.raises(ScheduleError, match="more than the limit of 6"):
-        best_order(PlanRequest(AUTO, 4, 8, costs, limit=(8, 8, 8, 6)))
+        plan_request(PlanRequest(AUTO, 4, 8, costs, limit=(8, 8, 8, 6)))
 
 
 @pytest.mark.parametrize("name", MEMORY_NAMES)
 def test_a_name_with_a_plus_is_a_plan_at_its_memory(name: str) -> None:
     costs = uniform(4, (1, 2, 1, 0.05))
-    made, base = ask(PlanRequest(name + PLUS, 4, 8, costs)).schedule, make(name, 4, 8)
+    made, base = plan_request(PlanRequest(name + PLUS, 4, 8, costs)).schedule, make(name, 4, 8)
     assert made.name == name + PLUS
     assert max(peak_held(made, costs)) <= max(peak_held(base, costs))
     assert simulate(made, costs).makespan <= simulate(base, costs).makespan
@@ -183,4 +184,4 @@ def test_only_some_names_have_a_plus() -> None:
     with pytest.raises(
         ScheduleError, match=r"'1f1b\+'; did you mean 1f1b\? .* v-min\+, v-half\+, "
     ):
-        ask(PlanRequest("1f1b+", 4, 8))
+        plan_request(PlanRequest("1f1b+", 4, 8))

@@ -8,7 +8,6 @@ from dataclasses import fields, replace
 
 import pytest
 
-from megatron_vshape.core.ask import AUTO, PlanRequest, best_order
 from megatron_vshape.core.check.bounds import lower_bound
 from megatron_vshape.core.check.relax import in_passes
 from megatron_vshape.core.check.simulate import peak_held, simulate
@@ -37,8 +36,10 @@ from megatron_vshape.core.model.pieces import (
 )
 from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.plan import plan as plan_request
 from megatron_vshape.core.planner.search import plan
 from megatron_vshape.core.program.lowering import whole_backwards
+from megatron_vshape.core.request import AUTO, PlanRequest
 from megatron_vshape.core.splitting import joined, saves, where_split
 
 REAL = (1.0, 1.15, 0.85, 0.05)
@@ -152,7 +153,7 @@ def test_it_splits_where_it_pays() -> None:
     costs = Costs.uniform(4, 8, *REAL)
     shares = []
     for share in (0.05, 0.35):
-        answer = best_order(PlanRequest(AUTO, 4, 16, saving(costs, share), limit=8, steps=20_000))
+        answer = plan_request(PlanRequest(AUTO, 4, 16, saving(costs, share), limit=8, steps=20_000))
         backwards = [p.kind for row in answer.schedule.order for p in row if Kind.B in p.kind.does]
         shares.append(backwards.count(Kind.B) / len(backwards))
     assert shares[1] == 0 < shares[0]
@@ -162,7 +163,7 @@ def test_a_pass_that_costs_the_host_much_is_not_added() -> None:
     """Half of a pass for the host: then a W apart is half a pass longer."""
     cheap, dear = (Costs.uniform(4, 8, *REAL, host) for host in (0.0, 0.5))
     split, whole = (
-        best_order(PlanRequest(AUTO, 4, 16, costs, limit=8, steps=20_000))
+        plan_request(PlanRequest(AUTO, 4, 16, costs, limit=8, steps=20_000))
         for costs in (cheap, dear)
     )
     passes = [sum(map(len, each.schedule.order)) for each in (split, whole)]
@@ -192,7 +193,7 @@ def cell(seed: int) -> tuple[Costs, int, int, float]:
 def test_no_plan_is_slower_than_one_split_everywhere_or_nowhere(seed: int) -> None:
     costs, devices, microbatches, limit = cell(seed)
     assert saves(costs) > 0
-    answer = best_order(PlanRequest(AUTO, devices, microbatches, costs, limit=limit, steps=4_000))
+    answer = plan_request(PlanRequest(AUTO, devices, microbatches, costs, limit=limit, steps=4_000))
     verify(answer.schedule, answer.limits, answer.costs)
     sizes = devices, microbatches, limit
     everywhere = plan(costs, *sizes, steps=4_000).schedule

@@ -6,14 +6,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from megatron_vshape.core.ask import (
-    AUTO,
-    BaselineEstimate,
-    PlanRequest,
-    best_order,
-    compare,
-    known_as,
-)
 from megatron_vshape.core.baselines import BaselineSpec
 from megatron_vshape.core.check.bounds import least_limit
 from megatron_vshape.core.check.simulate import peak_held, simulate
@@ -24,6 +16,9 @@ from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS, make
+from megatron_vshape.core.plan import BaselineEstimate, compare
+from megatron_vshape.core.plan import plan as plan_request
+from megatron_vshape.core.request import AUTO, PlanRequest, known_as
 
 REAL = (1.0, 1.15, 0.85, 0.05)
 CELLS, SEED = 200, 20
@@ -87,7 +82,7 @@ def every_known(cell: Cell) -> Iterator[tuple[str, Schedule]]:
 def better_ones(cell: Cell) -> list[str]:
     """Return what is known that fits the limit of the cell and is faster than its answer."""
     question = cell.question()
-    answer = best_order(question)
+    answer = plan_request(question)
     assert max(peak_held(answer.schedule, answer.costs)) <= question.limit * (1 + 1e-9)
     value = simulate(answer.schedule, answer.costs).makespan
     assert answer.searched_bound <= answer.plan.value * (1 + 1e-9)
@@ -126,7 +121,7 @@ def test_more_chunks_than_four_are_found_where_they_win() -> None:
         chunks=(1, 2, 3, 4, 5, 6),
         steps=60_000,
     )
-    answer = best_order(asked)
+    answer = plan_request(asked)
     assert answer.schedule.num_chunks == 6
     assert answer.plan.value <= 62.34
     assert answer.searched_bound < answer.plan.value
@@ -135,7 +130,7 @@ def test_more_chunks_than_four_are_found_where_they_win() -> None:
 def test_no_chunk_is_held_that_buys_nothing() -> None:
     cost = (1.0, 1.0, 1.0, 0.0)
     costs = Costs.uniform(4, 16, *cost)
-    answers = [best_order(PlanRequest(AUTO, 4, 12, costs, limit=limit)) for limit in (8, 12, 16)]
+    answers = [plan_request(PlanRequest(AUTO, 4, 12, costs, limit=limit)) for limit in (8, 12, 16)]
     assert len({round(each.plan.value, 9) for each in answers}) == 1
     assert {max(each.plan.peak) for each in answers} == {8.0}
 
@@ -144,9 +139,9 @@ def test_megatrons_own_is_recommended_where_it_wins() -> None:
     """A whole backward takes no longer than B alone, and stages cannot be made smaller."""
     costs = Costs.uniform(4, 4, 1, 1.2, 0.8, 0.05)
     dear = replace(costs, whole_backward_us=costs.backward_us)
-    answer = best_order(PlanRequest(AUTO, 4, 8, dear, limit="1f1b"))
+    answer = plan_request(PlanRequest(AUTO, 4, 8, dear, limit="1f1b"))
     assert answer.is_megatrons
-    assert answer.is_known == BaselineSpec("1f1b")
+    assert answer.baseline == BaselineSpec("1f1b")
     assert answer.schedule.order == make("1f1b", 4, 8).order
     known = {each.rival: each for each in compare(PlanRequest(AUTO, 4, 8, dear, limit=8), answer)}
     own = known[BaselineSpec("1f1b")]
@@ -164,7 +159,7 @@ def test_interleaved_is_megatrons_in_whole_groups() -> None:
 @pytest.mark.parametrize("name", ["interleaved-1f1b:3", "v-half"])
 def test_a_name_as_a_limit_means_its_peak(name: str) -> None:
     question = PlanRequest(AUTO, 3, 6, None, limit=name, steps=2000)
-    answer = best_order(question)
+    answer = plan_request(question)
     peak = max(known_as(name, question).peak)
     assert answer.limits == (peak,) * 3
     chunks = {"num_chunks": 3} if ":" in name else {}
@@ -176,7 +171,7 @@ def test_without_a_limit_it_is_what_1f1b_really_holds() -> None:
     """The logits that the last stage holds once are not held by the first, d times."""
     held = (1.0,) * 7 + (9.0,)
     costs = Costs((1.0,) * 8, (1.2,) * 8, (0.8,) * 8, 0.05, held, held)
-    answer = best_order(PlanRequest(AUTO, 4, 8, costs, steps=2000))
+    answer = plan_request(PlanRequest(AUTO, 4, 8, costs, steps=2000))
     assert answer.limits == (10.0,) * 4
     one = make("1f1b", 4, 8)
     assert max(peak_held(one, known_as("1f1b", PlanRequest(AUTO, 4, 8, costs)).costs)) == 10.0

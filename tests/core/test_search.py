@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_vshape.core.ask import AUTO, PlanRequest
 from megatron_vshape.core.check import bounds
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
@@ -19,6 +18,7 @@ from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.placement import default_placements, linear, looping, v_shape
 from megatron_vshape.core.planner import search
 from megatron_vshape.core.planner.search import Objective, Plan, plan
+from megatron_vshape.core.request import AUTO, PlanRequest
 
 REAL = (1.0, 1.15, 0.85, 0.05)
 STEPS = 3000

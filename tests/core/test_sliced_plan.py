@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_vshape.core.ask import AUTO, Planned, PlanRequest, ask
 from megatron_vshape.core.check.bounds import LimitError, least_memory, lower_bound
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
@@ -16,10 +15,12 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, linear, looping, v_shape
 from megatron_vshape.core.model.schedule import Objective
 from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.plan import plan as plan_request
 from megatron_vshape.core.planner.rows import Codec
 from megatron_vshape.core.planner.search import plan
 from megatron_vshape.core.planner.vocabulary import shared_pieces
 from megatron_vshape.core.program.lowering import lower
+from megatron_vshape.core.request import AUTO, PlanRequest
 
 
 def real_costs(devices: int, stages: int, slices: int, *parts: float, added: float) -> Costs:
@@ -185,36 +186,34 @@ def question(slices: int | tuple[int, ...], host: float, limit: float | None = N
 
 @pytest.mark.parametrize(("host", "chosen"), [(0.0, 4), (1.0, 1)])
 def test_auto_chooses_by_what_a_pass_takes_beside_its_share(host: float, chosen: int) -> None:
-    answer = ask(question((1, 2, 4), host))
-    assert isinstance(answer, Planned)
+    answer = plan_request(question((1, 2, 4), host))
     assert answer.schedule.slices == chosen
     for slices in (1, 2, 4):
-        alone = ask(question(slices, host))
-        assert isinstance(alone, Planned)
+        alone = plan_request(question(slices, host))
         assert answer.plan.value <= alone.plan.value * (1 + 1e-9)
         assert alone.plan.lower_bound <= alone.plan.value
     assert answer.searched_bound <= answer.plan.value
-    for known in answer.known:
+    for known in answer.baselines:
         if max(known.peak) <= max(answer.limits):
             assert known.timeline.makespan >= answer.plan.value * (1 - 1e-9)
 
 
 def test_slices_go_where_nothing_else_fits() -> None:
     with pytest.raises(ScheduleError, match="no order was found|no schedule fits"):
-        ask(question(1, 0.02, limit=1.9))
-    answer = ask(question((1, 4), 0.5, limit=2.0))
+        plan_request(question(1, 0.02, limit=1.9))
+    answer = plan_request(question((1, 4), 0.5, limit=2.0))
     assert max(answer.plan.peak) <= 2.0
 
 
 def test_a_name_takes_one_number_of_slices() -> None:
     asked = replace(question((1, 2), 0.0), name="v-half")
     with pytest.raises(ScheduleError, match="v-half supports one, not 1, 2"):
-        ask(asked)
+        plan_request(asked)
 
 
 def test_in_the_memory_of_a_name_of_slices() -> None:
     asked = replace(question(2, 0.0), name="v-half+", limit=None)
-    answer, known = ask(asked), make("v-half", 4, 4, slices=2)
+    answer, known = plan_request(asked), make("v-half", 4, 4, slices=2)
     assert answer.schedule.slices == 2
     mine, theirs = (simulate(each, asked.costs).makespan for each in (answer.schedule, known))
     assert mine <= theirs
@@ -225,5 +224,5 @@ def test_what_has_no_slices_yet_is_told() -> None:
     costs = shared_pieces(pieces, 2, 0.1, 0.25).costs((2,) * 4)
     asked = PlanRequest(AUTO, 2, 2, costs, limit=4.0, steps=200, slices=2)
     with pytest.raises(ScheduleError, match="slices do not support a shared vocabulary"):
-        ask(asked)
-    assert ask(replace(asked, slices=(1, 2))).schedule.slices == 1
+        plan_request(asked)
+    assert plan_request(replace(asked, slices=(1, 2))).schedule.slices == 1

@@ -9,7 +9,6 @@ import pytest
 from shared_costs import shared_costs
 
 from megatron_vshape import Costs, Schedule, make, peak_held, plan, simulate, verify
-from megatron_vshape.core.ask import AUTO, PlanRequest, best_order
 from megatron_vshape.core.check.bounds import (
     LimitError,
     bound_at,
@@ -24,10 +23,12 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.pieces import Piece, regroup, under_megatron
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.schedule import Objective
+from megatron_vshape.core.plan import plan as plan_request
 from megatron_vshape.core.planner.vocabulary import (
     share_vocabulary,
     without_shared,
 )
+from megatron_vshape.core.request import AUTO, PlanRequest
 from megatron_vshape.view.memory import held_steps
 
 STAGES = 4
@@ -226,7 +227,7 @@ def test_the_default_limit_is_what_the_largest_device_needs_under_1f1b() -> None
     told = measured(8)
     question = PlanRequest(AUTO, 4, 16, told, steps=20_000, placements=(v_shape(4),))
     alone = peak_held(make("1f1b", 4, 16), regroup(told, 4, "1f1b"))
-    made = best_order(question)
+    made = plan_request(question)
     assert made.limits == (max(alone),) * 4
     assert fits(made.plan.peak, made.limits)
 
@@ -243,7 +244,7 @@ def test_a_shared_vocabulary_is_planned_within_all_that_its_passes_work_with() -
     schedule = share_vocabulary(make("v-half", 4, 12), told)
     assert max(peak_held(schedule, told)) > max(peak_held(schedule, told.of_activations()))
     limit = max(peak_held(schedule, told))
-    made = best_order(PlanRequest(AUTO, 4, 12, told, limit=limit, steps=5000))
+    made = plan_request(PlanRequest(AUTO, 4, 12, told, limit=limit, steps=5000))
     assert max(peak_held(made.schedule, made.costs)) <= limit * (1 + 1e-9)
     gone = without_shared(told).lists()
     assert not any(name.startswith(("logits", "head_weight")) for name in gone)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from shared_costs import shared_costs
 
-from megatron_vshape.core.ask import AUTO, PlanRequest, ask, best_order, compare
 from megatron_vshape.core.baselines import EvaluatedSchedule
 from megatron_vshape.core.check.bounds import LimitError, fits
 from megatron_vshape.core.check.simulate import peak_held, simulate
@@ -32,6 +31,8 @@ from megatron_vshape.core.model.pieces import Piece, regroup
 from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
+from megatron_vshape.core.plan import compare
+from megatron_vshape.core.plan import plan as plan_request
 from megatron_vshape.core.planner.search import plan
 from megatron_vshape.core.planner.vocabulary import (
     WAITING,
@@ -44,6 +45,7 @@ from megatron_vshape.core.planner.vocabulary import (
 )
 from megatron_vshape.core.program.kernels import deadlocks_under_device_sync
 from megatron_vshape.core.program.lowering import forward_wave, lower
+from megatron_vshape.core.request import AUTO, PlanRequest
 
 HEAD = 2.46
 """Layers that an output layer of 128k takes at h = s = 4096."""
@@ -254,7 +256,7 @@ def shared_question(
 def test_costs_that_tell_of_it_are_planned_with_it() -> None:
     """The plan and all that it is compared with share it, within the limit, logits included."""
     question = shared_question(9.0)
-    answer = best_order(question)
+    answer = plan_request(question)
     verify(answer.schedule)
     verify(answer.schedule, answer.limits, answer.costs)
     lower(answer.schedule, kernels=True)
@@ -272,17 +274,17 @@ def test_costs_that_tell_of_it_are_planned_with_it() -> None:
 
 def test_a_limit_leaves_room_for_logits() -> None:
     with pytest.raises(LimitError) as refused:
-        best_order(shared_question(2.25))
+        plan_request(shared_question(2.25))
     assert refused.value.need == pytest.approx(2 + 2 * 0.25)  # of the one at work and the next
-    assert best_order(shared_question(refused.value.least)).plan.peak
+    assert plan_request(shared_question(refused.value.least)).plan.peak
 
 
 def test_a_name_is_shared_as_the_costs_tell() -> None:
     question = replace(shared_question(9.0), name="v-half")
-    answer = ask(question)
+    answer = plan_request(question)
     assert answer.schedule.name == "v-half"
     verify(answer.schedule)
-    assert not is_shared(ask(replace(question, costs=None)).schedule)
+    assert not is_shared(plan_request(replace(question, costs=None)).schedule)
 
 
 def test_a_device_has_its_part_once_however_many_stages() -> None:
@@ -349,7 +351,7 @@ def test_a_shared_vocabulary_with_copies_is_no_slower_than_without() -> None:
     question = PlanRequest(AUTO, 4, 12, limit=4.5, steps=10_000)
     values = []
     for each in (costs, with_copies(costs, 1.0)):
-        answer = best_order(replace(question, costs=each))
+        answer = plan_request(replace(question, costs=each))
         verify(answer.schedule, answer.limits, answer.costs)
         lower(answer.schedule, kernels=True)
         assert is_shared(answer.schedule)

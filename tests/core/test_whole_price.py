@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import costs_of, made
 
-from megatron_vshape.core.ask import AUTO, PlanRequest, best_order
 from megatron_vshape.core.check.bounds import lower_bound
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
@@ -17,7 +16,9 @@ from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.pieces import Piece, costs_from_pieces, pieces_from_costs, regroup
 from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
+from megatron_vshape.core.plan import plan as plan_request
 from megatron_vshape.core.program.lowering import fuse, lower
+from megatron_vshape.core.request import AUTO, PlanRequest
 
 REAL = (1.0, 1.15, 0.85, 0.05)
 
@@ -137,10 +138,10 @@ def test_no_schedule_is_below_the_bound(
 def test_a_plan_joins_what_is_cheaper_together_and_nothing_that_is_dearer() -> None:
     costs = Costs.uniform(4, 8, *REAL)
     question = PlanRequest(AUTO, 4, 8, costs, limit=4, steps=20_000)
-    split = best_order(question)
+    split = plan_request(question)
     assert Kind.BW not in kinds_of(split.schedule)
     cheap, dear = (
-        best_order(replace(question, costs=priced(costs, share))) for share in (0.7, 1.2)
+        plan_request(replace(question, costs=priced(costs, share))) for share in (0.7, 1.2)
     )
     assert Kind.BW not in kinds_of(dear.schedule)
     assert dear.plan.value == pytest.approx(split.plan.value)
@@ -155,6 +156,6 @@ def test_a_plan_joins_what_is_cheaper_together_and_nothing_that_is_dearer() -> N
 def test_where_splitting_is_dear_a_plan_is_whole() -> None:
     """At half the price 1F1B and its like beat every order that splits."""
     costs = priced(Costs.uniform(4, 4, *REAL), 0.5)
-    answer = best_order(PlanRequest(AUTO, 4, 8, costs, limit=8, steps=20_000))
+    answer = plan_request(PlanRequest(AUTO, 4, 8, costs, limit=8, steps=20_000))
     assert kinds_of(answer.schedule) == {Kind.F, Kind.BW}
     assert answer.plan.value <= simulate(make("1f1b", 4, 8), costs).makespan

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vshape.cli.main import main
-from megatron_vshape.core import ask as asking
+from megatron_vshape.core import plan as planning
 from megatron_vshape.core.baselines import judge
 from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.model.costs import Costs
@@ -34,6 +34,7 @@ from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.schedule import Objective, Schedule, load_schedule
 from megatron_vshape.core.paper.catalogue import EVERY_NAME
 from megatron_vshape.core.planner import search
+from megatron_vshape.core.request import PlanRequest
 from megatron_vshape.mcore.setup.choice import GIB, ScheduleConfig, choice_of
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.sweep.configurations import Configuration
@@ -214,7 +215,7 @@ class Recorder:
         devices, microbatches = draw.choice((2, 3, 4)), draw.randrange(3, 12)
         family = FAMILIES[at % len(FAMILIES)]
         costs = Costs.from_json(json.dumps(costs_data(draw, family, 2 * devices)))
-        question = asking.PlanRequest(
+        question = PlanRequest(
             draw.choice((*("auto",) * 12, "v-min+", "v-zb+", *EVERY_NAME)),
             devices,
             microbatches,
@@ -224,15 +225,15 @@ class Recorder:
         )
 
         def answer() -> str:
-            made = asking.ask(question)
+            made = planning.plan(question)
             known = judge(made.schedule, made.costs)
             times = known.timeline.makespan, known.timeline.span
             lines = [made.schedule.to_json(), f"{times!r} {known.peak!r}"]
-            if isinstance(made, asking.Planned):
+            if made.searched is not None:
                 plan = made.plan
                 lines.append(f"{plan.value!r} {plan.lower_bound!r} {plan.source} {plan.steps}")
-                lines.append(f"{made.searched_bound!r} {made.is_known}")
-                lines += [f"{each.rival} {each.timeline.makespan!r}" for each in made.known]
+                lines.append(f"{made.searched_bound!r} {made.baseline}")
+                lines += [f"{each.rival} {each.timeline.makespan!r}" for each in made.baselines]
             return "\n".join(lines)
 
         self.keep(f"ask/{at}/{family}/{question.name}", told(answer))

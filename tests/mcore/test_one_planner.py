@@ -55,13 +55,13 @@ RANKS = 128
 def test_a_job_of_many_ranks_plans_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first step, and the larger one that a ramp-up brings."""
     asked: list[str] = []
-    ask = plans.ask
+    ask = plans.plan_request
 
     def counted(question: Any) -> Any:
         asked.append(threading.current_thread().name)
         return ask(question)
 
-    monkeypatch.setattr(plans, "ask", counted)
+    monkeypatch.setattr(plans, "plan_request", counted)
     store = dist.HashStore()
     choice = ScheduleConfig(2, "auto", costs=Costs.uniform(2, 4))
 

@@ -6,14 +6,15 @@ import pytest
 from mcore.other_trainer import DeferredConfig
 from posting import streams_of
 
-from megatron_vshape.core.ask import PlanRequest, ask, find
 from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import VOCABULARY, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
+from megatron_vshape.core.plan import plan
 from megatron_vshape.core.planner.vocabulary import share_vocabulary
+from megatron_vshape.core.request import PlanRequest, find
 from megatron_vshape.mcore.observe.report import opening_lines
 from megatron_vshape.mcore.options import options_from
 from megatron_vshape.mcore.setup.choice import GIB, ScheduleConfig, choice_of
@@ -82,7 +83,7 @@ def test_a_file_whose_microbatches_run_out_of_turn(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [*NAMES, "v-half+"])
 def test_this_packages_own_orders_may_be_files(tmp_path: Path, name: str) -> None:
     file = tmp_path / "own.json"
-    made = ask(PlanRequest(name, 4, 8)).schedule if name.endswith("+") else make(name, 4, 8)
+    made = plan(PlanRequest(name, 4, 8)).schedule if name.endswith("+") else make(name, 4, 8)
     file.write_text(made.to_json())
     choice_of(str(file), 4)
 

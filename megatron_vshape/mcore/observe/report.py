@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_vshape.core.ask import AUTO
 from megatron_vshape.core.check.simulate import peak_in_host
 from megatron_vshape.core.compiling import processors
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import LOGITS, RELEASE, ScheduleError
 from megatron_vshape.core.planner.vocabulary import holding_logits
+from megatron_vshape.core.request import AUTO
 from megatron_vshape.figures import tell
 from megatron_vshape.mcore.setup.choice import GIB
 from megatron_vshape.mcore.setup.pipeline import Pipeline

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 
-from megatron_vshape.core.ask import AUTO, PlanRequest, best_order
 from megatron_vshape.core.baselines import BaselineSpec, EvaluatedSchedule, judge_rival
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import recut
+from megatron_vshape.core.plan import plan
 from megatron_vshape.core.planner.vocabulary import without_shared
+from megatron_vshape.core.request import AUTO, PlanRequest
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.multi_token import num_predicting
 from megatron_vshape.mcore.layout.sizes import options_of, sizes_of
@@ -74,9 +76,9 @@ def megatrons_if_best(
 
     def compare() -> BaselineSpec | None:
         own = _megatrons(question, layers, overlaps)
-        known = [each for each in own if each.rival is not None and evaluates(each.rival)]
-        answer = best_order(question, *known)
-        best = answer.is_known if answer.is_megatrons else None
+        known = tuple(each for each in own if each.rival is not None and evaluates(each.rival))
+        answer = plan(replace(question, baselines=known))
+        best = answer.baseline if answer.is_megatrons else None
         return best if best is not None and evaluates(best) else None
 
     return once(compare)

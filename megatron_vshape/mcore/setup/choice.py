@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, replace
 from functools import cache
 
-from megatron_vshape.core.ask import AUTO, PLUS_NAMES, PlanRequest, ask, find, known_as
 from megatron_vshape.core.check.simulate import filled
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -14,7 +13,9 @@ from megatron_vshape.core.model.layers import Share
 from megatron_vshape.core.model.placement import Placement, looping, v_shape, with_loss_last
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import JOINT_NAMES
+from megatron_vshape.core.plan import plan
 from megatron_vshape.core.planner.vocabulary import is_shared
+from megatron_vshape.core.request import AUTO, PLUS_NAMES, PlanRequest, find, known_as
 from megatron_vshape.mcore.options import Options, schedule_names
 from megatron_vshape.mcore.setup.features import features
 
@@ -101,7 +102,7 @@ class ScheduleConfig:
 @cache
 def _published_placement(name: str, num_devices: int) -> Placement:
     least = 2 * num_devices if name in JOINT_NAMES else 1  # microbatches
-    return ask(PlanRequest(name, num_devices, least)).schedule.placement
+    return plan(PlanRequest(name, num_devices, least)).schedule.placement
 
 
 def choice_of(

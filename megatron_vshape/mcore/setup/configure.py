@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from megatron.core import parallel_state
 from torch import nn
 
-from megatron_vshape.core.ask import AUTO, with_chunks
 from megatron_vshape.core.baselines import BaselineSpec
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import check_layers
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.paper.catalogue import JOINT_NAMES
+from megatron_vshape.core.request import AUTO, with_chunks
 from megatron_vshape.mcore.features.slices import attention as sliced_attention
 from megatron_vshape.mcore.features.slices import router as sliced_router
 from megatron_vshape.mcore.features.vocabulary import model as vocabulary

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_vshape.core.ask import AUTO
+from megatron_vshape.core.request import AUTO
 from megatron_vshape.mcore.layout import multi_token
 from megatron_vshape.mcore.layout.layer_split import Split, split_layers
 from megatron_vshape.mcore.layout.stage_map import StageMap

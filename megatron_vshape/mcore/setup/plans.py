@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron_vshape.core.ask import AUTO, PLUS_NAMES, PlanRequest, ask, limits_of
 from megatron_vshape.core.baselines import judge_rival, rivals_of
 from megatron_vshape.core.check.bounds import fits, least_memory
 from megatron_vshape.core.check.simulate import peak_held, peak_shared, simulate
@@ -21,6 +20,7 @@ from megatron_vshape.core.model.offload_costs import with_copies_of
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Schedule, Timeline
+from megatron_vshape.core.plan import plan as plan_request
 from megatron_vshape.core.planner.vocabulary import (
     WAITING,
     in_proportion,
@@ -34,6 +34,7 @@ from megatron_vshape.core.program.hiding import Beside, deferred_weight_overlap
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.core.program.lowering import forward_wave, lower, whole_backwards
 from megatron_vshape.core.program.pairing import pair_adjacent
+from megatron_vshape.core.request import AUTO, PLUS_NAMES, PlanRequest, limits_of
 from megatron_vshape.mcore.setup.choice import GIB, ScheduleConfig
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.recent import keep, no_collection, recall
@@ -347,7 +348,7 @@ class Planner:
             question = replace(question, costs=costs and self._allowed(costs))
         if choice.name == AUTO:
             return self._automatic(question)
-        return ask(question).schedule
+        return plan_request(question).schedule
 
     def _allowed(self, costs: Costs) -> Costs:
         """Return costs without passes that the run adds later or does not support."""
@@ -356,8 +357,8 @@ class Planner:
     def _automatic(self, question: PlanRequest) -> Schedule:
         """Return the best schedule within the limit; without costs, a start schedule."""
         if self.costs is None:
-            return ask(replace(question, name=START)).schedule
-        return replace(ask(self._asked(question)).schedule, name=AUTO)
+            return plan_request(replace(question, name=START)).schedule
+        return replace(plan_request(self._asked(question)).schedule, name=AUTO)
 
     def _asked(self, question: PlanRequest) -> PlanRequest:
         """Return the plan request of the best schedule at the current costs within the limit."""

@@ -18,12 +18,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import nn
 
-from megatron_vshape.core.ask import AUTO
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.early_start import Cut, drain, prefix_before_loss
 from megatron_vshape.core.program.hiding import Beside
 from megatron_vshape.core.program.instructions import Program
+from megatron_vshape.core.request import AUTO
 from megatron_vshape.mcore.features.post_validation.rollback import RandomState, Replay
 from megatron_vshape.mcore.features.slices import check_sequence, even_slices
 from megatron_vshape.mcore.features.variable_length.reorder import (

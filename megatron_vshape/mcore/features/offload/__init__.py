@@ -6,10 +6,10 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_vshape.core.ask import AUTO
 from megatron_vshape.core.check.bounds import fits
 from megatron_vshape.core.check.simulate import filled, peak_in_host
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.request import AUTO
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import UnsupportedError, captures_graphs, uses_stash
 from megatron_vshape.mcore.setup.features import Feature, Settings

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_vshape.core.ask import AUTO, SLICES
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.request import AUTO, SLICES
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import (
     GRAPHS,

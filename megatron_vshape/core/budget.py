@@ -1,32 +1,43 @@
-"""Time limit and Ctrl-C of a search: both return the best plan found so far."""
+"""Time limit and Ctrl-C of a search: both end it with the best result found so far."""
 
+from __future__ import annotations
+
+import copy
 import math
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from megatron_vshape.cli.progress import SEARCH, Search
-from megatron_vshape.core.ask import Planned
 from megatron_vshape.core.model.kinds import ScheduleError
+
+if TYPE_CHECKING:  # the command line imports this module at start
+    from megatron_vshape.core.request import PlanResult
 
 GRACE_S = 0.6
 """Seconds for a stopped search to end, so that the result appears within a second."""
+
+SEARCH = "megatron-vshape search"
+"""The name of the thread that searches."""
+
+Report = Callable[[int, float, float], None]
+"""Progress callback of the planner: steps so far, best value, lower bound."""
 
 _Result = TypeVar("_Result")
 
 
 class Budget:
-    """Time limit of a command, and the best plan found within it."""
+    """Time limit of a search, its progress reports, and the best result found within it."""
 
-    def __init__(self, seconds: float | None) -> None:
+    def __init__(self, seconds: float | None = None, report: Report | None = None) -> None:
         """Start the time limit, in seconds; None for no limit."""
         self.seconds = seconds
+        self._report = report
         self._ends = math.inf if seconds is None else time.monotonic() + seconds
         self._interrupted = threading.Event()
-        self._found: list[Callable[[], Planned]] = []
+        self._found: list[Callable[[], PlanResult]] = []
 
     @property
     def interrupted(self) -> bool:
@@ -37,35 +48,42 @@ class Budget:
         """Return whether Ctrl-C has been pressed or the time limit has passed."""
         return self.interrupted or time.monotonic() >= self._ends
 
-    def found(self, planned: Callable[[], Planned]) -> None:
-        """Register a function that returns the best plan of a search so far."""
-        self._found.append(planned)
+    def apart(self) -> Budget:
+        """Return a budget with the same end, for a search whose result is only a hint."""
+        other = copy.copy(self)
+        other._found = []
+        return other
 
-    def best(self) -> Planned | None:
-        """Return the best plan so far, or None."""
-        plans = []
+    def found(self, result: Callable[[], PlanResult]) -> None:
+        """Register a function that returns the best result of a search so far."""
+        self._found.append(result)
+
+    def best(self) -> PlanResult | None:
+        """Return the best result so far, or None."""
+        results = []
         for each in list(self._found):
             with suppress(ScheduleError):  # the search has no order yet
-                plans.append(each())
-        return min(plans, key=_rank, default=None)
+                results.append(each())
+        return min(results, key=_rank, default=None)
 
-    def watching(self, progress: Search) -> Search:
-        """Wrap a progress callback so that it also ends the search, like Ctrl-C."""
+    def progress(self, steps: int, best: float, bound: float) -> None:
+        """Report the progress of a search, and end it if the budget is used up.
 
-        def told(steps: int, best: float, bound: float) -> None:
-            progress(steps, best, bound)
-            if self.stopped():
-                raise KeyboardInterrupt
-
-        return told
+        Raises:
+            KeyboardInterrupt: the search ends with its best order, as after Ctrl-C.
+        """
+        if self._report is not None:
+            self._report(steps, best, bound)
+        if self.stopped():
+            raise KeyboardInterrupt
 
     def run(
-        self, work: Callable[[], _Result], tell: Callable[[Planned | None], None]
+        self, work: Callable[[], _Result], tell: Callable[[PlanResult | None], None]
     ) -> _Result | None:
         """Return the result of `work`, or None if it was stopped and did not end in time.
 
         `work` runs in a separate thread, so Ctrl-C is handled at once, not only between two steps
-        of the search: `tell` is called with the best plan so far. A second Ctrl-C is raised.
+        of the search: `tell` is called with the best result so far. A second Ctrl-C is raised.
         """
         done, results, errors = threading.Event(), list[_Result](), list[BaseException]()
 
@@ -103,5 +121,5 @@ def _told_first() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _rank(planned: Planned) -> tuple[float, float]:
-    return planned.plan.value, max(planned.plan.peak)
+def _rank(result: PlanResult) -> tuple[float, float]:
+    return result.plan.value, max(result.plan.peak)

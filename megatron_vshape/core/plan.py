@@ -1,0 +1,419 @@
+"""Plan a schedule: the fastest one for given costs within a memory limit.
+
+The command line, the playground, the trainer and the sweep all call `plan`, with a request in the
+costs' units. Common rules: no plan is worse than an evaluated schedule that fits, and among equal
+times, the plan with less memory is chosen.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from operator import sub
+from typing import NamedTuple
+
+from megatron_vshape.core.baselines import (
+    SAME,
+    BaselineSpec,
+    EvaluatedSchedule,
+    joined,
+    judge,
+    judge_rival,
+    may_fit,
+    rivals_of,
+)
+from megatron_vshape.core.budget import Budget
+from megatron_vshape.core.check.bounds import LimitError, bound_at, fits
+from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.offload_costs import without_copies
+from megatron_vshape.core.model.placement import Placement, default_placements
+from megatron_vshape.core.model.schedule import Objective, Plan
+from megatron_vshape.core.paper.catalogue import make, make_block
+from megatron_vshape.core.planner.vocabulary import (
+    WAITING,
+    most_logits_bytes,
+    share_vocabulary,
+    shared_if_told,
+    tells_shared,
+    without_shared,
+)
+from megatron_vshape.core.program.lowering import whole_backwards
+from megatron_vshape.core.request import (
+    AUTO,
+    PLUS,
+    PLUS_NAMES,
+    PlanRequest,
+    PlanResult,
+    find,
+    limits_of,
+    with_chunks,
+)
+
+
+def plan(request: PlanRequest, budget: Budget | None = None) -> PlanResult:
+    """Make the requested schedule: by name, or for AUTO and names with a plus by a search.
+
+    Args:
+        request: name or AUTO, sizes, costs and limits.
+        budget: time limit and Ctrl-C; the search then ends early, with the best result so far.
+
+    Raises:
+        LimitError: the limit is infeasible.
+        ScheduleError: the schedule does not exist or does not support these sizes, its file is
+            unreadable or infeasible, or the costs are for other stages.
+    """
+    budget, name = budget or Budget(), request.name
+    if isinstance(name, str):
+        name = find(name)
+    if name == AUTO:
+        return _plan_auto(request, budget)
+    slices = request.slices
+    if not isinstance(slices, int):
+        raise ScheduleError(
+            f"only {AUTO} chooses from several numbers of slices; {name} supports one, not "
+            f"{', '.join(map(str, slices))}"
+        )
+    if name in PLUS_NAMES:
+        baseline = BaselineSpec(str(name).removesuffix(PLUS), slices=slices)
+        return _plan_at_memory_of(baseline, request, budget)
+    block = None
+    if isinstance(name, str):
+        own = with_chunks(name) or BaselineSpec(name)
+        choices = dict(request.choices, slices=slices)
+        choices |= {} if own.chunks is None else {"num_chunks": own.chunks}
+        block = make_block(own.name, request.num_devices, request.num_microbatches, **choices)
+        made = make(own.name, request.num_devices, request.num_microbatches, **choices)
+        # The name includes the chunks, to distinguish several schedules of one name.
+        name = made if own.chunks is None else replace(made, name=name)
+    costs = request.costs_of(name.placement, name.name)
+    if block is not None and not request.overlapped:
+        name = name.split_overlapped()
+    return PlanResult(shared_if_told(name, costs), costs, block)
+
+
+def _plan_at_memory_of(baseline: BaselineSpec, request: PlanRequest, budget: Budget) -> PlanResult:
+    """Plan with the memory and placement of a schedule; at worst, return that schedule."""
+    known = judge_rival(baseline, request.num_devices, request.num_microbatches, request.costs_of)
+    request = replace(
+        request,
+        costs=known.costs,
+        limit=known.peak,
+        placements=(known.schedule.placement,),
+        baselines=(known,),
+    )
+    result = _plan_auto(request, budget)
+    return replace(result, schedule=replace(result.schedule, name=baseline.name + PLUS))
+
+
+def _plan_auto(request: PlanRequest, budget: Budget) -> PlanResult:
+    """Search for the best schedule, or return a better evaluated schedule that fits.
+
+    Evaluated schedules are those that could be better, and those in the request. Among equal times,
+    the result with less memory is chosen; among equal ones, Megatron's.
+    """
+    limits, goal = limits_of(request), request.objective
+    request = replace(request, limit=limits)
+    whole = request.whole()
+    placements = request.placements or default_placements(
+        request.num_devices, whole.num_stages, whole.copies
+    )
+    found: list[PlanResult] = []
+    rejected: ScheduleError | None = None
+    # Placements with separate costs need separate searches.
+    searches = _by_costs(request, placements)
+    for each in searches:
+        if found and budget.stopped():
+            break
+        try:
+            found.append(_search(each, budget))
+            budget.found(partial(found.__getitem__, len(found) - 1))
+        except LimitError as error:  # evaluated schedules may have other placements
+            rejected = error
+        except ScheduleError as error:  # no schedule was found for these costs
+            if len(searches) == 1:
+                raise
+            rejected = rejected or error
+    value = min((each.plan.value for each in found), default=math.inf)
+    generated = _baselines(request, value, budget)
+    baselines = [joined(each, goal) for each in (*request.baselines, *generated)]
+    found += [_as_result(each, limits, goal) for each in baselines if fits(each.peak, limits)]
+    if not found:
+        raise rejected or ScheduleError("nothing fits")
+    best = min(found, key=_rank)
+    verify(best.schedule, limits, best.costs)
+    bounds = [_bound(request, placement) for placement in placements]
+    bound = min(best.plan.value, best.plan.lower_bound, *bounds)
+    return replace(best, baselines=tuple(baselines), searched_bound=bound)
+
+
+def no_worse_than_published(request: PlanRequest, found: PlanResult | None) -> PlanResult | None:
+    """Return the result of a stopped search, or the fastest published schedule if that is faster.
+
+    It evaluates the published schedules that fit, which takes about a second.
+    """
+    limits, goal = limits_of(request), request.objective
+    known = [joined(each, goal) for each in _baselines(request, math.inf, Budget())]
+    fitting = [_as_result(each, limits, goal) for each in known if fits(each.peak, limits)]
+    best = min(fitting, key=_rank, default=found)
+    if found is None or best is None:
+        return best
+    return best if best.plan.value < found.plan.value * (1 - SAME) else found
+
+
+def with_more(request: PlanRequest, result: PlanResult, more: float, budget: Budget) -> float:
+    """Return the objective's value on the result's placement with `more` memory per device.
+
+    Never higher than without, since plans for lower limits remain valid.
+    """
+    request = replace(
+        request,
+        costs=result.costs,
+        limit=tuple(limit + more for limit in result.limits),
+        placements=(result.schedule.placement,),
+        slices=result.schedule.slices,
+        layers=None,
+        cut=None,
+        seconds=None,
+    )
+    return min(result.plan.value, _search(request, budget).plan.value)
+
+
+def _by_costs(request: PlanRequest, placements: Sequence[Placement]) -> list[PlanRequest]:
+    """Return the search requests: one for all placements with common costs."""
+    if request.layers is None:
+        return [request]
+    return [_on(request, placement, 1 / len(placements)) for placement in placements]
+
+
+def _on(request: PlanRequest, placement: Placement, share: float) -> PlanRequest:
+    """Return the request for this placement only, with a share of its time."""
+    costs = request.costs_of(placement, "a plan")
+    seconds = None if request.seconds is None else share * request.seconds
+    return replace(request, costs=costs, placements=(placement,), seconds=seconds)
+
+
+def _rank(result: PlanResult) -> tuple[float, float, bool]:
+    """Return the sort key of a result; values within rounding are equal."""
+    value, peak = (float(f"{each:.9g}") for each in (result.plan.value, max(result.plan.peak)))
+    return value, peak, not result.is_megatrons
+
+
+def _search(request: PlanRequest, budget: Budget) -> PlanResult:
+    """Search at the request's costs, with backwards split where that pays off."""
+    # Imported here because numba needs a second to import, which names do not require.
+    from megatron_vshape.core.planner import search
+    from megatron_vshape.core.splitting import WORTH, saves
+
+    costs, slices, limits = request.whole(), request.slice_counts(), limits_of(request)
+    if tells_shared(costs):
+        return _search_shared(replace(request, slices=slices), budget)
+    chooses = max(saves(costs.sliced(each)) for each in slices) >= WORTH
+    searched = partial(
+        search.plan,
+        costs,
+        request.num_devices,
+        request.num_microbatches,
+        limits,
+        request.objective,
+        placements=request.placements,
+        slices=slices,
+        steps=request.steps,
+        seconds=None if request.seconds is None else request.seconds / (1 + chooses),
+        progress=budget.progress,
+        trades=costs.copies,
+        in_host=request.in_host,
+    )
+
+    def result_of(made: Plan) -> PlanResult:
+        own = request.costs_of(made.schedule.placement, "the plan")
+        return PlanResult(made.schedule, own, searched=made, limits=limits)
+
+    made = searched(begun=lambda best: budget.found(lambda: result_of(best())))
+    result = result_of(made)
+    if result.costs.whole_us is None:
+        return result
+    # The best of three plans: all backwards split, adjacent B and W fused, none split.
+    split = judge(made.schedule, result.costs)
+    found = [joined(split, request.objective), split]
+    if chooses:
+        whole = whole_backwards(searched(whole=True).schedule)
+        found.append(judge(whole, request.costs_of(whole.placement, "the plan")))
+    found = [each for each in found if fits(each.peak, limits)]
+    best = min(found, key=lambda each: request.objective.of(each.timeline))
+    fused = _as_plan(best, limits, request.objective, made.source, made.steps)
+    fused = replace(fused, tried=made.tried)
+    return PlanResult(fused.schedule, best.costs, searched=fused, limits=limits)
+
+
+def _search_shared(request: PlanRequest, budget: Budget) -> PlanResult:
+    """Search for the best schedule with vocabulary parallelism.
+
+    It searches every placement; with memory for the logits of few microbatches, if those of many
+    are large; and without optional strategies, because the best schedule without vocabulary
+    parallelism may not be the best with it.
+    """
+    whole, goal, limits = request.whole(), request.objective, limits_of(request)
+    found: list[tuple[EvaluatedSchedule, Plan]] = []
+    rejected = ScheduleError("nothing fits")
+    large = most_logits_bytes(whole) > max(whole.held_after_forward_bytes)
+    placements = request.placements or default_placements(
+        request.num_devices, whole.num_stages, whole.copies
+    )
+    requests = [_on(request, each, 1 / len(placements)) for each in placements]
+    if whole.copies:
+        alone = [without_copies(each.whole()) for each in requests]
+        pairs = zip(requests, alone, strict=True)
+        requests = [*requests, *(replace(each, costs=own, cut=None) for each, own in pairs)]
+    for each in requests:
+        fitting: list[tuple[EvaluatedSchedule, Plan]] = []
+        for waiting in sorted(WAITING, reverse=True):
+            if fitting and not large:
+                break
+            try:
+                fitting.append(_search_with_logits(each, waiting, budget))
+            except LimitError as error:
+                rejected = error
+        found += fitting
+    if not found:
+        raise rejected
+    best, made = min(found, key=lambda each: goal.of(each[0].timeline))
+    costs = request.costs_of(best.schedule.placement, "the plan")
+    shared = _as_plan(best._replace(costs=costs), limits, goal, made.source, made.steps)
+    return PlanResult(shared.schedule, costs, searched=shared, limits=limits)
+
+
+def _search_with_logits(
+    request: PlanRequest, waiting: int, budget: Budget
+) -> tuple[EvaluatedSchedule, Plan]:
+    """Plan with vocabulary parallelism and the logits of `waiting` microbatches in memory.
+
+    Returns the schedule and the plan of its F, B and W. Their search has the memory that the logits
+    leave; the vocabulary passes then use all memory that the plan leaves.
+    """
+    costs = request.whole()
+    logits = most_logits_bytes(costs, waiting)
+    room = tuple(limit - logits for limit in limits_of(request))
+    bare = replace(request, costs=without_shared(costs), limit=room, cut=None, layers=None)
+    try:
+        made = _search(bare, budget).plan
+    except LimitError as error:
+        need, least = error.need + logits, error.least + logits
+        raise LimitError(error.device, error.limit + logits, need, least) from None
+    spare, counts = min(map(sub, room, made.peak)), [each for each in WAITING if each <= waiting]
+    return judge(share_vocabulary(made.schedule, costs, spare, counts), costs), made
+
+
+def _bound(request: PlanRequest, placement: Placement) -> float:
+    costs, limits = request.costs_of(placement, "a plan"), limits_of(request)
+    return min(
+        _least(costs, placement, request.num_microbatches, limits, request.objective, slices)
+        for slices in request.slice_counts()
+    )
+
+
+_least = lru_cache(maxsize=256)(bound_at)
+"""Bounds of placements, cached because they are required before and after a search."""
+
+
+class BaselineEstimate(NamedTuple):
+    """A published schedule that has not been generated: its placement and lower bound."""
+
+    rival: BaselineSpec
+    placement: Placement
+    may_fit: bool
+    least: float  # of the objective
+
+
+def _baselines(request: PlanRequest, value: float, budget: Budget) -> Iterator[EvaluatedSchedule]:
+    """Yield the evaluated schedules that may be better than a plan of this value.
+
+    Schedules that cannot be better or cannot fit are not generated.
+    """
+    for each in _possible(request, limits_of(request)):
+        if value < math.inf and budget.stopped():
+            return
+        if request.allows(each.placement) and each.may_fit and each.least <= value * (1 + SAME):
+            yield _evaluate(request, each)
+
+
+def _possible(request: PlanRequest, limits: tuple[float, ...]) -> Iterator[BaselineEstimate]:
+    """Yield the published schedules of these sizes for which there are costs."""
+    devices, microbatches = request.num_devices, request.num_microbatches
+    counts = request.chunk_counts(), request.slice_counts()
+    for rival, block in rivals_of(devices, microbatches, *counts):
+        try:
+            costs = request.costs_of(block.placement, str(rival))
+        except ScheduleError:  # the costs do not have its stages
+            continue
+        slices, placement, alone = rival.slices, block.placement, without_copies(costs)
+        possible = may_fit(block, costs.sliced(slices), slices * microbatches, limits)
+        least = _least(alone, placement, microbatches, limits, request.objective, slices)
+        yield BaselineEstimate(rival, placement, possible, least)
+
+
+def _evaluate(request: PlanRequest, estimate: BaselineEstimate) -> EvaluatedSchedule:
+    devices, microbatches = request.num_devices, request.num_microbatches
+    return judge_rival(estimate.rival, devices, microbatches, request.costs_of)
+
+
+def compare(
+    request: PlanRequest, result: PlanResult, budget: Budget | None = None
+) -> Iterator[EvaluatedSchedule | BaselineEstimate]:
+    """Yield Megatron's and the published schedules for a comparison with the result.
+
+    Schedules that do not fit or cannot be faster are not generated unless Megatron runs them,
+    because that is slow with many stages. After the budget is used up, no schedule is generated.
+    """
+    devices, microbatches = request.num_devices, request.num_microbatches
+    made = {known.rival: known for known in result.baselines}
+    for each in _possible(request, result.limits):
+        late = budget is not None and budget.stopped()
+        if each.rival in made:
+            yield made[each.rival]
+        elif not late and (
+            each.rival.chunks is None or each.rival.is_megatrons(devices, microbatches)
+        ):
+            yield joined(_evaluate(request, each), request.objective)
+        else:
+            yield each
+
+
+def _as_result(
+    known: EvaluatedSchedule, limits: tuple[float, ...], objective: Objective
+) -> PlanResult:
+    """Convert an evaluated schedule to a result."""
+    made = _as_plan(known, limits, objective, str(known.rival or known.schedule.name))
+    return PlanResult(
+        made.schedule,
+        known.costs,
+        searched=made,
+        limits=limits,
+        baseline=known.rival,
+        is_megatrons=known.is_megatrons,
+    )
+
+
+def _as_plan(
+    known: EvaluatedSchedule,
+    limits: Sequence[float],
+    objective: Objective,
+    source: str,
+    steps: int = 0,
+) -> Plan:
+    """Convert an evaluated schedule to the result of a search."""
+    schedule, value = known.schedule, objective.of(known.timeline)
+    microbatches = schedule.num_microbatches // schedule.slices
+    bound = bound_at(
+        known.costs, schedule.placement, microbatches, limits, objective, schedule.slices
+    )
+    return Plan(
+        replace(schedule, name="plan"),
+        objective,
+        value,
+        known.timeline.busy,
+        min(bound, value),
+        known.peak,
+        source,
+        steps,
+    )

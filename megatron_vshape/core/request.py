@@ -1,0 +1,234 @@
+"""Plan requests and results; names of schedules.
+
+The command line, the playground, the trainer and the sweep convert their terms and units to a
+`PlanRequest`, and `core.plan.plan` returns its `PlanResult`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_vshape.core.baselines import BaselineSpec, EvaluatedSchedule, judge, judge_rival
+from megatron_vshape.core.check.bounds import each_limit
+from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.pieces import regroup
+from megatron_vshape.core.model.placement import Placement, v_shape
+from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, load_schedule
+from megatron_vshape.core.paper.building_block import BuildingBlock
+from megatron_vshape.core.paper.catalogue import EVERY_NAME, OPTIONS, no_such_schedule
+from megatron_vshape.core.planner.lighter import fitting_layers
+from megatron_vshape.core.planner.vocabulary import tells_shared
+from megatron_vshape.core.program.lowering import lower
+
+AUTO = "auto"
+"""The best schedule within a limit."""
+
+PLUS = "+"
+MEMORY_NAMES = ("v-min", "v-half", "v-zb")
+PLUS_NAMES = tuple(name + PLUS for name in MEMORY_NAMES)
+"""The best schedule with the memory and the placement of the schedule before the plus."""
+
+SCHEDULE_NAMES = (*EVERY_NAME, *PLUS_NAMES)
+"""Names of schedules; `SUFFIXES` are those of schedule files."""
+
+SLICES = (1, 2, 4, 8)
+"""Slices per microbatch that AUTO chooses from, if the sequence allows them."""
+
+SUFFIXES = (".json", ".csv")
+"""Suffixes of schedule files."""
+
+Cut = Callable[[int, str], Costs]
+"""Returns the costs of the model cut into that number of stages; the text names their user."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """A plan request; times and memory are in the units of `costs`.
+
+    Without costs, a pass of one of 2 * devices stages takes one unit of time and memory.
+    """
+
+    # A catalogue name, possibly with a plus or a colon and stages per device; AUTO; a schedule
+    # file; or a schedule.
+    name: str | Schedule
+    num_devices: int
+    num_microbatches: int
+    costs: Costs | None = None  # for the maximum number of stages of a plan
+    cut: Cut | None = None  # None: adjacent stages of the costs are added up
+    # Memory limit for AUTO: of all devices, or of each; a name for its peak; None: that of 1F1B.
+    limit: float | Sequence[float] | str | None = None
+    in_host: float = math.inf  # maximum host memory per device for AUTO
+    objective: Objective = Objective.MAKESPAN
+    placements: tuple[Placement, ...] = ()  # allowed for AUTO; (): any
+    chunks: tuple[int, ...] = ()  # stages per device for AUTO; (): up to the stages of `costs`
+    overlapped: bool = False  # keep F&B pairs of a named schedule
+    choices: tuple[tuple[str, int], ...] = ()  # further arguments of `make`
+    slices: int | tuple[int, ...] = 1  # per microbatch; AUTO chooses from several
+    baselines: tuple[EvaluatedSchedule, ...] = ()  # a plan is no worse than those that fit
+    steps: int | None = None  # search steps; None: the default of `search.plan`
+    seconds: float | None = None  # search time instead of steps
+    # Instead of `cut`: a model of that number of layers, balanced for every placement.
+    layers: tuple[Pieces, int] | None = None
+
+    def whole(self) -> Costs:
+        """Return the costs of the maximum number of stages of a plan."""
+        return self.costs or self.costs_of(v_shape(self.num_devices), "a plan")
+
+    def costs_of(self, placement: Placement, name: str) -> Costs:
+        """Return the costs of these stages; raises ScheduleError if there are none."""
+        num_stages = len(placement)
+        if self.layers is not None:
+            pieces, num_layers = self.layers
+            layers = pieces.balanced(num_layers, placement)
+            if self.limit is not None and not isinstance(self.limit, str):
+                layers = fitting_layers(pieces, layers, placement, self.limit)
+            return pieces.costs(layers)
+        if self.cut is not None:
+            return self.cut(num_stages, name)
+        if self.costs is None:
+            return Costs.uniform(self.num_devices, num_stages)
+        return regroup(self.costs, num_stages, name)
+
+    def changed(self, change: Callable[[Costs], Costs]) -> "PlanRequest":
+        """Return the request with changed costs."""
+        costs, cut = None if self.costs is None else change(self.costs), self.cut
+        if cut is None:
+            return replace(self, costs=costs)
+        return replace(self, costs=costs, cut=lambda stages, name: change(cut(stages, name)))
+
+    def slice_counts(self) -> tuple[int, ...]:
+        """Return the allowed numbers of slices per microbatch.
+
+        Raises:
+            ScheduleError: slices are required, but the costs have passes that do not support
+                slices.
+        """
+        counts = (self.slices,) if isinstance(self.slices, int) else self.slices
+        if max(counts) == 1:
+            return (1,)
+        if not tells_shared(self.whole()):
+            return counts
+        if 1 in counts:
+            return (1,)
+        raise ScheduleError(
+            "slices do not support a shared vocabulary, which the costs contain: remove --slices, "
+            "or remove the shared vocabulary from the costs"
+        )
+
+    def chunk_counts(self) -> tuple[int, ...]:
+        """Return the allowed numbers of stages per device."""
+        if self.placements:
+            counts = {len(each) // self.num_devices for each in self.placements}
+            return tuple(sorted(counts))
+        return self.chunks or tuple(range(1, self.whole().num_stages // self.num_devices + 1))
+
+    def allows(self, placement: Placement) -> bool:
+        """Return whether a plan may have this placement."""
+        if self.placements:
+            return placement in self.placements
+        return len(placement) // self.num_devices in self.chunk_counts()
+
+
+@dataclass(frozen=True, slots=True)
+class PlanResult:
+    """A feasible schedule and the costs of its stages.
+
+    The last six fields are those of a search; a schedule by name has none of them.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    block: BuildingBlock | None = None  # of a published schedule by name
+    searched: Plan | None = None
+    limits: tuple[float, ...] = ()  # memory limit of each device
+    baselines: tuple[EvaluatedSchedule, ...] = ()  # those that could be better than the plan
+    baseline: BaselineSpec | None = None  # the result itself, if it is a published schedule
+    is_megatrons: bool = False  # whether Megatron runs it
+    searched_bound: float = 0.0  # lower bound over the searched placements
+
+    @property
+    def plan(self) -> Plan:
+        """Search result; raises ScheduleError for a schedule by name."""
+        if self.searched is None:
+            raise ScheduleError(
+                f"{self.schedule.name} was requested by name, so nothing was planned"
+            )
+        return self.searched
+
+
+def find(name: str, names: Sequence[str] = (*SCHEDULE_NAMES, AUTO)) -> str | Schedule:
+    """Return the name if it is one of `names`; otherwise load and verify a schedule file.
+
+    A name may be followed by a colon and the stages per device (see `with_chunks`).
+
+    Raises:
+        ScheduleError: the name is unknown, or the file is unreadable or its schedule infeasible.
+    """
+    own = with_chunks(name)
+    if (name if own is None else own.name) in names:
+        return name
+    path = Path(name)
+    if path.suffix not in SUFFIXES and not path.exists():
+        raise no_such_schedule(name, names, "; a schedule file ends in .json or .csv")
+    schedule = load_schedule(path)
+    try:
+        verify(schedule)
+        lower(schedule)  # proves the order of its messages too
+    except ScheduleError as error:
+        raise ScheduleError(f"the schedule file {path} cannot run: {error}") from None
+    return schedule
+
+
+def with_chunks(text: str) -> BaselineSpec | None:
+    """Parse a name with stages per device, as interleaved-1f1b:4; None for another form.
+
+    Raises:
+        ScheduleError: the schedule has no optional stages per device, or no number follows the
+            colon.
+    """
+    name, colon, chunks = text.partition(":")
+    if not colon or name not in EVERY_NAME:
+        return None
+    if name not in OPTIONS or not (chunks.isdecimal() and 0 < len(chunks.lstrip("0")) < 4):
+        takers = " or ".join(f"{each}:4" for each in OPTIONS)
+        raise ScheduleError(
+            f"{text!r:.60} is not a schedule: a number of chunks per rank can follow "
+            f"the colon of {takers}"
+        )
+    return BaselineSpec(name, int(chunks))
+
+
+def known_as(text: str, request: PlanRequest) -> EvaluatedSchedule:
+    """Evaluate a named schedule at the request's costs.
+
+    `text` is a catalogue name, possibly with a colon and the stages per device, as
+    interleaved-1f1b:4; or a schedule file.
+
+    Raises:
+        ScheduleError: the name is unknown or does not support this size, or the costs are for other
+            stages.
+    """
+    devices, microbatches = request.num_devices, request.num_microbatches
+    found = find(text, EVERY_NAME)
+    if isinstance(found, str):
+        baseline = with_chunks(found) or BaselineSpec(found)
+        return judge_rival(baseline, devices, microbatches, request.costs_of)
+    own = found.num_devices, found.num_microbatches // found.slices
+    if own != (devices, microbatches):
+        raise ScheduleError(
+            f"{text} is for {own[0]} devices and {own[1]} microbatches, "
+            f"not for {devices} and {microbatches}"
+        )
+    return judge(found, request.costs_of(found.placement, found.name))
+
+
+def limits_of(request: PlanRequest) -> tuple[float, ...]:
+    """Return the memory limit of every device; by default, or for a name, a schedule's peak."""
+    limit = "1f1b" if request.limit is None else request.limit
+    if isinstance(limit, str):
+        limit = max(known_as(limit, request).peak)
+    return each_limit(limit, request.num_devices)
