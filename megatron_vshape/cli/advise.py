@@ -259,8 +259,8 @@ class _Advice:
                 continue
             sizes = sizes_of(command, self.number)
             self.sizes[shape] = sizes
-            given = found, self.gpu, sizes.world, sizes.pipeline, None
-            self.counted[shape] = shapes.of_pattern(shapes.counted(*given), command)
+            counted = shapes.counted(found, self.gpu, sizes.world, sizes.pipeline, None)
+            self.counted[shape] = shapes.of_pattern(counted, command)
 
     def microbatches(self, shape: Shape) -> int:
         """Return the number of microbatches per step."""

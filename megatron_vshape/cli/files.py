@@ -69,8 +69,8 @@ def check_targets(options: Namespace, suffixes: Mapping[str, tuple[str, ...]]) -
     """
     given = [(f"--{name}", getattr(options, name), suffixes[name]) for name in suffixes]
     targets = [(option, path, endings) for option, path, endings in given if path is not None]
-    for target in targets:
-        check_target(*target)
+    for option, path, endings in targets:
+        check_target(option, path, endings)
     _check_distinct([(option, path) for option, path, _ in targets])
 
 

@@ -198,8 +198,8 @@ def _expand(loaded: "Loaded", options: argparse.Namespace) -> "tuple[Predictor, 
         options.headroom or HEADROOM, loaded.cluster.device.memory_gib * GIB, in_bytes=True
     )
     counts = Counts(loaded.subject, machine, options.megatron, options.te)
-    given = loaded.sweep.post_validation, measured, kept
-    predictor = Predictor(loaded.subject, machine, counts, *given)
+    post_validation = loaded.sweep.post_validation
+    predictor = Predictor(loaded.subject, machine, counts, post_validation, measured, kept)
     expanded = expand(loaded)
     if expanded.note:
         print(expanded.note)

@@ -75,10 +75,10 @@ class EvaluatedSchedule(NamedTuple):
     @property
     def is_megatrons(self) -> bool:
         """Return whether a function of Megatron runs it."""
-        sizes = self.schedule.num_devices, self.schedule.num_microbatches
-        if self.rival is None or is_shared(self.schedule):
+        schedule = self.schedule
+        if self.rival is None or is_shared(schedule):
             return False
-        return self.rival.is_megatrons(*sizes)
+        return self.rival.is_megatrons(schedule.num_devices, schedule.num_microbatches)
 
 
 def rivals_of(

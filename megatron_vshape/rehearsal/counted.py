@@ -39,8 +39,8 @@ def both_backwards(num_devices: int) -> Schedule:
         early = [each for each in first if each.kind is not Kind.W]
         later = (each._replace(microbatch=each.microbatch + MICROBATCHES) for each in then)
         rows.append((*early, *late, *later))
-    sizes = num_devices, 2 * MICROBATCHES, split.placement
-    return Schedule("both backwards", *sizes, tuple(rows))
+    count, placement = 2 * MICROBATCHES, split.placement
+    return Schedule("both backwards", num_devices, count, placement, tuple(rows))
 
 
 def counted_costs(

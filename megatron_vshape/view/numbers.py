@@ -176,8 +176,10 @@ def idle_told(timeline: Timeline, costs: Costs | None = None) -> list[str]:
     placement = timeline.schedule.placement
     pieces = Pieces.of(costs, costs.layers)
     layers = pieces.balanced(sum(costs.layers), placement)
-    sizes = placement, len(work), timeline.schedule.num_microbatches
-    least, now = (pieces.costs(each).busy_us(*sizes) for each in (layers, costs.layers))
+    count = timeline.schedule.num_microbatches
+    least, now = (
+        pieces.costs(each).busy_us(placement, len(work), count) for each in (layers, costs.layers)
+    )
     if least < now * (1 - WORTH_TELLING):
         split = ",".join(map(str, layers))
         told.append(f"layers {split} would reduce it by {percent(1 - least / now)}")

@@ -158,8 +158,8 @@ def bound_at(
     if costs.copies:
         # A copied microbatch may leave the device's memory at any time, so memory bounds nothing.
         limits = (inf,) * len(limits)
-    sizes = placement, len(limits), num_microbatches * slices
-    return lower_bound(costs, *sizes, limits, span, slices)
+    count = num_microbatches * slices
+    return lower_bound(costs, placement, len(limits), count, limits, span, slices)
 
 
 def lower_bound(

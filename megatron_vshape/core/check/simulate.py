@@ -128,8 +128,8 @@ class _Simulation:
     def run(self) -> Timeline:
         times = None
         if wavefront.pays(self.schedule, self.table) and not self.costs.by_microbatch:
-            asked = self.schedule, self.table, self.time_us, self.costs.message_us
-            times = wavefront.run(*asked)
+            message_us = self.costs.message_us
+            times = wavefront.run(self.schedule, self.table, self.time_us, message_us)
         starts, ends = times or self._run_lanes()
         send_us, whole_us = self.costs.longest_send_us, self.costs.whole_us
         return Timeline(self.schedule, starts, ends, send_us, whole_us)

@@ -175,12 +175,11 @@ class Pieces:
         least = LEAST * self.layer.time_us
 
         stages = [stage.at_least(least) for stage in stages]
-        of_layers = layers, self.host_us, self.sources
         others: dict[str, Any] = {name: (each,) * len(stages) for name, each in self.others}
         others |= {"by_microbatch": self.by_microbatch, "device_bytes": self.device_bytes}
         if self.more_send_us is not None:
             others["more_send_us"] = (self.more_send_us,) * (len(stages) - 1)
-        return costs_from_pieces(stages, self.send_us, *of_layers, **others)
+        return costs_from_pieces(stages, self.send_us, layers, self.host_us, self.sources, **others)
 
     def with_copies(self, forwards: float) -> "Pieces":
         """Make all activations of a layer offloadable; a copy one way costs `forwards` times F."""

@@ -234,8 +234,7 @@ class Schedule:
         simple = sum(kind.does == (kind,) for kind in KINDS)
         _check_lengths(order, simple * len(placement) // devices * microbatches)
         rows, overlapped = _parse_rows(order)
-        sizes = devices, microbatches, tuple(placement)
-        return cls(name, *sizes, rows, overlapped, slices)
+        return cls(name, devices, microbatches, tuple(placement), rows, overlapped, slices)
 
     @classmethod
     def from_csv(
@@ -263,8 +262,7 @@ class Schedule:
         microbatches = 1 + max(each.microbatch for passes in order for each in passes)
         check_size(len(placement), microbatches)
         check_slices(slices, microbatches)
-        sizes = len(order), microbatches, placement
-        return cls(name, *sizes, order, overlapped=overlapped, slices=slices)
+        return cls(name, len(order), microbatches, placement, order, overlapped, slices)
 
 
 def check_size(num_stages: int, num_microbatches: int) -> None:

@@ -25,8 +25,14 @@ def repeat(block: BuildingBlock, num_microbatches: int) -> Timeline:
         passes.sort(key=lambda each: each.start % block.interval)
     rows = [_row(passes, block, num_microbatches) for passes in own]
     order, starts, ends = zip(*rows, strict=True)
-    sizes = block.num_devices, num_microbatches, block.placement
-    schedule = Schedule(block.name, *sizes, order, slices=block.slices)
+    schedule = Schedule(
+        block.name,
+        block.num_devices,
+        num_microbatches,
+        block.placement,
+        order,
+        slices=block.slices,
+    )
     return Timeline(schedule, starts, ends)
 
 

@@ -121,11 +121,11 @@ def make_problem(
 
 def with_parts_alone(problem: Problem) -> Problem:
     """Return the problem with F, B and W only, in the same ticks and units."""
-    scales = problem.ticks_per_us, problem.units_per_byte
+    ticks, units = problem.ticks_per_us, problem.units_per_byte
     return replace(
         problem,
         kinds=PARTS,
-        sorts=_arrays(problem.costs, problem.placement, PARTS, *scales),
+        sorts=_arrays(problem.costs, problem.placement, PARTS, ticks, units),
         weight_of=_weight_of(PARTS, len(problem.placement)),
         room=problem.room[: problem.num_devices],
     )

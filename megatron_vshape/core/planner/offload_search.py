@@ -83,15 +83,15 @@ class OffloadSearch(PlacementSearch):
 
     def _bound(self) -> float:
         problem = self.problem
-        sizes = problem.placement, problem.num_microbatches, problem.limits
-        return bound_at(problem.costs, *sizes, problem.objective)
+        count, limits = problem.num_microbatches, problem.limits
+        return bound_at(problem.costs, problem.placement, count, limits, problem.objective)
 
     def begin(self, budget: int, run: Run) -> list[Candidate]:
         """Return the orders to improve: orders planned for more memory, with copies inserted."""
         self._parts_shop()
         own = self.problem.placement, self.problem.slices
         if own not in self.bases:
-            made = (self._bases(*level, budget // STEADY, run) for level in LEVELS)
+            made = (self._bases(level, count, budget // STEADY, run) for level, count in LEVELS)
             self.bases[own] = [base for some in made for base in some]
         found = [each for made in run(self._with_copies, self.bases[own]) for each in made]
         for each in found:
@@ -112,8 +112,16 @@ class OffloadSearch(PlacementSearch):
             max(need, limit + level * (max(limit, min(each)) - limit))
             for need, limit, *each in zip(least, problem.limits, most, ample, strict=True)
         ]
-        sizes = devices, problem.num_microbatches, limits, problem.objective, problem.placement
-        asked = make_problem(problem.costs, *sizes, PARTS, slices=slices)
+        asked = make_problem(
+            problem.costs,
+            devices,
+            problem.num_microbatches,
+            limits,
+            problem.objective,
+            problem.placement,
+            PARTS,
+            slices=slices,
+        )
         search = PlacementSearch(asked, self.seed)
         for each in best_of(search.begin(budget if is_scarce else 0, run), count, VALUE):
             yield _Base(f"{each.name} at {level:.0%}", search.whole_row(each))
@@ -124,8 +132,8 @@ class OffloadSearch(PlacementSearch):
         none = np.zeros(1, np.int64)
         made = []
         slacks: Sequence[float] = SLACKS[:1] if self.way.throughout else SLACKS
-        chosen = slacks, self.way.throughout, problem.room_in_host
-        for rows in with_copies(problem, self._parts_shop(), base.row, *chosen):
+        throughout, in_host, shop = self.way.throughout, problem.room_in_host, self._parts_shop()
+        for rows in with_copies(problem, shop, base.row, slacks, throughout, in_host):
             made += [
                 self._made(f"{base.name}, copies", 1, m, row, none, none)
                 for row in (rows, refill(problem, rows, m))

@@ -313,8 +313,8 @@ class PlacementSearch:
         improve.reseed(state, number)
         made = replace(candidate, state=state)
         if restart:
-            window = candidate.low, candidate.high
-            improve.walk(candidate.shop, state, *window, RESTART_STEPS, RESTART_SHARE)
+            low, high = candidate.low, candidate.high
+            improve.walk(candidate.shop, state, low, high, RESTART_STEPS, RESTART_SHARE)
             self._judge(made)
         return made
 
@@ -356,8 +356,9 @@ class PlacementSearch:
         counted = replace(schedule, slices=1)  # the problem's costs are those of a slice
         timeline = simulate(counted, problem.costs)
         value = problem.objective.of(timeline)
-        sizes = problem.placement, problem.num_devices, problem.num_microbatches
-        busy, held = problem.costs.busy_us(*sizes), peak_held(counted, problem.costs)
+        costs, devices = problem.costs, problem.num_devices
+        busy = costs.busy_us(problem.placement, devices, problem.num_microbatches)
+        held = peak_held(counted, costs)
         if self.parts is not problem:
             verify(schedule)
             if not bounds.fits(held, problem.limits):
@@ -381,5 +382,5 @@ class PlacementSearch:
         problem, m = self.problem, self.problem.num_microbatches
         rows = in_one_row(problem, self._shop(m), row)
         order = Codec(m, problem.kinds, problem.slices).order(rows)
-        sizes = problem.num_devices, m, problem.placement
-        return Schedule("plan", *sizes, order, slices=problem.slices)
+        devices, placement = problem.num_devices, problem.placement
+        return Schedule("plan", devices, m, placement, order, slices=problem.slices)

@@ -168,8 +168,9 @@ def _searches(
             priced = never_split(priced) if whole else priced
             kinds = (OffloadSearch if way.copies else PlacementSearch).kinds
             try:
-                asked = microbatches * cut, limit, goal, placement, kinds, in_host, cut
-                problem = make_problem(priced, devices, *asked)
+                problem = make_problem(
+                    priced, devices, microbatches * cut, limit, goal, placement, kinds, in_host, cut
+                )
             except LimitError as error:
                 refused.append(error)
                 continue

@@ -269,8 +269,10 @@ def share_vocabulary(
     limits = [peak + more for peak in peak_held(schedule, alone)]
     # A longer wait helps only with one stage per device.
     patience = PATIENCE if schedule.num_stages == schedule.num_devices else PATIENCE[:1]
-    ways = itertools.product(waiting, LATE, patience)
-    made = [_Dealer(schedule, alone, limits, *way).deal() for way in ways]
+    made = [
+        _Dealer(schedule, alone, limits, count, late, extra).deal()
+        for count, late, extra in itertools.product(waiting, LATE, patience)
+    ]
     return min(made, key=lambda each: (simulate(each, costs).makespan, max(peak_held(each, costs))))
 
 

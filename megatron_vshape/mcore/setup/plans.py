@@ -249,11 +249,11 @@ class Planner:
     def _known(self, num_microbatches: int) -> Iterator[Schedule]:
         """Yield the published schedules with the placement of the model."""
         choice, costs = self.choice, self._allowed(self._known_costs)
-        chunks = (len(choice.planned) // choice.num_devices,)
-        for rival, block in rivals_of(choice.num_devices, num_microbatches, chunks):
+        devices = choice.num_devices
+        chunks = (len(choice.planned) // devices,)
+        for rival, block in rivals_of(devices, num_microbatches, chunks):
             if block.placement == choice.planned and costs.num_stages == len(block.placement):
-                sizes = choice.num_devices, num_microbatches
-                known = judge_rival(rival, *sizes, lambda *_: costs)
+                known = judge_rival(rival, devices, num_microbatches, lambda *_: costs)
                 yield replace(known.schedule, name=rival.name).renumbered(choice.ranks)
 
     def predicted_bubble(self, num_microbatches: int) -> float:
