@@ -1,6 +1,5 @@
 """Compute the answer to a request; runs in a worker, so that it can be killed at any time."""
 
-import io
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ from megatron_vshape.core.request import PLUS_NAMES
 from megatron_vshape.playground.four_steps import step_pictures
 from megatron_vshape.playground.frontier import points
 from megatron_vshape.playground.period import period_of
-from megatron_vshape.playground.picture import Facts, Picture, encode
+from megatron_vshape.playground.picture import Facts, Picture, encode, size_note, trace_text
 from megatron_vshape.playground.request import (
     MOST_CHUNKS,
     FieldError,
@@ -25,8 +24,7 @@ from megatron_vshape.playground.request import (
 from megatron_vshape.playground.schedules import Report, make_choice, make_named
 from megatron_vshape.playground.stage_costs import Pricing
 from megatron_vshape.playground.traces import measured_pictures
-from megatron_vshape.view.chrome_trace import write_trace
-from megatron_vshape.view.names import display_name, placement_text
+from megatron_vshape.view.names import display_name
 from megatron_vshape.view.numbers import argument
 
 
@@ -50,14 +48,6 @@ def make_answer(request: Request, report: Report) -> bytes:
     if request.want is Want.TRACE_FILE:
         return trace_text(picture).encode()
     return encode([picture])
-
-
-def trace_text(picture: Picture) -> str:
-    """Return the Perfetto trace of a picture."""
-    stream = io.StringIO()
-    unit = "bytes" if picture.facts.in_bytes else "chunks"
-    write_trace(picture.timeline, stream, picture.costs, unit)
-    return stream.getvalue()
 
 
 def _picture(request: Request, choice: ScheduleChoice, pricing: Pricing, report: Report) -> Picture:
@@ -88,20 +78,6 @@ def _title(choice: ScheduleChoice, schedule: Schedule) -> str:
         few = "" if choice.chunks == MOST_CHUNKS else f", {choice.chunks} chunks per rank"
         return f"Plan within {choice.limit:g} {'GiB' if choice.limit_in_gib else 'chunks'}{few}"
     return display_name(schedule.name)
-
-
-def size_note(schedule: Schedule) -> str:
-    """Format the size and the placement of a schedule."""
-
-    def count(number: int, word: str, plural: str) -> str:
-        return f"{number:,} {word if number == 1 else plural}"
-
-    return (
-        f"{count(schedule.num_devices, 'device', 'devices')}, "
-        f"{count(schedule.num_microbatches, 'microbatch', 'microbatches')}, "
-        f"{count(sum(map(len, schedule.order)), 'pass', 'passes')}; "
-        f"{placement_text(schedule)}"
-    )
 
 
 def _train(choice: ScheduleChoice) -> str:

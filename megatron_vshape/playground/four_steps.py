@@ -4,10 +4,11 @@ from collections.abc import Iterator
 
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.building_block import BuildingBlock
-from megatron_vshape.core.paper.repeating import repeat
-from megatron_vshape.core.paper.squeezing import squeeze
+from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.paper.repeating import repeat, squeeze
 from megatron_vshape.playground.period import period_of
 from megatron_vshape.playground.picture import Facts, Period, Picture
 from megatron_vshape.view.numbers import base_peak
@@ -53,3 +54,12 @@ def _scaled(timeline: Timeline, scale: float) -> Timeline:
         return tuple(tuple(time * scale for time in row) for row in times)
 
     return Timeline(timeline.schedule, rows(timeline.starts), rows(timeline.ends))
+
+
+def catalogue_name(schedule: Schedule) -> str:
+    """Return the schedule's name if the catalogue makes exactly this schedule; otherwise empty."""
+    try:
+        made = make(schedule.name, schedule.num_devices, schedule.num_microbatches)
+    except ScheduleError:
+        return ""
+    return schedule.name if made == schedule else ""

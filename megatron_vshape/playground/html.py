@@ -16,12 +16,10 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.catalogue import make_block
-from megatron_vshape.playground.answer import size_note, trace_text
-from megatron_vshape.playground.four_steps import step_pictures
+from megatron_vshape.playground.four_steps import catalogue_name, step_pictures
 from megatron_vshape.playground.offers import offers
 from megatron_vshape.playground.period import period_of
-from megatron_vshape.playground.picture import Facts, Picture, encode
-from megatron_vshape.playground.schedules import catalogue_name
+from megatron_vshape.playground.picture import Facts, Picture, encode, size_note, trace_text
 from megatron_vshape.view.names import display_name
 
 MOST_TRACED = 30_000

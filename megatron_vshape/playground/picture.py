@@ -3,6 +3,7 @@
 393,216 passes are 12 MB that the browser uses without parsing; JSON would need a second.
 """
 
+import io
 import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,8 +16,9 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import NeedTable
 from megatron_vshape.core.model.placement import chunks_of
-from megatron_vshape.core.model.schedule import Timeline
-from megatron_vshape.view.names import display_name
+from megatron_vshape.core.model.schedule import Schedule, Timeline
+from megatron_vshape.view.chrome_trace import write_trace
+from megatron_vshape.view.names import display_name, placement_text
 from megatron_vshape.view.numbers import messages_per_microbatch
 from megatron_vshape.view.palette import ink, shade
 
@@ -172,3 +174,25 @@ def palette() -> dict[str, object]:
         "fills": fills,
         "inks": [[[ink(colour) for colour in row] for row in rows] for rows in fills],
     }
+
+
+def size_note(schedule: Schedule) -> str:
+    """Format the size and the placement of a schedule."""
+
+    def count(number: int, word: str, plural: str) -> str:
+        return f"{number:,} {word if number == 1 else plural}"
+
+    return (
+        f"{count(schedule.num_devices, 'device', 'devices')}, "
+        f"{count(schedule.num_microbatches, 'microbatch', 'microbatches')}, "
+        f"{count(sum(map(len, schedule.order)), 'pass', 'passes')}; "
+        f"{placement_text(schedule)}"
+    )
+
+
+def trace_text(picture: Picture) -> str:
+    """Return the Perfetto trace of a picture."""
+    stream = io.StringIO()
+    unit = "bytes" if picture.facts.in_bytes else "chunks"
+    write_trace(picture.timeline, stream, picture.costs, unit)
+    return stream.getvalue()

@@ -9,7 +9,6 @@ from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
-from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.plan import plan
 from megatron_vshape.core.request import Cut, PlanRequest, PlanResult
 from megatron_vshape.playground.request import (
@@ -68,15 +67,6 @@ def make_named(
         raise
     except ScheduleError as error:
         raise FieldError("schedule", str(error)) from None
-
-
-def catalogue_name(schedule: Schedule) -> str:
-    """Return the schedule's name if the catalogue makes exactly this schedule; otherwise empty."""
-    try:
-        made = make(schedule.name, schedule.num_devices, schedule.num_microbatches)
-    except ScheduleError:
-        return ""
-    return schedule.name if made == schedule else ""
 
 
 def read_schedule(file: FileText) -> Schedule:

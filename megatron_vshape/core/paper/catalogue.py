@@ -13,8 +13,7 @@ from megatron_vshape.core.model.schedule import Schedule, check_size
 from megatron_vshape.core.paper import blocks, overlap
 from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.core.paper.reordering import fill_warm_up, reorder
-from megatron_vshape.core.paper.repeating import repeat
-from megatron_vshape.core.paper.squeezing import squeeze
+from megatron_vshape.core.paper.repeating import repeat, squeeze
 
 
 def make_schedule(

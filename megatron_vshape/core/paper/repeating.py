@@ -1,4 +1,4 @@
-"""Step 2 (repeat): copies of the building block at every interval."""
+"""Steps 2 and 3: repeat the building block at every interval, and squeeze the result."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -34,6 +34,15 @@ def repeat(block: BuildingBlock, num_microbatches: int) -> Timeline:
         slices=block.slices,
     )
     return Timeline(schedule, starts, ends)
+
+
+def squeeze(timeline: Timeline) -> Schedule:
+    """Step 3 (squeeze): remove idle time, by dropping the times and keeping the pass order.
+
+    In a schedule without times, every pass starts as early as it can, for any costs; `simulate`
+    computes the times.
+    """
+    return timeline.schedule
 
 
 def _row(
