@@ -2,10 +2,7 @@
 
 import http.server
 import json
-import re
-import statistics
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +26,6 @@ from playground.driving import (
     wait_for_url,
 )
 
-from megatron_vshape.cli.main import main
 from megatron_vshape.core.check.simulate import simulate, unit_costs
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import PARTS, Kind
@@ -37,7 +33,6 @@ from megatron_vshape.core.model.placement import chunks_of
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.playground.html import plain_facts, write_html
-from megatron_vshape.view.chrome_trace import write_trace
 from megatron_vshape.view.palette import shade
 
 pytestmark = pytest.mark.browser
@@ -108,18 +103,6 @@ def test_a_plan_of_four_stages_a_device_is_drawn(page, server):
     assert page.inner_text(".entry") == "Plan ≤ 6 chunks, 2 chunks per rank"
     assert page.inner_text("figcaption p").split("; ")[1].startswith("2 chunks per rank")
     assert numbers(page) != before
-
-
-def test_the_svg_has_as_many_boxes_as_the_schedule_has_passes(page, server):
-    schedule = make("v-half", 4, 8)
-    load(page, server, "d=4&m=8")
-    with page.expect_download() as download:
-        page.click("#save-svg")
-    svg = Path(download.value.path()).read_text()
-    assert svg.startswith("<svg")
-    drawn = [path.count("M") for path in re.findall(r'class="passes"[^>]* d="([^"]*)"', svg)]
-    assert sum(drawn) == sum(map(len, schedule.order))
-    assert drawn == [32] * 6
 
 
 def test_the_files_to_take_away(page, server):
@@ -288,16 +271,6 @@ def test_by_keyboard_alone(page, server):
     assert page.evaluate("document.activeElement.id") == "tab-steps"
 
 
-def test_everything_can_be_reached_by_tab(page, server):
-    load(page, server, "d=4&m=8")
-    reached = set()
-    for _ in range(60):
-        page.keyboard.press("Tab")
-        reached.add(page.evaluate("document.activeElement.id || document.activeElement.className"))
-    wanted = {"in-schedule", "in-devices", "in-microbatches", "in-costs", "file", "theme"}
-    assert wanted | {"track", "save-svg", "save-json", "copy-link", "tab-timeline"} <= reached
-
-
 def test_zoom_pan_and_wheel(page, server):
     load(page, server, "d=4&m=8")
     for label in ("Zoom in", "Later", "Zoom in", "Earlier", "Zoom out"):
@@ -317,14 +290,6 @@ def test_zoom_pan_and_wheel(page, server):
     page.mouse.move(box["x"] + 200, box["y"] + 60, steps=4)
     page.mouse.up()
     wait_for_other_url(page, zoomed)
-
-
-def test_the_block_s_repeat_is_marked(page, server):
-    load(page, server, "d=4&m=16")
-    shot = page.locator("canvas.track").screenshot()
-    page.click("text=Block's repeat")
-    wait_for_url(page, "b=0")
-    assert page.locator("canvas.track").screenshot() != shot
 
 
 def test_the_four_steps(page, server):
@@ -372,24 +337,6 @@ def test_the_frontier_s_points_lead_to_timelines(page, server):
     }
     assert "gpipe" not in front
     assert front
-
-
-def test_a_measured_trace_beside_its_plan(page, server, tmp_path):
-    load(page, server, "tab=measured")
-    page.click("text=step.trace.json")
-    settled(page)
-    titles = [each.inner_text() for each in page.query_selector_all("figcaption h2")]
-    assert titles == ["Planned", "Measured"]
-    timeline = simulate(make("1f1b", 2, 4))
-    ends = [list(row) for row in timeline.ends]
-    ends[1][-1] += 3
-    path = tmp_path / "late.json"
-    with path.open("w") as stream:
-        measured = Timeline(timeline.schedule, timeline.starts, tuple(map(tuple, ends)))
-        write_trace(measured, stream)
-    page.set_input_files("#trace-file", str(path))
-    settled(page)
-    assert "1 of 16 passes ran late" in page.inner_text("#pictures")
 
 
 def test_a_long_plan_shows_progress_and_can_be_cancelled(page, server):
@@ -475,70 +422,6 @@ def test_texts_are_readable(page, server, theme):
     assert page.evaluate(CONTRAST) == []
 
 
-def test_the_theme_button(page, server):
-    load(page, server, "d=4&m=8")
-    for theme in ("light", "dark", "auto"):
-        page.click("#theme")
-        assert theme in page.inner_text("#theme")
-    wait_for_url(page, "t=", there=False)
-
-
-PAN = """async ({ zooms, steps, by }) => {
-  const canvas = document.querySelector("canvas.track");
-  const box = canvas.getBoundingClientRect();
-  const send = (type, clientX) => canvas.dispatchEvent(
-    new PointerEvent(type, { pointerId: 7, clientX, clientY: box.top + 100, bubbles: true }));
-  const key = (key) => canvas.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
-  const frame = () => new Promise((done) => requestAnimationFrame(() => done(performance.now())));
-  key("0");
-  for (let each = 0; each < zooms; each++) key("+");
-  await frame();
-  let x = box.right - 100;
-  send("pointerdown", x);
-  const walk = async (by) => {
-    const times = [];
-    let last = await frame();
-    for (let each = 0; each < steps; each++) {
-      x -= by;
-      if (by) send("pointermove", x);
-      const now = await frame();
-      times.push(now - last);
-      last = now;
-    }
-    return times;
-  };
-  const resting = await walk(0);
-  const panning = await walk(by);
-  send("pointerup", x);
-  return [resting, panning];
-}"""
-
-FRAME_MS = 50.0
-RESTING_MS = 1000 / 60
-"""Between two frames where nothing is drawn and nothing else runs on the machine."""
-
-
-def test_a_pan_over_64_devices_and_1024_microbatches_is_smooth(page, server):
-    began = time.perf_counter()
-    load(page, server, "d=64&m=1024&s=v-half")
-    print(f"loaded in {time.perf_counter() - began:.1f} s")
-    assert "393,216 passes" in page.inner_text("figcaption")
-    for zooms in (1, 4, 8, 12, 16):
-        frames = []
-        for _ in range(6):  # other work on this machine may hold one run up
-            resting, panning = page.evaluate(PAN, {"zooms": zooms, "steps": 60, "by": 14})
-            held_up = max(statistics.median(resting) - RESTING_MS, 0.0)
-            frames.append(statistics.median(panning) - held_up)
-            most = sorted(panning)[57]
-            print(
-                f"zoom 1.5^{zooms}: median {frames[-1]:.1f} ms, and {held_up:.1f} ms of other "
-                f"work; 95 % below {most:.1f} ms in all"
-            )
-            if frames[-1] < FRAME_MS:
-                break
-        assert min(frames) < FRAME_MS
-
-
 def test_the_page_as_one_file(page, tmp_path):
     schedule = make("v-half", 4, 8)
     path = tmp_path / "page.html"
@@ -559,22 +442,6 @@ def test_the_page_as_one_file(page, tmp_path):
     assert Schedule.from_json(Path(download.value.path()).read_text()) == schedule
     outside = [each for each in requests if not each.startswith(("file:", "blob:", "data:"))]
     assert not outside
-
-
-def test_a_plan_as_one_file(page, tmp_path):
-    pytest.importorskip("numba", reason="without numba a plan takes minutes")
-    path = tmp_path / "plan.html"
-    size = ["--devices", "3", "--microbatches", "9", "--cost", "1,1.15,.85,.05"]
-    assert main(["plan", *size, "--memory-limit", "4", "--html", str(path)]) == 0
-    page.goto(path.as_uri())
-    settled(page)
-    assert page.inner_text("figcaption h2") == "Plan within 4 chunks"
-    assert {"Lower bound", "Gap"} <= numbers(page).keys()
-    assert numbers(page)["Peak memory"] == "4 chunks"
-    file = "plan-within-4-chunks-d3-m9.json"
-    assert page.inner_text("#command-train").startswith(f"--pipeline-schedule {file} ")
-    assert page.inner_text("#command-recipe").endswith(f"--memory-limit 4 --export {file}")
-    assert not page.query_selector_all("#tabs button")
 
 
 @pytest.fixture

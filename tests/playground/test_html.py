@@ -106,13 +106,6 @@ def test_no_modules_import_one_another_in_a_circle():
     assert not imports
 
 
-def test_every_module_is_in_the_one_file():
-    page = page_of("1f1b")
-    for name, (content, _) in static_files().items():
-        if name.endswith(".js"):
-            assert content.decode().splitlines()[0] in page, name
-
-
 def test_modules_with_a_name_in_common_are_told():
     files = {
         "app.js": 'import { a } from "./b.js";\nconst a2 = 1;\n',

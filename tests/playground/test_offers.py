@@ -5,13 +5,13 @@ import shlex
 from pathlib import Path
 
 import pytest
-from playground.answers import answer, read_payload, request
+from playground.answers import read_payload, request
 
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.playground.answer import make_answer
-from megatron_vshape.playground.offers import Sort, offers, read_given, read_presets
+from megatron_vshape.playground.offers import offers, read_given, read_presets
 from megatron_vshape.playground.request import parse_request
 
 COSTS = Costs((900.0,) * 8, (1000.0,) * 8, (800.0,) * 8, 0.0, (2.0**30,) * 8, (2.0**29,) * 8)
@@ -37,22 +37,6 @@ def test_a_costs_file_is_a_preset_and_what_is_about_it_is_not(folder, given_file
     assert not any("about" in name or "README" in name for name in files)
 
 
-def test_the_preset_prices_a_schedule(folder):
-    pytest.importorskip("httpx", reason="the extra `dev` is not installed")
-    pytest.importorskip("starlette", reason="the extra `playground` is not installed")
-    from starlette.testclient import TestClient
-
-    from megatron_vshape.playground.server import loopback_hosts, make_app
-
-    app = make_app(loopback_hosts(8765), read_presets(folder))
-    with TestClient(app, base_url="http://127.0.0.1:8765") as client:
-        (file,) = (each for each in client.get("/api/offers").json()["files"] if each["preset"])
-        body = request(costs={"file": {"key": file["key"]}})
-        _, (found,) = read_payload(answer(client, body))
-    assert found["facts"]["in_bytes"]
-    assert max(found["numbers"]["peaks"]) > 2.0**30
-
-
 def test_the_command_looks_where_the_presets_are(folder, monkeypatch):
     from megatron_vshape.cli import playground
 
@@ -69,15 +53,6 @@ def test_the_command_that_makes_it_again_finds_the_file(folder, monkeypatch, cap
     recipe = found["facts"]["recipe"]
     assert recipe.endswith("--costs configs/costs/gpt_9_6b-p4.json")
     assert main(shlex.split(recipe)) == 0
-
-
-def test_the_presets_of_this_repository_can_be_read():
-    presets = read_presets(Path(__file__).parents[2] / "configs" / "costs")
-    assert all(each.sort is Sort.COSTS for each in presets)
-
-
-def test_a_missing_folder_has_no_presets(tmp_path):
-    assert read_presets(tmp_path / "nowhere") == []
 
 
 def test_what_is_no_costs_file_is_told(folder):

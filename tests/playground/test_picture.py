@@ -10,13 +10,13 @@ from playground.answers import read_payload
 
 from megatron_vshape.core.check.simulate import held_curve, peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import PARTS, Kind
+from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.core.paper.catalogue import NAMES, make
 from megatron_vshape.playground.four_steps import step_pictures
 from megatron_vshape.playground.period import period_of, repeating_microbatches
-from megatron_vshape.playground.picture import KINDS, Facts, Picture, encode, palette
+from megatron_vshape.playground.picture import KINDS, Picture, encode
 from megatron_vshape.view.memory import held_steps
 
 TIMES = st.floats(0.125, 8)
@@ -62,13 +62,6 @@ def test_the_memory_between_passes_follows_from_the_header(name, devices, microb
                 steps = held_steps(timeline, costs, device)
                 assert after == [held for begin, held in steps if begin <= time][-1]
         at += size
-
-
-def test_a_large_schedule_is_compact():
-    schedule = make("1f1b", 16, 64)
-    costs = Costs.uniform(16, 16)
-    data = encode([Picture(simulate(schedule, costs), costs)])
-    assert len(data) < 32 * 2 * 16 * 64 + 20_000
 
 
 @pytest.mark.parametrize(
@@ -126,17 +119,3 @@ def test_the_steps_end_in_the_catalogue_s_schedule():
     assert pictures[-1].timeline == simulate(make("v-half", 4, 12))
     makespans = [picture.timeline.makespan for picture in pictures[1:]]
     assert makespans == sorted(makespans, reverse=True)
-
-
-def test_the_palette_is_that_of_figures():
-    found = palette()
-    assert [row[0] for row in found["fills"][1]] == [kind.colour for kind in PARTS]
-
-
-def test_facts_go_along():
-    schedule = make("1f1b", 2, 2)
-    costs = Costs.uniform(2, 2)
-    facts = Facts(limit=3.5, lower_bound=1.25, title="mine", note="é")
-    _, (found,) = read_payload(encode([Picture(simulate(schedule), costs, facts)]))
-    assert found["facts"]["limit"] == 3.5
-    assert (found["title"], found["facts"]["note"]) == ("mine", "é")

@@ -99,10 +99,6 @@ def test_a_schedule_is_drawn_up_to_the_passes_that_it_has():
         parse_request(request(**sizes, schedule={"source": "name", "name": "v-half+"}), {})
 
 
-def test_the_frontier_without_plans_is_of_two_stages_a_device():
-    assert parse_request(request("frontier", devices=256, microbatches=600), {}).plans is False
-
-
 def test_a_file_goes_by_its_key():
     schedule = {"source": "file", "file": {"key": "0-mine.json"}}
     found = parse_request(request(schedule=schedule), FILES)
