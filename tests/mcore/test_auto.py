@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from mcore.farm import Ended, Farm
+from mcore.rejections import rejection
 from mcore.test_bad_input import refused
 from mcore.test_training import TWO, assert_equal_training
 
@@ -132,19 +133,9 @@ def test_a_limit_that_what_is_measured_does_not_fit(farm: Farm) -> None:
     assert told[1:] == [""] * 3
 
 
-def test_costs_of_other_stages(farm: Farm, tmp_path: Path) -> None:
+def test_costs_of_other_stages(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text(Costs.uniform(2, 4).to_json())
-    text = refused(farm, "--pipeline-schedule", "auto", "--pipeline-costs", str(path))
+    text = rejection("--pipeline-schedule", "auto", "--pipeline-costs", str(path))
     assert "--pipeline-costs is for 4 stages" in text
     assert "on 4 pipeline ranks has 8" in text
-
-
-def test_auto_without_costs(farm: Farm) -> None:
-    text = refused(farm, "--pipeline-schedule", "auto")
-    assert "auto needs costs: give --pipeline-costs FILE" in text
-
-
-def test_a_limit_for_a_published_schedule(farm: Farm) -> None:
-    text = refused(farm, "--pipeline-schedule", "v-half", "--pipeline-memory-limit", "1")
-    assert "--pipeline-memory-limit requires --pipeline-schedule auto" in text

@@ -192,12 +192,6 @@ def test_evaluation_and_saving_see_a_validated_state(lab: Lab, tmp_path: Path) -
     assert guesses(ahead) == (7 - 2 - 2, 0)  # nor before the end
 
 
-def refused(farm: Farm, *flags: str) -> str:
-    run = farm.run(4, POST_VALIDATION, *flags, timeout_s=60)
-    assert run.codes == [1] * 4, run.output
-    return run.output[0].partition("megatron-vshape: ")[2].strip()
-
-
 def test_where_it_gains_nothing_the_run_says_so_once(farm: Farm) -> None:
     said = "--optimizer-post-validation gains nothing with --log-interval 1: an iteration that is "
     every, other = (
@@ -206,15 +200,3 @@ def test_where_it_gains_nothing_the_run_says_so_once(farm: Farm) -> None:
     )
     assert [text.count(said) for text in every.output] == [1, 0, 0, 0]
     assert [text.count(said) for text in other.output] == [0] * 4
-
-
-def test_what_does_not_go_with_it_is_refused(farm: Farm) -> None:
-    assert refused(farm, *V_ZB[:2]) == (
-        "--optimizer-post-validation does not work with --rerun-mode validate_results: it "
-        "synchronizes all ranks at the end of every iteration. Set --rerun-mode disabled"
-    )
-    assert refused(farm, "--pipeline-schedule", "1f1b") == (
-        "--optimizer-post-validation needs a schedule of this package: add --pipeline-schedule, "
-        "v-zb for example"
-    )
-    assert "--num-experts" in refused(farm, *V_ZB, "--num-experts", "4")

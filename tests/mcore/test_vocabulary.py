@@ -13,7 +13,6 @@ from mcore.test_composition import CONTEXT, EXPERT_PARALLEL, OVERLAP, SEQUENCE, 
 from mcore.test_library import Learnt, same
 from mcore.test_library import run as run_library
 from mcore.test_training import assert_equal_training, losses, relative
-from megatron.core.transformer import TransformerConfig
 from shared_costs import shared_costs
 
 from megatron_vshape.core.check.verify import verify
@@ -194,29 +193,6 @@ def test_a_loss_function_is_told_that_it_runs_on_the_last_stage(farm: Farm, flag
     schedule = ("--pipeline-schedule", "v-half", *flags.split())
     ended = farm.run(2, *schedule, *STEPS, UNTIED, plugin=plugin).check()
     assert len(losses(ended)) == 3
-
-
-DETACHED = "--mtp-num-layers 1 --mtp-detach-heads"
-REFUSED = {
-    DETACHED: "--pipeline-vocab-parallel does not work with --mtp-detach-heads",
-    "--optimizer-post-validation --rerun-mode disabled": (
-        "--pipeline-vocab-parallel does not work with --optimizer-post-validation"
-    ),
-    "--use-mup": "--pipeline-vocab-parallel does not work with --use-mup",
-    "--fine-grained-activation-offloading --offload-modules attn_norm": (
-        "does not work with offloading of activations"
-    ),
-}
-
-
-@pytest.mark.parametrize("flags", REFUSED)
-def test_what_it_does_not_go_with(farm: Farm, flags: str) -> None:
-    if flags == DETACHED and not hasattr(TransformerConfig, "mtp_detach_heads"):
-        pytest.skip("Megatron has it from 0.19 on")
-    ended = farm.run(2, "--pipeline-schedule", "v-half", SHARED, *flags.split())
-    assert ended.codes != [0] * 2
-    (told,) = [line for line in ended.output[0].splitlines() if "megatron-vshape:" in line]
-    assert REFUSED[flags] in told
 
 
 def test_megatrons_own_schedule_has_none(farm: Farm) -> None:
