@@ -4,7 +4,7 @@
 the sweep, each in its own way, and keeps what they say: plans with their values, bounds and peaks,
 schedule files, programs of every rank, costs files, refusals. Searches stop by steps, of which they
 have few, so that the same tree always says the same; `--against` names what another tree said
-otherwise, and returns 1.
+otherwise, and returns 1. With `--runs` it records training runs instead (runs.py).
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from megatron_vshape.sweep.predict import Predictor
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "sweep")]
 import samples  # noqa: E402
+from gold.runs import record_runs  # noqa: E402
 from sweep.counts import predictor_of  # noqa: E402
 
 STEPS = 2_000
@@ -354,13 +355,18 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path)
     parser.add_argument("--against", type=Path)
+    parser.add_argument("--runs", action="store_true", help="record training runs (see runs.py)")
     parser.add_argument("--questions", type=int, default=300)
     parser.add_argument("--seed", type=int, default=38)
     options = parser.parse_args()
     search.default_steps = _few_steps
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as made:
-        said = Recorder(Path(made), options.seed).run(options.questions)
+        said = (
+            record_runs(Path(made))
+            if options.runs
+            else Recorder(Path(made), options.seed).run(options.questions)
+        )
     options.output.write_text(json.dumps(said, indent=0))
     print(f"{len(said)} answers in {time.monotonic() - started:.0f} s")
     if options.against is not None:
