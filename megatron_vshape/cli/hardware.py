@@ -1,12 +1,13 @@
 """The GPUs of a command: by name, or by a cluster file as `sweep` reads it."""
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 
 from megatron_vshape.cli.help import MODEL, group
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.rehearsal.gpus import Gpu
+from megatron_vshape.rehearsal.gpus import GPUS
+from megatron_vshape.sweep.configurations import SweepError
+from megatron_vshape.sweep.machine import Machine
 
 
 def add_cluster_argument(parser: argparse.ArgumentParser) -> None:
@@ -20,27 +21,38 @@ def add_cluster_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def of_cluster(path: Path) -> tuple[int, Gpu]:
-    """Read the number of GPUs, and the GPU with its links, from a cluster file.
+def machine_of(options: argparse.Namespace) -> Machine:
+    """Return the GPUs of --gpus or --cluster.
+
+    Raises:
+        ScheduleError: neither or both are given, the GPU is unknown, or the file cannot be read.
+    """
+    if (options.gpus is None) == (options.cluster is None):
+        raise ScheduleError("advise needs one of --gpus NxGPU, as in 128xH100, and --cluster FILE")
+    if options.cluster is not None:
+        return of_cluster(options.cluster)
+    number, _, name = options.gpus.lower().partition("x")
+    if not number.isdigit() or not int(number) or name not in GPUS:
+        raise ScheduleError(
+            f"--gpus {options.gpus!r:.40} is not a number, an x and a GPU, as in 128xH100; "
+            f"supported GPUs: {', '.join(GPUS)}"
+        )
+    return Machine(GPUS[name], int(number))
+
+
+def of_cluster(path: Path) -> Machine:
+    """Read the GPUs with their links from a cluster file.
 
     Raises:
         ScheduleError: the file cannot be read, or sets an unknown value.
     """
     try:
-        from megatron_vshape.sweep.configurations import SweepError
         from megatron_vshape.sweep.files import Cluster, load
-        from megatron_vshape.sweep.machine import Machine
     except ImportError as error:
         raise ScheduleError(
             f"--cluster needs {error.name}: pip install 'megatron-vshape[sweep]'"
         ) from None
     try:
-        cluster = load(path, Cluster)
-        machine = Machine.of(cluster)
+        return Machine.of(load(path, Cluster))
     except SweepError as error:
         raise ScheduleError(f"--cluster {error}") from None
-    gpu = machine.gpu
-    if not machine.known:
-        gpu = replace(gpu, name=cluster.device.name.lower())
-    host_rate = gpu.host_rate if cluster.host_link is None else cluster.host_link.gb_per_s * 1e9
-    return cluster.num_devices, replace(gpu, beside_gib=machine.beside_gib, host_rate=host_rate)

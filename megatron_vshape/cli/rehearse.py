@@ -161,7 +161,7 @@ def run(options: argparse.Namespace) -> int:
     command = read_command(words)
     gpu = GPUS[options.gpu]
     if options.cluster is not None:
-        _, gpu = of_cluster(options.cluster)
+        gpu = of_cluster(options.cluster).gpu
     sizes = sizes_of(command, options.gpus)
     stages = ranks_asked_for(options.ranks, sizes.pipeline)
     asked = rehearsed(options, command, gpu)

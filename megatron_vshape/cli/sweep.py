@@ -5,6 +5,7 @@ import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,9 +26,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from megatron_vshape.sweep.configurations import Configuration
-    from megatron_vshape.sweep.files import Loaded
+    from megatron_vshape.sweep.files import Cluster, Loaded
     from megatron_vshape.sweep.grid import Dropped, Expanded
-    from megatron_vshape.sweep.machine import Machine
     from megatron_vshape.sweep.predict import Prediction, Predictor
     from megatron_vshape.sweep.prune import Pruned
     from megatron_vshape.sweep.report import Published, Row
@@ -117,7 +117,6 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from megatron_vshape.sweep.files import load_sweep
-    from megatron_vshape.sweep.machine import Machine
     from megatron_vshape.sweep.prune import prune
     from megatron_vshape.sweep.report import load_published
 
@@ -126,7 +125,7 @@ def run(options: argparse.Namespace) -> int:
         console.width = max(console.width, NARROWEST)
     loaded = load_sweep(options.file, options.command)
     if options.assumptions:
-        _print_assumptions(console, Machine.of(loaded.cluster))
+        _print_assumptions(console, loaded.cluster)
         return 0
     if options.report:
         return _report(loaded, console, options)
@@ -182,6 +181,7 @@ def _check_targets(options: argparse.Namespace) -> None:
 
 
 def _expand(loaded: "Loaded", options: argparse.Namespace) -> "tuple[Predictor, Expanded]":
+    from megatron_vshape.rehearsal.ranks import DryRunConfig
     from megatron_vshape.sweep.counts import Counts
     from megatron_vshape.sweep.grid import expand
     from megatron_vshape.sweep.machine import Machine
@@ -197,9 +197,10 @@ def _expand(loaded: "Loaded", options: argparse.Namespace) -> "tuple[Predictor, 
     kept = headroom_of(
         options.headroom or HEADROOM, loaded.cluster.device.memory_gib * GIB, in_bytes=True
     )
-    counts = Counts(loaded.subject, machine, options.megatron, options.te)
-    post_validation = loaded.sweep.post_validation
-    predictor = Predictor(loaded.subject, machine, counts, post_validation, measured, kept)
+    subject, post_validation = loaded.subject, loaded.sweep.post_validation
+    programs = partial(DryRunConfig.of, subject.command, machine.gpu, options.megatron, options.te)
+    counts = Counts(subject, machine, programs)
+    predictor = Predictor(subject, machine, counts, post_validation, measured, kept)
     expanded = expand(loaded)
     if expanded.note:
         print(expanded.note)
@@ -397,10 +398,12 @@ def _print_tables(console: "Console", title: str, rows: "Sequence[Row]") -> None
         console.print(table)
 
 
-def _print_assumptions(console: "Console", machine: "Machine") -> None:
+def _print_assumptions(console: "Console", cluster: "Cluster") -> None:
     from rich.table import Table
 
+    from megatron_vshape.sweep.machine import Machine
+
     table = Table("assumption", "value", "source", show_lines=True)
-    for name, value, source in machine.assumptions():
+    for name, value, source in Machine.of(cluster).assumptions(cluster):
         table.add_row(name, f"{value:g}", source)
     console.print(table)

@@ -1,4 +1,4 @@
-"""Alternative parallel configurations of a command: sizes, recompute and estimated costs.
+"""Costs of a parallel configuration from two counted ranks.
 
 A configuration is counted with one layer per stage in the V placement, on two ranks. The first rank
 has the embedding and the output layer, the second only layers. A stage with more layers costs
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Pieces, Share
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.mcore.layout import hybrid, sizes
@@ -32,132 +31,10 @@ from megatron_vshape.rehearsal.step_time import (
     rates_of,
 )
 
-RECOMPUTE = ("granularity", "method", "num_layers", "modules")
 PIPELINE, RANKS = 4, 2
 """Pipeline size in which a configuration is counted, and the number of its first ranks that are
 counted. In a shorter pipeline, the second rank would have the turn of the V, and send
 activations to itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The parallel sizes of a configuration, and its recomputation."""
-
-    tensor: int
-    pipeline: int
-    recompute: str  # as the command has it: full, selective, or none
-    context: int = 1
-    experts: int = 1
-    microbatch: int = 1
-
-    def told(self) -> str:
-        """Format the configuration."""
-        words = f"TP {self.tensor} PP {self.pipeline}"
-        more = {"CP": self.context, "EP": self.experts, "microbatch": self.microbatch}
-        words += "".join(f" {name} {size}" for name, size in more.items() if size > 1)
-        return words if self.recompute == "none" else f"{words}, {self.recompute} recompute"
-
-    def command(self, command: Command) -> Command:
-        """Return the command with this configuration."""
-        sizes: dict[str, Any] = {
-            flag.removeprefix("--"): getattr(self, name)
-            for name, flag in FLAGS.items()
-            if name != "experts" or command.has("--num-experts")
-        }
-        if self.recompute == "none":
-            sizes |= {f"recompute_{name}": None for name in RECOMPUTE}
-            sizes["recompute_activations"] = None
-        if self.tensor > 1:
-            sizes["sequence_parallel"] = True
-        return command.having(**sizes)
-
-
-def shape_of(command: Command) -> Shape:
-    """Return the configuration of a command."""
-    sizes = sizes_of(command, None)
-    given = command.value("--recompute-granularity")
-    selective = "selective" if command.has("--recompute-activations") else "none"
-    experts = command.number("--expert-model-parallel-size", 1)
-    microbatch = command.number("--micro-batch-size", 1)
-    recompute = given or selective
-    return Shape(sizes.tensor, sizes.pipeline, recompute, sizes.context, experts, microbatch)
-
-
-_MOVES: tuple[dict[str, float], ...] = (
-    {"tensor": 0.5},
-    {"tensor": 2},
-    {"pipeline": 2},
-    {"pipeline": 0.5},
-    {"tensor": 0.5, "pipeline": 2},
-    {"tensor": 2, "pipeline": 0.5},
-    {"microbatch": 2},
-    {"microbatch": 0.5},
-    {"experts": 2},
-    {"experts": 0.5},
-    {"context": 2},
-    {"context": 0.5},
-    {"tensor": 0.5, "context": 2},
-)
-"""Factors of one or two parallel sizes, relative to the command."""
-
-_LARGER: tuple[dict[str, float], ...] = ({"microbatch": 2}, {"tensor": 0.5})
-"""Changes that need more memory, for which selective recompute may be necessary."""
-
-KEPT = {"tensor": "tp", "pipeline": "pp", "microbatch": "microbatch", "experts": "ep",
-        "context": "cp"}  # fmt: skip
-"""Names of the sizes for --keep."""
-
-FLAGS = {
-    "tensor": "--tensor-model-parallel-size",
-    "pipeline": "--pipeline-model-parallel-size",
-    "context": "--context-parallel-size",
-    "experts": "--expert-model-parallel-size",
-    "microbatch": "--micro-batch-size",
-}
-"""Megatron's flags of the sizes."""
-
-
-def shapes_beside(
-    command: Command, gpus: int, keep: Sequence[str], layers: int
-) -> Iterator[tuple[Shape, str]]:
-    """Yield alternative configurations, nearest first, with the reason if one is not possible.
-
-    The command's own sizes are also tried without recompute. Other sizes drop recompute where
-    possible; selective recompute is also tried if they need more memory.
-    """
-    own = shape_of(command)
-    without = own
-    if "recompute" not in keep and own.recompute != "none":
-        without = replace(own, recompute="none")
-        yield without, _why_not(without, command, gpus, layers)
-    for move in _MOVES:
-        sizes = {name: int(getattr(own, name) * by) for name, by in move.items()}
-        least = {"pipeline": 2}
-        if any(size < least.get(name, 1) or KEPT[name] in keep for name, size in sizes.items()):
-            continue
-        if "experts" in sizes and not command.has("--num-experts"):
-            continue
-        keeps = own.recompute == "selective" and move in _LARGER
-        for base in dict.fromkeys((without, own) if keeps else (without,)):
-            shape = replace(base, **sizes)  # type: ignore[arg-type]
-            yield shape, _why_not(shape, command, gpus, layers)
-
-
-def _why_not(shape: Shape, command: Command, gpus: int, layers: int) -> str:
-    heads = command.number("--num-attention-heads", 1)
-    groups = command.number("--num-query-groups", heads)
-    experts = command.number("--num-experts", shape.experts)
-    if heads % shape.tensor or groups % shape.tensor:
-        return f"{groups} heads do not divide by {shape.tensor}"
-    if experts % shape.experts:
-        return f"{experts} experts do not divide by {shape.experts}"
-    if layers < 2 * shape.pipeline - 2:
-        return f"{layers} layers are too few for {2 * shape.pipeline} stages"
-    try:
-        sizes_of(shape.command(command), gpus)
-    except ScheduleError as error:
-        return str(error)
-    return ""
 
 
 def least_of(command: Command) -> tuple[Command, Sizes]:

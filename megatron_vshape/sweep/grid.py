@@ -18,7 +18,8 @@ from megatron_vshape.sweep.configurations import (
     count_stages,
     faults,
 )
-from megatron_vshape.sweep.files import Also, Cluster, Grid, Loaded, Workload
+from megatron_vshape.sweep.files import Also, Grid, Loaded, Workload
+from megatron_vshape.sweep.machine import Machine
 
 MAX_COMBINATIONS = 100_000
 
@@ -41,13 +42,17 @@ class Expanded:
     note: str = ""  # about changed layouts
 
 
-def expand(loaded: Loaded) -> Expanded:
+def expand(loaded: Loaded, machine: Machine | None = None) -> Expanded:
     """Return every combination of the grid, with reasons for infeasible ones.
+
+    `machine` replaces the cluster.
 
     Raises:
         SweepError: a schedule does not exist, or no combination is feasible.
     """
-    sweep, model, cluster = loaded.sweep, loaded.subject, loaded.cluster
+    sweep, model = loaded.sweep, loaded.subject
+    machine = machine or Machine.of(loaded.cluster)
+    sizes = machine.num_devices, machine.gpu.node
     known = (*catalogue.NAMES, ADAPTIVE)
     for name in (*sweep.grid.schedule, *(each.schedule for each in sweep.also)):
         try:
@@ -62,14 +67,13 @@ def expand(loaded: Loaded) -> Expanded:
     dealt_out: dict[Configuration, None] = {}
     for workload in sweep.workloads:
         every = itertools.chain(
-            ((sweep.grid, each) for each in _of_grid(sweep.grid, workload, cluster)),
+            ((sweep.grid, each) for each in _of_grid(sweep.grid, workload, machine.num_devices)),
             ((one, configuration_of(one, workload)) for one in sweep.also),
         )
         for said, combination in every:
             if "layout" not in said.model_fields_set and _halves_layers(combination, model):
                 combination = replace(combination, layout=Layout.AUTO)
                 dealt_out[combination] = None
-            sizes = cluster.num_devices, cluster.devices_per_node
             fault = next(faults(combination, model, *sizes, sweep.post_validation), None)
             if fault is None:
                 possible[combination] = None
@@ -115,7 +119,7 @@ def _check_size(grid: Grid, num_workloads: int, loaded: Loaded) -> None:
         )
 
 
-def _of_grid(grid: Grid, workload: Workload, cluster: Cluster) -> Iterator[Configuration]:
+def _of_grid(grid: Grid, workload: Workload, number: int) -> Iterator[Configuration]:
     names = [each.name for each in fields(Configuration) if each.name in Grid.model_fields]
     lists = {name: getattr(grid, name) or [None] for name in names}
     lists["schedule"] = list(_schedules(grid))
@@ -123,7 +127,7 @@ def _of_grid(grid: Grid, workload: Workload, cluster: Cluster) -> Iterator[Confi
         given = dict(zip(names, values, strict=True))
         alone = Configuration(**dict(workload), **given | {"data_parallel": 1})
         own = given["data_parallel"]
-        yield replace(alone, data_parallel=own) if own else alone.on_devices(cluster.num_devices)
+        yield replace(alone, data_parallel=own) if own else alone.on_devices(number)
 
 
 def _schedules(grid: Grid) -> Iterator[str]:

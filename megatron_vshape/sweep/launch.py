@@ -15,7 +15,7 @@ import submitit
 from submitit.slurm.slurm import SlurmInfoWatcher
 
 from megatron_vshape.sweep import worker
-from megatron_vshape.sweep.configurations import SweepError
+from megatron_vshape.sweep.configurations import ADAPTIVE, SweepError
 from megatron_vshape.sweep.files import Loaded
 from megatron_vshape.sweep.predict import Prediction, Predictor
 from megatron_vshape.sweep.progress import LiveProgress
@@ -273,10 +273,10 @@ def _job_of(loaded: Loaded, prediction: Prediction, folder: Path) -> worker.Job:
 
 def _command(loaded: Loaded, prediction: Prediction, folder: Path) -> list[str]:
     """Return the trainer's command; an adaptive plan is passed as a file."""
-    if prediction.planned is None:
+    if prediction.schedule is None or prediction.combination.schedule != ADAPTIVE:
         return trainer_command(loaded, prediction.combination)
     path = (folder / "schedule.json").resolve()
-    path.write_text(prediction.planned.to_json(), encoding="utf-8")
+    path.write_text(prediction.schedule.to_json(), encoding="utf-8")
     return trainer_command(loaded, prediction.combination, path)
 
 
@@ -316,7 +316,7 @@ def dry_run(
         where += str(worker.FIRST_PORT)
     for each in chosen:
         run = folder / key_of(each.combination, loaded, predictor.measured)
-        if each.planned is not None:
+        if each.combination.schedule == ADAPTIVE:
             run.mkdir(parents=True, exist_ok=True)
         job = _job_of(loaded, each, run)
         variables = [f"{name}={shlex.quote(value)}" for name, value in job.environment.items()]

@@ -6,13 +6,11 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.offload_costs import without_copies
 from megatron_vshape.core.planner.vocabulary import tells_shared
-from megatron_vshape.sweep.configurations import Configuration, SweepError
-from megatron_vshape.sweep.files import Loaded, Measured
+from megatron_vshape.sweep.configurations import SweepError
+from megatron_vshape.sweep.files import Loaded
+from megatron_vshape.sweep.predict import Sizes
 
-Key = tuple[int, int, int, int]
-
-
-MeasuredCosts = Mapping[Key, Pieces]
+MeasuredCosts = Mapping[Sizes, Pieces]
 """Costs per layer from a sweep's costs files, by their settings.
 
 One device was measured, so the pieces have no communication and no recomputation.
@@ -46,10 +44,7 @@ def load_measured(loaded: Loaded) -> MeasuredCosts:
             )
         even = (entry.layers_per_stage,) * costs.num_stages
         # The cluster file specifies the link for copies.
-        pieces[key_of_shapes(entry)] = Pieces.of(without_copies(costs), costs.layers or even)
+        shards = entry.tensor_parallel, entry.context_parallel
+        sizes = entry.sequence_length, entry.microbatch_size, *shards
+        pieces[sizes] = Pieces.of(without_copies(costs), costs.layers or even)
     return pieces
-
-
-def key_of_shapes(it: Measured | Configuration) -> Key:
-    """Return the sizes of a measurement, as the key for matching combinations."""
-    return (it.sequence_length, it.microbatch_size, it.tensor_parallel, it.context_parallel)

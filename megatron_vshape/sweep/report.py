@@ -92,7 +92,9 @@ def _row(prediction: Prediction, result: Result | None) -> Row:
     verdict = f"predicted {prediction.verdict}" if result is None else outcome.status.value
     lines = outcome.log_tail.splitlines()
     ranks = prediction.ranks
-    by_rank = [[each.total, *each] for each in ranks]
+    by_rank = [
+        [sum(each), each.states, each.activations, each.buffers + each.context] for each in ranks
+    ]
     return Row(
         prediction.combination,
         verdict,

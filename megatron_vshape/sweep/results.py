@@ -14,7 +14,8 @@ from typing import Any
 from megatron_vshape.sweep.configurations import ADAPTIVE, GIVEN, Configuration, SweepError
 from megatron_vshape.sweep.files import Also, Loaded, Workload
 from megatron_vshape.sweep.grid import configuration_of
-from megatron_vshape.sweep.measured_costs import MeasuredCosts, key_of_shapes
+from megatron_vshape.sweep.measured_costs import MeasuredCosts
+from megatron_vshape.sweep.predict import key_of_shapes
 
 APPLICATION = 0x56534850  # "VSHP": identifies results files
 FORMAT = 1

@@ -31,7 +31,8 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_a_cluster_file_sets_memory_rates_and_links(tmp_path: Path) -> None:
-    number, gpu = of_cluster(written(tmp_path, FILE))
+    machine = of_cluster(written(tmp_path, FILE))
+    number, gpu = machine.num_devices, machine.gpu
     assert (number, gpu.node, gpu.beside_gib) == (8, 8, 1.5)
     assert gpu.memory_bytes == int(39.4 * GIB)
     assert (gpu.near_rate, gpu.far_rate) == (20e9, 12.5e9)
@@ -41,7 +42,7 @@ def test_a_cluster_file_sets_memory_rates_and_links(tmp_path: Path) -> None:
 
 
 def test_an_unknown_gpu_keeps_its_name(tmp_path: Path) -> None:
-    _, gpu = of_cluster(written(tmp_path, FILE.replace("A100-PCIe", "RTX 6000")))
+    gpu = of_cluster(written(tmp_path, FILE.replace("A100-PCIe", "RTX 6000"))).gpu
     assert gpu.name == "rtx 6000"
 
 

@@ -37,7 +37,7 @@ from megatron_vshape.core.planner import search
 from megatron_vshape.core.request import PlanRequest
 from megatron_vshape.mcore.setup.choice import GIB, ScheduleConfig, choice_of
 from megatron_vshape.mcore.setup.plans import Planner
-from megatron_vshape.sweep.configurations import Configuration
+from megatron_vshape.sweep.configurations import ADAPTIVE, Configuration
 from megatron_vshape.sweep.files import load_sweep
 from megatron_vshape.sweep.grid import expand
 from megatron_vshape.sweep.predict import Predictor
@@ -311,8 +311,8 @@ class Recorder:
 
     def _predicted(self, predictor: Predictor, it: Configuration) -> str:
         found = predictor(it)
-        planned = found.planned.to_json() if found.planned else ""
-        return f"{replace(found, planned=None)!r}\n{planned}"
+        planned = found.schedule.to_json() if it.schedule == ADAPTIVE and found.schedule else ""
+        return f"{replace(found, schedule=None)!r}\n{planned}"
 
     def run(self, count: int) -> Record:
         """Return what is said to `count` questions."""

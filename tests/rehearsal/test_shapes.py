@@ -1,17 +1,13 @@
-"""Which shapes are looked at, and what of a counted one depends on where it runs."""
-
-from argparse import Namespace
+"""Counted ranks, and what of them depends on where they run."""
 
 import pytest
 
 from megatron_vshape import verify
-from megatron_vshape.cli.advise import _Advice
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.rehearsal.counted import both_backwards
-from megatron_vshape.rehearsal.flags import read_command, sizes_of
-from megatron_vshape.rehearsal.gpus import GPUS
-from megatron_vshape.rehearsal.shapes import Counted, least_of, of_pattern, shape_of, shapes_beside
+from megatron_vshape.rehearsal.flags import read_command
+from megatron_vshape.rehearsal.shapes import Counted, least_of, of_pattern
 from megatron_vshape.rehearsal.step_time import Rates
 from megatron_vshape.rehearsal.work import Work
 
@@ -21,26 +17,6 @@ EXPERTS = read_command(
     --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --global-batch-size 32
     --recompute-granularity full --num-layers-per-virtual-pipeline-stage 2""".split()
 )
-
-
-def test_every_size_is_a_candidate_unless_it_is_kept() -> None:
-    own = shape_of(EXPERTS)
-    assert own.told() == "TP 2 PP 2 CP 2 EP 4 microbatch 2, full recompute"
-    shapes = dict(shapes_beside(EXPERTS, 32, [], 16))
-    fitting = [shape for shape, why in shapes.items() if not why]
-    assert {shape.experts for shape in fitting} == {2, 4, 8}
-    assert {shape.context for shape in fitting} >= {1, 2, 4}
-    assert {shape.microbatch for shape in fitting} == {1, 2, 4}
-    assert {shape.recompute for shape in shapes} == {"none"}
-    selective = EXPERTS.having(recompute_granularity="selective")
-    both = [shape for shape, _ in shapes_beside(selective, 32, [], 16) if shape.recompute != "none"]
-    assert [(shape.microbatch, shape.tensor) for shape in both] == [(2, 1), (4, 2)]
-    kept = shapes_beside(EXPERTS, 32, ["ep", "cp", "microbatch", "recompute"], 16)
-    for shape, _ in kept:
-        assert (shape.experts, shape.context, shape.microbatch) == (4, 2, 2)
-        assert shape.recompute == "full"
-    command = fitting[-1].command(EXPERTS)
-    assert shape_of(command) == fitting[-1]
 
 
 def test_a_shape_is_counted_in_the_same_world_whatever_its_pipeline_and_replicas() -> None:
@@ -89,33 +65,3 @@ def test_the_schedule_that_counts_can_run() -> None:
     verify(schedule)
     kinds = {str(work.kind) for row in schedule.order for work in row}
     assert kinds == {"F", "B", "W", "BW"}
-
-
-def test_stock_megatron_may_deal_layers_out_by_their_work() -> None:
-    """An output layer of four layers makes the last of even ranks the one that all wait for."""
-    flags = "--num-layers 36 --pipeline-model-parallel-size 4 --global-batch-size 32"
-    command = read_command(["pretrain_gpt.py", *flags.split(), "--micro-batch-size", "1"])
-    own, layer = shape_of(command), Piece(1.0, 1.0, 1.0, 1.0, 0.0)
-    advice = _Advice(command, Namespace(headroom=None), 4, GPUS["h100"], 36)
-    head = Piece(4.0, 4.0, 4.0, 0.0, 0.0)
-    pieces = Pieces(layer, Piece(0.0, 0.0, 0.0, 0.0, 0.0), head, 0.0)
-    advice.counted[own], advice.sizes[own] = (
-        Counted(pieces, 0.0, 0.0, Rates(), 1.0, 0.0),
-        sizes_of(command, 4),
-    )
-    lines = {(line.name, line.is_even): line for line in advice._stock(own)}
-    even, dealt = lines["1f1b", True], lines["1f1b", False]
-    assert even.known.costs.layers == (9, 9, 9, 9)
-    assert dealt.known.costs.layers == (10, 10, 10, 6)
-    assert dealt.step_s < 0.8 * even.step_s
-    layout = "Et*10|(t*10|)*2t*6L"
-    assert dealt.changes_megatron(command) == [f"--pipeline-model-parallel-layout '{layout}'"]
-    # Megatron refuses virtual stages that are told twice.
-    assert len(lines["interleaved-1f1b:3", False].changes_megatron(command)) == 1
-    assert even.changes_megatron(command) == ["no virtual stages (1F1B)"]
-    advice.command = command.having(pipeline_model_parallel_layout=layout)
-    assert advice._today(own).step_s == dealt.step_s
-    assert even.changes_megatron(advice.command)[0] == "remove --pipeline-model-parallel-layout"
-    advice.limit = 38.0  # of 40 that a first rank with ten layers needs
-    found = [line.known.costs.layers for line in advice._stock(own) if line.name == "1f1b"]
-    assert found == [(9, 9, 9, 9), (10, 10, 10, 6), (9, 10, 10, 7)]

@@ -137,7 +137,7 @@ def test_an_order_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (result,) = results.read(results.ended())
     assert result.outcome.status is Status.OK
     (file,) = (tmp_path / "runs").glob("*/schedule.json")
-    assert Schedule.from_json(file.read_text()) == chosen.planned
+    assert Schedule.from_json(file.read_text()) == chosen.schedule
 
 
 PICKLED = cloudpickle.dumps(("success", Outcome(Status.OK, 0.5)))

@@ -23,8 +23,8 @@ from megatron_vshape.sweep.counts import key_of_count
 from megatron_vshape.sweep.files import load_sweep
 from megatron_vshape.sweep.grid import expand
 from megatron_vshape.sweep.machine import Machine
-from megatron_vshape.sweep.measured_costs import key_of_shapes, load_measured
-from megatron_vshape.sweep.predict import Prediction, plan_adaptive
+from megatron_vshape.sweep.measured_costs import load_measured
+from megatron_vshape.sweep.predict import Prediction, key_of_shapes, plan_adaptive
 from megatron_vshape.sweep.trainer_flags import trainer_command
 from megatron_vshape.view.numbers import GIB
 
@@ -169,8 +169,8 @@ def test_the_adaptive_method_takes_the_better_placement(
     assert len(set(times_s.values())) == 2
     assert best.step_s == min(times_s.values())
     monkeypatch.undo()
-    assert best.planned is not None
-    assert times_s[best.planned.placement] == best.step_s
+    assert best.schedule is not None
+    assert times_s[best.schedule.placement] == best.step_s
 
 
 HEAVY = {"vocabulary_size": 65536}
@@ -198,9 +198,9 @@ def test_an_adaptive_plan_shares_it_too(tmp_path: Path) -> None:
     (it,) = expand(loaded).possible
     found = predictor_of(loaded)(it)
     assert found.fits
-    assert found.planned is not None
-    assert is_shared(found.planned)
-    verify(found.planned)
+    assert found.schedule is not None
+    assert is_shared(found.schedule)
+    verify(found.schedule)
 
 
 def test_multi_token_prediction_is_predicted(tmp_path: Path) -> None:
@@ -259,11 +259,13 @@ def test_adaptive_has_activations_wait_where_the_cluster_file_has_a_link(tmp_pat
         loaded = load_sample(tmp_path, sweep=sweep, cluster=over)
         (it,) = expand(loaded).possible
         made = predictor_of(loaded)(it)
-        assert made.planned is not None
+        assert made.schedule is not None
         assert made.step_s is not None
         command = trainer_command(loaded, it, tmp_path / "plan.json")
         assert ("--pipeline-host-memory-limit" in command) == ("memory_gib" in link)
-        return made.step_s, sum(work.kind is COPY_OUT for row in made.planned.order for work in row)
+        return made.step_s, sum(
+            work.kind is COPY_OUT for row in made.schedule.order for work in row
+        )
 
     alone, without = found()
     own, copies = found(gb_per_s=10.0)
