@@ -21,6 +21,7 @@ from megatron_vshape.mcore.layout.given_layout import layout_of
 from megatron_vshape.rehearsal import accuracy, report
 from megatron_vshape.rehearsal.flags import Command
 from megatron_vshape.rehearsal.gpus import GPUS, Gpu
+from megatron_vshape.sweep import fsdp
 from megatron_vshape.sweep.advice import ENDS, LAYOUT, Advice, Rows, step
 from megatron_vshape.sweep.configurations import (
     ADAPTIVE,
@@ -235,6 +236,7 @@ NAMES = {
     "same": "current parallelism",
     "least": "least memory within the error",
     "DON'T": "not recommended",
+    "fsdp": "without a pipeline",
 }
 """Names of the rows, by the keys of --json."""
 
@@ -245,7 +247,9 @@ def _print(
     today, machine = rows["today"], advice.predictor.machine
     assert today is not None
     texts = _verdict(advice, options, rows)
-    for text in (*texts, *_full_step(options.training_share, rows)):
+    texts += _full_step(options.training_share, rows)
+    texts += [fsdp.sentence(rows["fsdp"], rows["best"] or today, advice.case)]
+    for text in filter(None, texts):
         print(report.wrapped(text))
     command = advice.predictor.subject.command
     print(
@@ -354,6 +358,8 @@ def _flags(advice: Advice, options: argparse.Namespace, rows: Rows, row: Predict
     """Return the flags that make today's command run a row; each may be one to remove."""
     subject, it = advice.predictor.subject, row.combination
     words = _changes(advice.own.command(subject), it.command(subject))
+    if it.schedule == fsdp.NAME:
+        return [*words, *fsdp.FLAGS]
     if row.is_stock:
         return words + changes_megatron(row, subject.command)
     target = str(options.export or "plan.json (written by --export plan.json)")

@@ -110,6 +110,7 @@ class Counted:
     rates: Rates
     layer_flops: float  # forward FLOPs of a microbatch per layer and rank
     ends_flops: float
+    state_bytes_per_parameter: float = 18.0  # of weights, gradients and optimizer on a rank
 
     def after_us(self, costs: Costs, placement: Placement) -> float:
         """Estimate the time after the passes: gradient reduction, optimizer, parameter gathering.
@@ -146,7 +147,8 @@ def counted(
     ends = _forward_flops(first, 0) + _forward_flops(first, 1) - 2 * of_layer
     pieces = Pieces.of(replace(costs, layers=None), (1,) * costs.num_stages)
     once = optimizer_s(step, gpu, reached) / state, data_parallel_s(step, gpu, reached) / state
-    return Counted(pieces, *once, reached, of_layer, ends)
+    each = state / sum(second.chunk_parameters)
+    return Counted(pieces, *once, reached, of_layer, ends, each)
 
 
 def of_pattern(found: Counted, command: Command) -> Counted:

@@ -18,6 +18,7 @@ from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.given_layout import layers_in
 from megatron_vshape.rehearsal import accuracy
 from megatron_vshape.rehearsal.simulated import megatrons_name
+from megatron_vshape.sweep import fsdp
 from megatron_vshape.sweep.configurations import ADAPTIVE, Configuration
 from megatron_vshape.sweep.predict import Prediction, Predictor, named
 
@@ -37,7 +38,7 @@ LAYOUT = "--pipeline-model-parallel-layout"
 ENDS = ("embedding", "loss")
 
 Rows = dict[str, Prediction | None]
-"""Rows of the comparison: today, stock, best, same (sizes), least (memory), DON'T."""
+"""Rows of the comparison: today, stock, best, same (sizes), least (memory), DON'T, fsdp."""
 
 
 @dataclass(slots=True)
@@ -87,6 +88,7 @@ class Advice:
         found["least"] = self._least_memory([*filter(_fits, stock), *best], found["best"])
         if self.predictor.subject.recompute == "full":
             found["DON'T"] = self.named("v-half", self.own, is_stock=False)
+        found["fsdp"] = fsdp.best(self.predictor, self.own)
         return found
 
     def _rows_of(self, grid: Sequence[Prediction]) -> Rows:
@@ -95,7 +97,8 @@ class Advice:
         stock = [each for each in fitting if is_megatrons_own(each.combination.schedule)]
         best = min(fitting, key=step, default=None)
         found: Rows = {"today": self.today(), "stock": min(stock, key=step, default=None)}
-        return found | {"best": best, "least": self._least_memory(fitting, best)}
+        found |= {"best": best, "least": self._least_memory(fitting, best)}
+        return found | {"fsdp": fsdp.best(self.predictor, self.own)}
 
     def _least_memory(
         self, predictions: Sequence[Prediction], best: Prediction | None

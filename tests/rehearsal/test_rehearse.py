@@ -348,7 +348,7 @@ def test_advice_compares_todays_run_with_others(
     ran = warm(tmp_path, *command, "--", "pretrain_gpt.py", *flags, "--recompute-num-layers", "1")
     assert ran.returncode == 0, ran.stderr
     found = json.loads(file.read_text())
-    assert list(found) == ["today", "stock", "best", "same", "least", "DON'T"]
+    assert list(found) == ["today", "stock", "best", "same", "least", "DON'T", "fsdp"]
     assert found["today"]["flags"] == []
     assert "remove --recompute-*" in found["stock"]["flags"]
     assert f"--pipeline-schedule {plan}" in found["best"]["flags"] or found["best"]["is_stock"]

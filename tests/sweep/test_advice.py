@@ -139,7 +139,7 @@ def test_a_grid_has_the_same_rows() -> None:
     own = made.own
     made.grid = [_named(own, name) for name in ("1f1b", "v-half", "v-zb")]
     rows = made.rows()
-    assert list(rows) == ["today", "stock", "best", "least"]
+    assert list(rows) == ["today", "stock", "best", "least", "fsdp"]
     best, stock, least = rows["best"], rows["stock"], rows["least"]
     assert best is not None
     assert stock is not None
