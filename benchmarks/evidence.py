@@ -15,7 +15,7 @@ import csv
 import json
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,21 @@ from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.plan import plan
 from megatron_vshape.core.request import AUTO, PlanRequest, PlanResult
-from megatron_vshape.sweep.configurations import FULL, NONE, Configuration, Layout, layers_of_stages
-from megatron_vshape.sweep.counts import Counts, key_of_count
-from megatron_vshape.sweep.files import Cluster, ModelFile, load, load_sweep, of_model_file
-from megatron_vshape.sweep.machine import Machine
-from megatron_vshape.sweep.predict import Predictor
-from megatron_vshape.sweep.ranking import kendall_tau
-from megatron_vshape.sweep.report import load_published
+from megatron_vshape.rehearsal.counting import Ranks
+from megatron_vshape.rehearsal.rank_report import RankReport
+from megatron_vshape.tuning.configurations import (
+    FULL,
+    NONE,
+    Configuration,
+    Layout,
+    layers_of_stages,
+)
+from megatron_vshape.tuning.counts import Counts, key_of_count
+from megatron_vshape.tuning.files import Cluster, ModelFile, load, load_sweep, of_model_file
+from megatron_vshape.tuning.machine import Machine
+from megatron_vshape.tuning.predictor import Predictor
+from megatron_vshape.tuning.ranking import kendall_tau
+from megatron_vshape.tuning.report import load_published
 from megatron_vshape.view.names import display_name
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -252,6 +260,28 @@ def _counted(given: Mapping[str, Any], model: ModelFile) -> Callable[[int, bool]
     return cut
 
 
+_NOT_KEPT: dict[str, Any] = {
+    **{each.name: 0 for each in fields(RankReport)},
+    "when": {"pass": "", "place": ""},
+    "graph_bytes": None,
+    "chunk_dummy_bytes": (0, 0),
+    **dict.fromkeys(("holders", "curve", "passes"), ()),
+}
+"""In place of values of a dry run that no cost needs, and that the file does not have."""
+
+
+def _kept(ranks: Ranks | str) -> Any:
+    """Return the values of a dry run that costs need."""
+    if isinstance(ranks, str):
+        return ranks
+    every = (each.to_json() for each in ranks)
+    return [{name: value for name, value in one.items() if name in _KEPT} for one in every]
+
+
+_KEPT = """stage sizes kinds held_bytes held_parts chunk_parameters chunk_layers chunk_dummy_bytes
+    message_bytes work scale shards_optimizer""".split()
+
+
 class Kept(Counts):
     """Counts that lie in docs/evidence, where what is counted anew is added."""
 
@@ -261,10 +291,13 @@ class Kept(Counts):
         combinations = list(combinations)
         for it in combinations:
             if self._name(it) in known:
-                self.ranks[key_of_count(it)] = known[self._name(it)]
+                plain = known[self._name(it)]
+                self.ranks[key_of_count(it)] = [
+                    RankReport.from_json(_NOT_KEPT | each) for each in plain
+                ]
         made = super().count(combinations, tell)
         if made[0]:
-            known |= {self._name(it): self.ranks[key_of_count(it)] for it in combinations}
+            known |= {self._name(it): _kept(self.ranks[key_of_count(it)]) for it in combinations}
             lines = [f"{json.dumps(key)}: {json.dumps(known[key])}" for key in sorted(known)]
             COUNTED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
         return made
@@ -352,7 +385,7 @@ def grid_search() -> Iterator[str]:
                 NONE, Layout.BALANCED,
             )
         )  # fmt: skip
-        mfu = 100 * (found.mfu or roomy(found.combination).mfu or 0.0)
+        mfu = 100 * (found.mfu or roomy(found.configuration).mfu or 0.0)
         ours.append(mfu)
         theirs.append(each.mfu_percent)
         groups.append(length)

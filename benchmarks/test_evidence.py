@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from sweep.samples import ROOT
+from tuning.samples import ROOT
 
 evidence = pytest.importorskip("evidence", reason="the page needs the extra [sweep]")
 

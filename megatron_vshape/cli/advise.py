@@ -21,9 +21,9 @@ from megatron_vshape.mcore.layout.given_layout import layout_of
 from megatron_vshape.rehearsal import accuracy, report
 from megatron_vshape.rehearsal.flags import Command
 from megatron_vshape.rehearsal.gpus import GPUS, Gpu
-from megatron_vshape.sweep import fsdp
-from megatron_vshape.sweep.advice import ENDS, LAYOUT, Advice, Rows, step
-from megatron_vshape.sweep.configurations import (
+from megatron_vshape.tuning import fsdp
+from megatron_vshape.tuning.advice import ENDS, LAYOUT, Advice, Rows, step
+from megatron_vshape.tuning.configurations import (
     ADAPTIVE,
     GIVEN,
     NONE,
@@ -35,9 +35,9 @@ from megatron_vshape.sweep.configurations import (
     neighbors,
     own_configuration,
 )
-from megatron_vshape.sweep.counts import Counts
-from megatron_vshape.sweep.machine import Machine
-from megatron_vshape.sweep.predict import Prediction, Predictor
+from megatron_vshape.tuning.counts import Counts
+from megatron_vshape.tuning.machine import Machine
+from megatron_vshape.tuning.predictor import Prediction, Predictor
 
 HEADROOM = 0.04
 """Fraction of a GPU's memory that is kept free for fragmentation."""
@@ -128,8 +128,8 @@ def _advice(
         machine = machine_of(options)
     else:
         check_installed("--grid", "sweep", "pydantic", "yaml")
-        from megatron_vshape.sweep.files import load_sweep
-        from megatron_vshape.sweep.grid import expand
+        from megatron_vshape.tuning.files import load_sweep
+        from megatron_vshape.tuning.grid import expand
 
         loaded = load_sweep(options.grid, options.command)
         given = options.gpus is not None or options.cluster is not None
@@ -209,7 +209,7 @@ def _recompute(it: Configuration, subject: Subject) -> str:
 
 def _name(row: Prediction) -> str:
     """Return the name of the schedule."""
-    it, schedule = row.combination, row.schedule
+    it, schedule = row.configuration, row.schedule
     if it.schedule != ADAPTIVE:
         return it.schedule
     return PLANNED + " with offloading" * bool(schedule and schedule.copies)
@@ -217,10 +217,10 @@ def _name(row: Prediction) -> str:
 
 def _title(row: Prediction, subject: Subject) -> str:
     """Format schedule and parallel configuration."""
-    more = ", vocabulary parallelism" if row.combination.vocab_parallel else ""
+    more = ", vocabulary parallelism" if row.configuration.vocab_parallel else ""
     if row.is_stock and not _is_even(row):
         more = ", uneven layers"
-    return f"{_name(row)}{more}, {_sizes(row.combination, subject)}"
+    return f"{_name(row)}{more}, {_sizes(row.configuration, subject)}"
 
 
 def _is_even(row: Prediction) -> bool:
@@ -356,7 +356,7 @@ def _full_step(share: float, rows: Rows) -> list[str]:
 
 def _flags(advice: Advice, options: argparse.Namespace, rows: Rows, row: Prediction) -> list[str]:
     """Return the flags that make today's command run a row; each may be one to remove."""
-    subject, it = advice.predictor.subject, row.combination
+    subject, it = advice.predictor.subject, row.configuration
     words = _changes(advice.own.command(subject), it.command(subject))
     if it.schedule == fsdp.NAME:
         return [*words, *fsdp.FLAGS]
@@ -406,7 +406,7 @@ def changes_megatron(row: Prediction, command: Command) -> list[str]:
     if not _is_even(row):
         return [f"{LAYOUT} '{layout_of(row.layers, command.mtp_layers)}'"]
     words = [f"remove {LAYOUT}"] if command.has(LAYOUT) else []
-    chunks = len(row.layers) // row.combination.pipeline_parallel
+    chunks = len(row.layers) // row.configuration.pipeline_parallel
     if chunks == 1:
         words.append("no virtual stages (1F1B)")
     else:
@@ -455,7 +455,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _plain(row: Prediction, subject: Subject) -> dict[str, Any]:
-    it = row.combination
+    it = row.configuration
     return {
         "schedule": _name(row),
         "shape": {

@@ -6,8 +6,8 @@ from pathlib import Path
 from megatron_vshape.cli.help import MODEL, group
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.gpus import GPUS
-from megatron_vshape.sweep.configurations import SweepError
-from megatron_vshape.sweep.machine import Machine
+from megatron_vshape.tuning.configurations import SweepError
+from megatron_vshape.tuning.machine import Machine
 
 
 def add_cluster_argument(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def of_cluster(path: Path) -> Machine:
         ScheduleError: the file cannot be read, or sets an unknown value.
     """
     try:
-        from megatron_vshape.sweep.files import Cluster, load
+        from megatron_vshape.tuning.files import Cluster, load
     except ImportError as error:
         raise ScheduleError(
             f"--cluster needs {error.name}: pip install 'megatron-vshape[sweep]'"

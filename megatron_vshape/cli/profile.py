@@ -65,7 +65,7 @@ def _command(options: argparse.Namespace) -> list[str]:
     """Translate the model file and the sizes into a training command."""
     import torch
 
-    from megatron_vshape.sweep.files import ModelFile, load, of_model_file
+    from megatron_vshape.tuning.files import ModelFile, load, of_model_file
 
     if options.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

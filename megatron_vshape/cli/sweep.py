@@ -25,12 +25,12 @@ from megatron_vshape.view.numbers import GIB
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megatron_vshape.sweep.configurations import Configuration
-    from megatron_vshape.sweep.files import Cluster, Loaded
-    from megatron_vshape.sweep.grid import Dropped, Expanded
-    from megatron_vshape.sweep.predict import Prediction, Predictor
-    from megatron_vshape.sweep.prune import Pruned
-    from megatron_vshape.sweep.report import Published, Row
+    from megatron_vshape.tuning.configurations import Configuration
+    from megatron_vshape.tuning.files import Cluster, Loaded
+    from megatron_vshape.tuning.grid import Dropped, Expanded
+    from megatron_vshape.tuning.predictor import Prediction, Predictor
+    from megatron_vshape.tuning.ranking import Pruned
+    from megatron_vshape.tuning.report import Published, Row
 
 NEEDED = ("pydantic", "yaml", "rich")
 _TARGETS = {"csv": (".csv",), "figure": FIGURE_SUFFIXES}
@@ -116,9 +116,9 @@ def run(options: argparse.Namespace) -> int:
     _check_targets(options)
     from rich.console import Console
 
-    from megatron_vshape.sweep.files import load_sweep
-    from megatron_vshape.sweep.prune import prune
-    from megatron_vshape.sweep.report import load_published
+    from megatron_vshape.tuning.files import load_sweep
+    from megatron_vshape.tuning.ranking import prune
+    from megatron_vshape.tuning.report import load_published
 
     console = Console()
     if not console.is_terminal:
@@ -139,7 +139,7 @@ def run(options: argparse.Namespace) -> int:
     if not chosen.run:
         raise ScheduleError(f"{options.file}: {_why_nothing_fits(predictions)}")
     if options.dry_run:
-        from megatron_vshape.sweep.launch import dry_run
+        from megatron_vshape.tuning.launcher import dry_run
 
         dry_run(loaded, predictor, chosen.run, _results_path(loaded, options).parent, print)
         return 0
@@ -182,11 +182,11 @@ def _check_targets(options: argparse.Namespace) -> None:
 
 def _expand(loaded: "Loaded", options: argparse.Namespace) -> "tuple[Predictor, Expanded]":
     from megatron_vshape.rehearsal.ranks import DryRunConfig
-    from megatron_vshape.sweep.counts import Counts
-    from megatron_vshape.sweep.grid import expand
-    from megatron_vshape.sweep.machine import Machine
-    from megatron_vshape.sweep.measured_costs import load_measured
-    from megatron_vshape.sweep.predict import Predictor
+    from megatron_vshape.tuning.counts import Counts
+    from megatron_vshape.tuning.grid import expand
+    from megatron_vshape.tuning.machine import Machine
+    from megatron_vshape.tuning.measured_costs import load_measured
+    from megatron_vshape.tuning.predictor import Predictor
 
     machine, measured = Machine.of(loaded.cluster), load_measured(loaded)
     if not machine.known:
@@ -225,7 +225,7 @@ def _predict(
 
 def _count(predictor: "Predictor", combinations: "Sequence[Configuration]") -> None:
     """Estimate each distinct configuration of a stage that is not cached, and print the number."""
-    from megatron_vshape.sweep.counts import Counts, key_of_count
+    from megatron_vshape.tuning.counts import Counts, key_of_count
 
     if not isinstance(predictor.counts, Counts):
         return
@@ -261,14 +261,14 @@ def _print_dropped(
         _say(console, f"{len(members)} combinations are {what}: {kind}")
         for each in members if verbose else members[:1]:
             mark = "" if verbose else "such as "
-            _say(console, f"    {mark}{each.combination}: {each.reason}")
+            _say(console, f"    {mark}{each.configuration}: {each.reason}")
 
 
 def _why_nothing_fits(predictions: "Sequence[Prediction]") -> str:
     closest = min(predictions, key=lambda each: each.peak_bytes or float("inf"))
     return (
-        f"none of the {len(predictions)} combinations fits; the closest is {closest.combination}, "
-        f"which {closest.reason}"
+        f"none of the {len(predictions)} combinations fits; the closest is "
+        f"{closest.configuration}, which {closest.reason}"
     )
 
 
@@ -279,7 +279,7 @@ def _report_predictions(
     published: "Sequence[Published] | None",
     options: argparse.Namespace,
 ) -> int:
-    from megatron_vshape.sweep.report import best_rows, comparison_table, memory_lines, rows_of
+    from megatron_vshape.tuning.report import best_rows, comparison_table, memory_lines, rows_of
 
     rows = rows_of(predictions)
     title = f"{loaded.subject.name} on {loaded.cluster.name}: the best predicted of each schedule"
@@ -298,7 +298,7 @@ def _report_predictions(
 def _write_files(
     rows: "Sequence[Row]", loaded: "Loaded", csv: Path | None, figure: Path | None
 ) -> None:
-    from megatron_vshape.sweep.report import draw_pareto, write_csv
+    from megatron_vshape.tuning.report import draw_pareto, write_csv
 
     if csv is not None:
         write_csv(rows, csv)
@@ -314,24 +314,24 @@ def _launch(
     chosen: "Pruned",
     options: argparse.Namespace,
 ) -> int:
-    from megatron_vshape.sweep.launch import Launcher
-    from megatron_vshape.sweep.progress import LiveProgress
-    from megatron_vshape.sweep.report import rows_of
-    from megatron_vshape.sweep.results import key_of, open_results
+    from megatron_vshape.tuning.launcher import Launcher
+    from megatron_vshape.tuning.progress import Progress
+    from megatron_vshape.tuning.report import rows_of
+    from megatron_vshape.tuning.results import key_of, open_results
 
     path = _results_path(loaded, options)
-    keys = {each: key_of(each.combination, loaded, predictor.measured) for each in predictions}
+    keys = {each: key_of(each.configuration, loaded, predictor.measured) for each in predictions}
     with open_results(path) as results:
         done = results.ended(options.retry_failed)
         before = sum(keys[each] in done for each in chosen.run)
-        with LiveProgress(console, len(chosen.run), before) as progress:
-            launcher = Launcher(loaded, predictor, results, path.parent, progress)
-            launcher.run(chosen.run, options.retry_failed)
+        progress = Progress(partial(_say, console), len(chosen.run), before)
+        launcher = Launcher(loaded, predictor, results, path.parent, progress)
+        launcher.run(chosen.run, options.retry_failed)
         found = results.read(set(keys.values()))
-    logs = {each.combination: path.parent / key for each, key in keys.items()}
+    logs = {each.configuration: path.parent / key for each, key in keys.items()}
     # Results of earlier sweeps are shown even if this one would not launch these runs.
-    shown = {each.combination for each in chosen.run} | {each.combination for each in found}
-    rows = rows_of([each for each in predictions if each.combination in shown], found)
+    shown = {each.configuration for each in chosen.run} | {each.configuration for each in found}
+    rows = rows_of([each for each in predictions if each.configuration in shown], found)
     _show(console, loaded, rows, logs)
     csv, figure = options.csv or path.parent / "results.csv", options.figure
     some = any(row.best_mfu for row in rows)
@@ -348,8 +348,8 @@ def _launch(
 
 def _report(loaded: "Loaded", console: "Console", options: argparse.Namespace) -> int:
     """Print the stored results of this sweep, without predicting."""
-    from megatron_vshape.sweep.report import prediction_of, rows_of
-    from megatron_vshape.sweep.results import key_of, read_results
+    from megatron_vshape.tuning.report import prediction_of, rows_of
+    from megatron_vshape.tuning.results import key_of, read_results
 
     path = _results_path(loaded, options)
     predictor, expanded = _expand(loaded, options)
@@ -377,21 +377,21 @@ def _show(
     folders: "Mapping[Configuration, Path]",
 ) -> None:
     """Print the table, the failures with their logs, and the quality of the predictions."""
-    from megatron_vshape.sweep.report import ranking_line
+    from megatron_vshape.tuning.report import ranking_line
 
-    rows.sort(key=lambda row: (row.combination.workload, -(row.mfu or 0.0)))
+    rows.sort(key=lambda row: (row.configuration.workload, -(row.mfu or 0.0)))
     title = f"{loaded.subject.name} on {loaded.cluster.name}: measured (predicted)"
     _print_tables(console, title, rows)
     for row in rows:
         if row.note and row.verdict != "ok":
-            _say(console, f"{row.verdict}: {row.combination}: {row.note}")
-            for log in sorted(folders[row.combination].glob("node*.log")):
+            _say(console, f"{row.verdict}: {row.configuration}: {row.note}")
+            for log in sorted(folders[row.configuration].glob("node*.log")):
                 _say(console, f"    {log}")
     console.print(ranking_line(rows))
 
 
 def _print_tables(console: "Console", title: str, rows: "Sequence[Row]") -> None:
-    from megatron_vshape.sweep.report import result_tables
+    from megatron_vshape.tuning.report import result_tables
 
     _say(console, title)
     for table in result_tables(rows):
@@ -401,7 +401,7 @@ def _print_tables(console: "Console", title: str, rows: "Sequence[Row]") -> None
 def _print_assumptions(console: "Console", cluster: "Cluster") -> None:
     from rich.table import Table
 
-    from megatron_vshape.sweep.machine import Machine
+    from megatron_vshape.tuning.machine import Machine
 
     table = Table("assumption", "value", "source", show_lines=True)
     for name, value, source in Machine.of(cluster).assumptions(cluster):

@@ -20,16 +20,16 @@ import yaml
 from faults.conftest import Tally
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from sweep.counts import Fake
-from sweep.samples import CLUSTER, MODEL, SWEEP, load_sample
+from tuning.counts import Fake
+from tuning.samples import CLUSTER, MODEL, SWEEP, load_sample
 
 import megatron_vshape
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.paper.catalogue import NAMES, make
-from megatron_vshape.sweep.configurations import SweepError
-from megatron_vshape.sweep.grid import expand
-from megatron_vshape.sweep.results import Outcome, Result, Status, open_results
+from megatron_vshape.tuning.configurations import SweepError
+from megatron_vshape.tuning.grid import expand
+from megatron_vshape.tuning.results import Outcome, Result, Status, open_results
 
 SECONDS, ASLEEP, GIB = 20, 10, 2**30  # most that one file may take; the machine may be busy
 ALARMS = (signal.SIGPROF, signal.SIGALRM)
@@ -178,7 +178,7 @@ COSTS = Costs.uniform(2, 4)
 
 @pytest.fixture(autouse=True)
 def nothing_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_vshape.sweep.counts.Counts", Fake)
+    monkeypatch.setattr("megatron_vshape.tuning.counts.Counts", Fake)
 
 
 SWEEP_FILES = {"sweep": SWEEP, "model": MODEL, "cluster": CLUSTER}

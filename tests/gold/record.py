@@ -37,15 +37,15 @@ from megatron_vshape.core.planner import search
 from megatron_vshape.core.request import PlanRequest
 from megatron_vshape.mcore.setup.choice import GIB, ScheduleConfig, choice_of
 from megatron_vshape.mcore.setup.plans import Planner
-from megatron_vshape.sweep.configurations import ADAPTIVE, Configuration
-from megatron_vshape.sweep.files import load_sweep
-from megatron_vshape.sweep.grid import expand
-from megatron_vshape.sweep.predict import Predictor
+from megatron_vshape.tuning.configurations import ADAPTIVE, Configuration
+from megatron_vshape.tuning.files import load_sweep
+from megatron_vshape.tuning.grid import expand
+from megatron_vshape.tuning.predictor import Predictor
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "sweep")]
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tuning")]
 import samples  # noqa: E402
 from gold.runs import record_runs  # noqa: E402
-from sweep.counts import predictor_of  # noqa: E402
+from tuning.counts import predictor_of  # noqa: E402
 
 STEPS = 2_000
 """Of a turn of the search."""

@@ -144,7 +144,7 @@ def sweep(folder: Path, environment: Mapping[str, str]) -> str:
     theirs = write(folder / "theirs.py", "import torch")
     cluster = "Cluster.model_construct(nodes=1, devices_per_node=1, backend='gloo')"
     job = f"Job([{str(theirs)!r}], Path({str(folder)!r}), RunPart(timeout_minutes=1), {cluster})"
-    code = f"from pathlib import Path\nfrom megatron_vshape.sweep.worker import *\nrun_job({job})"
+    code = f"from pathlib import Path\nfrom megatron_vshape.tuning.worker import *\nrun_job({job})"
     said = run([sys.executable, "-c", code], environment)
     return said + (folder / "node0.log").read_text()
 

@@ -15,8 +15,8 @@ from megatron_vshape.core.planner import search
 from megatron_vshape.core.request import AUTO, PLUS_NAMES, PlanRequest
 from megatron_vshape.mcore.setup.choice import GIB, ScheduleConfig
 from megatron_vshape.mcore.setup.plans import Planner
-from megatron_vshape.sweep.configurations import NONE, Configuration, Layout, SweepError
-from megatron_vshape.sweep.predict import plan_adaptive
+from megatron_vshape.tuning.configurations import NONE, Configuration, Layout, SweepError
+from megatron_vshape.tuning.predictor import plan_adaptive
 
 NAMES = (AUTO, AUTO, AUTO, *PLUS_NAMES, "v-min", "v-half", "v-zb")
 DEVICES = 2

@@ -1,0 +1,89 @@
+"""Costs of configurations from counted work, with one estimate per set of sizes."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.rehearsal.counting import Ranks, count_all
+from megatron_vshape.rehearsal.ranks import DryRunConfig
+from megatron_vshape.rehearsal.shapes import Counted, counted, of_pattern
+from megatron_vshape.tuning.configurations import Configuration, Subject, SweepError
+from megatron_vshape.tuning.machine import Machine
+
+Key = tuple[object, ...]
+
+
+@dataclass(slots=True)
+class Counts:
+    """Count the work of configurations, once per set of sizes, and compute costs for each."""
+
+    subject: Subject
+    machine: Machine
+    programs: Callable[[], DryRunConfig] | None = None  # None: the installed libraries
+    ranks: dict[Key, Ranks | str] = field(default_factory=dict)  # by `key_of_count`
+    made: dict[Key, Counted] = field(default_factory=dict)  # by that, GPUs and pipeline ranks
+
+    def count(
+        self, configurations: Iterable[Configuration], tell: Callable[[int, int], None]
+    ) -> tuple[int, int]:
+        """Count these configurations; return the numbers of counted and of failed sets of sizes.
+
+        Raises:
+            ScheduleError: Megatron or Transformer Engine is not available for the estimate.
+        """
+        wanted = {key_of_count(it): it for it in map(self._counted_as, configurations)}
+        wanted = {key: it for key, it in wanted.items() if key not in self.ranks}
+        subject = self.subject
+        if not wanted:
+            return 0, 0
+        if self.programs is None:
+            asked = DryRunConfig.of(subject.command, self.machine.gpu)
+        else:
+            asked = self.programs()
+        commands = []
+        for it in wanted.values():
+            command = it.command(subject)
+            # A shared vocabulary has those layers' parts added to the others.
+            commands.append(command.without_predicting() if it.vocab_parallel else command)
+        found = count_all(asked, commands, tell)
+        self.ranks |= zip(wanted, found, strict=True)
+        return len(found), sum(isinstance(each, str) for each in found)
+
+    def _counted_as(self, it: Configuration) -> Configuration:
+        """Return the configuration whose counts it shares."""
+        return it if self.subject.mtp_layers else replace(it, vocab_parallel=False)
+
+    def __call__(self, it: Configuration) -> Counted:
+        """Return the costs of a configuration.
+
+        Raises:
+            SweepError: the configuration cannot be estimated; the text contains the reason.
+        """
+        key = key_of_count(self._counted_as(it))
+        if key not in self.ranks:
+            self.count([it], lambda *_: None)
+        ranks = self.ranks[key]
+        if isinstance(ranks, str):
+            raise SweepError(f"cannot be rehearsed: {ranks}")
+        key = (*key, it.num_devices, it.pipeline_parallel)
+        if key not in self.made:
+            try:
+                found = counted(ranks, self.machine.gpu, it.num_devices, it.pipeline_parallel, None)
+                self.made[key] = of_pattern(found, self.subject.command)
+            except ScheduleError as error:
+                raise SweepError(str(error)) from None
+        return self.made[key]
+
+
+def key_of_count(it: Configuration) -> Key:
+    """Return the settings that determine the counted work: not the pipeline and its replicas."""
+    return (
+        it.sequence_length,
+        it.microbatch_size,
+        it.tensor_parallel,
+        it.context_parallel,
+        it.expert_parallel,
+        it.recompute,
+        it.format,
+        it.vocab_parallel,
+    )

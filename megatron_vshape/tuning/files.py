@@ -1,0 +1,558 @@
+"""Input files of a sweep in YAML (model, cluster, sweep), with one clear message per fault.
+
+Unknown keys are rejected, since an ignored misspelled key would silently give a wrong result.
+"""
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml  # type: ignore[import-untyped]
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
+
+from megatron_vshape.core.model.files import fault_of, read_text
+from megatron_vshape.rehearsal.flags import Command, flags_of
+from megatron_vshape.tuning.configurations import GIVEN, NONE, Layout, Subject, SweepError
+
+logger = logging.getLogger(__name__)
+
+MAX_FILE_BYTES = 2**16
+"""Larger than any sweep, model or cluster file; PyYAML reads about 50 kB per second."""
+
+MAX_COUNT = 10**9
+"""Maximum of any size or count; products of a few are still exact enough as floats."""
+
+Positive = Annotated[int, Field(gt=0, le=MAX_COUNT, strict=True)]
+Rate = Annotated[float, Field(ge=1e-9, le=1e12, allow_inf_nan=False)]
+FilePath = Annotated[str, Field(min_length=1, max_length=1000)]
+
+SLURM_LISTS = ("setup", "teardown", "srun_args")
+"""Keys under `run: slurm:` with several values."""
+
+Title = Annotated[str, Field(pattern=r"^[^\[\]\p{C}]{1,100}$")]
+"""Text for tables, figures and the log: no control characters, no markup."""
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}$")]
+"""Also the name of a folder, so it must not contain a path."""
+
+
+_MODULE = "(core_attn|moe_act|layernorm|mla_up_proj|mlp|moe|shared_experts)"
+
+Recompute = Annotated[
+    str, Field(pattern=rf"^(none|full|selective|given|{_MODULE}(,{_MODULE})*)$", max_length=100)
+]
+"""Recomputation: NONE, FULL, selective, Megatron's modules with commas, or GIVEN (as in the
+training command)."""
+
+Format = Literal["given", "bf16", "fp8", "fp8-delayed", "fp8-blockwise", "mxfp8", "nvfp4"]
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ExpertsPart(_File):
+    """Experts that replace the MLP of every layer."""
+
+    count: Positive
+    per_token: Positive
+    ffn_hidden_size: Positive
+    shared_ffn_hidden_size: Positive | None = None  # of an expert for all tokens
+
+    @model_validator(mode="after")
+    def _enough(self) -> "ExpertsPart":
+        if self.per_token > self.count:
+            raise ValueError(f"per_token {self.per_token} is more than the {self.count} experts")
+        return self
+
+
+class ModelFile(_File):
+    """A GPT: the sizes that determine its time and its memory."""
+
+    name: Title
+    layers: Positive
+    hidden_size: Positive
+    attention_heads: Positive
+    query_groups: Positive | None = None  # None: one per head
+    ffn_hidden_size: Positive | None = None  # None: four times the hidden size
+    gated: bool = False  # two matrices into the MLP, as SwiGLU has
+    experts: ExpertsPart | None = None
+    vocabulary_size: Positive
+    mtp_layers: Annotated[int, Field(ge=0, le=MAX_COUNT, strict=True)] = 0  # multi-token prediction
+    tied_embeddings: bool = False
+    dropout: bool = False  # its masks are saved for the backward
+    flash_attention: bool = True  # otherwise the scores are written to memory
+    parameter_bytes: Literal[2, 4] = 2
+    gradient_bytes: Literal[2, 4] = 4
+
+    @property
+    def groups(self) -> int:
+        """Number of key and value heads."""
+        return self.query_groups or self.attention_heads
+
+    @property
+    def ffn(self) -> int:
+        """Width of the MLP."""
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "ModelFile":
+        if self.hidden_size % self.attention_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not a multiple of attention_heads "
+                f"{self.attention_heads}"
+            )
+        if self.attention_heads % self.groups:
+            raise ValueError(
+                f"attention_heads {self.attention_heads} is not a multiple of query_groups "
+                f"{self.groups}"
+            )
+        return self
+
+
+class Device(_File):
+    """One GPU by its data sheet, and the memory available to programs."""
+
+    name: Title
+    memory_gib: Rate
+    peak_tflops: Rate  # dense, in the precision of training
+    memory_tb_per_s: Rate
+    processors: Positive  # streaming multiprocessors, which share a GEMM's tiles
+
+
+class HostLink(_File):
+    """Link of a device to host memory, for offloaded activations."""
+
+    gb_per_s: Rate  # in each direction, while all devices copy in both directions
+    memory_gib: Rate | None = None  # per device, for offloaded activations; None: no limit
+
+
+class Cluster(_File):
+    """Nodes of equal devices; rates are in GB/s (10^9) per device and direction."""
+
+    name: Title
+    nodes: Positive
+    devices_per_node: Positive
+    device: Device
+    inside_node_gb_per_s: Rate
+    between_nodes_gb_per_s: Rate
+    host_link: HostLink | None = None  # None: no offloading
+    backend: Literal["nccl", "gloo"] = "nccl"
+    # Processors that all devices of a node share, such as ranks on a laptop; None: not shared.
+    shared_processors: Positive | None = None
+    # Differences of this hardware from `sweep --assumptions`; add the source as a comment.
+    assumptions: dict[str, Rate] = Field(default_factory=dict)
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices."""
+        return self.nodes * self.devices_per_node
+
+
+class Workload(_File):
+    """One row of the result: sequence length, and sequences per step."""
+
+    sequence_length: Positive
+    global_batch_size: Positive
+
+
+Choices = Annotated[list[Positive], Field(min_length=1)]
+
+
+class Grid(_File):
+    """Values to combine; data parallelism defaults to the remaining devices.
+
+    Values that are not given default to those of the training command.
+    """
+
+    schedule: Annotated[list[str], Field(min_length=1)]
+    vpp: Choices | None = None  # stages per device, for schedules with this option
+    pipeline_parallel: Choices
+    tensor_parallel: Choices = [1]
+    context_parallel: Choices = [1]
+    expert_parallel: Choices = [1]
+    data_parallel: Choices | None = None
+    microbatch_size: Choices = [1]
+    recompute: Annotated[list[Recompute], Field(min_length=1)] = [NONE]
+    format: Annotated[list[Format], Field(min_length=1)] = ["given"]
+    layout: Annotated[list[Layout], Field(min_length=1)] = [Layout.BALANCED]
+    # Vocabulary parallelism over all pipeline ranks; layout balanced then becomes auto.
+    vocab_parallel: Annotated[list[StrictBool], Field(min_length=1)] = [False]
+
+
+class Also(_File):
+    """An additional run besides the grid, with additional flags for the trainer."""
+
+    schedule: str
+    pipeline_parallel: Positive
+    tensor_parallel: Positive = 1
+    context_parallel: Positive = 1
+    expert_parallel: Positive = 1
+    data_parallel: Positive = 1
+    microbatch_size: Positive = 1
+    recompute: Recompute = NONE
+    format: Format = "given"
+    layout: Layout = Layout.BALANCED
+    vocab_parallel: StrictBool = False
+    arguments: list[str] = []
+
+
+class Measured(_File):
+    """A costs file of `rehearse --measure`, and the settings of its measurement."""
+
+    costs: FilePath  # a path, relative to the sweep file
+    layers_per_stage: Positive  # of an inner stage
+    sequence_length: Positive
+    microbatch_size: Positive = 1
+    tensor_parallel: Positive = 1
+    context_parallel: Positive = 1
+
+
+class Pruning(_File):
+    """Limits for runs that are worth it."""
+
+    margin: Annotated[float, Field(ge=0, lt=1)] = 0.1  # maximum slowdown to the best
+    at_most: Positive | None = None  # maximum runs per workload, best predictions first
+
+
+class RunPart(_File):
+    """Settings for launching runs."""
+
+    executor: Literal["local", "slurm"] = "slurm"
+    at_once: Positive = 1  # concurrent runs
+    warmup_steps: Positive = 3
+    measured_steps: Positive = 5
+    # Use the fastest step where other programs disturb, as on a laptop.
+    statistic: Literal["median", "fastest"] = "median"
+    timeout_minutes: Positive = 30
+    threads: Positive = 1  # OMP_NUM_THREADS of every rank
+    script: str = "scripts/pretrain_gpt.py"  # relative to the folder where the sweep is started
+    arguments: list[str] = []  # flags for the trainer, common to all runs
+    environment: dict[str, str] = Field(default_factory=dict)
+    # partition, account, qos, ...; false removes a default flag of the launcher
+    slurm: dict[str, str | int | bool | list[str]] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _lists_where_submitit_has_them(self) -> "RunPart":
+        for name, value in self.slurm.items():
+            if isinstance(value, list) != (name in SLURM_LISTS) and value is not False:
+                raise ValueError(
+                    f"slurm.{name:.60} is {_short(value)}, but {', '.join(SLURM_LISTS)} are lists "
+                    "of commands or flags, and only they"
+                )
+        return self
+
+
+class Sweep(_File):
+    """A complete sweep; model and cluster are paths relative to the sweep file.
+
+    The model may be a file with a training command's arguments. It can be omitted if the command is
+    given directly. Workloads default to the command's.
+    """
+
+    name: Name
+    model: FilePath | None = None
+    cluster: FilePath
+    workloads: list[Workload] = []
+    grid: Grid
+    also: list[Also] = []
+    measured_costs: list[Measured] = []
+    # Gradient-norm and inf checks do not delay the pipeline (--optimizer-post-validation).
+    post_validation: bool = False
+    pruning: Pruning = Pruning()
+    run: RunPart = RunPart()
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A sweep with its model and its cluster."""
+
+    path: Path
+    sweep: Sweep
+    subject: Subject
+    cluster: Cluster
+
+
+Kind = TypeVar("Kind", bound=BaseModel)
+
+
+def load_sweep(path: str | Path, words: Sequence[str] = ()) -> Loaded:
+    """Load the sweep at `path` with its model and its cluster.
+
+    The model is the training command in `words`, or the file that the sweep names: a model file, or
+    any file that `rehearse` supports.
+
+    Raises:
+        ScheduleError: a file cannot be read, or has an invalid key or value; the text names the
+            file, the key and the value.
+    """
+    path = Path(path)
+    sweep = load(path, Sweep)
+    cluster = load(path.parent / sweep.cluster, Cluster)
+    _check_executor(sweep.run, cluster, path)
+    if words:
+        subject = Subject.of_command(words, sweep.name)
+    elif sweep.model is None:
+        raise SweepError(
+            f"{path}: model is missing: name a model file or a file of arguments, or give the "
+            "training command after --"
+        )
+    else:
+        subject = _subject(path.parent / sweep.model, cluster)
+    return Loaded(path, _filled(sweep, subject, path), subject, cluster)
+
+
+def _subject(path: Path, cluster: Cluster) -> Subject:
+    """Load a model file (detected by its keys), or a training command."""
+    text = read_text(path, "the file", MAX_FILE_BYTES)
+    is_yaml = path.suffix in (".yaml", ".yml")
+    if is_yaml and not re.search(r"^\s*(MODEL_ARGS:|[\"']?--)", text, re.MULTILINE):
+        return of_model_file(load(path, ModelFile), cluster.backend == "gloo", path)
+    return Subject.of_command([str(path)], path.stem)
+
+
+def _filled(sweep: Sweep, subject: Subject, path: Path) -> Sweep:
+    """Fill in defaults from the training command."""
+    if subject.translated:
+        if not sweep.workloads:
+            raise SweepError(f"{path}: workloads is missing: sequence_length, global_batch_size")
+        return sweep
+    command, grid = subject.command, sweep.grid
+    number = command.number
+    own: dict[str, Any] = {
+        "tensor_parallel": number("--tensor-model-parallel-size", 1),
+        "context_parallel": number("--context-parallel-size", 1),
+        "expert_parallel": number("--expert-model-parallel-size", 1),
+        "microbatch_size": number("--micro-batch-size", 1),
+        "recompute": GIVEN,
+    }
+    left = {name: [value] for name, value in own.items() if name not in grid.model_fields_set}
+    workloads = sweep.workloads or [
+        Workload(
+            sequence_length=number("--seq-length", 1),
+            global_batch_size=number("--global-batch-size", 1),
+        )
+    ]
+    made = {"grid": grid.model_copy(update=left), "workloads": workloads}
+    return sweep.model_copy(update=made)
+
+
+def _check_executor(run: RunPart, cluster: Cluster, path: Path) -> None:
+    """Raise SweepError for runs that this machine cannot launch alone."""
+    if run.executor != "local":
+        return
+    if cluster.nodes > 1:
+        raise SweepError(
+            f"{path}: run.executor is local, but the cluster {cluster.name} has {cluster.nodes} "
+            "nodes; only slurm starts a run on several"
+        )
+    if cluster.backend == "nccl" and run.at_once > 1:
+        raise SweepError(
+            f"{path}: run.at_once is {run.at_once}, but with run.executor local every run has all "
+            "GPUs of the node: make it 1, or let slurm share them out"
+        )
+
+
+def load(path: Path, kind: type[Kind]) -> Kind:
+    """Load and validate the YAML file at `path`."""
+    text = read_text(path, "the file", MAX_FILE_BYTES)
+    try:
+        data = yaml.load(text, _Loader)
+    except RecursionError:
+        raise SweepError(f"{path} is not YAML: it is nested too deep") from None
+    except _NotReadError as error:
+        raise SweepError(f"{path}: {error}") from None
+    # PyYAML raises these for invalid dates and numbers.
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        raise SweepError(f"{path} is not YAML: {fault_of(error)}") from None
+    if not isinstance(data, dict):
+        raise SweepError(f"{path} must have keys with values, not {_short(data)}")
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise SweepError(f"{path}: {_looks_like(data, kind)}{_first_of(error, kind)}") from None
+
+
+class _NotReadError(Exception):
+    """A YAML feature that is not supported here; the text names it with its line."""
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """PyYAML's safe loader without aliases, tags and duplicate keys.
+
+    Nested aliases (nine of nine of nine ...) can exhaust memory. A value that does not match its
+    tag, such as !!bool x, raises arbitrary exceptions in PyYAML. For duplicate keys, PyYAML uses
+    the last.
+    """
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        line = event.start_mark.line + 1
+        if isinstance(event, yaml.AliasEvent):
+            raise _NotReadError(
+                f"line {line} has the alias *{event.anchor:.60}, and aliases are not read: write "
+                "the value out"
+            )
+        if getattr(event, "tag", None) is not None:
+            raise _NotReadError(
+                f"line {line} has the tag {event.tag:.60}, and tags are not read: remove it"
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            line, name = key.start_mark.line + 1, str(key.value)
+            if name in lines:
+                raise _NotReadError(
+                    f"the key {name:.60} occurs twice, in lines {lines[name]} and {line}"
+                )
+            lines[name] = line
+        return super().construct_mapping(node, deep)
+
+
+def _first_of(error: ValidationError, kind: type[BaseModel]) -> str:
+    """Format the first fault as one sentence with the key's path and the value."""
+    # Report unknown keys first, because a missing key may be misspelled.
+    faults = sorted(error.errors(include_url=False), key=lambda each: each["type"] != _UNKNOWN)
+    fault = faults[0]
+    above = fault["loc"][:-1]
+    beside = [each for each in faults if (each["type"], each["loc"][:-1]) == (_UNKNOWN, above)]
+    others = len(faults) - max(1, len(beside))
+    key = ".".join(str(part) for part in fault["loc"]) or "the file"
+    more = f" (and {others} more)" if others else ""
+    if fault["type"] == _UNKNOWN:
+        names = [".".join(map(str, each["loc"])) for each in beside]
+        keys = f"{_short_list(names)}; known there: {', '.join(_keys_at(kind, fault['loc']))}"
+        return f"unknown {'key' if len(names) == 1 else 'keys'} {keys}{more}"
+    if fault["type"] == "missing":
+        return f"the key {key} is missing{more}"
+    if fault["type"] == "too_short":
+        return f"{key} is empty; it needs at least one value{more}"
+    message = fault["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    if fault["type"] == "value_error":
+        return f"{key}: {message}{more}"
+    return f"{key} is {_short(fault['input'])}: {message}{more}"
+
+
+_UNKNOWN = "extra_forbidden"
+
+_KEYS = {
+    "model": frozenset(ModelFile.model_fields),
+    "cluster": frozenset(Cluster.model_fields),
+    "sweep": frozenset(Sweep.model_fields),
+    "costs": frozenset({"forward_us", "backward_us", "weight_us"}),
+    "schedule": frozenset({"order", "placement"}),
+}
+"""Key that identifies each kind of file."""
+
+
+def _looks_like(data: dict[Any, Any], kind: type[BaseModel]) -> str:
+    """Format a hint if the data looks like another kind of file."""
+    wanted = kind.__name__.lower()
+    found = {name: len(keys & data.keys() - {"name"}) for name, keys in _KEYS.items()}
+    best = max(found, key=lambda name: (found[name], name == wanted))
+    if best == wanted or wanted not in found:
+        return ""
+    return f"it looks like a {best} file, and this must be a {wanted} file: "
+
+
+def _short_list(names: list[str], most: int = 5) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(name[:60] for name in names[:most]) + rest
+
+
+def _keys_at(kind: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    """Return the allowed keys of the mapping that contains the last key of `location`."""
+    fields = kind.model_fields
+    for part in location[:-1]:
+        if isinstance(part, int):
+            continue
+        inner = _model_in(fields[part].annotation) if part in fields else None
+        if inner is None:
+            break
+        fields = inner.model_fields
+    return sorted(fields)
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """Return the model that is, or is contained in, a field's type."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for inner in getattr(annotation, "__args__", ()):
+        found = _model_in(inner)
+        if found is not None:
+            return found
+    return None
+
+
+def _short(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an integer with more digits than Python prints
+        return "a number of more than 4300 digits"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+_CPU = """
+    --distributed-backend gloo --transformer-impl local --no-gradient-accumulation-fusion
+    --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion
+""".split()
+
+
+def of_model_file(model: ModelFile, on_cpu: bool, path: Path) -> Subject:
+    """Convert a model file to Megatron's arguments, and log them."""
+    flags = [*model_flags(model), *_of_device(model, on_cpu)]
+    logger.info("%s as Megatron's arguments: %s", path, " ".join(flags))
+    command = Command("pretrain_gpt.py", tuple(flags))
+    return Subject(model.name, command, model.model_dump(mode="json"), translated=True)
+
+
+def model_flags(model: ModelFile) -> list[str]:
+    """Return the trainer's flags for this GPT model, for any tokenizer."""
+    given: dict[str, Any] = {
+        "num-layers": model.layers,
+        "hidden-size": model.hidden_size,
+        "num-attention-heads": model.attention_heads,
+        "ffn-hidden-size": model.ffn,
+        # The tokenizer that makes up numbers adds one, and Megatron pads to the divisor.
+        "vocab-size": model.vocabulary_size - 1,
+        "make-vocab-size-divisible-by": 1,
+        "position-embedding-type": "rope",
+        "group-query-attention": model.groups != model.attention_heads,
+        "num-query-groups": model.groups if model.groups != model.attention_heads else None,
+        "swiglu": model.gated,
+        "mtp-num-layers": model.mtp_layers or None,
+        "untie-embeddings-and-output-weights": not model.tied_embeddings,
+        "attention-dropout": None if model.dropout else 0,
+        "hidden-dropout": None if model.dropout else 0,
+    }
+    if model.experts is not None:
+        given |= {
+            "num-experts": model.experts.count,
+            "moe-router-topk": model.experts.per_token,
+            "moe-ffn-hidden-size": model.experts.ffn_hidden_size,
+            "moe-shared-expert-intermediate-size": model.experts.shared_ffn_hidden_size,
+            "moe-token-dispatcher-type": "alltoall",
+            "expert-tensor-parallel-size": 1,
+            "disable-bias-linear": True,
+        }
+    return flags_of(given)
+
+
+def _of_device(model: ModelFile, on_cpu: bool) -> list[str]:
+    if on_cpu:
+        return _CPU
+    given = {
+        "distributed-backend": "nccl",
+        "use-distributed-optimizer": True,
+        "bf16": model.parameter_bytes == 2,
+        "grad-reduce-in-bf16": model.parameter_bytes == model.gradient_bytes == 2,
+        "attention-backend": None if model.flash_attention else "unfused",
+        "moe-grouped-gemm": model.experts is not None and model.parameter_bytes == 2,
+    }
+    return flags_of(given)

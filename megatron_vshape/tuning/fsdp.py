@@ -1,0 +1,140 @@
+"""The same model without a pipeline: fully sharded data parallelism (FSDP2).
+
+Every rank runs all layers. Parameters, gradients and optimizer states are sharded over the ranks;
+a layer's parameters are gathered for its forward and again for its backward, and its gradients are
+reduce-scattered, in every microbatch (ZeRO stage 3).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from megatron_vshape.core.model.pieces import Piece
+from megatron_vshape.rehearsal import accuracy
+from megatron_vshape.rehearsal.hops import hops_of
+from megatron_vshape.rehearsal.step_time import exposed_s, rates_of
+from megatron_vshape.tuning.configurations import (
+    FULL,
+    NONE,
+    Configuration,
+    Layout,
+    SweepError,
+    faults,
+)
+from megatron_vshape.tuning.predictor import Prediction, Predictor, named
+
+NAME = "fsdp2"
+PARAMETER_BYTES, GRADIENT_BYTES = 2, 4
+"""Bytes in a collective: bfloat16, and float32 unless gradients are reduced in bfloat16."""
+
+SHARDED_BYTES = 18
+"""Sharded bytes of a parameter: bfloat16 and float32 copies, a gradient, two Adam moments."""
+
+FLAGS = ("--use-megatron-fsdp", "--data-parallel-sharding-strategy optim_grads_params")
+
+
+def best(predictor: Predictor, own: Configuration) -> Prediction | None:
+    """Predict the fastest FSDP2 configuration that fits; None if none can be estimated.
+
+    If none fits, the one with the least memory is returned.
+    """
+    found = []
+    for it in _configurations(own, predictor):
+        try:
+            found.append(_predict(predictor, it))
+        except SweepError:  # cannot be rehearsed
+            continue
+        if found[-1].fits:
+            break
+    return min(found, key=lambda row: (not row.fits, row.peak_bytes), default=None)
+
+
+def sentence(fsdp: Prediction | None, other: Prediction | None, case: str) -> str:
+    """Format whether FSDP2 is faster than another row by more than the error of the estimate."""
+    if fsdp is None or other is None or fsdp.step_s is None or other.step_s is None:
+        return ""
+    start = "Without a pipeline (FSDP2): "
+    if not fsdp.fits:
+        return f"{start}does not fit."
+    gain, within = 1 - fsdp.step_s / other.step_s, accuracy.threshold(case)
+    if abs(gain) <= within:
+        return f"{start}{100 * gain:+.0f}% speed, within the error ({100 * within:.1f}%)."
+    if gain < 0:
+        return f"{start}{-100 * gain:.0f}% slower."
+    return (
+        f"{start}{100 * gain:.0f}% faster than the best pipeline, more than the error "
+        f"({100 * within:.1f}%). Measure it before you choose a pipeline schedule."
+    )
+
+
+def _configurations(own: Configuration, predictor: Predictor) -> Iterator[Configuration]:
+    """Yield configurations without a pipeline, those expected to be fastest first."""
+    machine = predictor.machine
+    base = replace(own, schedule="1f1b", pipeline_parallel=1, layout=Layout.EVEN)
+    for tensor in dict.fromkeys((1, own.tensor_parallel)):
+        for recompute in dict.fromkeys((NONE, own.recompute, FULL)):
+            it = replace(base, tensor_parallel=tensor, recompute=recompute)
+            it = it.on_devices(machine.num_devices)
+            if not any(faults(it, predictor.subject, machine.num_devices, machine.gpu.node)):
+                yield it
+
+
+def _predict(predictor: Predictor, it: Configuration) -> Prediction:
+    """Predict a configuration: all layers on every rank, all state sharded."""
+    counted = predictor.counts(it)
+    pieces, of_state = counted.pieces, counted.state_bytes_per_parameter
+    # Ranks of TP and EP have other parameters. A layer's experts are most of its parameters.
+    stride = it.tensor_parallel * it.expert_parallel
+    ranks = it.num_devices // stride
+
+    def sharded(piece: Piece) -> Piece:
+        state = piece.state_bytes / of_state * SHARDED_BYTES / ranks
+        return replace(piece, state_bytes=state, dummy_bytes=0.0)
+
+    layers = [share.state for share in pieces.shares] or [1.0] * predictor.subject.layers
+    parameters = [share * pieces.layer.state_bytes / of_state for share in layers]
+    parameters += [each.state_bytes / of_state for each in (pieces.first, pieces.last)]
+    unsharded = (PARAMETER_BYTES + GRADIENT_BYTES) * max(parameters)
+    unsharded += PARAMETER_BYTES * parameters[0]  # of the next layer, gathered meanwhile
+    made = replace(
+        pieces,
+        layer=sharded(pieces.layer),
+        first=sharded(pieces.first),
+        last=sharded(pieces.last),
+        device_bytes=pieces.device_bytes + unsharded,
+    )
+    costs, schedule = made.costs((len(layers),)), named("1f1b", 1, it.num_microbatches)
+    plain = replace(predictor, counts=lambda _: replace(counted, data_s_per_byte=0.0))
+    row = plain.evaluated(it, schedule, costs, always=True)
+    computes_s = 1e-6 * costs.busy_us(schedule.placement, 1, 1)
+    exposed = exposed_s(
+        _exchange_s(predictor, parameters, ranks, stride), computes_s, counted.rates
+    )
+    step_s = (row.step_s or 0.0) + it.num_microbatches * exposed
+    return replace(
+        row, configuration=replace(it, schedule=NAME), step_s=step_s, mfu=predictor.mfu(it, step_s)
+    )
+
+
+def _exchange_s(
+    predictor: Predictor, parameters: Sequence[float], ranks: int, stride: int
+) -> float:
+    """Estimate the seconds of a microbatch's gathers and reduce-scatters without overlap.
+
+    `parameters` are those of every layer, gathered together; neighboring ranks of the group are
+    `stride` ranks apart.
+    """
+    gpu, span = predictor.machine.gpu, (ranks - 1) * stride + 1
+    rates = rates_of(gpu)
+    in_bf16 = predictor.subject.command.has("--grad-reduce-in-bf16")
+    gradient = PARAMETER_BYTES if in_bf16 else GRADIENT_BYTES
+    total = 0.0
+    for number in parameters if ranks > 1 else ():
+        for kind, each, times in (
+            ("all_gather", PARAMETER_BYTES, 2),  # for the forward, and again for the backward
+            ("reduce_scatter", gradient, 1),
+        ):
+            hops = hops_of(kind, ranks, span, each * number, gpu.node)
+            near = hops.near / gpu.near_rate / rates.wire
+            far = hops.far / gpu.far_rate / rates.network
+            total += times * (max(near, far) + rates.exchange_us * 1e-6)
+    return total

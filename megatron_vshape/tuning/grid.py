@@ -1,0 +1,139 @@
+"""Expand the grid to combinations, with the reason for each infeasible one."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.paper import catalogue
+from megatron_vshape.core.paper.catalogue import OPTIONS
+from megatron_vshape.core.request import with_chunks
+from megatron_vshape.tuning.configurations import (
+    ADAPTIVE,
+    Configuration,
+    Layout,
+    Subject,
+    SweepError,
+    count_stages,
+    faults,
+)
+from megatron_vshape.tuning.files import Also, Grid, Loaded, Workload
+from megatron_vshape.tuning.machine import Machine
+
+MAX_COMBINATIONS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A configuration that will not run; `kind` is the reason without its numbers."""
+
+    configuration: Configuration
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Expanded:
+    """All combinations of the grid."""
+
+    possible: tuple[Configuration, ...]
+    dropped: tuple[Dropped, ...]
+    note: str = ""  # about changed layouts
+
+
+def expand(loaded: Loaded, machine: Machine | None = None) -> Expanded:
+    """Return every combination of the grid, with reasons for infeasible ones.
+
+    `machine` replaces the cluster.
+
+    Raises:
+        SweepError: a schedule does not exist, or no combination is feasible.
+    """
+    sweep, model = loaded.sweep, loaded.subject
+    machine = machine or Machine.of(loaded.cluster)
+    sizes = machine.num_devices, machine.gpu.node
+    known = (*catalogue.NAMES, ADAPTIVE)
+    for name in (*sweep.grid.schedule, *(each.schedule for each in sweep.also)):
+        try:
+            own = with_chunks(name)
+            if (name if own is None else own.name) not in known:
+                raise catalogue.no_such_schedule(name, known)
+        except ScheduleError as error:
+            raise SweepError(f"{loaded.path}: {error}") from None
+    _check_size(sweep.grid, len(sweep.workloads), loaded)
+    possible: dict[Configuration, None] = {}
+    dropped: list[Dropped] = []
+    dealt_out: dict[Configuration, None] = {}
+    for workload in sweep.workloads:
+        every = itertools.chain(
+            ((sweep.grid, each) for each in _of_grid(sweep.grid, workload, machine.num_devices)),
+            ((one, configuration_of(one, workload)) for one in sweep.also),
+        )
+        for said, combination in every:
+            if "layout" not in said.model_fields_set and _halves_layers(combination, model):
+                combination = replace(combination, layout=Layout.AUTO)
+                dealt_out[combination] = None
+            fault = next(faults(combination, model, *sizes, sweep.post_validation), None)
+            if fault is None:
+                possible[combination] = None
+            else:
+                dropped.append(Dropped(combination, *fault))
+    if not possible:
+        first = {each.kind: each.reason for each in reversed(dropped)}
+        raise SweepError(
+            f"{loaded.path}: no combination of the grid can run: " + "; ".join(first.values())
+        )
+    cut = possible.keys() & dealt_out.keys()
+    note = (
+        f"{model.layers} layers and both ends do not divide among the stages of {len(cut)} "
+        f"combinations: layout {Layout.AUTO} instead of {Layout.BALANCED}"
+    )
+    return Expanded(tuple(possible), tuple(dropped), note if cut else "")
+
+
+def configuration_of(one: Also, workload: Workload) -> Configuration:
+    """Return the configuration of an additional run."""
+    given = {**dict(one), **dict(workload), "arguments": tuple(one.arguments)}
+    return Configuration(**given)
+
+
+def _halves_layers(it: Configuration, model: Subject) -> bool:
+    """Return whether the default layout would divide a layer; then `auto` is used."""
+    try:
+        stages = count_stages(it.schedule, it.pipeline_parallel)
+    except ScheduleError:  # reported by `faults`
+        return False
+    if it.layout is not Layout.BALANCED:
+        return False
+    return bool(model.command.pattern) or (model.layers + 2) % stages != 0
+
+
+def _check_size(grid: Grid, num_workloads: int, loaded: Loaded) -> None:
+    lists = [value for _, value in grid if isinstance(value, list)]
+    count = num_workloads * math.prod(map(len, lists))
+    if count > MAX_COMBINATIONS:
+        raise SweepError(
+            f"{loaded.path}: the grid has {count} combinations, more than the {MAX_COMBINATIONS} "
+            "that are predicted; give fewer values"
+        )
+
+
+def _of_grid(grid: Grid, workload: Workload, number: int) -> Iterator[Configuration]:
+    names = [each.name for each in fields(Configuration) if each.name in Grid.model_fields]
+    lists = {name: getattr(grid, name) or [None] for name in names}
+    lists["schedule"] = list(_schedules(grid))
+    for values in itertools.product(*lists.values()):
+        given = dict(zip(names, values, strict=True))
+        alone = Configuration(**dict(workload), **given | {"data_parallel": 1})
+        own = given["data_parallel"]
+        yield replace(alone, data_parallel=own) if own else alone.on_devices(number)
+
+
+def _schedules(grid: Grid) -> Iterator[str]:
+    """Yield the schedules' names, with every number of stages per device if that is optional."""
+    for name in grid.schedule:
+        if grid.vpp is None or name not in OPTIONS:
+            yield name
+        else:
+            yield from ("1f1b" if chunks == 1 else f"{name}:{chunks}" for chunks in grid.vpp)

@@ -1,0 +1,323 @@
+"""Launch one job per configuration through submitit, and record each result as it arrives."""
+
+import logging
+import os
+import re
+import shlex
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import submitit
+from submitit.slurm.slurm import SlurmInfoWatcher
+
+from megatron_vshape.tuning import worker
+from megatron_vshape.tuning.configurations import ADAPTIVE, SweepError
+from megatron_vshape.tuning.files import Loaded
+from megatron_vshape.tuning.predictor import Prediction, Predictor
+from megatron_vshape.tuning.progress import Progress
+from megatron_vshape.tuning.results import Outcome, Result, Results, Status, key_of
+from megatron_vshape.tuning.trainer_flags import trainer_command
+
+logger = logging.getLogger(__name__)
+
+_JOB = re.compile(r"[0-9]+(_[0-9]+)?")
+"""Job name in SLURM."""
+
+_JOB_FOLDER = "job"
+"""Subfolder of a run for the files of submitit."""
+
+_CANCELLED = "cancelled"
+"""Marker file in a run's folder: its job was cancelled together with the sweep."""
+
+POLL_S = 0.5
+RETRY_S = 60.0
+"""Seconds after which a rejected job is submitted again, if others run."""
+
+SPARE_MINUTES = 5
+"""Margin of the job's time limit over that of the run, which ends first and reads the log."""
+
+MOST_TIMES_BACK = 5
+"""Maximum requeues of a run; after that, its end counts as a failure."""
+
+_NO_FAULT = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
+"""SLURM states of a job that ended for reasons outside of its run."""
+
+_ENDED_FROM_OUTSIDE = ("CANCELLED", "TIMEOUT")
+"""SLURM states of a cancelled job, which is not run again."""
+
+
+class _States(SlurmInfoWatcher):  # type: ignore[misc]
+    """SLURM states of all jobs.
+
+    submitit waits forever for a job that was preempted by cancellation, and treats a suspended job
+    as ended.
+    """
+
+    def is_done(self, job_id: str, mode: str = "standard") -> bool:
+        state: str = self.get_state(job_id, mode=mode)
+        if state in ("PREEMPTED", "SUSPENDED"):
+            return state == "PREEMPTED"
+        return bool(super().is_done(job_id, mode="cache"))
+
+
+class _Job(submitit.SlurmJob):  # type: ignore[misc]
+    watcher = _States(delay_s=60)
+
+
+class _RefusedError(SweepError):
+    """SLURM rejects a job, but may accept it after others have ended."""
+
+
+@dataclass(slots=True)
+class _Running:
+    prediction: Prediction
+    key: str
+    job: "submitit.Job[Outcome]"
+    folder: Path
+
+    @property
+    def ended(self) -> bool:
+        """Whether the job has ended; without SLURM accounting, its worker reports it."""
+        if self.job.done():
+            return True
+        return self.job.state == "UNKNOWN" and (self.folder / worker.STOPPED).exists()
+
+    @property
+    def in_vain(self) -> bool:
+        """Whether a job without an outcome was ended for external reasons.
+
+        slurmctld may report a job that it stopped as failed, because of its script's exit status.
+        """
+        state = self.job.state
+        if state.startswith(_NO_FAULT) or (self.folder / _CANCELLED).exists():
+            return True
+        told = (self.folder / worker.STOPPED).exists()
+        return told and not state.startswith(_ENDED_FROM_OUTSIDE)
+
+
+@dataclass(slots=True)
+class Launcher:
+    """Run the chosen combinations of a sweep, except those in the results file."""
+
+    loaded: Loaded
+    predictor: Predictor
+    results: Results
+    folder: Path
+    progress: Progress
+    _refused_until: float = 0.0
+
+    def run(self, chosen: Sequence[Prediction], retry_failed: bool = False) -> None:
+        """Run missing combinations, `run.at_once` at a time; Ctrl-C cancels running jobs."""
+        done = self.results.ended(retry_failed)
+        waiting = [each for each in chosen if self._key(each) not in done]
+        waiting.reverse()
+        # Jobs in flight from an earlier sweep come first, because they may use up a quota.
+        waiting.sort(key=lambda each: self.results.job_in_flight(self._key(each)) is not None)
+        running: list[_Running] = []
+        times_back: Counter[str] = Counter()
+        with _cancelled(running):
+            while waiting or running:
+                self._fill(waiting, running)
+                for each in [each for each in running if each.ended]:
+                    running.remove(each)
+                    outcome = self._outcome(each, times_back[each.key])
+                    if outcome is None:
+                        times_back[each.key] += 1
+                        waiting.append(each.prediction)
+                        self.progress.put_back(each.prediction.configuration, each.job.state)
+                    else:
+                        self._record(each.prediction, each.key, outcome)
+                time.sleep(POLL_S if running else 0)
+
+    def _fill(self, waiting: list[Prediction], running: list[_Running]) -> None:
+        """Start waiting runs from the end of the list, up to the maximum number."""
+        while waiting and len(running) < self.loaded.sweep.run.at_once:
+            if running and time.monotonic() < self._refused_until:
+                return
+            try:
+                self._start(waiting[-1], running)
+            except _RefusedError as error:
+                if not running:
+                    raise
+                logger.warning("%s; %d others run, so it is tried again", error, len(running))
+                self._refused_until = time.monotonic() + RETRY_S
+                return
+            waiting.pop()
+
+    def _key(self, prediction: Prediction) -> str:
+        return key_of(prediction.configuration, self.loaded, self.predictor.measured)
+
+    def _start(self, prediction: Prediction, running: list[_Running]) -> None:
+        """Submit a run, or take over a job of an earlier sweep."""
+        key = self._key(prediction)
+        folder = self.folder / key
+        left = self.results.job_in_flight(key)
+        if left is not None:
+            taken = self._take_over(prediction, key, left)
+            if taken is not None:
+                running.append(taken)
+                return
+            outcome = worker.read_outcome(folder, self._num_nodes)
+            if outcome is not None:
+                self._record(prediction, key, outcome)
+                return
+        folder.mkdir(parents=True, exist_ok=True)
+        outcomes = map(worker.outcome_name, range(self._num_nodes))
+        for name in (_CANCELLED, worker.STOPPED, *outcomes):
+            (folder / name).unlink(missing_ok=True)
+        job = self._submitted(prediction, folder)
+        running.append(_Running(prediction, key, job, folder))
+        self.results.start(key, str(job.job_id))
+        self.progress.started(prediction.configuration)
+
+    def _submitted(self, prediction: Prediction, folder: Path) -> "submitit.Job[Outcome]":
+        try:
+            return self._executor(folder).submit(worker.run_job, self._job(prediction, folder))
+        except submitit.core.utils.FailedJobError as error:
+            raise _RefusedError(
+                f"no job can be submitted: {str(error).strip()}; what it asks for is the cluster "
+                "file's nodes and devices, and what `run: slurm:` of the sweep adds"
+            ) from None
+        except (submitit.core.utils.FailedSubmissionError, OSError) as error:
+            raise SweepError(f"no job can be submitted: {' '.join(str(error).split())}") from None
+
+    def _take_over(self, prediction: Prediction, key: str, left: str) -> _Running | None:
+        """Return a SLURM job that is still queued or running; local jobs end with their sweep."""
+        # The number becomes part of a path from which submitit unpickles the job's result.
+        if self.loaded.sweep.run.executor != "slurm" or not _JOB.fullmatch(left):
+            return None
+        folder = self.folder / key
+        job: submitit.Job[Outcome] = _Job(folder / _JOB_FOLDER, left, range(self._num_nodes))
+        found = _Running(prediction, key, job, folder)
+        return None if found.ended else found
+
+    def _record(self, prediction: Prediction, key: str, outcome: Outcome) -> None:
+        it = prediction.configuration
+        mfu = None if outcome.step_s is None else self.predictor.mfu(it, outcome.step_s)
+        predicted = prediction.step_s, prediction.peak_bytes, prediction.bubble
+        result = Result(it, outcome, mfu, *predicted)
+        self.results.record(key, self.loaded.sweep.name, result)
+        self.progress.ended(result)
+
+    def _outcome(self, running: _Running, times_back: int) -> Outcome | None:
+        """Return the outcome of a run; None if it must be submitted again."""
+        outcome = worker.read_outcome(running.folder, self._num_nodes)
+        if outcome is not None:
+            return outcome
+        job = running.job
+        if running.in_vain:
+            if times_back < MOST_TIMES_BACK:
+                return None
+            why = f"its job was ended {times_back + 1} times before it had a result"
+            return Outcome(
+                Status.FAILED, log_tail=f"{why}, the last time {job.job_id} ({job.state})"
+            )
+        try:
+            return worker.merge(job.results())
+        except Exception as error:  # submitit raises the job's exception, of any type
+            text = f"{str(error).strip()[-2000:]}\njob {job.job_id} left no result ({job.state})"
+            return Outcome(Status.FAILED, log_tail=text)
+
+    @property
+    def _num_nodes(self) -> int:
+        return self.loaded.cluster.nodes
+
+    def _job(self, prediction: Prediction, folder: Path) -> worker.Job:
+        launcher = os.getpid() if self.loaded.sweep.run.executor == "local" else None
+        return replace(_job_of(self.loaded, prediction, folder.resolve()), launcher=launcher)
+
+    def _executor(self, folder: Path) -> submitit.Executor:
+        run, cluster = self.loaded.sweep.run, self.loaded.cluster
+        jobs = folder / _JOB_FOLDER
+        minutes = run.timeout_minutes + SPARE_MINUTES
+        gpus = cluster.devices_per_node if cluster.backend == "nccl" else 0
+        if run.executor == "local":
+            local = submitit.LocalExecutor(jobs)
+            local.update_parameters(timeout_min=minutes, gpus_per_node=gpus)
+            return local
+        try:
+            slurm = submitit.SlurmExecutor(jobs)
+            slurm.job_class = _Job
+            # A job has all processors of exclusive nodes; otherwise only the requested ones.
+            shares = run.slurm.get("exclusive") is False
+            asked = {
+                "job_name": self.loaded.sweep.name,
+                "time": minutes,
+                "nodes": cluster.nodes,
+                "ntasks_per_node": 1,
+                "gpus_per_node": gpus or False,
+                "exclusive": True,
+                "cpus_per_task": shares and cluster.devices_per_node * run.threads,
+                # An interrupted run is submitted as a new job with separate files.
+                "additional_parameters": {"no-requeue": True},
+                **run.slurm,
+            }
+            # sbatch has no value for an absent flag, nor for zero GPUs without GPUs.
+            slurm.update_parameters(**{k: v for k, v in asked.items() if v is not False})
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise SweepError(f"SLURM cannot be used: {error}") from None
+        return slurm
+
+
+def _job_of(loaded: Loaded, prediction: Prediction, folder: Path) -> worker.Job:
+    """Return the settings of a run, wherever it is started."""
+    it = prediction.configuration
+    ordered = max(it.tensor_parallel, it.context_parallel) > 1
+    command = _command(loaded, prediction, folder)
+    return worker.Job(command, folder, loaded.sweep.run, loaded.cluster, is_ordered=ordered)
+
+
+def _command(loaded: Loaded, prediction: Prediction, folder: Path) -> list[str]:
+    """Return the trainer's command; an adaptive plan is passed as a file."""
+    if prediction.schedule is None or prediction.configuration.schedule != ADAPTIVE:
+        return trainer_command(loaded, prediction.configuration)
+    path = (folder / "schedule.json").resolve()
+    path.write_text(prediction.schedule.to_json(), encoding="utf-8")
+    return trainer_command(loaded, prediction.configuration, path)
+
+
+@contextmanager
+def _cancelled(running: Sequence[_Running]) -> Iterator[None]:
+    """Cancel running jobs when the sweep is interrupted.
+
+    After any other failure, SLURM jobs continue, for the next sweep to take over; local jobs end
+    with this sweep.
+    """
+    try:
+        yield
+    except BaseException as error:
+        for each in running:
+            ours = not isinstance(each.job, _Job)
+            if ours or isinstance(error, KeyboardInterrupt):
+                with suppress(OSError):
+                    (each.folder / _CANCELLED).touch()
+                each.job.cancel(check=False)
+        raise
+
+
+def dry_run(
+    loaded: Loaded,
+    predictor: Predictor,
+    chosen: Sequence[Prediction],
+    folder: Path,
+    show: Callable[[str], None],
+) -> None:
+    """Show the command of every run, for a shell on a node, instead of running it."""
+    nodes, where = loaded.cluster.nodes, "--standalone"
+    if nodes > 1:
+        show(
+            f"# on each of {nodes} nodes, with its number as NODE and the first one's name as HOST"
+        )
+        where = f'--nnodes {nodes} --node-rank "$NODE" --master-addr "$HOST" --master-port '
+        where += str(worker.FIRST_PORT)
+    for each in chosen:
+        run = folder / key_of(each.configuration, loaded, predictor.measured)
+        if each.configuration.schedule == ADAPTIVE:
+            run.mkdir(parents=True, exist_ok=True)
+        job = _job_of(loaded, each, run)
+        variables = [f"{name}={shlex.quote(value)}" for name, value in job.environment.items()]
+        show(" ".join([*variables, "torchrun", where, shlex.join(job.ranks)]))

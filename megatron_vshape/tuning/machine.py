@@ -1,0 +1,97 @@
+"""GPUs of a run: number, rates, links, memory, and links to their hosts."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+from megatron_vshape.core.check.simulate import filled
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.offload_costs import with_copies_of
+from megatron_vshape.rehearsal.gpus import GPUS, Gpu
+from megatron_vshape.rehearsal.step_time import Rates, rates_of
+from megatron_vshape.tuning.configurations import SweepError
+from megatron_vshape.view.numbers import GIB
+
+if TYPE_CHECKING:  # needs pydantic, and `advise` reads no files
+    from megatron_vshape.tuning.files import Cluster
+
+UNKNOWN = "h100"
+"""GPU whose rates are used for an unknown device name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """GPUs that a configuration runs on."""
+
+    gpu: Gpu
+    num_devices: int
+    known: bool = True  # whether the rates are for this GPU
+    copies: bool = False  # whether plans offload activations to the hosts
+    in_host_bytes: float = math.inf  # host memory per device for them
+    shared_processors: int | None = None  # that all devices share, such as ranks on a laptop
+
+    @classmethod
+    def of(cls, cluster: "Cluster") -> "Machine":
+        """Return the GPUs of a cluster file.
+
+        Raises:
+            SweepError: the cluster file names an assumption that does not exist.
+        """
+        device, link = cluster.device, cluster.host_link
+        named = [name for name in GPUS if name in device.name.lower()]
+        like = GPUS[max(named, key=len, default=UNKNOWN)]
+        given = dict(cluster.assumptions)
+        beside = given.pop("beside_gib", like.beside_gib)
+        known = [each.name for each in fields(Rates)]
+        for name in given:
+            if name not in known:
+                raise SweepError(
+                    f"the cluster {cluster.name:.60}: there is no assumption {name!r:.60}; there "
+                    f"are beside_gib, {', '.join(known)}"
+                )
+        wide = device.peak_tflops * 1e12
+        gpu = replace(
+            like,
+            name=like.name if named else device.name.lower(),
+            memory_bytes=int(device.memory_gib * GIB),
+            multiprocessors=device.processors,
+            bf16_flops=wide,
+            flops_in_8_bits=wide * like.flops_in_8_bits / like.bf16_flops,
+            flops_in_4_bits=wide * like.flops_in_4_bits / like.bf16_flops,
+            memory_rate=device.memory_tb_per_s * 1e12,
+            near_rate=cluster.inside_node_gb_per_s * 1e9,
+            far_rate=cluster.between_nodes_gb_per_s * 1e9,
+            node=cluster.devices_per_node,
+            host_rate=like.host_rate if link is None else link.gb_per_s * 1e9,
+            beside_gib=beside,
+            shares=tuple(given.items()),
+        )
+        most = None if link is None else link.memory_gib
+        return cls(
+            gpu,
+            cluster.num_devices,
+            bool(named),
+            link is not None,
+            math.inf if most is None else filled(most * GIB),
+            cluster.shared_processors,
+        )
+
+    def assumptions(self, cluster: "Cluster") -> Iterator[tuple[str, float, str]]:
+        """Yield the assumptions: name, value and source."""
+        fitted = "a guess: no GPU of that name is known"
+        if self.known:
+            fitted = f"{self.gpu.name.upper()}: rehearsal/step_time.py, benchmarks/evidence.md"
+        beside = self.gpu.beside_gib, "an estimate: CUDA's context, NCCL's buffers"
+        rates = rates_of(self.gpu)
+        values = {each.name: (getattr(rates, each.name), fitted) for each in fields(rates)}
+        for name, (value, source) in {"beside_gib": beside, **values}.items():
+            yield name, value, "the cluster file" if name in cluster.assumptions else source
+
+    def copied(self, costs: Costs) -> Costs:
+        """Make all activations of a stage offloadable, if plans use the link to the host."""
+        if not self.copies:
+            return costs
+        held, byte_us = costs.held_after_forward_bytes, 1e6 / self.gpu.host_rate
+        copied_us = tuple(byte_us * max(num_bytes, 1.0) for num_bytes in held)
+        return with_copies_of(costs, copied_us, held, copied_us)

@@ -1,0 +1,368 @@
+"""Predict a configuration: memory of every pipeline rank and step time.
+
+One predictor for `advise` and `sweep`: costs from counted work, and a simulation of the schedule.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import lru_cache
+from typing import NamedTuple
+
+from megatron_vshape.core.check.bounds import LimitError
+from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.placement import Placement, default_placements
+from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline
+from megatron_vshape.core.paper.catalogue import EVERY_NAME
+from megatron_vshape.core.plan import plan
+from megatron_vshape.core.planner.vocabulary import held_logits, shared_if_told, shared_pieces
+from megatron_vshape.core.request import AUTO, PlanRequest, find
+from megatron_vshape.rehearsal.shapes import Counted
+from megatron_vshape.tuning.configurations import (
+    ADAPTIVE,
+    GIVEN,
+    NONE,
+    Configuration,
+    Subject,
+    SweepError,
+    count_stages,
+    layers_of_stages,
+)
+from megatron_vshape.tuning.machine import Machine
+from megatron_vshape.view.numbers import GIB, enough
+
+Sizes = tuple[int, int, int, int]
+
+
+class Verdict(StrEnum):
+    """Result of a prediction."""
+
+    RUNS = "runs"
+    OUT_OF_MEMORY = "OOM"
+    NO_PLAN = "no plan"
+    NOT_PLANNED = "not planned"
+
+
+class RankPeak(NamedTuple):
+    """Peak memory of a pipeline rank, in bytes."""
+
+    states: float  # parameters, gradients, optimizer state
+    activations: float  # at their peak, with workspace
+    buffers: float  # of messages and workspaces
+    context: float  # outside of torch's allocator
+
+    @property
+    def allocated(self) -> float:
+        """Peak in torch's allocator."""
+        return self.states + self.activations + self.buffers
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Predicted memory and time of a configuration.
+
+    `Predictor.__call__` simulates only what fits, so its times are None otherwise.
+    """
+
+    configuration: Configuration
+    verdict: Verdict
+    peak_bytes: float  # of the device with the highest peak
+    step_s: float | None = None
+    mfu: float | None = None  # fraction of the devices' peak
+    bubble: float | None = None  # fraction of the pipeline's time in which the busiest device idles
+    reason: str = ""
+    schedule: Schedule | None = field(default=None, compare=False, repr=False)
+    ranks: tuple[RankPeak, ...] = field(default=(), compare=False, repr=False)
+    layers: tuple[int, ...] = field(default=(), compare=False, repr=False)  # of every stage
+    is_stock: bool = field(default=False, compare=False)  # run by stock Megatron
+
+    @property
+    def fits(self) -> bool:
+        """Whether the configuration is predicted to run."""
+        return self.verdict is Verdict.RUNS
+
+
+@dataclass(frozen=True, slots=True)
+class Predictor:
+    """Predict configurations of one model on one machine from counted costs."""
+
+    subject: Subject
+    machine: Machine
+    counts: Callable[[Configuration], Counted]
+    post_validation: bool = False
+    measured: Mapping[Sizes, Pieces] | None = None
+    headroom_bytes: float = 0.0  # kept free on every device
+
+    @property
+    def limit_bytes(self) -> float:
+        """Memory of a device minus the headroom."""
+        return self.machine.gpu.memory_bytes - self.headroom_bytes
+
+    @property
+    def allocatable_bytes(self) -> float:
+        """Limit of torch's allocator."""
+        return self.limit_bytes - self.machine.gpu.beside_gib * GIB
+
+    def __call__(self, it: Configuration) -> Prediction:
+        """Predict the configuration."""
+        try:
+            if it.schedule == ADAPTIVE:
+                return self._planned(it)
+            schedule = named(it.schedule, it.pipeline_parallel, it.num_microbatches)
+            costs = self.costs(it, schedule.placement)
+        except SweepError as error:
+            return Prediction(it, Verdict.NO_PLAN, 0.0, reason=str(error))
+        try:
+            return self.evaluated(it, schedule, costs)
+        except ScheduleError as error:
+            raise SweepError(f"{it}: {error}") from None
+
+    def survey(
+        self, configurations: Iterable[Configuration], margin: float
+    ) -> Iterator[Prediction]:
+        """Yield every configuration's prediction; those that need planning come last.
+
+        Planning needs seconds. So an adaptive configuration is planned only if it could come within
+        `margin` of the best of its workload without any bubble, or if it has additional arguments.
+        The most promising come first, because they exclude most others.
+        """
+        best: dict[tuple[int, int], float] = {}
+        least_s = [
+            (self.least_s(it) if it.schedule == ADAPTIVE else 0.0, it) for it in configurations
+        ]
+        for least, it in sorted(least_s, key=lambda each: each[0]):
+            fastest = best.get(it.workload, math.inf)
+            if least > fastest * (1 + margin) and not it.arguments:
+                slower = f"even without a bubble {100 * (least / fastest - 1):.0f} % slower"
+                reason = f"{slower} than the best"
+                yield Prediction(it, Verdict.NOT_PLANNED, 0.0, reason=reason)
+                continue
+            found = self(it)
+            best[it.workload] = min(fastest, found.step_s or math.inf)
+            yield found
+
+    def least_s(self, it: Configuration, placements: Sequence[Placement] = ()) -> float:
+        """Return the step time without idle time of the busiest device, on the best placement."""
+        least = math.inf
+        try:
+            for placement in placements or _placements(it):
+                costs = self.costs(it, placement)
+                busy_us = costs.busy_us(placement, it.pipeline_parallel, it.num_microbatches)
+                least = min(least, busy_us + self.counts(it).after_us(costs, placement))
+        except SweepError:  # reported by its prediction
+            return 0.0
+        return least * 1e-6
+
+    def pieces(self, it: Configuration) -> Pieces:
+        """Return the costs of a layer and of both ends: measured ones, or counted ones."""
+        subject, pieces = self.subject, self.counts(it).pieces
+        measured = (self.measured or {}).get(key_of_shapes(it))
+        if measured is not None and it.recompute in (NONE, GIVEN):
+            pieces = _measured(pieces, measured)
+        if not it.vocab_parallel:
+            return pieces
+        further, ranks = subject.mtp_layers, it.pipeline_parallel
+        held = held_logits(pieces, ranks) * (1 + further)
+        # An all-reduce of hidden states crosses each link once, like a message.
+        pieces = shared_pieces(pieces, ranks, pieces.send_us, held, further)
+        sizes = subject.sizes(it.sequence_length)
+        return pieces.predicting(further, sizes.merging_in_layers, sizes.predicted)
+
+    def costs(
+        self, it: Configuration, placement: Placement, layers: Sequence[int] | None = None
+    ) -> Costs:
+        """Return the costs of stages with these layers, or with those of the layout."""
+        pieces = self.pieces(it)
+        layers = layers or layers_of_stages(it, self.subject, placement)
+        if not it.vocab_parallel:
+            pieces = self.with_embeddings(pieces, placement)
+        costs = pieces.costs(tuple(layers))
+        if it.schedule == ADAPTIVE and not it.vocab_parallel:
+            return self.machine.copied(costs)
+        return costs
+
+    def with_embeddings(self, pieces: Pieces, placement: Placement) -> Pieces:
+        """Add the copy of the embedding to the last stage, if the model and placement have one."""
+        # In a V, the device of the last stage has the embedding anyway.
+        if placement[0] == placement[-1] or not self.subject.copies_embedding:
+            return pieces
+        more = pieces.last.state_bytes + pieces.first.state_bytes
+        return replace(pieces, last=replace(pieces.last, state_bytes=more))
+
+    def evaluated(
+        self,
+        it: Configuration,
+        schedule: Schedule,
+        costs: Costs,
+        timeline: Timeline | None = None,
+        always: bool = False,
+        is_stock: bool = False,
+    ) -> Prediction:
+        """Predict a schedule; its times too if it does not fit with `always`.
+
+        `timeline` is given if planning has simulated it already.
+        """
+        schedule = shared_if_told(schedule, costs)
+        beside = self.machine.gpu.beside_gib * GIB
+        fixed = costs.fixed_bytes(schedule.placement, schedule.num_devices)
+        ranks = tuple(
+            RankPeak(own - costs.device_bytes, held - own, costs.device_bytes, beside)
+            for own, held in zip(fixed, peak_held(schedule, costs), strict=True)
+        )
+        needed, limit = list(map(sum, ranks)), self.limit_bytes
+        peak = max(needed)
+        found = Prediction(
+            it,
+            Verdict.RUNS,
+            peak,
+            schedule=schedule,
+            ranks=ranks,
+            layers=costs.layers or (),
+            is_stock=is_stock,
+        )
+        if peak > limit:
+            gib = f"{peak / GIB:.1f} of {limit / GIB:.1f} GiB on device {needed.index(peak)}"
+            found = replace(found, verdict=Verdict.OUT_OF_MEMORY, reason=f"needs {gib}")
+            if not always:
+                return found
+        timeline = timeline or simulate(schedule, costs)
+        after_us = self.counts(it).after_us(costs, schedule.placement)
+        step_s = 1e-6 * (self._pipeline_us(timeline) + after_us)
+        bubble = timeline.span_bubble if self.post_validation else timeline.bubble
+        return replace(found, step_s=step_s, mfu=self.mfu(it, step_s), bubble=bubble)
+
+    def mfu(self, it: Configuration, step_s: float) -> float:
+        """Return the fraction of the devices' peak FLOPS that a step with this time achieves."""
+        flops = self.subject.flops(it.sequence_length, it.global_batch_size)
+        if self.subject.command.has("--multi-latent-attention"):  # not described by its widths
+            counted, ranks = self.counts(it), it.num_devices / it.pipeline_parallel
+            microbatch = self.subject.layers * counted.layer_flops + counted.ends_flops
+            flops = 3 * microbatch * it.num_microbatches * ranks
+        return flops / (step_s * self.machine.gpu.bf16_flops * it.num_devices)
+
+    def _planned(self, it: Configuration) -> Prediction:
+        """Predict the best plan over all placements.
+
+        The memory left by the parameters depends on the placement: in a V, the embedding and the
+        output layer are on one device, in a loop on two.
+
+        Raises:
+            SweepError: no plan fits on any placement.
+        """
+        found, reasons = [], []
+        limits = [self.allocatable_bytes] * it.pipeline_parallel
+        objective = Objective.SPAN if self.post_validation else Objective.MAKESPAN
+        in_host = self.machine.in_host_bytes
+        for placement in _placements(it):
+            costs = self.costs(it, placement)
+            try:
+                timeline = plan_adaptive(it, placement, costs, limits, objective, in_host)
+                found.append(self.evaluated(it, timeline.schedule, costs, timeline))
+            except SweepError as error:
+                reasons.append(str(error))
+        if not found:
+            raise SweepError(reasons[0])
+        return min(found, key=lambda each: each.step_s or math.inf)
+
+    def _pipeline_us(self, timeline: Timeline) -> float:
+        """Return the time of the passes; without a barrier between steps, the maximum per device.
+
+        With processors shared among devices, this is at least the work divided by the processors.
+        """
+        passes = timeline.span if self.post_validation else timeline.makespan
+        shared = self.machine.shared_processors
+        if shared is None:
+            return passes
+        rows = zip(timeline.starts, timeline.ends, strict=True)
+        work = sum(sum(ends) - sum(starts) for starts, ends in rows)
+        replicas = self.machine.num_devices / timeline.schedule.num_devices
+        return max(passes, work * replicas / shared)
+
+
+def _placements(it: Configuration) -> Sequence[Placement]:
+    devices = it.pipeline_parallel
+    return default_placements(devices, count_stages(ADAPTIVE, devices))
+
+
+def plan_adaptive(
+    it: Configuration,
+    placement: Placement,
+    costs: Costs,
+    limits_bytes: Sequence[float],
+    objective: Objective,
+    in_host_bytes: float = math.inf,
+) -> Timeline:
+    """Plan for a placement with at most `limits_bytes` on each device.
+
+    At most `in_host_bytes` of each device are offloaded, if the costs have offloading.
+
+    Raises:
+        SweepError: the limits are infeasible.
+    """
+    fixed = max(costs.fixed_bytes(placement, it.pipeline_parallel))
+    if fixed >= min(limits_bytes):
+        over = (fixed - min(limits_bytes)) / GIB
+        raise SweepError(f"parameters and their states alone are {over:.1f} GiB too much")
+    request = PlanRequest(
+        AUTO,
+        it.pipeline_parallel,
+        it.num_microbatches,
+        costs,
+        limit=limits_bytes,
+        in_host=in_host_bytes,
+        objective=objective,
+        placements=(placement,),
+    )
+    try:
+        schedule = plan(request).schedule
+    except LimitError as error:
+        raise SweepError(error.told(lambda held: f"{enough(held / GIB)} GiB")) from None
+    except ScheduleError as error:
+        raise SweepError(str(error).splitlines()[0]) from None
+    return simulate(schedule, costs)
+
+
+@lru_cache(maxsize=64)
+def named(name: str, num_devices: int, num_microbatches: int) -> Schedule:
+    """Return a published schedule, or that of a file.
+
+    Raises:
+        ScheduleError: the schedule does not exist, or not for these sizes.
+    """
+    find(name, EVERY_NAME)
+    made = plan(PlanRequest(name, num_devices, num_microbatches)).schedule
+    own = made.num_devices, made.num_microbatches // made.slices
+    if own != (num_devices, num_microbatches):
+        raise ScheduleError(
+            f"{name} is for {own[0]} devices and {own[1]} microbatches, not for {num_devices} and "
+            f"{num_microbatches}"
+        )
+    return made
+
+
+def key_of_shapes(it: Configuration) -> Sizes:
+    """Return the sizes that must match those of measured costs."""
+    return (it.sequence_length, it.microbatch_size, it.tensor_parallel, it.context_parallel)
+
+
+def _measured(counted: Pieces, measured: Pieces) -> Pieces:
+    """Replace times and bytes of counted pieces by measured ones; state and workspace stay.
+
+    A measurement on one device has no collectives, so the counted ones are used.
+    """
+    made = {}
+    for name in ("first", "layer", "last"):
+        mine, theirs = getattr(counted, name), getattr(measured, name)
+        kept = {"state_bytes": mine.state_bytes}
+        for each in ("forward", "backward"):
+            kept[f"{each}_exchange_us"] = getattr(theirs, f"{each}_exchange_us") or getattr(
+                mine, f"{each}_exchange_us"
+            )
+        for each in ("forward", "backward", "weight", "whole"):
+            kept[f"{each}_work_bytes"] = getattr(mine, f"{each}_work_bytes")
+        made[name] = replace(theirs, **kept)
+    return replace(measured, **made, device_bytes=counted.device_bytes)

@@ -1,0 +1,443 @@
+"""Report of a sweep: tables, CSV, and the Pareto plot of memory and throughput."""
+
+import csv
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+from megatron_vshape.core.model.files import read_text
+from megatron_vshape.core.paper.catalogue import EVERY_NAME
+from megatron_vshape.tuning.configurations import GIVEN, NONE, Configuration, SweepError
+from megatron_vshape.tuning.files import MAX_FILE_BYTES
+from megatron_vshape.tuning.predictor import Prediction, Predictor, Verdict
+from megatron_vshape.tuning.ranking import kendall_tau, pareto
+from megatron_vshape.tuning.results import Outcome, Result, Status
+from megatron_vshape.view.names import display_name
+from megatron_vshape.view.numbers import GIB
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+
+    from megatron_vshape.view.labels import Mark
+
+COLOURS = "#4477aa #ee6677 #228833 #aa8800 #33aadd #aa3377 #994400 #000000".split()
+SHAPES = "o s".split()
+"""Colors distinguishable with red-green color blindness; with more schedules than colors, two
+schedules share a color with different shapes."""
+
+NAMED = 12
+"""Maximum labelled points of the front, those with the highest MFU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A configuration with its prediction and, after a run, its measurements."""
+
+    configuration: Configuration
+    verdict: str
+    predicted_step_s: float | None
+    predicted_mfu: float | None
+    predicted_bubble: float | None
+    predicted_peak_gib: float | None  # None if not planned
+    step_s: float | None = None
+    mfu: float | None = None
+    bubble: float | None = None
+    peak_gib: float | None = None
+    note: str = ""
+    # By pipeline rank, in GiB separated by spaces: the total and its parts.
+    predicted_ranks: str = ""
+    predicted_states: str = ""
+    predicted_activations: str = ""
+    predicted_rest: str = ""
+
+    @property
+    def ran(self) -> bool:
+        """Whether the configuration has run, with any outcome."""
+        return not self.verdict.startswith("predicted")
+
+    @property
+    def best_mfu(self) -> float:
+        """Measured MFU; predicted MFU if it has not run; otherwise 0."""
+        return (self.mfu if self.ran else self.predicted_mfu) or 0.0
+
+
+def rows_of(predictions: Iterable[Prediction], results: Iterable[Result] = ()) -> list[Row]:
+    """Return one row per prediction, with measurements where there are any."""
+    measured = {each.configuration: each for each in results}
+    return [_row(each, measured.get(each.configuration)) for each in predictions]
+
+
+def prediction_of(result: Result, predictor: Predictor) -> Prediction:
+    """Return the prediction that was recorded before a run."""
+    it, step_s = result.configuration, result.predicted_step_s
+    return Prediction(
+        it,
+        Verdict.RUNS,
+        result.predicted_peak_bytes,
+        step_s,
+        None if step_s is None else predictor.mfu(it, step_s),
+        result.predicted_bubble,
+    )
+
+
+def _row(prediction: Prediction, result: Result | None) -> Row:
+    outcome = result.outcome if result else Outcome(Status.OK)
+    verdict = f"predicted {prediction.verdict}" if result is None else outcome.status.value
+    lines = outcome.log_tail.splitlines()
+    ranks = prediction.ranks
+    by_rank = [
+        [sum(each), each.states, each.activations, each.buffers + each.context] for each in ranks
+    ]
+    return Row(
+        prediction.configuration,
+        verdict,
+        prediction.step_s,
+        prediction.mfu,
+        prediction.bubble,
+        prediction.peak_bytes / GIB if prediction.peak_bytes else None,
+        outcome.step_s,
+        result.mfu if result else None,
+        outcome.bubble,
+        outcome.peak_bytes / GIB if outcome.peak_bytes else None,
+        lines[-1] if lines else prediction.reason,
+        *(" ".join(f"{value / GIB:.2f}" for value in each) for each in zip(*by_rank, strict=True)),
+    )
+
+
+def memory_lines(rows: Iterable[Row]) -> Iterator[str]:
+    """Yield the predicted memory of every rank for the best row of each workload, by part."""
+    best: dict[tuple[int, int], Row] = {}
+    for row in sorted(rows, key=lambda row: row.best_mfu):
+        if row.predicted_ranks:
+            best[row.configuration.workload] = row
+    for row in best.values():
+        yield f"predicted memory of {row.configuration}, GiB by pipeline rank:"
+        yield f"    all                  {row.predicted_ranks}"
+        yield f"    parameters, states   {row.predicted_states}"
+        yield f"    activations          {row.predicted_activations}"
+        yield f"    context, buffers     {row.predicted_rest}"
+
+
+def best_rows(rows: Iterable[Row]) -> list[Row]:
+    """Return the best row of every workload and schedule; an OOM row if all are.
+
+    Rows with and without vocabulary parallelism are separate.
+    """
+    best: dict[tuple[tuple[int, int], str, bool], Row] = {}
+    for row in rows:
+        it = row.configuration
+        key = (it.workload, it.schedule, it.vocab_parallel)
+        if key not in best or _rank(row) > _rank(best[key]):
+            best[key] = row
+    return sorted(best.values(), key=lambda row: row.configuration.workload)
+
+
+def _rank(row: Row) -> tuple[float, float]:
+    return row.best_mfu, -(row.predicted_peak_gib or math.inf)
+
+
+def result_tables(rows: Sequence[Row]) -> list[Table]:
+    """Return a table per workload, with the best row in bold.
+
+    Values common to all rows are in the title. On a narrow terminal, the columns of figures keep
+    their width, and later columns are wrapped.
+    """
+    workloads = dict.fromkeys(row.configuration.workload for row in rows)
+    groups = [[row for row in rows if row.configuration.workload == each] for each in workloads]
+    return [_result_table(group) for group in groups]
+
+
+def _result_table(rows: Sequence[Row]) -> Table:
+    sequence, batch = rows[0].configuration.workload
+    said = [f"sequence {sequence}, batch {batch}"]
+    table = Table(title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("schedule", no_wrap=True)
+    for name in ("MFU %", "step s", "bubble %", "peak GiB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("DP TP PP CP mbs", overflow="fold")
+    cells = [_cells(row) for row in rows]
+    told = {"layout": list(map(_layout, rows)), "status": [row.verdict for row in rows]}
+    for name, texts in told.items():
+        if len(set(texts)) == 1:
+            said.append(f"{name}: {texts[0]}")
+        else:
+            table.add_column(name, overflow="fold")
+            cells = [[*row, text] for row, text in zip(cells, texts, strict=True)]
+    best = max(rows, key=lambda row: row.best_mfu)
+    for row, texts in zip(rows, cells, strict=True):
+        table.add_row(*texts, style="bold" if row is best and row.best_mfu else None)
+    table.title = ", ".join(said)
+    return table
+
+
+def _layout(row: Row) -> str:
+    it = row.configuration
+    told = str(it.layout)
+    if it.recompute not in (NONE, GIVEN):
+        told += f", {it.recompute} recompute"
+    if it.expert_parallel > 1:
+        told += f", EP {it.expert_parallel}"
+    if it.format != GIVEN:
+        told += f", {it.format}"
+    return told + (", vocabulary shared" if it.vocab_parallel else "")
+
+
+def _cells(row: Row) -> list[str]:
+    it = row.configuration
+    return [
+        display_name(it.schedule),
+        _both(row, row.mfu, row.predicted_mfu, 100, 2),
+        _both(row, row.step_s, row.predicted_step_s, 1, 3),
+        _both(row, row.bubble, row.predicted_bubble, 100, 1),
+        _both(row, row.peak_gib, row.predicted_peak_gib, 1, 1),
+        parallel(it),
+    ]
+
+
+def parallel(it: Configuration) -> str:
+    """Format DP, TP, PP, CP and the microbatch size."""
+    sizes = (
+        it.data_parallel,
+        it.tensor_parallel,
+        it.pipeline_parallel,
+        it.context_parallel,
+        it.microbatch_size,
+    )
+    return " ".join(map(str, sizes))
+
+
+def _both(
+    row: Row, measured: float | None, predicted: float | None, scale: float, digits: int
+) -> str:
+    """Format a measured value with the predicted one in brackets, or the predicted value only."""
+    texts = [
+        "-" if each is None else f"{each * scale:.{digits}f}" for each in (measured, predicted)
+    ]
+    return f"{texts[0]} ({texts[1]})" if row.ran else texts[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A published result for comparison; no MFU if it ran out of memory."""
+
+    sequence_length: int
+    schedule: str
+    mfu_percent: float | None
+    parallel: str
+
+
+def load_published(path: Path) -> list[Published]:
+    """Load a CSV with sequence_length, schedule, mfu_percent (or OOM) and parallel.
+
+    Raises:
+        ScheduleError: the file cannot be read or has other columns.
+    """
+    text = read_text(path, "the file", MAX_FILE_BYTES)
+    lines = (line for line in text.splitlines() if not line.startswith("#"))
+    try:
+        return [
+            Published(
+                int(row["sequence_length"]),
+                row["schedule"],
+                None if row["mfu_percent"] == "OOM" else _percent(row["mfu_percent"]),
+                escape(row["parallel"]),
+            )
+            for row in csv.DictReader(lines)
+        ]
+    except (KeyError, ValueError, TypeError, AttributeError, csv.Error) as error:
+        raise SweepError(
+            f"{path} must have the columns sequence_length, schedule, mfu_percent and parallel: "
+            f"{error!s:.200}"
+        ) from None
+
+
+def _percent(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 100:
+        raise ValueError(f"mfu_percent is {text!r:.40}; it must be from 0 to 100, or OOM")
+    return value
+
+
+def comparison_table(rows: Sequence[Row], published: Sequence[Published]) -> tuple[Table, bool]:
+    """Return a table of predicted and published results, and whether all winners are equal."""
+    title = "best MFU in % and its DP TP PP microbatch size: predicted and published"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for name in ("sequence", "schedule"):
+        table.add_column(name, no_wrap=True)
+    for name in ("predicted", "published", "difference"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("predicted", "published", "winner"):
+        table.add_column(name, no_wrap=True)
+    # Published results do not specify a batch size, so compare with the best over all batch sizes.
+    ours = {
+        (row.configuration.sequence_length, row.configuration.schedule): row
+        for row in sorted(rows, key=_rank)
+    }
+    same = True
+    for length in dict.fromkeys(each.sequence_length for each in published):
+        group = [each for each in published if each.sequence_length == length]
+        missing = next((each for each in group if (length, each.schedule) not in ours), None)
+        if missing is not None:
+            raise SweepError(
+                f"--compare has {missing.schedule!r:.40} at sequence length {length}, which the "
+                "sweep does not predict"
+            )
+        theirs = max(group, key=lambda each: each.mfu_percent or 0.0).schedule
+        candidates = [ours[length, each.schedule] for each in group]
+        found = max(candidates, key=lambda row: row.best_mfu).configuration.schedule
+        same &= theirs == found
+        marks = {theirs: "both"} if theirs == found else {theirs: "published", found: "predicted"}
+        for each, row in zip(group, candidates, strict=True):
+            name, mark = display_name(each.schedule), marks.get(each.schedule, "")
+            table.add_row(str(length), name, *_compare(row, each), mark)
+        table.add_section()
+    return table, same
+
+
+def _compare(row: Row, published: Published) -> list[str]:
+    it = row.configuration
+    ours = None if row.predicted_mfu is None else 100 * row.predicted_mfu
+    theirs = published.mfu_percent
+    difference = "" if ours is None or theirs is None else f"{ours - theirs:+.2f}"
+    sizes = (it.data_parallel, it.tensor_parallel, it.pipeline_parallel, it.microbatch_size)
+    return [
+        "out of memory" if ours is None else f"{ours:.2f}",
+        "out of memory" if theirs is None else f"{theirs:.2f}",
+        difference,
+        "-" if ours is None else " ".join(map(str, sizes)),
+        published.parallel,
+    ]
+
+
+def write_csv(rows: Iterable[Row], path: Path) -> None:
+    """Write every row with every value."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer: csv.DictWriter[str] | None = None
+        for row in rows:
+            fields = asdict(row)
+            fields = {**fields.pop("configuration"), **fields}
+            fields["arguments"] = " ".join(fields["arguments"])
+            if writer is None:
+                writer = csv.DictWriter(file, list(fields), lineterminator="\n")
+                writer.writeheader()
+            writer.writerow(fields)
+
+
+def ranking_line(rows: Iterable[Row]) -> str:
+    """Format the agreement of predicted and measured rankings of step times.
+
+    Runs are compared within a workload, because longer sequences or larger batches are always
+    slower.
+    """
+    found = [
+        (row.predicted_step_s, row.step_s, row.configuration.workload)
+        for row in rows
+        if row.predicted_step_s is not None and row.step_s is not None
+    ]
+    tau = kendall_tau(*zip(*found, strict=True)) if found else None
+    if tau is None:
+        return "Kendall's tau of predicted and measured step times: too few runs to say"
+    return (
+        f"Kendall's tau of predicted and measured step times over {len(found)} runs: {tau:+.2f} "
+        "(1: the same order)"
+    )
+
+
+def draw_pareto(rows: Sequence[Row], path: Path, title: str) -> None:
+    """Plot peak memory and MFU, with one color per schedule, hollow if only predicted."""
+    from matplotlib.figure import Figure
+
+    from megatron_vshape.view.figure import FORMATS, save
+    from megatron_vshape.view.labels import name_marks
+
+    if path.suffix not in FORMATS:
+        raise SweepError(f"{path} must end in one of {', '.join(FORMATS)}")
+    shown = [row for row in rows if row.best_mfu]
+    workloads = list(dict.fromkeys(row.configuration.workload for row in shown))
+    if not shown:
+        raise SweepError(f"no combination fits, so there is nothing to draw in {path}")
+    looks = _looks([row.configuration.schedule for row in shown])
+    figure = Figure(figsize=(4.2 * len(workloads) + 2.2, 3.6), layout="constrained")
+    panels = figure.subplots(1, len(workloads), squeeze=False)[0]
+    fronts = []
+    for axes, workload in zip(panels, workloads, strict=True):
+        own = [row for row in shown if row.configuration.workload == workload]
+        fronts.append(_panel(axes, own, looks))
+        length, batch = workload
+        axes.set_title(f"sequence length {length}, global batch {batch}", fontsize=9)
+    figure.suptitle(title, fontsize=10)
+    kinds = {text: mark for axes in panels for mark, text in zip(*_legend_of(axes), strict=True)}
+    figure.legend(
+        list(kinds.values()),
+        list(kinds),
+        loc="outside right upper",
+        fontsize=7,
+        frameon=False,
+        title="on the front: schedule, DP TP PP CP mbs",
+        title_fontsize=7,
+    )
+    for axes, (marks, others) in zip(panels, fronts, strict=True):  # after the legend is placed
+        name_marks(axes, marks, others)
+    save(figure, path)
+
+
+def _legend_of(axes: "Axes") -> "tuple[list[Artist], list[str]]":
+    """Return the marks of the axes with their labels."""
+    marks, texts = axes.get_legend_handles_labels()
+    return list(marks), list(texts)
+
+
+def _panel(
+    axes: "Axes", rows: Sequence[Row], looks: Mapping[str, tuple[str, str]]
+) -> "tuple[list[Mark], list[tuple[float, float]]]":
+    """Draw the rows of one workload; return the points with labels, and those without."""
+    from megatron_vshape.view.labels import Mark
+
+    points = [(row.peak_gib or row.predicted_peak_gib or 0.0, 100 * row.best_mfu) for row in rows]
+    memory, throughput = zip(*pareto(points), strict=True)
+    axes.plot(memory, throughput, color="#999999", lw=0.8, zorder=1)
+    named = sorted(zip(throughput, memory, strict=True), reverse=True)[:NAMED]
+    for schedule in dict.fromkeys(row.configuration.schedule for row in rows):
+        for measured in (False, True):
+            mine = [
+                point
+                for point, row in zip(points, rows, strict=True)
+                if row.configuration.schedule == schedule and (row.mfu is not None) == measured
+            ]
+            if mine:
+                colour, shape = looks[schedule]
+                memory, throughput = zip(*mine, strict=True)
+                axes.scatter(
+                    memory,
+                    throughput,
+                    s=22,
+                    marker=shape,
+                    zorder=2,
+                    edgecolors=colour,
+                    facecolors=colour if measured else "none",
+                    label=display_name(schedule) + ("" if measured else " (predicted)"),
+                )
+    axes.set_xlabel("peak memory of a device, GiB", fontsize=8)
+    axes.set_ylabel("MFU, %", fontsize=8)
+    texts = {(y, x): _named(row.configuration) for (x, y), row in zip(points, rows, strict=True)}
+    others = [(x, y) for x, y in points if (y, x) not in named]
+    return [Mark(x, y, texts[y, x]) for y, x in named], others
+
+
+def _named(it: Configuration) -> str:
+    return f"{display_name(it.schedule)} {parallel(it)}"
+
+
+def _looks(schedules: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Return the color and the shape of each schedule, in the catalogue's order."""
+    place = {name: at for at, name in enumerate(EVERY_NAME)}
+    names = sorted(set(schedules), key=lambda name: (place.get(name.partition(":")[0], 99), name))
+    looks = [(colour, shape) for shape in SHAPES for colour in COLOURS]
+    return {name: looks[at % len(looks)] for at, name in enumerate(names)}

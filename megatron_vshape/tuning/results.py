@@ -1,0 +1,309 @@
+"""Results file: SQLite, one transaction per result, so that a killed sweep loses no result."""
+
+import fcntl
+import hashlib
+import json
+import sqlite3
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from megatron_vshape.tuning.configurations import ADAPTIVE, GIVEN, Configuration, SweepError
+from megatron_vshape.tuning.files import Also, Loaded, Workload
+from megatron_vshape.tuning.grid import configuration_of
+from megatron_vshape.tuning.measured_costs import MeasuredCosts
+from megatron_vshape.tuning.predictor import key_of_shapes
+
+APPLICATION = 0x56534850  # "VSHP": identifies results files
+FORMAT = 1
+BUSY_S = 60.0
+"""Seconds for which a writing sweep waits for a reading one, and vice versa."""
+
+MAX_VALUE_BYTES = 2**24
+"""Maximum bytes of one value in the file; the tail of a log has a few thousand."""
+
+
+class Status(StrEnum):
+    """Status of a finished run."""
+
+    OK = "ok"
+    OUT_OF_MEMORY = "OOM"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Measurements of one run; None for values that it did not reach."""
+
+    status: Status
+    step_s: float | None = None
+    peak_bytes: float | None = None
+    bubble: float | None = None
+    log_tail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One row of the results file: a configuration, its prediction and its measurements."""
+
+    configuration: Configuration
+    outcome: Outcome
+    mfu: float | None
+    predicted_step_s: float | None
+    predicted_peak_bytes: float
+    predicted_bubble: float | None
+
+
+_CREATE = """
+CREATE TABLE results (
+    key TEXT PRIMARY KEY,
+    sweep TEXT NOT NULL,
+    combination TEXT NOT NULL,
+    status TEXT NOT NULL,
+    step_s REAL,
+    mfu REAL,
+    peak_bytes REAL,
+    bubble REAL,
+    predicted_step_s REAL,
+    predicted_peak_bytes REAL,
+    predicted_bubble REAL,
+    log_tail TEXT NOT NULL,
+    finished TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP
+);
+CREATE TABLE in_flight (key TEXT PRIMARY KEY, job TEXT NOT NULL);
+"""
+
+
+def key_of(configuration: Configuration, loaded: Loaded, measured: MeasuredCosts | None) -> str:
+    """Return the identity of a run: a different command or plan is a different run."""
+    run = loaded.sweep.run
+    # Measured costs change no command, but they change planned schedules.
+    planned = measured if configuration.schedule == ADAPTIVE else None
+    costs = (planned or {}).get(key_of_shapes(configuration))
+    # Defaults of fields that older files lack must not change the keys of existing runs.
+    unset = {"host_link"} if loaded.cluster.host_link is None else set[str]()
+    it = asdict(configuration)
+    if it["expert_parallel"] == 1:
+        del it["expert_parallel"]
+    if it["format"] == GIVEN:
+        del it["format"]
+    what = {
+        "combination": it,
+        "model": loaded.subject.identity,
+        "cluster": loaded.cluster.model_dump(mode="json", exclude=unset),
+        "costs": None if costs is None else {"pieces": asdict(costs)},
+        "post_validation": loaded.sweep.post_validation,
+        "steps": [run.warmup_steps, run.measured_steps, run.statistic],
+        "script": [run.script, run.arguments, run.environment, run.threads],
+    }
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class Results:
+    """An open results file; see `open_results`."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    def ended(self, retry_failed: bool = False) -> set[str]:
+        """Return the keys of finished runs; with `retry_failed`, without failed ones.
+
+        A failed run keeps its row until its retry ends. While the retry is in flight, it is not
+        finished.
+        """
+        rows = self._connection.execute(
+            "SELECT key, status FROM results WHERE key NOT IN (SELECT key FROM in_flight)"
+        )
+        return {key for key, status in rows if not (retry_failed and status == Status.FAILED)}
+
+    def record(self, key: str, sweep: str, result: Result) -> None:
+        """Add a result; it is on disk when this returns."""
+        outcome = result.outcome
+        values = (
+            key,
+            sweep,
+            json.dumps(asdict(result.configuration)),
+            outcome.status.value,
+            outcome.step_s,
+            result.mfu,
+            outcome.peak_bytes,
+            outcome.bubble,
+            result.predicted_step_s,
+            result.predicted_peak_bytes,
+            result.predicted_bubble,
+            outcome.log_tail,
+        )
+        marks = ", ".join("?" * len(values))
+        with self._connection:
+            self._connection.execute(
+                f"INSERT OR REPLACE INTO results VALUES ({marks}, CURRENT_TIMESTAMP)", values
+            )
+            self._connection.execute("DELETE FROM in_flight WHERE key = ?", (key,))
+
+    def start(self, key: str, job: str) -> None:
+        """Record that a run is in flight as `job`."""
+        with self._connection:
+            self._connection.execute("INSERT OR REPLACE INTO in_flight VALUES (?, ?)", (key, job))
+
+    def job_in_flight(self, key: str) -> str | None:
+        """Return the job that an earlier sweep left in flight for this run."""
+        row = self._connection.execute("SELECT job FROM in_flight WHERE key = ?", (key,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def num_in_flight(self, keys: Collection[str]) -> int:
+        """Return how many of these runs are in flight, or were at the end of their sweep."""
+        return sum(key in keys for (key,) in self._connection.execute("SELECT key FROM in_flight"))
+
+    def read(self, keys: Collection[str]) -> list[Result]:
+        """Return the results of these runs in the order of their arrival.
+
+        Selected by key, not by the sweep's name: `ended` uses only keys, and results that are not
+        run again are shown too.
+        """
+        rows = self._connection.execute("SELECT * FROM results ORDER BY rowid")
+        try:
+            return [_result(row) for key, _, *row, _ in rows if key in keys]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            why = " ".join(str(error).split())  # pydantic's message has several lines
+            raise SweepError(
+                f"a result cannot be read ({why:.200}): move the results file away, or name "
+                "another with --results"
+            ) from None
+
+
+class _Stored(Also, Workload):
+    """A configuration in the results file, which may be damaged."""
+
+
+def _result(row: Sequence[Any]) -> Result:
+    """Parse a row; raises ValueError, TypeError or KeyError for an invalid row."""
+    text, status, step_s, mfu, peak_bytes, bubble, *predicted, log_tail = row
+    predicted_s, predicted_bytes, predicted_bubble = predicted
+    for value in (step_s, peak_bytes, bubble, mfu, predicted_s, predicted_bubble):
+        if value is not None and not isinstance(value, float):
+            raise ValueError(f"{value!r:.40} is not a number")
+    if not isinstance(predicted_bytes, float) or not isinstance(log_tail, str):
+        raise ValueError("its predicted memory or its log is missing")
+    outcome = Outcome(Status(status), step_s, peak_bytes, bubble, log_tail)
+    stored = _Stored.model_validate_json(text)
+    it = configuration_of(stored, stored)
+    return Result(it, outcome, mfu, predicted_s, predicted_bytes, predicted_bubble)
+
+
+@contextmanager
+def open_results(path: Path) -> Iterator[Results]:
+    """Open the results file exclusively, and create it if missing.
+
+    Raises:
+        SweepError: it is not a results file, is damaged, cannot be written, or another sweep is
+            writing it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(path.name + ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SweepError(
+                f"another sweep is writing {path}; wait for it, or name another file with --results"
+            ) from None
+        except OSError as error:
+            raise SweepError(
+                f"{path} cannot be locked against other sweeps: {error.strerror}; name a file on "
+                "another file system with --results"
+            ) from None
+        with _connected(path, writing=True) as connection:
+            _prepare(connection, path)
+            yield Results(connection)
+
+
+@contextmanager
+def read_results(path: Path) -> Iterator[Results]:
+    """Open the results file for reading, even while a sweep is writing it.
+
+    Raises:
+        SweepError: it does not exist, is not a results file, is damaged, or cannot be read.
+    """
+    if not path.is_file():
+        raise SweepError(f"{path}: there are no results yet; --results names another file")
+    with _connected(path, writing=False) as connection:
+        _check(connection, path)
+        yield Results(connection)
+
+
+@contextmanager
+def _connected(path: Path, writing: bool) -> Iterator[sqlite3.Connection]:
+    # A reader needs write access too: it may be the first to roll back a killed commit.
+    uri = f"{path.absolute().as_uri()}?mode={'rwc' if writing else 'rw'}"
+    try:
+        with closing(sqlite3.connect(uri, timeout=BUSY_S, uri=True)) as connection:
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
+            yield connection
+    except sqlite3.DatabaseError as error:
+        raise SweepError(_told(error, path, "written" if writing else "read")) from None
+
+
+def _told(error: sqlite3.DatabaseError, path: Path, done: str) -> str:
+    """Format the fault of the file or of its disk, with a fix."""
+    # Operational errors concern the disk, except for SQL errors from a damaged schema, and for text
+    # that is not UTF-8 (which has no code).
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+    if isinstance(error, sqlite3.OperationalError) and code != sqlite3.SQLITE_ERROR:
+        return (
+            f"{path} cannot be {done}: {error}; the results so far are kept: make it writable and "
+            "sweep again, or name another with --results"
+        )
+    return (
+        f"{path} is not a results file, or a damaged one ({error}): move it away, or name another "
+        "with --results"
+    )
+
+
+def _prepare(connection: sqlite3.Connection, path: Path) -> None:
+    """Create missing tables, and make each commit wait for the disk."""
+    num_tables = _num_tables(connection)
+    # A write-ahead log would require shared memory among all nodes of a cluster. Truncated journals
+    # are as safe against kills at any moment, and FULL waits for the disk at every commit.
+    connection.execute("PRAGMA journal_mode = TRUNCATE")
+    connection.execute("PRAGMA synchronous = FULL")
+    if num_tables:
+        _check(connection, path)
+        return
+    connection.executescript(
+        f"BEGIN; PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {FORMAT};"
+        f"{_CREATE} COMMIT;"
+    )
+
+
+def _check(connection: sqlite3.Connection, path: Path) -> None:
+    """Raise SweepError if the database is not a results file."""
+    if not _num_tables(connection):
+        raise SweepError(f"{path}: there are no results yet; --results names another file")
+    application = connection.execute("PRAGMA application_id").fetchone()[0]
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if application != APPLICATION or version != FORMAT or _schema(connection) != _expected():
+        raise SweepError(
+            f"{path} is a database, but not a results file of this version: move it away, or name "
+            "another with --results"
+        )
+
+
+def _num_tables(connection: sqlite3.Connection) -> int:
+    try:
+        return int(connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0])
+    except UnicodeDecodeError as error:  # SQLite's message quotes damaged text
+        raise sqlite3.DatabaseError(str(error)) from None
+
+
+def _schema(connection: sqlite3.Connection) -> list[tuple[Any, ...]]:
+    """Return every table, view, index and trigger; a foreign view or trigger could run any code."""
+    rows = connection.execute("SELECT type, name, sql FROM sqlite_master ORDER BY type, name")
+    return rows.fetchall()
+
+
+def _expected() -> list[tuple[Any, ...]]:
+    with closing(sqlite3.connect(":memory:")) as fresh:
+        fresh.executescript(_CREATE)
+        return _schema(fresh)

@@ -1,0 +1,49 @@
+"""Convert a configuration to the trainer's command line."""
+
+from pathlib import Path
+
+from megatron_vshape.core.model.layers import AUTO_SPLIT
+from megatron_vshape.core.model.placement import looping
+from megatron_vshape.tuning.configurations import (
+    Configuration,
+    Layout,
+    count_stages,
+    layers_of_stages,
+)
+from megatron_vshape.tuning.files import Loaded
+
+_TRAINING = (
+    "--mock-data --tokenizer-type NullTokenizer --lr 1e-4 --min-lr 1e-5 --lr-decay-style constant "
+    "--eval-iters 0 --eval-interval 1000000 --log-interval 1 --num-workers 0"
+).split()
+
+
+def trainer_command(
+    loaded: Loaded, it: Configuration, schedule_file: Path | None = None
+) -> list[str]:
+    """Return the trainer's script and flags; the sweep's own flags come last to take precedence.
+
+    `schedule_file` replaces the schedule's name, for planned schedules.
+    """
+    run, subject = loaded.sweep.run, loaded.subject
+    flags = [*it.command(subject).flags]
+    flags += ["--pipeline-schedule", str(schedule_file or it.schedule)]
+    flags += ["--train-iters", str(run.warmup_steps + run.measured_steps)]
+    if it.layout is Layout.BALANCED:
+        stages = count_stages(it.schedule, it.pipeline_parallel)
+        placement = looping(it.pipeline_parallel, stages // it.pipeline_parallel)
+        layers = layers_of_stages(it, subject, placement)
+        flags += ["--pipeline-layer-split", ",".join(map(str, layers))]
+    if it.layout is Layout.AUTO:
+        flags += ["--pipeline-layer-split", AUTO_SPLIT]
+    if it.vocab_parallel:
+        flags.append("--pipeline-vocab-parallel")
+    link = loaded.cluster.host_link
+    if schedule_file is not None and link is not None and link.memory_gib is not None:
+        flags += ["--pipeline-host-memory-limit", str(link.memory_gib)]
+    if loaded.sweep.post_validation:
+        # Megatron's rerun check would synchronize all ranks, as the gradient norm does.
+        flags += "--optimizer-post-validation --rerun-mode disabled".split()
+    if subject.translated:
+        flags += _TRAINING
+    return [run.script, *flags, *run.arguments, *it.arguments]

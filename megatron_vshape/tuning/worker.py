@@ -1,0 +1,307 @@
+"""One run within its job: start the trainer, read its measurements, and report the outcome."""
+
+import json
+import os
+import re
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import submitit
+
+from megatron_vshape import figures
+from megatron_vshape.environment import CONNECTIONS
+from megatron_vshape.tuning.files import Cluster, RunPart
+from megatron_vshape.tuning.results import Outcome, Status
+
+LAST_LINES = 12
+POLL_S = 0.2
+STOPPING_S = 40.0  # torchrun gives its ranks 30 s before it kills them
+FIRST_PORT, NUM_PORTS = 20_000, 10_000
+"""Rendezvous port range; jobs that share a node use different ports."""
+
+STOPPED = "stopped"
+"""Marker file of a run whose job was cancelled before it had a result."""
+
+_OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory", re.IGNORECASE)
+_FAULT = re.compile(r"(^|\s|\w)(Error|Exception)(: |$)|\berror: |^megatron-vshape: ")
+_FOOTER = re.compile(r"torch[./]distributed[./]elastic")
+"""Start of torchrun's report about failed ranks."""
+
+Figures = Sequence[Mapping[str, Any]]
+"""File with the measurements of a run: see `megatron_vshape.figures`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Settings of a run, sent to the node."""
+
+    command: list[str]  # of the trainer, without torchrun
+    folder: Path
+    run: RunPart
+    cluster: Cluster
+    launcher: int | None = None  # process id; the run stops if it ends
+    is_ordered: bool = False  # whether Megatron requires launch order, by the environment
+
+    @property
+    def timeout_s(self) -> float:
+        """Time limit of the trainer in seconds."""
+        return 60.0 * self.run.timeout_minutes
+
+    @property
+    def ranks(self) -> list[str]:
+        """Arguments of torchrun for a node's ranks, the same on all nodes."""
+        return ["--nproc-per-node", str(self.cluster.devices_per_node), *self.command]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables of the trainer in addition to the node's."""
+        given = {"OMP_NUM_THREADS": str(self.run.threads)}
+        if self.cluster.backend == "gloo":
+            given["CUDA_VISIBLE_DEVICES"] = ""
+        if self.is_ordered:
+            given |= {name: os.environ.get(name, value) for name, value in CONNECTIONS.items()}
+        return given | self.run.environment
+
+
+def run_job(job: Job) -> Outcome:
+    """Run the trainer on this node and return its outcome, which is also written to a file.
+
+    Raises:
+        SystemExit: the job was stopped, for example by preemption. The run has no outcome then, and
+            submitit, which finds no result, writes none either.
+    """
+    node, where = _this_node(job.cluster.nodes)
+    log = job.folder / f"node{node}.log"
+    measured = job.folder / f"node{node}.jsonl"
+    measured.unlink(missing_ok=True)  # from an interrupted run
+    command = [sys.executable, "-m", "torch.distributed.run", *where, *job.ranks]
+    with _told_to_end(job.folder) as told:
+        with log.open("w") as output:
+            environment = job.environment | {figures.VARIABLE: str(measured.absolute())}
+            code = _run(
+                command,
+                environment,
+                job.timeout_s,
+                output.fileno(),
+                lambda: bool(told) or not _alive(job.launcher),
+            )
+        text = log.read_text(errors="replace")
+        outcome = outcome_of(text, figures.read(measured), code, job)
+        if told:
+            raise SystemExit(128 + signal.SIGTERM)
+        if _alive(job.launcher):  # otherwise the run was interrupted and will run again
+            write_outcome(job.folder / outcome_name(node), outcome)
+    return outcome
+
+
+@contextmanager
+def _told_to_end(folder: Path) -> Iterator[list[int]]:
+    """Handle the signals by which SLURM ends a job, instead of submitit, which would requeue it.
+
+    Yields the list of received signals. The first one is recorded in the run's folder at once: the
+    remaining time of the job is for ending the ranks.
+    """
+    heard: list[int] = []
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        (folder / STOPPED).touch()
+
+    numbers = (signal.SIGTERM, submitit.JobEnvironment._usr_sig())
+    before = {number: signal.signal(number, hear) for number in numbers}
+    try:
+        yield heard
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _this_node(num_nodes: int) -> tuple[int, tuple[str, ...]]:
+    """Return this node's index in the job, and torchrun's rendezvous flags."""
+    if num_nodes == 1:
+        return 0, ("--standalone",)
+    environment = submitit.JobEnvironment()
+    node, first_host = environment.node, environment.hostnames[0]
+    port = FIRST_PORT + int(environment.raw_job_id) % NUM_PORTS
+    return node, (
+        *("--nnodes", str(num_nodes), "--node-rank", str(node)),
+        *("--master-addr", first_host, "--master-port", str(port)),
+    )
+
+
+def _run(
+    command: Sequence[str],
+    given: Mapping[str, str],
+    timeout_s: float,
+    output: int,
+    in_vain: Callable[[], bool],
+) -> int | None:
+    """Return the exit code; None after the time limit, or if the run is no longer needed."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, **given},
+        start_new_session=True,
+    )
+    end = time.monotonic() + timeout_s
+    try:
+        while process.poll() is None:
+            if time.monotonic() > end or in_vain():
+                return None
+            time.sleep(POLL_S)
+        return process.returncode
+    finally:
+        _stop(process)
+
+
+def _alive(process: int | None) -> bool:
+    if process is None:
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End the run: torchrun, which ends its ranks, and any ranks that remain.
+
+    Each rank is in a separate session, so signals to torchrun's group do not reach it.
+    """
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(STOPPING_S)
+    except subprocess.TimeoutExpired:
+        for each in (process.pid, *_descendants(process.pid)):
+            with suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=5)
+
+
+def _descendants(process: int) -> list[int]:
+    """Return the descendants of a process, from /proc on Linux; empty elsewhere."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            # pid (name) state parent ...; the name may contain any characters.
+            parent = path.read_text(errors="replace").rpartition(")")[2].split()[1]
+            children.setdefault(int(parent), []).append(int(path.parent.name))
+    found = [process]
+    for each in found:
+        found += children.get(each, [])
+    return found[1:]
+
+
+def outcome_of(text: str, measured: Figures, code: int | None, job: Job) -> Outcome:
+    """Derive the outcome from the log, the figures and the exit code."""
+    steps = [each for each in measured if "step_s" in each]
+    peak = _peak_bytes(measured, job)
+    if code == 0 and len(steps) >= job.run.warmup_steps + job.run.measured_steps:
+        last = steps[job.run.warmup_steps :]
+        return Outcome(
+            Status.OK, _of_steps(last, "step_s", job), peak, _of_steps(last, "bubble", job)
+        )
+    tail = _tail(text)
+    if _OUT_OF_MEMORY.search(text) or code == -signal.SIGKILL:
+        return Outcome(Status.OUT_OF_MEMORY, peak_bytes=peak, log_tail=tail)
+    if code == 0:
+        # The last node's ranks report step times, and the first node's report allocated memory.
+        status = Status.FAILED if job.cluster.nodes == 1 else Status.OK
+        tail += f"\nended after {len(steps)} steps"
+        return Outcome(status, peak_bytes=peak, log_tail=tail)
+    if code is None:
+        tail += f"\nended after {job.timeout_s:.0f} s, the time limit of a run"
+    elif code < 0:
+        name = signal.strsignal(-code) or "unnamed"
+        tail += f"\nended by signal {-code} ({name})"
+    return Outcome(Status.FAILED, log_tail=tail or f"ended with exit code {code}, without a word")
+
+
+def _tail(text: str) -> str:
+    """Return the last lines up to the first fault, because later faults follow from it.
+
+    Without a fault, return the last lines before torchrun's report.
+    """
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    footer = next((at for at, line in enumerate(lines) if _FOOTER.search(line)), 0)
+    lines = lines[: footer or len(lines)]
+    faults = [at + 1 for at, line in enumerate(lines) if _FAULT.search(line)]
+    end = faults[0] if faults else len(lines)
+    return "\n".join(lines[max(0, end - LAST_LINES) : end])
+
+
+def _of_steps(steps: Figures, name: str, job: Job) -> float | None:
+    """Return a figure of the measured steps; None if the trainer has not measured it."""
+    found = [each[name] for each in steps if each[name] is not None]
+    if not found:
+        return None
+    return float(min(found) if job.run.statistic == "fastest" else statistics.median(found))
+
+
+def _peak_bytes(measured: Figures, job: Job) -> float | None:
+    """Return the peak memory allocated on a GPU, or without GPUs, resident in a process.
+
+    None if no rank of this node reports GPU memory; only the first node does.
+    """
+    found = [each["allocated_bytes"] for each in measured if "allocated_bytes" in each]
+    if found:
+        return float(max(found[-1]))
+    if job.cluster.backend == "nccl":
+        return None
+    return 1024.0 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+
+
+def outcome_name(node: int) -> str:
+    """Return the name of the file with a node's outcome."""
+    return f"node{node}.json"
+
+
+def write_outcome(path: Path, outcome: Outcome) -> None:
+    """Write the outcome atomically, so that a reader finds a complete file or none."""
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(asdict(outcome)))
+    draft.replace(path)
+
+
+def read_outcome(folder: Path, num_nodes: int) -> Outcome | None:
+    """Read and merge the outcomes of all nodes of a run; None while one is missing."""
+    outcomes = []
+    for node in range(num_nodes):
+        try:
+            fields = json.loads((folder / outcome_name(node)).read_text())
+            outcomes.append(Outcome(**{**fields, "status": Status(fields["status"])}))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+    return merge(outcomes)
+
+
+def merge(outcomes: Sequence[Outcome]) -> Outcome:
+    """Merge outcomes of nodes: worst status, maximum step time, peak memory and bubble."""
+    order = (Status.OUT_OF_MEMORY, Status.FAILED, Status.OK)
+    worst = min(outcomes, key=lambda each: order.index(each.status))
+    if worst.status is not Status.OK:
+        return worst
+    steps = [each.step_s for each in outcomes if each.step_s is not None]
+    peaks = [each.peak_bytes for each in outcomes if each.peak_bytes is not None]
+    if not steps:
+        return Outcome(Status.FAILED, log_tail="no node has reported a step time")
+    bubbles = [each.bubble for each in outcomes if each.bubble is not None]
+    return Outcome(Status.OK, max(steps), max(peaks, default=None), max(bubbles, default=None))

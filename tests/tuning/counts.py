@@ -1,0 +1,81 @@
+"""What the sample's model costs as if counted, so that tests of a sweep rehearse nothing."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.pieces import Piece
+from megatron_vshape.rehearsal.shapes import Counted
+from megatron_vshape.rehearsal.step_time import Rates
+from megatron_vshape.tuning import counts
+from megatron_vshape.tuning.configurations import FULL, Configuration, Subject
+from megatron_vshape.tuning.files import Loaded
+from megatron_vshape.tuning.machine import Machine
+from megatron_vshape.tuning.predictor import Predictor
+
+MIB = 2.0**20
+
+
+def counted(it: Configuration, vocabulary: int = 1024, mtp_layers: int = 0) -> Counted:
+    """Return what a layer and the ends take: as long as tokens, held like them."""
+    tokens = it.sequence_length * it.microbatch_size / it.context_parallel
+    share = tokens / it.tensor_parallel / 64
+    again = 1.0 if it.recompute == FULL else 0.0
+    work = {
+        "forward_work_bytes": 0.5 * MIB,
+        "backward_work_bytes": 0.5 * MIB,
+        "whole_work_bytes": 0.5 * MIB,
+    }
+    layer = Piece(
+        900.0 * share,
+        (1000.0 + 900.0 * again) * share,
+        700.0 * share,
+        (0.1 if again else 2.0) * MIB * share,
+        (0.1 if again else 2.5) * MIB * share,
+        forward_exchange_us=20.0 * (it.tensor_parallel - 1),
+        backward_exchange_us=20.0 * (it.tensor_parallel - 1),
+        state_bytes=12.0 * MIB / it.tensor_parallel,
+        **work,
+    )
+    head = vocabulary / 1024
+    first = Piece(10.0, 10.0, 5.0, 0.1 * MIB, 0.0, state_bytes=4.0 * MIB * head)
+    last = Piece(
+        200.0 * head * share,
+        200.0 * head * share,
+        150.0 * head * share,
+        1.5 * MIB * head * share,
+        0.5 * MIB * head * share,
+        state_bytes=4.0 * MIB * head,
+    )
+    pieces = Pieces(layer, first, last, 100.0, device_bytes=64 * MIB)
+    if not it.vocab_parallel:
+        pieces = pieces.predicting(mtp_layers)
+    return Counted(pieces, 1e-12, 0.0, Rates(), 1e9, 1e9)
+
+
+def predictor_of(loaded: Loaded) -> Predictor:
+    """Return a predictor by such counts."""
+    subject = loaded.subject
+    machine = Machine.of(loaded.cluster)
+    return Predictor(subject, machine, Fake(subject, machine), loaded.sweep.post_validation)
+
+
+class Fake:
+    """Takes the place of `Counts`, which rehearses."""
+
+    def __init__(self, subject: Subject, machine: Machine, *checkouts: object) -> None:
+        self.subject = subject
+
+    def count(self, combinations: Iterable[Configuration], tell: Any) -> tuple[int, int]:
+        """Count nothing."""
+        return 0, 0
+
+    def __call__(self, it: Configuration) -> Counted:
+        """Return what a combination is taken to cost."""
+        return counted(it, self.subject.vocabulary, self.subject.mtp_layers)
+
+
+def install() -> None:
+    """Have sweeps of this process rehearse nothing."""
+    module: Any = counts
+    module.Counts = Fake

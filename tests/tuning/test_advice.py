@@ -1,0 +1,154 @@
+"""The configurations next to a command's, and the rows that compare them."""
+
+from dataclasses import replace
+from typing import Any
+
+from megatron_vshape.cli.advise import _changes, _is_even, changes_megatron
+from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.pieces import Piece
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.rehearsal import accuracy
+from megatron_vshape.rehearsal.gpus import GIB, GPUS
+from megatron_vshape.rehearsal.shapes import Counted
+from megatron_vshape.rehearsal.step_time import Rates
+from megatron_vshape.tuning.advice import Advice, step
+from megatron_vshape.tuning.configurations import (
+    GIVEN,
+    NONE,
+    Configuration,
+    Subject,
+    faults,
+    neighbors,
+    own_configuration,
+)
+from megatron_vshape.tuning.machine import Machine
+from megatron_vshape.tuning.predictor import Prediction, Predictor
+
+EXPERTS = """pretrain_gpt.py --num-layers 16 --num-attention-heads 8 --num-experts 8
+    --micro-batch-size 2 --seq-length 512
+    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2
+    --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --global-batch-size 32
+    --recompute-granularity full --num-layers-per-virtual-pipeline-stage 2"""
+
+
+def subject(words: str, *more: str) -> Subject:
+    return Subject.of_command([*words.split(), *more], "")
+
+
+def test_every_size_is_a_candidate_unless_it_is_kept() -> None:
+    model = subject(EXPERTS)
+    own = own_configuration(model, 32)
+    found = list(neighbors(own, model, 32, []))
+    fitting = [it for it in found if not list(faults(it, model, 32, 8))]
+    assert {it.expert_parallel for it in fitting} == {2, 4, 8}
+    assert {it.context_parallel for it in fitting} >= {1, 2, 4}
+    assert {it.microbatch_size for it in fitting} == {1, 2, 4}
+    assert {it.recompute for it in found} == {NONE}
+    assert {it.num_devices for it in fitting} == {32}
+    selective = subject(EXPERTS.replace("granularity full", "granularity selective"))
+    both = [it for it in neighbors(own, selective, 32, []) if it.recompute == GIVEN]
+    assert [(it.microbatch_size, it.tensor_parallel) for it in both] == [(2, 1), (4, 2)]
+    keep = ["ep", "cp", "microbatch", "recompute"]
+    for it in neighbors(own, model, 32, keep):
+        assert (it.expert_parallel, it.context_parallel, it.microbatch_size) == (4, 2, 2)
+        assert it.recompute == GIVEN
+    assert own_configuration(subject("pretrain_gpt.py", *own.command(model).flags), 32) == own
+
+
+def test_flags_of_a_row_are_the_difference_of_two_commands() -> None:
+    """Also those that follow from a size: sequence parallelism from tensor parallelism."""
+    model = subject(EXPERTS.replace("tensor-model-parallel-size 2", "tensor-model-parallel-size 1"))
+    own = own_configuration(model, 32)
+    (it,) = [
+        each
+        for each in neighbors(own, model, 32, ["pp", "ep", "cp", "microbatch"])
+        if each.tensor_parallel == 2
+    ]
+    assert _changes(own.command(model), it.command(model)) == [
+        "remove --recompute-*",
+        "--tensor-model-parallel-size 2",
+        "--sequence-parallel",
+    ]
+    assert _changes(own.command(model), own.command(model)) == []
+
+
+NOTHING = Piece(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def advice(model: Subject, pieces: Pieces, **more: Any) -> Advice:
+    """Return an advice for four H100 by these costs."""
+    counted = Counted(pieces, 0.0, 0.0, Rates(), 1.0, 0.0)
+    machine = Machine(GPUS["h100"], 4)
+    predictor = Predictor(model, machine, lambda it: counted, **more)
+    own = own_configuration(model, 4)
+    return Advice(predictor, own, accuracy.DENSE, 1.0)
+
+
+LAYERS_36 = """pretrain_gpt.py --num-layers 36 --pipeline-model-parallel-size 4
+    --global-batch-size 32 --micro-batch-size 1 --untie-embeddings-and-output-weights"""
+
+
+def test_stock_megatron_may_distribute_layers_by_their_work() -> None:
+    """An output layer of four layers makes the last of even ranks the one that all wait for."""
+    model, layer = subject(LAYERS_36), Piece(1.0, 1.0, 1.0, GIB, 0.0)
+    head = Piece(4.0, 4.0, 4.0, 0.0, 0.0)
+    pieces = Pieces(layer, NOTHING, head, 0.0)
+    made = advice(model, pieces)
+    rows = {(row.configuration.schedule, _is_even(row)): row for row in made.stock(made.own)}
+    even, uneven = rows["1f1b", True], rows["1f1b", False]
+    assert even.layers == (9, 9, 9, 9)
+    assert uneven.layers == (10, 10, 10, 6)
+    assert step(uneven) < 0.8 * step(even)
+    layout = "Et*10|(t*10|)*2t*6L"
+    flag = "--pipeline-model-parallel-layout"
+    assert changes_megatron(uneven, model.command) == [f"{flag} '{layout}'"]
+    # Megatron rejects virtual stages that are given twice.
+    assert len(changes_megatron(rows["interleaved-1f1b:3", False], model.command)) == 1
+    assert changes_megatron(even, model.command) == ["no virtual stages (1F1B)"]
+    given = advice(subject(LAYERS_36, flag, layout), pieces)
+    assert step(given.today()) == step(uneven)
+    assert changes_megatron(even, given.predictor.subject.command)[0] == f"remove {flag}"
+    # Of 40 layers' activations that a first rank with ten layers needs, 38 are there.
+    total = GPUS["h100"].memory_bytes
+    kept = total - 40.0 * GIB  # of which 2 are outside of torch's allocator
+    tight = advice(model, pieces, headroom_bytes=kept)
+    found = [row.layers for row in tight.stock(tight.own) if row.configuration.schedule == "1f1b"]
+    assert found == [(9, 9, 9, 9), (10, 10, 10, 6), (9, 10, 10, 7)]
+
+
+def test_the_last_rank_of_a_tied_model_has_a_copy_of_the_embedding() -> None:
+    """Except in a V, where the first rank has both ends."""
+    embedding = Piece(0.0, 0.0, 0.0, 0.0, 0.0, state_bytes=3.0 * GIB)
+    pieces = Pieces(Piece(1.0, 1.0, 1.0, 0.0, 0.0), embedding, NOTHING, 0.0)
+
+    def states(name: str, words: str) -> list[float]:
+        made = advice(subject(words), pieces)
+        row: Prediction | None = made.named(name, made.own, is_stock=name == "1f1b")
+        assert row is not None
+        return [rank.states / GIB for rank in row.ranks]
+
+    tied = LAYERS_36.replace("--untie-embeddings-and-output-weights", "")
+    assert states("1f1b", tied) == [3, 0, 0, 3]
+    assert states("1f1b", LAYERS_36) == [3, 0, 0, 0]
+    assert states("v-half", tied) == [3, 0, 0, 0]
+
+
+def test_a_grid_has_the_same_rows() -> None:
+    model = subject(LAYERS_36)
+    made = advice(model, Pieces(Piece(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, NOTHING, 0.0))
+    own = made.own
+    made.grid = [_named(own, name) for name in ("1f1b", "v-half", "v-zb")]
+    rows = made.rows()
+    assert list(rows) == ["today", "stock", "best", "least", "fsdp"]
+    best, stock, least = rows["best"], rows["stock"], rows["least"]
+    assert best is not None
+    assert stock is not None
+    assert least is not None
+    assert isinstance(best.schedule, Schedule)
+    assert (stock.configuration.schedule, best.configuration.schedule) == ("1f1b", "v-zb")
+    assert least.peak_bytes <= best.peak_bytes
+    assert step(best) < step(stock)
+
+
+def _named(it: Configuration, name: str) -> Configuration:
+    return replace(it, schedule=name)

@@ -1,0 +1,325 @@
+"""The command line: predictions, comparison, dry runs, and one sentence when it cannot be done."""
+
+import argparse
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tuning.counts import Fake
+from tuning.samples import CLUSTER, ROOT, SWEEP, load_sample, write_sweep
+
+from megatron_vshape.cli import sweep
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.schedule import load_schedule
+from megatron_vshape.tuning.grid import expand
+from megatron_vshape.tuning.predictor import Prediction, Verdict
+from megatron_vshape.tuning.report import rows_of, write_csv
+from megatron_vshape.tuning.results import open_results
+from megatron_vshape.view.numbers import GIB
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_vshape.tuning.counts.Counts", Fake)
+
+
+ONE_GRID = {**SWEEP["grid"], "schedule": ["1f1b"], "microbatch_size": [1]}
+
+
+def call(*arguments: object) -> int:
+    parser = argparse.ArgumentParser()
+    sweep.add_arguments(parser)
+    return sweep.run(parser.parse_args([str(each) for each in arguments]))
+
+
+def test_predict_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table, figure = tmp_path / "all.csv", tmp_path / "front.png"
+    path = write_sweep(tmp_path)
+    assert call(path, "--predict-only", "--csv", table, "--figure", figure) == 0
+    out = capsys.readouterr().out
+    assert "V-Half" in out
+    with table.open() as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:  # one peak is the largest of the ranks', of which the parts are told
+        of_ranks, *parts = (
+            [float(each) for each in row[f"predicted_{name}"].split()]
+            for name in ("ranks", "states", "activations", "rest")
+        )
+        assert len(of_ranks) == 2
+        assert max(of_ranks) == pytest.approx(float(row["predicted_peak_gib"]), abs=0.01)
+        assert of_ranks == pytest.approx(list(map(sum, zip(*parts, strict=True))), abs=0.02)
+    best = max(rows, key=lambda row: float(row["predicted_mfu"]))
+    assert "GiB by pipeline rank:\n" in out
+    assert f"    activations          {best['predicted_activations']}\n" in out
+    assert [row["verdict"] for row in rows] == ["predicted runs"] * 4
+    assert all(float(row["predicted_mfu"]) > 0 for row in rows)
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_comparison_tells_a_winner_that_differs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    published = tmp_path / "published.csv"
+    published.write_text(
+        "sequence_length,schedule,mfu_percent,parallel\n64,1f1b,50,1 1 2 1\n64,v-half,OOM,-\n"
+    )
+    assert call(write_sweep(tmp_path), "--predict-only", "--compare", published) == 1
+    assert "every winner is the published one: no" in capsys.readouterr().out
+
+
+def test_dry_run_prints_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(write_sweep(tmp_path), "--dry-run") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("--pipeline-schedule v-half" in line for line in lines) == 2
+
+
+def test_a_command_of_a_dry_run_can_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the plan that it names, and the environment that the run would have."""
+    grid = {**SWEEP["grid"], "schedule": ["adaptive"], "microbatch_size": [1]}
+    path = write_sweep(tmp_path, sweep={"grid": grid, "run": {**SWEEP["run"], "threads": 3}})
+    assert call(path, "--results", tmp_path / "here" / "results.db", "--dry-run") == 0
+    command = capsys.readouterr().out.splitlines()[-1]
+    (plan,) = (tmp_path / "here").glob("*/schedule.json")
+    assert f"--pipeline-schedule {plan}" in command
+    assert load_schedule(plan).num_devices == 2
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    told = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    assert "OMP_NUM_THREADS=3 " in command
+    assert "iteration 3 |" in told.stdout
+
+
+def test_a_dry_run_for_several_nodes_says_what_each_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = {"nodes": 2, "devices_per_node": 1}
+    path = write_sweep(
+        tmp_path, cluster=cluster, sweep={"run": {**SWEEP["run"], "executor": "slurm"}}
+    )
+    assert call(path, "--dry-run") == 0
+    shown = capsys.readouterr().out
+    assert "# on each of 2 nodes, with its number as NODE and the first one's name as HOST" in shown
+    assert ' torchrun --nnodes 2 --node-rank "$NODE" --master-addr "$HOST" --master-port ' in shown
+
+
+def test_a_slurm_that_is_not_there_is_told_before_predicting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_sweep(tmp_path, sweep={"run": {**SWEEP["run"], "executor": "slurm"}})
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr(sweep, "_predict", None)
+    with pytest.raises(ScheduleError, match="executor is slurm, but sbatch and srun cannot be fou"):
+        call(path, "--results", tmp_path / "results.db")
+
+
+def test_assumptions_have_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_sweep(tmp_path, cluster={"assumptions": {"wide": 0.5}})
+    assert call(path, "--assumptions") == 0
+    out = capsys.readouterr().out
+    assert "the cluster file" in out
+    assert "a guess: no GPU of that name is known" in out
+    device = {**CLUSTER["device"], "name": "H200-SXM"}
+    assert call(write_sweep(tmp_path, cluster={"device": device}), "--assumptions") == 0
+    assert "H200: rehearsal/step_time.py" in capsys.readouterr().out
+
+
+def test_cluster_that_nothing_fits(tmp_path: Path) -> None:
+    device = {
+        "name": "thing",
+        "memory_gib": 1,
+        "peak_tflops": 1,
+        "memory_tb_per_s": 1,
+        "processors": 1,
+    }
+    path = write_sweep(tmp_path, cluster={"device": device})
+    with pytest.raises(
+        ScheduleError, match=r"none of the 4 combinations fits; the closest is .* which needs 2\.\d"
+    ):
+        call(path, "--predict-only")
+
+
+def test_a_share_of_the_memory_is_kept_free_unless_said_otherwise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "all.csv"
+    needed = write_sweep(tmp_path, sweep={"grid": ONE_GRID})
+    assert call(needed, "--predict-only", "--csv", table) == 0
+    (row,) = csv.DictReader(table.read_text().splitlines())
+    brim = {**CLUSTER["device"], "memory_gib": float(row["predicted_peak_gib"]) * 1.03}
+    path = write_sweep(tmp_path, sweep={"grid": ONE_GRID}, cluster={"device": brim})
+    capsys.readouterr()
+    assert call(path, "--predict-only", "--headroom", "0") == 0
+    assert "kept free" not in capsys.readouterr().out
+    with pytest.raises(ScheduleError, match="none of the 1 combinations fits"):
+        call(path, "--predict-only")
+    assert "4% of every GPU's memory is kept free" in capsys.readouterr().out
+
+
+def test_published_file_with_other_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    published = tmp_path / "published.csv"
+    published.write_text("a,b\n1,2\n")
+    with pytest.raises(ScheduleError, match="must have the columns sequence_length, schedule"):
+        call(write_sweep(tmp_path), "--predict-only", "--compare", published)
+    assert "predicting" not in capsys.readouterr().out  # which may take minutes
+
+
+def test_sbatch_script(tmp_path: Path) -> None:
+    script = ROOT / "scripts" / "slurm" / "sweep.sbatch"
+    subprocess.run(["bash", "-n", script], check=True)
+    usage = subprocess.run(["bash", script], capture_output=True, text=True, check=False)
+    assert usage.returncode == 2
+    assert usage.stderr.startswith("usage: sbatch")
+    options = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
+    assert "#SBATCH --requeue" in options
+    assert "#SBATCH --open-mode=append" in options  # else a requeued sweep begins its log anew
+
+
+def test_what_was_measured_is_shown_whatever_the_sweep_is_called(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A renamed sweep that would choose less runs nothing again and hides nothing."""
+    results = ("--results", tmp_path / "results.db")
+    assert call(write_sweep(tmp_path), *results) == 0
+    renamed = {"name": "renamed", "pruning": {"margin": 0.0, "at_most": 1}}
+    capsys.readouterr()
+    assert call(write_sweep(tmp_path, sweep=renamed), *results) == 0
+    shown = capsys.readouterr().out
+    assert "2 of 2 runs were made before" in shown
+    with (tmp_path / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["verdict"] for row in rows] == ["ok"] * 4
+
+
+def test_the_report_of_a_sweep_that_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has ended is shown with what was predicted of it; nothing is planned or started."""
+    path, database = write_sweep(tmp_path), tmp_path / "results.db"
+    with pytest.raises(ScheduleError, match=r"results\.db: there are no results yet"):
+        call(path, "--results", database, "--report")
+    assert call(path, "--results", database) == 0
+    table = capsys.readouterr().out.partition("small on two")[2].partition("results: ")[0]
+    monkeypatch.setattr(sweep, "_predict", None)
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with open_results(database) as results:
+        results.start(next(iter(results.ended())), "42")
+        assert call(path, "--results", database, "--report", "--csv", tmp_path / "now.csv") == 0
+    shown, last = capsys.readouterr().out.partition("small on two")[2].rsplit("\n", 2)[:2]
+    assert last == f"4 runs have ended, 1 are in flight: {database}"
+    assert sorted(shown.split("\n")) == sorted(table.strip("\n").split("\n"))
+    now, then = ((tmp_path / f"{name}.csv").read_text() for name in ("now", "results"))
+    # ... but what each rank was to need, which is not kept
+    rows = ([line.rsplit(",", 4)[0] for line in text.splitlines()] for text in (now, then))
+    assert len({tuple(sorted(each)) for each in rows}) == 1
+
+
+def test_a_failed_run_is_run_again_when_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = {**SWEEP["grid"], "schedule": ["1f1b"], "microbatch_size": [1]}
+    flaky = {**SWEEP["run"], "arguments": ["--broken-unless", str(tmp_path / "mended")]}
+    path = write_sweep(tmp_path, sweep={"grid": grid, "run": flaky})
+    results = ("--results", tmp_path / "results.db")
+    assert call(path, *results) == 1
+    shown = capsys.readouterr().out
+    assert "failed: 1f1b" in shown
+    (log,) = tmp_path.glob("*/node0.log")
+    assert f"    {log}\n" in shown
+    assert "no picture, as no run ended well" in shown
+    assert shown.endswith("no run has ended well\n")
+    (tmp_path / "mended").touch()
+    assert call(path, *results) == 1
+    assert "failed: 1f1b" in capsys.readouterr().out
+    assert call(path, *results, "--retry-failed") == 0
+    shown = capsys.readouterr().out
+    assert "failed: " not in shown
+    assert "ok     1f1b" in shown
+
+
+def test_a_csv_that_cannot_be_written_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_sweep(tmp_path)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ScheduleError, match="all.csv is not writable: choose another"):
+        call(path, "--predict-only", "--csv", tmp_path / "all.csv")
+    assert capsys.readouterr().out == ""
+
+
+def test_results_without_matplotlib(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sweep that has run ends with its results; a picture that was asked for is told at once."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    grid = {**SWEEP["grid"], "schedule": ["1f1b"], "microbatch_size": [1]}
+    path = write_sweep(tmp_path, sweep={"grid": grid})
+    assert call(path, "--results", tmp_path / "results.db") == 0
+    assert "results.csv, no picture, which needs matplotlib" in capsys.readouterr().out
+    assert not (tmp_path / "pareto.svg").exists()
+    with pytest.raises(ScheduleError, match="--figure needs matplotlib, which is not installed"):
+        call(path, "--figure", tmp_path / "all.svg")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_trainer_that_is_not_there_is_told_before_predicting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_sweep(tmp_path, sweep={"run": {**SWEEP["run"], "script": "gone.py"}})
+    assert call(path, "--predict-only") == 0
+    monkeypatch.setattr(sweep, "_predict", None)
+    for more in ([], ["--dry-run"]):
+        with pytest.raises(
+            ScheduleError, match=r"run\.script gone\.py is no file in .*: start the"
+        ):
+            call(path, "--results", tmp_path / "results.db", *more)
+
+
+def test_published_figures_stand_beside_predicted_ones_only(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match="--compare requires --predict-only"):
+        call(write_sweep(tmp_path), "--compare", tmp_path / "published.csv")
+
+
+def test_launching_without_submitit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    path = write_sweep(tmp_path)
+    assert call(path, "--predict-only") == 0
+    with pytest.raises(ScheduleError, match="a sweep needs submitit, which is not installed"):
+        call(path, "--dry-run")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--csv", "nodir/x.csv"], r"--csv nodir/x\.csv: directory .*nodir does not exist"),
+        (["--figure", "nodir/x.svg"], r"--figure nodir/x\.svg: directory"),
+        (["--csv", "x.txt"], r"--csv x\.txt: the file's name must end in \.csv"),
+        (["--figure", "x.gif"], r"--figure x\.gif: the file's name must end in \.svg, \.png or"),
+    ],
+)
+def test_files_that_cannot_be_written_are_told_before_predicting(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    text: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep, "_predict", None)
+    with pytest.raises(ScheduleError, match=text):
+        call(write_sweep(tmp_path), "--predict-only", *arguments)
+    assert capsys.readouterr().out == ""
+
+
+def test_what_was_not_planned_has_no_peak(tmp_path: Path) -> None:
+    (it,) = expand(load_sample(tmp_path, sweep={"grid": ONE_GRID})).possible
+    not_planned = Prediction(it, Verdict.NOT_PLANNED, 0.0, reason="too slow")
+    write_csv(rows_of([not_planned, Prediction(it, Verdict.RUNS, 2.0 * GIB)]), tmp_path / "all.csv")
+    with (tmp_path / "all.csv").open() as file:
+        assert [row["predicted_peak_gib"] for row in csv.DictReader(file)] == ["", "2.0"]

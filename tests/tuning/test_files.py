@@ -1,0 +1,163 @@
+"""Files: what is wrong is one sentence with the file, the key and the value."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+from tuning.samples import CLUSTER, ROOT, SWEEP, load_sample, write_sweep
+
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.tuning.configurations import SweepError
+from megatron_vshape.tuning.files import Cluster, ModelFile, Sweep, _model_in, load, load_sweep
+from megatron_vshape.tuning.grid import expand
+from megatron_vshape.tuning.machine import Machine
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "sweeps").glob("*.yaml")), ids=str)
+def test_shipped_sweeps_load_and_have_something_to_run(path: Path) -> None:
+    assert expand(load_sweep(path)).possible
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("9_6b", 9.6), ("21b", 21), ("38_5b", 38.5), ("98_5b", 98.5)]
+)
+def test_shipped_models_have_the_size_in_their_name(
+    tmp_path: Path, name: str, billions: float
+) -> None:
+    """The paper counts one vocabulary matrix, as if the ends were tied."""
+    path = ROOT / "configs" / "models" / f"gpt_{name}.yaml"
+    load_sweep(write_sweep(tmp_path, sweep={"model": str(path)}))
+    model = load(path, ModelFile)
+    assert (model.gated, model.groups) == (False, model.attention_heads)
+    layer = 4 * model.hidden_size**2 + 2 * model.hidden_size * model.ffn
+    parameters = model.layers * layer + model.hidden_size * model.vocabulary_size
+    assert parameters / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("folder", "kind"), [("models", ModelFile), ("clusters", Cluster), ("sweeps", Sweep)]
+)
+def test_an_example_says_what_every_key_is(folder: str, kind: type[BaseModel]) -> None:
+    path = ROOT / "configs" / folder / "every_key.yaml"
+    load(path, kind)
+    lines = path.read_text().splitlines()
+    for key in keys_of(kind):
+        (line, *_) = [each for each in lines if re.search(rf"(^|[ {{#]){key}:", each)]
+        assert "#" in line, f"{path.name}: {key} has no comment"
+
+
+def keys_of(kind: type[BaseModel]) -> Iterator[str]:
+    """Yield every key that a file of this kind may have."""
+    for name, field in kind.model_fields.items():
+        yield name
+        inner = _model_in(field.annotation)
+        if inner is not None:
+            yield from keys_of(inner)
+
+
+def grid(**over: Any) -> dict[str, Any]:
+    return {"grid": {**SWEEP["grid"], **over}}
+
+
+def run(**over: Any) -> dict[str, Any]:
+    return {"run": {**SWEEP["run"], **over}}
+
+
+@pytest.mark.parametrize(
+    ("over", "text"),
+    [
+        ({"colour": 1}, r"sweep\.yaml: unknown key colour; known there: also, cluster, grid, "),
+        (grid(tensor=[1]), r"unknown key grid\.tensor; known there: context_parallel, data_par"),
+        (grid(schedule=[]), r"grid\.schedule is empty; it needs at least one value"),
+        (grid(microbatch_size=[0]), r"grid\.microbatch_size\.0 is 0: .*greater than 0"),
+        (grid(microbatch_size=["two"]), r"grid\.microbatch_size\.0 is 'two': .*valid integer"),
+        (
+            grid(recompute=["some"]),
+            r"grid\.recompute\.0 is 'some': .*match pattern .*none.full",
+        ),
+        ({"workloads": []}, r"workloads is missing: sequence_length, global_batch_size"),
+        ({"model": "gone.yaml"}, r"gone\.yaml cannot be read: .*No such file"),
+        (
+            run(slurm={"setup": "module load cuda"}),
+            r"run: slurm\.setup is 'module load cuda', but ",
+        ),
+        (
+            run(slurm={"partition": ["a", "b"]}),
+            r"run: slurm\.partition is \['a', 'b'\], but setup, ",
+        ),
+        (
+            grid(schedule=["v-third"]),
+            r"there is no schedule 'v-third'; did you mean .* The names are .*adaptive",
+        ),
+    ],
+)
+def test_wrong_sweep(tmp_path: Path, over: dict[str, Any], text: str) -> None:
+    with pytest.raises(ScheduleError, match=text):
+        expand(load_sample(tmp_path, sweep=over))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "is not YAML"),
+        ("- 1", "must have keys with values, not \\[1\\]"),
+        (
+            "!!python/object/apply:os.system [true]",
+            "sweep.yaml: line 1 has the tag tag:yaml.org,2002:python/object/apply:os.system, and ",
+        ),
+        ("name: !!bool x", "line 1 has the tag tag:yaml.org,2002:bool, and tags are not read: rem"),
+        ("name: !!timestamp x", "tags are not read: remove it"),
+        ("name: !!int ''", "tags are not read: remove it"),
+        (
+            "name: &a x\nmodel: *a",
+            "sweep.yaml: line 2 has the alias \\*a, and aliases are not read",
+        ),
+        ("name: x\nmodel: y\nname: z", "sweep.yaml: the key name occurs twice, in lines 1 and 3"),
+        ("grid: {a: 1, a: 1}", "the key a occurs twice, in lines 1 and 1"),
+        ("name: x", "the key cluster is missing \\(and 1 more\\)"),
+        # What is missing may be what is misspelt.
+        ("nmae: x\nmodle: y", "unknown keys nmae, modle; known there: also, .* \\(and 3 more\\)"),
+        (
+            "name: x\nlayers: 8\nvocabulary_size: 9",
+            "it looks like a model file, and this must be a",
+        ),
+        (
+            "forward_us: [1]\nbackward_us: [1]",
+            "it looks like a costs file, and this must be a sweep",
+        ),
+    ],
+)
+def test_file_that_is_no_sweep(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "sweep.yaml"
+    path.write_text(text)
+    with pytest.raises(SweepError, match=message):
+        load_sweep(path)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "over", "text"),
+    [
+        ({"nodes": 2, "devices_per_node": 1}, {}, "executor is local, but the cluster two has 2 n"),
+        ({"backend": "nccl"}, {"at_once": 2}, "at_once is 2, but with run.executor local every"),
+    ],
+)
+def test_what_one_machine_cannot_launch(
+    tmp_path: Path, cluster: dict[str, Any], over: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(SweepError, match=text):
+        load_sample(tmp_path, cluster=cluster, sweep=run(**over))
+    load_sample(tmp_path, cluster=cluster, sweep=run(**over, executor="slurm"))
+
+
+def test_sizes_that_contradict(tmp_path: Path) -> None:
+    with pytest.raises(SweepError, match="hidden_size 256 is not a multiple of attention_heads 3"):
+        load_sample(tmp_path, model={"attention_heads": 3})
+
+
+def test_unknown_assumption(tmp_path: Path) -> None:
+    loaded = load_sample(tmp_path, cluster={**CLUSTER, "assumptions": {"luck": 1.0}})
+    with pytest.raises(SweepError, match="is no assumption 'luck'; there are beside_gib, wide"):
+        Machine.of(loaded.cluster)

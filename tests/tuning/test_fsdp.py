@@ -1,0 +1,78 @@
+"""The estimate without a pipeline: sharded memory, exchanges of every microbatch, the sentence."""
+
+from dataclasses import replace
+
+import pytest
+from tuning.test_advice import LAYERS_36, NOTHING, advice, subject
+
+from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.pieces import Piece
+from megatron_vshape.rehearsal import accuracy
+from megatron_vshape.rehearsal.gpus import GIB, GPUS
+from megatron_vshape.rehearsal.step_time import Rates, rates_of
+from megatron_vshape.tuning import fsdp
+from megatron_vshape.tuning.advice import Advice
+from megatron_vshape.tuning.machine import Machine
+
+BILLION = 1e9
+LAYER = Piece(4e3, 4e3, 4e3, GIB / 64, 0.0, state_bytes=18 * BILLION / 36)
+
+
+def without_pipeline(number: int, layer: Piece = LAYER) -> tuple[Advice, float, float]:
+    """Return an advice for this number of H100, and the step and peak of FSDP2."""
+    words = LAYERS_36.replace("global-batch-size 32", "global-batch-size 256") + " --bf16"
+    made = advice(subject(words), Pieces(layer, NOTHING, NOTHING, 0.0))
+    predictor = replace(made.predictor, machine=Machine(GPUS["h100"], number))
+    made.predictor = predictor
+    row = fsdp.best(predictor, made.own)
+    assert row is not None
+    assert row.step_s is not None
+    assert row.configuration.data_parallel == number
+    return made, row.step_s, row.ranks[0].allocated
+
+
+def test_states_are_sharded_and_layers_are_gathered() -> None:
+    """Of a billion parameters, 18 bytes are sharded; a 36th of them is gathered, twice."""
+    peaks = {number: without_pipeline(number)[2] for number in (8, 64)}
+    gathered = BILLION / 36 * (2 * 2 + 4)
+    activations = 36 * GIB / 64
+    for number, peak in peaks.items():
+        assert peak == pytest.approx(18 * BILLION / number + gathered + activations, rel=1e-3)
+
+
+def test_exchanges_are_exposed_where_the_network_is_slower_than_the_computation() -> None:
+    """Two gathers and a reduction in every microbatch: 4 + 4 bytes of each parameter."""
+    gpu, rates = GPUS["h100"], rates_of(GPUS["h100"])
+    computes_s = 36 * 12e-3
+    _, near_s, _ = without_pipeline(8)
+    sent = 8 * BILLION * 7 / 8
+    exchange_s = sent / gpu.near_rate / rates.wire + 36 * 3 * 1e-6 * rates.exchange_us
+    hidden = Rates().replicas_exposed * exchange_s  # the first and last layers are not overlapped
+    assert near_s == pytest.approx(256 / 8 * (computes_s + hidden), rel=1e-3)
+    quick = replace(LAYER, forward_us=10.0, backward_us=10.0, weight_us=10.0)
+    _, exposed_s, _ = without_pipeline(8, quick)
+    assert exposed_s == pytest.approx(256 / 8 * exchange_s, rel=0.05)
+
+
+def test_a_gain_is_reported_if_it_is_larger_than_the_error() -> None:
+    made, _, _ = without_pipeline(8)
+    row = fsdp.best(made.predictor, made.own)
+    assert row is not None
+    assert row.step_s is not None
+    within = accuracy.threshold(made.case)
+    for factor, words in (
+        (1 / (1 - within) + 0.05, "faster than the best pipeline, more than the error"),
+        (1.0, "within the error"),
+        (0.5, "slower"),
+    ):
+        other = replace(row, step_s=factor * row.step_s)
+        assert words in fsdp.sentence(row, other, made.case)
+    too_much = replace(row, verdict=row.verdict.OUT_OF_MEMORY)
+    assert fsdp.sentence(too_much, row, made.case).endswith("does not fit.")
+    assert not fsdp.sentence(None, row, made.case)
+
+
+def test_a_model_that_fits_nowhere_is_the_smallest() -> None:
+    """More activations than a GPU has: full recomputation is tried last."""
+    _, _, peak = without_pipeline(8, replace(LAYER, held_after_forward_bytes=4.0 * GIB))
+    assert peak > 80 * GIB

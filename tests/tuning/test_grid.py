@@ -1,0 +1,137 @@
+"""The grid: every combination is possible or has its reason."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tuning.counts import predictor_of
+from tuning.samples import MODEL, SWEEP, load_sample
+
+from megatron_vshape.core.model.placement import v_shape
+from megatron_vshape.tuning.configurations import Layout, SweepError, count_stages, layers_of_stages
+from megatron_vshape.tuning.grid import expand
+from megatron_vshape.tuning.trainer_flags import trainer_command
+
+
+def reasons(folder: Path, **grid: Any) -> list[str]:
+    return [
+        each.reason
+        for each in expand(load_sample(folder, sweep={"grid": {**SWEEP["grid"], **grid}})).dropped
+    ]
+
+
+def test_all_of_a_small_grid(tmp_path: Path) -> None:
+    found = expand(load_sample(tmp_path))
+    assert [str(each) for each in found.possible] == [
+        "1f1b s64 gbs8 dp1 tp1 pp2 mbs1 even",
+        "1f1b s64 gbs8 dp1 tp1 pp2 mbs2 even",
+        "v-half s64 gbs8 dp1 tp1 pp2 mbs1 even",
+        "v-half s64 gbs8 dp1 tp1 pp2 mbs2 even",
+    ]
+    assert not found.dropped
+
+
+@pytest.mark.parametrize(
+    ("grid", "reason"),
+    [
+        ({"pipeline_parallel": [2, 4]}, "DP 1 x TP 1 x PP 4 x CP 1 takes 4 devices, the cluster"),
+        ({"microbatch_size": [1, 3]}, "global batch of 8 is not a multiple of DP 1 x microbatch"),
+        ({"layout": ["even", "balanced"]}, "8 layers and both ends do not divide among 4 stages"),
+        ({"tensor_parallel": [1, 3]}, "DP 1 x TP 3 x PP 2"),
+        ({"pipeline_parallel": [1, 2]}, "v-half on one pipeline device"),
+    ],
+)
+def test_impossible_has_a_reason(tmp_path: Path, grid: dict[str, Any], reason: str) -> None:
+    assert any(reason in each for each in reasons(tmp_path, **grid))
+
+
+def test_nothing_possible(tmp_path: Path) -> None:
+    with pytest.raises(SweepError, match="no combination of the grid can run: DP 1 x TP 1 x PP 8"):
+        expand(load_sample(tmp_path, sweep={"grid": {**SWEEP["grid"], "pipeline_parallel": [8]}}))
+
+
+def test_layers_add_up(tmp_path: Path) -> None:
+    loaded = load_sample(tmp_path, model={"layers": 6}, sweep={"grid": BALANCED})
+    for it in expand(loaded).possible:
+        assert it.layout is Layout.BALANCED
+        assert layers_of_stages(it, loaded.subject, v_shape(2)) == (1, 2, 2, 1)
+
+
+def test_stages_of_a_schedule() -> None:
+    found = [count_stages(name, 4) for name in ("1f1b", "v-half", "interleaved-1f1b", "adaptive")]
+    assert found == [4, 8, 8, 8]
+    assert count_stages("interleaved-1f1b:4", 4) == 16
+
+
+def test_stages_a_device_stand_in_a_name_of_a_sweep(tmp_path: Path) -> None:
+    names = ["interleaved-1f1b:2", "interleaved-1f1b:4"]
+    loaded = load_sample(tmp_path, sweep={"grid": {**SWEEP["grid"], "schedule": names}})
+    found = {each.schedule: each for each in expand(loaded).possible}
+    predictor = predictor_of(loaded)
+    two, four = (predictor(found[name]) for name in names)
+    assert four.bubble < two.bubble
+    command = trainer_command(loaded, found[names[1]])
+    assert command[command.index("--pipeline-schedule") + 1] == "interleaved-1f1b:4"
+    loaded = load_sample(tmp_path, sweep={"grid": {**SWEEP["grid"], "schedule": ["v-half:4"]}})
+    with pytest.raises(
+        SweepError, match="'v-half:4' is not a schedule: a number of chunks per rank"
+    ):
+        expand(loaded)
+
+
+BALANCED = {**SWEEP["grid"], "schedule": ["v-half"], "layout": ["balanced"]}
+
+
+def test_runs_beside_the_grid_keep_their_arguments(tmp_path: Path) -> None:
+    also = [{"schedule": "v-min", "pipeline_parallel": 2, "layout": "even", "arguments": ["--x"]}]
+    found = expand(load_sample(tmp_path, sweep={"also": also})).possible
+    assert str(found[-1]) == "v-min s64 gbs8 dp1 tp1 pp2 mbs1 even --x"
+
+
+def test_a_shared_vocabulary_has_its_own_layers(tmp_path: Path) -> None:
+    """Ends that no stage has do not count; any number of layers can be dealt out then."""
+    over = {
+        **SWEEP["grid"],
+        "schedule": ["v-half"],
+        "layout": ["balanced"],
+        "vocab_parallel": [True],
+    }
+    loaded = load_sample(tmp_path, model={"layers": 7}, sweep={"grid": over})
+    it = expand(loaded).possible[0]
+    assert it.layout is Layout.AUTO
+    assert layers_of_stages(it, loaded.subject, v_shape(2)) == (1, 2, 2, 2)
+    words = trainer_command(loaded, it)
+    assert "--pipeline-vocab-parallel" in words
+    assert words[words.index("--pipeline-layer-split") + 1] == "auto"
+
+
+def test_post_validation_cannot_share_it(tmp_path: Path) -> None:
+    sweep = {"grid": {**SWEEP["grid"], "vocab_parallel": [True]}, "post_validation": True}
+    with pytest.raises(SweepError, match="post_validation does not go with vocab_parallel yet"):
+        expand(load_sample(tmp_path, sweep=sweep))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_multi_token_prediction_is_the_trainers_too(tmp_path: Path, shared: bool) -> None:
+    grid = {**SWEEP["grid"], "vocab_parallel": [shared]}
+    loaded = load_sample(tmp_path, model={"mtp_layers": 2}, sweep={"grid": grid})
+    words = trainer_command(loaded, expand(loaded).possible[0])
+    assert words[words.index("--mtp-num-layers") + 1] == "2"
+    assert ("--pipeline-vocab-parallel" in words) == shared
+
+
+def test_where_the_usual_layout_does_not_divide_auto_deals_layers_out(tmp_path: Path) -> None:
+    """80 layers, as Llama 70B has, and both ends: 2 stages have equally many, 4 have not."""
+    grid = {name: value for name, value in SWEEP["grid"].items() if name != "layout"}
+    model = {**MODEL, "layers": 80}
+    found = expand(load_sample(tmp_path, model=model, sweep={"grid": grid}))
+    layouts = {(each.schedule, each.layout) for each in found.possible}
+    assert layouts == {("1f1b", Layout.BALANCED), ("v-half", Layout.AUTO)}
+    assert found.note == (
+        "80 layers and both ends do not divide among the stages of 2 combinations: layout auto "
+        "instead of balanced"
+    )
+    asked = {**grid, "layout": ["balanced"]}
+    found = expand(load_sample(tmp_path, model=model, sweep={"grid": asked}))
+    assert {each.schedule for each in found.possible} == {"1f1b"}
+    assert found.dropped[0].reason == "80 layers and both ends do not divide among 4 stages"

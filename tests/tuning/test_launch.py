@@ -1,0 +1,423 @@
+"""Launching with submitit's local executor and a trainer that only prints."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+from tuning.counts import predictor_of
+from tuning.samples import CLUSTER, FAKE, ROOT, SWEEP, load_sample, sweep_command, write_sweep
+
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.tuning import launcher as launching
+from megatron_vshape.tuning import predictor as predicting
+from megatron_vshape.tuning.configurations import SweepError
+from megatron_vshape.tuning.files import Cluster, RunPart
+from megatron_vshape.tuning.grid import expand
+from megatron_vshape.tuning.launcher import Launcher
+from megatron_vshape.tuning.progress import Progress
+from megatron_vshape.tuning.results import Outcome, Result, Status, key_of, open_results
+from megatron_vshape.tuning.worker import write_outcome
+
+
+def run_over(**over: Any) -> dict[str, Any]:
+    return {"run": {**SWEEP["run"], **over}}
+
+
+def unseen() -> Progress:
+    """Return the progress of a sweep that nobody looks at."""
+    return Progress(lambda _: None, total=1, done=0)
+
+
+class Ears(Progress):
+    def __init__(self) -> None:
+        super().__init__(lambda _: None, total=1, done=0)
+        self.heard: list[Result] = []
+
+    def ended(self, result: Result) -> None:
+        super().ended(result)
+        self.heard.append(result)
+
+
+def launch(folder: Path, sweep: dict[str, Any]) -> list[Result]:
+    loaded = load_sample(folder, sweep=sweep)
+    predictor = predictor_of(loaded)
+    ears = Ears()
+    with open_results(folder / "results.db") as results:
+        chosen = [predictor(each) for each in expand(loaded).possible]
+        Launcher(loaded, predictor, results, folder / "runs", ears).run(chosen)
+        read = results.read(results.ended())
+        assert all(each in read for each in ears.heard)
+    return ears.heard
+
+
+def test_statuses_and_no_run_twice(tmp_path: Path) -> None:
+    starts = tmp_path / "starts"
+    also = [
+        {"schedule": "v-min", "pipeline_parallel": 2, "layout": "even", "arguments": [flag]}
+        for flag in ("--out-of-memory", "--broken")
+    ]
+    sweep = {
+        "grid": {**SWEEP["grid"], "schedule": ["1f1b"]},
+        "also": also,
+        **run_over(at_once=4, arguments=["--log-starts", str(starts)]),
+    }
+    found = {str(each.configuration): each for each in launch(tmp_path, sweep)}
+    assert [each.outcome.status for _, each in sorted(found.items())] == [
+        Status.OK,
+        Status.OK,
+        Status.FAILED,
+        Status.OUT_OF_MEMORY,
+    ]
+    fast = found["1f1b s64 gbs8 dp1 tp1 pp2 mbs1 even"]
+    assert fast.outcome.step_s == pytest.approx(0.1)
+    assert fast.mfu is not None
+    assert fast.outcome.peak_bytes is not None
+    broken = found["v-min s64 gbs8 dp1 tp1 pp2 mbs1 even --broken"]
+    assert broken.outcome.log_tail.endswith("error: unrecognized arguments: --broken")
+    assert len(starts.read_text().splitlines()) == 4
+    assert launch(tmp_path, sweep) == []
+    assert len(starts.read_text().splitlines()) == 4
+
+
+ONE = {"grid": {**SWEEP["grid"], "schedule": ["1f1b"], "microbatch_size": [1]}}
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return what puts scripts on the PATH, by name, that stand for SLURM's."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+    def write(**texts: str) -> None:
+        for name, text in {"srun": "exit 1", **texts}.items():
+            (folder / name).write_text(f"#!/bin/sh\ncd {tmp_path}\n{text}\n")
+            (folder / name).chmod(0o755)
+
+    return write
+
+
+def test_what_sbatch_refuses_is_told(tmp_path: Path, tools: Callable[..., None]) -> None:
+    tools(sbatch='cp "$1" asked\necho "sbatch: error: invalid partition: none" >&2\nexit 1')
+    wanted = {"partition": "none", "exclusive": False, "mem": "1GB", "setup": ["module load x"]}
+    with pytest.raises(SweepError, match=r"(?s)invalid partition: none.*`run: slurm:`"):
+        launch(tmp_path, ONE | run_over(executor="slurm", slurm=wanted, threads=3))
+    asked = (tmp_path / "asked").read_text()
+    assert "#SBATCH --partition=none\n" in asked
+    assert "#SBATCH --mem=1GB\n" in asked
+    # The cluster has no GPU, and false takes a flag away.
+    assert "--gpus" not in asked
+    assert "--exclusive" not in asked
+    assert "#SBATCH --cpus-per-task=6\n" in asked  # two devices with three threads
+    assert "#SBATCH --no-requeue\n" in asked
+    assert "\nmodule load x\n" in asked
+
+
+def test_an_order_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the prediction was made for is what runs; it is not even simulated again."""
+    simulated = []
+    simulate = predicting.simulate
+    monkeypatch.setattr(predicting, "simulate", lambda *it: simulated.append(it) or simulate(*it))
+    grid = {**SWEEP["grid"], "schedule": ["adaptive"], "microbatch_size": [1]}
+    loaded = load_sample(tmp_path, sweep={"grid": grid})
+    predictor = predictor_of(loaded)
+    (chosen,) = [predictor(each) for each in expand(loaded).possible]
+    assert len(simulated) == 2  # the best order on the V, and that in a loop
+    monkeypatch.setattr(predicting, "plan_adaptive", None)
+    with open_results(tmp_path / "results.db") as results:
+        Launcher(loaded, predictor, results, tmp_path / "runs", unseen()).run([chosen])
+        (result,) = results.read(results.ended())
+    assert result.outcome.status is Status.OK
+    (file,) = (tmp_path / "runs").glob("*/schedule.json")
+    assert Schedule.from_json(file.read_text()) == chosen.schedule
+
+
+PICKLED = cloudpickle.dumps(("success", Outcome(Status.OK, 0.5)))
+
+
+@pytest.fixture
+def states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nothing of other tests' jobs be remembered, and nothing be waited for."""
+    monkeypatch.setattr(launching._Job, "watcher", launching._States())
+    monkeypatch.setattr(launching._Job, "_results_timeout_s", 0)
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, tools: Callable[..., None], states: None) -> Callable[..., Result]:
+    """Return what sweeps one run, whose jobs 42, 43, ... end in the given states, all but the last
+    without a result, and returns its result.
+    """
+    loaded = load_sample(tmp_path, sweep=ONE | run_over(executor="slurm"))
+    predictor = predictor_of(loaded)
+    (chosen,) = [predictor(each) for each in expand(loaded).possible]
+    key = key_of(chosen.configuration, loaded, None)
+    folder = tmp_path / "runs" / key
+
+    def sweep(*states: str, stopped: bool = False) -> Result:
+        last = 41 + len(states)
+        (tmp_path / "result.pkl").write_bytes(PICKLED)
+        rows = "".join(f"{at}|{state}|n1\n" for at, state in enumerate(states, 42) if state)
+        (tmp_path / "states").write_text(f"JobID|State|NodeList\n{rows}")
+        tools(
+            sacct="cat states",
+            sbatch="echo >> jobs\njob=$((41 + $(wc -l < jobs)))\n"
+            f"if [ $job = {last} ]; then cp result.pkl {folder}/job/${{job}}_0_result.pkl\n"
+            f"{f'else touch {folder}/stopped' * stopped}\nfi\n"
+            "echo Submitted batch job $job",
+        )
+        with open_results(tmp_path / "results.db") as results:
+            Launcher(loaded, predictor, results, tmp_path / "runs", unseen()).run([chosen])
+            assert results.job_in_flight(key) is None
+            (result,) = results.read({key})
+        return result
+
+    return sweep
+
+
+@pytest.mark.parametrize(
+    ("state", "stopped"),
+    [
+        ("PREEMPTED", False),
+        ("NODE_FAIL", False),
+        ("BOOT_FAIL", False),
+        ("FAILED", True),
+        ("", True),
+    ],
+    ids=["preempted", "node", "boot", "preempted in its grace time", "no accounts"],
+)
+def test_a_run_that_slurm_ends_goes_back_into_the_queue(
+    tmp_path: Path, slurm: Callable[..., Result], state: str, stopped: bool
+) -> None:
+    assert slurm(state, "COMPLETED", stopped=stopped).outcome == Outcome(Status.OK, 0.5)
+    assert (tmp_path / "jobs").read_text() == "\n" * 2
+
+
+@pytest.mark.parametrize("state", ["CANCELLED by 0", "TIMEOUT"])
+def test_a_run_that_somebody_ends_has_failed(slurm: Callable[..., Result], state: str) -> None:
+    outcome = slurm(state, "COMPLETED", stopped=True).outcome
+    assert outcome.status is Status.FAILED
+    assert outcome.log_tail.endswith(f"job 42 left no result ({state})")
+
+
+def test_a_run_goes_back_so_often_and_no_more(
+    slurm: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "MOST_TIMES_BACK", 1)
+    outcome = slurm("PREEMPTED", "NODE_FAIL", "COMPLETED").outcome
+    assert outcome.status is Status.FAILED
+    assert outcome.log_tail.startswith("its job was ended 2 times before it had a result")
+
+
+def launch_on(tmp_path: Path, progress: Progress) -> list[Result]:
+    """Sweep two runs, both at once, and return their results."""
+    two = {"grid": {**SWEEP["grid"], "schedule": ["1f1b"]}}
+    loaded = load_sample(tmp_path, sweep=two | run_over(executor="slurm", at_once=2))
+    predictor = predictor_of(loaded)
+    chosen = [predictor(each) for each in expand(loaded).possible]
+    with open_results(tmp_path / "results.db") as results:
+        Launcher(loaded, predictor, results, tmp_path / "runs", progress).run(chosen)
+        return results.read(results.ended())
+
+
+@pytest.mark.usefixtures("states")
+def test_a_refused_job_waits_for_those_that_run(
+    tmp_path: Path, tools: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first job ends when the second has been refused."""
+    monkeypatch.setattr(launching, "RETRY_S", 0.1)
+    (tmp_path / "result.pkl").write_bytes(PICKLED)
+    tools(
+        sacct='printf "JobID|State|NodeList\\n42|RUNNING|n1\\n43|RUNNING|n1\\n"',
+        scancel="echo >> cancelled",
+        sbatch='echo "$1" >> asked\nlast=$(wc -l < asked)\n'
+        "first=$(dirname $(head -n 1 asked))\n"
+        "case $last in\n"
+        "1) echo Submitted batch job 42;;\n"
+        "2) cp result.pkl $first/42_0_result.pkl; echo QOSMaxSubmitJobPerUserLimit >&2; exit 1;;\n"
+        "*) cp result.pkl $(dirname $1)/43_0_result.pkl; echo Submitted batch job 43\nesac",
+    )
+    assert [each.outcome.step_s for each in launch_on(tmp_path, unseen())] == [0.5, 0.5]
+    assert len((tmp_path / "asked").read_text().splitlines()) == 3
+    assert not (tmp_path / "cancelled").exists()
+
+
+class Stops(Progress):
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__(lambda _: None, total=1, done=0)
+        self.error = error
+
+    def started(self, combination: object) -> None:
+        raise self.error
+
+
+@pytest.mark.usefixtures("states")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_only_an_interrupted_sweep_cancels_its_jobs(
+    tmp_path: Path, tools: Callable[..., None], error: type[BaseException]
+) -> None:
+    """The next sweep takes over a job that goes on, and submits again one that was cancelled."""
+    (tmp_path / "result.pkl").write_bytes(PICKLED)
+    tools(
+        sacct='[ -e cancelled ] && state="CANCELLED by 0" || state=COMPLETED\n'
+        'printf "JobID|State|NodeList\\n42|$state|n1\\n"',
+        scancel="echo $1 >> cancelled; exit 1",
+        sbatch='echo "$1" >> asked\njob=$((41 + $(wc -l < asked)))\n'
+        "[ $job = 42 ] || cp result.pkl $(dirname $1)/${job}_0_result.pkl\n"
+        "echo Submitted batch job $job",
+    )
+    with pytest.raises(error):
+        launch_on(tmp_path, Stops(error))
+    assert (tmp_path / "cancelled").exists() == (error is KeyboardInterrupt)
+    (folder,) = (tmp_path / "runs").iterdir()
+    if error is not KeyboardInterrupt:
+        (folder / "job" / "42_0_result.pkl").write_bytes(PICKLED)
+        write_outcome(folder / "node0.json", Outcome(Status.OK, 0.25))
+    found = sorted(each.outcome.step_s or 0 for each in launch_on(tmp_path, unseen()))
+    assert found == ([0.5, 0.5] if error is KeyboardInterrupt else [0.25, 0.5])
+
+
+@pytest.mark.usefixtures("states")
+def test_a_cancelled_job_that_still_ends_is_run_again(
+    tmp_path: Path, tools: Callable[..., None]
+) -> None:
+    (tmp_path / "result.pkl").write_bytes(PICKLED)
+    tools(
+        sacct="echo >> looks\n"
+        '[ $(wc -l < looks) = 1 ] && state=RUNNING || state="CANCELLED by 0"\n'
+        'printf "JobID|State|NodeList\\n42|$state|n1\\n"',
+        scancel="exit 0",
+        sbatch='echo "$1" >> asked\njob=$((41 + $(wc -l < asked)))\n'
+        "[ $job = 42 ] || cp result.pkl $(dirname $1)/${job}_0_result.pkl\n"
+        "echo Submitted batch job $job",
+    )
+    with pytest.raises(KeyboardInterrupt):
+        launch_on(tmp_path, Stops(KeyboardInterrupt))
+    found = launch_on(tmp_path, unseen())
+    assert [each.outcome.step_s for each in found] == [0.5, 0.5]
+
+
+@pytest.mark.usefixtures("states")
+def test_an_answer_of_sbatch_without_a_job(tmp_path: Path, tools: Callable[..., None]) -> None:
+    tools(sbatch="echo hello")
+    with pytest.raises(SweepError, match="no job can be submitted: Could not make sense of"):
+        launch_on(tmp_path, unseen())
+
+
+def test_a_suspended_job_has_not_ended() -> None:
+    states = launching._States()
+    for state, done in (("SUSPENDED", False), ("RUNNING", False), ("CANCELLED by 0", True)):
+        states._info_dict["9"] = {"State": state}
+        assert states.is_done("9", mode="cache") is done
+
+
+def test_job_that_a_killed_launcher_left_is_taken_over(
+    tmp_path: Path, tools: Callable[..., None]
+) -> None:
+    loaded = load_sample(tmp_path, sweep=ONE | run_over(executor="slurm"))
+    predictor = predictor_of(loaded)
+    (chosen,) = [predictor(each) for each in expand(loaded).possible]
+    key = key_of(chosen.configuration, loaded, None)
+    folder = tmp_path / "runs" / key / "job"
+    folder.mkdir(parents=True)
+    # The job ends after the first look at it.
+    (tmp_path / "result.pkl").write_bytes(cloudpickle.dumps(("success", Outcome(Status.OK, 0.5))))
+    tools(
+        sbatch="exit 1",
+        sacct=f"[ -e {folder}/42_0_result.pkl ] && state=COMPLETED || state=RUNNING\n"
+        f"cp result.pkl {folder}/42_0_result.pkl\n"
+        'printf "JobID|State|NodeList\\n42|$state|n1\\n"',
+    )
+    with open_results(tmp_path / "results.db") as results:
+        results.start(key, "42")
+        Launcher(loaded, predictor, results, tmp_path / "runs", unseen()).run([chosen])
+        (result,) = results.read({key})
+    assert result.outcome == Outcome(Status.OK, 0.5)
+
+
+ONE_DEVICE = Cluster.model_validate(CLUSTER | {"devices_per_node": 1})
+
+
+def test_time_a_run_may_take(tmp_path: Path) -> None:
+    from megatron_vshape.tuning.worker import Job, run_job
+
+    command = [str(FAKE / "trainer.py"), "--train-iters", "100", "--sleep", "1"]
+    run = RunPart.model_construct(timeout_minutes=1 / 60, environment={"PYTHONPATH": str(FAKE)})
+    outcome = run_job(Job(command, tmp_path, run, ONE_DEVICE))
+    assert outcome.status is Status.FAILED
+    assert "ended after 1 s" in outcome.log_tail
+
+
+TOLD_TO_END = """
+import sys
+from pathlib import Path
+from megatron_vshape.tuning.files import Cluster, RunPart
+from megatron_vshape.tuning.worker import Job, run_job
+
+trainer, folder = map(Path, sys.argv[1:3])
+command = [str(trainer), "--train-iters", "100", "--sleep", "1"]
+run = RunPart(timeout_minutes=1, environment={"PYTHONPATH": str(trainer.parent)})
+cluster = Cluster.model_validate_json(sys.argv[3])
+run_job(Job(command, folder, run, cluster))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_job_that_is_told_to_end_has_no_outcome(tmp_path: Path, number: signal.Signals) -> None:
+    trainer, cluster = str(FAKE / "trainer.py"), ONE_DEVICE.model_dump_json()
+    command = [sys.executable, "-c", TOLD_TO_END, trainer, str(tmp_path), cluster]
+    job = subprocess.Popen(command, cwd=ROOT)
+    log = tmp_path / "node0.log"
+    wait_for(lambda: log.exists() and "iteration 1" in log.read_text())
+    job.send_signal(number)
+    assert job.wait(30) == 128 + signal.SIGTERM
+    assert (tmp_path / "stopped").exists()
+    assert not (tmp_path / "node0.json").exists()
+
+
+def test_killed_launcher_loses_only_what_was_in_flight(tmp_path: Path) -> None:
+    starts = tmp_path / "starts"
+    three = {**SWEEP["grid"], "schedule": ["1f1b", "v-half", "v-min"], "microbatch_size": [1]}
+    slow = run_over(arguments=["--log-starts", str(starts), "--sleep", "0.5"])
+    path = write_sweep(tmp_path, sweep={"grid": three, **slow})
+    command = sweep_command(path, "--results", tmp_path / "results.db")
+    first = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert first.stdout is not None
+    for line in first.stdout:
+        if line.startswith("ok"):
+            break
+    wait_for(lambda: len(starts.read_text().splitlines()) == 2)
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    first.stdout.close()
+    wait_for(lambda: not children_of(first.pid, tmp_path))
+    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert "1 of 3 runs were made before" in second.stdout
+    assert "Kendall's tau of predicted and measured step times" in second.stdout
+    assert len(starts.read_text().splitlines()) == 4  # three, and the one in flight again
+    for name in ("results.csv", "pareto.svg"):
+        assert (tmp_path / name).stat().st_size > 0
+
+
+def wait_for(condition: Any, seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.1)
+
+
+def children_of(launcher: int, folder: Path) -> list[str]:
+    """Return the trainers that still run for a sweep in `folder`."""
+    lines = subprocess.run(
+        ["ps", "-eo", "args"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    return [line for line in lines if "trainer.py" in line and str(folder) in line]

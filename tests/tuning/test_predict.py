@@ -1,0 +1,276 @@
+"""The predictor, by counts of a small model that are given."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tuning.counts import MIB, counted, predictor_of
+from tuning.samples import CLUSTER, ROOT, SWEEP, load_sample
+
+from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT
+from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.pieces import Piece
+from megatron_vshape.core.model.placement import looping, v_shape
+from megatron_vshape.core.model.schedule import Objective
+from megatron_vshape.core.planner.vocabulary import is_shared, shared_pieces
+from megatron_vshape.tuning import predictor as predicting
+from megatron_vshape.tuning.configurations import FULL, NONE, Configuration, Layout, SweepError
+from megatron_vshape.tuning.counts import key_of_count
+from megatron_vshape.tuning.files import load_sweep
+from megatron_vshape.tuning.grid import expand
+from megatron_vshape.tuning.machine import Machine
+from megatron_vshape.tuning.measured_costs import load_measured
+from megatron_vshape.tuning.predictor import Prediction, key_of_shapes, plan_adaptive
+from megatron_vshape.tuning.trainer_flags import trainer_command
+from megatron_vshape.view.numbers import GIB
+
+SWEEPS = ROOT / "configs" / "sweeps"
+ADAPTIVE_GRID = {**SWEEP["grid"], "schedule": ["adaptive"], "microbatch_size": [2]}
+
+
+def test_flops_are_megatrons() -> None:
+    """72 L s h^2 (1 + s / 6h + V / 12 L h), Narayanan et al. 2021 without recompute."""
+    subject, sequence = load_sweep(SWEEPS / "grid_98b_a100.yaml").subject, 3072
+    hidden, layers, vocabulary = 10240, 78, 50304
+    expected = 72 * layers * sequence * hidden**2
+    expected *= 1 + sequence / (6 * hidden) + vocabulary / (12 * layers * hidden)
+    assert subject.flops(sequence, 1) == pytest.approx(expected)
+
+
+def test_shapes_are_counted_whatever_the_order_and_the_pipeline() -> None:
+    """The paper's grid: three lengths, four sizes of TP, three of the microbatch."""
+    every = expand(load_sweep(SWEEPS / "grid_98b_a100.yaml")).possible
+    assert len({key_of_count(it) for it in every}) <= 3 * 4 * 3 < len(every) / 3
+
+
+def test_more_of_what_should_slow_a_step_slows_it(tmp_path: Path) -> None:
+    loaded = load_sample(tmp_path)
+    predict = predictor_of(loaded)
+    one, two = expand(loaded).possible[:2]
+    again = replace(one, recompute=FULL)
+    assert predict(one).bubble < predict(two).bubble  # type: ignore[operator]
+    assert predict(again).step_s > predict(one).step_s  # type: ignore[operator]
+    assert predict(again).peak_bytes < predict(one).peak_bytes
+
+
+def test_shared_processors_make_bubbles_free(tmp_path: Path) -> None:
+    alone = load_sample(tmp_path)
+    shared = load_sample(tmp_path, cluster={"shared_processors": 1})
+    it = expand(alone).possible[0]
+    found, slower = predictor_of(alone)(it).step_s, predictor_of(shared)(it).step_s
+    assert found is not None
+    assert slower is not None
+    assert 1.5 * found < slower < 2 * found
+
+
+def test_measured_costs_replace_counted_ones(tmp_path: Path) -> None:
+    four = (1000.0, 2000.0, 2000.0, 3000.0)
+    (tmp_path / "costs.json").write_text(
+        Costs(four, four, four, 10.0, (8.0,) * 4, (8.0,) * 4).to_json()
+    )
+    entry = {"costs": "costs.json", "layers_per_stage": 2, "sequence_length": 64}
+    loaded = load_sample(tmp_path, sweep={"measured_costs": [entry]})
+    measured = load_measured(loaded)
+    predictor = replace(predictor_of(loaded), measured=measured)
+    one, two = expand(loaded).possible[:2]  # the second has another microbatch size
+    assert key_of_shapes(two) not in measured
+    passes_s = predictor(one).step_s
+    # 1F1B: two stages of 4 layers, the last also has the head's 1000 us: 8 x 5 + 4 ms each for 3.
+    assert passes_s == pytest.approx(3 * (8 * 5.0 + 4.0) * 1e-3, rel=0.02)
+
+
+def test_a_costs_file_of_uneven_stages_comes_apart_by_its_layers(tmp_path: Path) -> None:
+    """As `profile` measures where the ends have a layer less: they still cost what they cost."""
+    layer, embedding = Piece(10.0, 20.0, 30.0, 8.0, 4.0), Piece(4.0, 5.0, 6.0, 1.0, 0.0)
+    layers = (1, 2, 2, 1)
+    costs = Pieces(layer, embedding, embedding.times(2.0), 3.0).costs(layers)
+    (tmp_path / "costs.json").write_text(costs.to_json())
+    entry = {"costs": "costs.json", "layers_per_stage": 2, "sequence_length": 64}
+    loaded = load_sample(tmp_path, sweep={"measured_costs": [entry]})
+    found = load_measured(loaded).get(key_of_shapes(expand(loaded).possible[0]))
+    assert found is not None
+    counts = counted(expand(loaded).possible[0]).pieces
+    made = predicting._measured(counts, found)
+    for name, theirs in (("first", embedding), ("layer", layer), ("last", embedding.times(2.0))):
+        mine = getattr(made, name)
+        times = ("forward_us", "backward_us", "weight_us")
+        held = ("held_after_forward_bytes", "held_after_backward_bytes")
+        for each in (*times, *held):
+            assert getattr(mine, each) == pytest.approx(getattr(theirs, each))
+        assert mine.state_bytes == getattr(counts, name).state_bytes
+
+
+def predicted(folder: Path, it: Configuration, **over: Any) -> Prediction:
+    """Return the prediction by costs that were measured with the sizes of `it`."""
+    held = (2.0**20,) * 4
+    costs = Costs(*((1000.0,) * 4,) * 3, 10.0, held, held)
+    (folder / "costs.json").write_text(costs.to_json())
+    entry = {
+        "costs": "costs.json",
+        "layers_per_stage": 2,
+        "sequence_length": it.sequence_length,
+        "tensor_parallel": it.tensor_parallel,
+        "context_parallel": it.context_parallel,
+    }
+    loaded = load_sample(folder, sweep={"measured_costs": [entry]}, **over)
+    measured = load_measured(loaded)
+    assert key_of_shapes(it) in measured
+    return replace(predictor_of(loaded), measured=measured)(it)
+
+
+ONE = Configuration("1f1b", 64, 8, 1, 1, 2, 1, 1, NONE, Layout.EVEN)
+
+
+def test_measured_costs_wait_for_counted_exchanges(tmp_path: Path) -> None:
+    """They are measured on one device."""
+    alone = predicted(tmp_path, ONE)
+    shared = predicted(tmp_path, replace(ONE, tensor_parallel=2), cluster={"devices_per_node": 4})
+    assert alone.step_s is not None
+    assert shared.step_s is not None
+    # a rank runs four layers of nine microbatches' time, each waiting 20 us in F and in B
+    assert shared.step_s - alone.step_s == pytest.approx(9 * 4 * 40e-6, rel=0.02)
+
+
+def test_recomputed_costs_are_the_counted_ones(tmp_path: Path) -> None:
+    """What was measured knows nothing of recompute."""
+    measured = predicted(tmp_path, replace(ONE, recompute=FULL))
+    again = predictor_of(load_sample(tmp_path))(replace(ONE, recompute=FULL))
+    assert measured.step_s == again.step_s
+
+
+def test_an_adaptive_plan_is_on_its_placement(tmp_path: Path) -> None:
+    (it,) = expand(load_sample(tmp_path, sweep={"grid": ADAPTIVE_GRID})).possible
+    costs = Costs.uniform(2, 4, 1.0, 1.0, 1.0, 0.0)
+    for placement in (v_shape(2), looping(2, 2)):
+        found = plan_adaptive(it, placement, costs, [3.0, 3.0], Objective.MAKESPAN).schedule
+        assert found.placement == placement
+
+
+def test_a_limit_that_nothing_fits_is_told_in_gib(tmp_path: Path) -> None:
+    (it,) = expand(load_sample(tmp_path, sweep={"grid": ADAPTIVE_GRID})).possible
+    costs = Costs(*((1.0,) * 4,) * 3, 0.0, (GIB,) * 4, (GIB,) * 4)
+    with pytest.raises(SweepError, match="rank 0 is 1.5 GiB, and one .* ranks is 2 GiB"):
+        plan_adaptive(it, v_shape(2), costs, [1.5 * GIB] * 2, Objective.MAKESPAN)
+
+
+def test_the_adaptive_method_takes_the_better_placement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_sample(tmp_path, sweep={"grid": ADAPTIVE_GRID})
+    (it,) = expand(loaded).possible
+    best, times_s = predictor_of(loaded)(it), {}
+    for placement in (v_shape(2), looping(2, 2)):
+        monkeypatch.setattr(predicting, "default_placements", lambda *_, it=placement: [it])
+        times_s[placement] = predictor_of(loaded)(it).step_s
+    assert len(set(times_s.values())) == 2
+    assert best.step_s == min(times_s.values())
+    monkeypatch.undo()
+    assert best.schedule is not None
+    assert times_s[best.schedule.placement] == best.step_s
+
+
+HEAVY = {"vocabulary_size": 65536}
+
+
+def test_a_shared_vocabulary_is_predicted(tmp_path: Path) -> None:
+    """Its passes are in the step, and nobody has all of the ends' parameters."""
+    grid = {**SWEEP["grid"], "schedule": ["v-half"], "vocab_parallel": [False, True]}
+    loaded = load_sample(tmp_path, sweep={"grid": grid}, model=HEAVY)
+    whole, shared = expand(loaded).possible[:2]
+    assert (whole.vocab_parallel, shared.vocab_parallel) == (False, True)
+    predictor = predictor_of(loaded)
+    one, two = predictor(whole), predictor(shared)
+    assert one.step_s is not None
+    assert two.step_s is not None
+    assert two.step_s < 0.8 * one.step_s
+    ends = 2 * 4 * MIB * 64  # that the first device has of a V
+    assert one.peak_bytes - two.peak_bytes > 0.5 * ends
+    assert str(shared).endswith("vocab-parallel")
+
+
+def test_an_adaptive_plan_shares_it_too(tmp_path: Path) -> None:
+    grid = {**ADAPTIVE_GRID, "vocab_parallel": [True]}
+    loaded = load_sample(tmp_path, sweep={"grid": grid}, model=HEAVY)
+    (it,) = expand(loaded).possible
+    found = predictor_of(loaded)(it)
+    assert found.fits
+    assert found.schedule is not None
+    assert is_shared(found.schedule)
+    verify(found.schedule)
+
+
+def test_multi_token_prediction_is_predicted(tmp_path: Path) -> None:
+    """In time, in memory and in FLOPs; dealt out by what it takes, it costs less."""
+    found = []
+    for further in (0, 1):
+        loaded = load_sample(tmp_path, model={**HEAVY, "mtp_layers": further})
+        even = replace(expand(loaded).possible[0], schedule="v-half")
+        predictor = predictor_of(loaded)
+        times = [predictor(replace(even, layout=each)) for each in (Layout.EVEN, Layout.AUTO)]
+        times.append(predictor(replace(even, layout=Layout.AUTO, vocab_parallel=True)))
+        found.append((*times, loaded.subject.flops(64, 1)))
+    (plain, _, alone, flops), (even, auto, shared, more) = found
+    assert plain.step_s is not None
+    assert even.step_s is not None
+    assert auto.step_s is not None
+    assert even.step_s > 1.2 * plain.step_s  # there are two heads
+    assert auto.step_s <= even.step_s
+    assert even.peak_bytes > plain.peak_bytes
+    assert alone.step_s is not None
+    assert shared.step_s is not None
+    assert alone.step_s < shared.step_s < auto.step_s  # both heads are shared
+    assert alone.peak_bytes < shared.peak_bytes < auto.peak_bytes
+    assert 1.7 < more / flops < 2
+
+
+def test_costs_of_a_shared_vocabulary_are_none_of_a_sweeps(tmp_path: Path) -> None:
+    pieces = Pieces.estimated(2.0, 2.0)
+    costs = shared_pieces(pieces, 2, 0.1).costs((2,) * 4)
+    (tmp_path / "costs.json").write_text(costs.to_json())
+    entry = {"costs": "costs.json", "layers_per_stage": 2, "sequence_length": 64}
+    with pytest.raises(SweepError, match="of a vocabulary that all devices share"):
+        load_measured(load_sample(tmp_path, sweep={"measured_costs": [entry]}))
+
+
+def test_copies_take_the_time_of_the_link_to_the_host(tmp_path: Path) -> None:
+    """At 10 GB/s a MB takes 100 us."""
+    costs = replace(Costs.uniform(2, 4), held_after_forward_bytes=(1e6, 2e6, 2e6, 1e6))
+    cluster = load_sample(tmp_path, cluster={"host_link": {"gb_per_s": 10}}).cluster
+    made = Machine.of(cluster).copied(costs)
+    for kind in (COPY_OUT, COPY_BACK):
+        assert [made.time_us(kind, stage) for stage in (0, 1)] == pytest.approx((100, 200))
+    without = Machine.of(load_sample(tmp_path).cluster)
+    assert (without.copied(costs), without.in_host_bytes) == (costs, math.inf)
+
+
+def test_adaptive_has_activations_wait_where_the_cluster_file_has_a_link(tmp_path: Path) -> None:
+    workloads = [{"sequence_length": 64, "global_batch_size": 32}]
+    # Little more than what is there besides activations, so that the order alone waits for memory.
+    device = CLUSTER["device"] | {"memory_gib": 2.15}
+
+    def found(**link: float) -> tuple[float, int]:
+        """Return the step's time and how many copies there are to the host."""
+        over = {"device": device} | ({"host_link": link} if link else {})
+        sweep = {"grid": ADAPTIVE_GRID, "workloads": workloads}
+        loaded = load_sample(tmp_path, sweep=sweep, cluster=over)
+        (it,) = expand(loaded).possible
+        made = predictor_of(loaded)(it)
+        assert made.schedule is not None
+        assert made.step_s is not None
+        command = trainer_command(loaded, it, tmp_path / "plan.json")
+        assert ("--pipeline-host-memory-limit" in command) == ("memory_gib" in link)
+        return made.step_s, sum(
+            work.kind is COPY_OUT for row in made.schedule.order for work in row
+        )
+
+    alone, without = found()
+    own, copies = found(gb_per_s=10.0)
+    assert without == 0 < copies
+    assert own < 0.99 * alone
+    slow, _ = found(gb_per_s=10.0 / 32)
+    assert own < slow <= alone * (1 + 1e-9)
+    assert found(gb_per_s=10.0, memory_gib=0.001) == (pytest.approx(alone, rel=0.005), 0)

@@ -1,0 +1,276 @@
+"""The results file: nothing that was recorded is lost, and what it is not is refused."""
+
+import errno
+import fcntl
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tuning.samples import CLUSTER, SWEEP, load_sample
+
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.tuning.configurations import Configuration, Layout, SweepError
+from megatron_vshape.tuning.grid import expand
+from megatron_vshape.tuning.measured_costs import load_measured
+from megatron_vshape.tuning.results import (
+    Outcome,
+    Result,
+    Status,
+    key_of,
+    open_results,
+    read_results,
+)
+
+WRITER = """
+import sys
+from pathlib import Path
+from megatron_vshape.tuning.files import Layout, Recompute
+from megatron_vshape.tuning.results import Outcome, Result, Status, open_results
+
+it = Configuration("1f1b", 8, 8, 1, 1, 2, 1, 1, "none", Layout.EVEN)
+with open_results(Path(sys.argv[1])) as results:
+    for number in range(100_000):
+        result = Result(it, Outcome(Status.OK, 1.0), None, None, 0.0, None)
+        results.record(str(number), "test", result)
+        print(number, flush=True)
+"""
+
+RESULT = Result(
+    Configuration("1f1b", 8, 8, 1, 1, 2, 1, 1, "none", Layout.EVEN),
+    Outcome(Status.OK, 1.0),
+    *(None, None, 0.0, None),
+)
+
+
+def test_results_come_back_as_they_were(tmp_path: Path) -> None:
+    loaded = load_sample(tmp_path)
+    path = tmp_path / "results.db"
+    expected, keys = [], []
+    with open_results(path) as results:
+        for it, status in zip(expand(loaded).possible, Status, strict=False):
+            outcome = Outcome(status, 1.5, 2e9, 0.25, "line one\nline two")
+            expected.append(Result(it, outcome, 0.5, 1.25, 1e9, 0.125))
+            keys.append(key_of(it, loaded, None))
+            results.record(keys[-1], "test", expected[-1])
+    with open_results(path) as results:
+        assert results.read(keys) == expected
+        assert results.read(keys[1:]) == expected[1:]
+        assert results.ended() == set(keys)
+
+
+def test_a_failed_run_keeps_its_row_until_its_retry_has_ended(tmp_path: Path) -> None:
+    it = expand(load_sample(tmp_path)).possible[0]
+    failed, ran = (
+        Result(it, Outcome(status, log_tail=status), None, None, 1.0, None)
+        for status in (Status.FAILED, Status.OK)
+    )
+    path = tmp_path / "results.db"
+    with open_results(path) as results:
+        for key in ("a", "b"):
+            results.record(key, "test", failed)
+        assert results.ended() == {"a", "b"}
+        assert results.ended(retry_failed=True) == set()
+        results.start("a", "1")
+    with open_results(path) as results:  # the sweep was killed while the retry ran
+        assert results.read({"a", "b"}) == [failed, failed]
+        assert results.ended() == {"b"}
+        assert results.job_in_flight("a") == "1"
+        results.record("a", "test", ran)
+        assert results.read({"a", "b"}) == [failed, ran]
+        assert results.ended(retry_failed=True) == {"a"}
+
+
+def test_kill_loses_nothing_that_was_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "results.db"
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
+    )
+    assert writer.stdout is not None
+    told = [int(writer.stdout.readline()) for _ in range(25)]
+    writer.send_signal(signal.SIGKILL)
+    told += [int(line) for line in writer.stdout.read().splitlines() if line]
+    writer.wait()
+    with open_results(path) as results:
+        assert len(results.ended()) in (len(told), len(told) + 1)
+        assert {str(number) for number in told} <= results.ended()
+
+
+def test_a_reader_finds_what_a_kill_left(tmp_path: Path) -> None:
+    """The first to read after a kill puts right what was being written, and loses no result."""
+    path, copy = tmp_path / "results.db", tmp_path / "copy.db"
+    with open_results(path) as results:
+        results.record("a", "test", RESULT)
+        results._connection.execute("PRAGMA cache_size = 1")
+        results._connection.execute("BEGIN IMMEDIATE")
+        for number in range(50):
+            results._connection.execute(
+                "INSERT INTO in_flight VALUES (?, ?)", (str(number), "x" * 5000)
+            )
+        for end in ("", "-journal"):
+            copy.with_name(copy.name + end).write_bytes(Path(f"{path}{end}").read_bytes())
+        results._connection.rollback()
+    assert copy.with_name("copy.db-journal").stat().st_size > 0
+    with read_results(copy) as results:
+        assert results.read({"a", "b"}) == [RESULT]
+        assert results.num_in_flight({"1"}) == 0
+
+
+def test_reading_is_no_writing(tmp_path: Path) -> None:
+    path = tmp_path / "results.db"
+    with pytest.raises(SweepError, match="there are no results yet"), read_results(path):
+        pass
+    assert not path.exists()
+    with open_results(path) as writer:
+        writer.record("a", "test", RESULT)
+        with read_results(path) as reader:
+            assert reader.ended() == {"a"}
+            writer.record("b", "test", RESULT)
+            assert reader.ended() == {"a", "b"}
+
+
+def test_file_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "results.db"
+    path.write_text("These are my results, as I remember them. " * 50)
+    damaged = r"results\.db is not a results file, or a damaged one"
+    with pytest.raises(SweepError, match=damaged), open_results(path):
+        pass
+    assert path.read_text().startswith("These are my results")
+
+
+def test_text_that_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "results.db"
+    with open_results(path) as results:
+        results.record("a", "test", RESULT)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE results SET key = CAST(x'ff' AS TEXT)")
+    damaged = r"results\.db is not a results file, or a damaged one \(Could not decode to UTF-8"
+    with pytest.raises(SweepError, match=damaged), open_results(path) as results:
+        results.ended()
+
+
+def test_schema_that_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "results.db"
+    with open_results(path):
+        pass
+    path.write_bytes(path.read_bytes().replace(b"PRIMARY KEY", b"PRIMARY \xff\xff\xff"))
+    damaged = r"results\.db is not a results file, or a damaged one"
+    with pytest.raises(SweepError, match=damaged), open_results(path):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("pragma", "why"),
+    [
+        ("max_page_count = 1", "database or disk is full"),
+        ("query_only = 1", "attempt to write a readonly database"),
+    ],
+)
+def test_disk_that_cannot_be_written_keeps_what_is_there(
+    tmp_path: Path, pragma: str, why: str
+) -> None:
+    path = tmp_path / "results.db"
+    long = replace(RESULT, outcome=Outcome(Status.OK, log_tail="x" * 100_000))
+    refused = pytest.raises(
+        SweepError, match=rf"results\.db cannot be written: {why}; the results so far are kept"
+    )
+    with refused, open_results(path) as results:
+        results.record("a", "test", RESULT)
+        results._connection.execute(f"PRAGMA {pragma}")
+        results.record("b", "test", long)
+    with open_results(path) as results:
+        assert results.read({"a", "b"}) == [RESULT]
+
+
+def test_folder_where_the_file_should_be(tmp_path: Path) -> None:
+    path = tmp_path / "results.db"
+    path.mkdir()
+    refused = pytest.raises(SweepError, match="cannot be written: unable to open database file")
+    with refused, open_results(path):
+        pass
+
+
+def test_database_of_another_program(tmp_path: Path) -> None:
+    path = tmp_path / "results.db"
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE books (title TEXT)")
+    connection.close()
+    other = "a database, but not a results file of this version"
+    with pytest.raises(SweepError, match=other), open_results(path):
+        pass
+
+
+def test_two_sweeps_do_not_share_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "results.db"
+    refused = pytest.raises(SweepError, match="another sweep is writing")
+    with open_results(path), refused, open_results(path):
+        pass
+
+
+def test_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(file: object, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    refused = pytest.raises(
+        SweepError, match=r"results\.db cannot be locked against other sweeps: Function not impl"
+    )
+    with refused, open_results(tmp_path / "results.db"):
+        pass
+
+
+def test_no_write_ahead_log_which_network_file_systems_cannot_have(tmp_path: Path) -> None:
+    """What an earlier version kept in one is there still."""
+    path = tmp_path / "results.db"
+    with open_results(path) as results:
+        results.record("a", "test", RESULT)
+        results._connection.execute("PRAGMA journal_mode = WAL")
+        results.record("b", "test", RESULT)
+        copy = tmp_path / "copy.db"
+        for end in ("", "-wal"):
+            copy.with_name(copy.name + end).write_bytes(Path(f"{path}{end}").read_bytes())
+    with open_results(copy) as results:
+        assert results._connection.execute("PRAGMA journal_mode").fetchone() == ("truncate",)
+        assert results.ended() == {"a", "b"}
+        results.record("c", "test", RESULT)
+        assert not copy.with_name("copy.db-wal").exists()
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        {"model": {"hidden_size": 512}},
+        {"cluster": {"backend": "nccl"}},
+        {"cluster": {"assumptions": {"context_gib": 2}}},
+        {"cluster": {"device": {**CLUSTER["device"], "memory_gib": 16}}},
+        {"sweep": {"post_validation": True}},
+        {"sweep": {"run": {**SWEEP["run"], "arguments": ["--x"]}}},
+    ],
+    ids=["model", "backend", "assumption", "memory", "post-validation", "flag"],
+)
+def test_what_makes_it_another_run(tmp_path: Path, over: dict[str, Any]) -> None:
+    one = load_sample(tmp_path)
+    it = expand(one).possible[0]
+    other = load_sample(tmp_path, **over)
+    assert key_of(it, one, None) == key_of(it, one, None)
+    assert key_of(it, one, None) != key_of(it, other, None)
+
+
+def test_measured_costs_make_another_plan_and_no_other_command(tmp_path: Path) -> None:
+    entry = {"costs": "costs.json", "layers_per_stage": 2, "sequence_length": 64}
+    grid = {**SWEEP["grid"], "schedule": ["1f1b", "adaptive"], "microbatch_size": [1]}
+    loaded = load_sample(tmp_path, sweep={"measured_costs": [entry], "grid": grid})
+    measured = []
+    for forward_us in (1000.0, 1100.0):
+        costs = Costs.uniform(2, 4, forward_us, 2000.0, 2000.0, 0.0)
+        (tmp_path / "costs.json").write_text(costs.to_json())
+        measured.append(load_measured(loaded))
+    named, planned = expand(loaded).possible
+    assert len({key_of(named, loaded, costs) for costs in (None, *measured)}) == 1
+    assert len({key_of(planned, loaded, costs) for costs in (None, *measured)}) == 3

@@ -1,0 +1,185 @@
+"""How a run ended, from its log and its figures."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tuning.samples import CLUSTER
+
+from megatron_vshape import figures
+from megatron_vshape.tuning import worker
+from megatron_vshape.tuning.files import Cluster, RunPart
+from megatron_vshape.tuning.results import Outcome, Status
+from megatron_vshape.tuning.worker import Job, merge, outcome_of, read_outcome, write_outcome
+
+
+def job(nodes: int = 1, backend: str = "gloo", **over: object) -> Job:
+    run = RunPart(warmup_steps=1, measured_steps=3, timeout_minutes=1, **over)  # type: ignore[arg-type]
+    cluster = Cluster.model_validate(CLUSTER | {"nodes": nodes, "backend": backend})
+    return Job([], Path(), run, cluster)
+
+
+def steps(*bubbles: float | None) -> list[dict[str, float | None]]:
+    """Return the records of four steps, of which the first one is slow."""
+    times = (0.9, 0.1, 0.3, 0.2)
+    known = bubbles or (None,) * 4
+    return [{"step_s": t, "bubble": b} for t, b in zip(times, known, strict=True)]
+
+
+ALLOCATED = {"allocated_bytes": [512, 1024]}
+
+
+def test_median_after_the_warm_up() -> None:
+    found = outcome_of("", steps(), 0, job())
+    assert (found.status, found.step_s) == (Status.OK, pytest.approx(0.2))
+    assert outcome_of("", steps(), 0, job(statistic="fastest")).step_s == pytest.approx(0.1)
+
+
+def test_the_bubble_of_the_measured_steps() -> None:
+    measured = steps(0.6, 0.105, 0.125, 0.115)
+    assert outcome_of("", measured, 0, job()).bubble == pytest.approx(0.115)
+    assert outcome_of("", measured, 0, job(statistic="fastest")).bubble == pytest.approx(0.105)
+    assert outcome_of("", steps(), 0, job()).bubble is None
+
+
+def test_peak_that_the_run_reports() -> None:
+    assert outcome_of("", [*steps(), ALLOCATED], 0, job()).peak_bytes == 1024
+
+
+def test_peak_of_several_nodes() -> None:
+    """The first node tells the memory, the last one the steps."""
+    nodes = job(2, "nccl")
+    first = outcome_of("", [ALLOCATED], 0, nodes)
+    last = outcome_of("", steps(), 0, nodes)
+    assert last.peak_bytes is None
+    assert merge([first, last]) == Outcome(Status.OK, pytest.approx(0.2), 1024)
+
+
+def test_figures_are_read_as_they_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "node0.jsonl"
+    assert figures.read(path) == []
+    figures.tell(step_s=1.0)  # to nobody
+    monkeypatch.setenv(figures.VARIABLE, str(path))
+    figures.tell(step_s=1.0, bubble=None)
+    figures.tell(**ALLOCATED)
+    with path.open("a") as stream:
+        stream.write('{"step_s": 2')  # and then it was killed
+    assert figures.read(path) == [{"step_s": 1.0, "bubble": None}, ALLOCATED]
+
+
+def test_memory_of_the_host_is_not_a_gpus() -> None:
+    text = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
+    assert outcome_of(text, [], 1, job(backend="nccl")).peak_bytes is None
+    assert outcome_of(text, [], 1, job()).peak_bytes is not None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate "
+        "memory: you tried to allocate 1 bytes",
+    ],
+)
+def test_out_of_memory(text: str) -> None:
+    found = outcome_of(text, [], 1, job())
+    assert found.status is Status.OUT_OF_MEMORY
+    assert found.log_tail == text
+
+
+def test_failure_keeps_the_first_fault() -> None:
+    text = "\n".join(["noise"] * 30 + ["ValueError: layers", "RuntimeError: peer closed"])
+    found = outcome_of(text, [], 1, job())
+    assert found.status is Status.FAILED
+    assert found.log_tail.splitlines()[-1] == "ValueError: layers"
+    assert len(found.log_tail.splitlines()) <= 12
+
+
+FOOTER = """\
+E1124 12:31:29.733000 1 torch/distributed/elastic/multiprocessing/api.py:974] failed (exitcode: 1)
+Traceback (most recent call last):
+    raise ChildFailedError(
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+Root Cause (first observed failure):
+  rank      : 1 (local_rank: 1)
+============================================================"""
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["megatron-vshape: 18 layers do not divide", "AssertionError", "a last word of the script"],
+)
+def test_the_reason_is_a_ranks_own_and_not_torchruns(said: str) -> None:
+    found = outcome_of(f"noise\n{said}\n{FOOTER}", [], 1, job())
+    assert found.log_tail.splitlines()[-1] == said
+
+
+def test_time_up_and_too_few_steps() -> None:
+    assert "ended after 60 s" in outcome_of("noise", [], None, job()).log_tail
+    few = outcome_of("", steps()[:1], 0, job())
+    assert few.status is Status.FAILED
+    assert "ended after 1 steps" in few.log_tail
+
+
+def test_a_run_that_said_nothing_has_a_reason() -> None:
+    said = outcome_of("", [], -15, job()).log_tail.strip()
+    assert said == "ended by signal 15 (Terminated)"
+    assert outcome_of("", [], 3, job()).log_tail == "ended with exit code 3, without a word"
+
+
+def test_nodes_are_merged(tmp_path: Path) -> None:
+    write_outcome(tmp_path / "node0.json", Outcome(Status.OK, None, 5.0))
+    assert read_outcome(tmp_path, 2) is None
+    write_outcome(tmp_path / "node1.json", Outcome(Status.OK, 0.5, 7.0, 0.125))
+    assert read_outcome(tmp_path, 2) == Outcome(Status.OK, 0.5, 7.0, 0.125)
+    bad = Outcome(Status.OUT_OF_MEMORY, log_tail="x")
+    assert merge([Outcome(Status.OK, 1.0), bad, Outcome(Status.FAILED)]) is bad
+
+
+@pytest.mark.parametrize(("number", "port"), [("42", 20_042), ("1234567", 24_567)])
+def test_jobs_that_share_a_node_meet_at_ports_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, number: str, port: int
+) -> None:
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    monkeypatch.setenv("SLURM_JOB_ID", number)
+    monkeypatch.setenv("SLURM_NODEID", "1")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[3-4]")
+    node, flags = worker._this_node(2)
+    assert node == 1
+    assert flags[-4:] == ("--master-addr", "n3", "--master-port", str(port))
+
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, lambda *_: None)
+rank = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", rank], start_new_session=True)
+print(child.pid, flush=True)
+while True:
+    time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only Linux tells descendants")
+def test_ranks_in_sessions_of_their_own_end_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "STOPPING_S", 0.5)
+    run = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE)
+    assert run.stdout is not None
+    rank = int(run.stdout.readline())
+    worker._stop(run)
+    run.stdout.close()
+    assert run.returncode == -signal.SIGKILL
+    end = time.monotonic() + 10
+    while _runs(rank):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def _runs(process: int) -> bool:
+    """Return whether a process is there and has not just been left unwaited for."""
+    stat = Path(f"/proc/{process}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"

@@ -1,0 +1,163 @@
+"""Runs are compared within a workload: one sequence length and one global batch size."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tuning.counts import predictor_of
+from tuning.samples import SWEEP, load_sample
+
+from megatron_vshape.core.paper.catalogue import NAMES
+from megatron_vshape.tuning.configurations import Configuration, SweepError
+from megatron_vshape.tuning.files import Loaded, Pruning
+from megatron_vshape.tuning.grid import expand
+from megatron_vshape.tuning.predictor import Prediction, Verdict
+from megatron_vshape.tuning.ranking import prune
+from megatron_vshape.tuning.report import (
+    _looks,
+    best_rows,
+    comparison_table,
+    draw_pareto,
+    load_published,
+    parallel,
+    result_tables,
+    rows_of,
+)
+from megatron_vshape.tuning.results import Outcome, Result, Status
+from megatron_vshape.view.names import display_name
+
+TWO_BATCHES = [{"sequence_length": 64, "global_batch_size": size} for size in (8, 64)]
+
+
+def survey(loaded: Loaded, margin: float) -> dict[Configuration, Prediction]:
+    found = predictor_of(loaded).survey(expand(loaded).possible, margin)
+    return {each.configuration: each for each in found}
+
+
+@pytest.fixture
+def two_batches(tmp_path: Path) -> list[Prediction]:
+    """Predictions of two batch sizes; a step of the larger takes about eight times as long."""
+    grid = {**SWEEP["grid"], "schedule": ["v-half"], "microbatch_size": [1, 2]}
+    sweep = {"workloads": TWO_BATCHES, "grid": grid}
+    return list(survey(load_sample(tmp_path, sweep=sweep), 0.5).values())
+
+
+def test_a_large_batch_is_not_slower_for_being_large(two_batches: list[Prediction]) -> None:
+    chosen = prune(two_batches, Pruning(margin=0.9))
+    assert len(chosen.run) == 4
+    assert not chosen.dropped
+
+
+def test_each_workload_has_its_best(two_batches: list[Prediction]) -> None:
+    rows = best_rows(rows_of(two_batches))
+    assert [row.configuration.workload for row in rows] == [(64, 8), (64, 64)]
+    tables = result_tables(rows)
+    assert [row.style for table in tables for row in table.rows] == ["bold", "bold"]
+    assert [table.title for table in tables] == [
+        f"sequence 64, batch {batch}, layout: even, status: predicted runs" for batch in (8, 64)
+    ]
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_the_figures_fit_a_narrow_terminal(two_batches: list[Prediction], measured: bool) -> None:
+    ran = [
+        Result(
+            each.configuration, Outcome(Status.OK, 12.345, 99 * 2.0**30, 0.123), 0.4567, 1, 1, 0.1
+        )
+        for each in two_batches[: 3 if measured else 0]
+    ]
+    stream = io.StringIO()
+    for table in result_tables(rows_of(two_batches, ran)):
+        Console(file=stream, width=80).print(table)
+    text = stream.getvalue()
+    assert "…" not in text
+    assert max(map(len, text.split("\n"))) <= 80
+    assert text.count("45.67 (") == text.count("99.0 (") == len(ran)
+
+
+def test_a_run_that_failed_is_no_winner(two_batches: list[Prediction], tmp_path: Path) -> None:
+    """Though it was predicted to be the fastest, what was measured is."""
+    pytest.importorskip("matplotlib")
+    first, second = (each for each in two_batches if each.configuration.global_batch_size == 8)
+    best, other = sorted((first, second), key=lambda each: each.mfu or 0.0, reverse=True)
+    assert best.mfu is not None
+    ran = Result(other.configuration, Outcome(Status.OK, 1.0, 2.0**30), best.mfu / 2, 1.0, 1.0, 0.1)
+    for status in (Status.OUT_OF_MEMORY, Status.FAILED):
+        failed = Result(best.configuration, Outcome(status), None, 1.0, 1.0, 0.1)
+        rows = rows_of([best, other], [failed, ran])
+        assert best_rows(rows) == [rows[1]]
+        (table,) = result_tables(rows)
+        assert [row.style for row in table.rows] == [None, "bold"]
+        assert list(table.columns[1].cells)[0] == f"- ({100 * best.mfu:.2f})"
+        assert rows[0].best_mfu == 0
+        with pytest.raises(SweepError, match="there is nothing to draw"):
+            draw_pareto(rows[:1], tmp_path / "pareto.svg", "title")
+
+
+def test_each_workload_has_its_panel(two_batches: list[Prediction], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "pareto.svg"
+    draw_pareto(rows_of(two_batches), path, "title")
+    text = path.read_text()
+    assert "sequence length 64, global batch 8<" in text
+    assert "sequence length 64, global batch 64<" in text
+
+
+def test_the_front_names_configurations_and_tells_schedules_apart(
+    two_batches: list[Prediction], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    looks = _looks([*NAMES, "adaptive"]).values()
+    assert len(set(looks)) == len(looks)
+    dark = [colour for colour, _ in looks if int(colour[1:], 16) and max(rgb(colour)) < 0x60]
+    assert not dark  # but for black itself, which stands once
+    assert [colour for colour, _ in looks].count("#000000") == 1
+    few = ["adaptive", "v-half", "interleaved-1f1b:4", "interleaved-1f1b:2", "v-zb", "v-half"]
+    assert len({colour for colour, _ in _looks(few).values()}) == 5  # one a schedule
+    path = tmp_path / "pareto.svg"
+    draw_pareto(rows_of(two_batches), path, "title")
+    text = path.read_text()
+    assert "on the front: schedule, DP TP PP CP mbs<" in text
+    best = max(two_batches, key=lambda each: each.mfu or 0.0)
+    assert f">{display_name(best.configuration.schedule)} {parallel(best.configuration)}<" in text
+
+
+def rgb(colour: str) -> tuple[int, ...]:
+    return tuple(bytes.fromhex(colour[1:]))
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_published_figures_know_no_batch(
+    two_batches: list[Prediction], tmp_path: Path, backwards: bool
+) -> None:
+    path = tmp_path / "published.csv"
+    path.write_text("sequence_length,schedule,mfu_percent,parallel\n64,v-half,50,1 1 2 1\n")
+    rows = best_rows(rows_of(two_batches))
+    table, same = comparison_table(rows[::-1] if backwards else rows, load_published(path))
+    assert same
+    best = max(row.best_mfu for row in rows)
+    assert list(table.columns[2].cells) == [f"{100 * best:.2f}"]
+
+
+def test_a_plan_is_made_for_each_batch(tmp_path: Path) -> None:
+    grid = {**SWEEP["grid"], "schedule": ["1f1b", "adaptive"], "microbatch_size": [1]}
+    sweep = {"workloads": TWO_BATCHES, "grid": grid}
+    found = survey(load_sample(tmp_path, sweep=sweep), 0.5)
+    assert {each.verdict for each in found.values()} == {Verdict.RUNS}
+
+
+def test_a_plan_asked_for_by_name_is_made_however_slow(tmp_path: Path) -> None:
+    slow = {
+        "schedule": "adaptive",
+        "pipeline_parallel": 2,
+        "layout": "even",
+        "recompute": "full",
+    }
+    grid = {**SWEEP["grid"], "schedule": ["v-zb"]}
+    also = [slow, {**slow, "arguments": ["--x"]}]
+    found = survey(load_sample(tmp_path, sweep={"grid": grid, "also": also}), 0.0)
+    verdicts = {it.arguments: each.verdict for it, each in found.items() if it.recompute == "full"}
+    assert verdicts == {(): Verdict.NOT_PLANNED, ("--x",): Verdict.RUNS}
+    run = prune(found.values(), Pruning(margin=0.0)).run
+    assert any(each.configuration.arguments == ("--x",) for each in run)
