@@ -44,6 +44,10 @@ class Budget:
         """Whether Ctrl-C has been pressed."""
         return self._interrupted.is_set()
 
+    def interrupt(self) -> None:
+        """Stop the search, as Ctrl-C does."""
+        self._interrupted.set()
+
     def stopped(self) -> bool:
         """Return whether Ctrl-C has been pressed or the time limit has passed."""
         return self.interrupted or time.monotonic() >= self._ends
@@ -99,7 +103,7 @@ class Budget:
             while not (done.is_set() or self.stopped()):
                 done.wait(min(1.0, self._ends - time.monotonic()))
         except KeyboardInterrupt:
-            self._interrupted.set()
+            self.interrupt()
             with _told_first():
                 tell(self.best())
         done.wait(GRACE_S)

@@ -154,9 +154,7 @@ class PlanResult:
     def plan(self) -> Plan:
         """Search result; raises ScheduleError for a schedule by name."""
         if self.searched is None:
-            raise ScheduleError(
-                f"{self.schedule.name} was requested by name, so nothing was planned"
-            )
+            raise ScheduleError(f"{self.schedule.name} was requested by name, not planned")
         return self.searched
 
 

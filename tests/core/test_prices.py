@@ -15,10 +15,13 @@ from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import (
     FROM_HOST,
+    HELD,
     KINDS,
+    KNOWN_ALONE,
     OFFLOAD,
     PARTS,
     PROCESSOR,
+    TIMES,
     TO_HOST,
     Kind,
     ScheduleError,
@@ -245,6 +248,17 @@ def test_nothing_that_costs_say_is_lost(change: Callable[[Costs], Costs]) -> Non
         assert bool(getattr(made, each.name)) == bool(getattr(costs, each.name)), each.name
     for name in ("send_us", "host_us", "by_microbatch", "sources"):
         assert getattr(made, name) == getattr(costs, name), name
+
+
+def test_costs_have_a_field_for_each_amount_of_f_b_and_w() -> None:
+    own = {*TIMES, *HELD, *KNOWN_ALONE}
+    assert own == {each.name for each in fields(Costs)} & set(amount_names(KINDS))
+    costs = Costs.uniform(2, 4)
+    lookups = costs.having(logits_us=(1.0,) * 4, copy_out_us=(2.0,) * 4)
+    assert lookups.others == (("copy_out_us", (2.0,) * 4), ("logits_us", (1.0,) * 4))
+    assert lookups.having(logits_us=None, copy_out_us=None) == costs
+    with pytest.raises(ScheduleError, match="no kind of pass has 'lookups_us'"):
+        costs.having(lookups_us=(1.0,) * 4)
 
 
 def test_a_pass_may_have_a_price_for_each_microbatch() -> None:

@@ -1,4 +1,4 @@
-"""The one question: what it decides for everyone who asks."""
+"""Plan requests: the rules that hold for every user of `plan`."""
 
 from pathlib import Path
 
@@ -78,6 +78,8 @@ def test_a_name_a_file_and_a_plan_are_one_question(tmp_path: Path) -> None:
     named = plan(PlanRequest("v-half", 4, 8))
     assert named.block == make_block("v-half", 4, 8)
     assert named.costs == Costs.uniform(4, 8)
+    with pytest.raises(ScheduleError, match="v-half was requested by name, not planned"):
+        _ = named.plan
     path = tmp_path / "mine.json"
     path.write_text(named.schedule.to_json())
     assert plan(PlanRequest(str(path), 4, 8)).schedule == named.schedule == find(str(path))
