@@ -42,8 +42,8 @@ class _TableRow(NamedTuple):
 
 
 def comparison_rows(
-    question: PlanRequest,
-    answer: PlanResult,
+    request: PlanRequest,
+    result: PlanResult,
     budget: Budget,
     held: Text,
     time: Text,
@@ -56,34 +56,34 @@ def comparison_rows(
     family above the limit the fastest, if it is faster than the plan.
 
     Args:
-        question: the plan request.
-        answer: the plan result.
+        request: the plan request.
+        result: the plan result.
         budget: after it is used up, no further schedule is generated.
         held: formats memory.
         time: formats times.
         every: return all rows.
     """
-    idle = simulate(answer.schedule, answer.costs).mean_idle
-    name, best = _name(answer), answer.plan
+    idle = simulate(result.schedule, result.costs).mean_idle
+    name, best = _name(result), result.plan
     rest: list[_TableRow] = []
-    for each in compare(question, answer, budget):
-        if each.rival is not None and each.rival == answer.baseline:
+    for each in compare(request, result, budget):
+        if each.rival is not None and each.rival == result.baseline:
             continue
         value = (
             each.least
             if isinstance(each, BaselineEstimate)
-            else question.objective.of(each.timeline)
+            else request.objective.of(each.timeline)
         )
         within = (
-            each.may_fit if isinstance(each, BaselineEstimate) else fits(each.peak, answer.limits)
+            each.may_fit if isinstance(each, BaselineEstimate) else fits(each.peak, result.limits)
         )
-        cells = _row(each, value, within, answer, held, time)
+        cells = _row(each, value, within, result, held, time)
         family = cells[0] if each.rival is None else each.rival.name
         rest.append(_TableRow(not within, value, family, cells))
-    rest += _tried_rows(answer, time)
+    rest += _tried_rows(result, time)
     rest.sort(key=lambda each: each[:2])
     shown = rest if every else _worth_showing(rest, best.value)
-    own = [name, str(answer.schedule.num_chunks), held(max(best.peak)), time(best.value)]
+    own = [name, str(result.schedule.num_chunks), held(max(best.peak)), time(best.value)]
     rows = [HEADING, [*own, percent(idle), "recommended"], *(each.cells for each in shown)]
     return rows, len(rest) - len(shown)
 
@@ -105,9 +105,9 @@ def _worth_showing(rows: Sequence[_TableRow], best: float) -> list[_TableRow]:
     return shown
 
 
-def _tried_rows(answer: PlanResult, time: Text) -> Iterator[_TableRow]:
+def _tried_rows(result: PlanResult, time: Text) -> Iterator[_TableRow]:
     """Yield the plans of the other strategies to save memory, or their lower bounds."""
-    best = answer.plan
+    best = result.plan
     by_words: dict[str, tuple[float, bool]] = {}
     for way, value, bound in best.tried:
         words = f"plan: {way_text(way)}"
@@ -128,11 +128,11 @@ def _row(
     each: EvaluatedSchedule | BaselineEstimate,
     value: float,
     within: bool,
-    answer: PlanResult,
+    result: PlanResult,
     held: Text,
     time: Text,
 ) -> list[str]:
-    slower = value / answer.plan.value - 1
+    slower = value / result.plan.value - 1
     if isinstance(each, BaselineEstimate):
         devices = max(each.placement) + 1
         chunks = len(each.placement) // devices
@@ -140,11 +140,11 @@ def _row(
         least, why = ("", ABOVE)
         if within:
             least, why = f">= {time(value)}", f"at least {percent(slower)} slower"
-        return [str(each.rival), str(chunks), "", least, "", why + _note(each.rival, answer)]
+        return [str(each.rival), str(chunks), "", least, "", why + _note(each.rival, result)]
     if within:
         why = f"{percent(slower)} slower" if slower > 1e-9 else "as fast"
     else:
-        over = max(peak - limit for peak, limit in zip(each.peak, answer.limits, strict=True))
+        over = max(peak - limit for peak, limit in zip(each.peak, result.limits, strict=True))
         why = f"{held(over)} {ABOVE}"
     peak, idle = held(max(each.peak)), percent(each.timeline.mean_idle)
     return [
@@ -153,49 +153,49 @@ def _row(
         peak,
         time(value),
         idle,
-        why + _note(each.rival, answer),
+        why + _note(each.rival, result),
     ]
 
 
-def _note(rival: BaselineSpec | None, answer: PlanResult) -> str:
+def _note(rival: BaselineSpec | None, result: PlanResult) -> str:
     """Return a remark if stock Megatron rejects the schedule for these sizes."""
-    schedule = answer.schedule
+    schedule = result.schedule
     microbatches = schedule.num_microbatches // schedule.slices
     rejected = rival and why_not_stock(rival.name, schedule.num_devices, microbatches)
     return f"; {NOT_STOCK}" if rejected else ""
 
 
-def _name(answer: PlanResult) -> str:
-    return "plan" if answer.baseline is None else str(answer.baseline)
+def _name(result: PlanResult) -> str:
+    return "plan" if result.baseline is None else str(result.baseline)
 
 
-def recommended(answer: PlanResult) -> str:
+def recommended(result: PlanResult) -> str:
     """Format the recommendation as one sentence."""
-    known, chunks = answer.baseline, answer.schedule.num_chunks
-    if known is not None and answer.is_megatrons:
+    known, chunks = result.baseline, result.schedule.num_chunks
+    if known is not None and result.is_megatrons:
         stages = f" with {chunks} virtual stages per rank" if chunks > 1 else ""
         name = f"stock Megatron's {known.name}{stages}"
         return f"recommended: {name}; no plan within the limit is faster"
     if known is not None:
         return f"recommended: {known}, as published; no plan within the limit is faster"
-    slices = answer.schedule.slices
+    slices = result.schedule.slices
     cut = f" and {slices} slices per microbatch" if slices > 1 else ""
     each = "chunk" if chunks == 1 else "chunks"
     return f"recommended: the plan, with {chunks} {each} per rank{cut}"
 
 
 def changes(
-    against: EvaluatedSchedule, answer: PlanResult, held: Text, time: Text
+    against: EvaluatedSchedule, result: PlanResult, held: Text, time: Text
 ) -> Iterator[str]:
     """Yield the differences from a schedule to the plan: time, memory and layers per stage."""
-    goal = answer.plan.objective
-    before, after = goal.of(against.timeline), answer.plan.value
+    goal = result.plan.objective
+    before, after = goal.of(against.timeline), result.plan.value
     name = str(against.rival or plain(against.schedule.name))
     yield f"compared with {name}:"
     yield f"  step time  {time(after)} instead of {time(before)}: {_change(after, before)}"
-    now, then = max(answer.plan.peak), max(against.peak)
+    now, then = max(result.plan.peak), max(against.peak)
     yield f"  peak       {held(now)} instead of {held(then)}: {_change(now, then)}"
-    yield f"  layers     {_layers(answer.costs)} instead of {_layers(against.costs)}"
+    yield f"  layers     {_layers(result.costs)} instead of {_layers(against.costs)}"
 
 
 def _change(after: float, before: float) -> str:

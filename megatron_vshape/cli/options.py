@@ -246,7 +246,7 @@ def _time(text: str, name: str) -> float:
     return value
 
 
-def questions_of(
+def requests_of(
     names: Sequence[str],
     options: argparse.Namespace,
     measured: Costs | None,

@@ -249,12 +249,12 @@ def run(options: argparse.Namespace) -> int:
                 "remove --layer-split"
             )
         return _run_frontier(options, costs, measured)
-    question = _question(options, costs, measured)
-    limit = _limit(options, question, measured is not None)
-    against = None if options.against is None else _baseline(options.against, question)
+    request = _request(options, costs, measured)
+    limit = _limit(options, request, measured is not None)
+    against = None if options.against is None else _baseline(options.against, request)
     held = _held_text(costs, options.devices, measured is not None)
     time = partial(time_text, in_us=measured is not None)
-    question = replace(question, limit=limit)
+    request = replace(request, limit=limit)
     with told(time) as progress, _limits_told(costs, options.devices, measured is not None):
         budget = Budget(options.seconds, progress.search)
 
@@ -264,55 +264,55 @@ def run(options: argparse.Namespace) -> int:
                 what = f"{time(best.plan.value)}, peak {held(max(best.plan.peak))}"
             progress.line(f"interrupted; the best so far: {what}")
 
-        work = partial(_searched, question, budget, options, measured, held, time)
+        work = partial(_searched, request, budget, options, measured, held, time)
         # The search runs in a thread: None means that the time limit or Ctrl-C stopped it early.
         searched = budget.run(work, tell)
-        answer, more, compared = searched or _cut_short(question, budget)
+        result, more, compared = searched or _cut_short(request, budget)
         # A search that was stopped may be slower than a published schedule that fits.
         if searched and budget.stopped():
-            answer = no_worse_than_published(question, answer) or answer
+            result = no_worse_than_published(request, result) or result
     # Files first: if one cannot be written, nothing has been printed.
-    outputs = _outputs(options, answer, limit)
+    outputs = _outputs(options, result, limit)
     write_all(outputs)
-    _print(answer, limit, costs, measured is not None)
+    _print(result, limit, costs, measured is not None)
     for label, value in more:
         print(f"{label:<16}{value}")
     print(f"\n{compared}\n")
-    print(recommended(answer) if searched else _so_far(answer))
+    print(recommended(result) if searched else _so_far(result))
     if against is not None:
-        print("\n" + "\n".join(changes(against, answer, held, time)))
+        print("\n" + "\n".join(changes(against, result, held, time)))
     report_written(outputs)
     return 0
 
 
-def _so_far(answer: PlanResult) -> str:
-    name = "the plan" if answer.baseline is None else f"{answer.baseline}, as published"
+def _so_far(result: PlanResult) -> str:
+    name = "the plan" if result.baseline is None else f"{result.baseline}, as published"
     return f"best so far: {name}; more time may find a better plan"
 
 
-def _baseline(text: str, question: PlanRequest) -> EvaluatedSchedule:
+def _baseline(text: str, request: PlanRequest) -> EvaluatedSchedule:
     """Return the schedule of --against.
 
     Raises:
         ScheduleError: stock Megatron rejects it, so a gain over it is meaningless.
     """
-    devices, microbatches = question.num_devices, question.num_microbatches
+    devices, microbatches = request.num_devices, request.num_microbatches
     why = why_not_stock(text, devices, microbatches)
     if why:
         raise ScheduleError(
             f"--against {text:.60} is {NOT_STOCK}: {why}. Use --against 1f1b, or a multiple of "
             f"{devices} for --microbatches"
         )
-    return known_as(text, question)
+    return known_as(text, request)
 
 
-def _outputs(options: argparse.Namespace, answer: PlanResult, limit: float) -> list[Output]:
+def _outputs(options: argparse.Namespace, result: PlanResult, limit: float) -> list[Output]:
     outputs = []
     if options.export is not None:
-        outputs.append(schedule_output("--export", options.export, answer.schedule))
+        outputs.append(schedule_output("--export", options.export, result.schedule))
     if options.html is not None:
         page = partial(
-            _write_html, made=answer.plan, own=answer.costs, limit=limit, options=options
+            _write_html, made=result.plan, own=result.costs, limit=limit, options=options
         )
         outputs.append(Output("--html", options.html, page))
     return outputs
@@ -321,13 +321,13 @@ def _outputs(options: argparse.Namespace, answer: PlanResult, limit: float) -> l
 class _Searched(NamedTuple):
     """Result of a search: the plan, further lines of the report, and the comparison table."""
 
-    answer: PlanResult
+    result: PlanResult
     more: list[tuple[str, str]]
     compared: str
 
 
 def _searched(
-    question: PlanRequest,
+    request: PlanRequest,
     budget: Budget,
     options: argparse.Namespace,
     measured: Costs | None,
@@ -335,50 +335,50 @@ def _searched(
     time: Callable[[float], str],
 ) -> _Searched:
     """Search for the best plan, then for further results and the comparison while time is left."""
-    answer = plan(question, budget)
-    budget.found(lambda: answer)
+    result = plan(request, budget)
+    budget.found(lambda: result)
     hints = budget.apart()
     more = []
     if not budget.stopped():
-        more = _more_told(question, answer, GIB if measured is not None else None, hints)
+        more = _more_told(request, result, GIB if measured is not None else None, hints)
     if heavy_ends.shares(options, measured) and not budget.stopped():
-        plain = _question(heavy_ends.unshared(options), None, measured)
-        plain = replace(plain, limit=answer.limits)
-        more += _told_of("unshared", plain, answer, hints, held, time)
+        plain = _request(heavy_ends.unshared(options), None, measured)
+        plain = replace(plain, limit=result.limits)
+        more += _told_of("unshared", plain, result, hints, held, time)
     if heavy_ends.may_share(options, measured) and not budget.stopped():
-        more += _ways_told(question, answer, hints, options, measured, held, time)
-    rows, others = comparison_rows(question, answer, budget, held, time, options.all)
+        more += _ways_told(request, result, hints, options, measured, held, time)
+    rows, others = comparison_rows(request, result, budget, held, time, options.all)
     compared = table(rows)
     if others:
         compared += f"\n{others} more rows with --all: slower, or above the limit and not faster"
-    return _Searched(answer, [*more, *_layers_told(question, answer)], compared)
+    return _Searched(result, [*more, *_layers_told(request, result)], compared)
 
 
-def _layers_told(question: PlanRequest, answer: PlanResult) -> list[tuple[str, str]]:
+def _layers_told(request: PlanRequest, result: PlanResult) -> list[tuple[str, str]]:
     """Format the layers per stage as the training flag, if the plan has balanced them."""
-    layers = answer.costs.layers
-    if question.layers is None or layers is None:
+    layers = result.costs.layers
+    if request.layers is None or layers is None:
         return []
     return [("layers", f"--pipeline-layer-split {','.join(map(str, layers))}")]
 
 
-def _cut_short(question: PlanRequest, budget: Budget) -> _Searched:
+def _cut_short(request: PlanRequest, budget: Budget) -> _Searched:
     """Return the best plan found before the time limit, or the best known schedule if faster.
 
     Raises:
         KeyboardInterrupt: interrupted before anything was found.
         ScheduleError: nothing was found within the time limit.
     """
-    answer = no_worse_than_published(question, budget.best())
-    if answer is None and budget.interrupted:
+    result = no_worse_than_published(request, budget.best())
+    if result is None and budget.interrupted:
         raise KeyboardInterrupt
-    if answer is None:
+    if result is None:
         raise ScheduleError(
             f"no plan was found in --seconds {budget.seconds}: increase --seconds or --memory-limit"
         )
-    more = _layers_told(question, answer)
+    more = _layers_told(request, result)
     skipped = "comparison table skipped (time limit); no published schedule that fits is faster"
-    return _Searched(answer, more, skipped)
+    return _Searched(result, more, skipped)
 
 
 def _measured(file: str, layers: int | None) -> Costs:
@@ -397,10 +397,10 @@ def _measured(file: str, layers: int | None) -> Costs:
     return costs
 
 
-def _question(
+def _request(
     options: argparse.Namespace, costs: Costs | None, measured: Costs | None
 ) -> PlanRequest:
-    question = PlanRequest(
+    request = PlanRequest(
         AUTO,
         options.devices,
         options.microbatches,
@@ -412,30 +412,30 @@ def _question(
         seconds=None if options.seconds is None else options.seconds * FIRST_SHARE,
         layers=_pieces(options, measured),
     )
-    return replace(question, in_host=_in_host(options, question))
+    return replace(request, in_host=_in_host(options, request))
 
 
 def _told_of(
     what: str,
-    question: PlanRequest,
-    answer: PlanResult,
+    request: PlanRequest,
+    result: PlanResult,
     budget: Budget,
     held: Callable[[float], str],
     time: Callable[[float], str],
 ) -> list[tuple[str, str]]:
     """Plan for another request; format its time and memory compared with this plan."""
     try:
-        other = plan(question, budget).plan
+        other = plan(request, budget).plan
     except LimitError:
         return [(what, "does not fit the limit")]
-    longer = percent(abs(other.value / answer.plan.value - 1))
-    longer += " slower" if other.value >= answer.plan.value else " faster"
+    longer = percent(abs(other.value / result.plan.value - 1))
+    longer += " slower" if other.value >= result.plan.value else " faster"
     return [(what, f"{time(other.value)} ({longer}), peak {held(max(other.peak))}")]
 
 
 def _ways_told(
-    question: PlanRequest,
-    answer: PlanResult,
+    request: PlanRequest,
+    result: PlanResult,
     budget: Budget,
     options: argparse.Namespace,
     measured: Costs | None,
@@ -443,16 +443,16 @@ def _ways_told(
     time: Callable[[float], str],
 ) -> list[tuple[str, str]]:
     """Format the gain of vocabulary parallelism, and of another layer split, within the limits."""
-    asked = replace(question, limit=answer.limits, seconds=None, steps=HINT_STEPS)
-    other = _question(heavy_ends.shared(options), None, measured)
+    asked = replace(request, limit=result.limits, seconds=None, steps=HINT_STEPS)
+    other = _request(heavy_ends.shared(options), None, measured)
     shared = replace(asked, costs=other.costs, cut=other.cut)
-    told = _told_of("vocab parallel", shared, answer, budget, held, time)
-    layers, _ = lighter_layers(answer.schedule, answer.costs)
-    if question.layers is None and layers != (answer.costs.layers or ()):
-        costs = Pieces.of(answer.costs, answer.costs.layers or ()).costs(layers)
-        placements = (answer.schedule.placement,)
+    told = _told_of("vocab parallel", shared, result, budget, held, time)
+    layers, _ = lighter_layers(result.schedule, result.costs)
+    if request.layers is None and layers != (result.costs.layers or ()):
+        costs = Pieces.of(result.costs, result.costs.layers or ()).costs(layers)
+        placements = (result.schedule.placement,)
         even = replace(asked, costs=costs, cut=None, placements=placements)
-        told += _told_of("other layers", even, answer, budget, held, time)
+        told += _told_of("other layers", even, result, budget, held, time)
     flags = "--pipeline-vocab-parallel", f"--pipeline-layer-split {','.join(map(str, layers))}"
     return [(what, f"{line}: {flag}") for (what, line), flag in zip(told, flags, strict=False)]
 
@@ -536,13 +536,13 @@ def _costs(options: argparse.Namespace, measured: Costs | None) -> Costs:
     )
 
 
-def _limit(options: argparse.Namespace, question: PlanRequest, in_bytes: bool) -> float:
+def _limit(options: argparse.Namespace, request: PlanRequest, in_bytes: bool) -> float:
     """Return the memory limit without the headroom, in the unit of the costs' memory.
 
     Raises:
         ScheduleError: not a limit, GiB without a costs file, or nothing is left.
     """
-    limit = _given_limit(options.memory_limit, question, in_bytes)
+    limit = _given_limit(options.memory_limit, request, in_bytes)
     return limit - headroom_of(options.headroom, limit, in_bytes)
 
 
@@ -552,32 +552,32 @@ def _in_chunks(options: argparse.Namespace) -> bool:
     return options.frontier is not None or not math.isnan(limit)
 
 
-def _given_limit(text: str | None, question: PlanRequest, in_bytes: bool) -> float:
+def _given_limit(text: str | None, request: PlanRequest, in_bytes: bool) -> float:
     name = (text or "1f1b").partition(":")[0]
     if text is None or name in EVERY_NAME or Path(name).suffix in SUFFIXES:
-        return max(limits_of(replace(question, limit=text)))
+        return max(limits_of(replace(request, limit=text)))
     more = ", nor a schedule such as interleaved-1f1b:4"
-    return _memory("--memory-limit", text, question, in_bytes, more)
+    return _memory("--memory-limit", text, request, in_bytes, more)
 
 
-def _memory(option: str, text: str, question: PlanRequest, in_bytes: bool, more: str = "") -> float:
+def _memory(option: str, text: str, request: PlanRequest, in_bytes: bool, more: str = "") -> float:
     """Parse chunks or GiB of an option, to the unit of the costs' memory."""
     lowered = text.lower().strip()
     unit = next((name for name in UNITS if lowered.endswith(name)), None)
     value = float_or_nan(lowered.removesuffix(unit or ""))
     if not 0 < value < float("inf"):
         raise ScheduleError(
-            f"{option} {text!r:.40} is neither chunks, such as {question.num_devices + 2}, nor GiB "
+            f"{option} {text!r:.40} is neither chunks, such as {request.num_devices + 2}, nor GiB "
             f"such as 12.5GiB{more}"
         )
     if unit is None:
-        return value * chunk_of(question.whole(), question.num_devices)
+        return value * chunk_of(request.whole(), request.num_devices)
     if not in_bytes:
         raise ScheduleError(f"{option} {text} needs --costs FILE; without it, use chunks")
     return value * UNITS[unit]
 
 
-def _in_host(options: argparse.Namespace, question: PlanRequest) -> float:
+def _in_host(options: argparse.Namespace, request: PlanRequest) -> float:
     """Return the host memory limit per rank, in the unit of the costs' memory.
 
     Raises:
@@ -586,12 +586,12 @@ def _in_host(options: argparse.Namespace, question: PlanRequest) -> float:
     text = options.host_memory_limit
     if text is None:
         return math.inf
-    if not question.whole().copies:
+    if not request.whole().copies:
         raise ScheduleError(
             f"--host-memory-limit {text:.40} needs --offload T, or --costs FILE with copy times"
         )
     in_bytes = options.costs is not None
-    limit = _memory("--host-memory-limit", text, question, in_bytes)
+    limit = _memory("--host-memory-limit", text, request, in_bytes)
     return filled(limit) if in_bytes else limit
 
 
@@ -649,11 +649,11 @@ def _recipe(options: argparse.Namespace) -> str:
     return shlex.join(map(str, words))
 
 
-def _print(answer: PlanResult, limit: float, costs: Costs, in_bytes: bool) -> None:
+def _print(result: PlanResult, limit: float, costs: Costs, in_bytes: bool) -> None:
     from megatron_vshape.core.splitting import where_split  # brings numba along, as planning does
 
-    made, slices = answer.plan, answer.schedule.slices
-    timeline = simulate(made.schedule, answer.costs)
+    made, slices = result.plan, result.schedule.slices
+    timeline = simulate(made.schedule, result.costs)
     if made.schedule.num_devices * made.schedule.num_microbatches <= 256:
         print(picture(timeline, columns(), wants_colour(sys.stdout)) + "\n")
     held = _held_text(costs, made.schedule.num_devices, in_bytes)
@@ -663,45 +663,45 @@ def _print(answer: PlanResult, limit: float, costs: Costs, in_bytes: bool) -> No
         (str(made.objective), f"{time(made.value)}{unit}"),
         ("busy time", f"{time(made.busy)} (busiest rank)"),
         ("bubble", f"{percent(made.bubble)} ({time(made.overhead)})"),
-        *labelled("idle", idle_told(timeline, answer.costs)),
+        *labelled("idle", idle_told(timeline, result.costs)),
         (
             "lower bound",
             f"{time(made.lower_bound)} for this placement",
         ),
-        ("optimality gap", _gap_text(answer)),
+        ("optimality gap", _gap_text(result)),
         ("placement", placement_text(made.schedule)),
         *([("slices", f"{slices} per microbatch")] if slices > 1 else []),
         ("peak memory", f"{held(peaks[0])}, limit {held(peaks[1])}"),
-        *labelled("per rank", peaks_told(made.schedule, answer.costs)),
+        *labelled("per rank", peaks_told(made.schedule, result.costs)),
         ("split backward", where_split(made.schedule)),
-        *trades_told(timeline, answer.costs, held),
+        *trades_told(timeline, result.costs, held),
     ]
     if in_bytes:
-        lines += labelled("costs", prices_told(answer.costs))
+        lines += labelled("costs", prices_told(result.costs))
     for label, value in lines:
         print(f"{label:<16}{value}")
 
 
 def _more_told(
-    question: PlanRequest, answer: PlanResult, unit: float | None, budget: Budget
+    request: PlanRequest, result: PlanResult, unit: float | None, budget: Budget
 ) -> list[tuple[str, str]]:
     """Format the gain of one more GiB, or chunk without `unit`, if offloading is possible."""
-    if not answer.costs.copies:
+    if not result.costs.copies:
         return []
     what = "chunk" if unit is None else "GiB"
-    size = chunk_of(question.whole(), question.num_devices) if unit is None else unit
-    value = with_more(question, answer, size, budget)
+    size = chunk_of(request.whole(), request.num_devices) if unit is None else unit
+    value = with_more(request, result, size, budget)
     time = time_text(value, unit is not None)
-    saved = 1 - value / answer.plan.value
+    saved = 1 - value / result.plan.value
     told = f"{time} ({percent(saved)} faster)" if saved > 1e-4 else "no gain"
     return [(f"1 {what} more", told)]
 
 
-def _gap_text(answer: PlanResult) -> str:
-    value, own = answer.plan.value, answer.plan.gap
-    if not answer.searched_bound:  # cut short
+def _gap_text(result: PlanResult) -> str:
+    value, own = result.plan.value, result.plan.gap
+    if not result.searched_bound:  # cut short
         return f"at most {percent(own)} for this placement"
-    searched = value / answer.searched_bound - 1
+    searched = value / result.searched_bound - 1
     return (
         f"at most {percent(own)} for this placement, {percent(max(searched, own))} for all "
         "searched placements"
@@ -730,11 +730,11 @@ def _run_frontier(options: argparse.Namespace, costs: Costs, measured: Costs | N
     devices = options.devices
     chunk = chunk_of(costs, devices)
     limits = [chunk * chunks for chunks in range(2, 2 * devices + 1)]
-    question = _question(options, costs, measured)
+    request = _request(options, costs, measured)
     time = partial(time_text, in_us=measured is not None)
     with told(time) as progress, _limits_told(costs, devices, measured is not None):
         drawn_by = {}
-        asked = families(question)
+        asked = families(request)
         if options.seconds is not None:
             each_s = options.seconds / (len(limits) * len(asked))
             asked = {name: replace(each, seconds=each_s) for name, each in asked.items()}
@@ -743,7 +743,7 @@ def _run_frontier(options: argparse.Namespace, costs: Costs, measured: Costs | N
                 progress.line(f"with {name}:")
             drawn_by[name] = _followed(each, limits, chunk, progress)
         points = _no_worse(drawn_by.pop("all"), drawn_by.values())
-        others = list(published(question))
+        others = list(published(request))
     named = [_named(point, name) for name, own in drawn_by.items() for point in own]
     rows = _frontier_rows([*points, *named], others, chunk, in_us=measured is not None)
     unit, size = ("chunks", chunk) if measured is None else ("GiB", GIB)
@@ -776,7 +776,7 @@ def _named(point: Point, name: str) -> Point:
 
 
 def _followed(
-    question: PlanRequest, limits: Sequence[float], chunk: float, progress: Progress
+    request: PlanRequest, limits: Sequence[float], chunk: float, progress: Progress
 ) -> list[Point]:
     """Return the frontier, with a report per limit; Ctrl-C ends it after the finished limits.
 
@@ -798,7 +798,7 @@ def _followed(
 
     before = signal.signal(signal.SIGINT, interrupt)
     try:
-        return frontier(question, limits, report, Budget(report=progress.search))
+        return frontier(request, limits, report, Budget(report=progress.search))
     except KeyboardInterrupt:
         if not points:
             raise

@@ -22,7 +22,7 @@ from megatron_vshape.cli.options import (
     add_size_arguments,
     chunks,
     count,
-    questions_of,
+    requests_of,
 )
 from megatron_vshape.cli.progress import told
 from megatron_vshape.core.baselines import NOT_STOCK, why_not_stock
@@ -135,8 +135,8 @@ def run(options: argparse.Namespace) -> int:
     names = list(dict.fromkeys([*filter(None, [options.name]), *options.compare]))
     time = partial(time_text, in_us=measured is not None)
     with told(time) as progress:
-        questions = questions_of(names, options, measured, _choices(options), options.slices)
-        results = [_result(each, Budget(report=progress.search)) for each in questions]
+        requests = requests_of(names, options, measured, _choices(options), options.slices)
+        results = [_result(each, Budget(report=progress.search)) for each in requests]
     outputs = _outputs(options, results)
     write_all(outputs)
     if options.compare:
@@ -172,8 +172,8 @@ def _check(options: argparse.Namespace) -> None:
         check_can_draw("--figure")
 
 
-def _result(question: PlanRequest, budget: Budget) -> _Result:
-    answer, measured = plan(question, budget), question.costs
+def _result(request: PlanRequest, budget: Budget) -> _Result:
+    answer, measured = plan(request, budget), request.costs
     timeline = simulate(answer.schedule, answer.costs)
     numbers = numbers_of(timeline, None if measured is None else answer.costs)
     return _Result(answer.block, timeline, answer.costs, numbers, measured)

@@ -31,7 +31,7 @@ class Point:
 
 
 def frontier(
-    question: PlanRequest,
+    request: PlanRequest,
     limits: Sequence[float],
     report: Callable[[Point], None] = lambda point: None,
     budget: Budget | None = None,
@@ -48,13 +48,13 @@ def frontier(
     points: list[Point] = []
     if not limits:
         raise ScheduleError("a frontier needs a limit at least; none is given")
-    costs = question.whole()
-    placements = default_placements(question.num_devices, costs.num_stages)
-    least = least_limit(costs, question.num_devices, placements) + most_logits_bytes(
+    costs = request.whole()
+    placements = default_placements(request.num_devices, costs.num_stages)
+    least = least_limit(costs, request.num_devices, placements) + most_logits_bytes(
         costs, min(WAITING)
     )
     for limit in [each for each in sorted(limits) if each * _SAME >= least] or [max(limits)]:
-        made = plan(replace(question, limit=limit), budget).plan
+        made = plan(replace(request, limit=limit), budget).plan
         point = Point(limit, max(made.peak), made.value, made.bubble, made.schedule, made)
         # For equal values, keep the plan with less memory.
         if points and points[-1].value <= point.value * _SAME:
@@ -64,15 +64,15 @@ def frontier(
     return points
 
 
-def families(question: PlanRequest) -> dict[str, PlanRequest]:
+def families(request: PlanRequest) -> dict[str, PlanRequest]:
     """Return requests with fewer strategies to save memory, by name.
 
     The first request has all strategies of the costs; it is the only one if the costs have none.
     """
-    costs = question.whole()
+    costs = request.whole()
     if not costs.copies:
-        return {"all": question}
-    return {"all": question, "order alone": question.changed(without_copies)}
+        return {"all": request}
+    return {"all": request, "order alone": request.changed(without_copies)}
 
 
 def _of_both(before: Plan | None, made: Plan) -> Plan | None:
@@ -82,13 +82,13 @@ def _of_both(before: Plan | None, made: Plan) -> Plan | None:
     return replace(before, lower_bound=min(before.lower_bound, made.lower_bound))
 
 
-def published(question: PlanRequest) -> Iterator[Point]:
+def published(request: PlanRequest) -> Iterator[Point]:
     """Yield the catalogue's schedules as points, with the request's costs for each."""
     for name in NAMES:
         try:
-            answer = plan(replace(question, name=name, slices=1))
+            result = plan(replace(request, name=name, slices=1))
         except ScheduleError:  # not for this size, or no costs for its stages
             continue
-        known = judge(answer.schedule, answer.costs)
-        peak, value = max(known.peak), question.objective.of(known.timeline)
+        known = judge(result.schedule, result.costs)
+        peak, value = max(known.peak), request.objective.of(known.timeline)
         yield Point(peak, peak, value, 1 - known.timeline.busy / value, known.schedule)
