@@ -5,14 +5,12 @@ import csv
 import io
 import math
 import shlex
-import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple
 
 from megatron_vshape.cli import heavy_ends
@@ -103,6 +101,9 @@ FIRST_SHARE = 0.5
 
 HINT_STEPS = 150_000
 """Search steps of the plans that only show what another option would gain."""
+
+LAST_LIMIT_S = 30.0
+"""Seconds for the search of a frontier's current limit to end after Ctrl-C."""
 
 _TARGETS = {"export": SUFFIXES, "html": (".html",), "frontier": FIGURE_SUFFIXES}
 
@@ -778,34 +779,21 @@ def _named(point: Point, name: str) -> Point:
 def _followed(
     request: PlanRequest, limits: Sequence[float], chunk: float, progress: Progress
 ) -> list[Point]:
-    """Return the frontier, with a report per limit; Ctrl-C ends it after the finished limits.
-
-    The search at one limit handles Ctrl-C itself and returns the best plan so far.
-    """
-    points: list[Point] = []
-    interrupted: list[int] = []
-
-    def interrupt(number: int, _: FrameType | None) -> None:
-        interrupted.append(number)
-        raise KeyboardInterrupt
+    """Return the frontier, with a report per limit; Ctrl-C ends it after the current limit."""
+    budget, points = Budget(report=progress.search), list[Point]()
 
     def report(point: Point) -> None:
         points.append(point)
         text = f"limit {point.limit / chunk:g} of {limits[-1] / chunk:g} chunks: bubble"
         progress.line(f"{text} {percent(point.bubble)}")
-        if interrupted:
-            raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        return frontier(request, limits, report, Budget(report=progress.search))
-    except KeyboardInterrupt:
-        if not points:
-            raise
+    work = partial(frontier, request, limits, report, budget)
+    budget.run(work, lambda best: None, grace_s=LAST_LIMIT_S)
+    if budget.interrupted and not points:
+        raise KeyboardInterrupt
+    if budget.interrupted:
         progress.line("interrupted: the output ends at this limit")
-        return points
-    finally:
-        signal.signal(signal.SIGINT, before)
+    return points
 
 
 def _frontier_rows(

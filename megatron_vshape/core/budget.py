@@ -82,9 +82,12 @@ class Budget:
             raise KeyboardInterrupt
 
     def run(
-        self, work: Callable[[], _Result], tell: Callable[[PlanResult | None], None]
+        self,
+        work: Callable[[], _Result],
+        tell: Callable[[PlanResult | None], None],
+        grace_s: float = GRACE_S,
     ) -> _Result | None:
-        """Return the result of `work`, or None if it was stopped and did not end in time.
+        """Return the result of `work`, or None if it was stopped and did not end in `grace_s`.
 
         `work` runs in a separate thread, so Ctrl-C is handled at once, not only between two steps
         of the search: `tell` is called with the best result so far. A second Ctrl-C is raised.
@@ -106,7 +109,7 @@ class Budget:
             self.interrupt()
             with _told_first():
                 tell(self.best())
-        done.wait(GRACE_S)
+        done.wait(grace_s)
         if errors and not isinstance(errors[0], KeyboardInterrupt):
             raise errors[0]
         return results[0] if results else None

@@ -54,6 +54,8 @@ def frontier(
         costs, min(WAITING)
     )
     for limit in [each for each in sorted(limits) if each * _SAME >= least] or [max(limits)]:
+        if points and budget is not None and budget.stopped():
+            break
         made = plan(replace(request, limit=limit), budget).plan
         point = Point(limit, max(made.peak), made.value, made.bubble, made.schedule, made)
         # For equal values, keep the plan with less memory.
