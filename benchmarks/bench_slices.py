@@ -126,7 +126,7 @@ def run_rank(arguments: list[str]) -> None:
 
     def key_of(name: str) -> Callable[..., str]:
         def key(stage: Any, microbatch: int, *_: Any) -> str:
-            return f"{name} {stage.chunk} {microbatch % stage.step.slices}"
+            return f"{name} {stage.chunk} {microbatch % stage.step.passes_per_microbatch}"
 
         return key
 

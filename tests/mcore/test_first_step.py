@@ -55,7 +55,7 @@ def two_steps(rank: int, passes_on: tuple[bool, bool], by_place: bool) -> list[s
         if part is not None:
             part.ends_forward(rank, 0, y)
         try:
-            capability.end()
+            capability.end(beginning)
         except RefusedError as error:
             return [*texts, error.why]
         assert not chunk._forward_pre_hooks

@@ -19,11 +19,11 @@ from megatron_vshape.mcore.features.variable_length.reorder import (
     InOrder,
     MicrobatchReorderer,
     PeekableIterator,
-    as_given,
     lengths_of,
     may_reorder,
 )
 from megatron_vshape.mcore.setup.pipeline import _counts_calls
+from megatron_vshape.mcore.step.microbatches import in_given_order
 
 PLUGIN = Path(__file__).parent / "of_any_length.py"
 PARTS = Path(__file__).parent / "part_of_lengths.py"
@@ -63,8 +63,8 @@ def test_what_was_looked_at_is_given_in_order() -> None:
     given = [next(placed) for _ in order]
     assert given == ["c", "a", "d", "b"]
     assert next(ahead) == "e"
-    assert as_given(given, order) == ["a", "b", "c", "d"]
-    assert as_given(given, None) == given
+    assert in_given_order(given, order) == ["a", "b", "c", "d"]
+    assert in_given_order(given, None) == given
 
 
 PRINTED = Path(__file__).parent / "printed_orders.py"
@@ -266,4 +266,4 @@ def test_what_keeps_the_order(changed: dict[str, Any], may: bool) -> None:
         "moe_router_load_balancing_type": "aux_loss",
         "num_moe_experts": None,
     }
-    assert may_reorder(SimpleNamespace(**plain | changed), 1) == may
+    assert may_reorder(SimpleNamespace(**plain | changed)) == may

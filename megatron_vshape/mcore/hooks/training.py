@@ -358,7 +358,7 @@ def save_checkpoint(session: Session, original: Function, *args: Any, **options:
     (--ckpt-format torch) also records the layers of each rank.
     """
     if isinstance(session.runner, PipelineRunner):
-        session.runner.drop_ahead()
+        session.runner.roll_back()
     with Replaced() as replaced:
         if get_args().ckpt_format == "torch":
             model = inspect.signature(original).bind(*args, **options).arguments["model"]

@@ -16,8 +16,8 @@ from megatron_vshape.mcore.refusals import Refusal
 
 if TYPE_CHECKING:  # they use the features, or torch
     from megatron_vshape.mcore.layout.stage_map import StageMap
-    from megatron_vshape.mcore.observe.report import RunReport
     from megatron_vshape.mcore.setup.choice import ScheduleConfig
+    from megatron_vshape.mcore.step.forward_backward import PipelineRunner
     from megatron_vshape.mcore.step.step_hooks import StepFeature
 
 NAMES = ("post_validation", "overlap", "vocabulary", "offload", "slices", "variable_length")
@@ -60,7 +60,7 @@ class Feature:
     def check_config(self, config: Any, options: Options) -> None:
         """Reject options that a script has set only in the TransformerConfig, in every step."""
 
-    def in_steps(self, report: RunReport) -> StepFeature | None:
+    def in_steps(self, runner: PipelineRunner) -> StepFeature | None:
         """Return the feature's part in the steps of a run, if it has one."""
         return None
 

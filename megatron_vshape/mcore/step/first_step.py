@@ -46,7 +46,7 @@ class FirstStep(StepFeature):
         self._look = _Look(beginning)
         return self._look
 
-    def end(self) -> None:
+    def end(self, context: StepContext) -> None:
         """Compare the stages of the pipeline; all of its ranks call this."""
         look, self._look, self._is_over = self._look, None, True
         if look is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,18 +20,8 @@ from torch import nn
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.program.early_start import Cut, drain, prefix_before_loss
 from megatron_vshape.core.program.hiding import Beside
 from megatron_vshape.core.program.instructions import Program
-from megatron_vshape.core.request import AUTO
-from megatron_vshape.mcore.features.post_validation.rollback import RandomState, Replay
-from megatron_vshape.mcore.features.slices import check_sequence, even_slices
-from megatron_vshape.mcore.features.variable_length.reorder import (
-    MicrobatchReorderer,
-    as_given,
-    has_dropout,
-    may_reorder,
-)
 from megatron_vshape.mcore.layout.stages import streams_of
 from megatron_vshape.mcore.observe.bubble import BubbleMeter, Logs
 from megatron_vshape.mcore.observe.profiling import Profiler
@@ -47,72 +37,40 @@ from megatron_vshape.mcore.step.first_step import FirstStep
 from megatron_vshape.mcore.step.gradient_sync import GradientSync, divide_by_tokens
 from megatron_vshape.mcore.step.late_checks import checked_late
 from megatron_vshape.mcore.step.loss_reporting import LossGatherer
-from megatron_vshape.mcore.step.microbatches import given_iterators, read_again, shared_out
+from megatron_vshape.mcore.step.microbatches import (
+    given_iterators,
+    in_given_order,
+    read_again,
+    shared_out,
+)
 from megatron_vshape.mcore.step.paged_stash import begin_step
 from megatron_vshape.mcore.step.router_replay import ForwardCalls
 from megatron_vshape.mcore.step.same_plan import Agreement
 from megatron_vshape.mcore.step.stage import MegatronStage, zero_tokens
-from megatron_vshape.mcore.step.step_hooks import Step, StepContext, device_of, parts_of
+from megatron_vshape.mcore.step.step_hooks import Call, Step, StepContext, device_of, parts_of
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime import first_cause
 from megatron_vshape.runtime.hosts import ranks_of_this_host
 from megatron_vshape.runtime.p2p import Transport, TransportError
-from megatron_vshape.runtime.program_runner import Observer, Place, ProgramRun, run_drain
+from megatron_vshape.runtime.program_runner import Observer, Place, ProgramRun
 from megatron_vshape.runtime.stage import Stage
 from megatron_vshape.runtime.variable_p2p import VariableTransport
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """The trainer's arguments for one step, equal in all training steps of a run.
+class PreparedStep:
+    """A step that is ready to run, or of which the first passes have run."""
 
-    These are the parameters of Megatron's function, except adjust_tensor_shapes_fn and
-    p2p_communicator.
-    """
-
-    forward_step_func: Any
-    data_iterator: Any
-    model: Any
-    num_microbatches: int
-    seq_length: int
-    micro_batch_size: int
-    decoder_seq_length: int | None = None
-    forward_only: bool = False
-    collect_non_loss_data: bool = False
-    first_val_step: bool | None = None
-    pg_collection: Any = None
-    force_all_reduce: bool | None = False
-
-
-@dataclass(frozen=True, slots=True)
-class _StepInProgress:
-    """A prepared step, of which no passes or only the first forwards have run."""
-
-    call: Call
-    chunks: list[nn.Module]
-    groups: Any  # Megatron's ProcessGroupCollection
-    transport: Transport
-    step: Step
-    program: Program
-    early_ends: Cut  # number of instructions per rank to run early; () if not early
+    context: StepContext
     run: ProgramRun
-    order: Sequence[int] | None  # microbatches in execution order; None: as given
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
         """Enter the contexts of all parts around the passes."""
         with contextlib.ExitStack() as stack:
-            for part in self.step.parts:
+            for part in self.context.step.parts:
                 stack.enter_context(part.session())
             yield
-
-
-@dataclass(frozen=True, slots=True)
-class _Ahead:
-    """The next step, started early, and the state to roll it back."""
-
-    begun: _StepInProgress
-    random: RandomState
 
 
 class PipelineRunner:
@@ -139,16 +97,10 @@ class PipelineRunner:
         self._profiler = Profiler(pipeline, self.report)
         self.meter = BubbleMeter(logs, pipeline.planner.predicted_bubble)
         self._courier = LossGatherer()
-        self._last: Call | None = None  # the last training step, with post-validation
-        self._ahead: _Ahead | None = None
-        self._early: tuple[Program, tuple[Program, Cut]] | None = None
-        self._replays: list[Replay] = []
         self.calls = ForwardCalls(None)  # of the trainer's function, in the last step
         self._agreement = Agreement()
-        self._places: MicrobatchReorderer | None = None  # set once microbatches can be reordered
-        self._keeps_order: bool | None = None  # agreed by all ranks once; None before
         self.local_ranks: int | None = None  # number of ranks on this host, once known
-        parts = (feature.in_steps(self.report) for feature in features())
+        parts = (feature.in_steps(self) for feature in features())
         self._features = [*(each for each in parts if each is not None), FirstStep()]
 
     def __call__(
@@ -173,6 +125,11 @@ class PipelineRunner:
         with _timed(config), first_cause.telling(TransportError):
             return self._evaluate(call) if call.forward_only else self._train(call)
 
+    @property
+    def pipeline(self) -> Pipeline:
+        """Return the configuration of the schedule."""
+        return self._pipeline
+
     def connect(self, model: Any) -> str | None:
         """Create the P2P connections of all ranks now instead of in the first step.
 
@@ -195,41 +152,26 @@ class PipelineRunner:
             torch.cuda.synchronize()
             self._transport.rest()
 
-    def run_ahead(self) -> None:
-        """Start the next training step as far as it can be rolled back.
+    def start_next(self) -> None:
+        """Let features start the next training step, as far as it can be rolled back."""
+        for each in self._features:
+            each.start_next()
 
-        Does nothing before the first step, or if the next step is measured from its start.
-        """
-        call = self._last
-        observers = (self.report.measures_next, self._profiler.profiles_next, self.meter.times_next)
-        if call is None or any(observers):
-            return
-        for replay in self._replays:
-            replay.mark()
-        # Early forwards consume data and random numbers; both must be restored on a rollback.
-        random = RandomState.now()
-        begun = self._begin(call, is_early=True)
-        self._ahead = _Ahead(begun, random)
-        begun.run.advance(begun.early_ends[begun.groups.pp.rank()])
+    def roll_back(self) -> None:
+        """Roll back a step that was started early; all ranks of the pipeline call this together."""
+        for each in self._features:
+            each.roll_back()
 
-    def drop_ahead(self) -> None:
-        """Roll back the early part of the next step; all ranks of the pipeline call this together.
-
-        Does nothing if nothing has run early.
-        """
-        ahead, self._ahead = self._ahead, None
-        if ahead is None:
-            return
-        begun = ahead.begun
-        # Early forwards may have sent messages without a matching receive yet. Complete them first,
-        # so that the transport is consistent for the next step.
-        instructions = drain(begun.program, begun.early_ends, begun.groups.pp.rank())
-        run_drain(instructions, begun.transport, begun.transport.blank())
+    def forget_step(self) -> None:
+        """Drop the state of a step that is rolled back."""
         for each in self._features:
             each.forget()
-        for replay in self._replays:
-            replay.rewind()
-        ahead.random.restore()
+
+    @property
+    def observes_next(self) -> bool:
+        """Return whether the next step is measured from its start."""
+        profiles = self._profiler.profiles_next or self.meter.times_next
+        return self.report.measures_next or profiles
 
     def forget_data(self, quietly: bool = False) -> None:
         """Free all state of previous steps, after the last step or a failed one.
@@ -240,7 +182,6 @@ class PipelineRunner:
         signal that would stop them otherwise, and the trainer would wait for them. `quietly` is for
         a process that trains again.
         """
-        self._last, self._ahead, self._replays = None, None, []
         self._state.jobs.clear()
         for kept in self._state.kept:
             kept.clear()
@@ -252,160 +193,155 @@ class PipelineRunner:
             first_cause.forget()
 
     def _evaluate(self, call: Call) -> list[Any]:
-        self.drop_ahead()
+        self.roll_back()
         self.report.interrupt()
-        begun = self._begin(call)
+        prepared = self.prepare(call)
         with (
-            begun.step.gradient_sync.session(),
-            begun.session(),
+            prepared.context.step.gradient_sync.session(),
+            prepared.session(),
             checked_late(self._state, self._place) as checks,
         ):
-            begun.run.finish()
+            prepared.run.finish()
         checks.make()
-        return self._reports(begun)
+        return self._reports(prepared.context)
 
     def _train(self, call: Call) -> list[Any]:
         self._courier.forget()
         torch_device = device_of(_as_list(call.model)[0])
         profiled = self._profiler.begin_step(torch_device)
         timer = self.meter.begin_step(call.num_microbatches, torch_device, profiled)
-        # Measured costs must be those of separate passes, so a profiled B runs no jobs of a W.
-        begun = self._take_ahead(call) or self._begin(call, timer, hides=profiled is None)
+        started = (each.take_started(call) for each in self._features)
+        prepared = next(filter(None, started), None)
+        if prepared is None:
+            # Measured costs must be those of separate passes, so a profiled B runs no jobs of a W.
+            prepared = self.prepare(call, timer, hides=profiled is None)
+        context = prepared.context
         tokens = call.num_microbatches * call.micro_batch_size * call.seq_length
-        sync = begun.step.gradient_sync
+        sync = context.step.gradient_sync
         with (
             self.report.training_step(
-                begun.chunks, call.num_microbatches, tokens, begun.program.schedule.slices
+                context.chunks,
+                call.num_microbatches,
+                tokens,
+                context.step.passes_per_microbatch,
             ),
             sync.session(),
             self._state.reducing(sync if sync.overlaps else None),
         ):
             with (
-                begun.session(),
+                prepared.session(),
                 checked_late(self._state, self._place) as checks,
             ):
-                begun.run.finish()
+                prepared.run.finish()
             self._profiler.end_step(
                 profiled,
-                begun.program,
-                begun.transport,
-                begun.transport.blank(),
+                context.program,
+                context.transport,
+                context.transport.blank(),
                 self.report.held,
-                begun.groups.pp,
+                context.groups.pp,
             )
         for each in self._features:
-            each.end()
-        if begun.step.config.finalize_model_grads_func is not None:
-            self._finalize(begun)
+            each.end(context)
+        if context.step.config.finalize_model_grads_func is not None:
+            self._finalize(context)
         # After finalize, so that the host launches it without waiting for the passes.
         checks.make()
-        # Only a step that begins early reads it. Else the data of a step would stay in GPU memory
-        # until the next one, which in RL comes after the rollouts.
-        self._last = call if self._pipeline.options.post_validates else None
-        return self._reports(begun)
+        return self._reports(context)
 
-    def _take_ahead(self, call: Call) -> _StepInProgress | None:
-        """Return the step that was started early if its call equals the current one, else None."""
-        ahead = self._ahead
-        if ahead is not None and ahead.begun.call != call:
-            self.drop_ahead()
-            return None
-        self._ahead = None
-        for replay in self._replays:
-            replay.forget()
-        return None if ahead is None else ahead.begun
-
-    def _begin(
+    def prepare(
         self,
         call: Call,
         timer: Observer | None = None,
-        is_early: bool = False,
         hides: bool = True,
-    ) -> _StepInProgress:
-        """Prepare a step with everything that its passes need, without running any pass."""
+        cut: Callable[[Program], Program] | None = None,
+    ) -> PreparedStep:
+        """Prepare a step with everything that its passes need, without running any pass.
+
+        Args:
+            call: The trainer's arguments.
+            timer: Measures the passes of the step.
+            hides: Whether a B that waits runs weight gradients meanwhile.
+            cut: Returns the program to run in place of that of the plan.
+        """
         chunks = _as_list(call.model)
         iterators = given_iterators(call.data_iterator, len(chunks))
-        config, shares = get_model_config(chunks[0]), self._pipeline.choice.shares
+        config = get_model_config(chunks[0])
         begin_step(config, not call.forward_only and self._profiler.order_is_last)
         groups = _default_groups() if call.pg_collection is None else call.pg_collection
-        slices = self._slices(call, config)
-        shape = _message_shape(call, config, groups, slices)
-        # The message shape can change between steps: for example, evaluation does not slice.
+        passes = 1
+        if not call.forward_only:
+            for each in self._features:
+                passes *= each.passes_per_microbatch(call, config)
+        shape = _message_shape(call, config, groups, passes)
+        # The message shape can change between steps: evaluation runs every microbatch in one pass.
         transport = self._ready_transport(config, shape, chunks[0], groups.pp)
         with refusing():
-            how = call.num_microbatches * slices, call.force_all_reduce, call.forward_only
-            sync = GradientSync(config, chunks, self._pipeline, *how)
+            sync = GradientSync(
+                config,
+                chunks,
+                self._pipeline,
+                num_microbatches=call.num_microbatches * passes,
+                force_all_reduce=call.force_all_reduce,
+                forward_only=call.forward_only,
+            )
         if not call.forward_only:
             sync.gather_parameters()
-            iterators = self._replayed(iterators)
         program, beside = self._program(call, hides)
-        # Before `shared_out`, so that chunks that share an iterator also share its order.
-        order, iterators = self._order(call, config, iterators, groups, slices)
-        # Vocabulary parallelism reads the data of the last chunk once more: a loss of logits is
-        # computed on every rank.
-        iterators, again = read_again(iterators) if shares else (shared_out(iterators), None)
-        program, early_ends = self._begun_early(program) if is_early else (program, ())
+        order = None
+        if not call.forward_only:
+            # Before `shared_out`, so that chunks that share an iterator also share its order.
+            for each in self._features:
+                iterators, own = each.read(call, config, iterators, groups)
+                order = order or own
+        # A loss of logits is computed on every rank, which reads the last chunk's data once more.
+        again = None
+        if any(each.reads_again for each in self._features):
+            iterators, again = read_again(iterators)
+        else:
+            iterators = shared_out(iterators)
+        program = program if cut is None else cut(program)
         self.calls = ForwardCalls(order)
-        step = self._step(call, chunks, groups, gradient_sync=sync, beside=beside, slices=slices)
-        beginning = StepContext(
-            self._state,
-            self._pipeline,
-            step,
-            chunks,
-            iterators,
-            groups,
-            transport,
-            program,
-            shape=tuple(shape),
-            seq_length=call.seq_length,
-            local_ranks=self.local_ranks,
-            again=again,
-        )
-        step.parts += parts_of(self._features, beginning)
-        told = timer, self._place, step.handlers()
-        run = ProgramRun(program, groups.pp.rank(), _stages(beginning), transport, *told)
-        return _StepInProgress(
-            call, chunks, groups, transport, step, program, early_ends, run, order
-        )
-
-    def _step(self, call: Call, chunks: Sequence[nn.Module], groups: Any, **given: Any) -> Step:
-        """Create the step of a call; its forward calls are counted by `self.calls`."""
         is_last = groups.pp.rank() == self._pipeline.stage_map.loss_rank
-        return Step(
-            get_model_config(chunks[0]),
+        step = Step(
+            config,
             self.calls.counting(call.forward_step_func, chunks, self._state, is_last),
             call.num_microbatches,
             groups.cp.size(),
             call.forward_only,
             call.collect_non_loss_data,
             call.first_val_step,
+            gradient_sync=sync,
             num_tokens=zero_tokens(device_of(chunks[0])),
-            **given,
+            beside=beside,
+            passes_per_microbatch=passes,
         )
-
-    def _order(
-        self, call: Call, config: Any, iterators: list[Any], groups: Any, slices: int
-    ) -> tuple[Sequence[int] | None, list[Any]]:
-        """Return the microbatch order of this step (None: as given), and iterators with this order.
-
-        Microbatches are reordered only with a planned schedule. In evaluation, the order does not
-        affect the step time. With post-validation, ranks are in different steps and would have to
-        wait for each other to agree on an order.
-        """
-        options, planned = self._pipeline.options, self._pipeline.choice.name == AUTO
-        if call.forward_only or options.keep_order or options.post_validates:
-            return None, iterators
-        if not planned or not may_reorder(config, slices):
-            return None, iterators
-        if self._keeps_order is None:
-            self._keeps_order = has_dropout(_as_list(call.model), groups.pp)
-        if self._keeps_order:
-            return None, iterators
-        if self._places is None:
-            self._places = MicrobatchReorderer(config, options.lengths)
-        plan = self._pipeline.planner.training(call.num_microbatches)
-        first_rank = self._pipeline.choice.placement[0]
-        return self._places.order(plan, iterators, call.num_microbatches, groups, first_rank)
+        context = StepContext(
+            call=call,
+            state=self._state,
+            pipeline=self._pipeline,
+            step=step,
+            chunks=chunks,
+            iterators=iterators,
+            groups=groups,
+            transport=transport,
+            program=program,
+            order=order,
+            shape=tuple(shape),
+            local_ranks=self.local_ranks,
+            again=again,
+        )
+        step.parts += parts_of(self._features, context)
+        run = ProgramRun(
+            program,
+            groups.pp.rank(),
+            _stages(context),
+            transport,
+            timer,
+            self._place,
+            step.handlers(),
+        )
+        return PreparedStep(context, run)
 
     def _program(self, call: Call, hides: bool) -> tuple[Program, Mapping[Pass, Beside]]:
         """Return the program of all ranks, and the W jobs that its B's overlap with."""
@@ -418,42 +354,15 @@ class PipelineRunner:
             self._agreement.check(plan.program, plan.beside)
         return plan.program, plan.beside if hides else {}
 
-    def _slices(self, call: Call, config: Any) -> int:
-        """Return the number of slices per microbatch; evaluation does not slice."""
-        planner = self._pipeline.planner
-        if call.forward_only:
-            return 1
-        if isinstance(planner.choice.slices, int):
-            return planner.choice.slices
-        planner.choose_slices(even_slices(planner.choice.slices, call.seq_length, config))
-        return planner.training(call.num_microbatches).schedule.slices
-
-    def _begun_early(self, program: Program) -> tuple[Program, Cut]:
-        """Return `prefix_before_loss(program)`, cached because most steps run the same program."""
-        if self._early is None or self._early[0] is not program:
-            self._early = program, prefix_before_loss(program)
-        return self._early[1]
-
-    def _replayed(self, iterators: Sequence[Any]) -> list[Any]:
-        """Wrap the iterators so that they can replay microbatches, if a step may be rolled back."""
-        if not self._pipeline.options.post_validates:
-            return list(iterators)
-        known = {id(each.source): each for each in self._replays}
-        for each in iterators:
-            if each is not None and id(each) not in known:
-                known[id(each)] = Replay(each)
-        self._replays = list(known.values())
-        return [each if each is None else known[id(each)] for each in iterators]
-
-    def _reports(self, begun: _StepInProgress) -> list[Any]:
+    def _reports(self, begun: StepContext) -> list[Any]:
         """Return the losses on the ranks where the trainer reads them."""
         reports = self._courier.send_to_last_rank(
-            as_given(begun.step.loss_store, begun.order),
+            in_given_order(begun.step.loss_store, begun.order),
             self._pipeline.stage_map.loss_rank,
             begun.groups.pp,
             device_of(begun.chunks[0]),
         )
-        if not self._pipeline.options.post_validates:
+        if not self.overlaps_steps:
             self._courier.forget()
         return reports
 
@@ -486,7 +395,12 @@ class PipelineRunner:
         self._transport.expect(shape, dtype)
         return self._transport
 
-    def _finalize(self, begun: _StepInProgress) -> None:
+    @property
+    def overlaps_steps(self) -> bool:
+        """Return whether a rank may start the next step before others have ended this one."""
+        return any(each.overlaps_steps for each in self._features)
+
+    def _finalize(self, begun: StepContext) -> None:
         """Call Megatron's finalization of gradients, as its schedules do at their end."""
         step, groups = begun.step, begun.groups
         finalize = step.config.finalize_model_grads_func
@@ -494,8 +408,7 @@ class PipelineRunner:
         if not step.config.calculate_per_token_loss:
             finalize(begun.chunks, None, **options)
             return
-        late = self._pipeline.options.post_validates
-        if late and inspect.unwrap(finalize) is finalize_model_grads:
+        if self.overlaps_steps and inspect.unwrap(finalize) is finalize_model_grads:
             loss_rank = self._pipeline.stage_map.loss_rank
             # An all-reduce over the pipeline would make its ranks wait for each other.
             tokens = self._courier.bring_tokens(step.num_tokens, loss_rank, groups.pp)
@@ -525,17 +438,15 @@ def _stages(begun: StepContext) -> Mapping[int, Stage]:
     }
 
 
-def _message_shape(call: Call, config: Any, groups: Any, slices: int) -> Sequence[int]:
-    """Return the shape [s, b, h] of a P2P message, for one slice or a full microbatch.
+def _message_shape(call: Call, config: Any, groups: Any, passes: int) -> Sequence[int]:
+    """Return the shape [s, b, h] of a P2P message; each pass has an equal part of the sequence.
 
     With several residual streams (mHC, in Megatron after 0.19) h includes all of them.
     """
-    with refusing():
-        check_sequence(slices, call.seq_length, config)
     *shape, hidden = schedules.get_tensor_shapes(
-        seq_length=call.seq_length // slices,
+        seq_length=call.seq_length // passes,
         micro_batch_size=call.micro_batch_size,
-        decoder_seq_length=call.decoder_seq_length and call.decoder_seq_length // slices,
+        decoder_seq_length=call.decoder_seq_length and call.decoder_seq_length // passes,
         config=_of_one_length(config),
         tp_group=groups.tp,
         cp_group=groups.cp,

@@ -112,6 +112,13 @@ def read_again(iterators: Sequence[Any]) -> tuple[list[Any], Any]:
     return shared, again
 
 
+def in_given_order(reports: list[Any], order: Sequence[int] | None) -> list[Any]:
+    """Return reports of microbatches, which ran in this order, in the order of the iterator."""
+    if order is None or len(reports) != len(order):
+        return reports
+    return [report for _, report in sorted(zip(order, reports, strict=True), key=lambda x: x[0])]
+
+
 def _readers(iterators: Sequence[Any]) -> dict[int, tuple[Any, int]]:
     """Return every distinct iterator with the number of its chunks."""
     times = Counter(map(id, iterators))

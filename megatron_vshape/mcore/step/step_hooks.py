@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from megatron_vshape.mcore.step_state import Slice, StepState
 from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.stage import Handler
 from megatron_vshape.runtime.weight_jobs import WeightJobs
+
+if TYPE_CHECKING:  # it imports this module
+    from megatron_vshape.mcore.step.forward_backward import PreparedStep
 
 ForwardStep = Callable[..., Any]
 """The trainer's forward step function, or its replacement."""
@@ -62,6 +65,28 @@ class Made(NamedTuple):
     output: Any  # a Tensor
     num_tokens: Any  # a Tensor
     gradient: Tensor | None  # gradient of the input
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The trainer's arguments for one step, equal in all training steps of a run.
+
+    These are the parameters of Megatron's function, except adjust_tensor_shapes_fn and
+    p2p_communicator.
+    """
+
+    forward_step_func: Any
+    data_iterator: Any
+    model: Any
+    num_microbatches: int
+    seq_length: int
+    micro_batch_size: int
+    decoder_seq_length: int | None = None
+    forward_only: bool = False
+    collect_non_loss_data: bool = False
+    first_val_step: bool | None = None
+    pg_collection: Any = None
+    force_all_reduce: bool | None = False
 
 
 PassRunner = Callable[[Any, Forward | None, Backward | None], Made]
@@ -129,7 +154,7 @@ class Step:
     gradient_sync: GradientSync
     num_tokens: Tensor  # tokens of this rank's microbatches; only the last stage counts them
     beside: Mapping[Pass, Beside] = field(default_factory=dict)  # B -> W jobs it overlaps with
-    slices: int = 1  # slices per microbatch
+    passes_per_microbatch: int = 1  # each F of a microbatch has an equal part of the sequence
     parts: list[StepHook] = field(default_factory=list)
     loss_store: list[Any] = field(default_factory=list)
 
@@ -142,6 +167,7 @@ class Step:
 class StepContext:
     """The context of a starting step for features."""
 
+    call: Call
     state: StepState
     pipeline: Pipeline
     step: Step
@@ -150,10 +176,10 @@ class StepContext:
     groups: Any  # Megatron's ProcessGroupCollection
     transport: Transport
     program: Program
-    shape: tuple[int, ...]  # [s, b, h] of a P2P message, for one slice
-    seq_length: int
+    order: Sequence[int] | None  # microbatches in execution order; None: as given
+    shape: tuple[int, ...]  # [s, b, h] of a P2P message
     local_ranks: int | None  # number of ranks on this host
-    again: Any = None  # second reader of the last chunk's data, for vocabulary parallelism
+    again: Any = None  # second reader of the last chunk's data, if a feature reads it again
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -172,11 +198,36 @@ class StepFeature:
     def check(self, pipeline: Pipeline, forward_step: ForwardStep, forward_only: bool) -> None:
         """Reject a step that the feature does not support, before it is prepared."""
 
+    overlaps_steps = False  # a rank may start the next step before others have ended this one
+    reads_again = False  # the step needs a second reader of the last chunk's data
+
+    def passes_per_microbatch(self, call: Call, config: Any) -> int:
+        """Return the number of F passes of a microbatch per stage in a training step."""
+        return 1
+
+    def read(
+        self, call: Call, config: Any, iterators: list[Any], groups: Any
+    ) -> tuple[list[Any], Sequence[int] | None]:
+        """Return the iterators of a training step's chunks, and the order of its microbatches.
+
+        None for the order stands for the given one.
+        """
+        return iterators, None
+
     def begin(self, beginning: StepContext) -> StepHook | None:
         """Return its part in a step, or None."""
 
-    def end(self) -> None:
-        """Called after a training step."""
+    def end(self, context: StepContext) -> None:
+        """Called after the passes of a training step."""
+
+    def take_started(self, call: Call) -> PreparedStep | None:
+        """Return the step of this call if it was started early; else roll back a started one."""
+
+    def start_next(self) -> None:
+        """Start the next training step, as far as it can be rolled back."""
+
+    def roll_back(self) -> None:
+        """Roll back a step that was started early; all ranks of the pipeline call this together."""
 
     def forget(self) -> None:
         """Drop the state of a step that is rolled back."""

@@ -15,8 +15,8 @@ from megatron_vshape.mcore.refusals import UnsupportedError, captures_graphs, us
 from megatron_vshape.mcore.setup.features import Feature, Settings
 
 if TYPE_CHECKING:
-    from megatron_vshape.mcore.observe.report import RunReport
     from megatron_vshape.mcore.setup.choice import ScheduleConfig
+    from megatron_vshape.mcore.step.forward_backward import PipelineRunner
     from megatron_vshape.mcore.step.step_hooks import StepFeature
 
 GIB = 2.0**30
@@ -36,11 +36,11 @@ class OffloadFeature(Feature):
         may_copy = settings.may_offload and choice.name == AUTO
         check_copies(choice.copies or may_copy, settings.model, choice.name)
 
-    def in_steps(self, report: RunReport) -> StepFeature:
+    def in_steps(self, runner: PipelineRunner) -> StepFeature:
         """Return the passes that offload and reload."""
         from megatron_vshape.mcore.features.offload.step import HostMemoryWaiting
 
-        return HostMemoryWaiting(report)
+        return HostMemoryWaiting(runner.report)
 
 
 FEATURE = OffloadFeature()

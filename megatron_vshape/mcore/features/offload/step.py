@@ -72,7 +72,7 @@ class HostMemoryWaiting(StepFeature):
         self._learns = waits and not self._offload.has_learned(beginning.stages)
         return Waiting(beginning.state, self._offload)
 
-    def end(self) -> None:
+    def end(self, context: StepContext) -> None:
         """Measure memory again after a step that selected tensors to offload: it retains more."""
         if self._learns:
             self._report.remeasure()

@@ -22,7 +22,7 @@ from megatron_vshape.mcore.setup.features import Feature, Settings
 
 if TYPE_CHECKING:
     from megatron_vshape.mcore.layout.stage_map import StageMap
-    from megatron_vshape.mcore.observe.report import RunReport
+    from megatron_vshape.mcore.step.forward_backward import PipelineRunner
     from megatron_vshape.mcore.step.step_hooks import StepFeature
 
 _OVERLAP = f"--{OVERLAP_OPTION.replace('_', '-')}"
@@ -202,7 +202,7 @@ class OverlapFeature(Feature):
                 "another"
             )
 
-    def in_steps(self, report: RunReport) -> StepFeature:
+    def in_steps(self, runner: PipelineRunner) -> StepFeature:
         """Return the runner of layer plans."""
         from megatron_vshape.mcore.features.overlap.layer_plans import OverlappedSteps
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import (
@@ -18,6 +18,10 @@ from megatron_vshape.mcore.refusals import (
     other_than,
 )
 from megatron_vshape.mcore.setup.features import Feature, Settings
+
+if TYPE_CHECKING:
+    from megatron_vshape.mcore.step.forward_backward import PipelineRunner
+    from megatron_vshape.mcore.step.step_hooks import StepFeature
 
 FLAG = "--optimizer-post-validation"
 
@@ -97,6 +101,14 @@ class PostValidationFeature(Feature):
         """Reject such options of a config."""
         if options.post_validates:
             check_refusals([each for each in REFUSALS if each.in_config], config, FLAG)
+
+    def in_steps(self, runner: PipelineRunner) -> StepFeature | None:
+        """Return the part that starts the next step early."""
+        if not runner.pipeline.options.post_validates:
+            return None
+        from megatron_vshape.mcore.features.post_validation.early_step import EarlyStart
+
+        return EarlyStart(runner)
 
 
 FEATURE = PostValidationFeature()

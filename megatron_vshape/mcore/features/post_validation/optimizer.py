@@ -94,7 +94,7 @@ class PostValidation:
 
     def end(self) -> None:
         """Drop an early started step; all ranks call this at the end of the run."""
-        self.runner.drop_ahead()
+        self.runner.roll_back()
 
     def closing_line(self) -> str:
         """Return a summary of the predictions of this run."""
@@ -110,7 +110,7 @@ class PostValidation:
         # If the local part alone invalidates the step, skip the update to keep parameters finite.
         with nullcontext() if pending.own_part_stands else _without_updates(optimizer):
             optimizer.step_with_ready_grads()
-        self.runner.run_ahead()
+        self.runner.start_next()
         verdict = pending.wait()
         if not verdict.stands:
             self._undo(optimizer)
@@ -123,7 +123,7 @@ class PostValidation:
 
     def _undo(self, optimizer: Any) -> None:
         """Restore the model and the optimizer to the state before the step."""
-        self.runner.drop_ahead()
+        self.runner.roll_back()
         # A parameter all-gather may still write to the model's parameters.
         _finish_gathering(optimizer)
         self._backup.restore()

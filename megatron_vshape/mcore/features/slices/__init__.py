@@ -28,8 +28,8 @@ from megatron_vshape.mcore.refusals import (
 from megatron_vshape.mcore.setup.features import Feature, Settings
 
 if TYPE_CHECKING:
-    from megatron_vshape.mcore.observe.report import RunReport
     from megatron_vshape.mcore.setup.choice import ScheduleConfig
+    from megatron_vshape.mcore.step.forward_backward import PipelineRunner
     from megatron_vshape.mcore.step.step_hooks import StepFeature
 
 logger = logging.getLogger(__name__)
@@ -172,11 +172,11 @@ class SlicesFeature(Feature):
         length = getattr(model, "seq_length", None)
         return replace(choice, slices=even_slices(choice.slices, length, model))
 
-    def in_steps(self, report: RunReport) -> StepFeature:
+    def in_steps(self, runner: PipelineRunner) -> StepFeature:
         """Return the slices' part in steps."""
         from megatron_vshape.mcore.features.slices.step import Slicing
 
-        return Slicing()
+        return Slicing(runner.pipeline)
 
 
 FEATURE = SlicesFeature()

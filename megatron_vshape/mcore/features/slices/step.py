@@ -17,10 +17,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megatron_vshape.mcore.features.slices import check_sequence, even_slices
 from megatron_vshape.mcore.features.slices.tokens import TokensOfSlice
-from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.refusals import UnsupportedError, refusing
+from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.step.stage import loss_maker
-from megatron_vshape.mcore.step.step_hooks import ForwardStep, StepContext, StepFeature, StepHook
+from megatron_vshape.mcore.step.step_hooks import (
+    Call,
+    ForwardStep,
+    StepContext,
+    StepFeature,
+    StepHook,
+)
 from megatron_vshape.mcore.step_state import Slice, unwrapped
 
 ALONG = ("input_ids", "position_ids", "labels", "loss_mask")
@@ -132,11 +140,25 @@ class Slices(StepHook):
 class Slicing(StepFeature):
     """Runs microbatches in slices."""
 
+    def __init__(self, pipeline: Pipeline) -> None:
+        """Set the pipeline, whose planner chooses the number of slices."""
+        self._pipeline = pipeline
+
+    def passes_per_microbatch(self, call: Call, config: Any) -> int:
+        """Return the number of slices per microbatch."""
+        planner = self._pipeline.planner
+        if not isinstance(planner.choice.slices, int):
+            planner.choose_slices(even_slices(planner.choice.slices, call.seq_length, config))
+            return planner.training(call.num_microbatches).schedule.slices
+        with refusing():
+            check_sequence(planner.choice.slices, call.seq_length, config)
+        return planner.choice.slices
+
     def begin(self, beginning: StepContext) -> StepHook | None:
         """Return the shared state of a step's slices."""
         step = beginning.step
-        if step.slices > 1:
-            slices = Slices(step.slices, beginning.seq_length)
+        if step.passes_per_microbatch > 1:
+            slices = Slices(step.passes_per_microbatch, beginning.call.seq_length)
             slices.lose = loss_maker(
                 beginning.state, step, beginning.chunks[-1], len(beginning.chunks)
             )

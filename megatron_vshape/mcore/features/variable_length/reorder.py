@@ -15,6 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from megatron_vshape.core.check.simulate import costs_of
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import HELD, TIMES
+from megatron_vshape.core.request import AUTO
 from megatron_vshape.core.variable_length import (
     MicrobatchOrder,
     PassGraph,
@@ -23,6 +24,8 @@ from megatron_vshape.core.variable_length import (
 )
 from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError
 from megatron_vshape.mcore.setup.plans import PlannedStep
+from megatron_vshape.mcore.step.forward_backward import PipelineRunner
+from megatron_vshape.mcore.step.step_hooks import Call, StepFeature
 from megatron_vshape.runtime import first_cause
 from megatron_vshape.runtime.p2p import TransportError
 
@@ -297,11 +300,43 @@ def _weights_of_layer(config: Any, attention: float) -> float:
     return float(own + hidden * inner * (3 if config.gated_linear_unit else 2))
 
 
-def as_given(reports: list[Any], order: Sequence[int] | None) -> list[Any]:
-    """Return reports of microbatches in the original order."""
-    if order is None or len(reports) != len(order):
-        return reports
-    return [report for _, report in sorted(zip(order, reports, strict=True), key=lambda x: x[0])]
+class VariableLength(StepFeature):
+    """Reorders the microbatches of a planned schedule if that shortens the step."""
+
+    def __init__(self, runner: PipelineRunner) -> None:
+        """Set the runner, whose planner plans the step."""
+        self._runner = runner
+        self._reorderer: MicrobatchReorderer | None = None  # set once microbatches can be reordered
+        self._keeps_order: bool | None = None  # agreed by all ranks once; None before
+
+    def read(
+        self, call: Call, config: Any, iterators: list[Any], groups: Any
+    ) -> tuple[list[Any], Sequence[int] | None]:
+        """Return iterators in the order of this step, and that order (None: as given).
+
+        If ranks may be in different steps, they would have to wait for each other to agree on an
+        order.
+        """
+        pipeline = self._runner.pipeline
+        if pipeline.options.keep_order or self._runner.overlaps_steps:
+            return iterators, None
+        if pipeline.choice.name != AUTO or not may_reorder(config):
+            return iterators, None
+        plan = pipeline.planner.training(call.num_microbatches)
+        if plan.schedule.num_microbatches != call.num_microbatches:  # parts of microbatches
+            return iterators, None
+        if self._keeps_order is None:
+            chunks = call.model if isinstance(call.model, list) else [call.model]
+            self._keeps_order = has_dropout(chunks, groups.pp)
+        if self._keeps_order:
+            return iterators, None
+        if self._reorderer is None:
+            self._reorderer = MicrobatchReorderer(config, pipeline.options.lengths)
+        first_rank = pipeline.choice.placement[0]
+        order, read = self._reorderer.order(
+            plan, iterators, call.num_microbatches, groups, first_rank
+        )
+        return read, order
 
 
 def has_dropout(chunks: Sequence[nn.Module], group: Any) -> bool:
@@ -319,7 +354,7 @@ def has_dropout(chunks: Sequence[nn.Module], group: Any) -> bool:
     return any(everyones)
 
 
-def may_reorder(config: Any, slices: int) -> bool:
+def may_reorder(config: Any) -> bool:
     """Return whether reordering microbatches changes gradients by rounding only.
 
     This requires that no microbatch draws random numbers. Megatron's global_aux_loss depends on the
@@ -328,4 +363,4 @@ def may_reorder(config: Any, slices: int) -> bool:
     draws = config.attention_dropout, config.hidden_dropout, config.moe_input_jitter_eps
     balancing = config.moe_router_load_balancing_type
     so_far = "global_aux_loss" in ([balancing] if isinstance(balancing, str) else balancing)
-    return slices == 1 and not any(draws) and not (config.num_moe_experts and so_far)
+    return not any(draws) and not (config.num_moe_experts and so_far)

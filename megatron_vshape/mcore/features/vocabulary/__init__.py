@@ -20,8 +20,8 @@ from megatron_vshape.mcore.setup.features import Feature, Settings
 
 if TYPE_CHECKING:
     from megatron_vshape.mcore.layout.stage_map import StageMap
-    from megatron_vshape.mcore.observe.report import RunReport
     from megatron_vshape.mcore.setup.choice import ScheduleConfig
+    from megatron_vshape.mcore.step.forward_backward import PipelineRunner
     from megatron_vshape.mcore.step.step_hooks import StepFeature
 
 FLAG = "--pipeline-vocab-parallel"
@@ -86,11 +86,11 @@ class VocabularyFeature(Feature):
                 "implemented. Remove one of the two"
             )
 
-    def in_steps(self, report: RunReport) -> StepFeature:
+    def in_steps(self, runner: PipelineRunner) -> StepFeature:
         """Return the passes of the vocabulary."""
         from megatron_vshape.mcore.features.vocabulary.step import VocabularySharing
 
-        return VocabularySharing()
+        return VocabularySharing(runner.pipeline.choice.shares)
 
 
 FEATURE = VocabularyFeature()

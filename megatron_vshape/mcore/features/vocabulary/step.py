@@ -667,6 +667,10 @@ class SharedVocabulary(StepHook):
 class VocabularySharing(StepFeature):
     """Shares the embedding and the output layer between all ranks."""
 
+    def __init__(self, shares: bool) -> None:
+        """Set whether the run uses vocabulary parallelism."""
+        self.reads_again = shares  # each rank computes a loss of logits from the data of the step
+
     def begin(self, beginning: StepContext) -> StepHook | None:
         """Return this rank's part in a step with vocabulary parallelism."""
         together = beginning.transport.together

@@ -1,0 +1,107 @@
+"""The early start of the next step, whose passes before the first loss can be rolled back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_vshape.core.program.early_start import Cut, drain, prefix_before_loss
+from megatron_vshape.core.program.instructions import Program
+from megatron_vshape.mcore.features.post_validation.rollback import RandomState, Replay
+from megatron_vshape.mcore.step.forward_backward import PipelineRunner, PreparedStep
+from megatron_vshape.mcore.step.step_hooks import Call, StepContext, StepFeature
+from megatron_vshape.runtime.program_runner import run_drain
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """The next step, started early, and the state to roll it back."""
+
+    prepared: PreparedStep
+    ends: Cut  # number of instructions per rank that have run
+    random: RandomState
+
+
+class EarlyStart(StepFeature):
+    """Starts the next step before the optimizer step of the current one is validated."""
+
+    overlaps_steps = True
+
+    def __init__(self, runner: PipelineRunner) -> None:
+        """Set the runner, which prepares the step."""
+        self._runner = runner
+        self._last: Call | None = None  # the last training step
+        self._ahead: _Ahead | None = None
+        self._cut: tuple[Program, tuple[Program, Cut]] | None = None
+        self._replays: list[Replay] = []
+
+    def start_next(self) -> None:
+        """Start the next training step as far as it can be rolled back.
+
+        Does nothing before the first step, or if the next step is measured from its start.
+        """
+        call = self._last
+        if call is None or self._runner.observes_next:
+            return
+        for replay in self._replays:
+            replay.mark()
+        # Early forwards consume data and random numbers; both must be restored on a rollback.
+        random = RandomState.now()
+        prepared = self._runner.prepare(call, cut=self._prefix)
+        assert self._cut is not None
+        _, ends = self._cut[1]
+        self._ahead = _Ahead(prepared, ends, random)
+        prepared.run.advance(ends[prepared.context.groups.pp.rank()])
+
+    def roll_back(self) -> None:
+        """Roll back the early part of the next step; does nothing if nothing has run early."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return
+        context = ahead.prepared.context
+        # Early forwards may have sent messages without a matching receive yet. Complete them first,
+        # so that the transport is consistent for the next step.
+        instructions = drain(context.program, ahead.ends, context.groups.pp.rank())
+        run_drain(instructions, context.transport, context.transport.blank())
+        self._runner.forget_step()
+        for replay in self._replays:
+            replay.rewind()
+        ahead.random.restore()
+
+    def take_started(self, call: Call) -> PreparedStep | None:
+        """Return the step that was started early if its call equals the current one, else None."""
+        ahead = self._ahead
+        if ahead is not None and ahead.prepared.context.call != call:
+            self.roll_back()
+            return None
+        self._ahead = None
+        for replay in self._replays:
+            replay.forget()
+        return None if ahead is None else ahead.prepared
+
+    def read(
+        self, call: Call, config: Any, iterators: list[Any], groups: Any
+    ) -> tuple[list[Any], Sequence[int] | None]:
+        """Wrap the iterators so that they can replay microbatches of a step that is rolled back."""
+        known = {id(each.source): each for each in self._replays}
+        for each in iterators:
+            if each is not None and id(each) not in known:
+                known[id(each)] = Replay(each)
+        self._replays = list(known.values())
+        return [each if each is None else known[id(each)] for each in iterators], None
+
+    def end(self, context: StepContext) -> None:
+        """Remember the trainer's arguments, which are equal in all training steps of a run."""
+        self._last = context.call
+
+    def clear(self) -> None:
+        """Drop the data of the last step and of the next one."""
+        self._last, self._ahead, self._replays = None, None, []
+
+    def _prefix(self, program: Program) -> Program:
+        """Return `prefix_before_loss(program)`, cached because most steps run the same program."""
+        if self._cut is None or self._cut[0] is not program:
+            self._cut = program, prefix_before_loss(program)
+        early, _ = self._cut[1]
+        return early
