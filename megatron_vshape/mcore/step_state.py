@@ -40,13 +40,13 @@ class Checks(Protocol):
 
 
 class TensorRanks(Protocol):
-    """Number of tensor-parallel ranks per caller; implemented by `loss_of_logits.RanksOfRows`."""
+    """Number of tensor-parallel ranks per caller; implemented by `RanksOfRows`."""
 
     def number_for(self, code: CodeType) -> int:
         """Return the number for a caller with this code object."""
 
 
-class Slice(NamedTuple):
+class TokenRange(NamedTuple):
     """The token range of a microbatch's sequence that a pass runs on."""
 
     microbatch: int
@@ -73,36 +73,35 @@ class StepState:
     late_checks: Checks | None = None  # set while passes run; stores loss checks
     timer: PassTimer | None = None  # set while a step of Megatron's schedules is timed
     gradient_sync: Reducer | None = None  # set in a step that reduces gradients in W
-    # A `features.vocabulary.step.SharedVocabulary` in a step with vocabulary parallelism.
-    shared_vocabulary: Any = None
+    # Replaces embedding and output layer in a step whose ranks share them.
+    shared_ends: Any = None
     # True while every rank computes the trainer's loss of logits from its rows.
     has_logits: bool = False
     tensor_ranks: TensorRanks | None = None  # as has_logits: number of ranks, by caller
-    slice: Slice | None = None  # set while a pass of a slice runs
-    # With sequence slices, one dict per layer: `features.slices.attention.KeysValues` of the
-    # microbatches in flight.
+    tokens: TokenRange | None = None  # set while a pass of a part of a microbatch runs
+    # One dict per layer: keys and values of the microbatches in flight, if passes share them.
     kept: list[dict[int, Any]] = field(default_factory=list)
 
     @property
-    def running_slice(self) -> Slice:
-        """Return the slice of the running pass.
+    def running_tokens(self) -> TokenRange:
+        """Return the tokens of the running pass.
 
         Raises:
-            RuntimeError: No pass of a slice runs.
+            RuntimeError: No pass of a part of a microbatch runs.
         """
-        if self.slice is None:
-            raise RuntimeError("attention of slices ran, or its backward, outside any pass")
-        return self.slice
+        if self.tokens is None:
+            raise RuntimeError("attention or its backward ran outside any pass")
+        return self.tokens
 
     @contextmanager
-    def running(self, chunk: int, part: Slice | None = None) -> Iterator[None]:
-        """Set the running chunk, and the slice if any, in this context."""
-        before = self.running_chunk, self.slice
-        self.running_chunk, self.slice = chunk, part
+    def running(self, chunk: int, part: TokenRange | None = None) -> Iterator[None]:
+        """Set the running chunk, and its tokens if not all of a microbatch, in this context."""
+        before = self.running_chunk, self.tokens
+        self.running_chunk, self.tokens = chunk, part
         try:
             yield
         finally:
-            self.running_chunk, self.slice = before
+            self.running_chunk, self.tokens = before
 
     @contextmanager
     def having_logits(self, tensor_ranks: TensorRanks) -> Iterator[None]:

@@ -114,6 +114,11 @@ class Offload:
         """Bytes per microbatch that can be offloaded, by stage; only stages with known graphs."""
         return self._bytes
 
+    @property
+    def nbytes(self) -> int:
+        """Return the size of the host memory in bytes."""
+        return self.host.nbytes
+
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Exclude these tensors (parameters, gradients, buffers) as long as they live."""
         self._kept = frozenset(each.untyped_storage()._cdata for each in tensors)

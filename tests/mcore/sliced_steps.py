@@ -48,7 +48,7 @@ from megatron_vshape.mcore.features.slices import router as sliced_router
 from megatron_vshape.mcore.features.slices import step as step_slices
 from megatron_vshape.mcore.features.slices.step import Slices
 from megatron_vshape.mcore.layout import multi_token
-from megatron_vshape.mcore.step_state import Slice
+from megatron_vshape.mcore.step_state import TokenRange
 
 LATE_IMPORTS = (
     "megatron.training.training",
@@ -69,7 +69,7 @@ class Forced(int):
         return other == 1 or int(self) > other
 
 
-def stale(kept: Any, part: Slice, own: Any) -> Any:
+def stale(kept: Any, part: TokenRange, own: Any) -> Any:
     """Leave keys and values of all but the last slice as they were: not written."""
     if part.end == part.total:
         return PUT(kept, part, own)
@@ -78,13 +78,13 @@ def stale(kept: Any, part: Slice, own: Any) -> Any:
     return tuple(whole.data[: part.end] for whole in kept.whole)
 
 
-def lost(kept: Any, part: Slice, gradients: Any) -> Any:
+def lost(kept: Any, part: TokenRange, gradients: Any) -> Any:
     """Let go of what a slice owes to earlier ones."""
     kept.gradients = []
     return ADD(kept, part, gradients)
 
 
-def early(kept: Any, part: Slice, gradients: Any) -> Any:
+def early(kept: Any, part: TokenRange, gradients: Any) -> Any:
     """Free what the earlier slices need with the B of the last."""
     made = ADD(kept, part, gradients)
     for whole in kept.whole:
@@ -92,11 +92,13 @@ def early(kept: Any, part: Slice, gradients: Any) -> Any:
     return made
 
 
-def out_of_turn(slices: Slices, number: int) -> Slice:
+def out_of_turn(slices: Slices, number: int) -> TokenRange:
     """Run the slices of a microbatch from the last to the first."""
     part = PART(slices, number)
     own = part.end - part.begin
-    return Slice(part.microbatch, part.total - part.end, part.total - part.end + own, part.total)
+    return TokenRange(
+        part.microbatch, part.total - part.end, part.total - part.end + own, part.total
+    )
 
 
 def apart_again(state: Any, chunks: Any) -> None:

@@ -31,7 +31,7 @@ from megatron_vshape.mcore.setup.checks import fitted
 from megatron_vshape.mcore.setup.choice import choice_for
 from megatron_vshape.mcore.setup.features import Settings
 from megatron_vshape.mcore.setup.plans import Planner
-from megatron_vshape.mcore.step_state import Slice
+from megatron_vshape.mcore.step_state import TokenRange
 
 ROOT = Path(__file__).parents[2]
 
@@ -198,7 +198,7 @@ def test_gradients_of_keys_and_values_are_summed_in_one_buffer() -> None:
     drawn = [torch.randn(end, 1, 2, 5).bfloat16() for end in range(own, total + 1, own)]
     made, buffers = [], set()
     for at in reversed(range(count)):
-        (gradient,) = kept.add(Slice(0, at * own, (at + 1) * own, total), [drawn[at]])
+        (gradient,) = kept.add(TokenRange(0, at * own, (at + 1) * own, total), [drawn[at]])
         made.insert(0, gradient)
         buffers.add((kept.gradients[0].data_ptr(), kept.gradients[0].shape[0]))
     assert buffers == {(kept.gradients[0].data_ptr(), total - own)}
@@ -285,7 +285,6 @@ def test_slices_of_a_hybrid_model(train: Callable[..., Ended], pattern: str) -> 
 
 
 GIVEN = {
-    "optimizer_post_validation": True,
     "context_parallel_size": 2,
     "moe_expert_capacity_factor": 1.0,
     "moe_router_load_balancing_type": "sinkhorn",
@@ -302,9 +301,9 @@ GIVEN = {
 
 @pytest.mark.parametrize("name", GIVEN)
 def test_what_slices_do_not_go_with_is_refused(name: str) -> None:
-    check_slices(1, Namespace(**{name: GIVEN[name]}), {})
+    check_slices(1, Namespace(**{name: GIVEN[name]}))
     with pytest.raises(UnsupportedError, match="--pipeline-slices does not work with "):
-        check_slices(2, Namespace(**{name: GIVEN[name]}), {})
+        check_slices(2, Namespace(**{name: GIVEN[name]}))
 
 
 @pytest.mark.parametrize("pattern", ["*-|*E/*-", None])
@@ -312,7 +311,7 @@ def test_nothing_is_refused_of_a_plain_model(pattern: str | None) -> None:
     plain = {"context_parallel_size": 1, "num_experts": None, "cuda_graph_impl": "none"}
     plain |= {"hybrid_layer_pattern": pattern}
     others = {"position_embedding_type": "rope", "mtp_num_layers": 2}
-    check_slices(4, Namespace(seq_length=4096, **others, **plain), {})
+    check_slices(4, Namespace(seq_length=4096, **others, **plain))
 
 
 @pytest.mark.parametrize(
@@ -333,7 +332,7 @@ def test_slices_are_alike(slices: int, length: int, tensor: int, told: str) -> N
         seq_length=length, tensor_model_parallel_size=tensor, sequence_parallel=tensor > 1
     )
     with pytest.raises(UnsupportedError) as error:
-        check_slices(slices, options, {})
+        check_slices(slices, options)
     assert str(error.value) == f"--pipeline-slices {told}"
 
 

@@ -12,10 +12,10 @@ import inspect
 import sys
 from itertools import accumulate
 from typing import Any
+from weakref import ref
 
 from megatron.core import parallel_state
 
-from megatron_vshape.mcore.features.vocabulary import model as vocabulary
 from megatron_vshape.mcore.hooks.replacements import Function, has_end, replaces, replaces_always
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout import multi_token, stages
@@ -26,6 +26,7 @@ from megatron_vshape.mcore.refusals import UnsupportedError, refusing
 from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.setup import library
 from megatron_vshape.mcore.setup.choice import ScheduleConfig, choice_for
+from megatron_vshape.mcore.setup.features import BuiltChunk, features
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.ready import (
     complete_environment,
@@ -138,7 +139,7 @@ def initialize_model_parallel(
     placement = choice.placement
     chunks = len(placement) // (max(placement) + 1)
     bound.arguments["virtual_pipeline_model_parallel_size"] = chunks if chunks > 1 else None
-    # With vocabulary parallelism, no rank has a copy of another rank's embedding rows.
+    # If all ranks share the embedding, no rank has a copy of another rank's rows.
     ends = placement[:1] if choice.shares else placement
     bound.arguments["get_embedding_ranks"] = lambda group, *_: stages.embedding_ranks(ends, group)
     return original(*bound.args, **bound.kwargs)
@@ -180,44 +181,31 @@ def model_init(session: Session, original: Function) -> Function:
         session.is_building = False  # Megatron's constructor queries the position of the rank
         original(*bound.args, **bound.kwargs)
         session.is_building = True
-        if pipeline.choice.shares:
-            # Before the library wraps the chunk: the shared rows replace its modules.
-            session.embedding_end = opening = session.embedding_end if chunk else self
-            with refusing():
-                vocabulary.share(session.step, opening, self, pipeline.stage_map, rank, chunk or 0)
-            _have_rows_converted(session)
+        _build_features(session, pipeline, self, chunk or 0)
         _have_stages_found(session, pipeline)
 
     return init
 
 
-_MAPPING = "megatron.bridge.models.conversion.param_mapping"
-_ROWS = "embedding.word_embeddings.weight", "output_layer.weight"
+def _build_features(session: Session, pipeline: Pipeline, model: Any, chunk: int) -> None:
+    """Let features change a chunk, before the library wraps it."""
+    if chunk == 0:
+        session.first_chunk = ref(model)
+    built = BuiltChunk(
+        pipeline=pipeline,
+        state=session.step,
+        first=session.first_chunk(),
+        model=model,
+        chunk=chunk,
+        rank=parallel_state.get_pipeline_model_parallel_rank(),
+        patch=session.patch_once,
+    )
+    with refusing():
+        for feature in features():
+            feature.build_chunk(built)
 
 
-def _have_rows_converted(session: Session) -> None:
-    """Make Megatron-Bridge load and export embedding rows that all pipeline ranks share.
-
-    Megatron-Bridge expects each weight on one stage, sharded over its tensor-parallel ranks. With
-    vocabulary parallelism, all ranks of the pipeline have consecutive shards. The patch applies
-    only if Megatron-Bridge builds the model.
-    """
-    mapping = getattr(sys.modules.get(_MAPPING), "MegatronParamMapping", None)
-    if mapping is None or mapping in session.providers:
-        return
-    session.providers.append(mapping)
-    tensor_group, pipeline_size = mapping.tp_group.fget, mapping.pp_size.fget
-
-    def tp_group(self: Any) -> Any:
-        is_shared = self.megatron_param.endswith(_ROWS)
-        return parallel_state.get_model_parallel_group() if is_shared else tensor_group(self)
-
-    def pp_size(self: Any) -> Any:
-        return 1 if self.megatron_param.endswith(_ROWS) else pipeline_size(self)
-
-    session.replaced.put(mapping, "tp_group", property(tp_group))
-    session.replaced.put(mapping, "pp_size", property(pp_size))
-
+_ROWS = "embedding.word_embeddings.weight"
 
 _CONVERTER = "mcore_adapter.models.converter.dist_converter"
 
@@ -248,7 +236,7 @@ def _have_stages_found(session: Session, pipeline: Pipeline) -> None:
     def is_on_this_rank(self: Any, weight_name: str, vp_stage: int | None = None) -> bool:
         # A tied output layer is the embedding itself, so only the chunk of the first stage loads
         # it.
-        is_twice = stage_map.ends_meet and weight_name == _ROWS[0] and not self.revert
+        is_twice = stage_map.ends_meet and weight_name == _ROWS and not self.revert
         elsewhere = is_twice and not is_first(self, vp_stage or 0)
         return not elsewhere and bool(is_here(self, weight_name, vp_stage))
 
@@ -268,10 +256,10 @@ def setup_embeddings(session: Session, original: Function, model: Any) -> None:
     weight of the last stage to zero, as a copy to be filled, but here it is the embedding itself.
     """
     pipeline, first = session.pipeline, session.joined.get(model)
-    if pipeline is not None and pipeline.choice.shares and vocabulary.is_shared(model):
+    if pipeline is not None:
         with refusing():
-            vocabulary.check_rows(model)
-        return
+            if any(each.owns_embeddings(pipeline, model) for each in features()):
+                return
     if first is not None:
         _join(first, model)
         return

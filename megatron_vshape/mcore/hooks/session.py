@@ -14,7 +14,6 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import nn
 
-from megatron_vshape.mcore.features.vocabulary import model as vocabulary
 from megatron_vshape.mcore.layout.stages import streams_of
 from megatron_vshape.mcore.observe import report, static_memory
 from megatron_vshape.mcore.observe.megatrons_own import MeteredSchedule
@@ -22,6 +21,7 @@ from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing, refusing_together
 from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.setup import configure
+from megatron_vshape.mcore.setup.features import features
 from megatron_vshape.mcore.setup.library import with_messages_of_this_run
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.pipeline import Pipeline
@@ -66,6 +66,7 @@ class Session:
     has_opened: bool = False  # the schedule has been printed
     captures: bool = False  # Transformer Engine is capturing CUDA graphs
     loads: Any = None  # the model whose checkpoint is being loaded
+    first_chunk: Callable[[], Any] = lambda: None  # weak reference to this rank's first chunk
     embedding_end: nn.Module | None = None  # chunk with the embedding, until the last is built
     # Last chunk -> first chunk of the same rank, whose embedding weights it shares.
     joined: WeakKeyDictionary[nn.Module, nn.Module] = field(default_factory=WeakKeyDictionary)
@@ -88,6 +89,13 @@ class Session:
         self.chosen.undo()
         for each in self.on_choice if pipeline is not None else ():
             self.chosen.put(*each)
+
+    def patch_once(self, owner: type, make: Callable[[], Mapping[str, Any]]) -> None:
+        """Set attributes of a library's class, which `make` returns, until `hooks.uninstall`."""
+        if owner not in self.providers:
+            self.providers.append(owner)
+            for name, value in make().items():
+                self.replaced.put(owner, name, value)
 
     @property
     def is_idle(self) -> bool:
@@ -155,7 +163,7 @@ class Session:
             configure.prepare_layers(
                 self.step,
                 model,
-                self.pipeline.choice.most_slices,
+                self.pipeline.choice,
                 self.pipeline.splits_graphs,
             )
         with refusing():
@@ -176,10 +184,9 @@ class Session:
                 f"{pipeline.choice.name} has: register before the model's config is made, "
                 "or choose a schedule with one where it knows of no more, such as zb-h1"
             )
-        if pipeline.choice.shares:
-            rank = parallel_state.get_pipeline_model_parallel_rank()
-            ends = pipeline.ends(rank, 0)[0], pipeline.ends(rank, chunks - 1)[1]
-            vocabulary.check_ends(unwrapped(model[0]), unwrapped(model[-1]), ends)
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        for feature in features():
+            feature.check_chunks(pipeline, rank, [unwrapped(each) for each in model])
 
     def opening(
         self, pipeline: Pipeline, model: Sequence[nn.Module], tokens: int, num_microbatches: int

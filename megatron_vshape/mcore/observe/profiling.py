@@ -20,13 +20,13 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.costs_file import MEASURED
 from megatron_vshape.core.model.pieces import Piece, costs_from_pieces, pieces_from_costs
 from megatron_vshape.core.model.schedule import Schedule, Slot, Timeline
-from megatron_vshape.core.planner.vocabulary import holding_logits
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.mcore.observe.report import (
     Checked,
     PredictedStep,
     RunReport,
     shares_processors,
+    with_allocated,
 )
 from megatron_vshape.mcore.observe.static_memory import most_of_replicas
 from megatron_vshape.mcore.observe.trial import NAMED, Trial
@@ -249,7 +249,7 @@ class Profiler:
         group: dist.ProcessGroup,
     ) -> Costs:
         """Return the median of the costs that all pipelines of the world have measured."""
-        mine = (send_us, dict(held), self.report.logits_bytes)
+        mine = (send_us, dict(held), self.report.allocated)
         everyones: list[Any] = [mine] * group.size()
         dist.all_gather_object(everyones, mine, group=group)
         sends = [each for each, _, _ in everyones if each is not None]
@@ -264,8 +264,7 @@ class Profiler:
             )
         send_us = fmean(sends) if sends else 0.0
         made = measured_costs(kept, send_us, all_held)
-        if self.pipeline.choice.shares:
-            made = holding_logits(made, max(each for _, _, each in everyones))
+        made = with_allocated(made, [each for _, _, each in everyones])
         # Replicas must plan the same schedule, because different ones would reduce gradients in
         # different orders.
         world = [made] * dist.get_world_size()

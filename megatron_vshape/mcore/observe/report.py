@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_vshape.core.check.simulate import peak_in_host
 from megatron_vshape.core.compiling import processors
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import LOGITS, RELEASE, ScheduleError
-from megatron_vshape.core.planner.vocabulary import holding_logits
+from megatron_vshape.core.model.kinds import RELEASE, ScheduleError
 from megatron_vshape.core.request import AUTO
 from megatron_vshape.figures import tell
-from megatron_vshape.mcore.setup.choice import GIB
+from megatron_vshape.mcore.setup.features import features
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.plans import PlannedStep
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.activation_tracker import ActivationTracker
-from megatron_vshape.runtime.host_memory import free_host_bytes
 from megatron_vshape.runtime.hosts import told_ranks
-from megatron_vshape.runtime.offload import Offload
 from megatron_vshape.view.numbers import peaks_told
 
 CLOSE = 0.1
@@ -44,16 +39,29 @@ PlanOf = Callable[[int], PlannedStep]
 """Returns the plan for a number of microbatches."""
 
 
+class WaitingMemory(Protocol):
+    """Other memory than the device's, in which activations wait."""
+
+    @property
+    def bytes_by_stage(self) -> Mapping[int, int]:
+        """Return the bytes of a microbatch that can wait, by stage."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of this memory."""
+
+
 class Memory(NamedTuple):
     """Measurements of one rank in its first training step."""
 
     peak_bytes: int
     held: dict[int, tuple[float, float]]  # per stage and microbatch: bytes after F, after B
     within_passes: int  # peak bytes that passes allocate and free; 0 without a GPU
-    moved: Mapping[int, int] = {}  # per stage: bytes of a microbatch that can be offloaded
-    host_bytes: int = 0  # host memory of the offload
-    logits_bytes: float = 0.0  # logits of a microbatch with vocabulary parallelism
-    # Per stage: bytes that slices of a microbatch share, and bytes of their gradients.
+    moved: Mapping[int, int] = {}  # per stage: bytes of a microbatch that can wait elsewhere
+    host_bytes: int = 0  # host memory in which they wait
+    # Bytes of a microbatch that passes of features allocate, by the name of the amount in costs.
+    allocated: Mapping[str, float] = {}
+    # Per stage: bytes that the passes of a microbatch share, and bytes of their gradients.
     shared: Mapping[int, tuple[int, int]] = {}
     allocated_bytes: int = 0  # the allocator's peak over the run; 0 without a GPU
 
@@ -95,7 +103,7 @@ class RunReport:
     name: str
     stages: Sequence[int]  # stages of this rank
     plan_of: PlanOf | None  # predicts the memory for a number of microbatches
-    offload: Offload | None = None  # set once a step may offload
+    waiting: WaitingMemory | None = None  # set once activations may wait in other memory
     _plan: PlannedStep | None = None  # plan of the step in which memory was measured
     _memory: Memory | None = None
     _started_s: float | None = None
@@ -110,13 +118,13 @@ class RunReport:
         return {} if self._memory is None else self._memory.held
 
     @property
-    def logits_bytes(self) -> float:
-        """Return the bytes of a microbatch's logits here; 0 without vocabulary parallelism."""
-        return 0.0 if self._memory is None else self._memory.logits_bytes
+    def allocated(self) -> Mapping[str, float]:
+        """Return the bytes that a microbatch's passes of features allocate here, by amount."""
+        return {} if self._memory is None else self._memory.allocated
 
     @property
     def moved(self) -> Mapping[int, int]:
-        """Return the bytes of a microbatch per stage that can be offloaded, if measured."""
+        """Return the bytes of a microbatch per stage that can wait elsewhere, if measured."""
         return {} if self._memory is None else self._memory.moved
 
     @property
@@ -154,9 +162,12 @@ class RunReport:
 
     @contextmanager
     def training_step(
-        self, model: Sequence[nn.Module], num_microbatches: int, tokens: int, slices: int = 1
+        self, model: Sequence[nn.Module], num_microbatches: int, tokens: int, passes: int = 1
     ) -> Iterator[None]:
-        """Measure a training step of this rank's pipeline with `tokens` tokens in this context."""
+        """Measure a training step of this rank's pipeline with `tokens` tokens in this context.
+
+        Each of the `passes` of a microbatch has an equal part of its sequence.
+        """
         now = time.perf_counter()
         self.last_step_s = None
         if self._started_s is not None and tokens == self._tokens:
@@ -170,16 +181,20 @@ class RunReport:
         with self.state.counting(census):
             yield
         self._plan = None if self.plan_of is None else self.plan_of(num_microbatches)
-        held = {stage: census.held_bytes(stage, slices) for stage in self.stages}
+        held = {stage: census.held_bytes(stage, passes) for stage in self.stages}
         # Before the first step the optimizer has no state. If the peak during model construction
         # was higher, this is an overestimate, which is safe.
         within = max(torch.cuda.max_memory_allocated() - before - census.peak_bytes, 0)
-        waits = {} if self.offload is None else self.offload.bytes_by_stage
-        moved = {stage: slices * size for stage, size in waits.items()}
-        logits = max((census.added_bytes(LOGITS, stage) for stage in self.stages), default=0)
+        waits = {} if self.waiting is None else self.waiting.bytes_by_stage
+        moved = {stage: passes * size for stage, size in waits.items()}
+        kinds = [kind for feature in features() for kind in feature.measured_kinds]
+        allocated = {
+            kind.takes: max((census.added_bytes(kind, stage) for stage in self.stages), default=0.0)
+            for kind in kinds
+        }
         shared = {self.stages[chunk]: both for chunk, both in census.shared.items()}
         self._memory = Memory(
-            census.peak_bytes, held, within, moved, logits_bytes=logits, shared=shared
+            census.peak_bytes, held, within, moved, allocated=allocated, shared=shared
         )
         # The first step also fills caches, so its time is not representative.
         self._started_s = None
@@ -192,7 +207,7 @@ class RunReport:
         if self._memory is None:
             return None
         own = self._memory._replace(
-            host_bytes=0 if self.offload is None else self.offload.host.nbytes,
+            host_bytes=0 if self.waiting is None else self.waiting.nbytes,
             allocated_bytes=torch.cuda.max_memory_allocated(),
         )
         everyones: list[Memory] = [own] * pipeline_group.size()
@@ -279,10 +294,8 @@ def opening_lines(pipeline: Pipeline, num_microbatches: int, local_ranks: int | 
     notes = ""
     if shares_processors():
         notes = f"\n{_sharing()}: passes wait for a core, so measured times and bubble are larger"
-    if pipeline.by_layers:
-        notes += f"\n{_layers_told(pipeline)}"
-    notes += _learned_told(pipeline)
-    notes += _recompute_told(pipeline) + _copies_told(plan, pipeline.planner.costs, local_ranks)
+    notes += _learned_told(pipeline) + _recompute_told(pipeline)
+    notes += "".join(each.notes(pipeline, plan, local_ranks) for each in features())
     if pipeline.choice.whole_stages:
         notes += (
             "\nbackward passes are not split (BW) except on the last stage: CUDA graphs cover all "
@@ -306,14 +319,6 @@ def _peak_told(plan: PlannedStep) -> str:
         chunk = f"1/{2 * devices} of the model"
         return f"peak {plan.peak_chunks:.4g} chunks of {chunk} ({share})"
     return f"peak {share}, by rank {'; '.join(ranks)}"
-
-
-def _layers_told(pipeline: Pipeline) -> str:
-    """Format that passes run by layer plans, and a setting that prevents their overlap."""
-    told = "training passes run by Megatron's layer plans, with overlapped communication"
-    if pipeline.choice.kernels and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        told += "; CUDA_DEVICE_MAX_CONNECTIONS=1 prevents the overlap: set it to 32"
-    return told
 
 
 def _learned_told(pipeline: Pipeline) -> str:
@@ -349,22 +354,6 @@ def _recompute_told(pipeline: Pipeline) -> str:
     return lines
 
 
-def _copies_told(plan: PlannedStep, costs: Costs | None, local_ranks: int | None) -> str:
-    """Return a note on the offloaded memory and, if known, whether the host has enough memory."""
-    schedule = plan.schedule
-    copies = sum(1 for _ in schedule.copied())
-    if not copies:
-        return ""
-    every = schedule.num_stages * schedule.num_microbatches
-    line = f"\nactivations of {copies} of {every} microbatches and stages are offloaded"
-    free = free_host_bytes(local_ranks)
-    if costs is None or not costs.copies or costs.num_stages != schedule.num_stages or free is None:
-        return line
-    needed = max(peak_in_host(schedule, costs))
-    line += f": at most {needed / GIB:.3f} GiB per rank of {free / GIB:.3f} GiB free per rank"
-    return line + ("" if needed <= free else "; the rest stays in GPU memory")
-
-
 def _costs_told(pipeline: Pipeline) -> str:
     if pipeline.planner.costs is None and pipeline.choice.estimate is None:
         return "F = B = W"
@@ -383,10 +372,14 @@ def byte_costs(memories: Sequence[Memory]) -> Costs:
     waits = tuple(float(moved.get(stage, 0)) for stage in sorted(held))
     if moved:
         costs = costs.having(**{RELEASE.frees: waits})
-    logits = max(memory.logits_bytes for memory in memories)
-    if logits:
-        costs = holding_logits(costs, logits)
-    return costs
+    return with_allocated(costs, [memory.allocated for memory in memories])
+
+
+def with_allocated(costs: Costs, by_rank: Sequence[Mapping[str, float]]) -> Costs:
+    """Return costs with the memory of passes of features; the rank with the most decides."""
+    most = {name: max(each[name] for each in by_rank) for name in by_rank[0]}
+    given = {name: (size,) * costs.num_stages for name, size in most.items() if size}
+    return costs.having(**given) if given else costs
 
 
 def persistent(model: Sequence[nn.Module]) -> Iterator[Tensor]:

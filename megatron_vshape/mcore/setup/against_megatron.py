@@ -11,7 +11,6 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import recut
 from megatron_vshape.core.plan import plan
-from megatron_vshape.core.planner.vocabulary import without_shared
 from megatron_vshape.core.request import AUTO, PlanRequest
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.multi_token import num_predicting
@@ -19,7 +18,7 @@ from megatron_vshape.mcore.layout.sizes import options_of, sizes_of
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.setup.checks import fitted
 from megatron_vshape.mcore.setup.choice import choice_for
-from megatron_vshape.mcore.setup.features import Settings
+from megatron_vshape.mcore.setup.features import Settings, adapted_costs, features
 from megatron_vshape.mcore.setup.microbatches import in_evaluation, in_training
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 
@@ -41,8 +40,8 @@ def megatrons_if_best(
     """
     ranks, costs = args.pipeline_model_parallel_size, options.costs_file
     limit = options.memory_limit_gib
-    mine = options.profile_steps or options.post_validates or options.layer_split is not None
-    mine = mine or options.vocab_parallel or options.slices not in (1, AUTO)
+    mine = options.profile_steps or options.layer_split is not None
+    mine = mine or any(feature.requires_ours(options) for feature in features())
     if options.schedule != AUTO or ranks == 1 or costs is None or isinstance(limit, float):
         return None
     microbatches = None if mine or _lies_its_own_way(args) else in_training(args)
@@ -50,7 +49,9 @@ def megatrons_if_best(
         return None
     choice = fitted(Settings(args, choice_for(options, ranks), options))
     assert choice.costs is not None
-    measured, sizes = without_shared(choice.costs), sizes_of(options_of(args), 0)
+    measured = adapted_costs(choice, choice.costs, choice.costs.num_stages)
+    assert measured is not None
+    sizes = sizes_of(options_of(args), 0)
     layers = sizes.num_layers
 
     def cut(num_stages: int, name: str) -> Costs:

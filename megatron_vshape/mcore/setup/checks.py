@@ -38,7 +38,7 @@ def take_options(
 ) -> tuple[ScheduleConfig, Translated]:
     """Translate options made for Megatron's schedules, and reject unsupported options.
 
-    Returns the choice with the numbers of slices that this model supports. `model` is Megatron's
+    Returns the choice without alternatives that this model does not support. `model` is Megatron's
     arguments or a library's config, each with its own `check`.
 
     Raises:

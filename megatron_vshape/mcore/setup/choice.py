@@ -14,7 +14,6 @@ from megatron_vshape.core.model.placement import Placement, looping, v_shape, wi
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import JOINT_NAMES
 from megatron_vshape.core.plan import plan
-from megatron_vshape.core.planner.vocabulary import is_shared
 from megatron_vshape.core.request import AUTO, PLUS_NAMES, PlanRequest, find, known_as
 from megatron_vshape.mcore.options import Options, schedule_names
 from megatron_vshape.mcore.setup.features import features
@@ -39,21 +38,16 @@ class ScheduleConfig:
     host_limit_bytes: float = math.inf  # host memory of a device for offloading
     num_layers: int | None = None  # layers of the model
     layer_shares: tuple[Share, ...] = ()  # share of each layer, if layers are not identical
-    keeps_backward_whole: bool = False  # no B is split (full recompute)
+    keeps_backward_whole: bool = False  # no B is split
     whole_stages: frozenset[int] = frozenset()  # stages whose B is not split
     hides: bool = False  # a B that waits for tensor-parallel ranks runs jobs of the next W
     ties_ends: bool = False  # the first and the last stage add to one gradient
-    shares: bool = False  # vocabulary parallelism
+    shares: bool = False  # all ranks share the embedding and the output layer
     kernels: bool = False  # P2P messages are GPU kernels (NCCL)
     may_offload: bool = False  # measure the cost of offload copies, too
     slices: int | tuple[int, ...] = 1  # slices per microbatch; auto chooses from several
     may_overlap: bool = False  # an F may overlap with a backward (Megatron's layer plans)
     loss_last: bool = False  # number the ranks so that the last one computes the loss
-
-    @property
-    def most_slices(self) -> int:
-        """Return the maximum number of slices per microbatch."""
-        return self.slices if isinstance(self.slices, int) else max(self.slices)
 
     @property
     def plans_by_costs(self) -> bool:
@@ -137,7 +131,7 @@ def choice_of(
     if isinstance(found, str):
         return ScheduleConfig(num_devices, name, costs=costs)
     _check_file(name, found, num_devices)
-    return ScheduleConfig(num_devices, name, found, costs, shares=is_shared(found))
+    return _configured(ScheduleConfig(num_devices, name, found, costs), Options())
 
 
 def choice_for(options: Options, num_devices: int, loss_last: bool = False) -> ScheduleConfig:
@@ -150,9 +144,14 @@ def choice_for(options: Options, num_devices: int, loss_last: bool = False) -> S
         options.memory_limit_gib,
         options.profile_steps is not None,
     )
+    return replace(_configured(choice, options), loss_last=loss_last)
+
+
+def _configured(choice: ScheduleConfig, options: Options) -> ScheduleConfig:
+    """Return the choice with the options of all features."""
     for feature in features():
         choice = feature.configure(choice, options)
-    return replace(choice, loss_last=loss_last)
+    return choice
 
 
 def _check_adaptive(

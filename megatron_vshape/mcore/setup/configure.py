@@ -16,9 +16,6 @@ from megatron_vshape.core.model.layers import check_layers
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.paper.catalogue import JOINT_NAMES
 from megatron_vshape.core.request import AUTO, with_chunks
-from megatron_vshape.mcore.features.slices import attention as sliced_attention
-from megatron_vshape.mcore.features.slices import router as sliced_router
-from megatron_vshape.mcore.features.vocabulary import model as vocabulary
 from megatron_vshape.mcore.layout import hybrid, multi_token, stages
 from megatron_vshape.mcore.layout.layer_split import split_layers
 from megatron_vshape.mcore.options import (
@@ -33,7 +30,8 @@ from megatron_vshape.mcore.refusals import (
 )
 from megatron_vshape.mcore.setup.against_megatron import megatrons_if_best
 from megatron_vshape.mcore.setup.checks import check_batch_size
-from megatron_vshape.mcore.setup.choice import choice_for
+from megatron_vshape.mcore.setup.choice import ScheduleConfig, choice_for
+from megatron_vshape.mcore.setup.features import features
 from megatron_vshape.mcore.setup.microbatches import (
     changing_counts,
     check_interleaved,
@@ -116,8 +114,8 @@ def prepare(
 def _tell_megatron(args: Namespace, pipeline: Pipeline) -> None:
     """Set the stages in Megatron's arguments."""
     stage_map = pipeline.stage_map
-    if pipeline.choice.shares:
-        vocabulary.pad(args, stage_map.num_ranks)
+    for feature in features():
+        feature.prepare_arguments(args, pipeline)
     pattern = getattr(args, hybrid.OPTION, None)
     if pattern is None:
         # Also for one chunk: Megatron then uses the layer counts of the layout.
@@ -303,21 +301,24 @@ def _num_microbatches(args: Namespace) -> int:
 
 
 def prepare_layers(
-    state: StepState, chunks: Sequence[nn.Module], slices: int = 1, splits_graphs: bool = False
+    state: StepState,
+    chunks: Sequence[nn.Module],
+    choice: ScheduleConfig | None = None,
+    splits_graphs: bool = False,
 ) -> None:
     """Make the chunks' linear layers defer their weight gradients, and name them in traces.
 
-    With several slices per microbatch, attention and routers also become slice-aware. Layers that
-    CUDA graphs cover compute their weight gradients in B, unless the graphs are split too.
+    With a choice, features change layers too. Layers that CUDA graphs cover compute their weight
+    gradients in B, unless the graphs are split too.
 
     Raises:
         StoreError: Transformer Engine's layers do not match the adapter.
-        UnsupportedError: Slices do not support a layer.
+        UnsupportedError: A feature does not support a layer.
     """
     chunks = [unwrapped(chunk) for chunk in chunks]  # module names without wrapper prefixes
-    if slices > 1:
-        sliced_attention.install(state, chunks)
-        sliced_router.install(state, chunks)
+    if choice is not None:
+        for feature in features():
+            feature.prepare_layers(state, chunks, choice)
     whole = graphs.covered(chunks)
     # With split graphs, covered TE layers get a store too: their W is captured separately.
     if splits_graphs:

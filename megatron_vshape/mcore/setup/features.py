@@ -6,22 +6,31 @@ through `Feature` and works without it. Loading a feature imports neither torch 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.mcore import features as home
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import Refusal
 
 if TYPE_CHECKING:  # they use the features, or torch
     from megatron_vshape.mcore.layout.stage_map import StageMap
     from megatron_vshape.mcore.setup.choice import ScheduleConfig
+    from megatron_vshape.mcore.setup.pipeline import Pipeline
+    from megatron_vshape.mcore.setup.plans import PlannedStep
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
     from megatron_vshape.mcore.step.step_hooks import StepFeature
+    from megatron_vshape.mcore.step_state import StepState
 
-NAMES = ("post_validation", "overlap", "vocabulary", "offload", "slices", "variable_length")
-"""The folders of `mcore.features`, in the order of their checks."""
+Patch = Callable[[type, Callable[[], Mapping[str, Any]]], None]
+"""Sets attributes of a library's class once: the class, and a function that makes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,19 @@ class Settings:
     may_offload: bool = False  # an option of Megatron enables offloading in plans
 
 
+@dataclass(frozen=True, slots=True)
+class BuiltChunk:
+    """A chunk of the model that Megatron has just built."""
+
+    pipeline: Pipeline
+    state: StepState
+    first: Any  # the first chunk of this rank
+    model: Any
+    chunk: int
+    rank: int
+    patch: Patch
+
+
 class Feature:
     """An optional feature of a schedule; the defaults do nothing.
 
@@ -42,6 +64,14 @@ class Feature:
 
     flag = ""  # the option that enables the feature, for reports
     refusals: tuple[Refusal, ...] = ()  # options of Megatron that the feature rejects
+
+    def label(self, settings: Settings) -> str | None:
+        """Return the name of the feature for messages if the run uses it, else None."""
+        return None
+
+    def requires_ours(self, options: Options) -> bool:
+        """Return whether the options enable the feature, which Megatron's schedules do not have."""
+        return False
 
     def configure(self, choice: ScheduleConfig, options: Options) -> ScheduleConfig:
         """Return the choice with the feature's options; raises for a value that does not fit."""
@@ -57,6 +87,55 @@ class Feature:
     def check_stages(self, settings: Settings, stage_map: StageMap) -> None:
         """Reject stages that the feature does not support."""
 
+    # Kinds of passes whose memory per microbatch a run measures, in addition to F, B and W.
+    measured_kinds: tuple[Kind, ...] = ()
+
+    def adapt_costs(
+        self, choice: ScheduleConfig, costs: Costs | None, num_stages: int
+    ) -> Costs | None:
+        """Return the costs of a run: with the feature's passes if it is enabled, else without.
+
+        None stands for equal costs of all passes.
+        """
+        return costs
+
+    def adapt_schedule(self, schedule: Schedule, costs: Costs) -> Schedule:
+        """Return the schedule with the feature's passes, if the costs include them."""
+        return schedule
+
+    def adapt_evaluation(self, choice: ScheduleConfig, wave: Schedule) -> Schedule:
+        """Return the schedule of an evaluation with the feature's passes."""
+        return wave
+
+    def least_bytes(self, costs: Costs) -> float:
+        """Return the memory that the feature's passes need on every device."""
+        return 0.0
+
+    def notes(self, pipeline: Pipeline, plan: PlannedStep, local_ranks: int | None) -> str:
+        """Return lines for the log about a plan, each after a line break."""
+        return ""
+
+    def prepare_arguments(self, args: Any, pipeline: Pipeline) -> None:
+        """Change Megatron's arguments before Megatron validates them."""
+
+    def build_chunk(self, built: BuiltChunk) -> None:
+        """Change a chunk of the model when it is built, before it is wrapped."""
+
+    def owns_embeddings(self, pipeline: Pipeline, model: Any) -> bool:
+        """Return whether Megatron must not share the embeddings of a chunk between ranks.
+
+        Rejects a chunk whose embedding a library has replaced.
+        """
+        return False
+
+    def prepare_layers(
+        self, state: StepState, chunks: Sequence[Any], choice: ScheduleConfig
+    ) -> None:
+        """Change the layers of the built model for the passes of the feature."""
+
+    def check_chunks(self, pipeline: Pipeline, rank: int, chunks: Sequence[Any]) -> None:
+        """Reject changes of a library to the built model that the feature would drop."""
+
     def check_config(self, config: Any, options: Options) -> None:
         """Reject options that a script has set only in the TransformerConfig, in every step."""
 
@@ -65,7 +144,23 @@ class Feature:
         return None
 
 
+def adapted_costs(choice: ScheduleConfig, costs: Costs | None, num_stages: int) -> Costs | None:
+    """Return the costs with the passes of enabled features, and without those of others."""
+    for feature in features():
+        costs = feature.adapt_costs(choice, costs, num_stages)
+    return costs
+
+
+def adapted_schedule(schedule: Schedule, costs: Costs | None) -> Schedule:
+    """Return the schedule with the passes of the features that the costs include."""
+    if costs is not None:
+        for feature in features():
+            schedule = feature.adapt_schedule(schedule, costs)
+    return schedule
+
+
 @cache
 def features() -> tuple[Feature, ...]:
-    """Return all features."""
-    return tuple(import_module(f"megatron_vshape.mcore.features.{name}").FEATURE for name in NAMES)
+    """Return the features of all folders in `mcore.features`, by name."""
+    folders = sorted(each.name for each in iter_modules(home.__path__))
+    return tuple(import_module(f"{home.__name__}.{name}").FEATURE for name in folders)

@@ -21,21 +21,13 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.plan import plan as plan_request
-from megatron_vshape.core.planner.vocabulary import (
-    WAITING,
-    in_proportion,
-    most_logits_bytes,
-    share_forwards,
-    shared_if_told,
-    uniform_shared,
-    without_shared,
-)
 from megatron_vshape.core.program.hiding import Beside, deferred_weight_overlap
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.core.program.lowering import forward_wave, lower, whole_backwards
 from megatron_vshape.core.program.pairing import pair_adjacent
 from megatron_vshape.core.request import AUTO, PLUS_NAMES, PlanRequest, limits_of
 from megatron_vshape.mcore.setup.choice import GIB, ScheduleConfig
+from megatron_vshape.mcore.setup.features import adapted_costs, adapted_schedule, features
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.recent import keep, no_collection, recall
 
@@ -204,9 +196,7 @@ class Planner:
         elif self.choice.whole_stages:
             schedule = whole_backwards(schedule, self.choice.whole_stages)
         costs = self._costs_of(schedule)
-        if costs is not None:
-            # Vocabulary passes are part of the schedule only if the costs include them.
-            schedule = shared_if_told(schedule, costs)
+        schedule = adapted_schedule(schedule, costs)
         if self.choice.may_overlap:
             schedule = pair_adjacent(schedule, costs)
         timeline = simulate(schedule, costs)
@@ -274,8 +264,8 @@ class Planner:
             return program
         with no_collection():
             wave = forward_wave(self.choice.placement, self.choice.num_devices, num_microbatches)
-            if self.choice.shares:
-                wave = share_forwards(wave)
+            for feature in features():
+                wave = feature.adapt_evaluation(self.choice, wave)
             program = lower(wave, kernels=self.choice.kernels, takes=self._takes)
         keep(self._evaluation, num_microbatches, program)
         return program
@@ -283,8 +273,7 @@ class Planner:
     def smallest(self) -> Program:
         """Return a small program that uses every P2P stream of this planner's other programs."""
         least = one_microbatch(self.choice.placement, self.choice.num_devices)
-        costs = self._costs_of(least)
-        return lower(least if costs is None else shared_if_told(least, costs))
+        return lower(adapted_schedule(least, self._costs_of(least)))
 
     @property
     def _known_costs(self) -> Costs:
@@ -303,17 +292,7 @@ class Planner:
         costs = self.costs
         if costs is None or costs.num_stages != schedule.num_stages:
             costs = self._estimate(schedule)
-        return self._of_run(costs, schedule.num_stages)
-
-    def _of_run(self, costs: Costs | None, num_stages: int) -> Costs | None:
-        """Add vocabulary passes to the costs if the run shares the vocabulary, else remove them.
-
-        Unknown costs of these passes are estimated.
-        """
-        if not self.choice.shares:
-            return costs and without_shared(costs)
-        uniform = uniform_shared(self.choice.num_devices, num_stages)
-        return in_proportion(costs or uniform, self.choice.estimate or uniform)
+        return adapted_costs(self.choice, costs, schedule.num_stages)
 
     def _estimate(self, schedule: Schedule) -> Costs | None:
         """Return the estimate; offload copies of a stage's activations last as long as its F."""
@@ -352,7 +331,7 @@ class Planner:
 
     def _allowed(self, costs: Costs) -> Costs:
         """Return costs without passes that the run adds later or does not support."""
-        return self._of_run(costs, costs.num_stages) or costs
+        return adapted_costs(self.choice, costs, costs.num_stages) or costs
 
     def _automatic(self, question: PlanRequest) -> Schedule:
         """Return the best schedule within the limit; without costs, a start schedule."""
@@ -390,9 +369,9 @@ class Planner:
             return None
         left = tuple(limit - each for each in reserved)
         held = least_memory(costs, self.choice.placement, self.choice.num_devices)
-        # A schedule needs at least one microbatch at a time, plus its logits with vocabulary
-        # parallelism.
-        need = [each + most_logits_bytes(costs, min(WAITING)) for each in held]
+        # A schedule needs at least one microbatch at a time, plus the passes of features.
+        further = sum(feature.least_bytes(costs) for feature in features())
+        need = [each + further for each in held]
         if all(n <= has for n, has in zip(need, left, strict=True)):
             return left
         least = max(n + kept for n, kept in zip(need, reserved, strict=True))

@@ -176,11 +176,11 @@ class PipelineRunner:
     def forget_data(self, quietly: bool = False) -> None:
         """Free all state of previous steps, after the last step or a failed one.
 
-        This state includes weight jobs of a failed step, offloaded activations and their host
-        memory, the threads of the transport, and data iterators. A data loader stops its worker
-        processes when its last reference is gone. With --exit-signal-handler the workers ignore the
-        signal that would stop them otherwise, and the trainer would wait for them. `quietly` is for
-        a process that trains again.
+        This state includes weight jobs of a failed step, activations in host memory, the threads of
+        the transport, and data iterators. A data loader stops its worker processes when its last
+        reference is gone. With --exit-signal-handler the workers ignore the signal that would stop
+        them otherwise, and the trainer would wait for them. `quietly` is for a process that trains
+        again.
         """
         self._state.jobs.clear()
         for kept in self._state.kept:

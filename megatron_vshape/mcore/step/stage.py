@@ -118,10 +118,10 @@ class MegatronStage:
         return self.is_last and not any(part.makes_loss for part in self.step.parts)
 
     def _running(self, microbatch: int) -> AbstractContextManager[None]:
-        """Set the running chunk and slice for code deep in the model."""
+        """Set the running chunk and its tokens for code deep in the model."""
         own = None
         for part in self.step.parts:
-            own = part.slice_of(microbatch) or own
+            own = part.tokens_of(microbatch) or own
         return self.state.running(self.chunk, own)
 
     def taken(self, microbatch: int, received: Tensor | None, whole: bool) -> Backward:

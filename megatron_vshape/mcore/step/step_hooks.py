@@ -20,7 +20,7 @@ from megatron_vshape.core.program.hiding import Beside
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.step.gradient_sync import GradientSync
-from megatron_vshape.mcore.step_state import Slice, StepState
+from megatron_vshape.mcore.step_state import StepState, TokenRange
 from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.stage import Handler
 from megatron_vshape.runtime.weight_jobs import WeightJobs
@@ -111,8 +111,8 @@ class StepHook:
         """Return the context manager for the passes of the step."""
         return nullcontext()
 
-    def slice_of(self, number: int) -> Slice | None:
-        """Return the slice of passes with this number; None without slices."""
+    def tokens_of(self, number: int) -> TokenRange | None:
+        """Return the tokens of passes with this number; None for all of a microbatch."""
 
     def forward(self, stage: int, is_last: bool, number: int, step: ForwardStep) -> ForwardStep:
         """Return the replacement of the trainer's function in F."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_vshape.core.check.bounds import fits
 from megatron_vshape.core.check.simulate import filled, peak_in_host
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.request import AUTO
 from megatron_vshape.mcore.options import Options
@@ -16,6 +17,8 @@ from megatron_vshape.mcore.setup.features import Feature, Settings
 
 if TYPE_CHECKING:
     from megatron_vshape.mcore.setup.choice import ScheduleConfig
+    from megatron_vshape.mcore.setup.pipeline import Pipeline
+    from megatron_vshape.mcore.setup.plans import PlannedStep
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
     from megatron_vshape.mcore.step.step_hooks import StepFeature
 
@@ -24,6 +27,10 @@ GIB = 2.0**30
 
 class OffloadFeature(Feature):
     """Offloads the activations that the schedule file or the plan selects."""
+
+    def label(self, settings: Settings) -> str | None:
+        """Return a description if the run measures offloading."""
+        return "offloading that the run measures" if settings.may_offload else None
 
     def configure(self, choice: ScheduleConfig, options: Options) -> ScheduleConfig:
         """Return the choice with the limit of host memory."""
@@ -35,6 +42,10 @@ class OffloadFeature(Feature):
         choice = settings.choice
         may_copy = settings.may_offload and choice.name == AUTO
         check_copies(choice.copies or may_copy, settings.model, choice.name)
+
+    def notes(self, pipeline: Pipeline, plan: PlannedStep, local_ranks: int | None) -> str:
+        """Return the offloaded memory and, if known, whether the host has enough memory."""
+        return _copies_told(plan, pipeline.planner.costs, local_ranks)
 
     def in_steps(self, runner: PipelineRunner) -> StepFeature:
         """Return the passes that offload and reload."""
@@ -88,3 +99,22 @@ def _host_limit_bytes(limit_gib: float | None, choice: ScheduleConfig) -> float:
                 "with --host-memory-limit"
             )
     return limit_bytes
+
+
+def _copies_told(plan: PlannedStep, costs: Costs | None, local_ranks: int | None) -> str:
+    """Return a note on the offloaded memory and, if known, whether the host has enough memory."""
+    schedule = plan.schedule
+    copies = sum(1 for _ in schedule.copied())
+    if not copies:
+        return ""
+    every = schedule.num_stages * schedule.num_microbatches
+    line = f"\nactivations of {copies} of {every} microbatches and stages are offloaded"
+    # Imported here because it imports torch, and the checks run without it.
+    from megatron_vshape.runtime.host_memory import free_host_bytes
+
+    free = free_host_bytes(local_ranks)
+    if costs is None or not costs.copies or costs.num_stages != schedule.num_stages or free is None:
+        return line
+    needed = max(peak_in_host(schedule, costs))
+    line += f": at most {needed / GIB:.3f} GiB per rank of {free / GIB:.3f} GiB free per rank"
+    return line + ("" if needed <= free else "; the rest stays in GPU memory")

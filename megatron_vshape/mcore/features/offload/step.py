@@ -67,7 +67,7 @@ class HostMemoryWaiting(StepFeature):
             return None
         if self._offload is None:
             sizes = choice.host_limit_bytes, beginning.local_ranks
-            self._report.offload = self._offload = Offload(beginning.torch_device, *sizes)
+            self._report.waiting = self._offload = Offload(beginning.torch_device, *sizes)
         self._offload.keep(persistent(beginning.chunks))
         self._learns = waits and not self._offload.has_learned(beginning.stages)
         return Waiting(beginning.state, self._offload)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ from megatron_vshape.mcore.setup.features import Feature, Settings
 
 if TYPE_CHECKING:
     from megatron_vshape.mcore.layout.stage_map import StageMap
+    from megatron_vshape.mcore.setup.pipeline import Pipeline
+    from megatron_vshape.mcore.setup.plans import PlannedStep
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
     from megatron_vshape.mcore.step.step_hooks import StepFeature
 
@@ -192,6 +195,10 @@ class OverlapFeature(Feature):
     flag = _OVERLAP
     refusals = REFUSALS
 
+    def label(self, settings: Settings) -> str | None:
+        """Return a description if the schedule file has overlapped passes."""
+        return "overlapped passes" if settings.choice.has_overlap else None
+
     def check_stages(self, settings: Settings, stage_map: StageMap) -> None:
         """Reject options that layer plans do not support, and overlapped passes without them."""
         model, choice = settings.model, settings.choice
@@ -201,6 +208,15 @@ class OverlapFeature(Feature):
                 f"schedule {choice.name} overlaps forward and backward: add {_OVERLAP}, or choose "
                 "another"
             )
+
+    def notes(self, pipeline: Pipeline, plan: PlannedStep, local_ranks: int | None) -> str:
+        """Return that passes run by layer plans, and a setting that prevents their overlap."""
+        if not pipeline.by_layers:
+            return ""
+        told = "\ntraining passes run by Megatron's layer plans, with overlapped communication"
+        if pipeline.choice.kernels and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            told += "; CUDA_DEVICE_MAX_CONNECTIONS=1 prevents the overlap: set it to 32"
+        return told
 
     def in_steps(self, runner: PipelineRunner) -> StepFeature:
         """Return the runner of layer plans."""

@@ -92,6 +92,14 @@ class PostValidationFeature(Feature):
     flag = FLAG
     refusals = REFUSALS
 
+    def label(self, settings: Settings) -> str | None:
+        """Return the flag if it is given."""
+        return FLAG if settings.options.post_validates else None
+
+    def requires_ours(self, options: Options) -> bool:
+        """Return whether the flag is given."""
+        return options.post_validates
+
     def check(self, settings: Settings) -> None:
         """Reject options that post-validation does not support."""
         if settings.options.post_validates:

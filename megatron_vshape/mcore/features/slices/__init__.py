@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +25,13 @@ from megatron_vshape.mcore.refusals import (
     is_given,
     is_one_of,
 )
-from megatron_vshape.mcore.setup.features import Feature, Settings
+from megatron_vshape.mcore.setup.features import Feature, Settings, features
 
 if TYPE_CHECKING:
     from megatron_vshape.mcore.setup.choice import ScheduleConfig
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
     from megatron_vshape.mcore.step.step_hooks import StepFeature
+    from megatron_vshape.mcore.step_state import StepState
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,6 @@ def _has_other_layers(options: Any) -> bool:
 
 
 REFUSALS = (
-    *each_of(UNTRIED, "optimizer_post_validation", "pipeline_vocab_parallel", in_config=False),
     Refusal(OVERLAP_OPTION, UNTRIED),
     Refusal(
         "context_parallel_size",
@@ -97,23 +97,17 @@ REFUSALS = (
 """Options that slices reject."""
 
 
-def check_slices(
-    slices: int, options: Any, others: Mapping[str, object], alike: bool = True
-) -> None:
+def check_slices(slices: int, options: Any, others: Iterable[str] = (), alike: bool = True) -> None:
     """Raise UnsupportedError for the first option that slices do not support.
 
-    `options` is Megatron's arguments or a config; `others` has options of this package by label.
-    With `alike`, the sequence must be divisible into equal slices.
+    `options` is Megatron's arguments or a config; `others` has the names of other features. With
+    `alike`, the sequence must be divisible into equal slices.
     """
     if slices == 1:
         return
-    check_refusals(REFUSALS, options, "--pipeline-slices")
-    for option, value in others.items():
-        if value:
-            raise UnsupportedError(
-                f"--pipeline-slices does not work with {option}: {UNTRIED}. Remove "
-                "--pipeline-slices"
-            )
+    check_refusals(REFUSALS, options, FLAG)
+    for name in others:
+        raise UnsupportedError(f"{FLAG} does not work with {name}: {UNTRIED}. Remove {FLAG}")
     if alike:
         check_sequence(slices, getattr(options, "seq_length", None), options)
 
@@ -150,6 +144,10 @@ class SlicesFeature(Feature):
     flag = FLAG
     refusals = REFUSALS
 
+    def requires_ours(self, options: Options) -> bool:
+        """Return whether a number of slices is given."""
+        return options.slices not in (1, AUTO)
+
     def configure(self, choice: ScheduleConfig, options: Options) -> ScheduleConfig:
         """Return the choice with the number of slices of the option or the schedule file."""
         return replace(choice, slices=_slices(options, choice))
@@ -172,6 +170,17 @@ class SlicesFeature(Feature):
         length = getattr(model, "seq_length", None)
         return replace(choice, slices=even_slices(choice.slices, length, model))
 
+    def prepare_layers(
+        self, state: StepState, chunks: Sequence[Any], choice: ScheduleConfig
+    ) -> None:
+        """Make attention and routers use the slices of a microbatch together."""
+        most = choice.slices if isinstance(choice.slices, int) else max(choice.slices)
+        if most > 1:
+            from megatron_vshape.mcore.features.slices import attention, router
+
+            attention.install(state, chunks)
+            router.install(state, chunks)
+
     def in_steps(self, runner: PipelineRunner) -> StepFeature:
         """Return the slices' part in steps."""
         from megatron_vshape.mcore.features.slices.step import Slicing
@@ -182,14 +191,11 @@ class SlicesFeature(Feature):
 FEATURE = SlicesFeature()
 
 
-def _other_features(settings: Settings) -> dict[str, object]:
-    """Return the features of this package that slices do not support: label -> enabled."""
-    return {
-        "vocabulary parallelism": settings.choice.shares,
-        "offloading that the run measures": settings.may_offload,
-        "overlapped passes": settings.choice.has_overlap,
-        "--pipeline-profile-iterations or --pipeline-trace": settings.options.profile_steps,
-    }
+def _other_features(settings: Settings) -> list[str]:
+    """Return the names of what slices do not support in this run: other features, profiling."""
+    others = [feature.label(settings) for feature in features()]
+    profiles = "--pipeline-profile-iterations or --pipeline-trace"
+    return [*filter(None, others), *[profiles] * (settings.options.profile_steps is not None)]
 
 
 def _slices(options: Options, choice: ScheduleConfig) -> int | tuple[int, ...]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from megatron_vshape.mcore.refusals import UnsupportedError
-from megatron_vshape.mcore.step_state import Slice, StepState, unwrapped
+from megatron_vshape.mcore.step_state import StepState, TokenRange, unwrapped
 
 FUSED = "TEDotProductAttention"
 """Class name of TE's attention, which supports masks aligned at the bottom right."""
@@ -45,7 +45,7 @@ class KeysValues:
         own = sum(each.nbytes for each in self.whole)
         return own, sum(each.numel() * _wide_dtype(each).itemsize for each in self.whole)
 
-    def put(self, part: Slice, own: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def put(self, part: TokenRange, own: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Write the keys and values of a slice; return all up to the end of the slice.
 
         Writes go through `.data` and are invisible to autograd, since they do not change the ranges
@@ -55,7 +55,7 @@ class KeysValues:
             whole.data[part.begin : part.end] = each
         return tuple(whole.data[: part.end] for whole in self.whole)
 
-    def add(self, part: Slice, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def add(self, part: TokenRange, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Add the gradients up to the end of a slice; return the complete gradients of the slice.
 
         The sums of all slices but the last are in one buffer, to which each B adds in place.
@@ -84,7 +84,7 @@ class _UpToEnd(torch.autograd.Function):
     def forward(
         ctx: Any, state: StepState, kept: dict[int, KeysValues], *own: Tensor
     ) -> tuple[Tensor, ...]:
-        part = state.running_slice
+        part = state.running_tokens
         ctx.state, ctx.kept = state, kept
         if part.microbatch not in kept:
             kept[part.microbatch] = KeysValues(own, part.total)
@@ -97,7 +97,7 @@ class _UpToEnd(torch.autograd.Function):
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Any, ...]:
         state: StepState = ctx.state  # type: ignore[attr-defined]
         kept: dict[int, KeysValues] = ctx.kept  # type: ignore[attr-defined]
-        part = state.running_slice
+        part = state.running_tokens
         own = kept[part.microbatch]
         made = own.add(part, gradients)
         if state.census is not None:
@@ -159,7 +159,7 @@ def _sliced(state: StepState, core: Any, kept: dict[int, KeysValues]) -> Callabl
     def forward(
         query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> Any:
-        part = state.slice
+        part = state.tokens
         if part is None:
             return inner(query, key, value, attention_mask, **options)
         keys, values = _UpToEnd.apply(state, kept, key, value)
@@ -181,7 +181,7 @@ def _sliced(state: StepState, core: Any, kept: dict[int, KeysValues]) -> Callabl
     return forward
 
 
-def _mask(part: Slice, device: torch.device) -> Tensor:
+def _mask(part: TokenRange, device: torch.device) -> Tensor:
     """Return the boolean mask of positions that queries of the slice must not see, [1, 1, q, k]."""
     ones = torch.ones(part.end - part.begin, part.end, dtype=torch.bool, device=device)
     return ones.triu(1 + part.begin)[None, None]
@@ -192,10 +192,10 @@ def _begin_at_slice(state: StepState, rotary: Any) -> None:
     length, table = rotary.get_rotary_seq_len, rotary.forward
 
     def get_rotary_seq_len(*args: Any, **options: Any) -> Any:
-        return length(*args, **options) if state.slice is None else state.slice.total
+        return length(*args, **options) if state.tokens is None else state.tokens.total
 
     def forward(*args: Any, **options: Any) -> Any:
-        made, part = table(*args, **options), state.slice
+        made, part = table(*args, **options), state.tokens
         if part is None:
             return made
         if isinstance(made, tuple):  # the table and the scale of attention
@@ -203,7 +203,7 @@ def _begin_at_slice(state: StepState, rotary: Any) -> None:
         return made[part.begin : part.end]
 
     def rows(tables: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        made, part = tables(*args, **options), state.slice
+        made, part = tables(*args, **options), state.tokens
         return made if part is None else tuple(each[part.begin : part.end] for each in made)
 
     rotary.get_rotary_seq_len, rotary.forward = get_rotary_seq_len, forward

@@ -20,7 +20,7 @@ from megatron.core.transformer.moe import router as routers
 from torch import Tensor, nn
 
 from megatron_vshape.mcore.refusals import UnsupportedError
-from megatron_vshape.mcore.step_state import Slice, StepState, unwrapped
+from megatron_vshape.mcore.step_state import StepState, TokenRange, unwrapped
 
 LOSSES = ("_apply_aux_loss", "_apply_seq_aux_loss", "_apply_global_aux_loss")
 """Methods of Megatron's router, each of which computes a balancing loss. In the last one, n is a
@@ -56,7 +56,7 @@ class _OfMicrobatch(torch.autograd.Function):
         weight: float,
         counts: int,
     ) -> Tensor:
-        part = state.running_slice
+        part = state.running_tokens
         load = router.kept.setdefault(part.microbatch, {}).setdefault(router.loss, _Load())
         is_mean = router.loss == LOSSES[-1]
         own, sums = tokens.to(likely.dtype), likely.sum(dim=0)
@@ -74,7 +74,7 @@ class _OfMicrobatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         (gradient,) = gradients
-        part, kept, loss = ctx.state.running_slice, ctx.router.kept, ctx.router.loss
+        part, kept, loss = ctx.state.running_tokens, ctx.router.kept, ctx.router.loss
         of_one = gradient * ctx.weight * kept[part.microbatch][loss].tokens
         if part.begin == 0:
             del kept[part.microbatch][loss]
@@ -96,7 +96,7 @@ class _Share(torch.autograd.Function):
         return gradients[0] * ctx.back, None, None
 
 
-def slices_of(part: Slice) -> int:
+def slices_of(part: TokenRange) -> int:
     """Return the number of slices of the microbatch."""
     return part.total // (part.end - part.begin)
 
@@ -165,9 +165,9 @@ def _told(router: Any, inner: Callable[..., Any], own: _Router | None) -> Callab
 def _balance(inner: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
     """Replace Megatron's switch_load_balancing_loss_func; reads its keyword arguments."""
     state, router = _MAKING.state, _MAKING.running
-    if state is None or state.slice is None or router is None:
+    if state is None or state.tokens is None or router is None:
         return inner(*args, **options)
-    slices = slices_of(state.slice)
+    slices = slices_of(state.tokens)
     if options.get("padding_mask") is not None:
         raise UnsupportedError(
             "--pipeline-slices does not work with a padding mask in MoE layers: a slice "
@@ -186,9 +186,9 @@ def _balance(inner: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor
 def _z_loss(inner: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
     """Replace Megatron's z-loss, a mean over tokens."""
     state, mean = _MAKING.state, inner(*args, **options)
-    if state is None or state.slice is None:
+    if state is None or state.tokens is None:
         return mean
-    slices = slices_of(state.slice)
+    slices = slices_of(state.tokens)
     # With per-token loss, Megatron multiplies by the tokens of the call, which gives their sum.
     shared: Tensor = _Share.apply(mean, 1 / slices, 1.0 if _MAKING.per_token else 1 / slices)
     return shared

@@ -29,7 +29,7 @@ from megatron_vshape.mcore.step.step_hooks import (
     StepFeature,
     StepHook,
 )
-from megatron_vshape.mcore.step_state import Slice, unwrapped
+from megatron_vshape.mcore.step_state import TokenRange, unwrapped
 
 ALONG = ("input_ids", "position_ids", "labels", "loss_mask")
 """Batch entries of shape [b, s] or [..., s], which are sliced with the sequence."""
@@ -61,14 +61,14 @@ class Slices(StepHook):
 
     makes_loss = True
 
-    def part(self, number: int) -> Slice:
+    def part(self, number: int) -> TokenRange:
         """Return the slice with this number in the schedule."""
         microbatch, at = divmod(number, self.count)
         own = self.length // self.count
-        return Slice(microbatch, at * own, (at + 1) * own, self.length)
+        return TokenRange(microbatch, at * own, (at + 1) * own, self.length)
 
-    def slice_of(self, number: int) -> Slice:
-        """Return the slice with this number in the schedule."""
+    def tokens_of(self, number: int) -> TokenRange:
+        """Return the tokens of the slice with this number."""
         return self.part(number)
 
     def forward(self, stage: int, is_last: bool, number: int, step: ForwardStep) -> ForwardStep:
@@ -79,7 +79,7 @@ class Slices(StepHook):
         return partial(self._first, step, stage, part)
 
     def _first(
-        self, step: ForwardStep, stage: int, part: Slice, iterator: Any, model: nn.Module
+        self, step: ForwardStep, stage: int, part: TokenRange, iterator: Any, model: nn.Module
     ) -> Any:
         noting = _Noting(model, part)
         output, loss_function = step(iterator, noting)
@@ -92,11 +92,11 @@ class Slices(StepHook):
         self._calls[stage, part.microbatch] = _Called(noting.arguments, loss_function)
         return output, self._loss_function(stage, part)
 
-    def _later(self, stage: int, part: Slice, iterator: Any, model: nn.Module) -> Any:
+    def _later(self, stage: int, part: TokenRange, iterator: Any, model: nn.Module) -> Any:
         arguments = self._calls[stage, part.microbatch].arguments
         return _call(model, arguments, part), self._loss_function(stage, part)
 
-    def _loss_function(self, stage: int, part: Slice) -> Any:
+    def _loss_function(self, stage: int, part: TokenRange) -> Any:
         """Return the loss function of the running F; the last slice drops the recorded call."""
         called = self._calls[stage, part.microbatch]
         if part.end == part.total:
@@ -169,7 +169,7 @@ class Slicing(StepFeature):
 class _Noting:
     """Proxy of the model during the trainer's function, which records the call."""
 
-    def __init__(self, model: nn.Module, part: Slice) -> None:
+    def __init__(self, model: nn.Module, part: TokenRange) -> None:
         self._model, self._part = model, part
         self.arguments: inspect.BoundArguments | None = None
         self.output: Any = None
@@ -184,7 +184,7 @@ class _Noting:
         return getattr(self._model, name)
 
 
-def _call(model: nn.Module, arguments: inspect.BoundArguments, part: Slice) -> Any:
+def _call(model: nn.Module, arguments: inspect.BoundArguments, part: TokenRange) -> Any:
     """Call the model for one slice."""
     given = dict(arguments.arguments)
     cut = _plain
@@ -204,11 +204,13 @@ def looks_ahead(model: nn.Module) -> bool:
     return bool(getattr(unwrapped(model), "mtp_process", False))
 
 
-def _plain(whole: Tensor, part: Slice) -> Tensor:
+def _plain(whole: Tensor, part: TokenRange) -> Tensor:
     return whole[..., part.begin : part.end].contiguous()
 
 
-def _cut(name: str, value: Any, part: Slice, cut: Callable[[Tensor, Slice], Tensor]) -> Any:
+def _cut(
+    name: str, value: Any, part: TokenRange, cut: Callable[[Tensor, TokenRange], Tensor]
+) -> Any:
     """Return the part of an argument that belongs to a slice."""
     if value is None or isinstance(value, bool) or value in ({}, ()):
         return value

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vshape.mcore.step_state import Slice
+from megatron_vshape.mcore.step_state import TokenRange
 
 
 class TokensOfSlice(Tensor):
@@ -25,10 +25,10 @@ class TokensOfSlice(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     whole: Tensor
-    part: Slice
+    part: TokenRange
 
     @staticmethod
-    def cut(whole: Tensor, part: Slice) -> TokensOfSlice:
+    def cut(whole: Tensor, part: TokenRange) -> TokensOfSlice:
         """Return the part of the slice `part`."""
         own = whole[..., part.begin : part.end].contiguous().as_subclass(TokensOfSlice)
         own.whole, own.part = whole, part

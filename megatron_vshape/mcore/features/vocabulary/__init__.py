@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import LOGITS
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.planner.vocabulary import (
+    WAITING,
+    in_proportion,
+    is_shared,
+    most_logits_bytes,
+    share_forwards,
+    shared_if_told,
+    uniform_shared,
+    without_shared,
+)
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import (
     GRAPHS,
@@ -16,11 +30,12 @@ from megatron_vshape.mcore.refusals import (
     each_of,
     is_given,
 )
-from megatron_vshape.mcore.setup.features import Feature, Settings
+from megatron_vshape.mcore.setup.features import BuiltChunk, Feature, Settings
 
 if TYPE_CHECKING:
     from megatron_vshape.mcore.layout.stage_map import StageMap
     from megatron_vshape.mcore.setup.choice import ScheduleConfig
+    from megatron_vshape.mcore.setup.pipeline import Pipeline
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
     from megatron_vshape.mcore.step.step_hooks import StepFeature
 
@@ -68,9 +83,21 @@ class VocabularyFeature(Feature):
     flag = FLAG
     refusals = REFUSALS
 
+    def label(self, settings: Settings) -> str | None:
+        """Return the flag, or a description if a schedule file enables the feature."""
+        if settings.options.vocab_parallel:
+            return FLAG
+        return "vocabulary parallelism" if settings.choice.shares else None
+
+    def requires_ours(self, options: Options) -> bool:
+        """Return whether the flag is given."""
+        return options.vocab_parallel
+
     def configure(self, choice: ScheduleConfig, options: Options) -> ScheduleConfig:
         """Return the choice with the option; a schedule file with vocabulary passes implies it."""
-        return replace(choice, shares=choice.shares or options.vocab_parallel)
+        file = choice.from_file
+        shares = options.vocab_parallel or (file is not None and is_shared(file))
+        return replace(choice, shares=shares)
 
     def check(self, settings: Settings) -> None:
         """Reject options that vocabulary parallelism does not support."""
@@ -85,6 +112,65 @@ class VocabularyFeature(Feature):
                 f"{FLAG} does not work with offloading of activations: the combination is not "
                 "implemented. Remove one of the two"
             )
+
+    measured_kinds = (LOGITS,)
+
+    def adapt_costs(
+        self, choice: ScheduleConfig, costs: Costs | None, num_stages: int
+    ) -> Costs | None:
+        """Return the costs with vocabulary passes, estimated if unknown, or without them."""
+        if not choice.shares:
+            return costs and without_shared(costs)
+        uniform = uniform_shared(choice.num_devices, num_stages)
+        return in_proportion(costs or uniform, choice.estimate or uniform)
+
+    def adapt_schedule(self, schedule: Schedule, costs: Costs) -> Schedule:
+        """Return the schedule with vocabulary passes, if the costs include them."""
+        return shared_if_told(schedule, costs)
+
+    def adapt_evaluation(self, choice: ScheduleConfig, wave: Schedule) -> Schedule:
+        """Return the schedule with the forward passes of the vocabulary."""
+        return share_forwards(wave) if choice.shares else wave
+
+    def least_bytes(self, costs: Costs) -> float:
+        """Return the memory of the logits of one microbatch."""
+        return most_logits_bytes(costs, min(WAITING))
+
+    def prepare_arguments(self, args: Any, pipeline: Pipeline) -> None:
+        """Make Megatron pad the vocabulary to a multiple of the ranks that share it."""
+        if pipeline.choice.shares:
+            from megatron_vshape.mcore.features.vocabulary.model import pad
+
+            pad(args, pipeline.stage_map.num_ranks)
+
+    def build_chunk(self, built: BuiltChunk) -> None:
+        """Replace embedding and output layer of a chunk by the rows of this rank."""
+        if built.pipeline.choice.shares:
+            from megatron_vshape.mcore.features.vocabulary.bridge import convert_rows
+            from megatron_vshape.mcore.features.vocabulary.model import share
+
+            stage_map = built.pipeline.stage_map
+            share(built.state, built.first, built.model, stage_map, built.rank, built.chunk)
+            convert_rows(built.patch)
+
+    def owns_embeddings(self, pipeline: Pipeline, model: Any) -> bool:
+        """Return whether a chunk has rows that all ranks share."""
+        if not pipeline.choice.shares:
+            return False
+        from megatron_vshape.mcore.features.vocabulary.model import check_rows, is_shared
+
+        if not is_shared(model):
+            return False
+        check_rows(model)
+        return True
+
+    def check_chunks(self, pipeline: Pipeline, rank: int, chunks: Sequence[Any]) -> None:
+        """Reject changes of embedding, output layer and loss, whose forward does not run."""
+        if pipeline.choice.shares:
+            from megatron_vshape.mcore.features.vocabulary.model import check_ends
+
+            ends = pipeline.ends(rank, 0)[0], pipeline.ends(rank, len(chunks) - 1)[1]
+            check_ends(chunks[0], chunks[-1], ends)
 
     def in_steps(self, runner: PipelineRunner) -> StepFeature:
         """Return the passes of the vocabulary."""

@@ -52,7 +52,7 @@ class _LookUp:
     state: StepState
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        found: Tensor = self.state.shared_vocabulary.embedded(tokens)
+        found: Tensor = self.state.shared_ends.embedded(tokens)
         return found
 
 
@@ -63,7 +63,7 @@ class _StopBeforeLogits:
     state: StepState
 
     def __call__(self, hidden: Tensor, **options: Any) -> tuple[Tensor, None]:
-        return self.state.shared_vocabulary.before_logits(hidden), None
+        return self.state.shared_ends.before_logits(hidden), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class _KeepLabels:
     state: StepState
 
     def __call__(self, labels: Tensor, logits: Tensor) -> Tensor:
-        kept: Tensor = self.state.shared_vocabulary.keep_labels(labels, logits)
+        kept: Tensor = self.state.shared_ends.keep_labels(labels, logits)
         return kept
 
 

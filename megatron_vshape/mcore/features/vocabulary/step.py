@@ -188,7 +188,7 @@ class SharedVocabulary(StepHook):
     @contextmanager
     def session(self) -> Iterator[None]:
         """Set this object in the shared state; if a pass fails, close the collectives."""
-        self.state.shared_vocabulary = self
+        self.state.shared_ends = self
         try:
             yield
             self.together.drain()
@@ -199,7 +199,7 @@ class SharedVocabulary(StepHook):
             self.together.close()
             raise
         finally:
-            self.state.shared_vocabulary = None
+            self.state.shared_ends = None
 
     def join(self, work: Pass) -> None:
         """Join the collective before LOOKUP, LOGITS or LOOKUP_WEIGHT that provides its input."""
