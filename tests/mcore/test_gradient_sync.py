@@ -17,7 +17,7 @@ class Group:
     def __init__(self, name: str, log: list[str], chunk: Any) -> None:
         self.parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
         self.buckets = [SimpleNamespace(params_list=self.parameters)]
-        self.is_first_batch = True
+        self.is_first_batch = self.is_last_microbatch = True
         self._name, self._log, self._chunk = name, log, chunk
 
     def start_grad_sync(self, force_all_reduce: bool) -> None:
@@ -120,3 +120,17 @@ def test_a_chunk_that_is_not_in_megatrons_ddp_is_refused_where_it_trains() -> No
     evaluates = sync_of([torch.nn.Linear(2, 2)], forward_only=True)  # as with --skip-train
     with evaluates.session():
         assert not evaluates.overlaps
+
+
+def test_the_caller_who_accumulates_over_several_calls_reduces_itself() -> None:
+    """As NeMo-RL does for streamed rollouts: DDP's no_sync around calls, then start_grad_sync."""
+    log: list[str] = []
+    chunk = chunk_of("b", log)
+    for group in chunk.bucket_groups:
+        group.is_last_microbatch = False  # as within no_sync
+    sync = sync_of([chunk])
+    with sync.session():
+        assert not chunk.ddp_config.overlap_grad_reduce  # DDP's hooks expect a gradient in every B
+        for _ in range(2):
+            run_w(sync, log, 0, [])
+    assert log == []

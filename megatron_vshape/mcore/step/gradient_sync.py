@@ -55,7 +55,8 @@ class GradientSync:
         self._config = config
         self._model = model
         wants = pipeline.overlaps_grad_reduce or overlaps_grad_reduce(model[0])
-        self.overlaps = wants and not forward_only
+        self._disables_hooks = wants and not forward_only
+        self.overlaps = self._disables_hooks and not _accumulates(model)
         self._splits_last = not pipeline.choice.keeps_backward_whole
         self._left = [num_microbatches] * len(model)
         self._closed: set[int] = set()
@@ -81,7 +82,7 @@ class GradientSync:
             if no_sync is not None:
                 for enter in self._per_chunk(no_sync) if isinstance(no_sync, list) else [no_sync]:
                     stack.enter_context(enter())
-            if self.overlaps:
+            if self._disables_hooks:
                 stack.enter_context(_overlap(self._model, False))
             yield
 
@@ -167,6 +168,15 @@ def divide_by_tokens(model: Sequence[Any], tokens: Tensor, groups: Any) -> None:
     scaling = 1.0 / torch.clamp(tokens, min=1)
     for chunk in model:
         chunk.scale_gradients(scaling)
+
+
+def _accumulates(model: Sequence[nn.Module]) -> bool:
+    """Return whether the caller runs this step within DDP's `no_sync`.
+
+    It then accumulates the gradients of several calls, and starts their reduction itself.
+    """
+    groups = (group for chunk in model for group in getattr(chunk, "bucket_groups", ()))
+    return not all(group.is_last_microbatch for group in groups)
 
 
 @contextlib.contextmanager
