@@ -44,11 +44,12 @@ def configuration(given: SimpleNamespace) -> dict[str, Any]:
         "train_micro_batch_size": 1,
         "max_total_sequence_length": LENGTH,
         "generation": None,
+        "draft": {"enabled": given.draft},
         "megatron_cfg": {
             "pipeline_model_parallel_size": given.pipeline,
             "apply_rope_fusion": False,
             "bias_activation_fusion": False,
-            "train_iters": given.steps,
+            "train_iters": 3,
             "attention_backend": "unfused",
             "checkpoint": {"async_save": False},
             "optimizer": {
@@ -80,7 +81,9 @@ def worker_of(given: SimpleNamespace) -> Any:
     return MegatronPolicyWorkerImpl(
         configuration(given),
         AutoTokenizer.from_pretrained(given.model),
-        init_reference_model=False,
+        weights_path=given.resumes,
+        optimizer_path=given.resumes,
+        init_reference_model=True,
         worker_sharding_annotations=NamedSharding(layout=ranks, names=names),
     )
 
@@ -119,29 +122,45 @@ def batch_of(given: SimpleNamespace, replica: int) -> Any:
 
 
 def main(given: SimpleNamespace) -> dict[str, Any]:
-    """Return log-probabilities, losses and norms as every rank is told them, and weights."""
+    """Return results as every rank gets them (log-probabilities, losses, norms) and weights."""
     from megatron.core import mpu
     from nemo_rl.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn
 
     os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = str(Path(given.folder).parent / "imported")
     worker = worker_of(given)
     loss = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.1))
-    kept: dict[str, Any] = {"inferred": [], "logged": []}
-    first: torch.Tensor | None = None
+    kept: dict[str, Any] = {"inferred": [], "logged": [], "evaluated": []}
+    kept["chunks"] = len(getattr(worker.model, "chunks", [worker.model]))
     for _ in range(given.steps):
         data = batch_of(given, mpu.get_data_parallel_rank())
-        made = worker.get_logprobs(data=data)["logprobs"]
-        kept["inferred"].append(made)
-        first = made if first is None else first
-        for name in ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs"):
-            data[name] = first
-        metrics = worker.train(data, loss)
-        told = {name: metrics["all_mb_metrics"][name] for name in ("loss", "kl_penalty")}
-        kept["logged"].append([metrics["global_loss"], metrics["grad_norm"], told])
+        before = worker.get_logprobs(data=data)["logprobs"]
+        # Of the weights before the first step, which NeMo-RL swaps into the model.
+        reference = worker.get_reference_policy_logprobs(data=data)["reference_logprobs"]
+        kept["inferred"].append([before, reference])
+        data["prev_logprobs"] = data["generation_logprobs"] = before
+        data["reference_policy_logprobs"] = reference
+        kept["evaluated"].append(worker.train(data, loss, eval_mode=True)["global_loss"])
+        kept["logged"].append(learn(worker, data, loss, given.streams))
+    if given.saves_in:
+        worker.save_checkpoint(given.saves_in, given.saves_in)
+    if worker.should_disable_forward_pre_hook:
+        worker.disable_forward_pre_hook()  # gathers the parameters of the last step
     exported = worker.megatron_bridge.export_hf_weights([worker.model], show_progress=False)
     kept["weights"] = {name: value.detach().clone() for name, value in exported}
     dist.barrier()
     return kept
+
+
+def learn(worker: Any, data: Any, loss: Any, streams: bool) -> list[Any]:
+    """Train one step, also as NeMo-RL does while rollouts arrive; return its loss and norm."""
+    if streams:
+        worker.begin_train_step(loss)
+        worker.train_microbatch(data)
+        metrics = worker.finish_train_step()
+    else:
+        metrics = worker.train(data, loss)
+    of_microbatches = {name: metrics["all_mb_metrics"][name] for name in ("loss", "kl_penalty")}
+    return [metrics["global_loss"], metrics["grad_norm"], of_microbatches]
 
 
 def without_ray() -> None:
@@ -162,6 +181,8 @@ def without_ray() -> None:
     begin = dist.init_process_group
     dist.init_process_group = torch.distributed.init_process_group = lambda *_: begin("gloo")
     os.environ["NRL_DISABLE_NUMA_BINDING"] = "1"
+    # Offloading frees the storage of the GPU after `.cpu().pin_memory()`, so that must be a copy.
+    torch.Tensor.pin_memory = lambda tensor, *device: tensor.clone()
 
 
 def adapt_to_this_megatron() -> None:
@@ -182,4 +203,13 @@ if __name__ == "__main__":
     adapt_to_this_megatron()
     import nemo_rl.models.policy.workers.megatron_policy_worker  # noqa: F401  imported once
 
-    run_cases(main, pipeline=4, steps=3, packed=True)
+    run_cases(
+        main,
+        pipeline=4,
+        steps=3,
+        packed=True,
+        streams=False,
+        draft=False,
+        saves_in="",
+        resumes=None,
+    )

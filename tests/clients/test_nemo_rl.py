@@ -1,9 +1,18 @@
-"""NeMo-RL's policy worker with schedules of one chunk as with Megatron's own 1F1B."""
+"""NeMo-RL's policy worker with schedules of this package against Megatron's own 1F1B."""
 
 from __future__ import annotations
 
 import pytest
-from clients.launching import Runs, checkout_of, python_of, run
+from clients.launching import (
+    ONE_CHUNK,
+    SHARED,
+    Runs,
+    checkout_of,
+    matrix,
+    most_of,
+    python_of,
+    run,
+)
 from clients.on_cpu import make_model
 
 python_of("verl")  # which has Megatron-Bridge and what else NeMo-RL imports of others
@@ -13,10 +22,13 @@ SHAPES = {
     "packed": {},
     "packed, two replicas": {"pipeline": 2},
     "padded": {"packed": False},
+    "streamed": {"streams": True},
 }
-"""Of the rollouts: packed sequences of unlike lengths, as in NeMo-RL's examples, or padded."""
+"""Packed sequences of different lengths, as in NeMo-RL's examples, or padded; whole or streamed."""
 
-MATRIX = [("packed", "zb-h2"), *((shape, "zb-h1") for shape in SHAPES)]
+ONE = [(shape, "zb-h1") for shape in ("packed", "padded")]
+MATRIX = [case for case in (*matrix(SHAPES), *ONE) if SHARED not in case]
+SAVES = ("stock", "v-half")
 
 
 @pytest.fixture(scope="module")
@@ -27,21 +39,28 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         f"{shape}: {schedule}": {"schedule": schedule, "model": model, **SHAPES[shape]}
         for shape, schedule in (*((shape, "stock") for shape in SHAPES), *MATRIX)
     }
-    cases["a V"] = {"schedule": "v-half", "model": model, "steps": 1}
+    for saves in SAVES:
+        where = str(folder / saves)
+        first, then = {"steps": 1, "saves_in": where}, {"steps": 2, "resumes": where}
+        cases[f"saved: {saves}"] = {"schedule": saves, "model": model, **first}
+        cases[f"resumed: {saves}"] = {"schedule": saves, "model": model, **then}
+    cases["draft"] = {"schedule": "v-half", "model": model, "draft": True}
     return run("verl", "nemo_rl_on_cpu.py", folder / "runs", cases, NEMO_RL=CHECKOUT)
 
 
 @pytest.mark.parametrize(("shape", "schedule"), MATRIX)
-def test_log_probabilities_losses_and_weights_are_its_own(
-    runs: Runs, shape: str, schedule: str
-) -> None:
-    """As every rank is told them, broadcast from the last stage."""
-    runs.compare(f"{shape}: {schedule}", f"{shape}: stock")
+def test_results_equal_nemo_rls_own(runs: Runs, shape: str, schedule: str) -> None:
+    """Log-probabilities (policy, reference), losses, norms and evaluation of all ranks; weights."""
+    runs.compare(f"{shape}: {schedule}", f"{shape}: stock", most_of(schedule))
+    chunks = 1 if schedule in ONE_CHUNK else 2
+    assert [each["chunks"] for each in runs.of(f"{shape}: {schedule}")] == [chunks] * 4
 
 
-def test_a_v_is_refused_in_one_sentence(runs: Runs) -> None:
-    """Its worker keeps the first chunk alone."""
-    with pytest.raises(
-        AssertionError, match="runs 1 of the 2 chunks a rank that v-half has.*zb-h1"
-    ):
-        runs.of("a V")
+def test_a_run_resumes_from_its_checkpoint(runs: Runs) -> None:
+    """With the same schedule: NeMo-RL cannot save the optimizer fully reshardable."""
+    runs.compare("resumed: v-half", "resumed: stock")
+
+
+def test_a_feature_that_needs_a_single_module_is_rejected(runs: Runs) -> None:
+    with pytest.raises(AssertionError, match=r"policy.draft.enabled: .*schedule=zb-h1"):
+        runs.of("draft")

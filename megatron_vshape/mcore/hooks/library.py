@@ -16,6 +16,7 @@ from weakref import ref
 
 from megatron.core import parallel_state
 
+from megatron_vshape.mcore.hooks import nemo_rl
 from megatron_vshape.mcore.hooks.replacements import Function, has_end, replaces, replaces_always
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout import multi_token, stages
@@ -49,6 +50,8 @@ def config_post_init(session: Session, original: Function, config: Any) -> None:
         with refusing():
             _choose(session, options, config)
         _have_chunks_provided(session, config)
+        if session.pipeline is not None and session.pipeline.stage_map.num_chunks > 1:
+            nemo_rl.keep_all_chunks(session)
     original(config)
 
 
