@@ -14,13 +14,6 @@ from megatron_vshape.cli.main import COMMANDS, main
 from megatron_vshape.rehearsal.flags import read_command
 
 
-def test_version(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["--version"])
-    assert stop.value.code == 0
-    assert capsys.readouterr().out == f"{__version__}\n"
-
-
 def test_the_package_runs_as_the_command():
     command = [sys.executable, "-m", "megatron_vshape", "--version"]
     assert subprocess.run(command, capture_output=True, text=True).stdout == f"{__version__}\n"
@@ -39,10 +32,6 @@ def help_of(capsys, *arguments):
         main(list(arguments))
     assert stop.value.code == 0
     return capsys.readouterr().out
-
-
-def test_advise_and_rehearse_come_first():
-    assert list(COMMANDS)[:2] == ["advise", "rehearse"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

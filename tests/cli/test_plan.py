@@ -46,12 +46,6 @@ def test_a_plan_is_printed_and_exported(tmp_path: Path, capsys: pytest.CaptureFi
     assert max(peak_held(schedule)) == 6
 
 
-def test_chunks_bound_the_stages_of_a_device(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", *SIZE, *COST, "--memory-limit", "6", "--chunks", "2"]
-    assert main(arguments) == 0
-    assert "placement       2 chunks per rank" in capsys.readouterr().out
-
-
 def test_slices_are_planned_and_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,15 +86,6 @@ def test_what_slices_are_not(
         status = error.code
     assert status == 2
     assert said in capsys.readouterr().err
-
-
-def test_layers_are_dealt_out_with_the_order(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--devices", "2", "--microbatches", "4", "--chunks", "2", *COST]
-    split = ["--layers", "9", "--layer-split", "auto", "--head", "2"]
-    assert main(["plan", *sizes, *split, "--memory-limit", "4"]) == 0
-    told = re.search(r"^layers +--pipeline-layer-split ([0-9,]+)$", capsys.readouterr().out, re.M)
-    assert told is not None
-    assert sum(map(int, told[1].split(","))) == 9
 
 
 def test_the_ends_of_a_model_cost_something(capsys: pytest.CaptureFixture[str]) -> None:
@@ -521,12 +506,3 @@ def test_a_plan_is_no_worse_than_published_schedules_whatever_the_time(
     out = capsys.readouterr().out
     assert "makespan        35.98 " in out  # interleaved-1f1b:6
     assert "no published schedule that fits is faster" in out
-
-
-def test_every_written_file_is_reported(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    export, page = tmp_path / "plan.json", tmp_path / "plan.html"
-    small = ["plan", "--devices", "2", "--microbatches", "4"]
-    assert main([*small, "--export", str(export), "--html", str(page)]) == 0
-    out = capsys.readouterr().out
-    assert f"wrote {export}\n" in out
-    assert f"wrote {page}\n" in out

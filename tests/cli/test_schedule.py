@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megatron_vshape.cli import files, schedule
+from megatron_vshape.cli import schedule
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
@@ -115,11 +115,6 @@ def test_figure_is_written(capsys, tmp_path, suffix):
     printed(capsys, "v-half", *SIZE, "--figure", f"picture{suffix}")
     assert (tmp_path / f"picture{suffix}").stat().st_size > 10_000
     assert [each.name for each in tmp_path.iterdir()] == [f"picture{suffix}"]
-
-
-def test_several_files_at_once(capsys, tmp_path):
-    printed(capsys, "v-half", *SIZE, "--export", "a.json", "--trace", "b.json")
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["a.json", "b.json"]
 
 
 def test_compare_prints_one_table(capsys):
@@ -341,20 +336,6 @@ def test_chunks_and_groups_are_for_those_that_have_them(capsys):
     assert "22 (3.67 x)" in table
 
 
-def test_check_target_names_the_suffixes(tmp_path):
-    with pytest.raises(ValueError, match=r"must end in \.json$"):
-        files.check_target("--trace", tmp_path / "a.txt", (".json",))
-
-
-def test_help_lists_the_names(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["schedule", "--help"])
-    assert stop.value.code == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "v-half" in shown
-    assert "--compare" in shown
-
-
 def run(*arguments, **options):
     command = [sys.executable, "-m", "megatron_vshape.cli.main", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
@@ -367,23 +348,6 @@ def environment():
 
     folder = os.path.dirname(os.path.dirname(megatron_vshape.__file__))
     return {**os.environ, "PYTHONPATH": folder}
-
-
-def test_process_prints_plain_text_into_a_pipe(environment):
-    done = run("schedule", "v-min", *SIZE, env=environment)
-    assert done.returncode == 0
-    assert done.stderr == ""
-    assert "\x1b" not in done.stdout
-    assert simulate(make("v-min", 4, 8)).draw() in done.stdout
-
-
-def test_process_says_what_is_wrong_in_one_line(environment):
-    done = run("schedule", "v-min", "--devices", "x", env=environment)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr == (
-        "megatron-vshape: argument --devices: 'x' is not a whole number of at least 1\n"
-    )
 
 
 def test_process_imports_no_heavy_package_for_text(environment):

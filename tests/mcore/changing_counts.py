@@ -7,7 +7,6 @@ microbatch or four.
 from __future__ import annotations
 
 import gc
-import os
 import random
 import weakref
 from array import array
@@ -25,8 +24,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 from torch.distributed import distributed_c10d
-
-import megatron_vshape
 
 MOST = 9
 """Maximum microbatches of a step; the first steps have every number up to it once."""
@@ -99,13 +96,4 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
     return {"losses": losses.tolist(), "used": used, "kept": kept, "chunks": len(model)}
 
 
-def start(rank: int, given: dict[str, Any]) -> None:
-    """Train in a rank of the farm, and end it."""
-    megatron_vshape.unregister()
-    dist.init_process_group("gloo")
-    if given["schedule"] is not None:
-        megatron_vshape.register(schedule=given["schedule"])
-    torch.save(train(given), f"{given['directory']}/{rank}.pt")
-    dist.barrier()
-    megatron_vshape.unregister()
-    os._exit(0)
+start = other_trainer.starts(train)

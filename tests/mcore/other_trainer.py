@@ -20,7 +20,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -773,8 +773,29 @@ def start(rank: int, given: dict[str, Any]) -> None:
         if given["schedule"] is not None:
             megatron_vshape.register(schedule=given["schedule"], **options)
 
-    kept = reinforce(given, register) if given["shape"] == "rl" else train(given, register)
+    finish(
+        rank,
+        given,
+        reinforce(given, register) if given["shape"] == "rl" else train(given, register),
+    )
+
+
+def finish(rank: int, given: dict[str, Any], kept: dict[str, Any]) -> NoReturn:
+    """Save the results of this rank, and end it once all ranks have theirs."""
     torch.save(kept, f"{given['directory']}/{rank}.pt")
     dist.barrier()
     megatron_vshape.unregister()
     os._exit(0)
+
+
+def starts(train: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[int, Any], NoReturn]:
+    """Return a plugin's `start`, which registers the given schedule and saves the results."""
+
+    def start(rank: int, given: dict[str, Any]) -> NoReturn:
+        megatron_vshape.unregister()
+        dist.init_process_group("gloo")
+        if given["schedule"] is not None:
+            megatron_vshape.register(schedule=given["schedule"])
+        finish(rank, given, train(given))
+
+    return start

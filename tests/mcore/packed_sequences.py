@@ -5,7 +5,6 @@ Megatron's local attention rejects them, so a stand-in attends to each sequence 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from functools import partial
 from itertools import accumulate, pairwise
@@ -22,8 +21,6 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-
-import megatron_vshape
 
 PACKS = ((9, 3, 8), (20,), (5, 5, 6), (2, 14, 4), (7, 9))
 """Lengths of the sequences of each microbatch."""
@@ -107,13 +104,4 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def start(rank: int, given: dict[str, Any]) -> None:
-    """Train in a rank of the farm, and end it."""
-    megatron_vshape.unregister()
-    dist.init_process_group("gloo")
-    if given["schedule"] is not None:
-        megatron_vshape.register(schedule=given["schedule"])
-    torch.save(train(given), f"{given['directory']}/{rank}.pt")
-    dist.barrier()
-    megatron_vshape.unregister()
-    os._exit(0)
+start = other_trainer.starts(train)

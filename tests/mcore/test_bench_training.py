@@ -25,35 +25,6 @@ def bench() -> ModuleType:
     return module
 
 
-def test_disturbed_rounds_do_not_count(bench: ModuleType) -> None:
-    def turns(*values: tuple[float, float]) -> list[object]:
-        return [bench.Turn(wall_s, 1.0, others) for wall_s, others in values]
-
-    quiet, loud = 0.01, 0.5
-    found = {
-        "v-zb": turns((1.0, quiet), (3.0, loud), (1.0, quiet), (1.0, quiet), (1.0, quiet)),
-        "megatron-1f1b": turns((1.2, quiet), (1.2, quiet), (1.2, quiet), (1.2, quiet), (9, loud)),
-    }
-    assert bench.ratios(found, "v-zb", "megatron-1f1b") == pytest.approx([1.2] * 3)
-    assert bench.verdicts(found) == ["v-zb / megatron-1f1b: 1.200 in 3 rounds, goal 1.15: reached"]
-    found["v-zb"][0] = bench.Turn(1.0, 1.0, loud)
-    (line,) = bench.verdicts(found)
-    assert line.startswith("v-zb / megatron-1f1b: 1.200 in 5 rounds")
-    assert line.endswith("the machine was not quiet")
-    sizes = bench.Sizes(2, 4, 1, 8, 512, 8, 256, 1024)
-    assert "| v-zb | 3 of 5 |" in bench.table(found, sizes)
-
-
-def test_auto_is_compared_with_the_best_order_by_name(bench: ModuleType) -> None:
-    found = {
-        name: [bench.Turn(wall_s, 1.0, 0.0)] * 3
-        for name, wall_s in (("v-half", 1.1), ("v-zb", 1.0), ("auto", 1.02))
-    }
-    assert bench.verdicts(found) == ["auto / v-zb: 0.980 in 3 rounds, goal 0.99: MISSED"]
-    found["v-half"] = [bench.Turn(0.9, 1.0, 0.0)] * 3
-    assert bench.verdicts(found)[0].startswith("auto / v-half: 0.882 in 3 rounds")
-
-
 def test_predictions_are_found_in_the_log(bench: ModuleType) -> None:
     before = PredictedStep("v-half", 4, 1.5e6, 1e5, 0.1, (2.0**30, 2.0**29))
     after = before._replace(name="auto", makespan_us=1.4e6)

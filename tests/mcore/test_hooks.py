@@ -266,37 +266,3 @@ def test_a_release_that_never_had_a_target_is_not_missing_it(
         gone = replace(hook, attribute="train_all", since=since, until=until)
         monkeypatch.setattr(registry, "HOOKS", (gone,))
         assert [each.fault for each in registry.examine() if each.fault] == []
-
-
-@pytest.fixture
-def moved_upstream() -> Iterator[types.ModuleType]:
-    """Return a module that has one function, of another signature than a hook expects."""
-    module = types.ModuleType("moved_upstream")
-    module.train = lambda everything: None  # type: ignore[attr-defined]
-    sys.modules["moved_upstream"] = module
-    yield module
-    del sys.modules["moved_upstream"]
-
-
-def test_a_changed_signature_is_an_error_that_names_it(
-    monkeypatch: pytest.MonkeyPatch, moved_upstream: types.ModuleType
-) -> None:
-    (hook,) = [each for each in registry.HOOKS if each.attribute == "train"]
-    moved = replace(hook, module="moved_upstream")
-    monkeypatch.setattr(registry, "HOOKS", (*registry.HOOKS, moved))
-    before = current()
-    with pytest.raises(
-        registry.HookError, match=r"megatron-core 0\.\d+.* moved_upstream\.train takes"
-    ):
-        registry.install()
-    assert all(a is b for a, b in zip(before, current(), strict=True))
-
-
-def test_a_missing_target_is_an_error_that_names_it(
-    monkeypatch: pytest.MonkeyPatch, moved_upstream: types.ModuleType
-) -> None:
-    (hook,) = [each for each in registry.HOOKS if each.attribute == "train"]
-    gone = replace(hook, module="moved_upstream", attribute="train_all")
-    monkeypatch.setattr(registry, "HOOKS", (gone,))
-    with pytest.raises(registry.HookError, match=r"has no moved_upstream\.train_all, which"):
-        registry.install()

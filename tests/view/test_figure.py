@@ -159,17 +159,6 @@ def test_costs_that_hold_nothing_are_drawn(tmp_path):
     assert "Activations held" in draw(tmp_path, figure).texts
 
 
-def test_users_own_style_changes_nothing_and_is_kept(tmp_path):
-    import matplotlib
-
-    timeline = simulate(make("v-min", 4, 8))
-    save(schedule_figure(timeline), tmp_path / "a.svg")
-    with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "black"}):
-        save(schedule_figure(timeline), tmp_path / "b.svg")
-        assert matplotlib.rcParams["font.size"] == 30
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-
-
 def test_hostile_name_stays_text(tmp_path):
     made = make("v-min", 2, 2)
     schedule = Schedule("$\\frac{$<b>\x1b[31m\x00", 2, 2, made.placement, made.order)

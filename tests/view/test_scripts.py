@@ -46,12 +46,6 @@ def test_theory_table_of_the_earlier_attempts():
     ]
 
 
-def test_theory_table_of_nothing_known():
-    done = run("theory_table.py", "nope")
-    assert done.returncode == 2
-    assert done.stderr.startswith("theory_table.py: there is no schedule 'nope'")
-
-
 @pytest.mark.slow
 def test_gallery_shows_every_schedule(tmp_path):
     pytest.importorskip("matplotlib", reason="figures need the extra [draw]")
@@ -63,11 +57,3 @@ def test_gallery_shows_every_schedule(tmp_path):
     assert shown == ["all.svg", *(f"{name}.svg" for name in NAMES)]
     assert all((folder / each).stat().st_size > 5000 for each in shown)
     assert "| V-Half | M/2 | 3 d |" in page
-
-
-def test_gallery_of_nothing_says_so(tmp_path):
-    pytest.importorskip("matplotlib", reason="figures need the extra [draw]")
-    done = run("gallery.py", tmp_path / "gallery", "--devices", "0")
-    assert done.returncode == 2
-    assert done.stderr.startswith("gallery.py: num_devices of gpipe is 0")
-    assert list(tmp_path.iterdir()) == []
