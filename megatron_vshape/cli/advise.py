@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_vshape.cli.fetching import fetch_missing
 from megatron_vshape.cli.files import Output, check_installed, check_target, is_installed, write_all
 from megatron_vshape.cli.hardware import add_cluster_argument, machine_of
 from megatron_vshape.cli.help import MEMORY, MODEL, OUTPUT, SEARCH, group
@@ -106,6 +107,7 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     keep = _kept(options.keep)
     subject = Subject.of_command(options.command, "")
+    fetch_missing(options, subject.command)
     if own_configuration(subject, 1).pipeline_parallel < 2:
         raise ScheduleError(
             "the command has no pipeline, and advise compares pipeline schedules: set "
@@ -170,8 +172,7 @@ def _check(options: argparse.Namespace) -> None:
             f"--training-share {options.training_share:g} is not above 0 and at most 1: give the "
             "time of training relative to a full step, such as 0.3"
         )
-    if not is_installed("torch"):
-        raise ScheduleError("advise runs Megatron: pip install 'megatron-vshape[megatron]'")
+    check_installed("advise", "estimate", "torch")
     for flag, path in (("--export", options.export), ("--json", options.json)):
         if path is not None:
             check_target(flag, path, (".json",))

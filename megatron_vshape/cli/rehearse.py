@@ -6,18 +6,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_vshape.cli.fetching import fetch_missing
 from megatron_vshape.cli.files import (
     Output,
     check_can_draw,
+    check_installed,
     check_target,
-    is_installed,
     write_all,
 )
 from megatron_vshape.cli.hardware import add_cluster_argument, of_cluster
 from megatron_vshape.cli.help import MODEL, OUTPUT, PROGRAM, SEARCH, group
 from megatron_vshape.cli.progress import told
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.rehearsal import counted, measured, report, shapes, sources
+from megatron_vshape.rehearsal import counted, measured, report, shapes
 from megatron_vshape.rehearsal.counting import count_all
 from megatron_vshape.rehearsal.flags import (
     Command,
@@ -124,18 +125,19 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
         "--megatron",
         type=Path,
         metavar="DIR",
-        help="Megatron-LM checkout (default: the installed megatron-core)",
+        help="Megatron-LM checkout (default: installed or downloaded megatron-core)",
     )
     program.add_argument(
         "--te",
         type=Path,
         metavar="DIR",
-        help="Transformer Engine checkout or unpacked wheel (default: the one of --fetch-te)",
+        help="Transformer Engine checkout or wheel (default: installed or downloaded)",
     )
     program.add_argument(
-        "--fetch-te",
+        "--fetch",
         action="store_true",
-        help="Download Transformer Engine's Python sources with pip, once (1.2 MB)",
+        help="Download the Python of Megatron and Transformer Engine with pip if missing, hashes "
+        "verified (3.6 MB, once)",
     )
     group(parser, OUTPUT).add_argument(
         "--json", type=Path, metavar="FILE.json", help="All results to write"
@@ -153,12 +155,12 @@ def _positive(text: str) -> int:
 def run(options: argparse.Namespace) -> int:
     """Estimate, print the table and the verdict, write the files, and return 0."""
     words = options.command
-    if options.fetch_te:
-        print(f"Transformer Engine {sources.VERSION}: {sources.fetch()}")
-        if not words:
-            return 0
+    if options.fetch and not words:  # only the download
+        fetch_missing(options, Command("pretrain_gpt.py", ()))
+        return 0
     _check_files(options)
     command = read_command(words)
+    fetch_missing(options, command)
     gpu = GPUS[options.gpu]
     if options.cluster is not None:
         gpu = of_cluster(options.cluster).gpu
@@ -193,8 +195,7 @@ def _check_files(options: argparse.Namespace) -> None:
         check_target("--save", options.save, (*_PICTURES, ".json"))
         if options.save.suffix in _PICTURES:
             check_can_draw("--save")
-    if not is_installed("torch"):
-        raise ScheduleError("rehearse runs Megatron: pip install 'megatron-vshape[megatron]'")
+    check_installed("rehearse", "estimate", "torch")
     if options.measure and options.costs is None:
         raise ScheduleError("--measure writes a costs file: add --costs FILE.json")
     if options.imbalance <= 0:

@@ -104,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--verbose", action="store_true", help="Print every dropped combination")
     for flag, words in (
         ("--megatron", "Megatron-LM checkout (default: the installed megatron-core)"),
-        ("--te", "Transformer Engine checkout or unpacked wheel (default: the one of --fetch-te)"),
+        ("--te", "Transformer Engine checkout or wheel (default: installed or downloaded)"),
     ):
         group(parser, PROGRAM).add_argument(flag, type=Path, metavar="DIR", help=words)
 

@@ -111,7 +111,7 @@ def _stamp(asked: DryRunConfig) -> str:
 
 
 def _folder() -> Path:
-    return sources.cache().parent / "counted"
+    return sources.cache() / "counted"
 
 
 def _cached(key: str) -> Ranks | None:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from megatron_vshape.rehearsal import sources
 from megatron_vshape.rehearsal.flags import Command, Sizes, environment_of, without_files
 from megatron_vshape.rehearsal.gpus import Gpu
 from megatron_vshape.rehearsal.rank_report import CheckedRank, FailedRank, RankReport
+from megatron_vshape.rehearsal.sources import MissingSourceError, Source
 
 SCHEDULE = "--pipeline-schedule"
 PER_RANK = 4
@@ -59,7 +60,7 @@ class DryRunConfig:
             ScheduleError: Megatron, Transformer Engine or the script cannot be found.
         """
         megatron = sources.find_megatron(megatron, command.script)
-        if command.value("--transformer-impl") != "local" or te is not None:
+        if _needs_te(command, te):
             te = sources.find_te(te)
         programs = Programs(megatron, te, jobs or os.cpu_count() or 1)
         script = sources.find_script(command.script, megatron)
@@ -87,6 +88,24 @@ class DryRunConfig:
             "stage": stage,
             "name": name,
         }
+
+
+def missing_sources(command: Command, megatron: Path | None, te: Path | None) -> list[Source]:
+    """Return the Python sources that a dry run of the command needs and this machine lacks."""
+    searches: list[Callable[[], object]] = [lambda: sources.find_megatron(megatron, command.script)]
+    if _needs_te(command, te):
+        searches.append(lambda: sources.find_te(te))
+    missing = []
+    for search in searches:
+        try:
+            search()
+        except MissingSourceError as error:
+            missing.append(error.source)
+    return missing
+
+
+def _needs_te(command: Command, te: Path | None) -> bool:
+    return command.value("--transformer-impl") != "local" or te is not None
 
 
 def _fewer_microbatches(command: Command, sizes: Sizes) -> list[str]:
@@ -149,7 +168,13 @@ def run_jobs(programs: Programs, jobs: Iterable[Mapping[str, Any]]) -> Iterator[
         told.seek(0)
         errors = told.read()
     if worker.returncode:
-        last = [line for line in errors.splitlines() if line.strip()]
-        raise ScheduleError(
-            f"the rehearsal could not be prepared: {(last or ['no reason given'])[-1]}"
-        )
+        last = [line for line in errors.splitlines() if line.strip()] or ["no reason given"]
+        raise ScheduleError(f"the dry run could not be prepared: {last[-1]}{_fix(last[-1])}")
+
+
+def _fix(error: str) -> str:
+    """Return the command that installs a library which Megatron imports, if one is missing."""
+    name = error.partition("No module named '")[2]
+    if not name or name.startswith(("megatron", "transformer_engine")):
+        return ""
+    return ": pip install 'megatron-vshape[estimate]'"

