@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vshape.cli.fetching import fetch_missing
-from megatron_vshape.cli.files import Output, check_installed, check_target, is_installed, write_all
+from megatron_vshape.cli.files import Output, check_installed, check_target, write_all
 from megatron_vshape.cli.hardware import add_cluster_argument, machine_of
 from megatron_vshape.cli.help import MEMORY, MODEL, OUTPUT, SEARCH, group
 from megatron_vshape.cli.options import headroom_of
