@@ -16,8 +16,9 @@ from weakref import ref
 
 from megatron.core import parallel_state
 
+from megatron_vshape.mcore.hook import Function, replaces, replaces_always
 from megatron_vshape.mcore.hooks import nemo_rl
-from megatron_vshape.mcore.hooks.replacements import Function, has_end, replaces, replaces_always
+from megatron_vshape.mcore.hooks.replacements import has_end
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout import multi_token, stages
 from megatron_vshape.mcore.layout.stage_map import check_tied_embeddings

@@ -11,74 +11,17 @@ from typing import Any
 
 from megatron import core  # an attribute of its package only once it has been imported
 
+from megatron_vshape.mcore.hook import Dependency, Hook, Release, Target
 from megatron_vshape.mcore.hooks import library, replacements
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.options import options_from
 from megatron_vshape.mcore.replaced import ABSENT, Replaced
+from megatron_vshape.mcore.setup.features import features
 
 
 class HookError(RuntimeError):
     """This Megatron-Core does not match the hooks; the message has the difference."""
-
-
-Release = tuple[int, int]
-"""Major and minor version of megatron-core."""
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """An attribute of Megatron that this package uses: `attribute` of `module`.
-
-    `expects` lists required parameters of the attribute or, for a class, of its `forward`.
-    """
-
-    module: str
-    attribute: str  # dotted for attributes of classes
-    expects: tuple[str, ...]
-    reason: str
-
-    @property
-    def target(self) -> str:
-        """Return the full name of the attribute."""
-        return f"{self.module}.{self.attribute}"
-
-    @property
-    def name(self) -> str:
-        """Return the name of the attribute within its owner."""
-        return self.attribute.rpartition(".")[2]
-
-    def owner(self) -> Any:
-        """Return the module or class that has the attribute, or None if it does not exist."""
-        try:
-            owner: Any = importlib.import_module(self.module)
-        except ImportError:
-            return None
-        for part in self.attribute.split(".")[:-1]:
-            owner = getattr(owner, part, None)
-        return owner
-
-    def original(self) -> Any:
-        """Return the attribute, or `ABSENT` if it does not exist."""
-        owner = self.owner()
-        return ABSENT if owner is None else vars(owner).get(self.name, ABSENT)
-
-
-class Dependency(Target):
-    """A function of Megatron that this package calls but does not replace."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hook(Target):
-    """A replaced attribute; `replacement` gets the session and the original."""
-
-    replacement: Callable[[Session, Any], Any]
-    # Releases that must have it. In other releases it may be absent, and is replaced if present.
-    since: Release = (0, 0)
-    until: Release = (999, 0)
-    optional: bool = False  # depends on another package
-    everywhere: bool = False  # replaced also in modules that have imported it by name
-    chosen: bool = False  # replaced only while a schedule of this package is chosen
 
 
 def _training(name: str) -> Callable[[Session, Any], Any]:
@@ -100,7 +43,7 @@ _TRAINER = "megatron.training"
 _ARGUMENTS = "megatron.training.arguments"
 _TRAINING = "megatron.training.training"
 
-HOOKS = (
+_GENERAL = (
     Hook(
         _ARGUMENTS,
         "add_megatron_arguments",
@@ -205,27 +148,6 @@ HOOKS = (
         ("args",),
         "omits an estimate that supports Megatron's schedules only",
         _training("report_theoretical_memory"),
-    ),
-    Hook(
-        "megatron.core.optimizer.optimizer",
-        "ChainedOptimizer.step",
-        ("self",),
-        "steps before the gradient norm of all ranks is known (--optimizer-post-validation)",
-        replacements.optimizer_step,
-    ),
-    Hook(
-        _TRAINING,
-        "logical_and_across_model_parallel_group",
-        ("input",),
-        "puts no barrier after a step that is validated (--optimizer-post-validation)",
-        _training("logical_and_across_model_parallel_group"),
-    ),
-    Hook(
-        _TRAINING,
-        "reduce_max_stat_across_model_parallel_group",
-        ("stat",),
-        "puts no barrier after a step that is validated (--optimizer-post-validation)",
-        _training("reduce_max_stat_across_model_parallel_group"),
     ),
     Hook(
         _TRAINING,
@@ -405,14 +327,6 @@ HOOKS = (
         everywhere=True,
     ),
     Hook(
-        _STATE,
-        "get_tensor_model_parallel_world_size",
-        (),
-        "counts the ranks that share the vocabulary while a trainer makes its own loss of logits",
-        replacements.tensor_parallel_world_size,
-        everywhere=True,
-    ),
-    Hook(
         "megatron.core.transformer.module",
         "Float16Module.forward",
         ("inputs", "fp32_output", "kwargs"),
@@ -452,15 +366,10 @@ HOOKS = (
         replacements.fusion_available,
         chosen=True,
     ),
-    Hook(
-        "megatron.core.transformer.multi_token_prediction",
-        "roll_tensor",
-        ("tensor", "shifts", "dims"),
-        "tokens behind the end of a slice are those of the next",
-        replacements.roll_tensor,
-        chosen=True,
-    ),
 )
+
+HOOKS = (*_GENERAL, *(hook for feature in features() for hook in feature.hooks()))
+"""All hooks, those of features included."""
 
 PROBES = (
     Dependency(

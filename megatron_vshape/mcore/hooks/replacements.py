@@ -1,17 +1,9 @@
-"""Replacements of megatron.core attributes for any trainer; `registry` lists the targets.
-
-A function marked with `replaces` gets the session, the original function and the arguments of a
-call. Until a schedule is requested, only the original runs, with unchanged arguments. A function
-marked with `replaces_always` runs even then, because it detects the request or runs before it.
-"""
+"""Replacements of megatron.core attributes for any trainer; `registry` lists the targets."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
-import sys
-from collections.abc import Callable
 from typing import Any
 
 from megatron.core import parallel_state
@@ -21,7 +13,7 @@ from megatron.core.transformer import module as transformer_module
 
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.mcore.features.slices.tokens import TokensOfSlice
+from megatron_vshape.mcore.hook import Function, replaces
 from megatron_vshape.mcore.hooks import router_replay
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout import hybrid
@@ -43,36 +35,8 @@ from megatron_vshape.mcore.step.late_checks import can_wait
 
 logger = logging.getLogger(__name__)
 
-Function = Callable[..., Any]
-
 # The timer needs a pass, but for Megatron's schedules only durations count, not the pass.
 _SOME_PASS = Pass(Kind.F, 0, 0)
-
-
-def replaces_always(stand_in: Function) -> Function:
-    """Turn `stand_in` into a factory: (session, original) -> replacement, active in every call."""
-
-    @functools.wraps(stand_in)
-    def make(session: Session, original: Function) -> Function:
-        @functools.wraps(original)
-        def replacement(*args: Any, **options: Any) -> Any:
-            return stand_in(session, original, *args, **options)
-
-        return replacement
-
-    return make
-
-
-def replaces(stand_in: Function) -> Function:
-    """Turn `stand_in` into a factory whose replacement is active once a schedule is requested."""
-
-    @functools.wraps(stand_in)
-    def unless_idle(session: Session, original: Function, *args: Any, **options: Any) -> Any:
-        if session.is_idle:
-            return original(*args, **options)
-        return stand_in(session, original, *args, **options)
-
-    return replaces_always(unless_idle)
 
 
 @replaces
@@ -171,16 +135,6 @@ def get_schedule_table(
         return original(num_microbatches, num_model_chunks, *args, **options)
     router_replay.gather_by_placement(session)
     return router_replay.schedule_table(session, num_microbatches, num_model_chunks)
-
-
-@replaces
-def optimizer_step(
-    session: Session, original: Function, optimizer: Any, *args: Any, **options: Any
-) -> Any:
-    """Run the optimizer step without a barrier if post-validation is enabled."""
-    if session.post_validation is None:
-        return original(optimizer, *args, **options)
-    return session.post_validation.step(optimizer, original)
 
 
 @replaces
@@ -284,19 +238,6 @@ def is_pipeline_last_stage(
     return _is_end(session, original, 1, ignore_virtual, vp_stage)
 
 
-def tensor_parallel_world_size(session: Session, original: Function) -> Function:
-    """Return the number of vocabulary-parallel ranks during a trainer's loss of logits."""
-
-    @functools.wraps(original)
-    def size() -> Any:
-        # Code that pads sequences needs the original number. `number_for` identifies such code
-        # by its code object.
-        ranks = session.step.tensor_ranks
-        return original() if ranks is None else ranks.number_for(sys._getframe(1).f_code)
-
-    return size
-
-
 def has_end(session: Session, end: int) -> bool:
     """Return whether a chunk of this rank is the model's first (`end` 0) or last (1) stage."""
     assert session.pipeline is not None
@@ -315,7 +256,7 @@ def _is_end(
     rank gets the results of the loss (`pipeline_of`).
     """
     pipeline = session.pipeline
-    # Vocabulary parallelism: every rank computes a part of the loss and counts as first and last.
+    # Every rank computes a part of the loss here, and counts as first and last.
     if session.step.has_logits:
         return True
     chunk = session.step.running_chunk if ignore_virtual else vp_stage
@@ -347,8 +288,8 @@ def float16_module_forward(
     if first:
         inputs = transformer_module.fp32_to_float16(inputs, module.float16_convertor)
     outputs = module.module(*inputs, **options)
-    # With vocabulary parallelism, the last stage ends before the logits. While all ranks compute
-    # logits (`has_logits`), each of them converts its own.
+    # If all ranks share the output layer, the last stage ends before the logits. While all ranks
+    # compute logits (`has_logits`), each of them converts its own.
     makes_loss = session.step.has_logits or (last and not pipeline.choice.shares)
     return transformer_module.float16_to_fp32(outputs) if makes_loss and fp32_output else outputs
 
@@ -366,19 +307,3 @@ def fused_kernels(session: Session, original: Any) -> Any:
 def fusion_available(session: Session, original: bool) -> bool:
     """Return True: apex's kernels are installed, or `fused_kernels` replaces them by torch's."""
     return True
-
-
-@replaces
-def roll_tensor(
-    session: Session, original: Function, tensor: Any, *args: Any, **options: Any
-) -> Any:
-    """Roll the tokens of the full microbatch, so that a slice sees the tokens behind its end.
-
-    The second result of Megatron's function counts the tokens of the microbatch.
-    """
-    if not isinstance(tensor, TokensOfSlice):
-        return original(tensor, *args, **options)
-    rolled, *counted = original(tensor.whole, *args, **options)
-    # Multi-token prediction rolls once per depth, so the result must reference the microbatch
-    # again.
-    return TokensOfSlice.cut(rolled, tensor.part), *counted

@@ -31,8 +31,7 @@ from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 from megatron_vshape.mcore.step.microbatches import given_iterators
 from megatron_vshape.mcore.step_state import StepState, unwrapped
 
-if TYPE_CHECKING:  # they need Megatron-LM's trainer
-    from megatron_vshape.mcore.features.post_validation.optimizer import PostValidation
+if TYPE_CHECKING:  # it needs Megatron-LM's trainer
     from megatron_vshape.mcore.observe.iteration_log import IterationLog
 
 logger = logging.getLogger(__name__)
@@ -49,7 +48,6 @@ class Session:
     megatrons_own: str | None = None  # Megatron's own schedule, if the user has named one
     # The step function of the trainer; created at its first get_forward_backward_func().
     runner: PipelineRunner | MeteredSchedule | None = None
-    post_validation: PostValidation | None = None  # set during training if enabled
     iteration_log: IterationLog | None = None  # set while Megatron's trainer runs
     step: StepState = field(default_factory=StepState)
     tries_again: bool = False  # restart in this process after a failure (--inprocess-restart)
@@ -111,7 +109,7 @@ class Session:
         """
         if isinstance(self.runner, PipelineRunner):
             self.runner.forget_data(quietly=self.tries_again)
-        self.runner = self.post_validation = self.iteration_log = self.optimizer = None
+        self.runner = self.iteration_log = self.optimizer = None
         self.embedding_end, self.has_opened, self.is_building = None, False, False
         if self.pipeline is not None:
             planner = Planner(self.pipeline.choice, self.pipeline.planner.once)
@@ -220,7 +218,7 @@ class Session:
             # them too.
             message_bytes = tokens * width_bytes // shards
             own = static_memory.static_memory(
-                model, self.optimizer, pipeline.options.post_validates
+                model, self.optimizer, self.own_runner(pipeline).overlaps_steps
             )
             group = parallel_state.get_pipeline_model_parallel_group()
             # All data-parallel replicas need one plan, so the replica with the most static memory
@@ -238,14 +236,6 @@ class Session:
         if self.runner is None:
             self.runner = MeteredSchedule(self.step, self.logs, function, name)
         return self.runner
-
-    def end_validation(self) -> str | None:
-        """End post-validation; return its summary line, or None if it was disabled."""
-        post_validation, self.post_validation = self.post_validation, None
-        if post_validation is None:
-            return None
-        post_validation.end()
-        return post_validation.closing_line()
 
     @property
     def is_librarys(self) -> bool:

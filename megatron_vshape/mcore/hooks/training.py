@@ -14,20 +14,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args
 from megatron.training.utils import print_rank_0
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.mcore.features.post_validation.optimizer import (
-    PostValidation,
-    check_optimizer,
-    why_no_gain,
-)
+from megatron_vshape.mcore.hook import Function, replaces, replaces_always
 from megatron_vshape.mcore.hooks.checkpoints import repair_tracker
-from megatron_vshape.mcore.hooks.replacements import Function, replaces, replaces_always
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout.saved_layers import (
     RECORD,
@@ -196,10 +190,9 @@ def train(session: Session, original: Function, *args: Any, **options: Any) -> A
             # `opening` needs the optimizer: with a memory limit, its state counts as static memory.
             session.optimizer = given["optimizer"]
             print_rank_0(session.opening(pipeline, given["model"], tokens, get_num_microbatches()))
-            if pipeline.options.post_validates:
-                check_optimizer(given["optimizer"])
-                session.post_validation = PostValidation(session.own_runner(pipeline))
-                _print_if_any(why_no_gain(get_args()))
+            runner = session.own_runner(pipeline)
+            for line in runner.begin_training(given["optimizer"], get_args()):
+                print_rank_0(line)
     elif session.megatrons_own is None:
         _refuse_what_was_not_seen(get_args())
     if pipeline is not None or session.megatrons_own is not None:
@@ -304,7 +297,9 @@ def report_theoretical_memory(
 
 
 def _tell_end(session: Session) -> None:
-    _print_if_any(session.end_validation())
+    if isinstance(session.runner, PipelineRunner):
+        for line in session.runner.end_training():
+            print_rank_0(line)
     if session.runner is not None:
         group = parallel_state.get_pipeline_model_parallel_group()
         copies = parallel_state.get_data_parallel_world_size()
@@ -328,26 +323,6 @@ def read_metadata(session: Session, original: Function, *args: Any, **options: A
         bound = inspect.signature(original).bind(*args, **options)
         repair_tracker(Path(bound.arguments["tracker_filename"]))
     return original(*args, **options)
-
-
-@replaces
-def logical_and_across_model_parallel_group(
-    session: Session, original: Function, input: bool, *args: Any, **options: Any
-) -> bool:
-    """Skip the all-reduce: the validated step has given all ranks the same value."""
-    if session.post_validation is None or not input:
-        return bool(original(input, *args, **options))
-    return True
-
-
-@replaces
-def reduce_max_stat_across_model_parallel_group(
-    session: Session, original: Function, stat: Any, *args: Any, **options: Any
-) -> Any:
-    """Skip the all-reduce of a value that all ranks have; round to fp32 as the all-reduce does."""
-    if session.post_validation is None or stat is None:
-        return original(stat, *args, **options)
-    return torch.tensor([stat], dtype=torch.float32).item()
 
 
 @replaces

@@ -17,6 +17,7 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.mcore import features as home
+from megatron_vshape.mcore.hook import Hook
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import Refusal
 
@@ -138,6 +139,10 @@ class Feature:
 
     def check_config(self, config: Any, options: Options) -> None:
         """Reject options that a script has set only in the TransformerConfig, in every step."""
+
+    def hooks(self) -> tuple[Hook, ...]:
+        """Return the feature's replacements of Megatron's attributes."""
+        return ()
 
     def in_steps(self, runner: PipelineRunner) -> StepFeature | None:
         """Return the feature's part in the steps of a run, if it has one."""

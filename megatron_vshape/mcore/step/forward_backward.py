@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,14 @@ from megatron_vshape.mcore.step.paged_stash import begin_step
 from megatron_vshape.mcore.step.router_replay import ForwardCalls
 from megatron_vshape.mcore.step.same_plan import Agreement
 from megatron_vshape.mcore.step.stage import MegatronStage, zero_tokens
-from megatron_vshape.mcore.step.step_hooks import Call, Step, StepContext, device_of, parts_of
+from megatron_vshape.mcore.step.step_hooks import (
+    Call,
+    Step,
+    StepContext,
+    StepFeature,
+    device_of,
+    parts_of,
+)
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime import first_cause
 from megatron_vshape.runtime.hosts import ranks_of_this_host
@@ -55,6 +63,8 @@ from megatron_vshape.runtime.p2p import Transport, TransportError
 from megatron_vshape.runtime.program_runner import Observer, Place, ProgramRun
 from megatron_vshape.runtime.stage import Stage
 from megatron_vshape.runtime.variable_p2p import VariableTransport
+
+Part = TypeVar("Part", bound=StepFeature)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +161,20 @@ class PipelineRunner:
         if self._transport is not None:
             torch.cuda.synchronize()
             self._transport.rest()
+
+    def part(self, kind: type[Part]) -> Part | None:
+        """Return the part of a feature in the steps, or None if the run does not use it."""
+        return next((each for each in self._features if isinstance(each, kind)), None)
+
+    def begin_training(self, optimizer: Any, args: Namespace) -> list[str]:
+        """Let features see the trainer's optimizer and arguments; return lines for the log."""
+        lines = [each.begin_training(optimizer, args) for each in self._features]
+        return [line for line in lines if line is not None]
+
+    def end_training(self) -> list[str]:
+        """Let features end after the last step; return lines for the log."""
+        lines = [each.end_training() for each in self._features]
+        return [line for line in lines if line is not None]
 
     def start_next(self) -> None:
         """Let features start the next training step, as far as it can be rolled back."""

@@ -6,6 +6,7 @@ the stages use features only through this interface.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -200,6 +201,12 @@ class StepFeature:
 
     overlaps_steps = False  # a rank may start the next step before others have ended this one
     reads_again = False  # the step needs a second reader of the last chunk's data
+
+    def begin_training(self, optimizer: Any, args: Namespace) -> str | None:
+        """Called by Megatron-LM's trainer before the first step; returns a line for its log."""
+
+    def end_training(self) -> str | None:
+        """Called by Megatron-LM's trainer after the last step; returns a line for its log."""
 
     def passes_per_microbatch(self, call: Call, config: Any) -> int:
         """Return the number of F passes of a microbatch per stage in a training step."""

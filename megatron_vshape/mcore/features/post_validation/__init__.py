@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from megatron_vshape.mcore.hook import Hook
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import (
     BATCH_SIZES,
@@ -109,6 +110,12 @@ class PostValidationFeature(Feature):
         """Reject such options of a config."""
         if options.post_validates:
             check_refusals([each for each in REFUSALS if each.in_config], config, FLAG)
+
+    def hooks(self) -> tuple[Hook, ...]:
+        """Return the feature's replacements of Megatron's attributes."""
+        from megatron_vshape.mcore.features.post_validation.hooks import HOOKS
+
+        return HOOKS
 
     def in_steps(self, runner: PipelineRunner) -> StepFeature | None:
         """Return the part that starts the next step early."""

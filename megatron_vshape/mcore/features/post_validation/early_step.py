@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_vshape.core.program.early_start import Cut, drain, prefix_before_loss
 from megatron_vshape.core.program.instructions import Program
+from megatron_vshape.mcore.features.post_validation.optimizer import (
+    PostValidation,
+    check_optimizer,
+    why_no_gain,
+)
 from megatron_vshape.mcore.features.post_validation.rollback import RandomState, Replay
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner, PreparedStep
 from megatron_vshape.mcore.step.step_hooks import Call, StepContext, StepFeature
@@ -35,6 +41,21 @@ class EarlyStart(StepFeature):
         self._ahead: _Ahead | None = None
         self._cut: tuple[Program, tuple[Program, Cut]] | None = None
         self._replays: list[Replay] = []
+        self.validation: PostValidation | None = None  # set during training
+
+    def begin_training(self, optimizer: Any, args: Namespace) -> str | None:
+        """Validate steps after they are made; return a warning if this gains nothing."""
+        check_optimizer(optimizer)
+        self.validation = PostValidation(self._runner)
+        return why_no_gain(args)
+
+    def end_training(self) -> str | None:
+        """Drop a step that was started early, and return a summary of the predictions."""
+        validation, self.validation = self.validation, None
+        if validation is None:
+            return None
+        validation.end()
+        return validation.closing_line()
 
     def start_next(self) -> None:
         """Start the next training step as far as it can be rolled back.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.request import AUTO, SLICES
+from megatron_vshape.mcore.hook import Hook
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import (
     GRAPHS,
@@ -180,6 +181,12 @@ class SlicesFeature(Feature):
 
             attention.install(state, chunks)
             router.install(state, chunks)
+
+    def hooks(self) -> tuple[Hook, ...]:
+        """Return the feature's replacements of Megatron's attributes."""
+        from megatron_vshape.mcore.features.slices.hooks import HOOKS
+
+        return HOOKS
 
     def in_steps(self, runner: PipelineRunner) -> StepFeature:
         """Return the slices' part in steps."""

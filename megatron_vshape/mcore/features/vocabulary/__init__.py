@@ -19,6 +19,7 @@ from megatron_vshape.core.planner.vocabulary import (
     uniform_shared,
     without_shared,
 )
+from megatron_vshape.mcore.hook import Hook
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import (
     GRAPHS,
@@ -171,6 +172,12 @@ class VocabularyFeature(Feature):
 
             ends = pipeline.ends(rank, 0)[0], pipeline.ends(rank, len(chunks) - 1)[1]
             check_ends(chunks[0], chunks[-1], ends)
+
+    def hooks(self) -> tuple[Hook, ...]:
+        """Return the feature's replacements of Megatron's attributes."""
+        from megatron_vshape.mcore.features.vocabulary.hooks import HOOKS
+
+        return HOOKS
 
     def in_steps(self, runner: PipelineRunner) -> StepFeature:
         """Return the passes of the vocabulary."""

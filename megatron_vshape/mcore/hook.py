@@ -1,0 +1,105 @@
+"""An attribute of Megatron that this package replaces, and the form of its replacement.
+
+A function marked with `replaces` gets the session, the original function and the arguments of a
+call. Until a schedule is requested, only the original runs, with unchanged arguments. A function
+marked with `replaces_always` runs even then, because it detects the request or runs before it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_vshape.mcore.replaced import ABSENT
+
+Function = Callable[..., Any]
+
+Session = Any
+"""The state of the hooks, `hooks.session.Session`, which imports the features."""
+
+Release = tuple[int, int]
+"""Major and minor version of megatron-core."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """An attribute of Megatron that this package uses: `attribute` of `module`.
+
+    `expects` lists required parameters of the attribute or, for a class, of its `forward`.
+    """
+
+    module: str
+    attribute: str  # dotted for attributes of classes
+    expects: tuple[str, ...]
+    reason: str
+
+    @property
+    def target(self) -> str:
+        """Return the full name of the attribute."""
+        return f"{self.module}.{self.attribute}"
+
+    @property
+    def name(self) -> str:
+        """Return the name of the attribute within its owner."""
+        return self.attribute.rpartition(".")[2]
+
+    def owner(self) -> Any:
+        """Return the module or class that has the attribute, or None if it does not exist."""
+        try:
+            owner: Any = importlib.import_module(self.module)
+        except ImportError:
+            return None
+        for part in self.attribute.split(".")[:-1]:
+            owner = getattr(owner, part, None)
+        return owner
+
+    def original(self) -> Any:
+        """Return the attribute, or `ABSENT` if it does not exist."""
+        owner = self.owner()
+        return ABSENT if owner is None else vars(owner).get(self.name, ABSENT)
+
+
+class Dependency(Target):
+    """A function of Megatron that this package calls but does not replace."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hook(Target):
+    """A replaced attribute; `replacement` gets the session and the original."""
+
+    replacement: Callable[[Session, Any], Any]
+    # Releases that must have it. In other releases it may be absent, and is replaced if present.
+    since: Release = (0, 0)
+    until: Release = (999, 0)
+    optional: bool = False  # depends on another package
+    everywhere: bool = False  # replaced also in modules that have imported it by name
+    chosen: bool = False  # replaced only while a schedule of this package is chosen
+
+
+def replaces_always(stand_in: Function) -> Function:
+    """Turn `stand_in` into a factory: (session, original) -> replacement, active in every call."""
+
+    @functools.wraps(stand_in)
+    def make(session: Session, original: Function) -> Function:
+        @functools.wraps(original)
+        def replacement(*args: Any, **options: Any) -> Any:
+            return stand_in(session, original, *args, **options)
+
+        return replacement
+
+    return make
+
+
+def replaces(stand_in: Function) -> Function:
+    """Turn `stand_in` into a factory whose replacement is active once a schedule is requested."""
+
+    @functools.wraps(stand_in)
+    def unless_idle(session: Session, original: Function, *args: Any, **options: Any) -> Any:
+        if session.is_idle:
+            return original(*args, **options)
+        return stand_in(session, original, *args, **options)
+
+    return replaces_always(unless_idle)
