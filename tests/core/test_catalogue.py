@@ -10,7 +10,14 @@ from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
-from megatron_vshape.core.paper.catalogue import NAMES, NOT_REORDERED, make, make_block
+from megatron_vshape.core.paper.catalogue import (
+    EVERY_NAME,
+    NAMES,
+    NOT_REORDERED,
+    make,
+    make_block,
+    placement_of,
+)
 
 DEVICES = range(2, 17)
 
@@ -147,6 +154,12 @@ def test_placements() -> None:
         assert make(name, 4, 2).placement == V
     assert make("interleaved-1f1b", 3, 2, num_chunks=2).placement == (0, 1, 2, 0, 1, 2)
     assert make("v-two-thirds", 3, 2).placement == (0, 1, 2)
+
+
+@pytest.mark.parametrize("name", EVERY_NAME)
+def test_the_placement_of_a_name_is_that_of_its_schedules(name: str) -> None:
+    for d, m in ((2, 4), (4, 8), (4, 11)):
+        assert placement_of(name, d) == make(name, d, m).placement
 
 
 PICTURES = {

@@ -62,7 +62,7 @@ def start(rank: int, given: object) -> None:
         if not call.forward_only:
             planner: Planner = self._pipeline.planner
             like = planner.training(call.num_microbatches).schedule
-            plan = planner._made(drawn(like, steps))
+            plan = planner._build_step(drawn(like, steps))
             planner.run(plan)
             print(f"order {zlib.crc32(repr(plan.program.schedule.order).encode()):x} runs")
             steps += 1

@@ -9,6 +9,7 @@ from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.files import is_whole
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.model.schedule import Schedule, check_size
 from megatron_vshape.core.paper import blocks, overlap
 from megatron_vshape.core.paper.building_block import BuildingBlock
@@ -151,6 +152,18 @@ def make_block(
     check_size((num_chunks or usual_chunks(name)) * num_devices, numbers)
     block = _BLOCKS[name](**{each: sizes[each] for each in signature(_BLOCKS[name]).parameters})
     return blocks.sliced(block, slices)
+
+
+@lru_cache
+def placement_of(name: str, num_devices: int) -> Placement:
+    """Return the device of every stage of a schedule, equal for any number of microbatches.
+
+    Raises:
+        ScheduleError: no schedule has this name, or the number of devices is impossible.
+    """
+    # The bidirectional blocks need two microbatches per device; all others exist for one.
+    least = 2 * num_devices if name in JOINT_NAMES else 1
+    return make_block(name, num_devices, least).placement
 
 
 def make(

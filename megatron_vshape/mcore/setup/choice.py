@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache
 
 from megatron_vshape.core.check.simulate import filled
 from megatron_vshape.core.model.costs import Costs
@@ -12,8 +11,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Share
 from megatron_vshape.core.model.placement import Placement, looping, v_shape, with_loss_last
 from megatron_vshape.core.model.schedule import Schedule
-from megatron_vshape.core.paper.catalogue import JOINT_NAMES
-from megatron_vshape.core.plan import plan
+from megatron_vshape.core.paper.catalogue import placement_of
 from megatron_vshape.core.request import AUTO, PLUS_NAMES, PlanRequest, find, known_as
 from megatron_vshape.mcore.options import Options, schedule_names
 from megatron_vshape.mcore.setup.features import features
@@ -87,16 +85,10 @@ class ScheduleConfig:
         if self.from_file is not None:
             return self.from_file.placement
         if not self.plans_by_costs:
-            return _published_placement(self.name, self.num_devices)
+            return placement_of(self.name, self.num_devices)
         # A model is built for one placement, so use that of the best plans for this stage count.
         chunks = 2 if self.costs is None else self.costs.num_stages // self.num_devices
         return v_shape(self.num_devices) if chunks == 2 else looping(self.num_devices, chunks)
-
-
-@cache
-def _published_placement(name: str, num_devices: int) -> Placement:
-    least = 2 * num_devices if name in JOINT_NAMES else 1  # microbatches
-    return plan(PlanRequest(name, num_devices, least)).schedule.placement
 
 
 def choice_of(

@@ -160,10 +160,11 @@ class Planner:
         plan = recall(self._training, num_microbatches)
         if plan is None:
             plan = self._plan(num_microbatches)
-            if self.choice.limit_bytes is not None and plan.most_messages > self._messages:
-                # The plan uses memory that its messages need, so plan again with less.
+            # Messages need memory, too, and only the plan knows their number. It grows with every
+            # turn of this loop and a step has finitely many messages, so the loop ends.
+            while self.choice.limit_bytes is not None and plan.most_messages > self._messages:
                 self._messages = plan.most_messages
-                return self.training(num_microbatches)
+                plan = self._plan(num_microbatches)
             self._keep(plan, num_microbatches)
             logger.info(
                 "planned %s for %d devices and %d microbatches: bubble %.1f %%, peak %g chunks",
@@ -183,23 +184,33 @@ class Planner:
             keep(self._training, num_microbatches, plan)
 
     def _plan(self, num_microbatches: int) -> PlannedStep:
+        """Return the step that the name, the file or a search defines."""
         if not self.choice.plans_by_costs:
             with no_collection():
-                return self._made(self._schedule(num_microbatches))
+                return self._build_step(self._schedule(num_microbatches))
         if self.once is not None:
-            return self._made(self.once(lambda: self._schedule(num_microbatches)))
-        return self._made(self._schedule(num_microbatches))
+            # Searches end by time and differ between ranks, so rank 0 searches for all. The rest is
+            # deterministic, and cheaper to repeat than to send.
+            return self._build_step(self.once(lambda: self._schedule(num_microbatches)))
+        return self._build_step(self._schedule(num_microbatches))
 
-    def _made(self, schedule: Schedule) -> PlannedStep:
+    def _build_step(self, schedule: Schedule) -> PlannedStep:
+        """Return the step of a schedule: the passes of this run, their times, and its programs."""
+        # 1. Full backwards: a split would keep recomputed activations until W, and CUDA graphs of
+        #    full layers have no W of their own.
         if self.choice.keeps_backward_whole:
             schedule = whole_backwards(schedule)
         elif self.choice.whole_stages:
             schedule = whole_backwards(schedule, self.choice.whole_stages)
         costs = self._costs_of(schedule)
+        # 2. Passes of features, which are placed between the F, B and W that the run has.
         schedule = adapted_schedule(schedule, costs)
+        # 3. Pairs of adjacent F and B; after 2, whose passes could come between the two.
         if self.choice.may_overlap:
             schedule = pair_adjacent(schedule, costs)
+        # 4. Times. P2P messages are posted in the order in which this timeline expects them.
         timeline = simulate(schedule, costs)
+        # 5. Programs of all ranks, which `lower` proves free of deadlocks.
         program = lower(schedule, timeline, kernels=self.choice.kernels, takes=self._takes)
         return PlannedStep(schedule, timeline, program, costs, self._beside(program, costs))
 
@@ -223,7 +234,7 @@ class Planner:
         limits = limits_of(self._asked(PlanRequest(AUTO, self.choice.num_devices, count)))
         # Limits are per device of the planned numbering, programs per rank.
         by_rank = [limit for _, limit in sorted(zip(self.choice.ranks, limits, strict=True))]
-        fitting = [each for each in map(self._made, known) if self._fits(each, by_rank)]
+        fitting = [each for each in map(self._build_step, known) if self._fits(each, by_rank)]
         best = min(fitting, key=lambda each: each.timeline.makespan, default=None)
         if best is None or best.program.schedule.order == plan.program.schedule.order:
             return None
