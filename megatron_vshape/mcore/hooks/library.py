@@ -167,6 +167,7 @@ def model_init(session: Session, original: Function) -> Function:
         if pipeline is None:
             original(self, *args, **options)
             return
+        # By name: releases differ in the order of the constructor's parameters.
         bound = signature.bind(self, *args, **options)
         chunk = bound.arguments.get("vp_stage")
         if chunk is None and session.provided_chunk is not None:
@@ -181,6 +182,7 @@ def model_init(session: Session, original: Function) -> Function:
         multi_token.check_model(pipeline.stage_map, bound.arguments["config"])
         rank = parallel_state.get_pipeline_model_parallel_rank()
         first, last = pipeline.ends(rank, chunk)
+        # The caller derived both from the position of the rank, which is wrong for a V placement.
         bound.arguments["pre_process"], bound.arguments["post_process"] = first, last
         session.is_building = False  # Megatron's constructor queries the position of the rank
         original(*bound.args, **bound.kwargs)

@@ -461,6 +461,7 @@ def install(options: Mapping[str, Any] | None = None) -> None:
     """
     if _replaced:
         return
+    # Validated before the trainer is looked for: the error about an option is the more useful one.
     given = options_from(dict(options)) if options else None
     why = _why_no_trainer()
     if why is not None and given is None:

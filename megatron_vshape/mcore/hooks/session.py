@@ -83,7 +83,8 @@ class Session:
         self.pipeline, self.megatrons_own, self.runner = pipeline, megatrons_own, None
         self.has_opened = self.is_building = False
         self.step.splits_backward = pipeline is not None
-        # Hooks with `chosen` are active only while a schedule of this package is chosen.
+        # Hooks with `chosen` replace classes and flags, which cannot pass a call to the original.
+        # So they are active only while a schedule of this package is chosen.
         self.chosen.undo()
         for each in self.on_choice if pipeline is not None else ():
             self.chosen.put(*each)
@@ -131,6 +132,7 @@ class Session:
         Preparation waits until then because the library may add modules to the model before.
         """
         self.is_building = False
+        # A library registers before it initializes process groups, so the P2P backend was a guess.
         if self.runner is None and self.pipeline is not None:
             self.pipeline = with_messages_of_this_run(self.pipeline)
         assert self.pipeline is not None
@@ -151,6 +153,7 @@ class Session:
         All ranks then fail together (`refusing_together`).
         """
         model = call["model"] if isinstance(call["model"], list) else [call["model"]]
+        # By model, not once: RL libraries run an actor, a critic and a reference in one process.
         if model[0] in self.ready or self.pipeline is None:
             return
         # Without the agreement, the other ranks would wait for the failed rank in their first

@@ -63,6 +63,7 @@ def validate_args(
     """Configure the pipeline before Megatron's checks, and complete it with their results."""
     with refusing():
         session.once = configure.one_planner(args)
+        # Before Megatron's checks, which reject chunks and layer counts that the schedule sets.
         pipeline = configure.prepare(args, session.library, session.once)
         session.choose(pipeline, configure.megatrons_own(args))
         session.chosen_by_flags = True
@@ -71,6 +72,7 @@ def validate_args(
         # Before the original: Megatron's checks initialize CUDA, which reads the environment.
         session.set_variables |= complete_environment(args, pipeline, already=session.set_variables)
     validated = original(args, *rest, **options)
+    # After them: the number of microbatches and some sizes are known only now.
     with refusing():
         configure.complete(session.pipeline, args)
     return validated

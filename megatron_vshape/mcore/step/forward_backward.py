@@ -132,6 +132,8 @@ class PipelineRunner:
         check_config(config)
         for feature in features():
             feature.check_config(config, self._pipeline.options)
+        # If this rank fails, its error is sent to the ranks that wait for it, so that they report
+        # the cause instead of a timeout.
         with _timed(config), first_cause.telling(TransportError):
             return self._evaluate(call) if call.forward_only else self._train(call)
 
@@ -217,6 +219,8 @@ class PipelineRunner:
             first_cause.forget()
 
     def _evaluate(self, call: Call) -> list[Any]:
+        # Evaluation may follow a step that was started early: its microbatches, random numbers and
+        # messages belong to the next training step.
         self.roll_back()
         self.report.interrupt()
         prepared = self.prepare(call)
@@ -230,6 +234,7 @@ class PipelineRunner:
         return self._reports(prepared.context)
 
     def _train(self, call: Call) -> list[Any]:
+        # Buffers of the last step's losses were kept while a slower rank could still receive them.
         self._courier.forget()
         torch_device = device_of(_as_list(call.model)[0])
         profiled = self._profiler.begin_step(torch_device)
@@ -265,6 +270,7 @@ class PipelineRunner:
                 self.report.held,
                 context.groups.pp,
             )
+        # Before the gradients are final: a feature may still reject the step here.
         for each in self._features:
             each.end(context)
         if context.step.config.finalize_model_grads_func is not None:
@@ -291,8 +297,10 @@ class PipelineRunner:
         chunks = _as_list(call.model)
         iterators = given_iterators(call.data_iterator, len(chunks))
         config = get_model_config(chunks[0])
+        # The paged stash records the order of the passes, so it has to see the final one.
         begin_step(config, not call.forward_only and self._profiler.order_is_last)
         groups = _default_groups() if call.pg_collection is None else call.pg_collection
+        # Before the transport, because the parts of a microbatch have smaller messages.
         passes = 1
         if not call.forward_only:
             for each in self._features:
@@ -309,6 +317,7 @@ class PipelineRunner:
                 force_all_reduce=call.force_all_reduce,
                 forward_only=call.forward_only,
             )
+        # Starts the gathers of all chunks now; layers wait for theirs in the first F.
         if not call.forward_only:
             sync.gather_parameters()
         program, beside = self._program(call, hides)
@@ -325,6 +334,7 @@ class PipelineRunner:
         else:
             iterators = shared_out(iterators)
         program = program if cut is None else cut(program)
+        # A new object per step: a library reads it after the step, for the order of its records.
         self.calls = ForwardCalls(order)
         is_last = groups.pp.rank() == self._pipeline.stage_map.loss_rank
         step = Step(
@@ -355,6 +365,7 @@ class PipelineRunner:
             local_ranks=self.local_ranks,
             again=again,
         )
+        # Last, because the parts read everything above, and register for the passes of the step.
         step.parts += parts_of(self._features, context)
         run = ProgramRun(
             program,

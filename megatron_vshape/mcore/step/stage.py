@@ -96,6 +96,7 @@ class MegatronStage:
         work = Pass(Kind.W, self.stage, microbatch)
         for part in self.step.parts:
             part.begins(work)
+        # In the last W of a chunk, the reduction of its first bucket can start.
         self.step.gradient_sync.weights_begin(self.chunk)
         self.state.jobs.run((self.stage, microbatch))
         self._count(work)
@@ -126,6 +127,7 @@ class MegatronStage:
 
     def taken(self, microbatch: int, received: Tensor | None, whole: bool) -> Backward:
         """Return the arguments of a B, and drop the stage's references to them."""
+        # Dropped before B runs, so that autograd can free each activation as soon as it is used.
         inputs, outputs = self._inputs.pop(microbatch), self._outputs.pop(microbatch)
         return Backward(self.model, inputs, outputs, received, self.state.jobs if whole else None)
 
