@@ -10,7 +10,7 @@ from megatron_vshape.cli.files import check_installed
 from megatron_vshape.core.model.kinds import ScheduleError
 
 if TYPE_CHECKING:
-    from megatron_vshape.playground.offers import Given
+    from megatron_vshape.playground.given import Given
 
 PORT = 8765
 COSTS = Path("configs") / "costs"
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C and return 0."""
     check_installed("the playground", "playground", "starlette", "uvicorn")
-    from megatron_vshape.playground.offers import read_given, read_presets
+    from megatron_vshape.playground.given import read_given, read_presets
 
     given = [*read_given(options.files), *read_presets(COSTS)]
     listener = _listen(options.host, options.port)

@@ -13,6 +13,7 @@ from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.paper import catalogue
 from megatron_vshape.core.paper.catalogue import OPTIONS
 from megatron_vshape.core.request import SCHEDULE_NAMES
+from megatron_vshape.playground.offers import PLAN_CHUNKS
 
 MAX_DEVICES = 256
 MAX_MICROBATCHES = 16_384
@@ -23,9 +24,6 @@ MAX_TEXT = 32 * 2**20
 """Maximum bytes of a file that is opened in the playground."""
 
 MAX_SECONDS = 600.0
-
-PLAN_CHUNKS = (2, 4)
-"""Supported maximum chunks per rank of a plan."""
 
 MOST_CHUNKS = 4
 """Default chunks per rank; most models have enough layers."""

@@ -13,8 +13,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from megatron_vshape.playground.given import Given, example_trace
 from megatron_vshape.playground.html import static_files
-from megatron_vshape.playground.offers import Given, example_trace, offers
+from megatron_vshape.playground.offers import offers
 from megatron_vshape.playground.request import FieldError, parse_request
 from megatron_vshape.playground.security import MAX_BODY, Guard
 from megatron_vshape.playground.worker import error_frame
@@ -102,7 +103,7 @@ class _Site:
         return Response(content, headers={"content-type": media_type})
 
     async def offers(self, request: HttpRequest) -> Response:
-        return JSONResponse(offers(self.given))
+        return JSONResponse(offers([each.offer() for each in self.given]))
 
     async def make(self, request: HttpRequest) -> Response:
         try:

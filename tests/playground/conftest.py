@@ -14,7 +14,7 @@ import pytest
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.playground.offers import read_given
+from megatron_vshape.playground.given import read_given
 from megatron_vshape.view.chrome_trace import write_trace
 
 BASE = "http://127.0.0.1:8765"

@@ -11,7 +11,8 @@ from megatron_vshape.cli.main import main
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.playground.answer import make_answer
-from megatron_vshape.playground.offers import offers, read_given, read_presets
+from megatron_vshape.playground.given import read_given, read_presets
+from megatron_vshape.playground.offers import offers
 from megatron_vshape.playground.request import parse_request
 
 COSTS = Costs((900.0,) * 8, (1000.0,) * 8, (800.0,) * 8, 0.0, (2.0**30,) * 8, (2.0**29,) * 8)
@@ -30,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_costs_file_is_a_preset_and_what_is_about_it_is_not(folder, given_files):
     given = [*read_given(given_files), *read_presets(folder)]
-    files = {each["name"]: each for each in offers(given)["files"]}
+    files = {each["name"]: each for each in offers([each.offer() for each in given])["files"]}
     assert files["gpt_9_6b-p4.json"]["preset"] is True
     assert files["gpt_9_6b-p4.json"]["stages"] == 8
     assert files["measured_costs.json"]["preset"] is False
