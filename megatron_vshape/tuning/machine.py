@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from megatron_vshape.core.check.simulate import filled
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # needs pydantic, and `advise` reads no files
     from megatron_vshape.tuning.files import Cluster
 
 UNKNOWN = "h100"
-"""GPU whose rates are used for an unknown device name."""
+"""GPU whose formats and capability are used for an unknown device name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,8 @@ class Machine:
                     f"the cluster {cluster.name:.60}: there is no assumption {name!r:.60}; there "
                     f"are beside_gib, {', '.join(known)}"
                 )
+        # The rates fitted to a GPU are no better guess for an unknown one than the round defaults.
+        shares = given if named else asdict(Rates()) | given
         wide = device.peak_tflops * 1e12
         gpu = replace(
             like,
@@ -65,7 +67,7 @@ class Machine:
             node=cluster.devices_per_node,
             host_rate=like.host_rate if link is None else link.gb_per_s * 1e9,
             beside_gib=beside,
-            shares=tuple(given.items()),
+            shares=tuple(shares.items()),
         )
         most = None if link is None else link.memory_gib
         return cls(
