@@ -31,7 +31,7 @@ from megatron_vshape.tuning.results import (
 WRITER = """
 import sys
 from pathlib import Path
-from megatron_vshape.tuning.files import Layout, Recompute
+from megatron_vshape.tuning.configurations import Configuration, Layout
 from megatron_vshape.tuning.results import Outcome, Result, Status, open_results
 
 it = Configuration("1f1b", 8, 8, 1, 1, 2, 1, 1, "none", Layout.EVEN)
