@@ -1,0 +1,346 @@
+"""Replay of allocations through torch's caching allocator: memory that it reserves from the GPU.
+
+It follows c10/cuda/CUDACachingAllocator.cpp of torch 2.11 and needs no torch. A request goes to
+the pool of its size and stream: small up to 1 MiB, else large. The pool returns its smallest free
+block that is large enough, and splits it. Without such a block, memory is reserved from the GPU: a
+segment by cudaMalloc, or pages at the end of an expandable segment. Freed blocks merge with free
+neighbors. Memory returns to the GPU only if a request fails, or if the program empties the cache.
+
+With the same calls, it reserves the same bytes as torch on an H200 (benchmarks/allocator.md). A dry
+run has no streams, so all of its storages share the pools of one stream.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, insort
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megatron_vshape.environment import ALLOCATOR
+
+MIB = 1 << 20
+UNIT = 512
+SMALL = MIB
+"""Largest request of the small pool in bytes; a rest of a large block is at least as large."""
+SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB
+"""Segments of requests below 1 MiB and below 10 MiB, and pages of expandable segments."""
+LEAST_LARGE = 10 * MIB
+ROUND_LARGE = 2 * MIB
+_NO_LIMIT = 1 << 62
+_GAP = LARGE_SEGMENT << 22  # a multiple of both kinds of pages
+"""Distance of the addresses of expandable segments."""
+
+
+class OutOfMemoryError(Exception):
+    """A request exceeds the memory of the GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of PYTORCH_CUDA_ALLOC_CONF that affect the reserved memory."""
+
+    expandable_segments: bool = False
+    max_split_bytes: int = _NO_LIMIT
+    roundup_divisions: int = 0  # of a power of two; 0: multiples of 512 bytes
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Settings:
+        """Read the environment; settings that a replay does not support are ignored."""
+        text = next((environment[name] for name in ALLOCATOR if name in environment), "")
+        given = dict(re.findall(r"(\w+):(\w+)", text))
+        split = given.get("max_split_size_mb")
+        divisions = given.get("roundup_power2_divisions", "0")
+        return cls(
+            given.get("expandable_segments", "").lower() == "true",
+            _NO_LIMIT if split is None else int(split) * MIB,
+            int(divisions) if divisions.isdigit() else 0,
+        )
+
+    def rounded(self, size: int) -> int:
+        """Round a request to the size of its block."""
+        divisions = self.roundup_divisions
+        if divisions <= 1 or size <= UNIT * divisions or size & (size - 1) == 0:
+            return max(UNIT, -(-size // UNIT) * UNIT)
+        step = (1 << (size.bit_length() - 1)) >> (divisions.bit_length() - 1)
+        return -(-size // step) * step
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """A range of addresses; neighbors are of the same segment."""
+
+    address: int
+    size: int
+    pool: _Pool
+    expandable: bool
+    is_free: bool = True
+    mapped: bool = True
+    before: Block | None = None
+    after: Block | None = None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.size, self.address
+
+    @property
+    def largest(self) -> int:
+        """Size to which the block can expand."""
+        after = self.after
+        return self.size + (after.size if after is not None and not after.mapped else 0)
+
+    def cut(self, size: int) -> Block:
+        """Shorten the block, and return the rest as its neighbor."""
+        rest = Block(self.address + size, self.size - size, self.pool, self.expandable)
+        rest.mapped, rest.before, rest.after = self.mapped, self, self.after
+        if self.after is not None:
+            self.after.before = rest
+        self.after, self.size = rest, size
+        return rest
+
+
+@dataclass(eq=False, slots=True)
+class _Pool:
+    """Free blocks of a size class and stream, sorted by (size, address)."""
+
+    is_small: bool
+    keys: list[tuple[int, int]] = field(default_factory=list)
+    blocks: dict[int, Block] = field(default_factory=dict)  # free and mapped, by address
+    unmapped: dict[int, Block] = field(default_factory=dict)  # by address
+
+    @property
+    def page(self) -> int:
+        return SMALL_SEGMENT if self.is_small else LARGE_SEGMENT
+
+    def add(self, block: Block) -> None:
+        if block.mapped:
+            insort(self.keys, block.key)
+            self.blocks[block.address] = block
+        else:
+            self.unmapped[block.address] = block
+
+    def remove(self, block: Block) -> None:
+        if block.mapped:
+            del self.keys[bisect_left(self.keys, block.key)]
+            del self.blocks[block.address]
+        else:
+            del self.unmapped[block.address]
+
+    def merged(self, block: Block) -> Block:
+        """Merge a block that is in no list with its free neighbors."""
+        before, after = block.before, block.after
+        if before is not None and before.is_free and before.mapped == block.mapped:
+            self.remove(before)
+            block.address, block.size = before.address, block.size + before.size
+            block.before = before.before
+            if block.before is not None:
+                block.before.after = block
+        if after is not None and after.is_free and after.mapped == block.mapped:
+            self.remove(after)
+            block.size, block.after = block.size + after.size, after.after
+            if block.after is not None:
+                block.after.before = block
+        return block
+
+
+class Allocator:
+    """State of the allocator; `reserved` is the memory that it has from the GPU, in bytes."""
+
+    def __init__(self, settings: Settings, memory_bytes: int = _NO_LIMIT) -> None:
+        """Start with no reserved memory.
+
+        Args:
+            settings: settings of torch's allocator.
+            memory_bytes: memory of the GPU that the allocator can reserve.
+        """
+        self.settings, self.memory_bytes = settings, memory_bytes
+        self.reserved = self.most_reserved = 0
+        self.next_address = _GAP  # of cudaMalloc; the driver's own choice is not documented
+        self._pools: dict[tuple[bool, int], _Pool] = {}
+        self._ranges = 0
+
+    def allocate(self, size: int, stream: int = 0) -> Block:
+        """Allocate a block for a request of `size` bytes.
+
+        Raises:
+            OutOfMemoryError: The request does not fit even without cached blocks.
+        """
+        size = self.settings.rounded(size)
+        is_small = size <= SMALL
+        pool = self._pools.setdefault((is_small, stream), _Pool(is_small))
+        block = self._cached(pool, size) or self._reserve(pool, size)
+        if block is None:
+            self.empty_cache()
+            block = self._reserve(pool, size)
+        if block is None:
+            raise OutOfMemoryError(f"{size} bytes; {self.reserved} bytes are reserved")
+        if self._splits(block, size):
+            pool.add(block.cut(size))
+        block.is_free = False
+        return block
+
+    def free(self, block: Block) -> None:
+        """Return a block to its pool."""
+        block.is_free = True
+        block.pool.add(block.pool.merged(block))
+
+    def empty_cache(self) -> None:
+        """Return unused segments and pages to the GPU."""
+        for pool in self._pools.values():
+            for block in [pool.blocks[address] for _, address in pool.keys]:
+                if block.expandable:
+                    self._unmap(block)
+                elif block.before is None and block.after is None:
+                    pool.remove(block)
+                    self.reserved -= block.size
+
+    def _cached(self, pool: _Pool, size: int) -> Block | None:
+        at = bisect_left(pool.keys, (size, 0))
+        if at == len(pool.keys):
+            return None
+        block = pool.blocks[pool.keys[at][1]]
+        # The best fit of an expandable segment is the block that can expand least.
+        for _, address in pool.keys[at + 1 :] if block.expandable else ():
+            if pool.blocks[address].largest >= block.largest:
+                break
+            block = pool.blocks[address]
+        limit = self.settings.max_split_bytes
+        if size < limit <= block.size or (size >= limit and block.size >= size + LARGE_SEGMENT):
+            return None
+        pool.remove(block)
+        return block
+
+    def _splits(self, block: Block, size: int) -> bool:
+        rest = block.size - size
+        if block.pool.is_small or self.settings.expandable_segments:
+            return rest >= UNIT
+        return size < self.settings.max_split_bytes and rest > SMALL
+
+    def _reserve(self, pool: _Pool, size: int) -> Block | None:
+        if self.settings.expandable_segments:
+            return self._expand(pool, size)
+        size = pool.page if size < LEAST_LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
+        if not self._take(size):
+            return None
+        block = Block(self.next_address, size, pool, expandable=False)
+        self.next_address += size
+        return block
+
+    def _take(self, size: int) -> bool:
+        if self.reserved + size > self.memory_bytes:
+            return False
+        self.reserved += size
+        self.most_reserved = max(self.most_reserved, self.reserved)
+        return True
+
+    # ---- expandable segments ----
+
+    def _expand(self, pool: _Pool, size: int) -> Block | None:
+        block = self._room(pool, size)
+        if not block.mapped and not self._map(block, min(block.size, size)):
+            return None
+        while block.size < size:
+            after = block.after
+            assert after is not None
+            if not self._map(after, min(size - block.size, after.size)):
+                return None
+            block = after
+        pool.remove(block)
+        return block
+
+    def _room(self, pool: _Pool, size: int) -> Block:
+        """Find the first free range with enough addresses, or start an expandable segment."""
+        for _, block in sorted(pool.unmapped.items()):
+            if block.before is not None and block.before.is_free:
+                block = block.before
+            found = 0
+            each: Block | None = block
+            while found < size and each is not None and each.is_free:
+                found, each = found + each.size, each.after
+            if found >= size:
+                return block
+        self._ranges += 1
+        block = Block(self._ranges * _GAP, _GAP // 2, pool, expandable=True, mapped=False)
+        pool.add(block)
+        return block
+
+    def _map(self, block: Block, size: int) -> bool:
+        """Map pages of a block and merge them with the free block before."""
+        pool = block.pool
+        size = -(-size // pool.page) * pool.page
+        if not self._take(size):
+            return False
+        pool.remove(block)
+        if size < block.size:
+            pool.add(block.cut(size))
+        block.mapped = True
+        pool.add(pool.merged(block))
+        return True
+
+    def _unmap(self, block: Block) -> None:
+        """Return the pages that are entirely within a free block."""
+        pool = block.pool
+        start = -(-block.address // pool.page) * pool.page
+        end = (block.address + block.size) // pool.page * pool.page
+        if start >= end:
+            return
+        pool.remove(block)
+        if start > block.address:
+            before, block = block, block.cut(start - block.address)
+            pool.add(before)
+        if end < block.address + block.size:
+            pool.add(block.cut(end - block.address))
+        self.reserved -= block.size
+        block.mapped = False
+        pool.add(pool.merged(block))
+
+
+MOST_REPEATS = 3
+"""Repetitions of the last traced step: fragmentation can grow for a few steps."""
+
+
+class Lifetime(NamedTuple):
+    """Size of a storage in bytes, and the clock when it is allocated and freed."""
+
+    size: int
+    born: int
+    died: int | None  # None: never
+
+
+def reserved_bytes(
+    lives: Sequence[Lifetime], emptied: Sequence[int], last_step: int, settings: Settings
+) -> int:
+    """Compute the peak of the reserved memory of a dry run.
+
+    Args:
+        lives: storages of the run, in the order of their allocation.
+        emptied: clock of each call of `torch.cuda.empty_cache`.
+        last_step: clock at the start of the last step, which is repeated.
+        settings: settings of torch's allocator.
+    """
+    allocator = Allocator(settings)
+    _replay(allocator, lives, emptied)
+    step = [each for each in lives if each.born >= last_step and each.died is not None]
+    for _ in range(MOST_REPEATS):
+        before = allocator.most_reserved
+        _replay(allocator, step, ())
+        if allocator.most_reserved == before:
+            break
+    return allocator.most_reserved
+
+
+def _replay(allocator: Allocator, lives: Sequence[Lifetime], emptied: Sequence[int]) -> None:
+    events = [(clock, 0, 0) for clock in emptied]
+    for at, each in enumerate(lives):
+        events.append((each.born, 1, at))
+        if each.died is not None:
+            events.append((each.died, 2, at))
+    blocks: dict[int, Block] = {}
+    for _, event, at in sorted(events):
+        if event == 0:
+            allocator.empty_cache()
+        elif event == 1:
+            blocks[at] = allocator.allocate(lives[at].size)
+        else:
+            allocator.free(blocks.pop(at))
