@@ -6,15 +6,16 @@ source scripts/lib.sh
 
 usage() {
     cat <<'TEXT'
-usage: bash scripts/test.sh [--slow] [--browser] [--bridge] [--clients]
+usage: bash scripts/test.sh [--slow] [--browser] [--bridge] [--clients] [--nightly]
                             [--megatron 0.17|0.18|0.19|CHECKOUT] [PYTEST ARGS]
 
   --slow            the tests that take minutes as well
   --browser         the playground in Chromium as well, which is installed if it is missing
   --bridge          only training with Megatron-Bridge, installed without its dependencies
-  --clients         only training with ms-swift, verl, Megatron-Bridge, slime, NeMo-RL and ROLL, each
-                    without its dependencies; the last three from the checkouts that SLIME, NEMO_RL
-                    and ROLL name, or from their homes
+  --clients         only training with verl and Megatron-Bridge, and the examples for verl, slime and
+                    ms-swift; libraries are installed without their dependencies
+  --nightly         --clients, and training with ms-swift, slime, NeMo-RL and ROLL; the last three
+                    from the checkouts SLIME, NEMO_RL and ROLL, or cloned
   --megatron V      only the tests, in an environment of its own with that megatron-core
   --megatron CHECKOUT
                     only the tests, with the Megatron of a Megatron-LM checkout, such as main
@@ -113,14 +114,15 @@ check() {
 
 processors=$(nproc)
 markers='not slow and not gpu' extras=megatron,search,draw,sweep,playground,dev
-megatron='' checkout='' bridge='' clients='' pytest_args=()
+megatron='' checkout='' bridge='' pytest_args=() clients=()
 while (($#)); do
     case $1 in
         -h | --help) usage && exit ;;
         --slow) markers='not gpu' && shift ;;
         --browser) extras+=,browser && shift ;;
         --bridge) bridge=yes && shift ;;
-        --clients) clients=yes && shift ;;
+        --clients) clients=(tests/clients/test_{verl,bridge_hf,examples,callers}.py) && shift ;;
+        --nightly) clients=(tests/clients) && shift ;;
         --megatron)
             if [[ -d ${2-}/megatron/core ]]; then
                 checkout=$(cd "$2" && pwd)
@@ -156,9 +158,9 @@ if [[ -n $bridge ]]; then
     exec .venv-bridge/bin/python -m pytest tests/bridge "${pytest_args[@]}"
 fi
 
-if [[ -n $clients ]]; then
+if ((${#clients[@]})); then
     make_clients "$venv"
-    exec python -m pytest tests/clients -s "${pytest_args[@]}"
+    exec python -m pytest "${clients[@]}" -s "${pytest_args[@]}"
 fi
 
 if ((${#pytest_args[@]} == 0)); then

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-ENVIRONMENTS = HERE.parents[1] / ".cache" / "clients"
+ROOT = HERE.parents[1]
+ENVIRONMENTS = ROOT / ".cache" / "clients"
 RANKS = 4
 
 SHARED = "v-half, shared"
@@ -58,7 +59,7 @@ def python_of(library: str) -> Path:
     if why.exists():
         pytest.skip(why.read_text().strip(), allow_module_level=True)
     if not python.exists():
-        pytest.skip(f"needs {library}: bash scripts/test.sh --clients", allow_module_level=True)
+        pytest.skip(f"needs {library}: bash scripts/test.sh --nightly", allow_module_level=True)
     return python
 
 
@@ -67,7 +68,7 @@ def checkout_of(library: str) -> str:
     variable = CHECKOUTS[library]
     found = os.environ.get(variable, str(ENVIRONMENTS / f"{library}-checkout"))
     if not Path(found, library).is_dir():
-        told = f"needs a checkout of it: {variable}=CHECKOUT bash scripts/test.sh --clients"
+        told = f"needs a checkout of it: {variable}=CHECKOUT bash scripts/test.sh --nightly"
         pytest.skip(told, allow_module_level=True)
     return found
 
@@ -126,7 +127,7 @@ def run(library: str, script: str, folder: Path, cases: Mapping[str, Case], **ot
         | {
             "OMP_NUM_THREADS": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            "PYTHONPATH": os.pathsep.join(map(str, (HERE.parents[1], HERE))),
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE, ROOT / "examples"))),
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
         }

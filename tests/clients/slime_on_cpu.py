@@ -16,6 +16,7 @@ import on_cpu
 on_cpu.install()
 
 import numpy  # noqa: E402
+import slime_policy  # noqa: E402  the example
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from forked import run_cases  # noqa: E402
@@ -24,10 +25,7 @@ ABSENT = (
     "sglang sglang_router.launch_router sglang_router sglang.srt sglang.srt.server_args "
     "ring_flash_attn sgl_kernel pylatexenc"
 )
-LENGTHS = [20, 13, 31, 9, 27, 16, 22, 11]
-PROMPT = 5
 ROWS = 128  # of the vocabulary
-MICROBATCHES = [[0, 3], [1, 5], [2], [6, 7], [4]]
 
 FLAGS = (
     "--num-layers 8 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 64 "
@@ -42,36 +40,6 @@ FLAGS = (
     "--moe-token-dispatcher-type alltoall --load /nonexistent --rollout-batch-size 8 "
     "--num-rollout 3 --n-samples-per-prompt 1"
 )
-
-SLIMES = {
-    "num_rollout": 3,
-    "rollout_batch_size": 8,
-    "n_samples_per_prompt": 1,
-    "loss_type": "policy_loss",
-    "data_pad_size_multiplier": 8,
-    "use_dynamic_batch_size": True,
-    "use_rollout_entropy": True,
-    "variable_seq_lengths": True,
-    "padded_vocab_size": 128,
-    "enable_gloo_process_groups": True,
-    "moe_use_legacy_grouped_gemm": False,
-    "eps_clip_high": 0.2,
-}
-"""What slime's launcher derives, and its own command line would need an inference engine for."""
-
-
-def arguments(pipeline: int) -> Any:
-    """Return slime's arguments, validated as its trainer does."""
-    from megatron.training.arguments import parse_args, validate_args
-    from slime.utils.arguments import get_slime_extra_args_provider
-
-    sizes = ["--pipeline-model-parallel-size", str(pipeline)]
-    sys.argv = ["train.py", *FLAGS.split(), *sizes]
-    args = parse_args(get_slime_extra_args_provider(), ignore_unknown_args=True)
-    vars(args).update(SLIMES)
-    validate_args(args)
-    vars(args).update(SLIMES, rank=int(os.environ["RANK"]))
-    return args
 
 
 def fill(chunks: list[Any]) -> None:
@@ -103,39 +71,17 @@ def named(chunks: list[Any]) -> Any:
             yield ".".join(parts) + first, parameter
 
 
-def rollouts(replica: int) -> dict[str, Any]:
-    """Return answers, their old log-probabilities and what they are worth."""
-    generator = torch.Generator().manual_seed(3 + replica)
-    answers = [length - PROMPT for length in LENGTHS]
-
-    def numbers(scale: float) -> list[torch.Tensor]:
-        return [torch.randn(each, generator=generator) * scale for each in answers]
-
-    return {
-        "tokens": [torch.randint(0, 127, (each,), generator=generator) for each in LENGTHS],
-        "total_lengths": LENGTHS,
-        "response_lengths": answers,
-        "loss_masks": [torch.ones(each, dtype=torch.int) for each in answers],
-        "rollout_mask_sums": [torch.tensor(float(each)) for each in answers],
-        "advantages": numbers(1.0),
-        "returns": numbers(1.0),
-        "micro_batch_indices": MICROBATCHES,
-    }
-
-
 def main(given: SimpleNamespace) -> dict[str, Any]:
     """Return what slime logs, the log-probabilities where it reads them, and the weights."""
-    args = arguments(given.pipeline)
     dist.init_process_group("gloo")
     from megatron.core import mpu
-    from slime.backends.megatron_utils import data, initialize, loss, model
+    from slime.backends.megatron_utils import initialize, model
 
-    initialize._build_tokenizer = lambda args: None
     # slime refuses another numpy, which serves it all the same.
     initialize.np = SimpleNamespace(**vars(numpy) | {"__version__": "1.26.0"})
-    initialize.init(args)
-    args.padded_vocab_size = 128
-    chunks, optimizer, scheduler = model.setup_model_and_optimizer(args, "actor")
+    sizes = ["--pipeline-model-parallel-size", str(given.pipeline)]
+    args, trained = slime_policy.set_up([*FLAGS.split(), *sizes])
+    chunks, optimizer, _ = trained
     fill(chunks)
     optimizer.reload_model_params()
     kept: dict[str, Any] = {"logged": [], "inferred": [], "chunks": len(chunks)}
@@ -146,21 +92,9 @@ def main(given: SimpleNamespace) -> dict[str, Any]:
         )
 
     model.logging_utils.log = log
-    own = rollouts(mpu.get_data_parallel_rank())
-    for step in range(3):
-        iterators = data.get_data_iterator(own)
-        made = model.forward_only(
-            loss.get_log_probs_and_entropy, args, chunks, iterators, [len(MICROBATCHES)]
-        )
-        kept["inferred"].append(made)
-        if made and "log_probs" not in own:
-            own["log_probs"] = [each.clone() for each in made["log_probs"]]
-        everyones = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, (mpu.get_data_parallel_rank(), own.get("log_probs")))
-        replica = mpu.get_data_parallel_rank()
-        own["log_probs"] = next(each for of, each in everyones if of == replica and each)
-        iterators = data.get_data_iterator(own)
-        model.train(step, chunks, optimizer, scheduler, iterators, [len(MICROBATCHES)], [8])
+    own = slime_policy.rollouts(mpu.get_data_parallel_rank())
+    for number in range(3):
+        kept["inferred"].append(slime_policy.step(number, args, own, trained))
     weights = {name: each.detach().clone() for name, each in named(chunks)}
     gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, weights)

@@ -13,6 +13,7 @@ import on_cpu
 
 on_cpu.install()
 
+import ms_swift_sft  # noqa: E402  the example
 import torch  # noqa: E402
 from forked import run_cases  # noqa: E402
 
@@ -22,10 +23,9 @@ DEFAULT_SEARCH = (
     "--lr 1e-3 --min_lr 1e-3 --lr_warmup_fraction 0 --logging_steps 1 --max_length 128 "
     "--add_version false --gradient_accumulation_fusion false --attention_backend unfused "
     "--masked_softmax_fusion false --dataloader_num_workers 0 --dataset_num_proc 1 --seed 1 "
-    "--split_dataset_ratio 0.125 --eval_iters 2 --dist_ckpt_optim_fully_reshardable true "
-    "--padding_free false"
+    "--split_dataset_ratio 0.125 --eval_iters 2 --dist_ckpt_optim_fully_reshardable true"
 )
-"""What all cases have; the last but one option is what resuming under another schedule takes."""
+"""What all cases have; the last option is what resuming under another schedule takes."""
 
 UNLIKE = ("time", "memory", "speed", "elapsed", "remaining", "tflops", "tokens_per")
 
@@ -59,13 +59,15 @@ def main(given: SimpleNamespace) -> dict[str, Any]:
     """Return what ms-swift has logged and saved, on the rank that does it."""
     from swift.megatron import megatron_rlhf_main, megatron_sft_main
 
+    start = megatron_rlhf_main if given.prefers else megatron_sft_main
+    start = ms_swift_sft.main if given.example else start
     folder = Path(given.folder) / "run"
     sizes = [f"--pipeline_model_parallel_size={given.pipeline}", f"--train_iters={given.steps}"]
     sizes += [f"--save_steps={given.steps}", f"--eval_steps={given.steps}"]
     data = given.preferences if given.prefers else given.dialogues
     where = [f"--model={given.model}", f"--dataset={data}", f"--output_dir={folder}"]
-    start = megatron_rlhf_main if given.prefers else megatron_sft_main
-    start([*DEFAULT_SEARCH.split(), *sizes, *where, *given.options])
+    padding = [] if given.example else ["--padding_free=false"]
+    start([*DEFAULT_SEARCH.split(), *padding, *sizes, *where, *given.options])
     if int(os.environ["RANK"]) < int(os.environ["WORLD_SIZE"]) - 1:
         return {}
     return {"logged": logged(folder), "weights": saved(folder)}  # which the last rank writes
@@ -93,4 +95,4 @@ if __name__ == "__main__":
     from swift.megatron import megatron_rlhf_main, megatron_sft_main  # noqa: F401  imported once
 
     adapt_to_this_transformers()
-    run_cases(main, pipeline=4, steps=3, prefers=False, options=[])
+    run_cases(main, pipeline=4, steps=3, prefers=False, options=[], example=False)

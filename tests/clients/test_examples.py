@@ -1,0 +1,37 @@
+"""The examples for verl, slime and ms-swift with V-Half, against the same with Megatron's 1F1B."""
+
+from __future__ import annotations
+
+from clients.launching import Runs, checkout_of, python_of, run
+from clients.on_cpu import make_data, make_model
+
+SCHEDULES = ("stock", "v-half")
+
+
+def compare(runs: Runs) -> None:
+    """Compare losses and what else a run keeps, which no rank may have left out."""
+    runs.compare("v-half", "stock")
+    assert any(kept.get("steps") or kept.get("logged") for kept in runs.of("v-half"))
+
+
+def test_verl(tmp_path) -> None:
+    python_of("verl")
+    usual = {"model": make_model(tmp_path / "model"), "example": True}
+    cases = {schedule: {"schedule": schedule, **usual} for schedule in SCHEDULES}
+    compare(run("verl", "verl_on_cpu.py", tmp_path / "runs", cases))
+
+
+def test_slime(tmp_path) -> None:
+    python_of("verl")
+    checkout = checkout_of("slime")
+    cases = {schedule: {"schedule": schedule} for schedule in SCHEDULES}
+    compare(run("verl", "slime_on_cpu.py", tmp_path / "runs", cases, SLIME=checkout))
+
+
+def test_ms_swift(tmp_path) -> None:
+    python_of("swift")
+    dialogues, preferences = make_data(tmp_path)
+    data = {"dialogues": dialogues, "preferences": preferences}
+    usual = {"model": make_model(tmp_path / "model"), "example": True, **data}
+    cases = {schedule: {"schedule": schedule, **usual} for schedule in SCHEDULES}
+    compare(run("swift", "swift_on_cpu.py", tmp_path / "runs", cases))
