@@ -26,7 +26,7 @@ def uniform(devices: int, cost: tuple[float, ...]) -> Costs:
 
 
 @pytest.mark.parametrize("cost", [(1, 1, 1, 0), REAL, (1, 2, 1, 0.05), (1, 1.7, 0.6, 0.2)])
-@pytest.mark.parametrize(("devices", "microbatches"), [(2, 3), (3, 7), (4, 8), (5, 4), (6, 18)])
+@pytest.mark.parametrize(("devices", "microbatches"), [(3, 7), (5, 4), (6, 18)])
 def test_a_plan_is_proved_and_not_slower_than_what_is_published(
     devices: int, microbatches: int, cost: tuple[float, ...]
 ) -> None:
@@ -47,10 +47,11 @@ def test_a_plan_is_proved_and_not_slower_than_what_is_published(
 
 def test_the_same_call_gives_the_same_plan() -> None:
     costs = uniform(4, REAL)
-    one, other = (plan(costs, 4, 12, 6, steps=100_000) for _ in range(2))
+    one, other = (plan(costs, 4, 12, 6, steps=20_000) for _ in range(2))
     assert one.schedule.order == other.schedule.order
 
 
+@pytest.mark.slow
 def test_repeating_bubbles_are_gone_at_half_the_memory() -> None:
     costs = uniform(8, REAL)
     few, many = (plan(costs, 8, m, 10, steps=300_000).overhead for m in (24, 64))
@@ -77,7 +78,7 @@ def test_a_heavy_head_and_a_limit_per_device() -> None:
         base.held_after_backward_bytes,
     )
     limits = (7.0, 6.0, 6.0, 5.0)
-    made = plan(costs, 4, 8, limits)
+    made = plan(costs, 4, 8, limits, steps=20_000)
     verify(made.schedule, limits, costs)
 
 
@@ -100,7 +101,7 @@ def test_a_plan_carried_to_a_higher_limit_has_a_bound_that_holds_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     costs = uniform(3, (1, 2, 1, 0.05))
-    tight, ample = plan(costs, 3, 4, 3), plan(costs, 3, 4, 6)
+    tight, ample = (plan(costs, 3, 4, limit, steps=20_000) for limit in (3, 6))
     assert tight.lower_bound > ample.lower_bound
     worse = replace(ample, value=2 * tight.value)
 
@@ -135,11 +136,11 @@ def test_an_interrupt_before_all_placements_have_an_order_keeps_the_best(
 @pytest.mark.parametrize("limit", [1e15, (1e15, 2.0)])
 def test_a_limit_without_measure_hides_no_memory(limit: float | tuple[float, float]) -> None:
     costs = uniform(2, REAL)
-    made = plan(costs, 2, 4, limit)
+    made = plan(costs, 2, 4, limit, steps=20_000)
     limits = limit if isinstance(limit, tuple) else (16, 16)
     assert made.peak == pytest.approx(tuple(peak_held(made.schedule, costs)))
     assert all(peak <= most for peak, most in zip(made.peak, limits, strict=True))
-    assert plan(costs, 2, 4, 16).value <= made.value
+    assert plan(costs, 2, 4, 16, steps=20_000).value <= made.value
 
 
 def test_what_would_fill_the_memory_is_refused() -> None:
@@ -151,7 +152,10 @@ def test_what_would_fill_the_memory_is_refused() -> None:
 
 def test_a_name_with_a_plus_takes_costs_of_a_finer_cut() -> None:
     fine, coarse = Costs.uniform(2, 8, *REAL), Costs.uniform(2, 4, *REAL)
-    made = [plan_request(PlanRequest("v-half+", 2, 4, each)).schedule for each in (fine, coarse)]
+    made = [
+        plan_request(PlanRequest("v-half+", 2, 4, each, steps=20_000)).schedule
+        for each in (fine, coarse)
+    ]
     assert made[0] == made[1]
 
 
@@ -165,7 +169,7 @@ def test_published_schedules_are_points() -> None:
 
 
 def test_an_order_within_a_limit_is_proved_to_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    costs, ample = uniform(4, REAL), plan(uniform(4, REAL), 4, 8, 8)
+    costs, ample = uniform(4, REAL), plan(uniform(4, REAL), 4, 8, 8, steps=20_000)
     monkeypatch.setattr(search, "plan", lambda *_, **__: ample)
     with pytest.raises(ScheduleError, match="more than the limit of 6"):
         plan_request(PlanRequest(AUTO, 4, 8, costs, limit=(8, 8, 8, 6)))
@@ -174,7 +178,10 @@ def test_an_order_within_a_limit_is_proved_to_keep_it(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("name", MEMORY_NAMES)
 def test_a_name_with_a_plus_is_a_plan_at_its_memory(name: str) -> None:
     costs = uniform(4, (1, 2, 1, 0.05))
-    made, base = plan_request(PlanRequest(name + PLUS, 4, 8, costs)).schedule, make(name, 4, 8)
+    made, base = (
+        plan_request(PlanRequest(name + PLUS, 4, 8, costs, steps=20_000)).schedule,
+        make(name, 4, 8),
+    )
     assert made.name == name + PLUS
     assert max(peak_held(made, costs)) <= max(peak_held(base, costs))
     assert simulate(made, costs).makespan <= simulate(base, costs).makespan

@@ -70,14 +70,14 @@ def both(train: Train, ranks: int, schedule: str, *flags: str) -> tuple[Ended, E
     return train(ranks, "--pipeline-schedule", schedule, *flags), theirs
 
 
-def test_everything_together(train: Train) -> None:
-    ranks, flags = LAYOUTS["everything"]
-    assert_equal(*both(train, ranks, "v-half", *flags.split()))
+FAST = "CP, EP"  # tensor parallelism with overlaps: test_hiding; all of it: nightly
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["v-half", "v-zb"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("schedule", ["v-half", pytest.param("v-zb", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != FAST)) for name in LAYOUTS],
+)
 def test_parallelisms(train: Train, layout: str, schedule: str) -> None:
     ranks, flags = LAYOUTS[layout]
     assert_equal(*both(train, ranks, schedule, *flags.split()))

@@ -83,6 +83,10 @@ def same(ours: Learnt, theirs: Learnt) -> None:
             torch.testing.assert_close(value, plain[name], rtol=1e-5, atol=1e-6)
 
 
+DONE: dict[str, Learnt] = {}
+"""Runs without this package's schedules, which several tests compare with."""
+
+
 def run(
     farm: Farm,
     folder: Path,
@@ -93,6 +97,9 @@ def run(
     ranks: int = RANKS,
     **given: Any,
 ) -> Learnt:
+    known = repr((shape, flags, options, ranks, given))
+    if schedule is None and known in DONE:
+        return DONE[known]
     folder = folder / f"{shape}-{Path(str(schedule)).stem}-{len(list(folder.iterdir()))}"
     folder.mkdir()
     # Imported, as a library is: what is run as a file is no module whose names can be found.
@@ -102,7 +109,10 @@ def run(
     given |= {"shape": shape, "schedule": schedule, "directory": str(folder)}
     given["options"] = options or {}
     farm.run(ranks, *flags, plugin=trainer, given=given).check()
-    return learnt(folder, ranks)
+    found = learnt(folder, ranks)
+    if schedule is None:
+        DONE[known] = found
+    return found
 
 
 CHUNKS = {"v-half": 2, "v-zb": 2, "zb-h1": 1}
@@ -237,10 +247,8 @@ def test_the_first_chunk_is_stepped_first_where_there_are_several(
 ) -> None:
     """On replicas; with one chunk per rank there is nothing to step first, and it is turned off."""
     sharded = {"pipeline": 2, "distributed_optimizer": True}
-    without = run(farm, tmp_path, "bridge", schedule, **sharded)
     ours = run(farm, tmp_path, "bridge", schedule, **sharded, steps_ahead=True)
     assert ours.first["stepped_ahead"] is steps_ahead
-    same(ours, without)
     same(ours, run(farm, tmp_path, "bridge", None, **sharded))
 
 
