@@ -40,6 +40,8 @@ SLOW = {
             "v-half, shared, tied, MTP -> one rank, tied, MTP",
             "stock, MTP -> v-zb, MTP",
             "v-zb, MTP -> stock, MTP",
+            "v-zb in slices -> stock",
+            "v-half, uneven -> v-zb, TP 2",
         ],
     },
     "mcore/test_gradients.py": {
@@ -117,7 +119,7 @@ SLOW = {
             "untied-v-half",
             "tied-v-half",
         ],
-        "test_recomputed_layers_have_the_same_gradients": ["selective"],
+        "test_recomputed_layers_have_the_same_gradients": ["selective", "full"],
     },
     "mcore/test_restart.py": {
         "test_a_step_that_failed_leaves_nothing_and_the_next_try_trains_equal": ["v-half"],

@@ -189,6 +189,7 @@ def assert_equal_gradients(ours: Ended, theirs: Ended) -> None:
         torch.testing.assert_close(mine[name], expected, rtol=1e-4, atol=1e-7, msg=name)
 
 
+@pytest.mark.slow
 def test_megatrons_own_1f1b_trains_the_same(train: Train) -> None:
     """Whose last rank has a copy of the embedding, filled and summed between the two ends."""
     flags = (*ONE, *STARTS, *SAYS, UNTIED)

@@ -153,6 +153,7 @@ def test_auto_measures_copies_where_it_is_asked_for_them(
         assert 0.8 * held < moved <= 1.05 * held
 
 
+@pytest.mark.slow
 def test_a_step_that_is_undone_leaves_nothing_behind(
     train: Train, farm: Farm, tmp_path: Path
 ) -> None:
@@ -253,7 +254,8 @@ def test_limits_of_host_memory_that_cannot_be(
         choice_for(options, 2)
 
 
-@pytest.mark.parametrize("name", ["v-zb", pytest.param("zb-h1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["v-zb", "zb-h1"])
 def test_slices_wait_and_their_keys_and_values_stay(
     train: Train, farm: Farm, tmp_path: Path, name: str
 ) -> None:

@@ -87,12 +87,8 @@ CASES = {
 }
 
 
-FAST = "V-Half, whole, gradients reduced on the way"
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=[pytest.mark.slow] * (name != FAST)) for name in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_pairs_change_no_bit(train: Train, tmp_path: Path, case: str) -> None:
     ranks, name, whole, options = CASES[case]
     overlapped, apart = files(tmp_path, name, 2, whole)
@@ -105,7 +101,8 @@ def test_pairs_change_no_bit(train: Train, tmp_path: Path, case: str) -> None:
 
 def test_adjacent_passes_of_a_schedule_by_name_overlap(train: Train) -> None:
     assert pair_adjacent(make("v-zb", 2, 8)).overlapped
-    named = ("--pipeline-schedule", "v-zb", *STEPS, *SIZE, *EXPERT_PARALLEL.split())
+    """Bit by bit, with gradients reduced on the way."""
+    named = ("--pipeline-schedule", "v-zb", *STEPS, *SIZE, *f"{EXPERT_PARALLEL} {OVERLAP}".split())
     ours = train(4, *named, *OVERLAPPED)
     same_bits(ours, train(4, *named, "--bf16"))
 
