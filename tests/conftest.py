@@ -27,9 +27,6 @@ SLOW = {
             "killed writer-0-latest_checkpointed",
         ],
     },
-    "gpu/test_bench_gpu.py": {
-        "test_numerics": ["float32", "bfloat16"],
-    },
     "mcore/test_auto.py": {
         "test_planned_from_costs_trains_like_1f1b": ["v-half+"],
     },

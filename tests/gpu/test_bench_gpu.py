@@ -48,10 +48,12 @@ class TestOnCpu:
         assert host_us > float(cells[0])  # a CPU's passes take the host's time
         assert "device: cpu" in text
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
     def test_numerics(self, dtype: str) -> None:
         assert "largest relative error" in bench("numerics", *ON_CPU, "--dtype", dtype)
 
+    @pytest.mark.slow
     def test_copies(self) -> None:
         text = bench("copies", *ON_CPU, "--repeats", "2")
         rates = re.findall(r"^\| ([^|]*) \| ([0-9.]+) \| ([0-9.]+) \|$", text, re.MULTILINE)

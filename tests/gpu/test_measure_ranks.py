@@ -58,6 +58,7 @@ def test_every_pass_of_a_step_is_measured(file: Path) -> None:
             assert number["B", chunk] == number["W", chunk] == MICROBATCHES
 
 
+@pytest.mark.slow
 def test_the_same_ranks_are_rehearsed(file: Path, tmp_path: Path) -> None:
     found = json.loads(file.read_text())
     found["about"]["device"] = "NVIDIA H200"
@@ -71,6 +72,7 @@ def test_the_same_ranks_are_rehearsed(file: Path, tmp_path: Path) -> None:
         assert {each["chunk"] for each in rehearsed["kinds"] if each["kind"] == "F"} == chunks
 
 
+@pytest.mark.slow
 def test_a_failed_rank_ends_with_1_and_says_why(tmp_path: Path) -> None:
     made = tmp_path / "found.json"
     command = [sys.executable, str(SCRIPT), "measure", "--output", str(made), "--only", "experts 1"]

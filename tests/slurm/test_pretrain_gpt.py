@@ -19,6 +19,10 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "slurm" / "pretrain_gpt.sbatch"
 # Model, nodes of eight GPUs, layers: as in the paper.
 MODELS = {"9_6b": (2, 30), "21b": (3, 46), "38_5b": (4, 62), "98_5b": (5, 78)}
+ENDS = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in ("21b", "38_5b"))) for name in MODELS
+]
+"""The smallest and the largest; the others nightly."""
 
 
 def model(name: str) -> str:
@@ -53,7 +57,7 @@ def test_bash_and_shellcheck_accept_it() -> None:
     assert checked.stdout == ""
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ENDS)
 def test_the_dry_run_shows_every_command(name: str) -> None:
     nodes, layers = MODELS[name]
     folder, step, cancel, requeue = dry_run(name, "--seq-length", "2048")
@@ -84,7 +88,7 @@ def test_no_optimizer_that_cannot_be_loaded_again(tmp_path: Path, package: str |
     assert ("--use-distributed-optimizer" in step) == (package is not None)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ENDS)
 def test_megatron_and_the_schedule_accept_the_flags(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
