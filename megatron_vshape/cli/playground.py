@@ -83,9 +83,13 @@ def _serve(
     import uvicorn
 
     from megatron_vshape.playground.server import make_app
+    from megatron_vshape.rehearsal.gpus import GPUS
 
+    # An estimate uses many cores and gigabytes: for the users of this machine only.
+    is_local = listener.getsockname()[0] in _LOOPBACK and not tunnels
+    gpus = {name: gpu.memory_bytes for name, gpu in GPUS.items()} if is_local else {}
     config = uvicorn.Config(
-        make_app(hosts, given, tunnels),
+        make_app(hosts, given, tunnels, gpus),
         access_log=False,
         log_level="warning",
         server_header=False,

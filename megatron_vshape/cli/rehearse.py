@@ -180,10 +180,11 @@ def run(options: argparse.Namespace) -> int:
         helps = [] if options.alone else _remedies(command, asked, sizes, mine)
     step = step_of(mine, command, gpu, sizes.world // sizes.pipeline)
     _print(mine, found, command, gpu, sizes, step)
-    print(report.wrapped(report.verdict(mine, gpu)))
-    for line in helps:
+    verdict = report.verdict(mine, gpu)
+    for line in (verdict, *helps):
         print(report.wrapped(line))
-    _write(mine, found, command, options, gpu, step)
+    texts = {"verdict": verdict, "remedies": helps}
+    _write(mine, found, command, options, gpu, step, texts)
     return 0
 
 
@@ -346,6 +347,7 @@ def _write(
     options: argparse.Namespace,
     gpu: Gpu,
     step: StepTime,
+    texts: Mapping[str, Any],
 ) -> None:
     fused = command.value("--attention-backend") not in ("unfused", "local")
     versions = {name: getattr(mine[0], name) for name in ("megatron", "transformer_engine")}
@@ -353,6 +355,7 @@ def _write(
         "ranks": [_rank(each) for each in mine],
         "step_s": step.seconds,
         "step_estimate": step.how,
+        **texts,
         "assumed": report.assumed(gpu, options.imbalance, fused, versions),
         "beside": {name: [_rank(each) for each in found] for name, found in others.items()},
     }

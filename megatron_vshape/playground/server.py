@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 
 from starlette.applications import Starlette
@@ -13,6 +13,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from megatron_vshape.playground.estimate import Estimator, parse_estimate
 from megatron_vshape.playground.given import Given, example_trace
 from megatron_vshape.playground.html import static_files
 from megatron_vshape.playground.offers import offers
@@ -42,18 +43,22 @@ def hosts_at(port: int, *names: str) -> tuple[str, ...]:
 
 
 def make_app(
-    hosts: Collection[str], given: Sequence[Given] = (), tunnels: Collection[str] = ()
+    hosts: Collection[str],
+    given: Sequence[Given] = (),
+    tunnels: Collection[str] = (),
+    gpus: Mapping[str, int] | None = None,
 ) -> Starlette:
     """Return the application; it offers the files `given` and accepts `hosts` and `tunnels`.
 
-    Only a tunnel may use HTTPS.
+    Only a tunnel may use HTTPS. Without `gpus`, by name with their bytes, it estimates no commands.
     """
-    page = _Site(given)
+    page = _Site(given, gpus or {})
     routes = [
         Route("/", page.index, methods=["GET"]),
         Route("/static/{name}", page.static, methods=["GET"]),
         Route("/api/offers", page.offers, methods=["GET"]),
         Route("/api/make", page.make, methods=["POST"]),
+        Route("/api/estimate", page.estimate, methods=["POST"]),
     ]
     app = Starlette(
         routes=routes,
@@ -76,17 +81,20 @@ def _refused(status: int, text: str) -> Response:
 class _Site:
     """Request handlers and their shared state."""
 
-    def __init__(self, given: Sequence[Given]) -> None:
+    def __init__(self, given: Sequence[Given], gpus: Mapping[str, int]) -> None:
         self.static_files = static_files()
         self.given = (*given, example_trace())
         self.files = {each.key: each.file for each in self.given}
         self.pool = Pool()
+        self.gpus = gpus
+        self.estimator = Estimator()
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
         try:
             yield
         finally:
+            await self.estimator.close()
             await self.pool.close()
 
     async def index(self, request: HttpRequest) -> Response:
@@ -103,23 +111,35 @@ class _Site:
         return Response(content, headers={"content-type": media_type})
 
     async def offers(self, request: HttpRequest) -> Response:
-        return JSONResponse(offers([each.offer() for each in self.given]))
+        return JSONResponse({**offers([each.offer() for each in self.given]), "gpus": self.gpus})
 
     async def make(self, request: HttpRequest) -> Response:
-        try:
-            body = await _body(request)
-            asked = parse_request(_decode(body), self.files)
-        except _TooLarge:
-            return _refused(413, f"the request is larger than {MAX_BODY // 2**20} MiB")
-        except TimeoutError:
-            return _refused(408, f"the request had not come within {BODY_S:g} s; send it again")
-        except ClientDisconnect:
-            logger.debug("a browser went away before its request had come")
-            return Response(status_code=400)  # the client is gone
-        except FieldError as error:
-            return JSONResponse({"field": error.field, "text": str(error)}, 422)
-        frames = self.pool.answer(asked)
-        return StreamingResponse(_stream(frames), media_type="application/octet-stream")
+        return await _answered(
+            request, lambda data: self.pool.answer(parse_request(data, self.files))
+        )
+
+    async def estimate(self, request: HttpRequest) -> Response:
+        return await _answered(
+            request, lambda data: self.estimator.answer(parse_estimate(data, self.gpus))
+        )
+
+
+async def _answered(
+    request: HttpRequest, start: Callable[[object], AsyncIterator[bytes]]
+) -> Response:
+    """Read a request and stream the frames of its answer, which `start` checks and begins."""
+    try:
+        frames = start(_decode(await _body(request)))
+    except _TooLarge:
+        return _refused(413, f"the request is larger than {MAX_BODY // 2**20} MiB")
+    except TimeoutError:
+        return _refused(408, f"the request had not come within {BODY_S:g} s; send it again")
+    except ClientDisconnect:
+        logger.debug("a browser went away before its request had come")
+        return Response(status_code=400)  # the client is gone
+    except FieldError as error:
+        return JSONResponse({"field": error.field, "text": str(error)}, 422)
+    return StreamingResponse(_stream(frames), media_type="application/octet-stream")
 
 
 async def _stream(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

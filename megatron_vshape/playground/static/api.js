@@ -36,9 +36,16 @@ export async function makeText(request) {
   return new TextDecoder().decode(buffer);
 }
 
-function askToMake(body, signal) {
+/** Fetch the estimate of a training command. */
+export async function makeEstimate(request, { signal, onProgress }) {
+  const answer = await askToMake(JSON.stringify(request), signal, "/api/estimate");
+  const buffer = await readFrames(answer.body.getReader(), onProgress);
+  return JSON.parse(new TextDecoder().decode(buffer));
+}
+
+function askToMake(body, signal, path = "/api/make") {
   const headers = { "content-type": "application/json" };
-  return askServer("/api/make", { method: "POST", headers, body, signal });
+  return askServer(path, { method: "POST", headers, body, signal });
 }
 
 async function askServer(path, how) {

@@ -6,6 +6,7 @@ import { showCompared, showFrontier } from "./compare.js";
 import { byId } from "./dom.js";
 import { embeddedPage } from "./embedded.js";
 import { drawEntries, drawTabs, openFiles } from "./entries.js";
+import { showEstimate } from "./estimate.js";
 import { fillForm, markField } from "./form.js";
 import { showMeasured } from "./measured.js";
 import { app, change, connect, readUrl } from "./page.js";
@@ -19,9 +20,10 @@ const SHOWS = {
   compare: showCompared,
   frontier: showFrontier,
   measured: showMeasured,
+  estimate: showEstimate,
 };
 
-const ASKING = new Set(["frontier", "measured"]); // their panel contains the choices
+const ASKING = new Set(["frontier", "measured", "estimate"]); // their panel contains the choices
 
 /** Display the complete state: form, tabs and pictures. */
 async function render() {
@@ -30,6 +32,7 @@ async function render() {
   app.work = work;
   if (!app.embedded) fillForm(byId("controls"), app.state, app.offers, change);
   if (app.complaint) markField(byId("controls"), "file", app.complaint);
+  byId("page").classList.toggle("alone", Boolean(app.embedded) || app.state.tab === "estimate");
   drawTabs();
   drawEntries();
   byId("stage").setAttribute("aria-busy", "true");
@@ -70,7 +73,7 @@ async function showUrl() {
 function keepToEmbedded(state) {
   const { devices, microbatches, name } = app.embedded.state;
   Object.assign(state, { devices, microbatches, entries: [{ source: "name", name }], active: 0 });
-  if (!app.embedded.has(state.tab)) state.tab = "timeline";
+  if (state.tab !== "estimate" && !app.embedded.has(state.tab)) state.tab = "timeline";
 }
 
 /** Load the choices; return whether that succeeded. */
@@ -88,7 +91,6 @@ async function load() {
 async function start() {
   connect({ render, redraw: redrawAll, dress: dressAll, open: openFiles });
   if (!(await load())) return;
-  if (app.embedded) byId("page").classList.add("alone");
   if (app.embedded) byId("controls").remove();
   shared.palette = app.offers.palette;
   byId("controls")?.addEventListener("submit", (event) => event.preventDefault());

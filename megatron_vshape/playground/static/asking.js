@@ -32,17 +32,26 @@ export function timelineRequest(entry) {
 /** Send a request; if it is slow, show its progress and a cancel button. */
 export async function ask(request, signal, onProgress = () => {}) {
   if (app.embedded) return app.embedded.answer(request.want);
+  return withProgress((say) =>
+    makeAnswer(request, {
+      signal,
+      onProgress: (news) => {
+        say(news);
+        onProgress(news);
+      },
+    }),
+  );
+}
+
+/** Start work that reports its progress to a callback; if it is slow, show that and a cancel button. */
+export async function withProgress(start) {
   const began = performance.now();
   let known = {};
   const say = () => showProgress(known, (performance.now() - began) / 1000);
   const timer = setInterval(say, PATIENCE_MS);
   try {
-    return await makeAnswer(request, {
-      signal,
-      onProgress: (news) => {
-        known = { ...known, ...news };
-        onProgress(news);
-      },
+    return await start((news) => {
+      known = { ...known, ...news };
     });
   } finally {
     clearInterval(timer);
@@ -85,7 +94,8 @@ export function showStatus(text, { wrong = false, again = false } = {}) {
   const status = byId("status");
   const code = text.includes("\n");
   const retry = element("button", { type: "button", class: "button", click: showAgain }, "Try again");
-  status.replaceChildren(element("p", { class: code ? "code" : null }, text), ...(again ? [retry] : []));
+  const more = again && app.state.tab !== "estimate" ? [retry] : []; // which has a button of its own
+  status.replaceChildren(element("p", { class: code ? "code" : null }, text), ...more);
   status.dataset.busy = "false";
   status.dataset.wrong = String(wrong);
   status.hidden = false;

@@ -11,6 +11,7 @@ const TAB_TITLES = {
   compare: "Compare",
   frontier: "Frontier",
   measured: "Measured",
+  estimate: "Estimate",
 };
 
 const ABOUT = {
@@ -19,6 +20,7 @@ const ABOUT = {
   compare: "Schedules on one time axis: a shorter picture is a faster step, a lower purple one takes less memory.",
   frontier: "Memory against step time: what lies on the line is beaten by nothing else. Choose a point to see its timeline.",
   measured: "A trace that training wrote with --pipeline-trace, beside what was planned. Passes that ran late by more than a tenth of their time, through no fault of what they waited for, are marked.",
+  estimate: "Peak memory per rank and step time of a training command, estimated by megatron-vshape rehearse on this machine, without a GPU. Nothing in the command is executed, and no file that it names is read.",
 };
 
 /** Load the user's files; their keys identify schedules, costs and traces. */
@@ -57,7 +59,7 @@ function addEntry(entry) {
 
 /** Draw the tabs. */
 export function drawTabs() {
-  const tabs = Object.entries(TAB_TITLES).filter(([tab]) => !app.embedded || app.embedded.has(tab));
+  const tabs = Object.entries(TAB_TITLES).filter(([tab]) => tab === "estimate" || !app.embedded || app.embedded.has(tab));
   const made = tabs.map(([tab, title]) => {
     const selected = app.state.tab === tab;
     const open = () => change({ tab, follow: null, window: null, range: null, ...exampleOf(tab) });
@@ -102,7 +104,7 @@ export function entryTitle(entry) {
 /** Draw the compared schedules. */
 export function drawEntries() {
   const { state } = app;
-  if (app.embedded || state.tab === "measured") return refill(byId("entries"));
+  if (app.embedded || ["measured", "estimate"].includes(state.tab)) return refill(byId("entries"));
   const chips = state.entries.map((entry, at) => {
     const title = entryTitle(entry);
     const parts = [element("button", { type: "button", id: `entry-${at}`, "aria-pressed": String(at === state.active), click: () => change({ active: at, window: null, range: null }) }, title)];

@@ -1,7 +1,7 @@
 // State of the page and its URL form: all inputs of a picture.
 
 export const MOST_ENTRIES = 6;
-const TABS = ["timeline", "steps", "compare", "frontier", "measured"];
+const TABS = ["timeline", "steps", "compare", "frontier", "measured", "estimate"];
 const MOST_URL = 60_000; // characters; some programs truncate longer links
 
 /** Return the initial state. */

@@ -1,0 +1,90 @@
+"""Estimate a pasted training command: python -m megatron_vshape.cli.pasted GPU [N] < COMMAND.
+
+The playground runs this. Other users of the machine can reach its server, so nothing that a command
+names is executed or read: the script is replaced by this package's own, and paths are rejected.
+"""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+from megatron_vshape.cli.main import main
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.mcore.layout import hybrid
+from megatron_vshape.rehearsal.flags import FILES, Command, read_command
+from megatron_vshape.rehearsal.sources import OWN
+
+IN_TERMINAL = "in a terminal: megatron-vshape rehearse -- COMMAND"
+
+_PATTERNS = (hybrid.FLAG, "--hybrid-override-pattern", "--mtp-hybrid-override-pattern")
+_PATH = re.compile(r"[/\\]|\.(json|csv|ya?ml|py)$")
+
+
+def safe_words(text: str) -> list[str]:
+    """Return the words of a pasted command or shell script, with a script of Megatron-LM's name.
+
+    Raises:
+        ScheduleError: The command names another script, a file or a module.
+    """
+    command = _command_of(text)
+    name = Path(command.script).name
+    if name not in OWN:
+        raise ScheduleError(
+            f"the page runs no script but {', '.join(OWN)}, and the command names "
+            f"{command.script}. Estimate it {IN_TERMINAL}"
+        )
+    # Flags in FILES are removed before a dry run; a pattern separates its parts by slashes.
+    left = command.without(lambda flag: flag in FILES or flag in _PATTERNS)
+    for word in left.flags:
+        if _PATH.search(word):
+            raise ScheduleError(
+                f"the page reads no files, and the command names {word!r:.80}. Estimate it "
+                f"{IN_TERMINAL}"
+            )
+    if not (left.value("--spec") or "megatron.").startswith("megatron."):
+        raise ScheduleError(
+            f"the page imports no modules but Megatron's, and --spec is {left.value('--spec')!r}. "
+            f"Estimate it {IN_TERMINAL}"
+        )
+    set_before = [f"{name}={value}" for name, value in command.environment.items()]
+    return [*set_before, name, *command.flags]
+
+
+def _command_of(text: str) -> Command:
+    lines = [line.strip() for line in re.sub(r"\\\r?\n", " ", text).splitlines()]
+    lines = [line for line in lines if line and not line.startswith("#")]
+    if not lines:
+        raise ScheduleError("the command is empty: paste a training command with its flags")
+    if not all(line.startswith("-") for line in lines[1:]):
+        script = Path("command.sh")  # parsed, never executed
+        script.write_text(text)
+        return read_command([str(script)])
+    try:
+        words = shlex.split(" ".join(lines))
+    except ValueError as error:
+        raise ScheduleError(f"the command cannot be split into words: {error}") from None
+    named = [at for at, word in enumerate(words) if word.endswith(".py")]
+    named += [words.index("-m") + 1] if not named and "-m" in words[:-1] else []
+    flags = words[named[0] + 1 :] if named else words
+    if flags and not flags[0].startswith("-"):
+        raise ScheduleError(
+            f"the page reads no files, and the command starts with {flags[0]!r:.80}: paste the "
+            "content of the file"
+        )
+    return read_command(words)
+
+
+def run(gpu: str, number: str, text: str) -> int:
+    """Write the estimate to estimate.json in the working directory; return the exit status."""
+    try:
+        words = safe_words(text)
+    except ScheduleError as error:
+        print(f"megatron-vshape: {error}", file=sys.stderr)
+        return 2
+    count = ["--gpus", number] if number else []
+    return main(["rehearse", "--gpu", gpu, *count, "--json", "estimate.json", "--", *words])
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1], sys.argv[2], sys.stdin.read()))

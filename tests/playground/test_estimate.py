@@ -1,0 +1,190 @@
+"""Estimates of pasted commands: what is shown, and what is neither run nor read."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playground.answers import frames
+
+from megatron_vshape.cli.files import is_installed
+from megatron_vshape.cli.pasted import safe_words
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.rehearsal.gpus import GPUS
+
+SIZES = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --micro-batch-size 1"
+GPT = f"""torchrun --nproc-per-node 8 /opt/Megatron-LM/pretrain_gpt.py {SIZES} \\
+    --seq-length 16 --max-position-embeddings 16 --global-batch-size 2 --data-path /data/corpus \\
+    --transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion \\
+    --no-persist-layer-norm --no-rope-fusion --bf16"""
+SCRIPT = """#!/bin/bash
+TENSOR=2
+ARGS=(
+    --num-layers 4        # of 8
+    --tensor-model-parallel-size $TENSOR
+    --pipeline-model-parallel-layout "Et*3|m|L"
+)
+torchrun --nproc_per_node 8 pretrain_gpt.py "${ARGS[@]}" --bf16
+"""
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def client() -> Iterator[Any]:
+    for module in ("starlette", "httpx"):
+        pytest.importorskip(module, reason="the extras `playground` and `dev` are not installed")
+    from starlette.testclient import TestClient
+
+    from megatron_vshape.playground.server import loopback_hosts, make_app
+
+    gpus = {name: gpu.memory_bytes for name, gpu in GPUS.items()}
+    app = make_app(loopback_hosts(8765), gpus=gpus)
+    with TestClient(app, base_url="http://127.0.0.1:8765") as client:
+        yield client
+
+
+def estimated(client: Any, **fields: Any) -> list[tuple[str, Any]]:
+    body = {"command": GPT, "gpu": "h100", "number": 2, **fields}
+    response = client.post("/api/estimate", json=body)
+    assert response.status_code == 200, response.text
+    return [(kind, json.loads(data)) for kind, data in frames(response.content)]
+
+
+def test_a_tiny_command_has_the_bars_the_verdict_and_the_step_time(client: Any) -> None:
+    if not (is_installed("torch") and is_installed("megatron.training")):
+        pytest.skip("Megatron is not installed")
+    got = estimated(client)
+    assert got[0] == ("P", {"doing": "estimating"})
+    kind, found = got[-1]
+    assert kind == "R", found
+    (rank,) = found["ranks"]
+    parts = {"weights", "gradients", "optimizer", "activations", "logits", "rest"}
+    assert set(rank["parts"]) == parts
+    assert sum(rank["parts"].values()) == pytest.approx(rank["peak_bytes"], rel=0.01)
+    assert found["gpu_memory_bytes"] == GPUS["h100"].memory_bytes
+    assert found["step_s"] > 0
+    assert found["verdict"].startswith("Fits: rank 0")
+    assert found["remedies"] == []
+
+
+def test_an_error_is_one_message(client: Any) -> None:
+    kind, found = estimated(client, number=3, command=f"{GPT} --tensor-model-parallel-size 2")[-1]
+    assert (kind, found["field"]) == ("E", "command")
+    assert found["text"].startswith("3 GPUs do not divide among TP 2")
+    assert "\n" not in found["text"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("command", "  "),
+        ("command", 5),
+        ("command", "x" * 100_001),
+        ("gpu", "h100; rm"),
+        ("gpu", None),
+        ("number", 0),
+        ("number", "8"),
+        ("number", True),
+    ],
+)
+def test_invalid_fields(client: Any, field: str, value: object) -> None:
+    body = {"command": GPT, "gpu": "h100", "number": None, field: value}
+    response = client.post("/api/estimate", json=body)
+    assert response.status_code == 422
+    assert response.json()["field"] == field
+
+
+def test_other_pages_and_other_machines_get_none(client: Any) -> None:
+    body = {"command": GPT, "gpu": "h100", "number": None}
+    for headers in ({"origin": "https://evil.example"}, {"sec-fetch-site": "cross-site"}):
+        assert client.post("/api/estimate", json=body, headers=headers).status_code == 403
+    from starlette.testclient import TestClient
+
+    from megatron_vshape.playground.server import make_app
+
+    with TestClient(make_app(("desk",)), base_url="http://desk") as other:
+        assert other.get("/api/offers").json()["gpus"] == {}
+        response = other.post("/api/estimate", json=body)
+    assert response.status_code == 422
+    assert "for this machine alone" in response.json()["text"]
+
+
+def test_the_script_of_a_command_is_replaced(empty_folder: Path) -> None:
+    words = safe_words(f"NVTE_FLASH_ATTN=0 {GPT}")
+    assert words[:2] == ["NVTE_FLASH_ATTN=0", "pretrain_gpt.py"]
+    assert words[2:6] == SIZES.split()[:4]
+    assert list(empty_folder.iterdir()) == []
+
+
+def test_a_shell_script_is_parsed() -> None:
+    words = safe_words(SCRIPT)
+    assert words[0] == "pretrain_gpt.py"
+    assert words[words.index("--tensor-model-parallel-size") + 1] == "2"
+    assert words[words.index("--pipeline-model-parallel-layout") + 1] == "Et*3|m|L"
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("python /home/me/steal.py --num-layers 2", "runs no script but"),
+        ("python steal.py --num-layers 2", "runs no script but"),
+        ("x=1\npython /home/me/steal.py --num-layers 2\ny=2", "runs no script but"),
+        ("pretrain_gpt.py /etc/passwd", "reads no files"),
+        ("/etc/passwd", "reads no files"),
+        ("pretrain_gpt.py --num-layers 2 --pipeline-schedule plan.json", "reads no files"),
+        ("pretrain_gpt.py --num-layers 2 --yaml-cfg=/etc/x", "reads no files"),
+        ("pretrain_gpt.py --num-layers 2 --spec os system", "imports no modules but"),
+        ("pretrain_gpt.py --num-layers '2", "cannot be split into words"),
+        ("# nothing\n", "is empty"),
+    ],
+)
+def test_no_script_file_or_module_of_a_command_is_used(command: str, said: str) -> None:
+    with pytest.raises(ScheduleError, match=said):
+        safe_words(command)
+
+
+def test_slashes_of_a_pattern_and_paths_of_data_are_allowed() -> None:
+    flags = "--hybrid-layer-pattern M*|M-/M/M --load /checkpoints --spec megatron.core.x y"
+    assert safe_words(f"pretrain_hybrid.py {flags}")[0] == "pretrain_hybrid.py"
+
+
+def test_one_at_a_time_and_an_abandoned_estimate_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_vshape.playground import estimate
+
+    started = []
+
+    async def sleeping(request: Any, folder: str) -> Any:
+        pipe = asyncio.subprocess.PIPE
+        how = {"stdin": pipe, "stderr": pipe, "start_new_session": True}
+        started.append(await asyncio.create_subprocess_exec("sleep", "600", **how))
+        return started[-1]
+
+    async def use() -> None:
+        estimator = estimate.Estimator()
+        request = estimate.EstimateRequest(GPT, "h100", None)
+        first = estimator.answer(request)
+        assert (await anext(first))[:1] == b"P"
+        assert b"another estimate is running" in await anext(estimator.answer(request))
+        await first.aclose()
+        await estimator.close()
+        assert started[0].returncode == -signal.SIGKILL
+        second = estimator.answer(request)
+        assert (await anext(second))[:1] == b"P"
+        monkeypatch.setattr(estimate, "LIMIT_S", 0)
+        os.killpg(started[1].pid, signal.SIGTERM)
+        assert b"it ended without a message" in await anext(second)
+        await second.aclose()
+        assert b"no result within" in await anext(estimator.answer(request))
+        await estimator.close()
+
+    monkeypatch.setattr(estimate, "_start", sleeping)
+    asyncio.run(use())
