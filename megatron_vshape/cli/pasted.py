@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.mcore.layout import hybrid
-from megatron_vshape.rehearsal.flags import FILES, Command, read_command
+from megatron_vshape.rehearsal.flags import FILES, VARIABLES, Command, read_command
 from megatron_vshape.rehearsal.sources import OWN
 
 IN_TERMINAL = "in a terminal: megatron-vshape rehearse -- COMMAND"
@@ -36,7 +36,10 @@ def safe_words(text: str) -> list[str]:
         )
     # Flags in FILES are removed before a dry run; a pattern separates its parts by slashes.
     left = command.without(lambda flag: flag in FILES or flag in _PATTERNS)
-    for word in left.flags:
+    variables = {
+        name: value for name, value in command.environment.items() if name.startswith(VARIABLES)
+    }
+    for word in (*left.flags, *variables.values()):
         if _PATH.search(word):
             raise ScheduleError(
                 f"the page reads no files, and the command names {word!r:.80}. Estimate it "
@@ -47,7 +50,7 @@ def safe_words(text: str) -> list[str]:
             f"the page imports no modules but Megatron's, and --spec is {left.value('--spec')!r}. "
             f"Estimate it {IN_TERMINAL}"
         )
-    set_before = [f"{name}={value}" for name, value in command.environment.items()]
+    set_before = [f"{name}={value}" for name, value in variables.items()]
     return [*set_before, name, *command.flags]
 
 

@@ -491,9 +491,11 @@ def ranks_asked_for(text: str, pipeline: int) -> list[int]:
     return sorted(set(found))
 
 
-def environment_of(
-    command: Command, known: Iterable[str] = ("NVTE_", "CUBLAS_", "CUDA_DEVICE_")
-) -> dict[str, str]:
+VARIABLES = ("NVTE_", "CUBLAS_", "CUDA_DEVICE_")
+"""Prefixes of the environment variables that affect the allocations of a command."""
+
+
+def environment_of(command: Command, known: Iterable[str] = VARIABLES) -> dict[str, str]:
     """Return the environment variables that affect the command's allocations."""
     prefixes = tuple(known)
     here = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}

@@ -119,7 +119,7 @@ def test_other_pages_and_other_machines_get_none(client: Any) -> None:
 
 
 def test_the_script_of_a_command_is_replaced(empty_folder: Path) -> None:
-    words = safe_words(f"NVTE_FLASH_ATTN=0 {GPT}")
+    words = safe_words(f"PYTHONPATH=/opt/Megatron-LM NVTE_FLASH_ATTN=0 {GPT}")
     assert words[:2] == ["NVTE_FLASH_ATTN=0", "pretrain_gpt.py"]
     assert words[2:6] == SIZES.split()[:4]
     assert list(empty_folder.iterdir()) == []
@@ -142,6 +142,7 @@ def test_a_shell_script_is_parsed() -> None:
         ("/etc/passwd", "reads no files"),
         ("pretrain_gpt.py --num-layers 2 --pipeline-schedule plan.json", "reads no files"),
         ("pretrain_gpt.py --num-layers 2 --yaml-cfg=/etc/x", "reads no files"),
+        ("CUBLAS_LOGDEST_DBG=/home/me/.profile pretrain_gpt.py --num-layers 2", "reads no files"),
         ("pretrain_gpt.py --num-layers 2 --spec os system", "imports no modules but"),
         ("pretrain_gpt.py --num-layers '2", "cannot be split into words"),
         ("# nothing\n", "is empty"),
