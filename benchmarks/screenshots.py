@@ -37,6 +37,13 @@ FLAGS = (
 ).split()
 TRACE = "step.trace.json"
 REAL = "c=1,1.15,0.85,0.05"
+LLAMA_3_8B = """torchrun --nproc-per-node 8 --nnodes 4 pretrain_gpt.py \\
+    --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 \\
+    --group-query-attention --num-query-groups 8 --swiglu --normalization RMSNorm \\
+    --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights \\
+    --vocab-size 128256 --seq-length 8192 --max-position-embeddings 8192 --bf16 \\
+    --micro-batch-size 1 --global-batch-size 128 --pipeline-model-parallel-size 4 \\
+    --use-distributed-optimizer"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,7 @@ class Shot:
     height: int = 940
     hover: tuple[float, float] | None = None
     whole: bool = False
+    command: str = ""  # to estimate
 
 
 SHOTS = (
@@ -59,6 +67,7 @@ SHOTS = (
     Shot("playground-frontier", f"tab=frontier&d=8&m=24&s=v-half&p=1&{REAL}&t=light", height=700),
     Shot("playground-measured", f"tab=measured&trace=!0-{TRACE}&t=light", height=1000),
     Shot("playground-large", "d=64&m=1024&s=v-half&w=300,420&t=light", height=1000),
+    Shot("playground-estimate", "tab=estimate&t=light", command=LLAMA_3_8B),
     Shot("playground-narrow", f"d=8&m=24&s=v-half&{REAL}&t=light", width=390, height=1100),
 )
 
@@ -146,6 +155,11 @@ def take(page: Any, url: str, shot: Shot, path: Path) -> None:
     page.goto(f"{url}#{shot.state}")
     page.wait_for_selector('#stage[aria-busy="false"]', timeout=300_000)
     page.wait_for_timeout(400)
+    if shot.command:
+        page.fill("#estimate-command", shot.command)
+        page.fill("#estimate-number", "32")
+        page.click("#estimate-run")
+        page.wait_for_selector("#verdict", timeout=900_000)
     if shot.hover is not None:
         box = page.locator("canvas.track").first.bounding_box()
         across, down = shot.hover

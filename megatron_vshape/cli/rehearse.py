@@ -136,8 +136,7 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
     program.add_argument(
         "--fetch",
         action="store_true",
-        help="Download the Python of Megatron and Transformer Engine with pip if missing, hashes "
-        "verified (3.6 MB, once)",
+        help="Download the Python of Megatron and Transformer Engine if missing (3.6 MB)",
     )
     group(parser, OUTPUT).add_argument(
         "--json", type=Path, metavar="FILE.json", help="All results to write"

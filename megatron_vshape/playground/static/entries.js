@@ -20,7 +20,7 @@ const ABOUT = {
   compare: "Schedules on one time axis: a shorter picture is a faster step, a lower purple one takes less memory.",
   frontier: "Memory against step time: what lies on the line is beaten by nothing else. Choose a point to see its timeline.",
   measured: "A trace that training wrote with --pipeline-trace, beside what was planned. Passes that ran late by more than a tenth of their time, through no fault of what they waited for, are marked.",
-  estimate: "Peak memory per rank and step time of a training command, estimated by megatron-vshape rehearse on this machine, without a GPU. Nothing in the command is executed, and no file that it names is read.",
+  estimate: "Peak memory per rank and step time of a training command, estimated by megatron-vshape rehearse on this machine, without a GPU. The script of the command is not executed, and no file that the command names is read.",
 };
 
 /** Load the user's files; their keys identify schedules, costs and traces. */
