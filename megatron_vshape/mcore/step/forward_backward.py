@@ -35,6 +35,7 @@ from megatron_vshape.mcore.refusals import (
 from megatron_vshape.mcore.setup.features import features
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.step.first_step import FirstStep
+from megatron_vshape.mcore.step.forward_calls import ForwardCalls
 from megatron_vshape.mcore.step.gradient_sync import GradientSync, divide_by_tokens
 from megatron_vshape.mcore.step.late_checks import checked_late
 from megatron_vshape.mcore.step.loss_reporting import LossGatherer
@@ -45,7 +46,6 @@ from megatron_vshape.mcore.step.microbatches import (
     shared_out,
 )
 from megatron_vshape.mcore.step.paged_stash import begin_step
-from megatron_vshape.mcore.step.router_replay import ForwardCalls
 from megatron_vshape.mcore.step.same_plan import Agreement
 from megatron_vshape.mcore.step.stage import MegatronStage, zero_tokens
 from megatron_vshape.mcore.step.step_hooks import (
@@ -338,13 +338,15 @@ class PipelineRunner:
         self.calls = ForwardCalls(order)
         is_last = groups.pp.rank() == self._pipeline.stage_map.loss_rank
         step = Step(
-            config,
-            self.calls.counting(call.forward_step_func, chunks, self._state, is_last),
-            call.num_microbatches,
-            groups.cp.size(),
-            call.forward_only,
-            call.collect_non_loss_data,
-            call.first_val_step,
+            config=config,
+            forward_step_func=self.calls.counting(
+                call.forward_step_func, chunks, self._state, is_last
+            ),
+            num_microbatches=call.num_microbatches,
+            context_parallel_size=groups.cp.size(),
+            forward_only=call.forward_only,
+            collect_non_loss_data=call.collect_non_loss_data,
+            first_val_step=call.first_val_step,
             gradient_sync=sync,
             num_tokens=zero_tokens(device_of(chunks[0])),
             beside=beside,
@@ -368,13 +370,13 @@ class PipelineRunner:
         # Last, because the parts read everything above, and register for the passes of the step.
         step.parts += parts_of(self._features, context)
         run = ProgramRun(
-            program,
-            groups.pp.rank(),
-            _stages(context),
-            transport,
-            timer,
-            self._place,
-            step.handlers(),
+            program=program,
+            device=groups.pp.rank(),
+            stages=_stages(context),
+            transport=transport,
+            observer=timer,
+            place=self._place,
+            handlers=step.handlers(),
         )
         return PreparedStep(context, run)
 
@@ -460,12 +462,12 @@ def _stages(begun: StepContext) -> Mapping[int, Stage]:
     stage_map = begun.pipeline.stage_map
     return {
         stage: MegatronStage(
-            begun.state,
-            begun.step,
-            begun.chunks[chunk],
-            begun.iterators[chunk],
-            chunk,
-            stage,
+            state=begun.state,
+            step=begun.step,
+            model=begun.chunks[chunk],
+            data_iterator=begun.iterators[chunk],
+            chunk=chunk,
+            stage=stage,
             is_last=stage == stage_map.last_stage,
             has_chunks=stage_map.num_chunks > 1,
         )

@@ -129,7 +129,13 @@ class MegatronStage:
         """Return the arguments of a B, and drop the stage's references to them."""
         # Dropped before B runs, so that autograd can free each activation as soon as it is used.
         inputs, outputs = self._inputs.pop(microbatch), self._outputs.pop(microbatch)
-        return Backward(self.model, inputs, outputs, received, self.state.jobs if whole else None)
+        return Backward(
+            model=self.model,
+            received=inputs,
+            output=outputs,
+            gradient=received,
+            whole=self.state.jobs if whole else None,
+        )
 
     def _begun(self, microbatch: int, received: Tensor | None) -> Forward:
         """Return the arguments of an F."""
@@ -145,18 +151,18 @@ class MegatronStage:
         for part in step.parts:
             forward_step = part.forward(self.stage, self.is_last, microbatch, forward_step)
         return Forward(
-            forward_step,
-            self.data_iterator,
-            self.model,
-            step.num_microbatches,
-            received,
-            step.loss_store,
-            step.collect_non_loss_data,
-            is_first,
-            microbatch,
-            self.chunk if self.has_chunks else None,
-            step.context_parallel_size,
-            self._makes_loss,
+            forward_step_func=forward_step,
+            data_iterator=self.data_iterator,
+            model=self.model,
+            num_microbatches=step.num_microbatches,
+            received=received,
+            loss_store=step.loss_store,
+            collect_non_loss_data=step.collect_non_loss_data,
+            is_first=is_first,
+            microbatch=microbatch,
+            chunk=self.chunk if self.has_chunks else None,
+            context_parallel_size=step.context_parallel_size,
+            makes_loss=self._makes_loss,
         )
 
     def _ended(self, begun: Forward, output: Tensor, num_tokens: Tensor) -> Tensor | None:

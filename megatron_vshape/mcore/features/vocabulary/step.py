@@ -50,11 +50,7 @@ from megatron_vshape.mcore.features.vocabulary.loss_of_logits import (
     LossOfLogits,
     called_up_to_logits,
 )
-from megatron_vshape.mcore.refusals import UnsupportedError, refusing
-from megatron_vshape.mcore.replaced import Replaced
-from megatron_vshape.mcore.step.late_checks import LateFaults, unlike
-from megatron_vshape.mcore.step.microbatches import Reader
-from megatron_vshape.mcore.step.router_replay import (
+from megatron_vshape.mcore.features.vocabulary.router_replay import (
     LastCalls,
     ModelCalled,
     Recorded,
@@ -63,6 +59,10 @@ from megatron_vshape.mcore.step.router_replay import (
     routers_of,
     states_of,
 )
+from megatron_vshape.mcore.refusals import UnsupportedError, refusing
+from megatron_vshape.mcore.replaced import Replaced
+from megatron_vshape.mcore.step.late_checks import LateFaults, unlike
+from megatron_vshape.mcore.step.microbatches import Reader
 from megatron_vshape.mcore.step.stage import loss_maker
 from megatron_vshape.mcore.step.step_hooks import (
     ForwardStep,

@@ -1,19 +1,16 @@
-"""Router replay: experts' choices that a library records in one step and replays in another.
+"""Router replay in calls of the trainer's function that run no layers, or only the loss.
 
-Before it calls the model on a microbatch, the library sets the choices that the routers of a chunk
+Before it calls the model on a microbatch, a library sets the choices that the routers of a chunk
 replay. After the call it reads the choices that they have recorded, or switches them to the
-backward pass. Its order of records is that of the calls of its forward step.
-
-With vocabulary parallelism some of these calls run no layers: the one that looks up the tokens of
-the first stage, and those that make the loss of logits. They leave the routers as they were.
+backward pass. With vocabulary parallelism some calls run no layers: the one that looks up the
+tokens of the first stage, and those that make the loss of logits. They leave the routers as they
+were.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,45 +18,10 @@ from typing import Any
 from torch import nn
 
 from megatron_vshape.mcore.refusals import UnsupportedError
-from megatron_vshape.mcore.step_state import StepState, unwrapped
+from megatron_vshape.mcore.step_state import unwrapped
 
 RouterStates = list[dict[str, Any]]
 """The attributes of every RouterReplay object of a chunk."""
-
-
-@dataclass(slots=True)
-class ForwardCalls:
-    """The calls of the trainer's forward step in a step, in the order in which they return.
-
-    Each is (microbatch, chunk), as in Megatron's schedule table.
-    """
-
-    order: Sequence[int] | None  # of microbatches; None: as they come
-    ended: list[tuple[int, int]] = field(default_factory=list)
-
-    def counting(
-        self,
-        function: Callable[..., Any],
-        chunks: Sequence[nn.Module],
-        state: StepState,
-        has_loss: bool,
-    ) -> Callable[..., Any]:
-        """Wrap the trainer's function so that its calls are counted."""
-        # Megatron's layer plans call the function with the model without its wrappers.
-        chunk_of = {id(unwrapped(each)): chunk for chunk, each in enumerate(chunks)}
-        numbers = Counter[int]()
-
-        @functools.wraps(function)
-        def call(iterator: Any, model: Any, *args: Any, **options: Any) -> Any:
-            made = function(iterator, model, *args, **options)
-            if has_loss or not state.has_logits:  # else a call for another rank's chunk
-                chunk = chunk_of[id(unwrapped(model))]
-                place = numbers[chunk]
-                numbers[chunk] += 1
-                self.ended.append((place if self.order is None else self.order[place], chunk))
-            return made
-
-        return call
 
 
 def routers_of(chunk: nn.Module) -> list[Any]:
