@@ -17,6 +17,7 @@ from megatron.core import __version__
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.pieces import pieces_from_costs
 from megatron_vshape.core.model.placement import Placement, linear, looping, v_shape
+from megatron_vshape.mcore.features.vocabulary.layers import SharedEnds
 from megatron_vshape.mcore.layout.hybrid import cut
 from megatron_vshape.mcore.layout.layer_split import split_layers
 from megatron_vshape.mcore.layout.sizes import options_of, sizes_of
@@ -140,7 +141,8 @@ def test_estimates_equal_those_of_the_gpt(
 
     def plan(given: Namespace, text: str | None) -> PlannedStep:
         choice = replace(choice_of(name, 4), shares=shares)
-        found = split_layers(given, choice.placement, text, None, shares=shares)
+        ends = SharedEnds() if shares else None
+        found = split_layers(given, choice.placement, text, None, ends=ends)
         return Planner(replace(choice, estimate=found.estimate)).training(8)
 
     in_symbols = split and ",".join(str(2 * int(each)) for each in split.split(","))
@@ -238,7 +240,7 @@ def test_auto_never_makes_a_rank_busier_than_of_the_gpt(
     blocks: int, vocabulary: int, gated: bool, placement: Placement
 ) -> None:
     def busiest(given: Namespace) -> float:
-        costs = split_layers(given, placement, "auto", None, shares=False).estimate
+        costs = split_layers(given, placement, "auto", None).estimate
         if costs is None:
             return 0.0
         work = [0.0] * (max(placement) + 1)

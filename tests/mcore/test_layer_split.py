@@ -17,6 +17,7 @@ from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.core.plan import plan
 from megatron_vshape.core.request import PlanRequest
+from megatron_vshape.mcore.features.vocabulary.layers import SharedEnds
 from megatron_vshape.mcore.layout.layer_split import split_layers
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.setup.choice import ScheduleConfig
@@ -135,12 +136,12 @@ def test_further_layers_stay_where_the_vocabulary_is_shared() -> None:
     plain = split_layers(args, place, "2,2,2,2", None).estimate
     assert plain is not None
     for given in (None, plain):
-        split = split_layers(args, place, "2,2,2,2", given, shares=True)
+        split = split_layers(args, place, "2,2,2,2", given, ends=SharedEnds())
         found = split.estimate if given is None else split.costs
         assert found is not None
         assert found.forward_us[-1] == pytest.approx(1 + 2 * (1 + merging) / 2)
         assert dict(found.others)["head_weight_us"][0] == pytest.approx(3 * 25 / 13 / 2 / 4)
-    balanced = split_layers(args, place, "auto", None, shares=True)
+    balanced = split_layers(args, place, "auto", None, ends=SharedEnds())
     assert balanced.layers == (2, 3, 3, 0)
 
 

@@ -22,6 +22,7 @@ from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import Refusal
 
 if TYPE_CHECKING:  # they use the features, or torch
+    from megatron_vshape.mcore.layout.layer_split import ModelEnds
     from megatron_vshape.mcore.layout.stage_map import StageMap
     from megatron_vshape.mcore.setup.choice import ScheduleConfig
     from megatron_vshape.mcore.setup.pipeline import Pipeline
@@ -87,6 +88,10 @@ class Feature:
 
     def check_stages(self, settings: Settings, stage_map: StageMap) -> None:
         """Reject stages that the feature does not support."""
+
+    def ends(self, choice: ScheduleConfig) -> ModelEnds | None:
+        """Return the costs of a model whose ends belong to no stage, if the feature does that."""
+        return None
 
     # Kinds of passes whose memory per microbatch a run measures, in addition to F, B and W.
     measured_kinds: tuple[Kind, ...] = ()

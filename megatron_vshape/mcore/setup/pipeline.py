@@ -21,7 +21,7 @@ from megatron_vshape.mcore.refusals import (
 )
 from megatron_vshape.mcore.setup.checks import Check, check_stages, take_options
 from megatron_vshape.mcore.setup.choice import ScheduleConfig, choice_for
-from megatron_vshape.mcore.setup.features import Settings
+from megatron_vshape.mcore.setup.features import Settings, features
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.setup.translate import tell
@@ -143,7 +143,8 @@ def _splits_graphs(model: Any, options: Options) -> bool:
 def _split(model: Any, choice: ScheduleConfig, options: Options) -> Split:
     """Return the layers of every stage, and the costs of these stages."""
     text, limit_bytes = options.layer_split, _limit_bytes(choice, options)
-    return split_layers(model, choice.placement, text, choice.costs, limit_bytes, choice.shares)
+    ends = next(filter(None, (feature.ends(choice) for feature in features())), None)
+    return split_layers(model, choice.placement, text, choice.costs, limit_bytes, ends)
 
 
 def _limit_bytes(choice: ScheduleConfig, options: Options) -> float | None:

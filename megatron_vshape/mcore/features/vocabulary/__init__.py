@@ -19,7 +19,9 @@ from megatron_vshape.core.planner.vocabulary import (
     uniform_shared,
     without_shared,
 )
+from megatron_vshape.mcore.features.vocabulary.layers import SharedEnds
 from megatron_vshape.mcore.hook import Hook
+from megatron_vshape.mcore.layout.layer_split import ModelEnds
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import (
     GRAPHS,
@@ -113,6 +115,10 @@ class VocabularyFeature(Feature):
                 f"{FLAG} does not work with offloading of activations: the combination is not "
                 "implemented. Remove one of the two"
             )
+
+    def ends(self, choice: ScheduleConfig) -> ModelEnds | None:
+        """Return the costs of stages without the vocabulary, and of each rank's part of it."""
+        return SharedEnds() if choice.shares else None
 
     measured_kinds = (LOGITS,)
 
