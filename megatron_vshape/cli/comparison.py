@@ -67,7 +67,7 @@ def comparison_rows(
     name, best = _name(result), result.plan
     rest: list[_TableRow] = []
     for each in compare(request, result, budget):
-        if each.rival is not None and each.rival == result.baseline:
+        if each.baseline is not None and each.baseline == result.baseline:
             continue
         value = (
             each.least
@@ -78,7 +78,7 @@ def comparison_rows(
             each.may_fit if isinstance(each, BaselineEstimate) else fits(each.peak, result.limits)
         )
         cells = _row(each, value, within, result, held, time)
-        family = cells[0] if each.rival is None else each.rival.name
+        family = cells[0] if each.baseline is None else each.baseline.name
         rest.append(_TableRow(not within, value, family, cells))
     rest += _tried_rows(result, time)
     rest.sort(key=lambda each: each[:2])
@@ -140,7 +140,7 @@ def _row(
         least, why = ("", ABOVE)
         if within:
             least, why = f">= {time(value)}", f"at least {percent(slower)} slower"
-        return [str(each.rival), str(chunks), "", least, "", why + _note(each.rival, result)]
+        return [str(each.baseline), str(chunks), "", least, "", why + _note(each.baseline, result)]
     if within:
         why = f"{percent(slower)} slower" if slower > 1e-9 else "as fast"
     else:
@@ -148,20 +148,20 @@ def _row(
         why = f"{held(over)} {ABOVE}"
     peak, idle = held(max(each.peak)), percent(each.timeline.mean_idle)
     return [
-        str(each.rival),
+        str(each.baseline),
         str(each.schedule.num_chunks),
         peak,
         time(value),
         idle,
-        why + _note(each.rival, result),
+        why + _note(each.baseline, result),
     ]
 
 
-def _note(rival: BaselineSpec | None, result: PlanResult) -> str:
+def _note(baseline: BaselineSpec | None, result: PlanResult) -> str:
     """Return a remark if stock Megatron rejects the schedule for these sizes."""
     schedule = result.schedule
     microbatches = schedule.num_microbatches // schedule.slices
-    rejected = rival and why_not_stock(rival.name, schedule.num_devices, microbatches)
+    rejected = baseline and why_not_stock(baseline.name, schedule.num_devices, microbatches)
     return f"; {NOT_STOCK}" if rejected else ""
 
 
@@ -190,7 +190,7 @@ def changes(
     """Yield the differences from a schedule to the plan: time, memory and layers per stage."""
     goal = result.plan.objective
     before, after = goal.of(against.timeline), result.plan.value
-    name = str(against.rival or plain(against.schedule.name))
+    name = str(against.baseline or plain(against.schedule.name))
     yield f"compared with {name}:"
     yield f"  step time  {time(after)} instead of {time(before)}: {_change(after, before)}"
     now, then = max(result.plan.peak), max(against.peak)

@@ -69,7 +69,7 @@ from megatron_vshape.core.request import (
     Cut,
     PlanRequest,
     PlanResult,
-    known_as,
+    evaluate_named,
     limits_of,
 )
 from megatron_vshape.view.names import placement_text, plain
@@ -304,7 +304,7 @@ def _baseline(text: str, request: PlanRequest) -> EvaluatedSchedule:
             f"--against {text:.60} is {NOT_STOCK}: {why}. Use --against 1f1b, or a multiple of "
             f"{devices} for --microbatches"
         )
-    return known_as(text, request)
+    return evaluate_named(text, request)
 
 
 def _outputs(options: argparse.Namespace, result: PlanResult, limit: float) -> list[Output]:

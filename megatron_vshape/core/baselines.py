@@ -64,24 +64,24 @@ class BaselineSpec(NamedTuple):
 
 
 class EvaluatedSchedule(NamedTuple):
-    """An evaluated schedule at the request's costs; `rival` is its catalogue entry."""
+    """An evaluated schedule at the request's costs; `baseline` is its catalogue entry."""
 
     schedule: Schedule
     costs: Costs
     timeline: Timeline
     peak: tuple[float, ...]
-    rival: BaselineSpec | None = None
+    baseline: BaselineSpec | None = None
 
     @property
     def is_megatrons(self) -> bool:
         """Return whether a function of Megatron runs it."""
         schedule = self.schedule
-        if self.rival is None or is_shared(schedule):
+        if self.baseline is None or is_shared(schedule):
             return False
-        return self.rival.is_megatrons(schedule.num_devices, schedule.num_microbatches)
+        return self.baseline.is_megatrons(schedule.num_devices, schedule.num_microbatches)
 
 
-def rivals_of(
+def baselines_of(
     num_devices: int,
     num_microbatches: int,
     chunk_counts: Iterable[int],
@@ -103,23 +103,23 @@ def rivals_of(
             if (chunks or 1) * passes > MOST_COMPARED:
                 continue  # its block alone is slow to generate
             try:
-                rival = BaselineSpec(name, chunks, slices)
-                block = make_block(name, num_devices, num_microbatches, **_choices(rival))
+                baseline = BaselineSpec(name, chunks, slices)
+                block = make_block(name, num_devices, num_microbatches, **_choices(baseline))
             except ScheduleError:  # not for these sizes
                 continue
             held = len(block.placement) // num_devices
             if held in allowed and held * passes <= MOST_COMPARED:
-                yield rival, block
+                yield baseline, block
 
 
-def judge(schedule: Schedule, costs: Costs) -> EvaluatedSchedule:
+def evaluate(schedule: Schedule, costs: Costs) -> EvaluatedSchedule:
     """Evaluate the schedule at these costs, with vocabulary parallelism if the costs have it."""
     schedule = shared_if_told(schedule, costs)
     return EvaluatedSchedule(schedule, costs, simulate(schedule, costs), peak_held(schedule, costs))
 
 
-def judge_rival(
-    rival: BaselineSpec,
+def evaluate_baseline(
+    baseline: BaselineSpec,
     num_devices: int,
     num_microbatches: int,
     costs_of: Callable[[Placement, str], Costs],
@@ -129,19 +129,19 @@ def judge_rival(
     Raises:
         ScheduleError: the sizes are not supported, or there are no costs of its stages.
     """
-    schedule = _made(rival, num_devices, num_microbatches)
-    costs = costs_of(schedule.placement, str(rival))
-    return judge(schedule.split_overlapped(), costs)._replace(rival=rival)
+    schedule = _made(baseline, num_devices, num_microbatches)
+    costs = costs_of(schedule.placement, str(baseline))
+    return evaluate(schedule.split_overlapped(), costs)._replace(baseline=baseline)
 
 
 @lru_cache(maxsize=64)  # a frontier evaluates the same ones at every limit
-def _made(rival: BaselineSpec, num_devices: int, num_microbatches: int) -> Schedule:
-    return make(rival.name, num_devices, num_microbatches, **_choices(rival))
+def _made(baseline: BaselineSpec, num_devices: int, num_microbatches: int) -> Schedule:
+    return make(baseline.name, num_devices, num_microbatches, **_choices(baseline))
 
 
-def _choices(rival: BaselineSpec) -> dict[str, int]:
-    chunks = {} if rival.chunks is None else {"num_chunks": rival.chunks}
-    return {"slices": rival.slices, **chunks}
+def _choices(baseline: BaselineSpec) -> dict[str, int]:
+    chunks = {} if baseline.chunks is None else {"num_chunks": baseline.chunks}
+    return {"slices": baseline.slices, **chunks}
 
 
 def may_fit(
@@ -156,11 +156,11 @@ def may_fit(
     return fits([peak * min(held[stage] for stage in own) for peak, own in rows], limits)
 
 
-def joined(known: EvaluatedSchedule, objective: Objective) -> EvaluatedSchedule:
+def with_fused_backwards(known: EvaluatedSchedule, objective: Objective) -> EvaluatedSchedule:
     """Fuse B and W to BW where that is not slower, if BW has a separate cost."""
     if known.costs.whole_us is None:
         return known
-    from megatron_vshape.core.splitting import joined  # imports numba
+    from megatron_vshape.core.splitting import fuse_backwards  # imports numba
 
-    schedule = joined(known.schedule, known.costs, objective)
-    return judge(schedule, known.costs)._replace(rival=known.rival)
+    schedule = fuse_backwards(known.schedule, known.costs, objective)
+    return evaluate(schedule, known.costs)._replace(baseline=known.baseline)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_vshape.core.baselines import judge
+from megatron_vshape.core.baselines import evaluate
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import least_limit
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -91,6 +91,6 @@ def published(request: PlanRequest) -> Iterator[Point]:
             result = plan(replace(request, name=name, slices=1))
         except ScheduleError:  # not for this size, or no costs for its stages
             continue
-        known = judge(result.schedule, result.costs)
+        known = evaluate(result.schedule, result.costs)
         peak, value = max(known.peak), request.objective.of(known.timeline)
         yield Point(peak, peak, value, 1 - known.timeline.busy / value, known.schedule)

@@ -16,11 +16,11 @@ from megatron_vshape.core.baselines import (
     SAME,
     BaselineSpec,
     EvaluatedSchedule,
-    joined,
-    judge,
-    judge_rival,
+    baselines_of,
+    evaluate,
+    evaluate_baseline,
     may_fit,
-    rivals_of,
+    with_fused_backwards,
 )
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import LimitError, bound_at, fits
@@ -94,7 +94,9 @@ def plan(request: PlanRequest, budget: Budget | None = None) -> PlanResult:
 
 def _plan_at_memory_of(baseline: BaselineSpec, request: PlanRequest, budget: Budget) -> PlanResult:
     """Plan with the memory and placement of a schedule; at worst, return that schedule."""
-    known = judge_rival(baseline, request.num_devices, request.num_microbatches, request.costs_of)
+    known = evaluate_baseline(
+        baseline, request.num_devices, request.num_microbatches, request.costs_of
+    )
     request = replace(
         request,
         costs=known.costs,
@@ -136,7 +138,7 @@ def _plan_auto(request: PlanRequest, budget: Budget) -> PlanResult:
             rejected = rejected or error
     value = min((each.plan.value for each in found), default=math.inf)
     generated = _baselines(request, value, budget)
-    baselines = [joined(each, goal) for each in (*request.baselines, *generated)]
+    baselines = [with_fused_backwards(each, goal) for each in (*request.baselines, *generated)]
     found += [_as_result(each, limits, goal) for each in baselines if fits(each.peak, limits)]
     if not found:
         raise rejected or ScheduleError("nothing fits")
@@ -153,7 +155,7 @@ def no_worse_than_published(request: PlanRequest, found: PlanResult | None) -> P
     It evaluates the published schedules that fit, which takes about a second.
     """
     limits, goal = limits_of(request), request.objective
-    known = [joined(each, goal) for each in _baselines(request, math.inf, Budget())]
+    known = [with_fused_backwards(each, goal) for each in _baselines(request, math.inf, Budget())]
     fitting = [_as_result(each, limits, goal) for each in known if fits(each.peak, limits)]
     best = min(fitting, key=_rank, default=found)
     if found is None or best is None:
@@ -234,11 +236,11 @@ def _search(request: PlanRequest, budget: Budget) -> PlanResult:
     if result.costs.whole_us is None:
         return result
     # The best of three plans: all backwards split, adjacent B and W fused, none split.
-    split = judge(made.schedule, result.costs)
-    found = [joined(split, request.objective), split]
+    split = evaluate(made.schedule, result.costs)
+    found = [with_fused_backwards(split, request.objective), split]
     if chooses:
         whole = whole_backwards(searched(whole=True).schedule)
-        found.append(judge(whole, request.costs_of(whole.placement, "the plan")))
+        found.append(evaluate(whole, request.costs_of(whole.placement, "the plan")))
     found = [each for each in found if fits(each.peak, limits)]
     best = min(found, key=lambda each: request.objective.of(each.timeline))
     fused = _as_plan(best, limits, request.objective, made.source, made.steps)
@@ -301,7 +303,7 @@ def _search_with_logits(
         need, least = error.need + logits, error.least + logits
         raise LimitError(error.device, error.limit + logits, need, least) from None
     spare, counts = min(map(sub, room, made.peak)), [each for each in WAITING if each <= waiting]
-    return judge(share_vocabulary(made.schedule, costs, spare, counts), costs), made
+    return evaluate(share_vocabulary(made.schedule, costs, spare, counts), costs), made
 
 
 def _bound(request: PlanRequest, placement: Placement) -> float:
@@ -319,7 +321,7 @@ _least = lru_cache(maxsize=256)(bound_at)
 class BaselineEstimate(NamedTuple):
     """A published schedule that has not been generated: its placement and lower bound."""
 
-    rival: BaselineSpec
+    baseline: BaselineSpec
     placement: Placement
     may_fit: bool
     least: float  # of the objective
@@ -341,20 +343,20 @@ def _possible(request: PlanRequest, limits: tuple[float, ...]) -> Iterator[Basel
     """Yield the published schedules of these sizes for which there are costs."""
     devices, microbatches = request.num_devices, request.num_microbatches
     counts = request.chunk_counts(), request.slice_counts()
-    for rival, block in rivals_of(devices, microbatches, *counts):
+    for baseline, block in baselines_of(devices, microbatches, *counts):
         try:
-            costs = request.costs_of(block.placement, str(rival))
+            costs = request.costs_of(block.placement, str(baseline))
         except ScheduleError:  # the costs do not have its stages
             continue
-        slices, placement, alone = rival.slices, block.placement, without_copies(costs)
+        slices, placement, alone = baseline.slices, block.placement, without_copies(costs)
         possible = may_fit(block, costs.sliced(slices), slices * microbatches, limits)
         least = _least(alone, placement, microbatches, limits, request.objective, slices)
-        yield BaselineEstimate(rival, placement, possible, least)
+        yield BaselineEstimate(baseline, placement, possible, least)
 
 
 def _evaluate(request: PlanRequest, estimate: BaselineEstimate) -> EvaluatedSchedule:
     devices, microbatches = request.num_devices, request.num_microbatches
-    return judge_rival(estimate.rival, devices, microbatches, request.costs_of)
+    return evaluate_baseline(estimate.baseline, devices, microbatches, request.costs_of)
 
 
 def compare(
@@ -366,15 +368,15 @@ def compare(
     because that is slow with many stages. After the budget is used up, no schedule is generated.
     """
     devices, microbatches = request.num_devices, request.num_microbatches
-    made = {known.rival: known for known in result.baselines}
+    made = {known.baseline: known for known in result.baselines}
     for each in _possible(request, result.limits):
         late = budget is not None and budget.stopped()
-        if each.rival in made:
-            yield made[each.rival]
+        if each.baseline in made:
+            yield made[each.baseline]
         elif not late and (
-            each.rival.chunks is None or each.rival.is_megatrons(devices, microbatches)
+            each.baseline.chunks is None or each.baseline.is_megatrons(devices, microbatches)
         ):
-            yield joined(_evaluate(request, each), request.objective)
+            yield with_fused_backwards(_evaluate(request, each), request.objective)
         else:
             yield each
 
@@ -383,13 +385,13 @@ def _as_result(
     known: EvaluatedSchedule, limits: tuple[float, ...], objective: Objective
 ) -> PlanResult:
     """Convert an evaluated schedule to a result."""
-    made = _as_plan(known, limits, objective, str(known.rival or known.schedule.name))
+    made = _as_plan(known, limits, objective, str(known.baseline or known.schedule.name))
     return PlanResult(
         made.schedule,
         known.costs,
         searched=made,
         limits=limits,
-        baseline=known.rival,
+        baseline=known.baseline,
         is_megatrons=known.is_megatrons,
     )
 

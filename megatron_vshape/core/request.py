@@ -9,7 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_vshape.core.baselines import BaselineSpec, EvaluatedSchedule, judge, judge_rival
+from megatron_vshape.core.baselines import (
+    BaselineSpec,
+    EvaluatedSchedule,
+    evaluate,
+    evaluate_baseline,
+)
 from megatron_vshape.core.check.bounds import each_limit
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
@@ -200,7 +205,7 @@ def with_chunks(text: str) -> BaselineSpec | None:
     return BaselineSpec(name, int(chunks))
 
 
-def known_as(text: str, request: PlanRequest) -> EvaluatedSchedule:
+def evaluate_named(text: str, request: PlanRequest) -> EvaluatedSchedule:
     """Evaluate a named schedule at the request's costs.
 
     `text` is a catalogue name, possibly with a colon and the stages per device, as
@@ -214,19 +219,19 @@ def known_as(text: str, request: PlanRequest) -> EvaluatedSchedule:
     found = find(text, EVERY_NAME)
     if isinstance(found, str):
         baseline = with_chunks(found) or BaselineSpec(found)
-        return judge_rival(baseline, devices, microbatches, request.costs_of)
+        return evaluate_baseline(baseline, devices, microbatches, request.costs_of)
     own = found.num_devices, found.num_microbatches // found.slices
     if own != (devices, microbatches):
         raise ScheduleError(
             f"{text} is for {own[0]} devices and {own[1]} microbatches, "
             f"not for {devices} and {microbatches}"
         )
-    return judge(found, request.costs_of(found.placement, found.name))
+    return evaluate(found, request.costs_of(found.placement, found.name))
 
 
 def limits_of(request: PlanRequest) -> tuple[float, ...]:
     """Return the memory limit of every device; by default, or for a name, a schedule's peak."""
     limit = "1f1b" if request.limit is None else request.limit
     if isinstance(limit, str):
-        limit = max(known_as(limit, request).peak)
+        limit = max(evaluate_named(limit, request).peak)
     return each_limit(limit, request.num_devices)

@@ -56,7 +56,7 @@ def where_split(schedule: Schedule) -> str:
     return f"{middle} in the steady state, {ends} in warm-up and cool-down"
 
 
-def joined(schedule: Schedule, costs: Costs, objective: Objective) -> Schedule:
+def fuse_backwards(schedule: Schedule, costs: Costs, objective: Objective) -> Schedule:
     """Fuse adjacent B and W to BW where that is not slower.
 
     Only if BW has a separate cost; otherwise `lower` fuses without any effect on times. First fuse

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megatron_vshape.core.baselines import judge
+from megatron_vshape.core.baselines import evaluate
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import least_limit
 from megatron_vshape.core.frontier import Point, frontier
@@ -83,7 +83,7 @@ def _limits(request: Request, pricing: Pricing, costs: Costs) -> Iterator[float]
 
 
 def _point(schedule: Schedule, costs: Costs) -> dict[str, object]:
-    known = judge(schedule, costs)
+    known = evaluate(schedule, costs)
     timeline = known.timeline
     return {
         "peak": max(known.peak),

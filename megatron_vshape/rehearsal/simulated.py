@@ -10,7 +10,7 @@ from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.placement import Placement
-from megatron_vshape.core.request import PlanRequest, known_as
+from megatron_vshape.core.request import PlanRequest, evaluate_named
 from megatron_vshape.rehearsal.counted import pass_times
 from megatron_vshape.rehearsal.flags import Command
 from megatron_vshape.rehearsal.gpus import Gpu
@@ -69,7 +69,7 @@ def _simulated(found: Sequence[Rank], name: str, gpu: Gpu, apart: int) -> float:
     if others:
         raise ScheduleError("it has passes of a shared vocabulary, or offloads")
 
-    schedule = known_as(name, PlanRequest(name, sizes.pp, microbatches)).schedule
+    schedule = evaluate_named(name, PlanRequest(name, sizes.pp, microbatches)).schedule
     costs = _costs(ranks, schedule.placement, gpu, apart)
     after = max(rank.time["optimizer"] + rank.time["data parallel"] for rank in found)
     return 1e-6 * simulate(schedule, costs).makespan + float(after)

@@ -43,7 +43,7 @@ from megatron_vshape.core.plan import plan as plan_request
 from megatron_vshape.core.planner.search import plan
 from megatron_vshape.core.program.lowering import whole_backwards
 from megatron_vshape.core.request import AUTO, PlanRequest
-from megatron_vshape.core.splitting import joined, saves, where_split
+from megatron_vshape.core.splitting import fuse_backwards, saves, where_split
 
 REAL = (1.0, 1.15, 0.85, 0.05)
 EXCHANGES = {"forward_exchange_us": (0.5,) * 4, "backward_exchange_us": (0.25,) * 4}
@@ -140,7 +140,7 @@ def test_bounds_hold_with_them(name: str) -> None:
     )
     limits = peak_held(schedule, costs)
     bound = lower_bound(costs, schedule.placement, 4, 8, limits)
-    for each in (schedule, joined(schedule, costs, Objective.MAKESPAN)):
+    for each in (schedule, fuse_backwards(schedule, costs, Objective.MAKESPAN)):
         assert bound <= simulate(each, costs).makespan * (1 + 1e-9)
 
 

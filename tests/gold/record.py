@@ -25,7 +25,7 @@ from typing import Any
 
 from megatron_vshape.cli.main import main
 from megatron_vshape.core import plan as planning
-from megatron_vshape.core.baselines import judge
+from megatron_vshape.core.baselines import evaluate
 from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -227,14 +227,14 @@ class Recorder:
 
         def answer() -> str:
             made = planning.plan(question)
-            known = judge(made.schedule, made.costs)
+            known = evaluate(made.schedule, made.costs)
             times = known.timeline.makespan, known.timeline.span
             lines = [made.schedule.to_json(), f"{times!r} {known.peak!r}"]
             if made.searched is not None:
                 plan = made.plan
                 lines.append(f"{plan.value!r} {plan.lower_bound!r} {plan.source} {plan.steps}")
                 lines.append(f"{made.searched_bound!r} {made.baseline}")
-                lines += [f"{each.rival} {each.timeline.makespan!r}" for each in made.baselines]
+                lines += [f"{each.baseline} {each.timeline.makespan!r}" for each in made.baselines]
             return "\n".join(lines)
 
         self.keep(f"ask/{at}/{family}/{question.name}", told(answer))

@@ -74,8 +74,8 @@ def test_megatrons_schedule_marks_the_stages_of_a_pattern() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("evaluated", "runs"), [(1, False), (6, False), (8, True)])
 def test_interleaved_runs_where_it_can_evaluate(tmp_path: Path, evaluated: int, runs: bool) -> None:
-    rival = BaselineSpec("interleaved-1f1b", 2) if runs else None
-    assert asked(tmp_path, 0.55, evaluated) == rival
+    baseline = BaselineSpec("interleaved-1f1b", 2) if runs else None
+    assert asked(tmp_path, 0.55, evaluated) == baseline
 
 
 def test_a_plan_runs_where_splitting_costs_nothing(tmp_path: Path) -> None:

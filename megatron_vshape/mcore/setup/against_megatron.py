@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_vshape.core.baselines import BaselineSpec, EvaluatedSchedule, judge_rival
+from megatron_vshape.core.baselines import BaselineSpec, EvaluatedSchedule, evaluate_baseline
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import recut
@@ -72,12 +72,14 @@ def megatrons_if_best(
 
     evaluation = in_evaluation(args)
 
-    def evaluates(rival: BaselineSpec) -> bool:
-        return evaluation is None or rival.is_megatrons(ranks, evaluation)
+    def evaluates(baseline: BaselineSpec) -> bool:
+        return evaluation is None or baseline.is_megatrons(ranks, evaluation)
 
     def compare() -> BaselineSpec | None:
         own = _megatrons(question, layers, overlaps)
-        known = tuple(each for each in own if each.rival is not None and evaluates(each.rival))
+        known = tuple(
+            each for each in own if each.baseline is not None and evaluates(each.baseline)
+        )
         answer = plan(replace(question, baselines=known))
         best = answer.baseline if answer.is_megatrons else None
         return best if best is not None and evaluates(best) else None
@@ -93,11 +95,11 @@ def _megatrons(
     # On two ranks, Megatron supports several chunks only with overlap_p2p_comm.
     most = MOST_CHUNKS if ranks > 2 or overlaps else 1
     for chunks in range(1, most + 1):
-        rival = BaselineSpec("1f1b") if chunks == 1 else BaselineSpec("interleaved-1f1b", chunks)
-        if num_layers % (ranks * chunks) or not rival.is_megatrons(ranks, microbatches):
+        baseline = BaselineSpec("1f1b") if chunks == 1 else BaselineSpec("interleaved-1f1b", chunks)
+        if num_layers % (ranks * chunks) or not baseline.is_megatrons(ranks, microbatches):
             continue
         try:
-            yield judge_rival(rival, ranks, microbatches, question.costs_of)
+            yield evaluate_baseline(baseline, ranks, microbatches, question.costs_of)
         except ScheduleError:  # the costs cannot be cut into these stages
             continue
 

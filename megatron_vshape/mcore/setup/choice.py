@@ -12,7 +12,7 @@ from megatron_vshape.core.model.layers import Share
 from megatron_vshape.core.model.placement import Placement, looping, v_shape, with_loss_last
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import placement_of
-from megatron_vshape.core.request import AUTO, PLUS_NAMES, PlanRequest, find, known_as
+from megatron_vshape.core.request import AUTO, PLUS_NAMES, PlanRequest, evaluate_named, find
 from megatron_vshape.mcore.options import Options, schedule_names
 from megatron_vshape.mcore.setup.features import features
 
@@ -159,7 +159,7 @@ def _check_adaptive(
         )
     if isinstance(limit_gib, str):
         try:
-            known_as(limit_gib, PlanRequest(AUTO, num_devices, num_devices))
+            evaluate_named(limit_gib, PlanRequest(AUTO, num_devices, num_devices))
         except ScheduleError as error:
             raise ScheduleError(
                 f"--pipeline-memory-limit is a number of GiB or a schedule: {error}"

@@ -81,9 +81,9 @@ def prepare(
     name, ranks = options.schedule, args.pipeline_model_parallel_size
     once = once or one_planner(args)
     # Before `pipeline_of`, which resets options that Megatron's schedule needs.
-    rival = megatrons_if_best(args, options, once)
-    if rival is not None:
-        _run_megatrons(args, rival)
+    baseline = megatrons_if_best(args, options, once)
+    if baseline is not None:
+        _run_megatrons(args, baseline)
         return None
     if name is None or options.asks_for_megatrons_own:
         if options.post_validates and ranks > 1:
@@ -127,19 +127,19 @@ def _tell_megatron(args: Namespace, pipeline: Pipeline) -> None:
         args.overlap_p2p_comm = True
 
 
-def _run_megatrons(args: Namespace, rival: BaselineSpec) -> None:
+def _run_megatrons(args: Namespace, baseline: BaselineSpec) -> None:
     """Run Megatron's schedule as if the user had named it."""
-    args.pipeline_schedule, args.pipeline_costs = rival.name, None
+    args.pipeline_schedule, args.pipeline_costs = baseline.name, None
     args.pipeline_memory_limit, args.pipeline_host_memory_limit = None, None
-    args.num_virtual_stages_per_pipeline_rank = rival.chunks
+    args.num_virtual_stages_per_pipeline_rank = baseline.chunks
     if getattr(args, hybrid.OPTION, None) is not None:
-        _split_megatrons_own_hybrid(args, Options(schedule=rival.name))
+        _split_megatrons_own_hybrid(args, Options(schedule=baseline.name))
     if os.environ.get("RANK", "0") == "0":
         logger.info(
             "no plan within the limit is faster than Megatron's %s, which runs with %d %s per rank",
-            rival.name,
-            rival.chunks or 1,
-            "virtual stages" if rival.chunks else "stage",
+            baseline.name,
+            baseline.chunks or 1,
+            "virtual stages" if baseline.chunks else "stage",
         )
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron_vshape.core.baselines import judge_rival, rivals_of
+from megatron_vshape.core.baselines import baselines_of, evaluate_baseline
 from megatron_vshape.core.check.bounds import fits, least_memory
 from megatron_vshape.core.check.simulate import peak_held, peak_shared, simulate
 from megatron_vshape.core.model.costs import Costs, chunk_of
@@ -252,10 +252,10 @@ class Planner:
         choice, costs = self.choice, self._allowed(self._known_costs)
         devices = choice.num_devices
         chunks = (len(choice.planned) // devices,)
-        for rival, block in rivals_of(devices, num_microbatches, chunks):
+        for baseline, block in baselines_of(devices, num_microbatches, chunks):
             if block.placement == choice.planned and costs.num_stages == len(block.placement):
-                known = judge_rival(rival, devices, num_microbatches, lambda *_: costs)
-                yield replace(known.schedule, name=rival.name).renumbered(choice.ranks)
+                known = evaluate_baseline(baseline, devices, num_microbatches, lambda *_: costs)
+                yield replace(known.schedule, name=baseline.name).renumbered(choice.ranks)
 
     def predicted_bubble(self, num_microbatches: int) -> float:
         """Return the bubble of a training step at the current costs."""

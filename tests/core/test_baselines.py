@@ -18,7 +18,7 @@ from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS, make
 from megatron_vshape.core.plan import BaselineEstimate, compare
 from megatron_vshape.core.plan import plan as plan_request
-from megatron_vshape.core.request import AUTO, PlanRequest, known_as
+from megatron_vshape.core.request import AUTO, PlanRequest, evaluate_named
 
 REAL = (1.0, 1.15, 0.85, 0.05)
 CELLS, SEED = 200, 20
@@ -47,7 +47,7 @@ class Cell:
         )
         placements = [linear(d), v_shape(d), *(looping(d, each) for each in chunks)]
         least = min(least_limit(self.cut(len(each)), d, [each]) for each in placements)
-        most = 2 * max(known_as("1f1b", asked).peak)
+        most = 2 * max(evaluate_named("1f1b", asked).peak)
         limit = least + self.place * max(most - least, 0)
         return replace(asked, limit=limit)
 
@@ -143,7 +143,9 @@ def test_megatrons_own_is_recommended_where_it_wins() -> None:
     assert answer.is_megatrons
     assert answer.baseline == BaselineSpec("1f1b")
     assert answer.schedule.order == make("1f1b", 4, 8).order
-    known = {each.rival: each for each in compare(PlanRequest(AUTO, 4, 8, dear, limit=8), answer)}
+    known = {
+        each.baseline: each for each in compare(PlanRequest(AUTO, 4, 8, dear, limit=8), answer)
+    }
     own = known[BaselineSpec("1f1b")]
     assert not isinstance(own, BaselineEstimate)
     assert answer.plan.value <= own.timeline.makespan
@@ -160,7 +162,7 @@ def test_interleaved_is_megatrons_in_whole_groups() -> None:
 def test_a_name_as_a_limit_means_its_peak(name: str) -> None:
     question = PlanRequest(AUTO, 3, 6, None, limit=name, steps=2000)
     answer = plan_request(question)
-    peak = max(known_as(name, question).peak)
+    peak = max(evaluate_named(name, question).peak)
     assert answer.limits == (peak,) * 3
     chunks = {"num_chunks": 3} if ":" in name else {}
     made = make(name.partition(":")[0], 3, 6, **chunks)
@@ -174,13 +176,13 @@ def test_without_a_limit_it_is_what_1f1b_really_holds() -> None:
     answer = plan_request(PlanRequest(AUTO, 4, 8, costs, steps=2000))
     assert answer.limits == (10.0,) * 4
     one = make("1f1b", 4, 8)
-    assert max(peak_held(one, known_as("1f1b", PlanRequest(AUTO, 4, 8, costs)).costs)) == 10.0
+    assert max(peak_held(one, evaluate_named("1f1b", PlanRequest(AUTO, 4, 8, costs)).costs)) == 10.0
 
 
 @pytest.mark.parametrize("text", ["v-half:2", "interleaved-1f1b:", "interleaved-1f1b:x"])
 def test_a_name_with_a_wrong_number_of_stages_is_told(text: str) -> None:
     with pytest.raises(ScheduleError, match="a number of chunks per rank"):
-        known_as(text, PlanRequest(AUTO, 4, 8))
+        evaluate_named(text, PlanRequest(AUTO, 4, 8))
 
 
 def test_layers_are_dealt_out_anew_for_other_numbers_of_stages() -> None:
