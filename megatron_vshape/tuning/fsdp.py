@@ -8,6 +8,7 @@ reduce-scattered, in every microbatch (ZeRO stage 3).
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from megatron_vshape.core.model.layers import Share
 from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.rehearsal import accuracy
 from megatron_vshape.rehearsal.hops import hops_of
@@ -57,7 +58,7 @@ def sentence(fsdp: Prediction | None, other: Prediction | None, case: str) -> st
         return f"{start}does not fit."
     gain, within = 1 - fsdp.step_s / other.step_s, accuracy.threshold(case)
     if abs(gain) <= within:
-        return f"{start}{100 * gain:+.0f}% speed, within the error ({100 * within:.1f}%)."
+        return f"{start}as fast as the best pipeline within the error ({100 * within:.1f}%)."
     if gain < 0:
         return f"{start}{-100 * gain:.0f}% slower."
     return (
@@ -67,15 +68,24 @@ def sentence(fsdp: Prediction | None, other: Prediction | None, case: str) -> st
 
 
 def _configurations(own: Configuration, predictor: Predictor) -> Iterator[Configuration]:
-    """Yield configurations without a pipeline, those expected to be fastest first."""
-    machine = predictor.machine
+    """Yield configurations without a pipeline, the fastest first, with the least possible TP.
+
+    At most two, because each has to be rehearsed; none if its states alone do not fit.
+    """
+    machine, subject = predictor.machine, predictor.subject
+    counted = predictor.counts(own)
+    pieces, shards = counted.pieces, own.tensor_parallel * own.expert_parallel
+    layers = Share.total(pieces.shares).state if pieces.shares else subject.layers
+    states = layers * pieces.layer.state_bytes / counted.state_bytes_per_parameter * SHARDED_BYTES
+    if states * shards / machine.num_devices > predictor.allocatable_bytes:
+        return
     base = replace(own, schedule="1f1b", pipeline_parallel=1, layout=Layout.EVEN)
-    for tensor in dict.fromkeys((1, own.tensor_parallel)):
-        for recompute in dict.fromkeys((NONE, own.recompute, FULL)):
-            it = replace(base, tensor_parallel=tensor, recompute=recompute)
-            it = it.on_devices(machine.num_devices)
-            if not any(faults(it, predictor.subject, machine.num_devices, machine.gpu.node)):
-                yield it
+    for tensor in (1, own.tensor_parallel):
+        it = replace(base, tensor_parallel=tensor).on_devices(machine.num_devices)
+        if not any(faults(it, subject, machine.num_devices, machine.gpu.node)):
+            yield replace(it, recompute=NONE)
+            yield replace(it, recompute=FULL if own.recompute == NONE else own.recompute)
+            return
 
 
 def _predict(predictor: Predictor, it: Configuration) -> Prediction:

@@ -1,9 +1,16 @@
 """The configurations next to a command's, and the rows that compare them."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import pytest
+from tuning.counts import Fake, predictor_of
+from tuning.samples import load_sample, write_sweep
+
 from megatron_vshape.cli.advise import _changes, _is_even, changes_megatron
+from megatron_vshape.cli.main import main
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.core.model.schedule import Schedule
@@ -21,6 +28,7 @@ from megatron_vshape.tuning.configurations import (
     neighbors,
     own_configuration,
 )
+from megatron_vshape.tuning.grid import expand
 from megatron_vshape.tuning.machine import Machine
 from megatron_vshape.tuning.predictor import Prediction, Predictor
 
@@ -152,3 +160,30 @@ def test_a_grid_has_the_same_rows() -> None:
 
 def _named(it: Configuration, name: str) -> Configuration:
     return replace(it, schedule=name)
+
+
+SMALL = """--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 64
+    --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 8 --vocab-size 1023
+    --pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method uniform
+    --recompute-num-layers 1 --tokenizer-type NullTokenizer"""
+
+
+def test_advise_reads_the_grid_of_an_old_sweep_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The best of `sweep --predict-only` is the best row of `advise`, with its flags."""
+    monkeypatch.setattr("megatron_vshape.cli.advise.Counts", Fake)
+    path, file = write_sweep(tmp_path), tmp_path / "advice.json"
+    command = ["advise", "--grid", str(path), "--json", str(file), "--headroom", "0"]
+    assert main([*command, "--", "pretrain_gpt.py", *SMALL.split()]) == 0
+    rows = json.loads(file.read_text())
+    loaded = load_sample(tmp_path)
+    predictions = [predictor_of(loaded)(it) for it in expand(loaded).possible]
+    best = min(predictions, key=step)
+    assert rows["best"]["schedule"] == best.configuration.schedule
+    assert rows["best"]["step_s"] == best.step_s
+    assert f"--pipeline-schedule {best.configuration.schedule}" in rows["best"]["flags"]
+    assert rows["stock"]["schedule"] == "1f1b"
+    shown = capsys.readouterr().out
+    assert shown.startswith("Recommendation")
+    assert "Without a pipeline (FSDP2): " in shown.replace("\n", " ")

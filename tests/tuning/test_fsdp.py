@@ -72,7 +72,11 @@ def test_a_gain_is_reported_if_it_is_larger_than_the_error() -> None:
     assert not fsdp.sentence(None, row, made.case)
 
 
-def test_a_model_that_fits_nowhere_is_the_smallest() -> None:
-    """More activations than a GPU has: full recomputation is tried last."""
+def test_a_model_that_does_not_fit_is_the_smallest_or_none() -> None:
+    """States that do not fit need no dry run; too many activations are tried with recompute."""
     _, _, peak = without_pipeline(8, replace(LAYER, held_after_forward_bytes=4.0 * GIB))
     assert peak > 80 * GIB
+    many = replace(LAYER, state_bytes=18 * 60 * BILLION / 36)  # 135 GB on each of 8 ranks
+    made = advice(subject(LAYERS_36), Pieces(many, NOTHING, NOTHING, 0.0))
+    predictor = replace(made.predictor, machine=Machine(GPUS["h100"], 8))
+    assert fsdp.best(predictor, made.own) is None
