@@ -2,8 +2,8 @@
 
     TRANSFORMER_ENGINE_PYTHON=DIR python benchmarks/fsdp_rows.py [NAME ...]
 
-Published: fyh2001/megatron-sft-recipes, docs/fsdp_vs_megatron_report.md (FSDP2 with torch.compile;
-Megatron with TP 2: 0.567 s); mlc-ai/pith-train issue 79 (TorchTitan, compiled; selective
+Published: fyh2001/megatron-sft-recipes, its report of FSDP2 and Megatron (torch.compile; Megatron
+with TP 2: 0.567 s); mlc-ai/pith-train issue 79 (TorchTitan, compiled; selective
 recomputation, the configuration of the estimate is the first that fits); pytorch/torchtitan pull
 request 1690 (compiled, full recomputation).
 """
