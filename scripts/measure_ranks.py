@@ -138,6 +138,7 @@ def sizes_of(each: Mapping[str, Any]) -> str:
 
 def rehearse(args: argparse.Namespace) -> int:
     """Add to each rank of a file what a rehearsal counts; 1 where one failed."""
+    from megatron_vshape.environment import ALLOCATOR, SEGMENTS
     from megatron_vshape.rehearsal import sources
     from megatron_vshape.rehearsal.rank_report import FailedRank
     from megatron_vshape.rehearsal.ranks import Programs, rehearse_all
@@ -147,6 +148,8 @@ def rehearse(args: argparse.Namespace) -> int:
     programs = Programs(None, None if local else sources.find_te(args.te), os.cpu_count() or 1)
     gpu = found["about"]["device"].split()[-1].lower()
     jobs = [rehearsal(each, gpu, str(at)) for at, each in enumerate(found["ranks"])]
+    for job in jobs:  # the settings of the measurement, with any schedule
+        job["environment"] |= {ALLOCATOR[0]: SEGMENTS}
     failed = False
     for told in rehearse_all(programs, jobs):
         each = found["ranks"][int(told.name)]
@@ -155,7 +158,8 @@ def rehearse(args: argparse.Namespace) -> int:
             print(f"{each['name']}, rank {each['rank']}: {told.error}", file=sys.stderr)
             continue
         plain = told.to_json()
-        each["rehearsed"] = {name: plain[name] for name in ("peak_bytes", "held_bytes", "when")}
+        names = "peak_bytes", "held_bytes", "reserved_bytes", "when"
+        each["rehearsed"] = {name: plain[name] for name in names}
         each["rehearsed"]["kinds"] = [
             {name: getattr(kind, name) for name in ("kind", "chunk", "adds_bytes")}
             | {"ms": 1e3 * (kind.seconds - kind.waited_seconds)}

@@ -321,7 +321,7 @@ def _print(
         f"{command.value(SCHEDULE) or 'Megatron' + chr(39) + 's own schedule'}, TP {shape.tp} x "
         f"PP {shape.pp} x CP {sizes.context} x DP {shape.dp}: {sizes.world} "
         f"{gpu.name.upper()} with {report.gib(gpu.memory_bytes)} GiB, {first.microbatches} "
-        "microbatches. Estimated, not measured.\nAllocated GiB by pipeline rank:"
+        "microbatches. Estimated, not measured.\nGiB by pipeline rank:"
     )
     print("\n".join(report.table(mine, gpu)))
     for each in mine:

@@ -51,6 +51,7 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     yield cuda, "get_device_capability", lambda *_: _gpu().capability
     yield cuda, "get_device_name", lambda *_: _gpu().name
     yield cuda, "get_device_properties", lambda *_: _properties()
+    yield cuda, "empty_cache", _empty_cache
     yield cuda, "memory_allocated", lambda *_: _now()
     yield cuda, "memory_reserved", lambda *_: _now()
     yield cuda, "max_memory_allocated", lambda *_: _peak()
@@ -89,6 +90,11 @@ def _properties() -> types.SimpleNamespace:
 
 def _now() -> int:
     return 0 if Current.ledger is None else Current.ledger.now
+
+
+def _empty_cache() -> None:
+    if Current.ledger is not None:
+        Current.ledger.emptied.append(Current.ledger.clock)
 
 
 def _peak() -> int:

@@ -491,7 +491,7 @@ def ranks_asked_for(text: str, pipeline: int) -> list[int]:
     return sorted(set(found))
 
 
-VARIABLES = ("NVTE_", "CUBLAS_", "CUDA_DEVICE_")
+VARIABLES = ("NVTE_", "CUBLAS_", "CUDA_DEVICE_", "PYTORCH_")
 """Prefixes of the environment variables that affect the allocations of a command."""
 
 

@@ -55,6 +55,7 @@ class Record:
     what: str = ""  # weights, gradients, optimizer, logits; otherwise an activation
     code: str = ""
     graphed: bool = False  # in the memory pool of CUDA graphs
+    fused: bool = False  # within a fused kernel only, so never allocated
 
 
 class PassRecord(NamedTuple):
@@ -76,6 +77,8 @@ class Ledger(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = self.peak_at = self.clock = 0
         self.records: list[Record] = []
+        self.emptied: list[int] = []  # clock of each call that empties torch's cache
+        self.step_start = 0  # clock
         self.curve: list[tuple[float, int, int]] = []
         """(seconds of this rank's work, bytes, clock) at start, peak and end of each pass."""
         self.passes: list[PassRecord] = []
@@ -91,6 +94,7 @@ class Ledger(TorchDispatchMode):
         self._inside = self._device = self._local = self._local_at = 0
         self._handles: set[bool] = set()
         self._beside: tuple[int, ...] = ()
+        self._kernel_start = 0  # number of records at the start of the current fused kernel
         self._workspace, self._multiprocessors = cublas_workspace_bytes, multiprocessors
 
     # ---- storages ----
@@ -157,9 +161,10 @@ class Ledger(TorchDispatchMode):
             self._beside += sizes
         if self._inside or not sizes:
             return
-        record = self._record(sum(map(rounded, sizes)), ())
-        self._change(record.size)
-        self._end(record)
+        records = [self._record(rounded(size), ()) for size in sizes]
+        self._change(sum(each.size for each in records))
+        for each in records:
+            self._end(each)
 
     def stay(self, size: int, what: str) -> None:
         """Count permanent memory that no Python tensor owns."""
@@ -197,6 +202,8 @@ class Ledger(TorchDispatchMode):
     def _end_kernel(self) -> None:
         self._inside -= 1
         if not self._inside:
+            for each in self.records[self._kernel_start :]:
+                each.fused = each.died < NEVER
             self.mark()
             sizes, self._beside = self._beside, ()
             self.pass_by(*sizes)
@@ -230,7 +237,7 @@ class Ledger(TorchDispatchMode):
 
     def begin_step(self) -> None:
         """Reset work and passes for a new step."""
-        self.work = Work()
+        self.work, self.step_start = Work(), self.clock
         self.curve.clear()
         self.passes.clear()
 
@@ -381,6 +388,8 @@ class _Kernel(contextlib.AbstractContextManager[None]):
         self._ledger = ledger
 
     def __enter__(self) -> None:
+        if not self._ledger._inside:
+            self._ledger._kernel_start = len(self._ledger.records)
         self._ledger._inside += 1
 
     def __exit__(self, *exception: object) -> None:

@@ -26,13 +26,22 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_vshape.environment import ALLOCATOR, settings
 from megatron_vshape.mcore.refusals import captures_graphs
 from megatron_vshape.rehearsal import adjustments, exchanges, ours, routing
 from megatron_vshape.rehearsal.adjustments import wrap
+from megatron_vshape.rehearsal.allocator import Lifetime, Settings, reserved_bytes
 from megatron_vshape.rehearsal.device import Current, on_host
 from megatron_vshape.rehearsal.gpus import GPUS, Gpu
 from megatron_vshape.rehearsal.graph_pools import GraphPool
-from megatron_vshape.rehearsal.ledger import WORKSPACES, Ledger, PassRecord, Record, tensors_in
+from megatron_vshape.rehearsal.ledger import (
+    NEVER,
+    WORKSPACES,
+    Ledger,
+    PassRecord,
+    Record,
+    tensors_in,
+)
 from megatron_vshape.rehearsal.rank_report import (
     PARTS,
     Bytes,
@@ -305,12 +314,15 @@ class _Run:
         work = ledger.work.repeating(keys, last, self.few)
         at_peak = ledger.held_at(ledger.peak_at)
         parameters = [_parameters(chunk) for chunk in self.chunks]
+        graphs = None if self.pool is None else self.pool.peaks()
         return RankReport(
             name=self.job.name,
             rank=self.job.rank,
             stage=self.job.stage,
             peak_bytes=ledger.peak,
-            graph_bytes=None if self.pool is None else self.pool.peaks(),
+            graph_bytes=graphs,
+            communicators=len({key[1:] for key in work.exchanges if key[2] > 1}),
+            reserved_bytes=self._reserved(0 if graphs is None else graphs.pool + graphs.inputs),
             held_bytes=self.held[-1],
             held_parts=self.held_parts,
             first_step_held_bytes=self.held[0],
@@ -341,6 +353,22 @@ class _Run:
             seconds=seconds,
             host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )
+
+    def _reserved(self, graph_bytes: int) -> int:
+        """Compute the reserved memory with the allocator's settings of the run."""
+        lives = [
+            Lifetime(each.size, each.born, None if each.died == NEVER else each.died)
+            for each in self.ledger.records
+            if each.size and not (each.fused or each.graphed)
+        ]
+        given: dict[str, str] = dict(os.environ)
+        if self.job.schedule and not any(name in given for name in ALLOCATOR):
+            registers = bool(getattr(self.args, "nccl_ub", False))
+            needed = settings(kernels=True, ordered=False, registers=registers)
+            given = {name: value for name, (value, _) in needed.items()}
+        ledger = self.ledger
+        found = reserved_bytes(lives, ledger.emptied, ledger.step_start, Settings.of(given))
+        return found + graph_bytes
 
     def _sizes(self) -> Sizes:
         args = self.args

@@ -95,6 +95,8 @@ class RankReport:
     stage: int  # pipeline rank
     peak_bytes: int
     graph_bytes: GraphBytes | None
+    communicators: int  # of NCCL, with more than one rank
+    reserved_bytes: int  # of torch's allocator, CUDA graphs included
     held_bytes: float  # between steps
     held_parts: Bytes
     first_step_held_bytes: int  # before the first step

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_vshape.rehearsal.gpus import GIB, Gpu
+from megatron_vshape.rehearsal.gpus import GIB, NCCL_BYTES, Gpu
 from megatron_vshape.rehearsal.rank_report import PARTS, GraphBytes, Holder, RankReport
 
 WIDTH = 100
@@ -43,11 +43,12 @@ def gib(size: float) -> str:
 def table(found: Sequence[RankReport], gpu: Gpu) -> list[str]:
     """Format a heading and a row per rank, in GiB."""
     names = ["other" if name == "rest" else name for name in PARTS]
-    rows = [["rank", *names, "peak", "model states", "free"]]
+    rows = [["rank", *names, "peak", "reserved", "model states", "spare"]]
     for each in found:
         parts = [gib(each.parts[name]) for name in PARTS]
-        free = gib(gpu.memory_bytes - each.peak_bytes)
-        rows.append([str(each.stage), *parts, gib(each.peak_bytes), gib(each.held_bytes), free])
+        spare = gpu.memory_bytes - each.reserved_bytes - outside_bytes(each, gpu)
+        sizes = each.peak_bytes, each.reserved_bytes, each.held_bytes, spare
+        rows.append([str(each.stage), *parts, *map(gib, sizes)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
@@ -81,6 +82,11 @@ def needed(found: RankReport) -> int:
     """Compute the bytes that a rank needs: its peak, or the sum of peaks with CUDA graphs."""
     graphs = found.graph_bytes
     return found.peak_bytes if graphs is None else max(found.peak_bytes, graphs.total)
+
+
+def outside_bytes(found: RankReport, gpu: Gpu) -> float:
+    """Estimate the memory of CUDA and NCCL, which is outside of torch's allocator."""
+    return gpu.beside_gib * GIB + found.communicators * NCCL_BYTES
 
 
 def pass_in_words(phase: str) -> str:
@@ -124,11 +130,16 @@ def verdict(found: Sequence[RankReport], gpu: Gpu) -> str:
         others = [str(each.stage) for each in found if needed(each) > memory]
         too_large = f"; too large: ranks {', '.join(others)}" if len(others) > 1 else ""
         return f"Does not fit: {text}, {gib(peak - memory)} GiB above {of_gpu}{step}{too_large}."
-    free = f"{gib(memory - peak)} GiB below {of_gpu}"
-    reserve = f"reserve about {gpu.beside_gib:g} GiB for the CUDA context and NCCL"
-    if memory - peak < gpu.beside_gib * GIB:
-        return f"May not fit: {text}, only {free}; {reserve}."
-    return f"Fits: {text}, {free}; {reserve}."
+    most = max(found, key=lambda each: each.reserved_bytes + outside_bytes(each, gpu))
+    outside = outside_bytes(most, gpu)
+    spare = memory - most.reserved_bytes - outside
+    text = (
+        f"rank {most.stage} reserves about {gib(most.reserved_bytes)} GiB (peak "
+        f"{gib(needed(most))}) of {of_gpu}"
+    )
+    if spare < 0:
+        return f"May not fit: {text}, and CUDA and NCCL need about {gib(outside)} GiB."
+    return f"Fits: {text}; {gib(spare)} GiB are spare after about {gib(outside)} for CUDA and NCCL."
 
 
 def remedy_line(most_bytes: float, peak_bytes: float, gpu: Gpu) -> str:
@@ -146,8 +157,8 @@ def assumed(gpu: Gpu, imbalance: float, fused: bool, versions: Mapping[str, str]
         "gpu_memory_bytes": gpu.memory_bytes,
         "attention": "fused kernel" if fused else "unfused, scores are stored",
         "expert_tokens_over_mean": imbalance,
-        "counted": "allocated memory of torch (not reserved)",
-        "not_counted": "NCCL buffers, CUDA context, fragmentation",
+        "counted": "allocated memory of torch; reserved memory by a replay of its allocator",
+        "not_counted": "NCCL buffers and CUDA context",
         "time": "counted work at fixed rates, not measured",
         **versions,
     }

@@ -51,6 +51,16 @@ CASES = {
         assert (ledger.now, ledger.peak) == (0, 8 * MIB)
         assert gpu(1) is not None and ledger.peak == 8 * MIB
     """,
+    "the allocator gets no tensors from within a fused kernel": """
+        x = gpu(MIB)
+        torch.cuda.empty_cache()
+        y = fused(ledger, lambda x: (x + 1) * 2)(x)
+        ledger.pass_by(MIB, 2 * MIB)  # two temporaries of one kernel
+        real = [(each.size // MIB, each.died < 2**60) for each in ledger.records if not each.fused]
+        assert real == [(4, False), (4, False), (1, True), (2, True)], real
+        assert len(ledger.records) == 5 and ledger.emptied == [1]
+        assert ledger.peak == (4 + 4 + 3) * MIB
+    """,
     "what graphs cover lies in their pool": """
         from torch import nn
         from megatron_vshape.rehearsal import graph_pools

@@ -59,6 +59,9 @@ def test_a_tiny_run_holds_what_its_sizes_say(tmp_path: Path) -> None:
         assert parts["gradients"] == pytest.approx(4 * parameters, rel=0.02)
         assert parts["optimizer"] == pytest.approx(12 * parameters, rel=0.02)  # copies and moments
         assert sum(parts.values()) == rank["peak_bytes"] > rank["held_bytes"]
+        segments, unused = divmod(rank["reserved_bytes"], 2 * 2**20)
+        assert 1 < segments / (rank["peak_bytes"] / 2 / 2**20) < 2
+        assert unused == 0
     # 1F1B holds a microbatch more on the first rank; the logits are the last one's
     logits = 2 * TOKENS * VOCABULARY
     assert first["parts"]["logits"] == 0
@@ -67,6 +70,7 @@ def test_a_tiny_run_holds_what_its_sizes_say(tmp_path: Path) -> None:
     assert found["step_s"] > 0
     assert found["assumed"]["gpu"] == "h100"
     assert "rank 1: peak in" in printed
+    assert "reserves about 0.1 GiB (peak 0.1)" in printed
     assert sorted(each.name for each in tmp_path.iterdir()) == ["found.json"]
 
 

@@ -20,14 +20,15 @@ LARGE_VOCABULARY = Pieces(LAYER, EMBEDDING, HEAD, 0.0)
 def rank(stage: int, gib: float, first_gib: float | None = None) -> RankReport:
     first = gib if first_gib is None else first_gib
     sizes = {"peak_bytes": int(gib * GIB), "first_peak_bytes": int(first * GIB)}
-    return report_of(stage=stage, **sizes)
+    return report_of(stage=stage, reserved_bytes=int((gib + 1) * GIB), communicators=4, **sizes)
 
 
 @pytest.mark.parametrize(
     ("ranks", "start", "part"),
     [
-        ([rank(0, 50.8), rank(1, 38.7)], "Fits: rank 0 ", "50.8 GiB, 28.8 GiB below the 79.6 GiB"),
-        ([rank(0, 20.0), rank(3, 79.0)], "May not fit: rank 3 ", "only 0.6 GiB below"),
+        ([rank(0, 50.8), rank(1, 38.7)], "Fits: rank 0 ", "51.8 GiB (peak 50.8) of the 79.6 GiB"),
+        ([rank(0, 50.8), rank(1, 38.7)], "Fits: rank 0 ", "25.0 GiB are spare after about 2.8"),
+        ([rank(0, 20.0), rank(3, 77.0)], "May not fit: rank 3 ", "CUDA and NCCL need about 2.8"),
         ([rank(0, 90.0), rank(1, 81.0)], "Does not fit: rank 0 ", "10.4 GiB above the 79.6 GiB"),
         ([rank(0, 90.0, 70.0)], "Does not fit: rank 0 ", "(from the second step on)"),
     ],
