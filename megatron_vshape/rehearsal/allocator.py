@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_vshape.environment import ALLOCATOR
+from megatron_vshape.environment import ALLOCATOR, settings
 
 MIB = 1 << 20
 UNIT = 512
@@ -57,6 +57,22 @@ class Settings:
             _NO_LIMIT if split is None else int(split) * MIB,
             int(divisions) if divisions.isdigit() else 0,
         )
+
+    @classmethod
+    def of_run(
+        cls, environment: Mapping[str, str], has_schedule: bool, registers: bool
+    ) -> Settings:
+        """Read the environment; without a setting, use that of this package's schedules.
+
+        Args:
+            environment: variables of the run.
+            has_schedule: whether the run has a schedule of this package.
+            registers: whether NCCL registers buffers.
+        """
+        if has_schedule and not any(name in environment for name in ALLOCATOR):
+            needed = settings(kernels=True, ordered=False, registers=registers)
+            return cls.of({name: value for name, (value, _) in needed.items()})
+        return cls.of(environment)
 
     def rounded(self, size: int) -> int:
         """Round a request to the size of its block."""

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_vshape.environment import ALLOCATOR, settings
 from megatron_vshape.mcore.refusals import captures_graphs
 from megatron_vshape.rehearsal import adjustments, exchanges, ours, routing
 from megatron_vshape.rehearsal.adjustments import wrap
@@ -361,13 +360,10 @@ class _Run:
             for each in self.ledger.records
             if each.size and not (each.fused or each.graphed)
         ]
-        given: dict[str, str] = dict(os.environ)
-        if self.job.schedule and not any(name in given for name in ALLOCATOR):
-            registers = bool(getattr(self.args, "nccl_ub", False))
-            needed = settings(kernels=True, ordered=False, registers=registers)
-            given = {name: value for name, (value, _) in needed.items()}
+        registers = bool(getattr(self.args, "nccl_ub", False))
+        settings = Settings.of_run(os.environ, self.job.schedule, registers)
         ledger = self.ledger
-        found = reserved_bytes(lives, ledger.emptied, ledger.step_start, Settings.of(given))
+        found = reserved_bytes(lives, ledger.emptied, ledger.step_start, settings)
         return found + graph_bytes
 
     def _sizes(self) -> Sizes:

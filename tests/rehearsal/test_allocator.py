@@ -80,6 +80,14 @@ def test_sizes_are_rounded(divisions: int, size: int, rounded: int) -> None:
     assert Settings.of({"PYTORCH_ALLOC_CONF": given}).rounded(size) == rounded
 
 
+def test_schedules_use_expandable_segments_unless_the_user_decides() -> None:
+    given = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}
+    assert Settings.of_run({}, has_schedule=True, registers=False) == EXPANDABLE
+    assert Settings.of_run({}, has_schedule=True, registers=True) == FIXED
+    assert Settings.of_run({}, has_schedule=False, registers=False) == FIXED
+    assert Settings.of_run(given, has_schedule=True, registers=False) == FIXED
+
+
 def test_cached_blocks_return_only_if_memory_is_needed() -> None:
     allocator = Allocator(FIXED, memory_bytes=100 * MIB)
     allocator.free(allocator.allocate(60 * MIB))
