@@ -44,7 +44,9 @@ def work_us(costs: Costs, num_devices: int) -> float:
 @pytest.mark.parametrize("limit", [2, 4, 5, 6, 8, 16])
 def test_every_limit_gives_complete_schedules_that_fit(limit: int) -> None:
     costs = v_costs(4)
-    for order in find_steady_orders(costs, v_shape(4), 4, [limit] * 4, STEPS):
+    orders = find_steady_orders(costs, v_shape(4), 4, [limit] * 4, STEPS)
+    assert orders
+    for order in orders:
         schedule = unroll(order, 9)
         verify(schedule, max_held=limit, costs=costs)
 
@@ -52,7 +54,9 @@ def test_every_limit_gives_complete_schedules_that_fit(limit: int) -> None:
 def test_the_period_is_what_a_long_run_takes_per_microbatch() -> None:
     costs = v_costs(4)
     for limit in (4, 5, 6):
-        for order in find_steady_orders(costs, v_shape(4), 4, [limit] * 4, STEPS):
+        orders = find_steady_orders(costs, v_shape(4), 4, [limit] * 4, STEPS)
+        assert orders
+        for order in orders:
             spans = [simulate(unroll(order, m), costs).makespan for m in (120, 160)]
             per_microbatch = (spans[1] - spans[0]) / 40
             assert per_microbatch == pytest.approx(order.period_us / order.microbatches, rel=1e-5)
@@ -108,7 +112,9 @@ def test_unequal_stages_and_limits(data: st.DataObject) -> None:
     costs = Costs(values(0.2), values(0.2), values(0.2), 0.1, values(0), values(0))
     least = least_memory(costs, v_shape(devices), devices)
     limits = [value * data.draw(st.floats(1, 3)) for value in least]
-    for order in find_steady_orders(costs, v_shape(devices), devices, limits, 2_000):
+    orders = find_steady_orders(costs, v_shape(devices), devices, limits, 2_000)
+    assert orders
+    for order in orders:
         schedule = unroll(order, 5)
         verify(schedule)
         for held, limit in zip(peak_held(schedule, costs), limits, strict=True):

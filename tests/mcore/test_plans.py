@@ -85,7 +85,7 @@ def test_this_packages_own_orders_may_be_files(tmp_path: Path, name: str) -> Non
     file = tmp_path / "own.json"
     made = plan(PlanRequest(name, 4, 8)).schedule if name.endswith("+") else make(name, 4, 8)
     file.write_text(made.to_json())
-    choice_of(str(file), 4)
+    assert choice_of(str(file), 4).from_file == made
 
 
 def test_a_file_with_a_shared_vocabulary_shares_it(tmp_path: Path) -> None:

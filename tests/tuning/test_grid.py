@@ -52,7 +52,9 @@ def test_nothing_possible(tmp_path: Path) -> None:
 
 def test_layers_add_up(tmp_path: Path) -> None:
     loaded = load_sample(tmp_path, model={"layers": 6}, sweep={"grid": BALANCED})
-    for it in expand(loaded).possible:
+    possible = expand(loaded).possible
+    assert possible
+    for it in possible:
         assert it.layout is Layout.BALANCED
         assert layers_of_stages(it, loaded.subject, v_shape(2)) == (1, 2, 2, 1)
 
