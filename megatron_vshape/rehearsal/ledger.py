@@ -68,6 +68,8 @@ class PassRecord(NamedTuple):
     before_bytes: int
     most_bytes: int
     after_bytes: int
+    clock: int  # at the start
+    before: Work  # of the step before the pass
 
 
 class Ledger(TorchDispatchMode):
@@ -90,6 +92,7 @@ class Ledger(TorchDispatchMode):
         self.pool = self.pool_peak = self.other_peak = 0
         self._has_logits = False
         self._known: dict[Key, Operation] = {}
+        self._copies: dict[int, list[Record]] = {}
         self._live: dict[int, tuple[Any, Record | None]] = {}
         self._inside = self._device = self._local = self._local_at = 0
         self._handles: set[bool] = set()
@@ -125,7 +128,18 @@ class Ledger(TorchDispatchMode):
         if record is not None and record is not _EMPTY:
             self._end(record)
 
+    def repeat(self, record: Record, times: int) -> None:
+        """Add copies of a live storage, which are freed together with it."""
+        for _ in range(times):
+            copy = self._record(record.size, record.shape)
+            copy.phase, copy.place, copy.code = record.phase, record.place, record.code
+            copy.what = record.what
+            self._copies.setdefault(id(record), []).append(copy)
+            self._change(copy.size)
+
     def _end(self, record: Record) -> None:
+        for each in self._copies.pop(id(record), ()):
+            self._end(each)
         record.died = self.clock
         self.pool -= record.size * record.graphed
         self._change(-record.size)
@@ -223,6 +237,7 @@ class Ledger(TorchDispatchMode):
         outer = self._local, self._local_at
         self._local, self._local_at = self.now, self.clock
         begun, earlier, before_bytes = self.seconds(self.work), self.work.copy(), self.now
+        clock = self.clock
         self.curve.append((begun, self.now, self.clock))
         try:
             yield
@@ -231,7 +246,7 @@ class Ledger(TorchDispatchMode):
             largest = (begun + ended) / 2, self._local, self._local_at
             self.curve += [largest, (ended, self.now, self.clock)]
             did, held = self.work.less(earlier), (before_bytes, self._local, self.now)
-            self.passes.append(PassRecord(phase, begun, ended, did, *held))
+            self.passes.append(PassRecord(phase, begun, ended, did, *held, clock, earlier))
             self.phase = before
             self._local, self._local_at = max(outer, (self._local, self._local_at))
 

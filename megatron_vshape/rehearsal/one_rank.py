@@ -27,7 +27,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_vshape.mcore.refusals import captures_graphs
-from megatron_vshape.rehearsal import adjustments, exchanges, ours, routing
+from megatron_vshape.rehearsal import adjustments, exchanges, ours, repeats, routing
 from megatron_vshape.rehearsal.adjustments import wrap
 from megatron_vshape.rehearsal.allocator import Lifetime, Settings, reserved_bytes
 from megatron_vshape.rehearsal.device import Current, on_host
@@ -79,6 +79,7 @@ class RankJob:
     name: str = ""
     check: bool = False  # stop before the first pass: only the start-up checks run
     batch_microbatches: int = 0  # of the batch, if the flags have a smaller one; 0: theirs
+    traces_all: bool = False  # trace microbatches that repeat earlier ones, too
     cluster: dict[str, Any] | None = None  # `Gpu.to_json` of a cluster file's GPU
 
     @property
@@ -161,11 +162,12 @@ class _Run:
         self.held_parts: Bytes = {}
         self.peaks: list[int] = []  # before each step
         self.after_setup = 0
-        self.few = self.many = 0
+        self.few = self.many = self.traced = 0
         self.args: Any = None
         self.chunks: list[Any] = []
         self.pool: GraphPool | None = None
-        self.passes = _Passes(ledger)
+        self.passes = _Passes(ledger, self._before_forward)
+        self.repeated_work = Work()
         self.notices: list[str] = []  # log lines about translated or ignored options
         ledger.seconds = self._seconds
 
@@ -267,7 +269,25 @@ class _Run:
         else:
             ranks = self.args.pipeline_model_parallel_size
             self.few = min(self.many, 2 * ranks if ranks > 1 else 2)
-        return self.few
+        self.traced = min(self.few, self._needed_microbatches() or self.few)
+        return self.traced
+
+    def _needed_microbatches(self) -> int | None:
+        from megatron.core import parallel_state
+
+        job = self.job
+        if job.microbatches or job.schedule or job.traces_all or len(self.chunks) > 1:
+            return None
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        return repeats.needed_microbatches(self.args, stage)
+
+    def _before_forward(self, microbatch: int) -> None:
+        """When the last forward starts, add the memory and work of the microbatches left out."""
+        if microbatch == self.traced - 1 and self.traced < self.few:
+            repeated = repeats.repeated_microbatch(self.ledger)
+            self.repeated_work = repeated.work
+            for each in repeated.retained:
+                self.ledger.repeat(each, self.few - self.traced)
 
     def _train_step(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         gc.collect()
@@ -309,8 +329,9 @@ class _Run:
         scale = self.scale(many, self.few, ranks, max(len(self.chunks), 1))
         ran = [each for each in ledger.passes if len(each.phase.split()) == 3]
         keys = repeated((each.phase, each.did) for each in ran)
-        last = [each.did for each in ran if each.phase.split()[2] == str(self.few - 1)]
-        work = ledger.work.repeating(keys, last, self.few)
+        last = [each.did for each in ran if each.phase.split()[2] == str(self.traced - 1)]
+        work = ledger.work.plus(self.repeated_work, self.few - self.traced)
+        work = work.repeating(keys, last, self.few)
         at_peak = ledger.held_at(ledger.peak_at)
         parameters = [_parameters(chunk) for chunk in self.chunks]
         graphs = None if self.pool is None else self.pool.peaks()
@@ -331,7 +352,7 @@ class _Run:
             holders=_holders(at_peak),
             time=step_time(work, self.job.hardware, scale),
             microbatches=many,
-            traced_microbatches=self.few,
+            traced_microbatches=self.traced,
             parameters=sum(parameters),
             chunk_parameters=parameters,
             chunk_layers=[_layers(chunk) for chunk in self.chunks],
@@ -521,8 +542,8 @@ def _holders(records: list[Record]) -> list[Holder]:
 class _Passes:
     """Tracks the names of the passes of a step, and the running module."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, ledger: Ledger, before_forward: Callable[[int], None]) -> None:
+        self._ledger, self._before_forward = ledger, before_forward
         self._chunks: dict[int, int] = {}
         self._count: dict[str, int] = {}
         self._made: dict[int, str] = {}
@@ -575,6 +596,7 @@ class _Passes:
         chunk = self._chunks.get(id(model), 0)
         at = self._count.get(f"F{chunk}", 0)
         self._count[f"F{chunk}"] = at + 1
+        self._before_forward(at)
         with self._ledger.during(f"F {chunk} {at}"):
             made = call(*args, **kwargs)
         for each in tensors_in((made,)):

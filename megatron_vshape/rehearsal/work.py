@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -48,6 +49,33 @@ class Work:
             self.kernels - other.kernels,
             {key: each for key, each in exchanges.items() if each[0]},
         )
+
+    def plus(self, other: Work, times: int) -> Work:
+        """Return the sum of this work and `times` the other."""
+        made = self.copy()
+        for key, number in other.products.items():
+            made.products[key] = made.products.get(key, 0) + times * number
+        for name, flops in other.attention_flops.items():
+            made.attention_flops[name] = made.attention_flops.get(name, 0.0) + times * flops
+        for exchange, sent in other.exchanges.items():
+            before = made.exchanges.get(exchange, [0, 0])
+            made.exchanges[exchange] = [a + times * b for a, b in zip(before, sent, strict=True)]
+        made.bytes_moved += times * other.bytes_moved
+        made.optimizer_bytes += times * other.optimizer_bytes
+        made.kernels += times * other.kernels
+        return made
+
+    def is_close(self, other: Work) -> bool:
+        """Return whether the counts are equal up to the rounding of floating-point sums."""
+        counts = [
+            (each.products, each.exchanges, each.kernels, each.attention_flops.keys())
+            for each in (self, other)
+        ]
+        sums = [
+            (each.bytes_moved, each.optimizer_bytes, *map(each.attention_flops.get, counts[0][3]))
+            for each in (self, other)
+        ]
+        return counts[0] == counts[1] and all(map(math.isclose, *sums))
 
     def repeating(
         self, keys: Collection[ExchangeKey], passes: Collection[Work], microbatches: int = 1

@@ -30,6 +30,9 @@ ENVIRONMENT = {
 }
 """Read when torch is imported; no GPU is queried, and nothing is downloaded."""
 
+AGAIN = "again"
+"""Key of the reason for which a rank has to be traced again, with all microbatches."""
+
 _IMPORTED_ONCE = (
     "megatron.training.training",
     "megatron_vshape.rehearsal.one_rank",
@@ -122,8 +125,12 @@ def _child(given: dict[str, Any], answer: TextIO) -> int:
         os.chdir(folder)  # files that the program writes are deleted with the folder
         try:
             from megatron_vshape.rehearsal.one_rank import RankJob, rehearse
+            from megatron_vshape.rehearsal.repeats import NotRepeatedError
 
-            found = rehearse(RankJob(**given)).to_json()
+            try:
+                found = rehearse(RankJob(**given)).to_json()
+            except NotRepeatedError as error:
+                found = {AGAIN: str(error)}
         except BaseException as error:
             found = {"error": _sentence(error, log), "log": _tail(log, traceback.format_exc())}
         json.dump(found, answer)
@@ -167,6 +174,10 @@ def _answer_one(running: dict[int, tuple[str, Any]], out: TextIO) -> None:
     given = json.loads(line)
     if text:
         found = json.loads(text)
+        if AGAIN in found:
+            answer.close()
+            _start(json.dumps(given | {"traces_all": True}), running)
+            return
     else:
         found = {"error": f"the process of rank {given['rank']} was ended ({status})", "log": ""}
     answer.close()

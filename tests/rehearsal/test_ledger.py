@@ -151,6 +151,35 @@ CASES = {
         ledger._known.clear()
         assert run() == run()
     """,
+    "microbatches that differ are all traced": """
+        from megatron_vshape.rehearsal.repeats import NotRepeatedError, repeated_microbatch
+        def run(sizes):
+            losses, before = [], None
+            with ledger.during("step"):
+                for at, size in enumerate(sizes):
+                    with ledger.during(f"F 0 {at}"):
+                        received, loss = gpu(512), gpu(1)
+                        work = gpu(size) + 1
+                        del work
+                        losses.append(loss)
+                    before = received  # replaces that of the microbatch before
+            return losses, before
+        kept = run([4096, MIB, MIB])
+        now = ledger.now
+        same = repeated_microbatch(ledger)
+        assert [each.size for each in same.retained] == [512] and same.work.kernels == 1
+        ledger.repeat(same.retained[0], 3)
+        assert ledger.now == now + 3 * 512
+        del kept, same
+        assert ledger.now == 0, ledger.now  # copies are freed together with their original
+        kept = run([4096, MIB, 2 * MIB])
+        try:
+            repeated_microbatch(ledger)
+        except NotRepeatedError as error:
+            assert "allocate differently" in str(error)
+        else:
+            raise AssertionError
+    """,
     "sizes are the allocators": """
         x = gpu(1)
         assert ledger.now == 512
@@ -288,6 +317,26 @@ CASES = {
         assert ledger.work.products == {("bfloat16", 32, 64, 128, 1): 1}
     """,
 }
+
+
+AGAIN = """
+import io, json
+from megatron_vshape.rehearsal import worker
+def child(given, answer):
+    json.dump({"traced": 8} if given.get("traces_all") else {worker.AGAIN: "differ"}, answer)
+    answer.flush()
+    return 0
+worker._child = child
+out = io.StringIO()
+worker.serve(iter([json.dumps({"rank": rank, "name": "x"}) for rank in (0, 1)]), out, 1)
+print(sorted(out.getvalue().splitlines()))
+"""
+
+
+def test_a_rank_that_does_not_repeat_runs_again() -> None:
+    ran = subprocess.run([sys.executable, "-c", AGAIN], capture_output=True, text=True, check=True)
+    expected = [json.dumps({"name": "x", "rank": rank, "traced": 8}) for rank in (0, 1)]
+    assert ran.stdout.strip() == str(expected)
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,9 @@ from megatron_vshape import Costs, ScheduleError, load_schedule, make, peak_held
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.program.lowering import fuse
 from megatron_vshape.rehearsal.counted import MICROBATCHES, both_backwards, with_measured
+from megatron_vshape.rehearsal.flags import read_command, sizes_of
+from megatron_vshape.rehearsal.gpus import GPUS
+from megatron_vshape.rehearsal.ranks import DryRunConfig
 from megatron_vshape.rehearsal.sources import find_te
 
 pytest.importorskip("megatron.core")
@@ -464,6 +467,20 @@ def test_a_sweep_counts_each_shape_of_a_command_once(
     key = "1f1b", "2", "given"
     assert float(again[key]["predicted_step_s"]) > float(rows[key]["predicted_step_s"])
     assert slower.stdout.count("counted once") == 1
+
+
+def test_microbatches_that_repeat_are_computed(warm: Warm) -> None:
+    """The last rank runs 4 microbatches of 8, and finds the bytes and the step time of 8."""
+    command = read_command(["pretrain_gpt.py", *TINY, "--pipeline-model-parallel-size", "4"])
+    asked = DryRunConfig.of(command, GPUS["h100"], jobs=1)
+    job = asked.job(command, sizes_of(command, None), 3, "")
+    jobs = [{**job, "name": f"{all_}", "traces_all": all_} for all_ in (False, True)]
+    found = {each["name"]: each for each in warm.run_jobs(asked.programs, jobs)}
+    few, every = found["False"], found["True"]
+    assert (few["traced_microbatches"], every["traced_microbatches"]) == (4, 8)
+    for name in ("peak_bytes", "held_bytes", "parts", "holders", "held_between_passes_bytes"):
+        assert few[name] == every[name], name
+    assert few["time"] == pytest.approx(every["time"])
 
 
 def test_the_step_is_that_of_all_microbatches(warm: Warm, tmp_path: Path) -> None:

@@ -1,0 +1,91 @@
+"""1F1B until it repeats: two equal microbatches of its steady state stand for all further ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from megatron_vshape.mcore.refusals import captures_graphs
+from megatron_vshape.rehearsal.ledger import NEVER, Ledger, Record
+from megatron_vshape.rehearsal.work import Work
+
+_REMEMBERS = (
+    "num_microbatches_with_partial_activation_checkpoints",
+    "fine_grained_activation_offloading",
+    "cpu_offloading_num_layers",
+    "use_megatron_fsdp",
+    "use_torch_fsdp2",
+)
+"""Options of Megatron with which a microbatch may depend on the number of those before it."""
+
+_MORE = 3
+"""Microbatches beyond those in flight: the first backward differs, as it may allocate for the whole
+step and frees no gradient of an earlier one; two are compared; the last receives no input."""
+
+
+class NotRepeatedError(Exception):
+    """Two consecutive microbatches differ, so all of them have to be traced."""
+
+
+class Repeated(NamedTuple):
+    """A microbatch of the steady state: its work, and the storages that stay until the step ends.
+
+    An example of the latter is the loss, of which the last rank keeps one per microbatch.
+    """
+
+    work: Work
+    retained: list[Record]
+
+
+def needed_microbatches(args: Any, stage: int) -> int | None:
+    """Return the number of microbatches after which 1F1B repeats; None: trace the usual number."""
+    ranks = args.pipeline_model_parallel_size
+    if ranks < 2 or captures_graphs(args) or any(getattr(args, name, 0) for name in _REMEMBERS):
+        return None
+    return int(ranks - stage) + _MORE
+
+
+def repeated_microbatch(ledger: Ledger) -> Repeated:
+    """Compare the last two microbatches of the steady state; called when the last forward starts.
+
+    Raises:
+        NotRepeatedError: They differ in their work or in their sequence of allocations and frees.
+    """
+    first, second = [each for each in ledger.passes if each.phase.startswith("F ")][-2:]
+    events = list(_events(ledger.records, first.clock))
+    one = [size for at, size in events if at < second.clock]
+    other = [size for at, size in events if at >= second.clock]
+    if one != other:
+        raise NotRepeatedError("two consecutive microbatches allocate differently")
+    works = second.before.less(first.before), ledger.work.less(second.before)
+    if not works[0].is_close(works[1]):
+        raise NotRepeatedError("two consecutive microbatches have different work")
+    retained = _retained(ledger.records, second.clock)
+    if sum(each.size for each in retained) != sum(other):
+        raise NotRepeatedError("a microbatch frees memory of an earlier step")
+    return Repeated(works[1], retained)
+
+
+def _events(records: Sequence[Record], start: int) -> Iterator[tuple[int, int]]:
+    """Yield (clock, bytes) of allocations and frees since `start`, in order."""
+    changes = [(each.born, each.size) for each in records if each.born >= start]
+    changes += [(each.died, -each.size) for each in records if start <= each.died < NEVER]
+    yield from sorted(changes)
+
+
+def _retained(records: Sequence[Record], start: int) -> list[Record]:
+    """Return the storages since `start` that replace none of an earlier microbatch."""
+    freed = Counter(_kind(each) for each in records if each.born < start <= each.died < NEVER)
+    retained = []
+    for each in records:
+        if each.born >= start and each.died == NEVER:
+            if freed[_kind(each)] > 0:
+                freed[_kind(each)] -= 1
+            else:
+                retained.append(each)
+    return retained
+
+
+def _kind(record: Record) -> tuple[Any, ...]:
+    return record.size, record.shape, record.place, record.code, record.phase[:1]
