@@ -11,19 +11,23 @@ import random
 import weakref
 from array import array
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import other_trainer
 import torch
 import torch.distributed as dist
+from live_bytes import LiveBytes
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import _disable_current_modes
 
 MOST = 9
 """Maximum microbatches of a step; the first steps have every number up to it once."""
@@ -59,8 +63,34 @@ def noted(batches: Iterator[dict[str, Tensor]], seen: list[Any]) -> Iterator[dic
         yield batch
 
 
+@contextmanager
+def offloaded(model: list[Any]) -> Iterator[None]:
+    """Free the storages of parameters and gradients, as verl and NeMo-RL do while they generate."""
+    buffers = [each for chunk in model for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    data = [each for buffer in buffers for each in (buffer.param_data, buffer.grad_data)]
+    storages = [each.untyped_storage() for each in data if each is not None]
+    RotaryEmbedding.forward.cache_clear()  # one per chunk, which NeMo-RL clears as well
+    with _disable_current_modes():  # host memory is not counted
+        copies = [torch.UntypedStorage(each.nbytes()).copy_(each) for each in storages]
+    for each in storages:
+        each.resize_(0)
+    yield
+    for each, copy in zip(storages, copies, strict=True):
+        each.resize_(copy.nbytes())
+        each.copy_(copy)
+
+
 def train(given: dict[str, Any]) -> dict[str, Any]:
-    """Run the steps; return losses, and what is in use when a half of them and all have run."""
+    """Run the steps with a count of every tensor's bytes; see `_train`."""
+    with LiveBytes() as live:
+        return _train(given, live)
+
+
+def _train(given: dict[str, Any], live: LiveBytes) -> dict[str, Any]:
+    """Run the steps; return losses, and what is in use when a half of them and all have run.
+
+    `between` has the bytes at the end of each step that an inference engine on this GPU cannot use.
+    """
     ranks, number = dist.get_world_size(), given["steps"]
     mpu.initialize_model_parallel(1, ranks)
     config = other_trainer.make_config("verl", ranks, given)
@@ -68,7 +98,7 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
     model = other_trainer.make_model("verl", config, given)
     config.finalize_model_grads_func = finalize_model_grads
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1), model)
-    losses, used, kept = array("d"), [], 0
+    losses, used, kept, between = array("d"), [], 0, []
     for at, (count, lengths, evaluates) in enumerate(steps(number)):
         for chunk in model:
             chunk.zero_grad_buffer()
@@ -91,9 +121,12 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
             optimizer.step()
         del returned, collected
         kept += sum(each() is not None for each in seen)
+        with offloaded(model):
+            between.append(live.count())
         if at + 1 in (max(number // 2, 20), number):
             used.append(in_use())
-    return {"losses": losses.tolist(), "used": used, "kept": kept, "chunks": len(model)}
+    found = {"losses": losses.tolist(), "used": used, "kept": kept, "between": between}
+    return found | {"chunks": len(model)}
 
 
 start = other_trainer.starts(train)

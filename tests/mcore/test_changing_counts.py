@@ -48,6 +48,12 @@ def test_losses_are_those_of_1f1b_and_nothing_accumulates(
     assert len(plain[-1]["losses"]) >= steps
     assert ours[-1]["losses"] == pytest.approx(plain[-1]["losses"], abs=1e-5)
     assert [each["kept"] for each in ours] == [0] * ranks  # tensors of the data after their step
+    # What is left for an inference engine on the same GPUs between steps.
+    left, of_plain = (
+        [sum(ranks) for ranks in zip(*(rank["between"] for rank in runs), strict=True)]
+        for runs in (ours, plain)
+    )
+    assert all(own <= stock for own, stock in zip(left, of_plain, strict=True)), (left, of_plain)
     for rank in ours:
         half, end = rank["used"]
         assert half["groups"] == end["groups"]  # no communicator is made after the first step

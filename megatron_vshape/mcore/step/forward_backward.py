@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import nn
 
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -231,6 +231,7 @@ class PipelineRunner:
         ):
             prepared.run.finish()
         checks.make()
+        _release_inputs(prepared.context.chunks)
         return self._reports(prepared.context)
 
     def _train(self, call: Call) -> list[Any]:
@@ -277,6 +278,7 @@ class PipelineRunner:
             self._finalize(context)
         # After finalize, so that the host launches it without waiting for the passes.
         checks.make()
+        _release_inputs(context.chunks)
         return self._reports(context)
 
     def prepare(
@@ -520,6 +522,17 @@ def _timed(config: Any) -> Iterator[None]:
     timer.start(barrier=config.barrier_with_L1_time)
     yield
     timer.stop()
+
+
+def _release_inputs(chunks: Sequence[nn.Module]) -> None:
+    """Free the last message that each chunk has received, and its gradient.
+
+    Megatron's models store it until their next forward. In RL an inference engine runs before that,
+    and a rank with several chunks would store more of them than under 1F1B.
+    """
+    for chunk in chunks:
+        # The input of a first stage in `schedules.forward_step`, so every model accepts it.
+        get_attr_wrapped_model(chunk, "set_input_tensor")([None])
 
 
 def _as_list(model: Any) -> list[nn.Module]:
