@@ -138,6 +138,9 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Download the Python of Megatron and Transformer Engine if missing (3.6 MB)",
     )
+    program.add_argument(  # the name in 0.2
+        "--fetch-te", dest="fetch", action="store_true", help=argparse.SUPPRESS
+    )
     group(parser, OUTPUT).add_argument(
         "--json", type=Path, metavar="FILE.json", help="All results to write"
     )
