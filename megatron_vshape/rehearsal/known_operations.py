@@ -92,7 +92,7 @@ class Operation:
 
 
 def key_of(func: Any, args: Sequence[Any], kwargs: Any) -> Key | None:
-    """Return what determines the results of an operation, or None if they are not cached."""
+    """Return the key of an operation's results, or None if they are not cached."""
     parts: list[Any] = [func, torch.get_default_dtype()]
     if not _add(parts, args):
         return None
@@ -125,7 +125,7 @@ def _add(parts: list[Any], values: Sequence[Any]) -> bool:
 def operation_of(
     func: Any, args: Sequence[Any], out: Any, moved_bytes: int, scratch: tuple[int, ...]
 ) -> Operation | None:
-    """Return what `Operation.make` needs to create these results again, or None."""
+    """Return the recipe of these results for `Operation.make`, or None if they are not cached."""
     if func.namespace != "aten" or any(each in func.tags for each in _NOT_CACHED):
         return None
     container = type(out) if type(out) in (list, tuple) else None
