@@ -136,7 +136,8 @@ def run(library: str, script: str, folder: Path, cases: Mapping[str, Case], **ot
         text=True,
         timeout=3000,
     )
-    return Runs(library, folder, ended.stdout + ended.stderr)
+    name = script.partition("_on_cpu")[0]  # slime, for one, runs in the environment of verl
+    return Runs(name, folder, ended.stdout + ended.stderr)
 
 
 def difference(ours: Any, theirs: Any, where: str) -> float:
