@@ -178,7 +178,7 @@ SLOW = {
 """Cases that take some ten seconds each and run the code of others beside them: slow, too."""
 
 
-OF_OTHER_THINGS = {"cli", "mcore", "playground", "rehearsal", "tuning"}
+OF_OTHER_THINGS = {"cli", "playground", "rehearsal", "tuning"}
 """Folders of tests that are not of how good a plan is."""
 
 

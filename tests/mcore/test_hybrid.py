@@ -135,9 +135,10 @@ TWINS = {  # by what they have: the depths of MTP, the layers of stages of the G
 @pytest.mark.parametrize("name", ["v-half", "v-half+", "v-zb", "1f1b-v", "v-min"])
 @pytest.mark.parametrize(("depths", "split", "shares"), TWINS.values(), ids=TWINS)
 def test_estimates_equal_those_of_the_gpt(
-    name: str, depths: int, split: str | None, shares: bool
+    name: str, depths: int, split: str | None, shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bubble, the peak and the pass order, of the same model as a GPT and as a pattern."""
+    monkeypatch.setattr("megatron_vshape.core.planner.search.default_steps", lambda _: 10_000)
 
     def plan(given: Namespace, text: str | None) -> PlannedStep:
         choice = replace(choice_of(name, 4), shares=shares)

@@ -29,6 +29,7 @@ from mcore.test_vocabulary import WEIGHTS, joined
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.pieces import pieces_from_costs
 from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.core.planner.vocabulary import tells_shared
 from megatron_vshape.mcore.layout import multi_token
@@ -377,7 +378,7 @@ def test_the_balanced_split_counts_its_layers(
     """The loads of a GPT's rank 0 without other layers, and of all devices, in layers of it."""
     split = split_layers(sizes(vocabulary, predicting), v_shape(8), "auto", None)
     assert split.estimate is not None
-    stages = split.estimate.stages()
+    stages = pieces_from_costs(split.estimate)
     layer_us = stages[1].time_us / split.layers[1]
     devices = [(stages[at].time_us + stages[15 - at].time_us) / layer_us for at in range(8)]
     heavy = least > mean  # more than any split balances: rank 0 has no other layers
