@@ -183,16 +183,17 @@ if ((${#pytest_args[@]})); then
 else
     # Most run side by side, one more at a time than there are processors: ranks wait for each
     # other. Those of training come first, for they take longest, and the core's, in many small
-    # files, last, so that all end together. What injects faults, times passes and races threads
-    # has the processors to itself; of the runtime's tests not those on devices whose time is faked.
-    alone=(tests/faults tests/gpu tests/runtime) fakes=tests/runtime/test_on_fake_devices.py
-    ends=(tests/mcore tests/core) between=("$fakes")
+    # files, last, so that all end together. What injects faults, times passes, waits for a clock
+    # and races threads has the processors to itself.
+    alone=(tests/faults tests/gpu tests/runtime/test_{measure,p2p,races}.py)
+    ends=(tests/mcore tests/core) between=()
     for folder in tests/*/; do
         [[ " ${alone[*]} ${ends[*]} " == *" ${folder%/} "* ]] || between+=("${folder%/}")
     done
     wait
     check 'pytest: side by side' python -m pytest -n "$((processors < 3 ? processors + 1 : 4))" \
-        --dist loadfile --no-loadscope-reorder -m "$markers" tests/mcore "${between[@]}" tests/core
-    check 'pytest: alone' python -m pytest -m "$markers" --ignore "$fakes" "${alone[@]}"
+        --dist loadfile --no-loadscope-reorder -m "$markers" "${alone[@]/#/--ignore=}" \
+        tests/mcore "${between[@]}" tests/core
+    check 'pytest: alone' python -m pytest -m "$markers" "${alone[@]}"
 fi
 ((${#failed[@]} == 0)) || die "failed: ${failed[*]}"
