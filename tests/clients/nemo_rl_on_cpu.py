@@ -181,8 +181,6 @@ def without_ray() -> None:
     begin = dist.init_process_group
     dist.init_process_group = torch.distributed.init_process_group = lambda *_: begin("gloo")
     os.environ["NRL_DISABLE_NUMA_BINDING"] = "1"
-    # Offloading frees the storage of the GPU after `.cpu().pin_memory()`, so that must be a copy.
-    torch.Tensor.pin_memory = lambda tensor, *device: tensor.clone()
 
 
 def adapt_to_this_megatron() -> None:
