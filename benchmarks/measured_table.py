@@ -26,7 +26,8 @@ Llama, 4,096 tokens, TP 8, PP 8. 8 experts: Mixtral with 16 layers, PP 4. The op
 not sharded over replicas. *States* is the memory between steps. All values are allocated bytes of
 torch.cuda.memory_stats; NCCL buffers are not included. Temporary memory of torch's reductions and
 of the embedding gradient was added to the estimate after these measurements; before, nine peaks
-agreed.
+agreed. *Reserved* is the memory of torch's allocator with `expandable_segments:True`, estimated by
+[a replay](allocator.md).
 """
 
 PASSES = """
@@ -85,15 +86,21 @@ def _pairs(rank: Rank) -> Iterator[tuple[Rank, Rank]]:
 
 
 def _memory(ranks: Sequence[Rank]) -> Iterator[str]:
-    yield "| case | rank | peak GiB, measured | estimated | error | states GiB | error, bytes |"
-    yield "|---|---:|---:|---:|---:|---:|---:|"
+    yield (
+        "| case | rank | peak GiB, measured | estimated | error | states GiB | error, bytes | "
+        "reserved GiB, measured | estimated | error |"
+    )
+    yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
     for each in ranks:
         sizes = (each["peak_bytes"], each["rehearsed"]["peak_bytes"])
         peak, rehearsed = (f"{size / GIB:.3f}" for size in sizes)
         bytes_off = each["rehearsed"]["held_bytes"] - each["held_bytes"]
+        sizes = (each["reserved_bytes"], each["rehearsed"]["reserved_bytes"])
+        reserved, replayed = (f"{size / GIB:.3f}" for size in sizes)
         yield (
             f"| {each['name']} | {each['rank']} | {peak} | {rehearsed} | "
-            f"{_off(each, 'peak_bytes'):+.2%} | {each['held_bytes'] / GIB:.3f} | {bytes_off} |"
+            f"{_off(each, 'peak_bytes'):+.2%} | {each['held_bytes'] / GIB:.3f} | {bytes_off} | "
+            f"{reserved} | {replayed} | {_off(each, 'reserved_bytes'):+.2%} |"
         )
 
 
