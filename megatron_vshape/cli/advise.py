@@ -14,7 +14,7 @@ from megatron_vshape.cli.hardware import add_cluster_argument, machine_of
 from megatron_vshape.cli.help import MEMORY, MODEL, OUTPUT, SEARCH, group
 from megatron_vshape.cli.options import headroom_of
 from megatron_vshape.cli.progress import told
-from megatron_vshape.cli.rehearse import add_program_arguments, rehearsed
+from megatron_vshape.cli.rehearse import add_program_arguments, dry_run_config
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import even_with_ends
 from megatron_vshape.mcore.layout import hybrid
@@ -145,7 +145,7 @@ def _advice(
             left_out.append(f"{_sizes(it, subject)}: {why}")
         else:
             others.append(it)
-    counts = Counts(subject, machine, lambda: rehearsed(options, subject.command, gpu))
+    counts = Counts(subject, machine, lambda: dry_run_config(options, subject.command, gpu))
     given_headroom = options.headroom or f"{HEADROOM:.0%}"
     headroom = headroom_of(given_headroom, gpu.memory_bytes, in_bytes=True)
     predictor = Predictor(subject, machine, counts, headroom_bytes=headroom)

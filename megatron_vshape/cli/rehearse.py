@@ -168,18 +168,18 @@ def run(options: argparse.Namespace) -> int:
         gpu = of_cluster(options.cluster).gpu
     sizes = sizes_of(command, options.gpus)
     stages = ranks_asked_for(options.ranks, sizes.pipeline)
-    asked = rehearsed(options, command, gpu)
+    config = dry_run_config(options, command, gpu)
     if options.check:
-        return _check(command, asked, sizes, stages)
+        return _check(command, config, sizes, stages)
     _check_costs_are_known(command)
     if options.costs is not None:
-        return _write_costs(command, asked, sizes, stages, options)
+        return _write_costs(command, config, sizes, stages, options)
     runs = _runs(command, options, sizes)
-    jobs = [asked.job(each, sizes, at, name) for name, each in runs.items() for at in stages]
+    jobs = [config.job(each, sizes, at, name) for name, each in runs.items() for at in stages]
     with told(lambda us: f"{us:.0f} us"):
-        found = _found(rehearse_all(asked.programs, jobs))
+        found = _found(rehearse_all(config.programs, jobs))
         mine = found.pop("")
-        helps = [] if options.alone else _remedies(command, asked, sizes, mine)
+        helps = [] if options.alone else _remedies(command, config, sizes, mine)
     step = step_of(mine, command, gpu, sizes.world // sizes.pipeline)
     _print(mine, found, command, gpu, sizes, step)
     verdict = report.verdict(mine, gpu)
@@ -207,13 +207,13 @@ def _check_files(options: argparse.Namespace) -> None:
         )
 
 
-def _check(command: Command, asked: DryRunConfig, sizes: Sizes, stages: Sequence[int]) -> int:
+def _check(command: Command, config: DryRunConfig, sizes: Sizes, stages: Sequence[int]) -> int:
     """Run the start-up checks of these ranks, print the result, and return the exit status."""
-    jobs = [asked.job(command, sizes, at, "") for at in stages]
+    jobs = [config.job(command, sizes, at, "") for at in stages]
     if 0 in stages:  # rank 0 logs for all
         jobs[stages.index(0)]["rank"] = 0
     schedule = command.value(SCHEDULE) or "Megatron's own schedule"
-    for found in check_all(asked.programs, jobs):
+    for found in check_all(config.programs, jobs):
         if isinstance(found, FailedRank):
             print(f"does not start with {schedule}: {found.error}")
             return 1
@@ -231,7 +231,7 @@ def _check_costs_are_known(command: Command) -> None:
         )
 
 
-def rehearsed(options: argparse.Namespace, command: Command, gpu: Gpu) -> DryRunConfig:
+def dry_run_config(options: argparse.Namespace, command: Command, gpu: Gpu) -> DryRunConfig:
     """Return the libraries, the script and the GPU of the estimate.
 
     Raises:
@@ -272,16 +272,16 @@ def _found(results: Iterable[RankReport | FailedRank]) -> dict[str, list[RankRep
 
 
 def _remedies(
-    command: Command, asked: DryRunConfig, sizes: Sizes, mine: Sequence[RankReport]
+    command: Command, config: DryRunConfig, sizes: Sizes, mine: Sequence[RankReport]
 ) -> list[str]:
     """Return lines about flags that lower the peak; none if nothing is known to help."""
     layers = command.layers
     if sizes.pipeline < 2 or not layers:
         return []
-    (ranks,) = count_all(asked, [command], lambda *_: None)
+    (ranks,) = count_all(config, [command], lambda *_: None)
     if isinstance(ranks, str):  # this model cannot be counted by layers
         return []
-    gpu = asked.gpu
+    gpu = config.gpu
     counted = shapes.counted(ranks, gpu, sizes.world, sizes.pipeline, None)
     pieces = shapes.of_pattern(counted, command).pieces
     given = command.value(SCHEDULE), command.has(VOCABULARY)
@@ -291,8 +291,8 @@ def _remedies(
     peak = max(each.peak_bytes for each in mine)
     lines = []
     for each in in_order(found, peak, gpu.memory_bytes - gpu.beside_gib * GIB)[:MOST_TRIED]:
-        job = asked.job(command.of_megatron().having(**each.flags), sizes, each.largest, "")
-        (result,) = rehearse_all(asked.programs, [job])
+        job = config.job(command.of_megatron().having(**each.flags), sizes, each.largest, "")
+        (result,) = rehearse_all(config.programs, [job])
         if isinstance(result, RankReport) and result.peak_bytes < peak:
             text = report.remedy_line(result.peak_bytes, peak, gpu)
             lines.append(f"Less memory with {each.text}: {text}.")
@@ -374,7 +374,7 @@ def _write(
 
 def _write_costs(
     command: Command,
-    asked: DryRunConfig,
+    config: DryRunConfig,
     sizes: Sizes,
     stages: Sequence[int],
     options: argparse.Namespace,
@@ -387,15 +387,15 @@ def _write_costs(
         )
     plain = command.of_megatron().without_chunks()
     with shapes.counting(sizes.pipeline) as put:
-        jobs = [asked.job(put(plain, sizes), sizes, stage, "") for stage in stages]
+        jobs = [config.job(put(plain, sizes), sizes, stage, "") for stage in stages]
         with told(lambda us: f"{us:.0f} us"):
-            found = _found(rehearse_all(asked.programs, jobs))[""]
+            found = _found(rehearse_all(config.programs, jobs))[""]
         if options.measure:
             # Only the first tensor-parallel rank reads data: the others would receive it.
             ranks = [job | {"rank": job["rank"] - job["rank"] % sizes.tensor} for job in jobs]
-            found = _measured(found, ranks, asked)
+            found = _measured(found, ranks, config)
     apart = sizes.world // sizes.pipeline
-    costs = counted.counted_costs(found, asked.gpu, sizes.pipeline, apart)
+    costs = counted.counted_costs(found, config.gpu, sizes.pipeline, apart)
     write_all([Output("--costs", options.costs, lambda path: _write_text(path, costs.to_json()))])
     print("\n".join(source_lines(costs)))
     print(
@@ -405,7 +405,7 @@ def _write_costs(
 
 
 def _measured(
-    found: Sequence[RankReport], jobs: Sequence[Mapping[str, Any]], asked: DryRunConfig
+    found: Sequence[RankReport], jobs: Sequence[Mapping[str, Any]], config: DryRunConfig
 ) -> list[RankReport]:
     """Run the ranks for real and replace their estimated times; equal ranks run once.
 
@@ -419,7 +419,7 @@ def _measured(
     job_of = {job["stage"]: job for job in jobs}
     todo = [job_of[ranks[0].stage] for ranks in alike.values()]
     made: list[RankReport] = []
-    results = measured.measure_all(todo, asked.programs.megatron)
+    results = measured.measure_all(todo, config.programs.megatron)
     for ranks, result in zip(alike.values(), results, strict=True):
         where = _stages(ranks)
         if "error" in result:

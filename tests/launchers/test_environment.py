@@ -298,11 +298,11 @@ def test_a_librarys_buffers_that_nccl_registers_keep_the_allocator_as_it_is(
     process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their config comes before the model's, or after it."""
-    from megatron_vshape.mcore.hooks import library
+    from megatron_vshape.mcore.hooks import core_hooks
     from megatron_vshape.mcore.hooks.session import Session
 
     chosen: Any = Namespace(choice=Namespace(name="v-half", kernels=True))
-    monkeypatch.setattr(library.library, "prepare_config", lambda config, asked: chosen)
+    monkeypatch.setattr(core_hooks.library, "prepare_config", lambda config, asked: chosen)
     monkeypatch.setattr(Session, "choose", lambda self, *pipeline: None)
     config = options(pipeline_model_parallel_layout=None)
     for comes_first in (True, False):
@@ -310,11 +310,11 @@ def test_a_librarys_buffers_that_nccl_registers_keep_the_allocator_as_it_is(
         monkeypatch.setattr(os, "environ", environ)
         process.allocator.clear()
         session: Any = Session()
-        post_init = library.data_parallel_config_post_init(session, lambda each: None)
+        post_init = core_hooks.data_parallel_config_post_init(session, lambda each: None)
         post_init(Namespace(nccl_ub=False))
         if comes_first:
             post_init(Namespace(nccl_ub=True))
-        library._choose(session, Namespace(), config)
+        core_hooks._choose(session, Namespace(), config)
         post_init(Namespace(nccl_ub=True))
         post_init(Namespace(nccl_ub=True))
         assert environ == {LOADING: "EAGER"}
@@ -326,12 +326,12 @@ def test_an_engine_that_the_trainer_starts_does_not_inherit_the_loading_mode(
     process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUDA has read it by the time that the optimizer is made, of whatever library."""
-    from megatron_vshape.mcore.hooks import library
+    from megatron_vshape.mcore.hooks import core_hooks
     from megatron_vshape.mcore.hooks.session import Session
 
     environ = process.complete(options())
     session: Any = Session(megatrons_own="interleaved-1f1b", set_variables=process.made)
-    make = library.get_megatron_optimizer(session, lambda *_: "an optimizer")
+    make = core_hooks.get_megatron_optimizer(session, lambda *_: "an optimizer")
     assert make() == "an optimizer"
     assert environ == {LOADING: "EAGER"}  # CUDA has not started
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)

@@ -8,7 +8,7 @@ import pytest
 from mcore.conftest import needs_hybrid
 from megatron.core import parallel_state
 
-from megatron_vshape.mcore.hooks import library, replacements
+from megatron_vshape.mcore.hooks import core_hooks, replacements
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout.stage_map import StageMap
 
@@ -35,11 +35,11 @@ def test_it_is_shown_none_and_its_model_is_told(monkeypatch: pytest.MonkeyPatch)
     choice = SimpleNamespace(shares=False)
     pipeline: Any = SimpleNamespace(stage_map=stage_map, ends=ends, choice=choice)
     session.pipeline = pipeline
-    monkeypatch.setattr(Model, "__init__", library.model_init(session, Model.__init__))
+    monkeypatch.setattr(Model, "__init__", core_hooks.model_init(session, Model.__init__))
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
     config: Any = Provider()
     for _ in range(2):  # of each config of the class; the class is taught once
-        library._have_chunks_provided(session, config)
+        core_hooks._have_chunks_provided(session, config)
     try:
         # What a library believes of the ends is that of the ranks' order.
         assert config.provide(True, False, vp_stage=0).seen == (True, False, 0, 2)

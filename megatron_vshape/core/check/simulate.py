@@ -29,8 +29,6 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
       occupies no device.
     * Without `costs`, every pass takes one unit and messages take none.
     * A slice has its share of the cost of a microbatch.
-    every chunk pass takes one unit and messages take none. Slices take their share of a
-    microbatch's.
 
     >>> from megatron_vshape import Costs, make, simulate
     >>> timeline = simulate(make("1f1b", 4, 8), Costs.uniform(4, 4, backward=1.2, weight=0.8))

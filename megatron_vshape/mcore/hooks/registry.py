@@ -12,7 +12,7 @@ from typing import Any
 from megatron import core  # an attribute of its package only once it has been imported
 
 from megatron_vshape.mcore.hook import Dependency, Hook, Release, Target
-from megatron_vshape.mcore.hooks import library, replacements
+from megatron_vshape.mcore.hooks import core_hooks, replacements
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.options import options_from
@@ -177,14 +177,14 @@ _GENERAL = (
         "TransformerConfig.__post_init__",
         ("self",),
         "sets chunks per rank and layers per stage on a library's config",
-        library.config_post_init,
+        core_hooks.config_post_init,
     ),
     Hook(
         "megatron.core.distributed.distributed_data_parallel_config",
         "DistributedDataParallelConfig.__post_init__",
         ("self",),
         "leaves the allocator alone where NCCL registers buffers, which a library's schedule sets",
-        library.data_parallel_config_post_init,
+        core_hooks.data_parallel_config_post_init,
     ),
     Hook(
         _STATE,
@@ -195,7 +195,7 @@ _GENERAL = (
             "get_embedding_ranks",
         ),
         "creates the embedding group of the ranks with embedding and output layer",
-        library.initialize_model_parallel,
+        core_hooks.initialize_model_parallel,
         everywhere=True,
     ),
     *(
@@ -204,7 +204,7 @@ _GENERAL = (
             name,
             ("pre_process", "post_process", "vp_stage"),
             "builds a library's chunk as the stage that it is",
-            library.model_init,
+            core_hooks.model_init,
             since=since,
         )
         for module, name, since in (
@@ -217,7 +217,7 @@ _GENERAL = (
         "LanguageModule.setup_embeddings_and_output_layer",
         ("self",),
         "shares one weight of tied or repeated embeddings on one rank",
-        library.setup_embeddings,
+        core_hooks.setup_embeddings,
     ),
     *(
         Hook(
@@ -237,10 +237,10 @@ _GENERAL = (
     *(
         Hook(_UTILS, name, expects, reason, replacement, everywhere=True)
         for name, expects, replacement in (
-            ("is_pp_first_stage", ("pp_group",), library.is_end_of_ranks(0)),
-            ("is_pp_last_stage", ("pp_group",), library.is_end_of_ranks(1)),
-            ("is_vp_first_stage", ("vp_stage", "vp_size"), library.is_end_of_chunks(0)),
-            ("is_vp_last_stage", ("vp_stage", "vp_size"), library.is_end_of_chunks(1)),
+            ("is_pp_first_stage", ("pp_group",), core_hooks.is_end_of_ranks(0)),
+            ("is_pp_last_stage", ("pp_group",), core_hooks.is_end_of_ranks(1)),
+            ("is_vp_first_stage", ("vp_stage", "vp_size"), core_hooks.is_end_of_chunks(0)),
+            ("is_vp_last_stage", ("vp_stage", "vp_size"), core_hooks.is_end_of_chunks(1)),
         )
         for reason in ("answers for the stage that runs, or while models are built for their ends",)
     ),
@@ -249,7 +249,7 @@ _GENERAL = (
         "get_megatron_optimizer",
         ("config", "model_chunks"),
         "remembers a library's optimizer, whose memory a limit has to leave room for",
-        library.get_megatron_optimizer,
+        core_hooks.get_megatron_optimizer,
         everywhere=True,
     ),
     Hook(

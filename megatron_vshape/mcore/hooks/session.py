@@ -46,7 +46,8 @@ class Session:
 
     pipeline: Pipeline | None = None
     megatrons_own: str | None = None  # Megatron's own schedule, if the user has named one
-    # The step function of the trainer; created at its first get_forward_backward_func().
+    # The step function of the trainer; created before training starts, or in the first step of
+    # a library.
     runner: PipelineRunner | MeteredSchedule | None = None
     iteration_log: IterationLog | None = None  # set while Megatron's trainer runs
     step: StepState = field(default_factory=StepState)

@@ -259,7 +259,7 @@ def _split_megatrons_own_hybrid(args: Namespace, options: Options) -> None:
 
 
 def complete(pipeline: Pipeline | None, args: Namespace) -> None:
-    """Run the checks that require Megatron's validated arguments.
+    """Make the schedule, and run the checks that require Megatron's validated arguments.
 
     Raises:
         ScheduleError: A schedule file is for another number of microbatches.
@@ -276,7 +276,9 @@ def complete(pipeline: Pipeline | None, args: Namespace) -> None:
     check_batch_size(pipeline.choice, args)
     # With --step-batch-size-schedule, no step uses the default of --global-batch-size.
     varies = getattr(args, "step_batch_size_schedule", None) is not None
-    if pipeline.choice.name != AUTO and not varies:  # auto first needs the model's memory
+    # Make the schedule now: an error then stops the run before the model is built. The planner
+    # keeps it for the steps. auto first needs the model's memory.
+    if pipeline.choice.name != AUTO and not varies:
         pipeline.planner.training(_num_microbatches(args))
 
 

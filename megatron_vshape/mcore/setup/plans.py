@@ -44,7 +44,7 @@ MESSAGES = 9
 class PlannedStep:
     """A planned training step with its predictions."""
 
-    schedule: Schedule
+    schedule: Schedule  # before `lower` fuses adjacent B and W
     timeline: Timeline  # in us with costs, else in passes of one of 2 * devices stages
     program: Program
     costs: Costs | None = None  # the costs of the timeline; None: all passes are equal

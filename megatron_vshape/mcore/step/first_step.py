@@ -39,11 +39,11 @@ class FirstStep(StepFeature):
         self._look: _Look | None = None
         self._is_over = False
 
-    def begin(self, beginning: StepContext) -> StepHook | None:
+    def begin(self, context: StepContext) -> StepHook | None:
         """Return the observing part in the first training step."""
-        if self._is_over or self._look is not None or beginning.step.forward_only:
+        if self._is_over or self._look is not None or context.step.forward_only:
             return None
-        self._look = _Look(beginning)
+        self._look = _Look(context)
         return self._look
 
     def end(self, context: StepContext) -> None:
@@ -70,14 +70,14 @@ class FirstStep(StepFeature):
 class _Look(StepHook):
     """Observations of the passes of a rank's stages."""
 
-    def __init__(self, beginning: StepContext) -> None:
+    def __init__(self, context: StepContext) -> None:
         """Register a hook on each chunk with attention, to see how it is called."""
-        # Do not store `beginning`: its step references this part, and the reference cycle would
+        # Do not store `context`: its step references this part, and the reference cycle would
         # keep the trainer's data iterators alive, whose processes then outlive the trainer.
-        self.group = beginning.groups.pp
+        self.group = context.groups.pp
         self._cut_off: set[int] = set()
         self._packed: dict[int, set[bool]] = {}
-        self._chunks = dict(zip(beginning.stages, map(unwrapped, beginning.chunks), strict=True))
+        self._chunks = dict(zip(context.stages, map(unwrapped, context.chunks), strict=True))
         self._hooks = []
         for stage, chunk in self._chunks.items():
             names = list(inspect.signature(chunk.forward).parameters)

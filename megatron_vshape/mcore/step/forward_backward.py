@@ -64,7 +64,7 @@ from megatron_vshape.runtime.program_runner import Observer, Place, ProgramRun
 from megatron_vshape.runtime.stage import Stage
 from megatron_vshape.runtime.variable_p2p import VariableTransport
 
-Part = TypeVar("Part", bound=StepFeature)
+Used = TypeVar("Used", bound=StepFeature)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +86,8 @@ class PreparedStep:
 class PipelineRunner:
     """Runs training and evaluation steps of one schedule; the step function of the trainer.
 
-    Created when the trainer requests its step function, that is, after all process groups exist.
-    The transport with its process groups is created in the first step, because this is slow, and
-    reused.
+    Megatron-LM's `train` hook creates it with its transport before the first step, other libraries
+    create both in the first step: creating process groups is slow and collective.
     """
 
     def __init__(self, state: StepState, pipeline: Pipeline, logs: Logs) -> None:
@@ -111,7 +110,7 @@ class PipelineRunner:
         self._agreement = Agreement()
         self.local_ranks: int | None = None  # number of ranks on this host, once known
         parts = (feature.in_steps(self) for feature in features())
-        self._features = [*(each for each in parts if each is not None), FirstStep()]
+        self._step_features = [*(each for each in parts if each is not None), FirstStep()]
 
     def __call__(
         self, *, adjust_tensor_shapes_fn: Any = None, p2p_communicator: Any = None, **arguments: Any
@@ -126,7 +125,7 @@ class PipelineRunner:
         call = Call(**arguments)
         with refusing():
             check_one_module(self._pipeline.choice.name, p2p_communicator, call.pg_collection)
-        for each in self._features:
+        for each in self._step_features:
             each.check(self._pipeline, call.forward_step_func, call.forward_only)
         config = get_model_config(_as_list(call.model)[0])
         check_config(config)
@@ -164,33 +163,33 @@ class PipelineRunner:
             torch.cuda.synchronize()
             self._transport.rest()
 
-    def part(self, kind: type[Part]) -> Part | None:
-        """Return the part of a feature in the steps, or None if the run does not use it."""
-        return next((each for each in self._features if isinstance(each, kind)), None)
+    def step_feature(self, kind: type[Used]) -> Used | None:
+        """Return what a feature does in steps, or None if the run does not use it."""
+        return next((each for each in self._step_features if isinstance(each, kind)), None)
 
     def begin_training(self, optimizer: Any, args: Namespace) -> list[str]:
         """Let features see the trainer's optimizer and arguments; return lines for the log."""
-        lines = [each.begin_training(optimizer, args) for each in self._features]
+        lines = [each.begin_training(optimizer, args) for each in self._step_features]
         return [line for line in lines if line is not None]
 
     def end_training(self) -> list[str]:
         """Let features end after the last step; return lines for the log."""
-        lines = [each.end_training() for each in self._features]
+        lines = [each.end_training() for each in self._step_features]
         return [line for line in lines if line is not None]
 
     def start_next(self) -> None:
         """Let features start the next training step, as far as it can be rolled back."""
-        for each in self._features:
+        for each in self._step_features:
             each.start_next()
 
     def roll_back(self) -> None:
         """Roll back a step that was started early; all ranks of the pipeline call this together."""
-        for each in self._features:
+        for each in self._step_features:
             each.roll_back()
 
     def forget_step(self) -> None:
         """Drop the state of a step that is rolled back."""
-        for each in self._features:
+        for each in self._step_features:
             each.forget()
 
     @property
@@ -211,7 +210,7 @@ class PipelineRunner:
         self._state.jobs.clear()
         for kept in self._state.kept:
             kept.clear()
-        for each in self._features:
+        for each in self._step_features:
             each.clear()
         if self._transport is not None:
             self._transport.close(quietly)
@@ -240,7 +239,7 @@ class PipelineRunner:
         torch_device = device_of(_as_list(call.model)[0])
         profiled = self._profiler.begin_step(torch_device)
         timer = self.meter.begin_step(call.num_microbatches, torch_device, profiled)
-        started = (each.take_started(call) for each in self._features)
+        started = (each.take_started(call) for each in self._step_features)
         prepared = next(filter(None, started), None)
         if prepared is None:
             # Measured costs must be those of separate passes, so a profiled B runs no jobs of a W.
@@ -272,7 +271,7 @@ class PipelineRunner:
                 context.groups.pp,
             )
         # Before the gradients are final: a feature may still reject the step here.
-        for each in self._features:
+        for each in self._step_features:
             each.end(context)
         if context.step.config.finalize_model_grads_func is not None:
             self._finalize(context)
@@ -305,7 +304,7 @@ class PipelineRunner:
         # Before the transport, because the parts of a microbatch have smaller messages.
         passes = 1
         if not call.forward_only:
-            for each in self._features:
+            for each in self._step_features:
                 passes *= each.passes_per_microbatch(call, config)
         shape = _message_shape(call, config, groups, passes)
         # The message shape can change between steps: evaluation runs every microbatch in one pass.
@@ -326,12 +325,12 @@ class PipelineRunner:
         order = None
         if not call.forward_only:
             # Before `shared_out`, so that chunks that share an iterator also share its order.
-            for each in self._features:
+            for each in self._step_features:
                 iterators, own = each.read(call, config, iterators, groups)
                 order = order or own
         # A loss of logits is computed on every rank, which reads the last chunk's data once more.
         again = None
-        if any(each.reads_again for each in self._features):
+        if any(each.reads_again for each in self._step_features):
             iterators, again = read_again(iterators)
         else:
             iterators = shared_out(iterators)
@@ -370,7 +369,7 @@ class PipelineRunner:
             again=again,
         )
         # Last, because the parts read everything above, and register for the passes of the step.
-        step.parts += parts_of(self._features, context)
+        step.parts += parts_of(self._step_features, context)
         run = ProgramRun(
             program=program,
             device=groups.pp.rank(),
@@ -393,13 +392,13 @@ class PipelineRunner:
             self._agreement.check(plan.program, plan.beside)
         return plan.program, plan.beside if hides else {}
 
-    def _reports(self, begun: StepContext) -> list[Any]:
+    def _reports(self, context: StepContext) -> list[Any]:
         """Return the losses on the ranks where the trainer reads them."""
         reports = self._courier.send_to_last_rank(
-            in_given_order(begun.step.loss_store, begun.order),
+            in_given_order(context.step.loss_store, context.order),
             self._pipeline.stage_map.loss_rank,
-            begun.groups.pp,
-            device_of(begun.chunks[0]),
+            context.groups.pp,
+            device_of(context.chunks[0]),
         )
         if not self.overlaps_steps:
             self._courier.forget()
@@ -437,43 +436,43 @@ class PipelineRunner:
     @property
     def overlaps_steps(self) -> bool:
         """Return whether a rank may start the next step before others have ended this one."""
-        return any(each.overlaps_steps for each in self._features)
+        return any(each.overlaps_steps for each in self._step_features)
 
-    def _finalize(self, begun: StepContext) -> None:
+    def _finalize(self, context: StepContext) -> None:
         """Call Megatron's finalization of gradients, as its schedules do at their end."""
-        step, groups = begun.step, begun.groups
+        step, groups = context.step, context.groups
         finalize = step.config.finalize_model_grads_func
-        options = {"pg_collection": groups, "force_all_reduce": begun.call.force_all_reduce}
+        options = {"pg_collection": groups, "force_all_reduce": context.call.force_all_reduce}
         if not step.config.calculate_per_token_loss:
-            finalize(begun.chunks, None, **options)
+            finalize(context.chunks, None, **options)
             return
         if self.overlaps_steps and inspect.unwrap(finalize) is finalize_model_grads:
             loss_rank = self._pipeline.stage_map.loss_rank
             # An all-reduce over the pipeline would make its ranks wait for each other.
             tokens = self._courier.bring_tokens(step.num_tokens, loss_rank, groups.pp)
-            finalize(begun.chunks, None, **options)
-            divide_by_tokens(begun.chunks, tokens, groups)
+            finalize(context.chunks, None, **options)
+            divide_by_tokens(context.chunks, tokens, groups)
             return
         # Megatron uses the count of the last rank, but only the loss rank has counted tokens.
         dist.all_reduce(step.num_tokens, group=groups.pp)
-        finalize(begun.chunks, step.num_tokens, **options)
+        finalize(context.chunks, step.num_tokens, **options)
 
 
-def _stages(begun: StepContext) -> Mapping[int, Stage]:
+def _stages(context: StepContext) -> Mapping[int, Stage]:
     """Return the objects that run the passes of this rank's chunks, by stage."""
-    stage_map = begun.pipeline.stage_map
+    stage_map = context.pipeline.stage_map
     return {
         stage: MegatronStage(
-            state=begun.state,
-            step=begun.step,
-            model=begun.chunks[chunk],
-            data_iterator=begun.iterators[chunk],
+            state=context.state,
+            step=context.step,
+            model=context.chunks[chunk],
+            data_iterator=context.iterators[chunk],
             chunk=chunk,
             stage=stage,
             is_last=stage == stage_map.last_stage,
             has_chunks=stage_map.num_chunks > 1,
         )
-        for chunk, stage in enumerate(begun.stages)
+        for chunk, stage in enumerate(context.stages)
     }
 
 

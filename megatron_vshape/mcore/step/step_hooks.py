@@ -221,7 +221,7 @@ class StepFeature:
         """
         return iterators, None
 
-    def begin(self, beginning: StepContext) -> StepHook | None:
+    def begin(self, context: StepContext) -> StepHook | None:
         """Return its part in a step, or None."""
 
     def end(self, context: StepContext) -> None:
@@ -254,9 +254,9 @@ def counted(state: StepState, handler: Handler) -> Handler:
     return handler._replace(run=run)
 
 
-def parts_of(step_features: Iterable[StepFeature], beginning: StepContext) -> list[StepHook]:
+def parts_of(step_features: Iterable[StepFeature], context: StepContext) -> list[StepHook]:
     """Return the parts of all features in a step."""
-    found = (each.begin(beginning) for each in step_features)
+    found = (each.begin(context) for each in step_features)
     return [part for part in found if part is not None]
 
 

@@ -57,20 +57,20 @@ class HostMemoryWaiting(StepFeature):
         self._offload: Offload | None = None  # created for the first step that may offload
         self._learns = False  # whether the current step determines what can be offloaded
 
-    def begin(self, beginning: StepContext) -> StepHook | None:
+    def begin(self, context: StepContext) -> StepHook | None:
         """Return the part that offloads in this step, or None."""
-        choice = beginning.pipeline.choice
-        waits = beginning.program.schedule.copies
+        choice = context.pipeline.choice
+        waits = context.program.schedule.copies
         self._learns = False
         # A step that measures memory also determines what later plans can offload.
         if not waits and not (choice.may_offload and self._report.measures_next):
             return None
         if self._offload is None:
-            sizes = choice.host_limit_bytes, beginning.local_ranks
-            self._report.waiting = self._offload = Offload(beginning.torch_device, *sizes)
-        self._offload.keep(persistent(beginning.chunks))
-        self._learns = waits and not self._offload.has_learned(beginning.stages)
-        return Waiting(beginning.state, self._offload)
+            sizes = choice.host_limit_bytes, context.local_ranks
+            self._report.waiting = self._offload = Offload(context.torch_device, *sizes)
+        self._offload.keep(persistent(context.chunks))
+        self._learns = waits and not self._offload.has_learned(context.stages)
+        return Waiting(context.state, self._offload)
 
     def end(self, context: StepContext) -> None:
         """Measure memory again after a step that selected tensors to offload: it retains more."""

@@ -118,9 +118,9 @@ class OverlappedSteps(StepFeature):
             with refusing():
                 check_script(forward_step)
 
-    def begin(self, beginning: StepContext) -> StepHook | None:
+    def begin(self, context: StepContext) -> StepHook | None:
         """Return the runner of the passes; evaluation runs them alone."""
-        if beginning.pipeline.by_layers and not beginning.step.forward_only:
+        if context.pipeline.by_layers and not context.step.forward_only:
             return LayerPlans()
         return None
 

@@ -15,7 +15,7 @@ from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 def _validation(session: Session) -> PostValidation | None:
     """Return the validation of the running training, or None."""
     runner = session.runner
-    early = runner.part(EarlyStart) if isinstance(runner, PipelineRunner) else None
+    early = runner.step_feature(EarlyStart) if isinstance(runner, PipelineRunner) else None
     return None if early is None else early.validation
 
 

@@ -154,14 +154,12 @@ class Slicing(StepFeature):
             check_sequence(planner.choice.slices, call.seq_length, config)
         return planner.choice.slices
 
-    def begin(self, beginning: StepContext) -> StepHook | None:
+    def begin(self, context: StepContext) -> StepHook | None:
         """Return the shared state of a step's slices."""
-        step = beginning.step
+        step = context.step
         if step.passes_per_microbatch > 1:
-            slices = Slices(step.passes_per_microbatch, beginning.call.seq_length)
-            slices.lose = loss_maker(
-                beginning.state, step, beginning.chunks[-1], len(beginning.chunks)
-            )
+            slices = Slices(step.passes_per_microbatch, context.call.seq_length)
+            slices.lose = loss_maker(context.state, step, context.chunks[-1], len(context.chunks))
             return slices
         return None
 

@@ -99,7 +99,7 @@ _OTHER_LOGITS = (
 class SharedVocabulary(StepHook):
     """This rank's part of the vocabulary passes in one step."""
 
-    beginning: StepContext
+    context: StepContext
     together: DeviceCollectives
     running: int = -1  # microbatch of the running F
     _calls: dict[int, tuple[tuple[Any, ...], dict[str, Any], Any]] = field(default_factory=dict)
@@ -127,26 +127,26 @@ class SharedVocabulary(StepHook):
 
     def __post_init__(self) -> None:
         """Find this rank's rows, and register their gradients for reduction."""
-        begun, step = self.beginning, self.beginning.step
-        self.state, self.config = begun.state, step.config
-        self.stage_map, self.iterator = begun.pipeline.stage_map, begun.iterators[0]
-        self.first, self.last = begun.chunks[0], begun.chunks[-1]  # wrapped
+        context, step = self.context, self.context.step
+        self.state, self.config = context.state, step.config
+        self.stage_map, self.iterator = context.pipeline.stage_map, context.iterators[0]
+        self.first, self.last = context.chunks[0], context.chunks[-1]  # wrapped
         self.forward_step_func, self.num_microbatches = (
             step.forward_step_func,
             step.num_microbatches,
         )
         self.learns, self.gradient_sync = not step.forward_only, step.gradient_sync
-        self.tensor_group, self.context_group = begun.groups.tp, begun.groups.cp
-        self.again = begun.again
+        self.tensor_group, self.context_group = context.groups.tp, context.groups.cp
+        self.again = context.again
         self._last_calls = LastCalls(routers_of(self.last))
         # [b, s] of a microbatch on this rank; None with variable lengths (see `_tell_shape`).
         self.tokens_shape: tuple[int, int] | None = None
         if not self.config.variable_seq_lengths:
-            length, batch, _ = begun.shape
-            whole = begun.groups.tp.size() if self.config.sequence_parallel else 1
+            length, batch, _ = context.shape
+            whole = context.groups.tp.size() if self.config.sequence_parallel else 1
             self.tokens_shape = batch, length * whole
         # Computes the loss of a microbatch from its losses, [b, s], and the loss function of F.
-        reports = begun.groups.pp.rank() == self.stage_map.loss_rank
+        reports = context.groups.pp.rank() == self.stage_map.loss_rank
         self.lose = loss_maker(self.state, step, self.last, self.stage_map.num_chunks, reports)
         self._rows = unwrapped(self.first).embedding.word_embeddings
         head = unwrapped(self.last).output_layer
@@ -671,11 +671,11 @@ class VocabularySharing(StepFeature):
         """Set whether the run uses vocabulary parallelism."""
         self.reads_again = shares  # each rank computes a loss of logits from the data of the step
 
-    def begin(self, beginning: StepContext) -> StepHook | None:
+    def begin(self, context: StepContext) -> StepHook | None:
         """Return this rank's part in a step with vocabulary parallelism."""
-        together = beginning.transport.together
-        if not beginning.pipeline.choice.shares or together is None:
+        together = context.transport.together
+        if not context.pipeline.choice.shares or together is None:
             return None
         with refusing():
-            check_model_options(beginning.step.config)
-        return SharedVocabulary(beginning, together)
+            check_model_options(context.step.config)
+        return SharedVocabulary(context, together)

@@ -1,8 +1,8 @@
-"""Hooks for libraries on top of megatron.core that have their own trainer and configuration.
+"""Hooks on megatron.core that place stages, for every trainer.
 
-They depend only on megatron.core. They set the chunks per rank and the layers per stage on the
-TransformerConfig, create process groups and models for the placement of the stages, and answer
-stage queries for the running stage. Everything else equals the path of Megatron-LM's trainer.
+They create process groups and models for the placement of the stages, and answer stage queries for
+the running stage. The hooks of the TransformerConfig set chunks per rank and layers per stage; they
+act only for a library with its own configuration.
 """
 
 from __future__ import annotations
