@@ -64,7 +64,8 @@ def counted_costs(
         for kind in (Kind.F, Kind.B, Kind.W, Kind.BW)
     }
     beside, first = min(map(_beside, found)) + max(map(_unshared, found)), found[0]
-    held, left = zip(*map(_held, *(passes[kind] for kind in PARTS)), strict=True)
+    received = (0.0,) + (float(first.message_bytes),) * (len(stages) - 1)
+    held, left = zip(*map(_held, *(passes[kind] for kind in PARTS), received), strict=True)
     least = max(held) * 1e-6
     amounts: dict[str, Any] = {
         "held_after_forward_bytes": tuple(max(each, least) for each in held),
@@ -213,16 +214,21 @@ def _computes_us(ran: PassReport) -> float:
     return max(1.0, 1e6 * (ran.seconds - ran.waited_seconds))
 
 
-def _held(forward: PassReport, backward: PassReport, weight: PassReport) -> tuple[float, float]:
+def _held(
+    forward: PassReport, backward: PassReport, weight: PassReport, received: float
+) -> tuple[float, float]:
     """Return the bytes of a stage after F, and after B.
 
-    Memory that F allocates and no backward frees has been freed between passes: the output that F
-    sent.
+    F's result includes the output, which is freed once it is sent, but not the received input,
+    which stays until B. Both have the same size, except in the first stage, which receives none:
+    its F allocates more than its backward frees. With full recomputation the input of a layer is
+    all that it keeps.
     """
     adds, freed, last = (float(each.adds_bytes) for each in (forward, backward, weight))
-    held = max(0.0, min(adds, -freed - last)) if freed + last < 0 else adds
+    # The backward allocates a gradient of the input, which is freed once it is sent.
+    held = max(min(adds, received - freed - last), received)
     held += float(forward.static_bytes or 0)  # of CUDA graphs, until B
-    return held, max(0.0, -last if last else adds + freed)
+    return held, max(0.0, -last)
 
 
 def _works(ran: PassReport, takes: float) -> float:

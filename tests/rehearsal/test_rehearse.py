@@ -299,6 +299,18 @@ def test_a_costs_file_is_counted(
     assert planned == pytest.approx(rehearsed, rel=0.02)
 
 
+def test_with_full_recomputation_a_layer_keeps_its_input(warm: Warm, tmp_path: Path) -> None:
+    """The received one too: it is allocated before F, and is all that a first layer keeps."""
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    hidden = 2 * 2 * TOKENS * HIDDEN
+    for layers in (1, 2):
+        command = [*TINY, *full.split(), "--num-layers", str(4 * layers)]
+        costs = costs_of(warm, tmp_path, command)
+        held, left = costs.held_after_forward_bytes, costs.held_after_backward_bytes
+        assert held[:2] == pytest.approx((layers * hidden,) * 2, rel=0.05)
+        assert left == (0.0,) * 4
+
+
 MODELS = {
     "TP": ["--tensor-model-parallel-size", "2"],
     "experts": "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2".split(),
