@@ -27,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
-from megatron_vshape.rehearsal.allocator import Allocator, Block, Settings
+from megatron_vshape.rehearsal.allocator import Allocator, AllocatorSettings, Block
 
 TIMEOUT_S = 100.0
 AHEAD = 4
@@ -137,7 +137,7 @@ def record(folder: Path, only: list[str]) -> int:
     return int(failed)
 
 
-def replayed(events: list[list[Any]], settings: Settings) -> tuple[int, int]:
+def replayed(events: list[list[Any]], settings: AllocatorSettings) -> tuple[int, int]:
     """Replay recorded calls; return the peak of the reserved bytes and the number of differences.
 
     A call differs if the recorded and the replayed bytes are unequal after it. Segments of
@@ -173,7 +173,9 @@ def replay(folder: Path) -> int:
             recorded = json.load(stream)
         found, events = recorded["found"], recorded["events"]
         name, mode = file.name.removesuffix(".json.xz").rsplit(".", 1)
-        most, differences = replayed(events, Settings(expandable_segments=mode == "expandable"))
+        most, differences = replayed(
+            events, AllocatorSettings(expandable_segments=mode == "expandable")
+        )
         differences += most != found["reserved_bytes"]
         failed |= differences > 0
         calls = sum(action in ("alloc", "free_completed") for action, *_ in events)

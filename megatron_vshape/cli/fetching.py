@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.flags import Command
 from megatron_vshape.rehearsal.ranks import missing_sources
-from megatron_vshape.rehearsal.sources import Source, cache, fetch, missing_text
+from megatron_vshape.rehearsal.sources import PythonSource, cache, fetch, missing_text
 
 
 def fetch_missing(options: argparse.Namespace, command: Command) -> None:
@@ -23,7 +23,7 @@ def fetch_missing(options: argparse.Namespace, command: Command) -> None:
         print(f"{each}: {fetch(each)}", file=sys.stderr, flush=True)
 
 
-def _is_agreed(missing: Sequence[Source]) -> bool:
+def _is_agreed(missing: Sequence[PythonSource]) -> bool:
     """Ask on a terminal; otherwise nobody can answer."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return False

@@ -315,7 +315,7 @@ def _launch(
     options: argparse.Namespace,
 ) -> int:
     from megatron_vshape.tuning.launcher import Launcher
-    from megatron_vshape.tuning.progress import Progress
+    from megatron_vshape.tuning.progress import RunLog
     from megatron_vshape.tuning.report import rows_of
     from megatron_vshape.tuning.results import key_of, open_results
 
@@ -324,7 +324,7 @@ def _launch(
     with open_results(path) as results:
         done = results.ended(options.retry_failed)
         before = sum(keys[each] in done for each in chosen.run)
-        progress = Progress(partial(_say, console), len(chosen.run), before)
+        progress = RunLog(partial(_say, console), len(chosen.run), before)
         launcher = Launcher(loaded, predictor, results, path.parent, progress)
         launcher.run(chosen.run, options.retry_failed)
         found = results.read(set(keys.values()))

@@ -38,7 +38,7 @@ class OutOfMemoryError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class AllocatorSettings:
     """Settings of PYTORCH_CUDA_ALLOC_CONF that affect the reserved memory."""
 
     expandable_segments: bool = False
@@ -46,7 +46,7 @@ class Settings:
     roundup_divisions: int = 0  # of a power of two; 0: multiples of 512 bytes
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Settings:
+    def of(cls, environment: Mapping[str, str]) -> AllocatorSettings:
         """Read the environment; settings that a replay does not support are ignored."""
         text = next((environment[name] for name in ALLOCATOR if name in environment), "")
         given = dict(re.findall(r"(\w+):(\w+)", text))
@@ -61,7 +61,7 @@ class Settings:
     @classmethod
     def of_run(
         cls, environment: Mapping[str, str], has_schedule: bool, registers: bool
-    ) -> Settings:
+    ) -> AllocatorSettings:
         """Read the environment; without a setting, use that of this package's schedules.
 
         Args:
@@ -163,7 +163,7 @@ class _Pool:
 class Allocator:
     """State of the allocator; `reserved` is the memory that it has from the GPU, in bytes."""
 
-    def __init__(self, settings: Settings, memory_bytes: int = _NO_LIMIT) -> None:
+    def __init__(self, settings: AllocatorSettings, memory_bytes: int = _NO_LIMIT) -> None:
         """Start with no reserved memory.
 
         Args:
@@ -325,7 +325,7 @@ class Lifetime(NamedTuple):
 
 
 def reserved_bytes(
-    lives: Sequence[Lifetime], emptied: Sequence[int], last_step: int, settings: Settings
+    lives: Sequence[Lifetime], emptied: Sequence[int], last_step: int, settings: AllocatorSettings
 ) -> int:
     """Compute the peak of the reserved memory of a dry run.
 

@@ -40,7 +40,7 @@ Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class StoredResult:
     """A result of an operation: an argument, a view of an argument, or a new tensor."""
 
     argument: int | None  # position of the argument that is returned or viewed; None: new
@@ -75,7 +75,7 @@ class Result:
 class Operation:
     """The results of an operation and its memory traffic."""
 
-    results: tuple[Result | None, ...]
+    results: tuple[StoredResult | None, ...]
     container: type | None  # list or tuple; None: one result
     moved_bytes: int
     scratch: tuple[int, ...]
@@ -130,7 +130,7 @@ def operation_of(
         return None
     container = type(out) if type(out) in (list, tuple) else None
     outs = (out,) if container is None else out
-    results: list[Result | None] = []
+    results: list[StoredResult | None] = []
     for each in outs:
         if each is not None and not _is_simple(each):
             return None
@@ -151,7 +151,7 @@ def _is_simple(out: Any) -> bool:
     )
 
 
-def _result_of(out: Any, args: Sequence[Any]) -> Result | None:
+def _result_of(out: Any, args: Sequence[Any]) -> StoredResult | None:
     storage = out.untyped_storage()._cdata
     at = None
     for index, each in enumerate(args):
@@ -159,14 +159,14 @@ def _result_of(out: Any, args: Sequence[Any]) -> Result | None:
             if any(isinstance(e, Tensor) and e.untyped_storage()._cdata == storage for e in each):
                 return None
         elif each is out:
-            return Result(index, None, (), out.dtype, 0, {})
+            return StoredResult(index, None, (), out.dtype, 0, {})
         elif at is None and isinstance(each, Tensor) and each.untyped_storage()._cdata == storage:
             at = index
     size = out.storage_offset() + _elements(out)
     if at is None and size * out.element_size() != out.untyped_storage().nbytes():
         return None
     shape, stride = tuple(out.shape), tuple(out.stride())
-    return Result(at, shape, stride, out.dtype, out.storage_offset(), dict(vars(out)))
+    return StoredResult(at, shape, stride, out.dtype, out.storage_offset(), dict(vars(out)))
 
 
 def _elements(out: Tensor) -> int:

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_vshape.mcore.refusals import captures_graphs
 from megatron_vshape.rehearsal import adjustments, exchanges, ours, repeats, routing
 from megatron_vshape.rehearsal.adjustments import wrap
-from megatron_vshape.rehearsal.allocator import Lifetime, Settings, reserved_bytes
+from megatron_vshape.rehearsal.allocator import AllocatorSettings, Lifetime, reserved_bytes
 from megatron_vshape.rehearsal.device import Current, on_host
 from megatron_vshape.rehearsal.gpus import GPUS, Gpu
 from megatron_vshape.rehearsal.graph_pools import GraphPool
@@ -46,10 +46,10 @@ from megatron_vshape.rehearsal.rank_report import (
     Bytes,
     CheckedRank,
     Holder,
+    ParallelSizes,
     PassReport,
     PeakMoment,
     RankReport,
-    Sizes,
 )
 from megatron_vshape.rehearsal.step_time import Scale, step_time
 from megatron_vshape.rehearsal.work import ExchangeKey, Work, repeated
@@ -382,14 +382,14 @@ class _Run:
             if each.size and not (each.fused or each.graphed)
         ]
         registers = bool(getattr(self.args, "nccl_ub", False))
-        settings = Settings.of_run(os.environ, self.job.schedule, registers)
+        settings = AllocatorSettings.of_run(os.environ, self.job.schedule, registers)
         ledger = self.ledger
         found = reserved_bytes(lives, ledger.emptied, ledger.step_start, settings)
         return found + graph_bytes
 
-    def _sizes(self) -> Sizes:
+    def _sizes(self) -> ParallelSizes:
         args = self.args
-        return Sizes(
+        return ParallelSizes(
             world=self.job.world,
             dp=args.data_parallel_size,
             tp=args.tensor_model_parallel_size,

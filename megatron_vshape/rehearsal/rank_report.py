@@ -16,7 +16,7 @@ PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "rest")
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class ParallelSizes:
     """Parallel sizes of the run; `vp` is the number of model chunks per pipeline rank."""
 
     world: int
@@ -114,7 +114,7 @@ class RankReport:
     message_bytes: int  # of a P2P message
     shards_optimizer: bool
     scale: Scale  # only how kernels are launched; its counts are 1
-    sizes: Sizes
+    sizes: ParallelSizes
     first_peak_bytes: int  # of the first step
     curve: Sequence[tuple[float, int, Mapping[str, float]]]  # (s, bytes, bytes by owner)
     passes: Sequence[tuple[str, float, float]]  # (phase, start in s, end in s)
@@ -152,7 +152,7 @@ class RankReport:
             "holders": [Holder(**each) for each in given["holders"]],
             "kinds": [PassReport.from_json(each) for each in given["kinds"]],
             "scale": Scale(1, 1, 1, 1, **given["scale"]),
-            "sizes": Sizes(**given["sizes"]),
+            "sizes": ParallelSizes(**given["sizes"]),
             "curve": [tuple(each) for each in given["curve"]],
             "passes": [tuple(each) for each in given["passes"]],
             "work": Work.of(given["work"]),

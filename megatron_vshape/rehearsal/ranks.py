@@ -17,7 +17,7 @@ from megatron_vshape.rehearsal import sources
 from megatron_vshape.rehearsal.flags import Command, Sizes, environment_of, without_files
 from megatron_vshape.rehearsal.gpus import Gpu
 from megatron_vshape.rehearsal.rank_report import CheckedRank, FailedRank, RankReport
-from megatron_vshape.rehearsal.sources import MissingSourceError, Source
+from megatron_vshape.rehearsal.sources import MissingSourceError, PythonSource
 
 SCHEDULE = "--pipeline-schedule"
 PER_RANK = 4
@@ -90,7 +90,7 @@ class DryRunConfig:
         }
 
 
-def missing_sources(command: Command, megatron: Path | None, te: Path | None) -> list[Source]:
+def missing_sources(command: Command, megatron: Path | None, te: Path | None) -> list[PythonSource]:
     """Return the Python sources that a dry run of the command needs and this machine lacks."""
     searches: list[Callable[[], object]] = [lambda: sources.find_megatron(megatron, command.script)]
     if _needs_te(command, te):

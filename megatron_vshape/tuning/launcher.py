@@ -18,7 +18,7 @@ from megatron_vshape.tuning import worker
 from megatron_vshape.tuning.configurations import ADAPTIVE, SweepError
 from megatron_vshape.tuning.files import Loaded
 from megatron_vshape.tuning.predictor import Prediction, Predictor
-from megatron_vshape.tuning.progress import Progress
+from megatron_vshape.tuning.progress import RunLog
 from megatron_vshape.tuning.results import Outcome, Result, Results, Status, key_of
 from megatron_vshape.tuning.trainer_flags import trainer_command
 
@@ -107,7 +107,7 @@ class Launcher:
     predictor: Predictor
     results: Results
     folder: Path
-    progress: Progress
+    progress: RunLog
     _refused_until: float = 0.0
 
     def run(self, chosen: Sequence[Prediction], retry_failed: bool = False) -> None:

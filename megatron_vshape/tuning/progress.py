@@ -8,7 +8,7 @@ from megatron_vshape.tuning.results import Result
 
 
 @dataclass
-class Progress:
+class RunLog:
     """Report runs by `say`; `done` of the `total` runs have ended."""
 
     say: Callable[[str], None]

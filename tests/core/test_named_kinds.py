@@ -22,12 +22,16 @@ HOMES = {
     "core/planner/vocabulary.py",
     "runtime/copies.py",
     "runtime/offload.py",
+    "core/model/offload_costs.py",
+    "mcore/features/vocabulary/__init__.py",
     "mcore/features/vocabulary/step.py",
     "mcore/features/offload/step.py",
 }
 
 BEYOND = {
+    "core/check/simulate.py",
     "core/model/costs.py",
+    "core/model/pieces.py",
     "core/planner/job_shop.py",
     "mcore/observe/report.py",
     "view/frontier.py",

@@ -145,13 +145,13 @@ class Records:
                 return grow(host, count)
 
         class Counted(forward_backward.ProgramRun):
-            def __init__(self, program: Any, device: int, *rest: Any) -> None:
+            def __init__(self, *, program: Any, device: int, **given: Any) -> None:
                 self._live = LiveBytes()
                 self._after = LiveAfterPasses(self._live)
                 self._most_posted = program.most_posted(device)
                 counts = len(records.kept["losses"]) == 1
-                observer = self._after if counts else None
-                super().__init__(program, device, *rest[:2], observer, *rest[3:])
+                given["observer"] = self._after if counts else None
+                super().__init__(program=program, device=device, **given)
 
             def finish(self) -> None:
                 if len(records.kept["losses"]) != 1:

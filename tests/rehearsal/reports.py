@@ -5,10 +5,10 @@ from typing import Any
 
 from megatron_vshape.rehearsal.rank_report import (
     PARTS,
+    ParallelSizes,
     PassReport,
     PeakMoment,
     RankReport,
-    Sizes,
 )
 from megatron_vshape.rehearsal.step_time import Scale
 from megatron_vshape.rehearsal.work import Work
@@ -38,7 +38,7 @@ _EMPTY = RankReport(
     message_bytes=0,
     shards_optimizer=False,
     scale=Scale(1, 1, 1, 1),
-    sizes=Sizes(1, 1, 1, 1, 1),
+    sizes=ParallelSizes(1, 1, 1, 1, 1),
     first_peak_bytes=0,
     curve=[],
     passes=[],

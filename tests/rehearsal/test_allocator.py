@@ -5,16 +5,16 @@ import pytest
 from megatron_vshape.rehearsal.allocator import (
     MIB,
     Allocator,
+    AllocatorSettings,
     Lifetime,
     OutOfMemoryError,
-    Settings,
     reserved_bytes,
 )
 
-FIXED, EXPANDABLE = Settings(), Settings(expandable_segments=True)
+FIXED, EXPANDABLE = AllocatorSettings(), AllocatorSettings(expandable_segments=True)
 
 
-def reserved_after(settings: Settings, *sizes: int) -> list[float]:
+def reserved_after(settings: AllocatorSettings, *sizes: int) -> list[float]:
     """Return the reserved MiB after each of these requests."""
     allocator = Allocator(settings)
     found = []
@@ -62,7 +62,7 @@ def test_freed_neighbors_merge_and_small_rests_are_not_split() -> None:
 
 
 def test_large_blocks_are_not_split_above_the_limit() -> None:
-    allocator = Allocator(Settings.of({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:32"}))
+    allocator = Allocator(AllocatorSettings.of({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:32"}))
     allocator.free(allocator.allocate(100 * MIB))
     allocator.allocate(30 * MIB)  # below the limit: no block above it
     assert allocator.reserved == 130 * MIB
@@ -77,15 +77,15 @@ def test_large_blocks_are_not_split_above_the_limit() -> None:
 )
 def test_sizes_are_rounded(divisions: int, size: int, rounded: int) -> None:
     given = f"expandable_segments:False,roundup_power2_divisions:{divisions}"
-    assert Settings.of({"PYTORCH_ALLOC_CONF": given}).rounded(size) == rounded
+    assert AllocatorSettings.of({"PYTORCH_ALLOC_CONF": given}).rounded(size) == rounded
 
 
 def test_schedules_use_expandable_segments_unless_the_user_decides() -> None:
     given = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}
-    assert Settings.of_run({}, has_schedule=True, registers=False) == EXPANDABLE
-    assert Settings.of_run({}, has_schedule=True, registers=True) == FIXED
-    assert Settings.of_run({}, has_schedule=False, registers=False) == FIXED
-    assert Settings.of_run(given, has_schedule=True, registers=False) == FIXED
+    assert AllocatorSettings.of_run({}, has_schedule=True, registers=False) == EXPANDABLE
+    assert AllocatorSettings.of_run({}, has_schedule=True, registers=True) == FIXED
+    assert AllocatorSettings.of_run({}, has_schedule=False, registers=False) == FIXED
+    assert AllocatorSettings.of_run(given, has_schedule=True, registers=False) == FIXED
 
 
 def test_cached_blocks_return_only_if_memory_is_needed() -> None:
@@ -98,7 +98,7 @@ def test_cached_blocks_return_only_if_memory_is_needed() -> None:
 
 
 @pytest.mark.parametrize("settings", [FIXED, EXPANDABLE])
-def test_an_emptied_cache_keeps_pages_in_use(settings: Settings) -> None:
+def test_an_emptied_cache_keeps_pages_in_use(settings: AllocatorSettings) -> None:
     allocator = Allocator(settings)
     blocks = [allocator.allocate(size * MIB) for size in (40, 15, 40)]
     for block in blocks[::2]:

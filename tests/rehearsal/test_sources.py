@@ -15,7 +15,7 @@ from megatron_vshape.cli.main import main
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal import ranks, sources
 from megatron_vshape.rehearsal.flags import Command
-from megatron_vshape.rehearsal.sources import MEGATRON, TE, Source
+from megatron_vshape.rehearsal.sources import MEGATRON, TE, PythonSource
 
 GPT = Command("pretrain_gpt.py", ())
 LOCAL = Command("pretrain_gpt.py", ("--transformer-impl", "local"))
@@ -35,7 +35,7 @@ def nothing_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
 
 
-def wheel_of(source: Source, tag: str, folder: Path) -> Source:
+def wheel_of(source: PythonSource, tag: str, folder: Path) -> PythonSource:
     """Write a wheel with the name of a source, and return the source with its hash."""
     project = source.project.replace("-", "_")
     path = folder / f"{project}-{source.version}-{tag}.whl"
@@ -55,7 +55,7 @@ def left() -> list[Path]:
 
 @pytest.mark.parametrize(("source", "tag"), [(MEGATRON, LINUX), (TE, ANY)])
 def test_a_wheel_with_another_hash_is_rejected_and_nothing_is_left(
-    tmp_path: Path, source: Source, tag: str
+    tmp_path: Path, source: PythonSource, tag: str
 ) -> None:
     wheel_of(source, tag, tmp_path / "wheels")
     with pytest.raises(ScheduleError, match="(?i)hash.*" + source.flag + " DIR"):
@@ -65,7 +65,7 @@ def test_a_wheel_with_another_hash_is_rejected_and_nothing_is_left(
 
 @pytest.mark.parametrize(("source", "tag"), [(MEGATRON, LINUX), (TE, ANY)])
 def test_a_wheel_with_the_pinned_hash_is_unpacked_once_and_found(
-    tmp_path: Path, source: Source, tag: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, source: PythonSource, tag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pinned = wheel_of(source, tag, tmp_path / "wheels")
     monkeypatch.setattr(sources, "MEGATRON" if source is MEGATRON else "TE", pinned)
@@ -110,7 +110,7 @@ class Terminal(io.StringIO):
 def test_a_terminal_is_asked_once(
     monkeypatch: pytest.MonkeyPatch, answer: str, flag: bool, downloads: int
 ) -> None:
-    fetched: list[Source] = []
+    fetched: list[PythonSource] = []
     monkeypatch.setattr(fetching, "fetch", lambda source: fetched.append(source) or Path("x"))
     shown = Terminal()
     monkeypatch.setattr(sys, "stdin", Terminal(answer))

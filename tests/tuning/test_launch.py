@@ -21,7 +21,7 @@ from megatron_vshape.tuning.configurations import SweepError
 from megatron_vshape.tuning.files import Cluster, RunPart
 from megatron_vshape.tuning.grid import expand
 from megatron_vshape.tuning.launcher import Launcher
-from megatron_vshape.tuning.progress import Progress
+from megatron_vshape.tuning.progress import RunLog
 from megatron_vshape.tuning.results import Outcome, Result, Status, key_of, open_results
 from megatron_vshape.tuning.worker import write_outcome
 
@@ -30,12 +30,12 @@ def run_over(**over: Any) -> dict[str, Any]:
     return {"run": {**SWEEP["run"], **over}}
 
 
-def unseen() -> Progress:
+def unseen() -> RunLog:
     """Return the progress of a sweep that nobody looks at."""
-    return Progress(lambda _: None, total=1, done=0)
+    return RunLog(lambda _: None, total=1, done=0)
 
 
-class Ears(Progress):
+class Ears(RunLog):
     def __init__(self) -> None:
         super().__init__(lambda _: None, total=1, done=0)
         self.heard: list[Result] = []
@@ -215,7 +215,7 @@ def test_a_run_goes_back_so_often_and_no_more(
     assert outcome.log_tail.startswith("its job was ended 2 times before it had a result")
 
 
-def launch_on(tmp_path: Path, progress: Progress) -> list[Result]:
+def launch_on(tmp_path: Path, progress: RunLog) -> list[Result]:
     """Sweep two runs, both at once, and return their results."""
     two = {"grid": {**SWEEP["grid"], "schedule": ["1f1b"]}}
     loaded = load_sample(tmp_path, sweep=two | run_over(executor="slurm", at_once=2))
@@ -248,7 +248,7 @@ def test_a_refused_job_waits_for_those_that_run(
     assert not (tmp_path / "cancelled").exists()
 
 
-class Stops(Progress):
+class Stops(RunLog):
     def __init__(self, error: type[BaseException]) -> None:
         super().__init__(lambda _: None, total=1, done=0)
         self.error = error

@@ -250,7 +250,7 @@ def test_copies_take_the_time_of_the_link_to_the_host(tmp_path: Path) -> None:
 def test_adaptive_has_activations_wait_where_the_cluster_file_has_a_link(tmp_path: Path) -> None:
     workloads = [{"sequence_length": 64, "global_batch_size": 32}]
     # Little more than what is there besides activations, so that the order alone waits for memory.
-    device = CLUSTER["device"] | {"memory_gib": 2.15}
+    device = CLUSTER["device"] | {"memory_gib": 2.45}
 
     def found(**link: float) -> tuple[float, int]:
         """Return the step's time and how many copies there are to the host."""
