@@ -45,7 +45,7 @@ def _wrap_pass(fault: dict[str, Any]) -> None:
 
     @functools.wraps(original)
     def run(stage: Any, microbatch: int, *args: Any) -> Any:
-        step = stage.beginning.step if owner is SharedVocabulary else stage.step
+        step = stage.context.step if owner is SharedVocabulary else stage.step
         if step.forward_only:
             return original(stage, microbatch, *args)
         if not steps or steps[-1] is not step:
