@@ -16,7 +16,7 @@ fails. PYTHON sets the interpreter. On a GPU with less memory, models that are t
 TEXT
 }
 
-commands=(graph-weights graph-ranks splitting graphs trainer nccl offload sizes)
+commands=(graph-weights graph-ranks splitting graphs trainer allocator nccl offload sizes)
 
 run_command() {
     case $1 in
@@ -40,6 +40,10 @@ run_command() {
         trainer)
             about "Megatron's trainer with Transformer Engine, one rank at a time: memory and passes"
             bench 460 scripts/measure_ranks.py measure --output "$folder/trainer.json"
+            ;;
+        allocator)
+            about "the calls of torch's allocator in training steps, which its model must reproduce"
+            bench 460 benchmarks/check_allocator.py record "$folder/allocator"
             ;;
         nccl)
             about "ranks that share the GPU: losses, and what hangs where passes wait for it"

@@ -14,6 +14,7 @@ COMMANDS = [
     "splitting",
     "graphs",
     "trainer",
+    "allocator",
     "nccl",
     "offload",
     "sizes",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -269,7 +270,8 @@ def test_a_planned_order_of_slices_trains_like_1f1b(
     planned = ("--pipeline-schedule", "auto", "--pipeline-costs", str(file))
     ours = train(4, *planned, "--pipeline-slices", "auto", *TWO, UNTIED)
     assert_equal_training(ours, theirs)
-    assert any(" microbatches of 4 slices" in text for text in ours.output)
+    # 2 and 4 slices differ by 0.3% here
+    assert any(re.search(r" microbatches of [24] slices", text) for text in ours.output)
 
 
 @needs_hybrid
