@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -164,7 +165,7 @@ class PipelineRunner:
             self._transport.rest()
 
     def step_feature(self, kind: type[Used]) -> Used | None:
-        """Return what a feature does in steps, or None if the run does not use it."""
+        """Return the step feature of this type, or None if the run does not use it."""
         return next((each for each in self._step_features if isinstance(each, kind)), None)
 
     def begin_training(self, optimizer: Any, args: Namespace) -> list[str]:
@@ -296,53 +297,22 @@ class PipelineRunner:
             cut: Returns the program to run in place of that of the plan.
         """
         chunks = _as_list(call.model)
-        iterators = given_iterators(call.data_iterator, len(chunks))
         config = get_model_config(chunks[0])
         # The paged stash records the order of the passes, so it has to see the final one.
         begin_step(config, not call.forward_only and self._profiler.order_is_last)
         groups = _default_groups() if call.pg_collection is None else call.pg_collection
         # Before the transport, because the parts of a microbatch have smaller messages.
-        passes = 1
-        if not call.forward_only:
-            for each in self._step_features:
-                passes *= each.passes_per_microbatch(call, config)
+        passes = self._passes_per_microbatch(call, config)
         shape = _message_shape(call, config, groups, passes)
         # The message shape can change between steps: evaluation runs every microbatch in one pass.
         transport = self._ready_transport(config, shape, chunks[0], groups.pp)
-        with refusing():
-            sync = GradientSync(
-                config,
-                chunks,
-                self._pipeline,
-                num_microbatches=call.num_microbatches * passes,
-                force_all_reduce=call.force_all_reduce,
-                forward_only=call.forward_only,
-            )
-        # Starts the gathers of all chunks now; layers wait for theirs in the first F.
-        if not call.forward_only:
-            sync.gather_parameters()
+        sync = self._gradient_sync(call, config, chunks, passes)
         program, beside = self._program(call, hides)
-        order = None
-        if not call.forward_only:
-            # Before `shared_out`, so that chunks that share an iterator also share its order.
-            for each in self._step_features:
-                iterators, own = each.read(call, config, iterators, groups)
-                order = order or own
-        # A loss of logits is computed on every rank, which reads the last chunk's data once more.
-        again = None
-        if any(each.reads_again for each in self._step_features):
-            iterators, again = read_again(iterators)
-        else:
-            iterators = shared_out(iterators)
+        iterators, again, order = self._read(call, config, groups)
         program = program if cut is None else cut(program)
-        # A new object per step: a library reads it after the step, for the order of its records.
-        self.calls = ForwardCalls(order)
-        is_last = groups.pp.rank() == self._pipeline.stage_map.loss_rank
         step = Step(
             config=config,
-            forward_step_func=self.calls.counting(
-                call.forward_step_func, chunks, self._state, is_last
-            ),
+            forward_step_func=self._counted_forward(call, groups, order),
             num_microbatches=call.num_microbatches,
             context_parallel_size=groups.cp.size(),
             forward_only=call.forward_only,
@@ -370,16 +340,67 @@ class PipelineRunner:
         )
         # Last, because the parts read everything above, and register for the passes of the step.
         step.parts += parts_of(self._step_features, context)
-        run = ProgramRun(
-            program=program,
-            device=groups.pp.rank(),
+        return PreparedStep(context, self._run_of(context, timer))
+
+    def _run_of(self, context: StepContext, timer: Observer | None) -> ProgramRun:
+        """Return the run of the step's program, before its first pass."""
+        return ProgramRun(
+            program=context.program,
+            device=context.groups.pp.rank(),
             stages=_stages(context),
-            transport=transport,
+            transport=context.transport,
             observer=timer,
             place=self._place,
-            handlers=step.handlers(),
+            handlers=context.step.handlers(),
         )
-        return PreparedStep(context, run)
+
+    def _counted_forward(self, call: Call, groups: Any, order: Sequence[int] | None) -> Any:
+        """Return the trainer's function, whose calls are recorded with their microbatches."""
+        # A new object per step: a library reads it after the step, for the order of its records.
+        self.calls = ForwardCalls(order)
+        is_last = groups.pp.rank() == self._pipeline.stage_map.loss_rank
+        chunks = _as_list(call.model)
+        return self.calls.counting(call.forward_step_func, chunks, self._state, is_last)
+
+    def _passes_per_microbatch(self, call: Call, config: Any) -> int:
+        """Return the number of F passes of a microbatch in a stage."""
+        if call.forward_only:
+            return 1
+        return math.prod(each.passes_per_microbatch(call, config) for each in self._step_features)
+
+    def _gradient_sync(
+        self, call: Call, config: Any, chunks: list[Any], passes: int
+    ) -> GradientSync:
+        """Create the data-parallel communication of the step, and start its gathers."""
+        with refusing():
+            sync = GradientSync(
+                config,
+                chunks,
+                self._pipeline,
+                num_microbatches=call.num_microbatches * passes,
+                force_all_reduce=call.force_all_reduce,
+                forward_only=call.forward_only,
+            )
+        # Starts the gathers of all chunks now; layers wait for theirs in the first F.
+        if not call.forward_only:
+            sync.gather_parameters()
+        return sync
+
+    def _read(
+        self, call: Call, config: Any, groups: Any
+    ) -> tuple[list[Any], Any, Sequence[int] | None]:
+        """Return an iterator per chunk, one to read data once more, and the microbatches' order."""
+        iterators = given_iterators(call.data_iterator, len(_as_list(call.model)))
+        order = None
+        if not call.forward_only:
+            # Before `shared_out`, so that chunks that share an iterator also share its order.
+            for each in self._step_features:
+                iterators, own = each.read(call, config, iterators, groups)
+                order = order or own
+        # A loss of logits is computed on every rank, which reads the last chunk's data once more.
+        if any(each.reads_again for each in self._step_features):
+            return *read_again(iterators), order
+        return shared_out(iterators), None, order
 
     def _program(self, call: Call, hides: bool) -> tuple[Program, Mapping[Pass, Beside]]:
         """Return the program of all ranks, and the W jobs that its B's overlap with."""
