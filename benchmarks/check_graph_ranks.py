@@ -180,9 +180,9 @@ def judge(runs: list[str], device: str, folder: Path) -> int:
             continue
         if run.startswith("without graphs"):
             wanted = sums
-        told = differences(sums, wanted) if wanted else "nothing to compare with"
-        good &= not told or run in MAY_DIFFER
-        print(f"{run}: {told or 'equal'}; losses and norms {', '.join(losses)}", flush=True)
+        difference = differences(sums, wanted) if wanted else "nothing to compare with"
+        good &= not difference or run in MAY_DIFFER
+        print(f"{run}: {difference or 'equal'}; losses and norms {', '.join(losses)}", flush=True)
     return int(not good)
 
 

@@ -93,7 +93,7 @@ def step(number: int, args: Any, own: dict[str, Any], trained: Any) -> dict[str,
 
 
 def set_up(flags: Sequence[str]) -> tuple[Any, Any]:
-    """Initialize slime and build the model; return the arguments and what is trained."""
+    """Initialize slime and build the model; return the arguments and the trained parts."""
     args = arguments(flags)
     from slime.backends.megatron_utils import initialize, model
 

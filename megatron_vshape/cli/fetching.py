@@ -11,7 +11,7 @@ from megatron_vshape.rehearsal.sources import PythonSource, cache, fetch, missin
 
 
 def fetch_missing(options: argparse.Namespace, command: Command) -> None:
-    """Download what a dry run of the command lacks, if --fetch is set or the user agrees.
+    """Download missing sources of a dry run, if --fetch is set or the user agrees.
 
     Raises:
         ScheduleError: Sources are missing and not to be downloaded, or a download failed.

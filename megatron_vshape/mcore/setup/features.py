@@ -101,7 +101,7 @@ class Feature:
     ) -> Costs | None:
         """Return the costs of a run: with the feature's passes if it is enabled, else without.
 
-        None stands for equal costs of all passes.
+        None: all passes have equal costs.
         """
         return costs
 
