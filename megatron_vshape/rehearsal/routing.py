@@ -44,6 +44,7 @@ def install(args: Any, imbalance: float) -> None:
 
     dispatchers.MoEAllGatherTokenDispatcher.dispatch_postprocess = gathered
     wrap(dispatchers, "permute", _permuted)
+    wrap(dispatchers, "sort_chunks_by_idxs", _sorted)
     if getattr(dispatchers, "fused_dispatch", None) is not None:
         wrap(dispatchers, "fused_dispatch", _dispatched)
         dispatchers._DeepepManager._indices_to_multihot = _multihot
@@ -96,6 +97,15 @@ def _permuted(call: Callable[..., Any], tokens: Tensor, routing_map: Tensor, **o
     elif not options.get("num_out_tokens", 1):
         options["num_out_tokens"] = _rows_of(routing_map, routing_map.shape[1])
     return call(tokens, routing_map, **options)
+
+
+def _sorted(call: Callable[..., Any], tokens: Tensor, sizes: Any, order: Any, **kwargs: Any) -> Any:
+    """Sort chunks in an order that the host knows: all chunks have one size, so any order will do.
+
+    Read from a fake tensor, every index would be 0, and backward would add up copies of one chunk.
+    """
+    known_order = order if kwargs.get("fused") else KnownNumbers(range(len(order)))
+    return call(tokens, sizes, known_order, **kwargs)
 
 
 def _routed(self: Tensor, mask: Tensor) -> Tensor:

@@ -260,6 +260,18 @@ CASES = {
         assert routing._routed(gpu(4, 64), mine.t()).shape == (64,)
         assert values.KnownNumbers([8, 8]).T.ravel().tolist() == [8, 8]
     """,
+    "sorting chunks by their expert costs one kernel forward and one back": """
+        from megatron.core.transformer.moe import token_dispatcher
+        import argparse
+        routing.install(argparse.Namespace(moe_router_topk=2, num_experts=64), 1.0)
+        tokens = gpu(256, 16).requires_grad_()
+        sizes, order = values.KnownNumbers([4] * 64), torch.arange(64, device="cuda")
+        sorted_tokens, _ = token_dispatcher.sort_chunks_by_idxs(tokens, sizes, order)
+        assert ledger.work.kernels == 2, ledger.work.kernels  # of arange, and of the sort
+        sorted_tokens.backward(gpu(256, 16))
+        assert tokens.grad.shape == (256, 16)
+        assert ledger.work.kernels == 3, ledger.work.kernels
+    """,
     "a mamba layer keeps its input and the scans output": """
         batch, tokens, heads, head, groups, state = 2, 512, 8, 64, 2, 16
         inner, convolved = heads * head, heads * head + 2 * groups * state
