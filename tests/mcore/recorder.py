@@ -245,6 +245,8 @@ def named_parameters(model: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter
             if parts[:2] == ["decoder", "layers"]:
                 parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)
             if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+                if getattr(chunk, "mtp_process", False):
+                    continue  # unused: Megatron reads the embedding of this stage instead
                 parts = ["embedding", "word_embeddings", "weight"]
             yield ".".join(parts), parameter
 
