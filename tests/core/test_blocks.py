@@ -8,9 +8,8 @@ from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import linear
 from megatron_vshape.core.paper import blocks
-from megatron_vshape.core.paper.building_block import BlockPass, BuildingBlock
+from megatron_vshape.core.paper.building_block import BlockPass, BuildingBlock, repeat
 from megatron_vshape.core.paper.catalogue import NAMES, make_block
-from megatron_vshape.core.paper.repeating import repeat
 
 
 def starts(block: BuildingBlock) -> dict[str, int]:

@@ -14,10 +14,9 @@ from megatron_vshape.core.model.kinds import PARTS
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.blocks import v_half, v_min, v_zb
-from megatron_vshape.core.paper.building_block import BuildingBlock
+from megatron_vshape.core.paper.building_block import BuildingBlock, repeat, squeeze
 from megatron_vshape.core.paper.catalogue import make_block
 from megatron_vshape.core.paper.reordering import reorder
-from megatron_vshape.core.paper.repeating import repeat, squeeze
 from megatron_vshape.core.planner import cyclic_orders, improve, job_shop, refilling, search
 
 DEVICES = 5
