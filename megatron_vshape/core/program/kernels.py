@@ -35,6 +35,7 @@ from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.core.program.instructions import (
     Await,
     Instruction,
+    Meetings,
     Message,
     Messages,
     Program,
@@ -43,9 +44,9 @@ from megatron_vshape.core.program.instructions import (
     Run,
     Send,
     Source,
+    explain_stuck_messages,
     source_of,
 )
-from megatron_vshape.core.program.stuck import Meetings, explain_stuck_messages
 
 AHEAD = 1
 """How many passes before its reader a receive is posted, where that is safe.

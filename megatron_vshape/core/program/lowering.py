@@ -19,6 +19,7 @@ from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.program.instructions import (
     Await,
     Instruction,
+    Meetings,
     Messages,
     Program,
     Receive,
@@ -26,10 +27,10 @@ from megatron_vshape.core.program.instructions import (
     Run,
     Send,
     Source,
+    explain_stuck_messages,
     source_of,
 )
 from megatron_vshape.core.program.kernels import lower_to_kernels
-from megatron_vshape.core.program.stuck import Meetings, explain_stuck_messages
 
 WINDOW = 2
 """Receives posted ahead per stream and sender.
