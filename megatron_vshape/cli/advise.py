@@ -10,9 +10,13 @@ from typing import Any
 
 from megatron_vshape.cli.fetching import fetch_missing
 from megatron_vshape.cli.files import Output, check_installed, check_target, write_all
-from megatron_vshape.cli.hardware import add_cluster_argument, machine_of
-from megatron_vshape.cli.help import MEMORY, MODEL, OUTPUT, SEARCH, group
-from megatron_vshape.cli.options import headroom_of
+from megatron_vshape.cli.hardware import (
+    add_cluster_argument,
+    add_headroom_argument,
+    headroom_bytes_of,
+    machine_of,
+)
+from megatron_vshape.cli.help import MODEL, OUTPUT, SEARCH, group
 from megatron_vshape.cli.progress import told
 from megatron_vshape.cli.rehearse import add_program_arguments, dry_run_config
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -40,9 +44,6 @@ from megatron_vshape.tuning.counts import Counts
 from megatron_vshape.tuning.machine import Machine
 from megatron_vshape.tuning.predictor import Prediction, Predictor
 
-HEADROOM = 0.04
-"""Fraction of a GPU's memory that is kept free for fragmentation."""
-
 MOST_SHAPES = 16
 """Maximum number of configurations next to the command's to estimate."""
 
@@ -60,12 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--grid is required",
     )
     add_cluster_argument(parser)
-    group(parser, MEMORY).add_argument(
-        "--headroom",
-        metavar="SHARE|XGiB",
-        help="Part of every GPU's memory to keep free, e.g. for a rollout engine: 5%%, 0.05 or "
-        f"4GiB (default: {HEADROOM:.0%}%)",
-    )
+    add_headroom_argument(parser)
     group(parser, MODEL).add_argument(
         "--training-share",
         type=float,
@@ -146,9 +142,8 @@ def _advice(
         else:
             others.append(it)
     counts = Counts(subject, machine, lambda: dry_run_config(options, subject.command, gpu))
-    given_headroom = options.headroom or f"{HEADROOM:.0%}"
-    headroom = headroom_of(given_headroom, gpu.memory_bytes, in_bytes=True)
-    predictor = Predictor(subject, machine, counts, headroom_bytes=headroom)
+    headroom_bytes = headroom_bytes_of(options.headroom, gpu.memory_bytes)
+    predictor = Predictor(subject, machine, counts, headroom_bytes=headroom_bytes)
     case = _case_of(subject.command, gpu)
     advice = Advice(predictor, own, case, options.seconds, grid=grid)
     with told(lambda us: f"{us * 1e-6:.1f} s"):
@@ -291,7 +286,7 @@ def _table(advice: Advice, shown: Sequence[tuple[str, Prediction]]) -> list[str]
     rows = [f"{'':{wide}}  {'':{wider}}  {'step':>8}  {'MFU':>6}  GiB by pipeline rank"]
     for name, row in shown:
         peaks = " ".join(report.gib(each.allocated) for each in row.ranks)
-        over = "" if row.fits else "  does not fit"
+        over = "" if row.fits else f"  {row.fit}"
         figures = f"{step(row):6.2f} s  {100 * (row.mfu or 0):5.1f}%"
         rows.append(f"{name:{wide}}  {titles[name]:{wider}}  {figures}  {peaks}{over}")
     return rows
@@ -306,10 +301,12 @@ def _verdict(advice: Advice, options: argparse.Namespace, rows: Rows) -> list[st
     today, stock, best = rows["today"], rows["stock"], rows["best"]
     assert today is not None
     if best is None:
-        kept = f"{options.headroom or f'{HEADROOM:.0%}'} and {predictor.machine.gpu.beside_gib:g}"
+        most = predictor.allocatable_bytes(advice.own)
+        kept = report.gib(predictor.headroom_bytes)
+        outside = report.gib(predictor.machine.gpu.memory_bytes - predictor.headroom_bytes - most)
         return [
-            "Recommendation: none. No evaluated configuration fits "
-            f"{report.gib(predictor.allocatable_bytes)} GiB of a GPU ({kept} GiB are kept free)."
+            f"Recommendation: none. No evaluated configuration fits {report.gib(most)} GiB of a "
+            f"GPU: {kept} GiB are kept free, and CUDA and NCCL need about {outside} GiB."
         ]
     gain = 1 - step(best) / step(today)
     if today.fits and gain <= within:

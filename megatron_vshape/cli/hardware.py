@@ -1,10 +1,12 @@
-"""The GPUs of a command: by name, or by a cluster file as `sweep` reads it."""
+"""The GPUs of a command, by name or by cluster file, and their memory to keep free."""
 
 import argparse
 from pathlib import Path
 
-from megatron_vshape.cli.help import MODEL, group
+from megatron_vshape.cli.help import MEMORY, MODEL, group
+from megatron_vshape.cli.options import headroom_of
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.rehearsal.fits import HEADROOM
 from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.tuning.configurations import SweepError
 from megatron_vshape.tuning.machine import Machine
@@ -19,6 +21,25 @@ def add_cluster_argument(parser: argparse.ArgumentParser) -> None:
         help="Cluster file with number, memory, rates and links of the GPUs, as sweep reads it "
         "(instead of a GPU type)",
     )
+
+
+def add_headroom_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --headroom."""
+    group(parser, MEMORY).add_argument(
+        "--headroom",
+        metavar="SHARE|XGiB",
+        help="Part of every GPU's memory to keep free, e.g. for a rollout engine: 5%%, 0.05 or "
+        f"4GiB (default: {HEADROOM:.0%}%)",
+    )
+
+
+def headroom_bytes_of(text: str | None, memory_bytes: float) -> float:
+    """Return the memory of a GPU that --headroom keeps free, in bytes.
+
+    Raises:
+        ScheduleError: the text is neither a share nor GiB, or nothing would be left.
+    """
+    return headroom_of(text or f"{HEADROOM:.0%}", memory_bytes, in_bytes=True)
 
 
 def machine_of(options: argparse.Namespace) -> Machine:

@@ -14,12 +14,18 @@ from megatron_vshape.cli.files import (
     check_target,
     write_all,
 )
-from megatron_vshape.cli.hardware import add_cluster_argument, of_cluster
+from megatron_vshape.cli.hardware import (
+    add_cluster_argument,
+    add_headroom_argument,
+    headroom_bytes_of,
+    of_cluster,
+)
 from megatron_vshape.cli.help import MODEL, OUTPUT, PROGRAM, SEARCH, group
 from megatron_vshape.cli.progress import told
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal import counted, measured, report, shapes
 from megatron_vshape.rehearsal.counting import count_all
+from megatron_vshape.rehearsal.fits import allocatable_bytes, fit_of
 from megatron_vshape.rehearsal.flags import (
     Command,
     Sizes,
@@ -27,7 +33,7 @@ from megatron_vshape.rehearsal.flags import (
     read_command,
     sizes_of,
 )
-from megatron_vshape.rehearsal.gpus import GIB, GPUS, Gpu
+from megatron_vshape.rehearsal.gpus import GPUS, Gpu
 from megatron_vshape.rehearsal.rank_report import FailedRank, RankReport
 from megatron_vshape.rehearsal.ranks import SCHEDULE, DryRunConfig, check_all, rehearse_all
 from megatron_vshape.rehearsal.remedies import in_order, remedies
@@ -53,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"GPU type (default: h100): {', '.join(sorted(GPUS))}",
     )
     add_cluster_argument(parser)
+    add_headroom_argument(parser)
     model.add_argument(
         "--gpus",
         type=_positive,
@@ -166,6 +173,7 @@ def run(options: argparse.Namespace) -> int:
     gpu = GPUS[options.gpu]
     if options.cluster is not None:
         gpu = of_cluster(options.cluster).gpu
+    headroom_bytes = headroom_bytes_of(options.headroom, gpu.memory_bytes)
     sizes = sizes_of(command, options.gpus)
     stages = ranks_asked_for(options.ranks, sizes.pipeline)
     config = dry_run_config(options, command, gpu)
@@ -179,10 +187,10 @@ def run(options: argparse.Namespace) -> int:
     with told(lambda us: f"{us:.0f} us"):
         found = _found(rehearse_all(config.programs, jobs))
         mine = found.pop("")
-        helps = [] if options.alone else _remedies(command, config, sizes, mine)
+        helps = [] if options.alone else _remedies(command, config, sizes, mine, headroom_bytes)
     step = step_of(mine, command, gpu, sizes.world // sizes.pipeline)
     _print(mine, found, command, gpu, sizes, step)
-    verdict = report.verdict(mine, gpu)
+    verdict = report.verdict(mine, gpu, headroom_bytes)
     for line in (verdict, *helps):
         print(report.wrapped(line))
     texts = {"verdict": verdict, "remedies": helps}
@@ -272,7 +280,11 @@ def _found(results: Iterable[RankReport | FailedRank]) -> dict[str, list[RankRep
 
 
 def _remedies(
-    command: Command, config: DryRunConfig, sizes: Sizes, mine: Sequence[RankReport]
+    command: Command,
+    config: DryRunConfig,
+    sizes: Sizes,
+    mine: Sequence[RankReport],
+    headroom_bytes: float,
 ) -> list[str]:
     """Return lines about flags that lower the peak; none if nothing is known to help."""
     layers = command.layers
@@ -288,26 +300,33 @@ def _remedies(
     can_share = not command.mtp_layers and 2 * sizes.pipeline <= layers
     microbatches = mine[0].microbatches
     found = remedies(pieces, layers, sizes.pipeline, microbatches, can_share)
-    peak = max(each.peak_bytes for each in mine)
+    peak, communicators = (max(each) for each in zip(*map(_needs, mine), strict=True))
+    limit = allocatable_bytes(gpu, communicators, headroom_bytes)
     lines = []
-    for each in in_order(found, peak, gpu.memory_bytes - gpu.beside_gib * GIB)[:MOST_TRIED]:
+    for each in in_order(found, peak, limit)[:MOST_TRIED]:
         job = config.job(command.of_megatron().having(**each.flags), sizes, each.largest, "")
         (result,) = rehearse_all(config.programs, [job])
         if isinstance(result, RankReport) and result.peak_bytes < peak:
-            text = report.remedy_line(result.peak_bytes, peak, gpu)
+            fit = fit_of(result.peak_bytes, gpu, result.communicators, headroom_bytes)
+            text = report.remedy_line(result.peak_bytes, peak, fit)
             lines.append(f"Less memory with {each.text}: {text}.")
             break
-    if not lines and peak > gpu.memory_bytes:
+    if not lines and peak > limit:
         lines.append(
             "No schedule of this package lowers the peak: consider recomputation, or a larger "
             "--tensor-model-parallel-size."
         )
     alone = next((each for each in found if each.text == f"{SCHEDULE} v-half"), None)
     if given == (None, False) and alone is not None and alone.most_bytes > peak:
-        text = report.remedy_line(alone.most_bytes, peak, gpu)
+        fit = fit_of(alone.most_bytes, gpu, communicators, headroom_bytes)
+        text = report.remedy_line(alone.most_bytes, peak, fit)
         why = ", because rank 0 then has embedding and output layer" if not alone.largest else ""
         lines.append(f"{alone.text} alone does not help: {text}{why}.")
     return lines
+
+
+def _needs(found: RankReport) -> tuple[int, int]:
+    return found.peak_bytes, found.communicators
 
 
 def _print(

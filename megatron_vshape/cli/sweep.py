@@ -16,11 +16,11 @@ from megatron_vshape.cli.files import (
     check_targets,
     is_installed,
 )
-from megatron_vshape.cli.help import MEMORY, MODEL, OUTPUT, PROGRAM, REQUIRED, SEARCH, group
-from megatron_vshape.cli.options import headroom_of
+from megatron_vshape.cli.hardware import add_headroom_argument, headroom_bytes_of
+from megatron_vshape.cli.help import MODEL, OUTPUT, PROGRAM, REQUIRED, SEARCH, group
 from megatron_vshape.cli.progress import told
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.view.numbers import GIB
+from megatron_vshape.rehearsal.fits import HEADROOM
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,9 +37,6 @@ _TARGETS = {"csv": (".csv",), "figure": FIGURE_SUFFIXES}
 NARROWEST = 132
 """Minimum table width without a terminal."""
 
-HEADROOM = "4%"
-"""Share of GPU memory for allocator rounding and libraries, which the estimate omits."""
-
 NONE_ENDED_WELL = 1
 """Exit status if runs were launched but none succeeded."""
 
@@ -53,11 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "file", type=Path, metavar="FILE.yaml", help="Sweep file" + REQUIRED
     )
     parser.set_defaults(command=[])  # the words after --
-    group(parser, MEMORY).add_argument(
-        "--headroom",
-        metavar="SHARE|XGiB",
-        help=f"Part of every GPU's memory to keep free: 5%%, 0.05 or 4GiB (default: {HEADROOM}%)",
-    )
+    add_headroom_argument(parser)
     search = group(parser, SEARCH)
     mode = search.add_mutually_exclusive_group()
     mode.add_argument(
@@ -194,9 +187,7 @@ def _expand(loaded: "Loaded", options: argparse.Namespace) -> "tuple[Predictor, 
             f"{loaded.cluster.device.name} is not a known GPU: kernel efficiencies of known GPUs "
             "are assumed; set others with assumptions: in the cluster file"
         )
-    kept = headroom_of(
-        options.headroom or HEADROOM, loaded.cluster.device.memory_gib * GIB, in_bytes=True
-    )
+    kept = headroom_bytes_of(options.headroom, machine.gpu.memory_bytes)
     subject, post_validation = loaded.subject, loaded.sweep.post_validation
     programs = partial(DryRunConfig.of, subject.command, machine.gpu, options.megatron, options.te)
     counts = Counts(subject, machine, programs)
@@ -212,7 +203,7 @@ def _predict(
 ) -> "tuple[Predictor, list[Prediction]]":
     predictor, expanded = _expand(loaded, options)
     if options.headroom is None:
-        _say(console, f"{HEADROOM} of every GPU's memory is kept free (set by --headroom)")
+        _say(console, f"{HEADROOM:.0%} of every GPU's memory is kept free (set by --headroom)")
     _print_dropped(console, expanded.dropped, "impossible", options.verbose)
     predictions: list[Prediction] = []
     _count(predictor, expanded.possible)

@@ -35,6 +35,7 @@ class Gpu:
     node: int  # GPUs that the fast links connect
     host_rate: float  # bytes to host memory, one way, as measured for copies
     beside_gib: float = BESIDE_GIB  # outside of torch's allocator
+    communicator_bytes: int = NCCL_BYTES
     shares: tuple[tuple[str, float], ...] = ()  # of `Rates` by name, that a cluster file sets
 
     @property

@@ -6,7 +6,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_vshape.rehearsal.gpus import GIB, NCCL_BYTES, Gpu
+from megatron_vshape.rehearsal.fits import Fit, allocatable_bytes, fit_of, outside_bytes
+from megatron_vshape.rehearsal.gpus import GIB, Gpu
 from megatron_vshape.rehearsal.rank_report import PARTS, GraphBytes, Holder, RankReport
 
 WIDTH = 100
@@ -46,7 +47,7 @@ def table(found: Sequence[RankReport], gpu: Gpu) -> list[str]:
     rows = [["rank", *names, "peak", "reserved", "model states", "spare"]]
     for each in found:
         parts = [gib(each.parts[name]) for name in PARTS]
-        spare = gpu.memory_bytes - each.reserved_bytes - outside_bytes(each, gpu)
+        spare = _spare_bytes(each, gpu)
         sizes = each.peak_bytes, each.reserved_bytes, each.held_bytes, spare
         rows.append([str(each.stage), *parts, *map(gib, sizes)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -84,9 +85,14 @@ def needed(found: RankReport) -> int:
     return found.peak_bytes if graphs is None else max(found.peak_bytes, graphs.total)
 
 
-def outside_bytes(found: RankReport, gpu: Gpu) -> float:
-    """Estimate the memory of CUDA and NCCL, which is outside of torch's allocator."""
-    return gpu.beside_gib * GIB + found.communicators * NCCL_BYTES
+def _unused_bytes(found: RankReport, gpu: Gpu, headroom_bytes: float) -> float:
+    """Compute the allocatable memory beyond a rank's peak; negative if it does not fit."""
+    return allocatable_bytes(gpu, found.communicators, headroom_bytes) - needed(found)
+
+
+def _spare_bytes(found: RankReport, gpu: Gpu) -> float:
+    """Estimate the memory that neither the allocator reserves nor CUDA and NCCL need."""
+    return allocatable_bytes(gpu, found.communicators, 0.0) - found.reserved_bytes
 
 
 def pass_in_words(phase: str) -> str:
@@ -119,35 +125,48 @@ def _holder(holder: Holder) -> str:
     return f"activations of {place}" if place else "other activations of layers"
 
 
-def verdict(found: Sequence[RankReport], gpu: Gpu) -> str:
+def verdict(found: Sequence[RankReport], gpu: Gpu, headroom_bytes: float) -> str:
     """Format whether the ranks fit into the GPU, by how much, and the largest rank."""
-    most = max(found, key=needed)
-    peak, memory = needed(most), gpu.memory_bytes
+    most = min(found, key=lambda each: _unused_bytes(each, gpu, headroom_bytes))
+    peak, outside = needed(most), outside_bytes(gpu, most.communicators)
+    of_gpu = f"the {gib(gpu.memory_bytes)} GiB of the {gpu.name.upper()}"
     text = f"rank {most.stage} has the largest peak, {gib(peak)} GiB"
-    of_gpu = f"the {gib(memory)} GiB of the {gpu.name.upper()}"
-    if peak > memory:
-        step = "" if most.first_peak_bytes > memory else " (from the second step on)"
-        others = [str(each.stage) for each in found if needed(each) > memory]
+    beside = f"after about {gib(outside)} for CUDA and NCCL"
+    fit = fit_of(peak, gpu, most.communicators, headroom_bytes)
+    if fit is Fit.TOO_LARGE:
+        limit = allocatable_bytes(gpu, most.communicators, 0.0)
+        step = "" if most.first_peak_bytes > limit else " (from the second step on)"
+        others = [str(each.stage) for each in found if _unused_bytes(each, gpu, 0.0) < 0]
         too_large = f"; too large: ranks {', '.join(others)}" if len(others) > 1 else ""
-        return f"Does not fit: {text}, {gib(peak - memory)} GiB above {of_gpu}{step}{too_large}."
-    most = max(found, key=lambda each: each.reserved_bytes + outside_bytes(each, gpu))
-    outside = outside_bytes(most, gpu)
-    spare = memory - most.reserved_bytes - outside
+        return (
+            f"Does not fit: {text}, {gib(peak - limit)} GiB above {of_gpu} {beside}"
+            f"{step}{too_large}."
+        )
+    if fit is Fit.TIGHT:
+        return (
+            f"May not fit: {text} of {of_gpu}, and leaves less than the headroom of "
+            f"{gib(headroom_bytes)} GiB {beside}."
+        )
+    most = min(found, key=lambda each: _spare_bytes(each, gpu))
+    spare, outside = _spare_bytes(most, gpu), outside_bytes(gpu, most.communicators)
     text = (
-        f"rank {most.stage} reserves about {gib(most.reserved_bytes)} GiB (peak "
+        f"Fits: rank {most.stage} reserves about {gib(most.reserved_bytes)} GiB (peak "
         f"{gib(needed(most))}) of {of_gpu}"
     )
+    beside = f"after about {gib(outside)} for CUDA and NCCL"
     if spare < 0:
-        return f"May not fit: {text}, and CUDA and NCCL need about {gib(outside)} GiB."
-    return f"Fits: {text}; {gib(spare)} GiB are spare after about {gib(outside)} for CUDA and NCCL."
+        return (
+            f"{text}, {gib(-spare)} GiB more than are free {beside}: torch's allocator has to "
+            "return cached blocks. Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
+        )
+    return f"{text}; {gib(spare)} GiB are spare {beside}."
 
 
-def remedy_line(most_bytes: float, peak_bytes: float, gpu: Gpu) -> str:
+def remedy_line(most_bytes: float, peak_bytes: float, fit: Fit) -> str:
     """Format the peak of the largest rank in GiB, and the difference to that of the command."""
     less = peak_bytes - most_bytes
     how = f"{gib(less)} GiB less" if less >= 0 else f"{gib(-less)} GiB more"
-    fits = "; does not fit" if most_bytes > gpu.memory_bytes else ""
-    return f"{gib(most_bytes)} GiB ({how}{fits})"
+    return f"{gib(most_bytes)} GiB ({how}{'' if fit is Fit.FITS else f'; {fit}'})"
 
 
 def assumed(gpu: Gpu, imbalance: float, fused: bool, versions: Mapping[str, str]) -> dict[str, Any]:

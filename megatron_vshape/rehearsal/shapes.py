@@ -111,6 +111,7 @@ class Counted:
     layer_flops: float  # forward FLOPs of a microbatch per layer and rank
     ends_flops: float
     state_bytes_per_parameter: float = 18.0  # of weights, gradients and optimizer on a rank
+    communicators: int = 0  # of a rank
 
     def after_us(self, costs: Costs, placement: Placement) -> float:
         """Estimate the time after the passes: gradient reduction, optimizer, parameter gathering.
@@ -148,7 +149,8 @@ def counted(
     pieces = Pieces.of(replace(costs, layers=None), (1,) * costs.num_stages)
     once = optimizer_s(step, gpu, reached) / state, data_parallel_s(step, gpu, reached) / state
     each = state / sum(second.chunk_parameters)
-    return Counted(pieces, *once, reached, of_layer, ends, each)
+    communicators = max(each.communicators for each in ranks)
+    return Counted(pieces, *once, reached, of_layer, ends, each, communicators)
 
 
 def of_pattern(found: Counted, command: Command) -> Counted:

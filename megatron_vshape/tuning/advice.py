@@ -242,7 +242,7 @@ class Advice:
             AUTO,
             ranks,
             it.num_microbatches,
-            limit=self.predictor.allocatable_bytes,
+            limit=self.predictor.allocatable_bytes(it),
             layers=(pieces, self.layers),
             costs=pieces.costs(even_layers(2 * ranks, looping(ranks, 2))),
             chunks=tuple(n for n in (1, 2, 3) if n * ranks <= self.layers + 2),

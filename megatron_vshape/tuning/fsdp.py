@@ -55,7 +55,7 @@ def sentence(fsdp: Prediction | None, other: Prediction | None, case: str) -> st
         return ""
     start = "Without a pipeline (FSDP2): "
     if not fsdp.fits:
-        return f"{start}does not fit."
+        return f"{start}{fsdp.fit}."
     gain, within = 1 - fsdp.step_s / other.step_s, accuracy.threshold(case)
     if abs(gain) <= within:
         return f"{start}as fast as the best pipeline within the error ({100 * within:.1f}%)."
@@ -77,7 +77,7 @@ def _configurations(own: Configuration, predictor: Predictor) -> Iterator[Config
     pieces, shards = counted.pieces, own.tensor_parallel * own.expert_parallel
     layers = Share.total(pieces.shares).state if pieces.shares else subject.layers
     states = layers * pieces.layer.state_bytes / counted.state_bytes_per_parameter * SHARDED_BYTES
-    if states * shards / machine.num_devices > predictor.allocatable_bytes:
+    if states * shards / machine.num_devices > predictor.allocatable_bytes(own):
         return
     base = replace(own, schedule="1f1b", pipeline_parallel=1, layout=Layout.EVEN)
     for tensor in (1, own.tensor_parallel):

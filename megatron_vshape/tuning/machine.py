@@ -42,6 +42,8 @@ class Machine:
         named = [name for name in GPUS if name in device.name.lower()]
         like = GPUS[max(named, key=len, default=UNKNOWN)]
         given = dict(cluster.assumptions)
+        # A cluster file's own value includes NCCL's buffers.
+        communicator = 0 if "beside_gib" in given else like.communicator_bytes
         beside = given.pop("beside_gib", like.beside_gib)
         known = [each.name for each in fields(Rates)]
         for name in given:
@@ -67,6 +69,7 @@ class Machine:
             node=cluster.devices_per_node,
             host_rate=like.host_rate if link is None else link.gb_per_s * 1e9,
             beside_gib=beside,
+            communicator_bytes=communicator,
             shares=tuple(shares.items()),
         )
         most = None if link is None else link.memory_gib
@@ -84,7 +87,7 @@ class Machine:
         fitted = "a guess: no GPU of that name is known"
         if self.known:
             fitted = f"{self.gpu.name.upper()}: rehearsal/step_time.py, benchmarks/evidence.md"
-        beside = self.gpu.beside_gib, "an estimate: CUDA's context, NCCL's buffers"
+        beside = self.gpu.beside_gib, "an estimate: CUDA's context and libraries"
         rates = rates_of(self.gpu)
         values = {each.name: (getattr(rates, each.name), fitted) for each in fields(rates)}
         for name, (value, source) in {"beside_gib": beside, **values}.items():

@@ -21,6 +21,7 @@ from megatron_vshape.core.paper.catalogue import EVERY_NAME
 from megatron_vshape.core.plan import plan
 from megatron_vshape.core.planner.vocabulary import held_logits, shared_if_told, shared_pieces
 from megatron_vshape.core.request import AUTO, PlanRequest, find
+from megatron_vshape.rehearsal.fits import Fit, allocatable_bytes, fit_of, outside_bytes
 from megatron_vshape.rehearsal.shapes import Counted
 from megatron_vshape.tuning.configurations import (
     ADAPTIVE,
@@ -77,6 +78,7 @@ class Prediction:
     reason: str = ""
     schedule: Schedule | None = field(default=None, compare=False, repr=False)
     ranks: tuple[RankPeak, ...] = field(default=(), compare=False, repr=False)
+    fit: Fit = field(default=Fit.FITS, compare=False)  # of the ranks in their GPUs
     layers: tuple[int, ...] = field(default=(), compare=False, repr=False)  # of every stage
     is_stock: bool = field(default=False, compare=False)  # run by stock Megatron
 
@@ -97,15 +99,10 @@ class Predictor:
     measured: Mapping[Sizes, Pieces] | None = None
     headroom_bytes: float = 0.0  # kept free on every device
 
-    @property
-    def limit_bytes(self) -> float:
-        """Memory of a device minus the headroom."""
-        return self.machine.gpu.memory_bytes - self.headroom_bytes
-
-    @property
-    def allocatable_bytes(self) -> float:
-        """Limit of torch's allocator."""
-        return self.limit_bytes - self.machine.gpu.beside_gib * GIB
+    def allocatable_bytes(self, it: Configuration) -> float:
+        """Limit of torch's allocator with the configuration's communicators."""
+        communicators = self.counts(it).communicators
+        return allocatable_bytes(self.machine.gpu, communicators, self.headroom_bytes)
 
     def __call__(self, it: Configuration) -> Prediction:
         """Predict the configuration."""
@@ -207,24 +204,28 @@ class Predictor:
         `timeline` is given if planning has simulated it already.
         """
         schedule = shared_if_told(schedule, costs)
-        beside = self.machine.gpu.beside_gib * GIB
+        gpu, communicators = self.machine.gpu, self.counts(it).communicators
+        outside = outside_bytes(gpu, communicators)
         fixed = costs.fixed_bytes(schedule.placement, schedule.num_devices)
         ranks = tuple(
-            RankPeak(own - costs.device_bytes, held - own, costs.device_bytes, beside)
+            RankPeak(own - costs.device_bytes, held - own, costs.device_bytes, outside)
             for own, held in zip(fixed, peak_held(schedule, costs), strict=True)
         )
-        needed, limit = list(map(sum, ranks)), self.limit_bytes
+        needed = list(map(sum, ranks))
         peak = max(needed)
+        fit = fit_of(peak - outside, gpu, communicators, self.headroom_bytes)
         found = Prediction(
             it,
             Verdict.RUNS,
             peak,
             schedule=schedule,
             ranks=ranks,
+            fit=fit,
             layers=costs.layers or (),
             is_stock=is_stock,
         )
-        if peak > limit:
+        if fit is not Fit.FITS:
+            limit = gpu.memory_bytes - self.headroom_bytes
             gib = f"{peak / GIB:.1f} of {limit / GIB:.1f} GiB on device {needed.index(peak)}"
             found = replace(found, verdict=Verdict.OUT_OF_MEMORY, reason=f"needs {gib}")
             if not always:
@@ -254,7 +255,7 @@ class Predictor:
             SweepError: no plan fits on any placement.
         """
         found, reasons = [], []
-        limits = [self.allocatable_bytes] * it.pipeline_parallel
+        limits = [self.allocatable_bytes(it)] * it.pipeline_parallel
         objective = Objective.SPAN if self.post_validation else Objective.MAKESPAN
         in_host = self.machine.in_host_bytes
         for placement in _placements(it):

@@ -1,11 +1,14 @@
 """The verdict of an estimate, and the flags that lower the peak."""
 
+from dataclasses import replace
+
 import pytest
 from rehearsal.reports import report_of
 
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.rehearsal import report
+from megatron_vshape.rehearsal.fits import HEADROOM
 from megatron_vshape.rehearsal.gpus import GIB, GPUS
 from megatron_vshape.rehearsal.rank_report import RankReport
 from megatron_vshape.rehearsal.remedies import Remedy, in_order, remedies
@@ -28,20 +31,29 @@ def rank(stage: int, gib: float, first_gib: float | None = None) -> RankReport:
     [
         ([rank(0, 50.8), rank(1, 38.7)], "Fits: rank 0 ", "51.8 GiB (peak 50.8) of the 79.6 GiB"),
         ([rank(0, 50.8), rank(1, 38.7)], "Fits: rank 0 ", "25.0 GiB are spare after about 2.8"),
-        ([rank(0, 20.0), rank(3, 77.0)], "May not fit: rank 3 ", "CUDA and NCCL need about 2.8"),
-        ([rank(0, 90.0), rank(1, 81.0)], "Does not fit: rank 0 ", "10.4 GiB above the 79.6 GiB"),
+        ([rank(0, 20.0), rank(3, 76.0)], "May not fit: rank 3 ", "the headroom of 3.2 GiB"),
+        ([rank(0, 90.0), rank(1, 81.0)], "Does not fit: rank 0 ", "13.2 GiB above the 79.6 GiB"),
         ([rank(0, 90.0, 70.0)], "Does not fit: rank 0 ", "(from the second step on)"),
     ],
 )
 def test_verdict_names_the_largest_rank_and_the_margin(ranks, start, part):
-    text = report.verdict(ranks, H100)
+    text = report.verdict(ranks, H100, HEADROOM * H100.memory_bytes)
     assert text.startswith(start)
     assert part in text
 
 
 def test_all_ranks_that_do_not_fit_are_named():
-    text = report.verdict([rank(0, 90.0), rank(1, 81.0), rank(2, 40.0)], H100)
+    text = report.verdict([rank(0, 90.0), rank(1, 81.0), rank(2, 40.0)], H100, 0.0)
     assert "too large: ranks 0, 1." in text
+
+
+def test_the_allocator_has_to_return_cached_blocks():
+    """Reserved memory without a limit is no reason why a rank does not fit."""
+    fragmented = replace(rank(0, 70.0), reserved_bytes=78 * GIB)
+    text = report.verdict([fragmented], H100, HEADROOM * H100.memory_bytes)
+    assert text.startswith("Fits: rank 0 reserves about 78.0 GiB (peak 70.0)")
+    assert "1.2 GiB more than are free" in text
+    assert "expandable_segments:True" in text
 
 
 def test_vocabulary_parallelism_helps_where_the_v_alone_does_not():

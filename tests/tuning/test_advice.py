@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rehearsal.reports import report_of
 from tuning.counts import Fake, predictor_of
 from tuning.samples import load_sample, write_sweep
 
@@ -14,7 +15,8 @@ from megatron_vshape.cli.main import main
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.core.model.schedule import Schedule
-from megatron_vshape.rehearsal import accuracy
+from megatron_vshape.rehearsal import accuracy, report
+from megatron_vshape.rehearsal.fits import HEADROOM
 from megatron_vshape.rehearsal.gpus import GIB, GPUS
 from megatron_vshape.rehearsal.shapes import Counted
 from megatron_vshape.rehearsal.step_time import Rates
@@ -83,9 +85,9 @@ def test_flags_of_a_row_are_the_difference_of_two_commands() -> None:
 NOTHING = Piece(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-def advice(model: Subject, pieces: Pieces, **more: Any) -> Advice:
+def advice(model: Subject, pieces: Pieces, communicators: int = 0, **more: Any) -> Advice:
     """Return an advice for four H100 by these costs."""
-    counted = Counted(pieces, 0.0, 0.0, Rates(), 1.0, 0.0)
+    counted = Counted(pieces, 0.0, 0.0, Rates(), 1.0, 0.0, communicators=communicators)
     machine = Machine(GPUS["h100"], 4)
     predictor = Predictor(model, machine, lambda it: counted, **more)
     own = own_configuration(model, 4)
@@ -122,6 +124,29 @@ def test_stock_megatron_may_distribute_layers_by_their_work() -> None:
     tight = advice(model, pieces, headroom_bytes=kept)
     found = [row.layers for row in tight.stock(tight.own) if row.configuration.schedule == "1f1b"]
     assert found == [(9, 9, 9, 9), (10, 10, 10, 6), (9, 10, 10, 7)]
+
+
+@pytest.mark.parametrize("peak_gib", [70.0, 73.5, 74.0, 76.5, 77.0])
+@pytest.mark.parametrize("headroom", [0.0, HEADROOM])
+def test_rehearse_and_advise_agree_whether_a_rank_fits(peak_gib: float, headroom: float) -> None:
+    """Of 79.6 GiB, 2.8 are outside of torch's allocator, and 3.2 are kept free."""
+    gpu, communicators = GPUS["h100"], 4
+    first = replace(NOTHING, state_bytes=peak_gib * GIB)
+    pieces = Pieces(Piece(1.0, 1.0, 1.0, 0.0, 0.0), first, NOTHING, 0.0)
+    made = advice(
+        subject(LAYERS_36),
+        pieces,
+        communicators=communicators,
+        headroom_bytes=headroom * gpu.memory_bytes,
+    )
+    row = made.named("1f1b", made.own, is_stock=True)
+    assert row is not None
+    peak = int(row.ranks[0].allocated)
+    assert peak == int(peak_gib * GIB)
+    own = report_of(peak_bytes=peak, reserved_bytes=int(1.01 * peak), communicators=communicators)
+    verdict = report.verdict([own], gpu, headroom * gpu.memory_bytes)
+    assert verdict.partition(":")[0].lower() == row.fit
+    assert row.fits == (peak <= (76.8 if headroom == 0 else 73.6) * GIB)
 
 
 def test_the_last_rank_of_a_tied_model_has_a_copy_of_the_embedding() -> None:

@@ -8,6 +8,7 @@ from tuning.test_advice import LAYERS_36, NOTHING, advice, subject
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.rehearsal import accuracy
+from megatron_vshape.rehearsal.fits import Fit
 from megatron_vshape.rehearsal.gpus import GIB, GPUS
 from megatron_vshape.rehearsal.step_time import Rates, rates_of
 from megatron_vshape.tuning import fsdp
@@ -67,7 +68,7 @@ def test_a_gain_is_reported_if_it_is_larger_than_the_error() -> None:
     ):
         other = replace(row, step_s=factor * row.step_s)
         assert words in fsdp.sentence(row, other, made.case)
-    too_much = replace(row, verdict=row.verdict.OUT_OF_MEMORY)
+    too_much = replace(row, verdict=row.verdict.OUT_OF_MEMORY, fit=Fit.TOO_LARGE)
     assert fsdp.sentence(too_much, row, made.case).endswith("does not fit.")
     assert not fsdp.sentence(None, row, made.case)
 
