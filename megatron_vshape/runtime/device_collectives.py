@@ -89,11 +89,14 @@ class DeviceCollectives:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._failure: Exception | None = None  # of a job whose result this rank may never read
         self.is_closed = False
-        # The first use of a communicator blocks until all ranks have arrived, so connect here.
-        for group in (self._read, self._summed):
-            dist.all_reduce(torch.zeros(1, device=torch_device), group=group)
+        self.connect()
         if self._blocks:  # a daemon, so that a failed run can end while it waits
             threading.Thread(target=self._work, name=COLLECTIVES, daemon=True).start()
+
+    def connect(self) -> None:
+        """Connect all ranks: the first use of a communicator blocks until all have arrived."""
+        for group in (self._read, self._summed):
+            dist.all_reduce(torch.zeros(1, device=self._torch_device), group=group)
 
     def tell(self) -> list[str]:
         """Format the pending waits of this rank. Thread-safe."""

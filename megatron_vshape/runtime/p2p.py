@@ -7,8 +7,9 @@ queues behind an unrelated one, and messages are matched by their order alone.
 import math
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -90,6 +91,9 @@ class Transport:
         self._like = like
         self._lanes: dict[Edge, int] = {}
         self._channels: dict[Edge, tuple[dist.ProcessGroup, int]] = {}
+        # Communicators that have connected their ranks, for `reconnect`. A strong reference would
+        # keep one that the library has destroyed.
+        self._connected: dict[Edge, weakref.ref[Any]] = {}
         self._took_bytes = 0  # GPU memory of the communicators
         self._posted: dict[Message, tuple[dist.Work, Tensor]] = {}
         # gloo blocks in wait. NCCL's wait only orders CUDA streams, and must not get a timeout:
@@ -146,8 +150,7 @@ class Transport:
         fresh = sorted(used - self._lanes.keys())
         for edge in fresh:
             self._lanes[edge] = _free_lane(edge, self._lanes)
-        # All pairs of a group connect at the same time, not one after the other along the pipeline.
-        fresh.sort(key=lambda edge: (edge.stream, self._lanes[edge], edge))
+        fresh = self._by_lane(fresh)
         # Memory of communicators is invisible to torch's allocator, so compare before and after.
         before_bytes = nccl.outside_allocator(self._torch_device)
         with nullcontext() if self._waits_block else nccl.made_by_pairs():
@@ -159,6 +162,24 @@ class Transport:
                 self._ranks, self._make_pipelines_group, self._torch_device, self._timeout_s
             )
         self._took_bytes += nccl.outside_allocator(self._torch_device) - before_bytes
+
+    def reconnect(self) -> None:
+        """Connect the ranks again if a library has replaced the communicators since the last step.
+
+        slime destroys all communicators while an inference engine uses the GPUs, and creates them
+        again inside the same group objects, which connect at their first message. All ranks of the
+        world call this before a step.
+        """
+        replaced = (
+            _communicator(group) is not self._connected[edge]()
+            for edge, (group, _) in self._channels.items()
+        )
+        if not any(replaced):
+            return
+        # All edges, so that all ranks agree: a library replaces all communicators at once.
+        self._warm_up(self._by_lane(self._lanes))
+        if self.together is not None:
+            self.together.connect()
 
     def summary(self) -> str | None:
         """Format the NCCL class, number and memory of the communicators; None over gloo."""
@@ -340,6 +361,10 @@ class Transport:
             if ranks == self._ranks and self._rank in pair:
                 self._channels[edge] = made, pair[1] if self._rank == pair[0] else pair[0]
 
+    def _by_lane(self, edges: Iterable[Edge]) -> list[Edge]:
+        """Sort edges so that all pairs of a lane connect at the same time."""
+        return sorted(edges, key=lambda edge: (edge.stream, self._lanes[edge], edge))
+
     def _warm_up(self, edges: Sequence[Edge]) -> None:
         """Send one number along every edge, in the same order on all ranks to avoid deadlock."""
         for edge in edges:
@@ -358,6 +383,7 @@ class Transport:
                     f"rank {self._rank} expected rank {peer} on stream {edge.stream} and met rank "
                     f"{met}: the ranks do not run the same program"
                 )
+            self._connected[edge] = weakref.ref(_communicator(group))
         self._meeting = []
 
     def _channel(self, message: Message) -> tuple[dist.ProcessGroup, int]:
@@ -396,6 +422,11 @@ def _failing(
         late = no_progress(timeout_s) if is_late else None
         why = late or f", whose connection failed: {error}{first_cause.found()}"
         raise TransportError(tell(message) + why) from error
+
+
+def _communicator(group: dist.ProcessGroup) -> Any:
+    """Return the group inside a library's own group class, such as slime's; else the group."""
+    return getattr(group, "group", group)
 
 
 def _own_pipeline(pipelines: Sequence[tuple[int, ...]], rank: int) -> tuple[int, ...]:

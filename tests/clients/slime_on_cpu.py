@@ -73,9 +73,13 @@ def named(chunks: list[Any]) -> Any:
 
 def main(given: SimpleNamespace) -> dict[str, Any]:
     """Return what slime logs, the log-probabilities where it reads them, and the weights."""
-    dist.init_process_group("gloo")
     from megatron.core import mpu
     from slime.backends.megatron_utils import initialize, model
+
+    if given.sleeps:
+        reload_groups_after_sleep()
+    else:
+        dist.init_process_group("gloo")
 
     # slime refuses another numpy, which serves it all the same.
     initialize.np = SimpleNamespace(**vars(numpy) | {"__version__": "1.26.0"})
@@ -94,6 +98,8 @@ def main(given: SimpleNamespace) -> dict[str, Any]:
     model.logging_utils.log = log
     own = slime_policy.rollouts(mpu.get_data_parallel_rank())
     for number in range(3):
+        if number and given.sleeps:
+            kept.setdefault("groups", []).append(sleep_and_wake())
         kept["inferred"].append(slime_policy.step(number, args, own, trained))
     weights = {name: each.detach().clone() for name, each in named(chunks)}
     gathered = [None] * dist.get_world_size()
@@ -104,6 +110,28 @@ def main(given: SimpleNamespace) -> dict[str, Any]:
         whole.setdefault(name.partition("@")[0], []).append(value)
     kept["weights"] = {name: torch.cat(rows) for name, rows in whole.items()}
     return kept
+
+
+def reload_groups_after_sleep() -> None:
+    """Initialize torch.distributed as slime's colocated actor does, without a GPU's memory."""
+    from slime.utils import distributed_utils, reloadable_process_group
+
+    reloadable_process_group.available_memory = lambda: {"free_GB": 80.0}
+    reloadable_process_group.monkey_patch_torch_dist()
+    dist.init_process_group("gloo")
+    distributed_utils.init_gloo_group()
+    reloadable_process_group.register_default_process_group(dist.default_pg_timeout)
+
+
+def sleep_and_wake() -> int:
+    """Destroy and create all process groups as its `sleep` and `wake_up`; count those asleep."""
+    from slime.utils import reloadable_process_group
+
+    reloadable_process_group.destroy_process_groups()
+    asleep = len(dist.distributed_c10d._world.pg_map)
+    dist.barrier()
+    reloadable_process_group.reload_process_groups()
+    return asleep
 
 
 def without_engines() -> None:
@@ -134,4 +162,4 @@ if __name__ == "__main__":
     on_cpu.replace_attention()
 
     adapt_to_this_megatron()
-    run_cases(main, pipeline=4)
+    run_cases(main, pipeline=4, sleeps=False)

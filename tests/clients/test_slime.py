@@ -8,7 +8,11 @@ from clients.launching import Runs, checkout_of, matrix, most_of, python_of, run
 python_of("verl")  # which has all that slime imports of others
 CHECKOUT = checkout_of("slime")
 
-SHAPES = {"four ranks": {}, "two replicas": {"pipeline": 2}}
+SHAPES = {
+    "four ranks": {},
+    "two replicas": {"pipeline": 2},
+    "asleep between steps": {"sleeps": True},
+}
 MATRIX = matrix(SHAPES)
 
 

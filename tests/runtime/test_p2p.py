@@ -12,10 +12,14 @@ import torch
 import torch.distributed as dist
 from runtime.plain_pipeline import SHAPE, stages_for
 from runtime.ranks import run_ranks
+from shared_costs import shared_costs
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.planner.vocabulary import share_vocabulary
 from megatron_vshape.core.program.instructions import Message, Program, Send, Stream
 from megatron_vshape.core.program.lowering import lower
 from megatron_vshape.runtime import nccl, p2p, watch
@@ -112,6 +116,59 @@ def send_any_length(rank: int) -> None:
 
 def test_messages_of_any_length() -> None:
     run_ranks(2, send_any_length)
+
+
+class Replaceable(dist.ProcessGroup):
+    """A group whose communicator is replaced, as in slime's ReloadableProcessGroup."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        super().__init__(rank=dist.get_rank(), size=len(ranks))
+        self.ranks = ranks
+        self.replace()
+
+    def replace(self) -> None:
+        """Create the communicator, again after the first time."""
+        self.group = dist.new_group(self.ranks)
+
+
+def unwrapping(call: Any, calls: list[str]) -> Any:
+    """Return a function of torch.distributed that accepts such a group and adds its name."""
+
+    def run(*args: Any, group: Any, **others: Any) -> Any:
+        calls.append(call.__name__)
+        return call(*args, group=group.group, **others)
+
+    return run
+
+
+def connect_again_after_replacement(rank: int) -> None:
+    """Communicators created again by a library connect before the next step, and only once."""
+    nothing, head = Piece(0, 0, 0, 0, 0), Piece(2, 2, 2, 0, 0)
+    costs = shared_costs(Costs.uniform(2, 4), nothing, head, 2, 0.1)
+    program = lower(share_vocabulary(make("v-half", 2, 2), costs))  # has collectives
+    made, calls, firsts = [], [], ("send", "recv", "all_reduce")
+    for name in (*firsts, "isend", "irecv"):
+        setattr(p2p.dist, name, unwrapping(getattr(dist, name), calls))
+    transport = Transport([[0, 1]], SHAPE, torch.float32, "cpu", timeout_s=20)
+    transport._make_group = lambda ranks, _: made.append(Replaceable(list(ranks))) or made[-1]
+    transport.prepare(program)
+    connected = sorted(calls)
+    assert set(connected) == set(firsts)
+    calls.clear()
+    transport.reconnect()
+    assert calls == []  # nothing was replaced
+    for each in made:
+        each.replace()
+    transport.reconnect()
+    assert sorted(calls) == connected
+    calls.clear()
+    transport.reconnect()
+    assert calls == []
+    transport.close()
+
+
+def test_replaced_communicators_connect_before_the_next_step() -> None:
+    run_ranks(2, connect_again_after_replacement)
 
 
 def wait_for_a_stuck_rank(rank: int) -> str:

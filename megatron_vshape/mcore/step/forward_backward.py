@@ -451,6 +451,8 @@ class PipelineRunner:
             # runs.
             self._transport.prepare(self._pipeline.planner.smallest())
             first_cause.watch_the_end(TransportError)
+        else:
+            self._transport.reconnect()
         self._transport.expect(shape, dtype)
         return self._transport
 
