@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from clients.launching import SHARED, Runs, most_of, python_of, run
+from clients.launching import SCHEDULES, Runs, most_of, python_of, run
 from clients.on_cpu import make_data, make_model
 
 python_of("verl")  # which has Megatron-Bridge
 
-CASES = [("pretraining", "v-half"), ("pretraining", SHARED), ("SFT", "v-half")]
+CASES = [("pretraining", schedule) for schedule in SCHEDULES] + [("SFT", "v-half")]
 
 
 @pytest.fixture(scope="module")
