@@ -20,8 +20,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-
 from published_runs import EVIDENCE, models
 
 from megatron_vshape.rehearsal.fitted import PAIRS

@@ -1,17 +1,13 @@
 """The section of benchmarks/evidence.md on estimated and published step times.
 
-`scripts/count_runs.py` counted the work; `scripts/fit_rates.py` fitted the rates and wrote the
-errors of the runs left out of the fit.
+count_runs.py counted the work; fit_rates.py fitted the rates and wrote the errors of the runs that
+were left out of the fit.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 from fit_rates import ratios_of, summary
 from fit_rates import told as told_errors
@@ -23,15 +19,15 @@ HEAD = """\
 ## Step times: published, and estimated
 
 The work of one microbatch is counted by a dry run of the run's own flags
-([models.yaml](evidence/models.yaml); `python scripts/count_runs.py`): matrix products
+([models.yaml](evidence/models.yaml); `python benchmarks/count_runs.py`): matrix products
 by shape and format, attention, bytes that other kernels move, kernels, collectives by group. The
 time of a collective follows from its bytes per hop: NVLink and network transfer at the same time,
 DeepEP and HybridEP send a token once to each node, a plain all-to-all once to each rank
 (`megatron_vshape/rehearsal/hops.py`). All else follows from the data sheet, six shares for each
 generation of GPU and twelve constants shared by all (`megatron_vshape/rehearsal/fitted.py`), fitted
-to all runs at once by `python scripts/fit_rates.py`. No constant belongs to a run or a model. Idle
-time is the textbook's, (p - 1) / v microbatches. The runs are NVIDIA's of Megatron-Bridge, MLPerf's
-of Llama 3.1 405B, and those of Kwai's ATC '24 paper without offload and recompute.
+to all runs at once by `python benchmarks/fit_rates.py`. No constant belongs to a run or a model.
+Idle time is the textbook's, (p - 1) / v microbatches. The runs are NVIDIA's of Megatron-Bridge,
+MLPerf's of Llama 3.1 405B, and those of Kwai's ATC '24 paper without offload and recompute.
 
 **The error of an estimate is the one of runs that were left out of the fit**: all runs of one model
 on one system at a time. `advise` prints the row of the user's case.

@@ -1,4 +1,4 @@
-"""Rates and errors that scripts/fit_rates.py fitted to published runs. Do not edit."""
+"""Rates and errors that benchmarks/fit_rates.py fitted to published runs. Do not edit."""
 
 from typing import NamedTuple
 

@@ -1,7 +1,7 @@
 """Estimate the seconds of a step: counted work divided by the rates that kernels and links reach.
 
-`scripts/fit_rates.py` fits the constants to published runs and writes them to `fitted.py`, with the
-errors of the runs that were left out of the fit. benchmarks/evidence.md has all of them.
+`benchmarks/fit_rates.py` fits the constants to published runs and writes them to `fitted.py`, with
+the errors of the runs that were left out of the fit. benchmarks/evidence.md has all of them.
 """
 
 from __future__ import annotations

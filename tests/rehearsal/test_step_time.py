@@ -1,8 +1,6 @@
 """Step times from counted work: collectives by hop, overlap, and the published errors."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -120,7 +118,6 @@ def test_left_out_errors_reach_their_targets() -> None:
 
 def test_published_runs_that_span_nodes_are_near() -> None:
     """A larger EP across nodes was estimated 2.7x slower than measured."""
-    sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
     from published_runs import case_of, is_counted, predicted, published
 
     rows = [row for row in published() if is_counted(row) and case_of(row) == accuracy.BETWEEN]

@@ -1,6 +1,6 @@
 """Fit the shares of the stated rates to published runs; write them and the left-out errors.
 
-    python scripts/fit_rates.py
+    python benchmarks/fit_rates.py
 
 Writes megatron_vshape/rehearsal/fitted.py: six shares for each generation of GPU, constants shared
 by all generations, one factor for each software release, none for a model or a run. Every

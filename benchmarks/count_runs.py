@@ -1,10 +1,11 @@
 """Count the work of published runs into benchmarks/evidence/counted.json, each one once.
 
-    python scripts/count_runs.py --megatron CHECKOUT --te DIRECTORY [--only TEXT] [--add EVIDENCE]
+    python benchmarks/count_runs.py --megatron CHECKOUT --te DIRECTORY [--only TEXT]
+                                    [--add EVIDENCE]
 
 The runs stand in benchmarks/evidence/runs.csv, where `--add` puts those of a folder that holds
 bridge_performance.json, mlperf.json and kwai.json. What is counted does not depend on a GPU's
-rates, so that `scripts/fit_rates.py` and `benchmarks/evidence.py` need not rehearse again.
+rates, so that `benchmarks/fit_rates.py` and `benchmarks/evidence.py` need not rehearse again.
 Ranks with one and with two layers are rehearsed; every further layer counts what the second added.
 """
 

@@ -1,7 +1,7 @@
 """Runs that others have measured and published, in one form, and what is predicted of their steps.
 
 In benchmarks/evidence, `models.yaml` has their flags, `counted.json` the work of a microbatch on a
-rank with one and with two layers, as `scripts/count_runs.py` counted it.
+rank with one and with two layers, as `benchmarks/count_runs.py` counted it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.step_time import Rates, Scale, step_time
 from megatron_vshape.rehearsal.work import Work
 
-EVIDENCE = Path(__file__).resolve().parents[1] / "benchmarks" / "evidence"
+EVIDENCE = Path(__file__).resolve().parent / "evidence"
 COUNTED, RUNS = EVIDENCE / "counted.json", EVIDENCE / "runs.csv"
 NUMBERS = "gpus tp pp vpp cp ep micro_batch global_batch sequence".split()
 COLUMNS = ["set", "model", "system", "gpu", "release", "precision", *NUMBERS, "step_s"]
