@@ -16,7 +16,6 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.building_block import repeat
 from megatron_vshape.core.paper.catalogue import EVERY_NAME, make, make_block
-from megatron_vshape.view.text import picture
 
 SIZES = [(1, 4), (2, 5), (3, 7), (4, 8), (5, 20), (8, 33), (16, 40)]
 
@@ -97,15 +96,6 @@ def test_a_pass_of_no_stage_is_refused_before_compiled_loops_see_it(
     for wrong in (Pass(Kind.F, 7, 0), Pass(Kind.F, 0, 5), Pass(Kind.F, -1, 0)):
         with pytest.raises(IndexError):
             numbering.number([(wrong,)], [Kind.F], 1, 1)
-
-
-def test_a_cut_picture_is_the_ends_of_the_whole() -> None:
-    timeline = simulate(make("v-min", 8, 100))
-    lines, cut = timeline.draw().split("\n"), picture(timeline, 60).split("\n")
-    width = max(map(len, lines))
-    for line, short in zip(lines, cut, strict=False):
-        head, tail = line[:29], line.ljust(width)[-28:]
-        assert short == f"{head} … {tail}".rstrip()
 
 
 def test_code_that_was_kept_of_types_by_other_names_is_made_anew(tmp_path: Path) -> None:

@@ -260,6 +260,28 @@ COSTS = json.loads(Costs.uniform(1, 2).to_json())
             {"bytes": 3},
             "the costs file has the unknown key 'bytes'; supported keys: forward_us, back",
         ),
+        ({"layers": [1]}, "the costs have 1 values of layers and 2 of forward_us"),
+        ({"layers": [1, -1]}, "layers holds -1"),
+        ({"layers": [1, 2.5]}, "layers is [1, 2.5]; it must be a whole number per stage"),
+        ({"layers": 3}, "layers is 3; it must be a whole number per stage"),
+        ({"whole_backward_us": [1]}, "the costs have 1 values of whole_backward_us and 2 of forw"),
+        (
+            {"whole_backward_us": [1, 0]},
+            "whole_backward_us of stage 1 is 0.0; it must be a finite number above",
+        ),
+        (
+            {"whole_backward_us": None},
+            "whole_backward_us is None; it must be a list with a number per stage",
+        ),
+        ({"whole_backward_us": ["x", 1]}, "whole_backward_us holds 'x', which is not a number"),
+        ({"host_us": -1}, "host_us is -1.0; it must be finite and not below 0"),
+        ({"forward_exchange_us": [1]}, "the costs have 1 values of forward_exchange_us and 2 of"),
+        ({"sources": 3}, "sources is 3; it must be an object with a text per name"),
+        ({"sources": {"x": "measured"}}, "sources names 'x', which no costs file has"),
+        (
+            {"sources": {"send_us": "guessed"}},
+            "the source of send_us is 'guessed'; it must begin with measured, counted or assumed",
+        ),
     ],
 )
 def test_bad_costs(changes: dict[str, object], message: str) -> None:

@@ -1,13 +1,11 @@
 """Layers of every stage: balanced by costs, given by the user, and what the stages then cost."""
 
 import itertools
-import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import (
     Pieces,
@@ -96,29 +94,6 @@ def test_two_stages_come_apart() -> None:
 
 def test_coarser_stages_add_their_layers_up() -> None:
     assert regroup(PIECES.costs((1, 2, 2, 1)), 2, "1f1b").layers == (3, 3)
-
-
-def test_layers_are_in_the_costs_file() -> None:
-    costs = PIECES.costs((1, 2, 2, 1))
-    assert Costs.from_json(costs.to_json()) == costs
-    without = Costs.uniform(2, 4)
-    assert "layers" not in without.to_json()
-    assert Costs.from_json(without.to_json()).layers is None
-
-
-@pytest.mark.parametrize(
-    ("layers", "said"),
-    [
-        ("[1, 2]", "2 values of layers and 4 of forward_us"),
-        ("[1, 2, 2, -1]", "layers holds -1"),
-        ("[1, 2, 2.5, 1]", "must be a whole number per stage"),
-        ("3", "must be a whole number per stage"),
-    ],
-)
-def test_layers_that_a_costs_file_cannot_hold(layers: str, said: str) -> None:
-    text = Costs.uniform(2, 4).to_json()
-    with pytest.raises(ScheduleError, match=re.escape(said)):
-        Costs.from_json(text[:-1] + f', "layers": {layers}}}')
 
 
 def test_given_layers() -> None:

@@ -87,7 +87,8 @@ def test_halves_of_a_stage_take_half_of_the_work_and_all_of_the_host() -> None:
 def test_files_have_them_and_their_sources_and_old_ones_have_none() -> None:
     old = Costs.uniform(2, 4, *REAL)
     assert set(Costs.from_json(old.to_json()).to_json()) == set(old.to_json())
-    assert not any(name in old.to_json() for name in ("host", "exchange", "sources"))
+    optional = ("host", "exchange", "whole", "layers", "sources")
+    assert not any(name in old.to_json() for name in optional)
     sources = (("forward_us", "measured on one GPU"), ("send_us", "assumed: 50 GB/s"))
     costs = replace(old, host_us=3.0, sources=sources, **EXCHANGES)
     assert Costs.from_json(costs.to_json()) == costs
@@ -108,25 +109,6 @@ def test_copies_in_both_directions_run_at_the_same_time() -> None:
     costs = Costs.uniform(1, 1, 0.5, 0.5, 0.5, kinds=OFFLOAD)  # of a stage as long as two
     assert [lane.resource for lane in schedule.lanes()] == [PROCESSOR, TO_HOST, FROM_HOST]
     assert simulate(schedule, costs).makespan == 11
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ('"host_us": -1', "host_us is -1.0; it must be finite and not below 0"),
-        ('"forward_exchange_us": [1]', "1 values of forward_exchange_us and 4 of forward_us"),
-        ('"sources": 3', "sources is 3; it must be an object with a text per name"),
-        ('"sources": {"x": "measured"}', "sources names 'x', which no costs file has"),
-        (
-            '"sources": {"send_us": "guessed"}',
-            "the source of send_us is 'guessed'; it must begin with measured, counted or assumed",
-        ),
-    ],
-)
-def test_what_is_no_price_is_refused(given: str, said: str) -> None:
-    text = Costs.uniform(2, 4).to_json().rstrip("}") + f", {given}}}"
-    with pytest.raises(ScheduleError, match=said):
-        Costs.from_json(text)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-half"])

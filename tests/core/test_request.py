@@ -67,13 +67,6 @@ def test_a_block_holds_its_peaks_with_twice_as_many_microbatches_as_devices() ->
                 assert all(held >= peak * scale for held, peak in pairs), (name, d, m)
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 4])
-def test_without_a_limit_a_plan_may_hold_what_1f1b_does(chunks: int) -> None:
-    costs = Costs.uniform(4, 4 * chunks, *REAL)
-    answer = plan(PlanRequest(AUTO, 4, 8, costs, steps=1000))
-    assert answer.limits == (8.0,) * 4 == peak_held(make("1f1b", 4, 8))[:1] * 4
-
-
 def test_a_name_a_file_and_a_plan_are_one_question(tmp_path: Path) -> None:
     named = plan(PlanRequest("v-half", 4, 8))
     assert named.block == make_block("v-half", 4, 8)

@@ -1,19 +1,9 @@
 """The theory table is computed, and its rows are those of the papers."""
 
 import pytest
-from theory import THEORY, analyse
+from theory import analyse
 
 from megatron_vshape.core.model.kinds import ScheduleError
-
-
-def test_the_paper_table() -> None:
-    """Memory M, M/3, M/2, M; bubbles 6 d, 4 d, 3 d, 0."""
-    d = 24
-    rows = [analyse(name, d, 3 * d) for name in THEORY]
-    shares = [row.peak / (2 * d) for row in rows]
-    assert shares == pytest.approx([1, 1 / 3, 1 / 2, 1], abs=0.05)
-    growth = [row.span_overhead / d for row in rows]
-    assert growth == pytest.approx([6, 4, 3, 0], abs=0.35)
 
 
 def test_memory_of_the_earlier_attempts() -> None:

@@ -256,11 +256,6 @@ def test_a_pass_stands_behind_what_it_reads_on_whatever_resource(one: str, other
         verify(wrong)
 
 
-def test_a_microbatch_waits_in_host_memory_with_all_its_passes_or_none() -> None:
-    with pytest.raises(ScheduleError, match=r"D0\.0 on device 0 has no L0\.0: of D, L, R, H a"):
-        verify(parse((0,), "F0.0 D0.0 BW0.0"))
-
-
 def test_needs_of_a_pass() -> None:
     assert list(Pass(Kind.F, 0, 2).needs(3)) == []
     assert list(Pass(Kind.BW, 1, 2).needs(3)) == [Pass(Kind.F, 1, 2), Pass(Kind.B, 2, 2)]

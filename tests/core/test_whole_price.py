@@ -11,7 +11,7 @@ from megatron_vshape.core.check.bounds import lower_bound
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
+from megatron_vshape.core.model.kinds import PARTS, Kind
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.pieces import Piece, costs_from_pieces, pieces_from_costs, regroup
 from megatron_vshape.core.model.schedule import Objective, Schedule
@@ -38,30 +38,6 @@ def test_the_simulator_takes_the_price() -> None:
     # A stage takes 2 for each of F, B and W: F F on the way there, BW BW on the way back.
     assert simulate(make("gpipe", 2, 1), costs).makespan == 2 + 2 + 2.5 + 3
     assert [costs.time_us(kind, 1) for kind in (*PARTS, Kind.BW)] == [2, 2, 2, 2.5]
-
-
-def test_files_may_say_it_and_old_ones_do_not() -> None:
-    costs = Costs.uniform(2, 4, *REAL)
-    assert "whole" not in costs.to_json()
-    assert Costs.from_json(costs.to_json()).whole_backward_us is None
-    more = priced(costs, 0.9)
-    assert Costs.from_json(more.to_json()) == more
-    assert Costs.from_json(more.to_json()).time_us(Kind.BW, 3) == 0.9 * 2.0
-
-
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        ("[1, 1]", "2 values of whole_backward_us and 4 of forward_us"),
-        ("[1, 1, 1, 0]", "whole_backward_us of stage 3 is 0.0; it must be a finite number above"),
-        ("null", "whole_backward_us is None; it must be a list with a number per stage"),
-        ('["x", 1, 1, 1]', "whole_backward_us holds 'x', which is not a number"),
-    ],
-)
-def test_what_is_no_price_is_refused(value: str, said: str) -> None:
-    text = Costs.uniform(2, 4).to_json().rstrip("}") + f', "whole_backward_us": {value}}}'
-    with pytest.raises(ScheduleError, match=said):
-        Costs.from_json(text)
 
 
 def test_it_is_added_up_and_taken_apart_with_the_rest() -> None:

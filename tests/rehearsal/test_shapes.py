@@ -2,10 +2,8 @@
 
 import pytest
 
-from megatron_vshape import verify
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.pieces import Piece
-from megatron_vshape.rehearsal.counted import both_backwards
 from megatron_vshape.rehearsal.flags import read_command
 from megatron_vshape.rehearsal.shapes import Counted, least_of, of_pattern
 from megatron_vshape.rehearsal.step_time import Rates
@@ -58,10 +56,3 @@ def test_what_a_step_has_once_is_spread_over_replicas() -> None:
     }
     assert work.spread(4.0, is_sharded=False).optimizer_bytes == 16.0
     assert Work.of(four.plain()) == four
-
-
-def test_the_schedule_that_counts_can_run() -> None:
-    schedule = both_backwards(4)
-    verify(schedule)
-    kinds = {str(work.kind) for row in schedule.order for work in row}
-    assert kinds == {"F", "B", "W", "BW"}

@@ -5,9 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from operator import add
 
-from megatron_vshape.core.check import wavefront
 from megatron_vshape.core.check.deadlock import explain_deadlock
-from megatron_vshape.core.check.wavefront import Rows
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import HELD, KINDS, RELEASE, TO_HOST, Kind, ScheduleError
 from megatron_vshape.core.model.microbatch_costs import factor_of, more_us
@@ -17,6 +15,8 @@ from megatron_vshape.core.model.schedule import Lane, Schedule, Timeline
 HOST_BLOCKS = 16
 """Minimum number of blocks of host memory for offloaded activations, to limit the unused part of
 the last block."""
+
+Rows = tuple[tuple[float, ...], ...]
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
@@ -124,11 +124,7 @@ class _Simulation:
         ]
 
     def run(self) -> Timeline:
-        times = None
-        if wavefront.pays(self.schedule, self.table) and not self.costs.by_microbatch:
-            message_us = self.costs.message_us
-            times = wavefront.run(self.schedule, self.table, self.time_us, message_us)
-        starts, ends = times or self._run_lanes()
+        starts, ends = self._run_lanes()
         send_us, whole_us = self.costs.longest_send_us, self.costs.whole_us
         return Timeline(self.schedule, starts, ends, send_us, whole_us)
 
