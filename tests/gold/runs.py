@@ -80,11 +80,11 @@ def start(rank: int, given: object) -> None:
     printed: set[str] = set()
 
     class Printed(forward_backward.ProgramRun):
-        def __init__(self, program: Any, device: int, *rest: Any) -> None:
+        def __init__(self, *, program: Any, device: int, **others: Any) -> None:
             text = program.text().splitlines()[device]
             if text not in printed:
                 printed.add(text)
                 print(MARK + json.dumps(text), flush=True)
-            super().__init__(program, device, *rest)
+            super().__init__(program=program, device=device, **others)
 
     forward_backward.ProgramRun = Printed  # type: ignore[misc]
