@@ -23,9 +23,6 @@ def install() -> None:
     utils.set_ideal_affinity_for_current_gpu = lambda: None  # queries the driver
     data: Any = importlib.import_module("megatron.core.tensor_parallel.data")
     data._build_key_size_numel_dictionaries = _sizes_of_own_data
-    masks: Any = importlib.import_module("megatron.core.transformer.enums").AttnMaskType
-    # Recomputed attention stores the mask type in a tensor, whose value does not exist here.
-    masks._missing_ = classmethod(lambda cls, value: cls.causal)
     _leave_generators_alone()
     _keep_meshes_real()
     _trust_other_ranks()

@@ -203,6 +203,11 @@ class Ledger(TorchDispatchMode):
 
     peak_phase = peak_place = ""
 
+    @property
+    def is_in_pass(self) -> bool:
+        """Whether a pass of a microbatch runs, as in `F 0 7`."""
+        return self.phase.count(" ") == 2
+
     def held_at(self, clock: int) -> list[Record]:
         """Return the storages that were allocated at this clock."""
         return [each for each in self.records if each.born < clock <= each.died]

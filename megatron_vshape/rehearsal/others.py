@@ -178,7 +178,7 @@ class DeepBuffer:
         ranks, tokens = self.group.size(), x.shape[0]
         arrive = int(tokens * ranks * (1 - (1 - 1 / ranks) ** Routing.topk) * Routing.imbalance)
         local = num_tokens_per_expert.shape[0] // ranks
-        rows = int(tokens * Routing.topk * Routing.imbalance) // local * local
+        rows = Routing.received(tokens) // local * local
         got = torch.empty(arrive, x.shape[1], dtype=x.dtype, device="cuda")
         chosen = torch.empty(arrive, topk_idx.shape[1], dtype=topk_idx.dtype, device="cuda")
         weights = torch.empty(arrive, topk_idx.shape[1], dtype=torch.float32, device="cuda")
@@ -212,13 +212,14 @@ class HybridBuffer:
         probs: Any = None,
         num_of_experts_per_rank: int = 1,
         handle: Any = None,
+        num_permuted_tokens: int | None = None,
         **options: Any,
     ) -> tuple[Any, ...]:
-        """Return the tokens of this rank's experts, in the number of `Routing`."""
+        """Return the tokens of this rank's experts, in the given number or that of `Routing`."""
         if handle is None:
             local = num_of_experts_per_rank
             tokens = hidden.shape[0]
-            rows = int(tokens * Routing.topk * Routing.imbalance) // local * local
+            rows = num_permuted_tokens or Routing.received(tokens) // local * local
             table = torch.empty(tokens * Routing.topk * local, dtype=torch.int32, device="cuda")
             handle = (tokens, rows, local, table)
         tokens, rows, local, _ = handle

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from megatron_vshape.rehearsal.adjustments import wrap
 from megatron_vshape.rehearsal.device import on_host
-from megatron_vshape.rehearsal.values import KnownNumbers, known
+from megatron_vshape.rehearsal.values import KnownNumbers, ignored, known, values_of
 
 
 class Routing:
@@ -19,6 +20,22 @@ class Routing:
     topk = 1
     experts = 1
     imbalance = 1.0
+    capacity_factor: float | None = None  # of an expert's tokens, beyond which they are dropped
+
+    @classmethod
+    def sent(cls, tokens: int, pads: bool = False) -> int:
+        """Return the rows of a rank's tokens for all experts; `pads` up to the capacity."""
+        rows = tokens * cls.topk
+        if cls.capacity_factor is None:
+            return rows
+        most = math.ceil(rows / cls.experts * cls.capacity_factor) * cls.experts
+        return most if pads else min(rows, most)
+
+    @classmethod
+    def received(cls, tokens: int) -> int:
+        """Return the rows of this rank's experts, if all ranks of the group have these tokens."""
+        rows = int(tokens * cls.topk * cls.imbalance)
+        return rows if cls.capacity_factor is None else min(rows, cls.sent(tokens, pads=True))
 
     @staticmethod
     def counts(rows: int, local: int) -> Tensor:
@@ -34,12 +51,14 @@ def install(args: Any, imbalance: float) -> None:
 
     Routing.topk, Routing.experts = args.moe_router_topk, args.num_experts
     Routing.imbalance = imbalance
+    Routing.capacity_factor = getattr(args, "moe_expert_capacity_factor", None)
     dispatchers: Any = token_dispatcher
     dispatchers.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _exchanged
     gather = dispatchers.MoEAllGatherTokenDispatcher.dispatch_postprocess
 
     def gathered(self: Any, *given: Any, **options: Any) -> Any:
-        tokens, _, probs = gather(self, *given, **options)
+        with ignored():  # the number of rows, see `_permuted`
+            tokens, _, probs = gather(self, *given, **options)
         return tokens, Routing.counts(tokens.shape[0], self.num_local_experts), probs
 
     dispatchers.MoEAllGatherTokenDispatcher.dispatch_postprocess = gathered
@@ -48,24 +67,30 @@ def install(args: Any, imbalance: float) -> None:
     if getattr(dispatchers, "fused_dispatch", None) is not None:
         wrap(dispatchers, "fused_dispatch", _dispatched)
         dispatchers._DeepepManager._indices_to_multihot = _multihot
+    if hasattr(dispatchers, "_HybridEPManager"):
+        wrap(dispatchers._HybridEPManager, "setup_metadata", _padded)
     tensor: Any = Tensor
     tensor.masked_select = _routed
 
 
 def _exchanged(self: Any, point: Any, tokens_per_expert: Any = None) -> Tensor:
     """Set the host values of the all-to-all dispatcher, and return the tokens per expert."""
-    tokens = self.routing_map.shape[0] * self.config.moe_router_topk
     local, ranks, shards = self.num_local_experts, self.ep_size, self.tp_size
+    if self.drop_and_pad:  # all other sizes are known
+        rows = Routing.sent(self.routing_map.shape[0], pads=True)
+        return Routing.counts(rows * shards, local)
+    tokens = Routing.sent(self.routing_map.shape[0])
     unit = ranks * local * shards
     if isinstance(getattr(self, "num_out_tokens", None), Tensor):
         self.num_out_tokens = tokens
-    got = int(tokens * (Routing.imbalance if ranks > 1 else 1)) // unit * unit
+    got = Routing.received(self.routing_map.shape[0]) if ranks > 1 else tokens
+    got = got // unit * unit
     if ranks > 1 or shards > 1:
         self.input_splits = [tokens // ranks] * ranks
         self.output_splits = [got // ranks] * ranks
         self.output_splits_tp = KnownNumbers([got] * shards)
     total = got * shards
-    if local > 1 and not self.drop_and_pad:
+    if local > 1:
         each = total // (shards * ranks * local)
         with on_host():
             self.num_global_tokens_per_local_expert = torch.full((shards * ranks, local), each)
@@ -82,6 +107,13 @@ def _dispatched(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
     return *moved, Routing.counts(handle.rows, handle.local), handle
 
 
+def _padded(call: Callable[..., Any], self: Any, *given: Any, **options: Any) -> None:
+    """Prepare a dispatch by HybridEP, with counts that the host knows if experts are padded."""
+    call(self, *given, **options)
+    if self.drop_and_pad:
+        self.tokens_per_expert = Routing.counts(self.num_permuted_tokens, self.num_local_experts)
+
+
 def _multihot(self: Any, indices: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
     """Return each token's experts of this rank as a mask, and their weights."""
     shape = indices.shape[0], self.num_local_experts
@@ -91,7 +123,8 @@ def _multihot(self: Any, indices: Tensor, probs: Tensor) -> tuple[Tensor, Tensor
 
 def _permuted(call: Callable[..., Any], tokens: Tensor, routing_map: Tensor, **options: Any) -> Any:
     """Permute the number of rows of `Routing` if it would be read from GPU values."""
-    known_counts = getattr(options.get("tokens_per_expert"), "known_values", None)
+    counts = options.get("tokens_per_expert")
+    known_counts = None if counts is None else values_of(counts)
     if known_counts is not None:
         options["num_out_tokens"] = sum(known_counts)
     elif not options.get("num_out_tokens", 1):
@@ -115,5 +148,7 @@ def _routed(self: Tensor, mask: Tensor) -> Tensor:
 
 def _rows_of(routing_map: Tensor, experts: int) -> int:
     """Return the number of rows for this number of experts, all of them or those of this rank."""
-    rows = routing_map.numel() * Routing.topk // Routing.experts
-    return rows if experts == Routing.experts else int(rows * Routing.imbalance)
+    tokens = routing_map.numel() // experts
+    if experts == Routing.experts:
+        return Routing.sent(tokens)
+    return Routing.received(tokens) * experts // Routing.experts

@@ -246,7 +246,54 @@ CASES = {
     """,
     "of all values everything is true, of one nothing": """
         x = gpu(4)
-        assert torch.all(x == x) and not x[0] and not torch.any(x)
+        assert torch.all(x == x) and (x == x).all() and not x[0] and not torch.any(x)
+        torch.distributions.Uniform(x[0], x[1]).sample()  # checks that x[0] is smaller
+    """,
+    "integers that decide about work are an error": """
+        def refuses(read):
+            try:
+                read()
+            except values.UnknownValueError as error:
+                assert "memory and time depend on them" in str(error)
+                return True
+            return False
+        sizes = gpu(4, dtype=torch.int64)
+        for read in (sizes.tolist, sizes.numpy, lambda: list(map(int, torch.stack([sizes] * 2)))):
+            assert refuses(read), read
+        assert (sizes[0].item(), int(sizes[1])) == (0, 0)  # a flag of the training loop
+        with ledger.during("F 0 0"):
+            for read in (sizes[0].item, lambda: int(sizes[0]), lambda: range(sizes[0])):
+                assert refuses(read), read
+            assert gpu(4).tolist() == [0.0] * 4 and (sizes > 1).tolist() == [False] * 4
+            with values.ignored():
+                assert sizes.tolist() == [0] * 4
+            shape = torch.tensor([8, 1, 64], dtype=torch.int64, device="cuda")
+            assert shape.detach().tolist() == [8, 1, 64] and int(shape.sum()) == 73
+            shape.add_(sizes[:3])  # no longer the list
+            assert refuses(shape.tolist)
+    """,
+    "experts get no more rows than their capacity": """
+        import argparse
+        from types import SimpleNamespace
+        given = argparse.Namespace(moe_router_topk=2, num_experts=8, moe_expert_capacity_factor=0.5)
+        def exchanged(pads):
+            sizes = SimpleNamespace(
+                routing_map=gpu(64, 8), num_local_experts=4, ep_size=2, tp_size=1,
+                drop_and_pad=pads, config=SimpleNamespace(moe_permute_fusion=True),
+                num_out_tokens=gpu(1).sum(), input_splits=None,
+            )
+            return routing._exchanged(sizes, "").tolist(), sizes.input_splits
+        for factor, padded, rows in ((None, None, 128), (0.5, 64, 64), (1.5, 192, 128)):
+            given.moe_expert_capacity_factor = factor
+            routing.install(given, 1.0)
+            assert exchanged(False) == ([rows // 4] * 4, [rows // 2] * 2), factor
+            assert padded is None or exchanged(True) == ([padded // 4] * 4, None), factor
+            assert routing._routed(gpu(8, 64), gpu(8, 64)).shape == (rows,)
+        given.moe_expert_capacity_factor = 1.5
+        routing.install(given, 4.0)  # more tokens than fit into the experts of this rank
+        assert exchanged(False)[0] == [192 // 4] * 4
+        given.moe_expert_capacity_factor = None
+        routing.install(given, 1.0)
     """,
     "experts get the rows that routing sends to them": """
         routing.Routing.topk, routing.Routing.experts = 2, 8
