@@ -36,9 +36,8 @@ def rows(lines: Iterable[str]) -> dict[tuple[str, str], dict[str, float]]:
         row["cases"] += 1
         for each in match["found"].split(", "):
             key, _, value = each.rpartition(" ")
-            column = next((name for name, keys in COLUMNS.items() if key in keys), None)
-            if column is not None:  # others count what is allocated, such as process groups
-                row[column] = max(row.get(column, 0.0), float(value))
+            column = next(name for name, keys in COLUMNS.items() if key in keys)
+            row[column] = max(row.get(column, 0.0), float(value))
     return found
 
 

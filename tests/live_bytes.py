@@ -5,10 +5,15 @@ losses and whatever else has been forgotten somewhere. It watches every operatio
 costs time: a real run measures its memory otherwise.
 """
 
+import gc
+import sys
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -105,6 +110,37 @@ class LiveAfterPasses:
     def peak_bytes(self) -> int:
         """Return the most that was held after a pass."""
         return max((held for _, held in self.found), default=0)
+
+
+def held_by_package() -> list[str]:
+    """List tensors to which objects of the package refer, apart from those of modules."""
+    gc.collect()
+    modules = [each for name, each in sys.modules.items() if name.startswith(PACKAGE)]
+    left = [value for module in modules for value in vars(module).values()]
+    left += [each for each in gc.get_objects() if _is_own(each)]
+    seen: set[int] = set()
+    found = []
+    while left:
+        each = left.pop()
+        if id(each) in seen or isinstance(each, nn.Module | nn.Parameter):
+            continue
+        seen.add(id(each))
+        if isinstance(each, Tensor):
+            if each.untyped_storage().nbytes():
+                found.append(f"{list(each.shape)} of {each.dtype}")
+        elif isinstance(each, FunctionType):
+            left += each.__closure__ or ()
+        elif isinstance(each, _CONTAINERS) or _is_own(each):
+            left += gc.get_referents(each)
+    return found
+
+
+PACKAGE = "megatron_vshape"
+_CONTAINERS = (dict, list, tuple, set, deque, partial, MethodType, CellType)
+
+
+def _is_own(each: Any) -> bool:
+    return str(type(each).__module__).startswith(PACKAGE)
 
 
 def _key(tensor: Tensor) -> int:

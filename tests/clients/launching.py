@@ -29,6 +29,9 @@ ONE_CHUNK = {"zb-h1": "schedule=zb-h1", "zb-h2": "schedule=zb-h2"}
 VARIABLES = SCHEDULES | ONE_CHUNK
 """What a user of the library sets MEGATRON_VSHAPE to; stock is without it."""
 
+COUNTS = ("chunks", "groups", "left", "held")
+"""What a run keeps besides results."""
+
 CHECKOUTS = {"slime": "SLIME", "nemo_rl": "NEMO_RL", "roll": "ROLL"}
 """By library that no index has, the variable that names a checkout of it."""
 
@@ -97,7 +100,7 @@ class Runs:
         found: dict[str, float] = {}
         for own, other in zip(ours, theirs, strict=True):
             for key in own:
-                if key != "chunks":
+                if key not in COUNTS:
                     off = difference(own[key], other[key], key)
                     found[key] = max(found.get(key, 0.0), off)
         told = ", ".join(f"{key} {value:.1e}" for key, value in found.items())
@@ -127,7 +130,7 @@ def run(library: str, script: str, folder: Path, cases: Mapping[str, Case], **ot
         | {
             "OMP_NUM_THREADS": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE, ROOT / "examples"))),
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE, ROOT / "examples", HERE.parent))),
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
         }

@@ -32,3 +32,9 @@ def test_what_it_infers_logs_and_learns_is_slimes_own(
 ) -> None:
     runs.compare(f"{shape}: {schedule}", f"{shape}: stock", most_of(schedule))
     assert [each["chunks"] for each in runs.of(f"{shape}: {schedule}")] == [2] * 4
+
+
+def test_all_process_groups_are_destroyed_while_it_sleeps(runs: Runs) -> None:
+    """But the world's and slime's own, as without a schedule: communicators use GPU memory."""
+    ours, stock = (runs.of(f"asleep between steps: {each}") for each in ("v-half", "stock"))
+    assert [each["groups"] for each in ours] == [each["groups"] for each in stock] == [[2, 2]] * 4

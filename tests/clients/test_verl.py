@@ -29,6 +29,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         f"{shape}: {schedule}": {"schedule": schedule, "model": model, **SHAPES[shape]}
         for shape, schedule in (*((shape, "stock") for shape in SHAPES), *MATRIX)
     }
+    for schedule in SAVES:
+        offloads = {"steps": 2, "offloads": True}
+        cases[f"offloaded: {schedule}"] = {"schedule": schedule, "model": model, **offloads}
     first, then = {"steps": 1}, {"steps": 2}
     for saves in SAVES:
         where = {"saves_in": str(folder / f"saved by {saves}")}
@@ -54,3 +57,13 @@ def test_results_are_verls_own(runs: Runs, shape: str, schedule: str) -> None:
 @pytest.mark.parametrize(("saves", "resumes"), RESUMED[1:])
 def test_a_run_goes_on_from_its_checkpoint(runs: Runs, saves: str, resumes: str) -> None:
     runs.compare(f"resumed: {saves}, {resumes}", "resumed: stock, stock")
+
+
+def test_nothing_of_this_package_stays_allocated_between_phases(runs: Runs) -> None:
+    """When verl has offloaded model and optimizer, an inference engine has the GPU's memory."""
+    ours, stock = (runs.of(f"offloaded: {schedule}") for schedule in ("v-half", "stock"))
+    assert [each["held"] for each in ours] == [[]] * 4
+    left = list(zip(ours[0]["left"], stock[0]["left"], strict=True))
+    assert len(left) == 2
+    assert all(own <= plain for own, plain in left), left
+    runs.compare("offloaded: v-half", "offloaded: stock")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import verl_ppo  # noqa: E402  the example
 from forked import run_cases  # noqa: E402
+from live_bytes import LiveBytes, held_by_package  # noqa: E402
+from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
 
 
 def engine_of(given: SimpleNamespace) -> Any:
@@ -72,18 +75,39 @@ def train(engine: Any, given: SimpleNamespace, kept: dict[str, Any]) -> None:
             before = old["log_probs"]
             others = {"old_log_probs": before, "advantages": noise, "ref_log_prob": before}
         kept["losses"].append(verl_ppo.train_step(engine, rollouts, others, loss))
+        if given.live is not None:
+            kept["left"].append(bytes_left(engine, given.live))
+            kept["held"] += held_by_package()
+
+
+def bytes_left(engine: Any, live: LiveBytes) -> int:
+    """Count the bytes of all ranks between phases, when verl has offloaded model and optimizer."""
+    with _disable_current_modes():  # what verl copies to the host is not counted
+        engine.to("cpu")
+        left = torch.tensor(live.count())
+        dist.all_reduce(left)
+        engine.to("cuda")
+    return int(left)
 
 
 def main(given: SimpleNamespace) -> dict[str, Any]:
     """Return what this rank has of a case: results where verl collects them, and weights."""
     dist.init_process_group("gloo")
+    given.live = LiveBytes() if given.offloads else None
+    with given.live or nullcontext():
+        return run(given)
+
+
+def run(given: SimpleNamespace) -> dict[str, Any]:
+    """Train, and return the results; see `main`."""
     engine = engine_of(given)
     if given.example:
         return {"steps": verl_ppo.run(engine, on_cpu.VOCABULARY, given.steps)}
     if given.resumes:
         with torch.no_grad():  # in 32 bits the optimizer's own copies are views of parameters
             engine.load_checkpoint(given.resumes, del_local_after_load=False)
-    kept: dict[str, Any] = {"inferred": [], "losses": [], "chunks": len(engine.module)}
+    kept: dict[str, Any] = {"inferred": [], "losses": [], "left": [], "held": []}
+    kept["chunks"] = len(engine.module)
     train(engine, given, kept)
     if given.saves_in:
         engine.save_checkpoint(given.saves_in, global_step=given.steps)
@@ -112,4 +136,5 @@ if __name__ == "__main__":
         saves_in=None,
         resumes=None,
         example=False,
+        offloads=False,  # counts what stays allocated between phases
     )
