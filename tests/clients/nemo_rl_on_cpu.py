@@ -22,6 +22,7 @@ import torch.distributed as dist  # noqa: E402
 from forked import run_cases  # noqa: E402
 
 ROWS, LENGTH = 8, 32
+POLICY_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
 ABSENT = (
     "zmq pynvml fastapi mlflow swanlab prometheus_client prometheus_client.parser "
     "prometheus_client.samples"
@@ -68,22 +69,30 @@ def configuration(given: SimpleNamespace) -> dict[str, Any]:
 
 
 def worker_of(given: SimpleNamespace) -> Any:
-    """Return the worker as NeMo-RL's actor is made, on this rank."""
+    """Return the policy's or the value worker as NeMo-RL's actor is made, on this rank."""
     import numpy
     from megatron.bridge.training import initialize
     from nemo_rl.distributed.named_sharding import NamedSharding
-    from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
     from transformers import AutoTokenizer
+
+    if given.value:
+        del sys.modules[POLICY_WORKER]  # an actor has its own worker only
+        from nemo_rl.models.value.workers import megatron_value_worker as workers
+
+        kind, options = workers.MegatronValueWorkerImpl, {}
+    else:
+        kind = sys.modules[POLICY_WORKER].MegatronPolicyWorkerImpl
+        options = {"init_reference_model": True}
 
     initialize.compile_helpers = lambda: None  # the wheel has them
     ranks = numpy.arange(int(os.environ["WORLD_SIZE"])).reshape(given.pipeline, -1, 1, 1)
     names = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
-    return MegatronPolicyWorkerImpl(
+    return kind(
         configuration(given),
         AutoTokenizer.from_pretrained(given.model),
         weights_path=given.resumes,
         optimizer_path=given.resumes,
-        init_reference_model=True,
+        **options,
         worker_sharding_annotations=NamedSharding(layout=ranks, names=names),
     )
 
@@ -128,6 +137,8 @@ def main(given: SimpleNamespace) -> dict[str, Any]:
 
     os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = str(Path(given.folder).parent / "imported")
     worker = worker_of(given)
+    if given.value:
+        return learn_values(worker, given)
     loss = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.1))
     kept: dict[str, Any] = {"inferred": [], "logged": [], "evaluated": []}
     kept["chunks"] = len(getattr(worker.model, "chunks", [worker.model]))
@@ -148,6 +159,22 @@ def main(given: SimpleNamespace) -> dict[str, Any]:
     exported = worker.megatron_bridge.export_hf_weights([worker.model], show_progress=False)
     kept["weights"] = {name: value.detach().clone() for name, value in exported}
     dist.barrier()
+    return kept
+
+
+def learn_values(worker: Any, given: SimpleNamespace) -> dict[str, Any]:
+    """Return values, losses and norms of a value worker's steps."""
+    from megatron.core import mpu
+    from nemo_rl.algorithms.loss.loss_functions import MseValueLossConfig, MseValueLossFn
+
+    loss = MseValueLossFn(MseValueLossConfig())
+    kept: dict[str, Any] = {"inferred": [], "logged": [], "chunks": 1}
+    for _ in range(given.steps):
+        data = batch_of(given, mpu.get_data_parallel_rank())
+        kept["inferred"].append(worker.get_values(data)["values"])
+        data["returns"] = data["advantages"]
+        metrics = worker.train(data, loss)
+        kept["logged"].append([metrics["global_loss"], metrics["grad_norm"]])
     return kept
 
 
@@ -208,6 +235,7 @@ if __name__ == "__main__":
         packed=True,
         streams=False,
         draft=False,
+        value=False,
         saves_in="",
         resumes=None,
     )

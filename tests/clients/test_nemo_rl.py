@@ -44,6 +44,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         first, then = {"steps": 1, "saves_in": where}, {"steps": 2, "resumes": where}
         cases[f"saved: {saves}"] = {"schedule": saves, "model": model, **first}
         cases[f"resumed: {saves}"] = {"schedule": saves, "model": model, **then}
+    for schedule in ("stock", "zb-h1", "v-half"):
+        cases[f"values: {schedule}"] = {"schedule": schedule, "model": model, "value": True}
     cases["draft"] = {"schedule": "v-half", "model": model, "draft": True}
     return run("verl", "nemo_rl_on_cpu.py", folder / "runs", cases, NEMO_RL=CHECKOUT)
 
@@ -64,3 +66,14 @@ def test_a_run_resumes_from_its_checkpoint(runs: Runs) -> None:
 def test_a_feature_that_needs_a_single_module_is_rejected(runs: Runs) -> None:
     with pytest.raises(AssertionError, match=r"policy.draft.enabled: .*schedule=zb-h1"):
         runs.of("draft")
+
+
+def test_a_value_worker_equals_nemo_rls_own_with_one_chunk(runs: Runs) -> None:
+    runs.compare("values: zb-h1", "values: stock")
+
+
+def test_a_value_worker_rejects_several_chunks(runs: Runs) -> None:
+    with pytest.raises(AssertionError):
+        runs.of("values: v-half")
+    reason = "schedule=v-half has several model chunks per rank, and NeMo-RL's value worker"
+    assert reason in runs.said("values: v-half")

@@ -25,6 +25,7 @@ from megatron_vshape.mcore.refusals import UnsupportedError, refusing
 Function = Callable[..., Any]
 
 _WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
+_VALUE_WORKER = "nemo_rl.models.value.workers.megatron_value_worker"
 _SETUP = "nemo_rl.models.megatron.setup"
 _LISTS = {
     _WORKER: ("megatron_forward_backward", "save_checkpoint"),
@@ -158,7 +159,11 @@ def keep_all_chunks(session: Session) -> None:
 
     Called before the worker builds a model. If a function is missing in another version of NeMo-RL,
     nothing is replaced, and the first step rejects the single chunk.
+
+    Raises:
+        RefusedError: This process has NeMo-RL's value worker, which supports one chunk.
     """
+    _check_value_worker(session)
     worker, setup = sys.modules.get(_WORKER), sys.modules.get(_SETUP)
     bridge: Any = getattr(setup, "AutoBridge", None)
     if worker is None or setup is None or bridge is None or bridge in session.providers:
@@ -207,6 +212,23 @@ def _keep_built_chunks(session: Session, worker: ModuleType, setup: ModuleType) 
     session.replaced.put(setup, "get_model", get_and_record)
     session.replaced.put(worker, "setup_model_and_optimizer", setup_model)
     session.replaced.put(worker, "setup_reference_model_state", setup_reference)
+
+
+def _check_value_worker(session: Session) -> None:
+    """Raise RefusedError in a process of NeMo-RL's value worker.
+
+    Each worker has its own process. The value worker would name Megatron's virtual pipeline, which
+    its user has not set.
+    """
+    if _VALUE_WORKER not in sys.modules or _WORKER in sys.modules or session.pipeline is None:
+        return
+    choice = session.pipeline.choice
+    with refusing():
+        raise UnsupportedError(
+            f"schedule={choice.name} has several model chunks per rank, and NeMo-RL's value worker "
+            "supports one. Set MEGATRON_VSHAPE: schedule=zb-h1 in value.megatron_cfg.env_vars, or "
+            "set the variable only in policy.megatron_cfg.env_vars"
+        )
 
 
 def _check(policy: Mapping[str, Any]) -> None:
