@@ -64,7 +64,8 @@ def comparison_rows(
         every: return all rows.
     """
     idle = simulate(result.schedule, result.costs).mean_idle
-    name, best = _name(result), result.plan
+    best = result.plan
+    name = "plan" if result.baseline is None else str(result.baseline)
     rest: list[_TableRow] = []
     for each in compare(request, result, budget):
         if each.baseline is not None and each.baseline == result.baseline:
@@ -165,10 +166,6 @@ def _note(baseline: BaselineSpec | None, result: PlanResult) -> str:
     return f"; {NOT_STOCK}" if rejected else ""
 
 
-def _name(result: PlanResult) -> str:
-    return "plan" if result.baseline is None else str(result.baseline)
-
-
 def recommended(result: PlanResult) -> str:
     """Format the recommendation as one sentence."""
     known, chunks = result.baseline, result.schedule.num_chunks
@@ -212,8 +209,4 @@ def _layers(costs: Costs) -> str:
         return f"1/{stages} of the model in each of {stages} stages"
     if len(set(costs.layers)) == 1:
         return f"{costs.layers[0]} in each of {stages} stages"
-    return _told(costs.layers) + f" in {stages} stages"
-
-
-def _told(layers: Sequence[int]) -> str:
-    return ",".join(map(str, layers))
+    return f"{','.join(map(str, costs.layers))} in {stages} stages"

@@ -76,7 +76,8 @@ def cut_of(options: argparse.Namespace, measured: Costs | None) -> Cut:
 
     All stages have equal numbers of layers, unless the layers in the costs file differ.
     """
-    pieces, layers = pieces_of(options, measured, _flag(options))
+    flag = "--mtp-layers" if options.mtp_layers is not None else "--vocab-parallel"
+    pieces, layers = pieces_of(options, measured, flag)
     even = measured is None or len(set(measured.layers or ())) < 2
 
     def cut(num_stages: int, name: str) -> Costs:
@@ -91,10 +92,6 @@ def cut_of(options: argparse.Namespace, measured: Costs | None) -> Cut:
             raise ScheduleError(f"{plain(name)}: {error}") from None
 
     return cut
-
-
-def _flag(options: argparse.Namespace) -> str:
-    return "--mtp-layers" if options.mtp_layers is not None else "--vocab-parallel"
 
 
 def pieces_of(

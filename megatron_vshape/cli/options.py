@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -190,14 +189,12 @@ def float_or_nan(text: str) -> float:
         return math.nan
 
 
-def number_of(
-    what: str, least: float = 0.0, most: float = sys.float_info.max
-) -> Callable[[str], float]:
-    """Return a parser for numbers in [least, most], with a description for error messages."""
+def number_of(what: str, least: float = 0.0) -> Callable[[str], float]:
+    """Return a parser for finite numbers of at least `least`; `what` describes them in errors."""
 
     def read(text: str) -> float:
         value = float_or_nan(text)
-        if not least <= value <= most:
+        if not least <= value < math.inf:
             raise argparse.ArgumentTypeError(f"{text!r:.40} is not {what}")
         return value
 

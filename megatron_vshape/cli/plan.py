@@ -763,13 +763,12 @@ def _no_worse(points: Sequence[Point], others: Iterable[Sequence[Point]]) -> lis
     """Replace points by better ones that fewer options have found at the same limit."""
     found = [point for own in others for point in own]
     return [
-        min([point, *(each for each in found if each.limit == point.limit)], key=_value)
+        min(
+            [point, *(each for each in found if each.limit == point.limit)],
+            key=lambda each: each.value,
+        )
         for point in points
     ]
-
-
-def _value(point: Point) -> float:
-    return point.value
 
 
 def _named(point: Point, name: str) -> Point:

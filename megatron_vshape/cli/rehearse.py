@@ -300,7 +300,8 @@ def _remedies(
     can_share = not command.mtp_layers and 2 * sizes.pipeline <= layers
     microbatches = mine[0].microbatches
     found = remedies(pieces, layers, sizes.pipeline, microbatches, can_share)
-    peak, communicators = (max(each) for each in zip(*map(_needs, mine), strict=True))
+    peak = max(each.peak_bytes for each in mine)
+    communicators = max(each.communicators for each in mine)
     limit = allocatable_bytes(gpu, communicators, headroom_bytes)
     lines = []
     for each in in_order(found, peak, limit)[:MOST_TRIED]:
@@ -323,10 +324,6 @@ def _remedies(
         why = ", because rank 0 then has embedding and output layer" if not alone.largest else ""
         lines.append(f"{alone.text} alone does not help: {text}{why}.")
     return lines
-
-
-def _needs(found: RankReport) -> tuple[int, int]:
-    return found.peak_bytes, found.communicators
 
 
 def _print(

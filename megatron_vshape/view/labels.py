@@ -64,7 +64,7 @@ def name_marks(
     scale = 72 / axes.figure.dpi
     places = [tuple(axes.transData.transform((mark.x, mark.y)) * scale) for mark in marks]
     unnamed = [axes.transData.transform(place) * scale for place in others]
-    taken = [_around(x, y) for x, y in (*places, *unnamed)]
+    taken = [_Box(x - _MARK, y - _MARK, x + _MARK, y + _MARK) for x, y in (*places, *unnamed)]
     edge = _Box(*(scale * np.asarray(axes.get_window_extent().extents)))
     legend = axes.get_legend()
     if legend is not None:
@@ -92,10 +92,6 @@ def name_marks(
             fontsize=SIZE,
             arrowprops=led if distance > _LED else None,
         )
-
-
-def _around(x: float, y: float) -> _Box:
-    return _Box(x - _MARK, y - _MARK, x + _MARK, y + _MARK)
 
 
 def _candidates(x: float, y: float, wide: float, high: float) -> Iterator[tuple[float, _Box]]:

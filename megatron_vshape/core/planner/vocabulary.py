@@ -161,11 +161,6 @@ def uniform_shared(num_devices: int, num_stages: int) -> Costs:
     return Costs.uniform(num_devices, num_stages, kinds=VOCABULARY)
 
 
-def holding_logits(costs: Costs, logits_bytes: float) -> Costs:
-    """Return the costs with this memory per device and microbatch from S to T."""
-    return costs.having(**{LOGITS.takes: (logits_bytes,) * costs.num_stages})
-
-
 def tells_shared(costs: Costs) -> bool:
     """Return whether the costs contain the passes of vocabulary parallelism."""
     return _names() <= {name for name, _ in costs.others}

@@ -171,7 +171,7 @@ def _fused(timeline: Timeline) -> Timeline:
     rows, all_starts, all_ends = [], [], []
     for device in range(schedule.num_devices):
         row, starts, ends = list[Pass](), list[float](), list[float]()
-        for work, start, end in zip(*_of_device(timeline, device), strict=True):
+        for work, start, end in timeline.slots(device):
             last = row[-1] if row else None
             whole = fused_kinds.get((last.kind, work.kind)) if last else None
             if whole and last and last[1:] == work[1:] and last not in beside:
@@ -188,12 +188,6 @@ def _fused(timeline: Timeline) -> Timeline:
         all_ends.append(tuple(ends))
     fused = replace(schedule, order=tuple(rows))
     return replace(timeline, schedule=fused, starts=tuple(all_starts), ends=tuple(all_ends))
-
-
-def _of_device(
-    timeline: Timeline, device: int
-) -> tuple[tuple[Pass, ...], tuple[float, ...], tuple[float, ...]]:
-    return timeline.schedule.order[device], timeline.starts[device], timeline.ends[device]
 
 
 def _launched(timeline: Timeline) -> Timeline:
