@@ -12,8 +12,7 @@ import math
 import time
 from collections.abc import Iterator
 
-from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.offload_costs import with_copies, without_copies
+from megatron_vshape.core.model.costs import Costs, with_copies, without_copies
 from megatron_vshape.core.planner.search import plan
 from megatron_vshape.view.numbers import table
 

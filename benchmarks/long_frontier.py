@@ -15,8 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_vshape.core.frontier import Point, frontier, published
-from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.offload_costs import with_copies
+from megatron_vshape.core.model.costs import Costs, with_copies
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.request import AUTO, SLICES, PlanRequest
 from megatron_vshape.view.figure import save

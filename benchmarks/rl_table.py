@@ -26,8 +26,7 @@ from unlike_table import measure, unlike
 from bench_runtime import on_ranks  # isort: skip  found by unlike_table's path
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
-from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.microbatch_costs import reordered
+from megatron_vshape.core.model.costs import Costs, reordered
 from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make

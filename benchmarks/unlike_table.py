@@ -58,9 +58,8 @@ from bench_runtime import SHAPE, on_ranks, take
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
-from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.costs import Costs, more_us, reordered
 from megatron_vshape.core.model.kinds import Kind
-from megatron_vshape.core.model.microbatch_costs import more_us, reordered
 from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.model.schedule import Schedule

@@ -11,16 +11,14 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from megatron_vshape.core.check.bounds import each_limit, room_in
-from megatron_vshape.core.check.relax import in_passes
+from megatron_vshape.core.check.bounds import each_limit, in_passes, room_in
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs, held_text
 from megatron_vshape.core.model.kinds import PARTS, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, Timeline
-from megatron_vshape.core.planner.job_shop import scale_to
-from megatron_vshape.core.planner.rows import Codec
+from megatron_vshape.core.planner.job_shop import Codec, scale_to
 
 TICKS = 10_000
 """The mean pass takes at least so many ticks; times are rounded down to them for the bound."""

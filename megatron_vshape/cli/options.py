@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_vshape.cli.help import MODEL, REQUIRED, add_option, group
-from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.costs import Costs, with_copies
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import even_layers, recut
-from megatron_vshape.core.model.offload_costs import with_copies
 from megatron_vshape.core.model.pieces import Piece, with_ends
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Schedule

@@ -49,7 +49,7 @@ from megatron_vshape.cli.options import (
     slice_counts,
 )
 from megatron_vshape.cli.progress import Progress, told
-from megatron_vshape.core.baselines import NOT_STOCK, EvaluatedSchedule, why_not_stock
+from megatron_vshape.core.baselines import NOT_STOCK, EvaluatedSchedule, where_split, why_not_stock
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.simulate import filled, simulate
@@ -651,8 +651,6 @@ def _recipe(options: argparse.Namespace) -> str:
 
 
 def _print(result: PlanResult, limit: float, costs: Costs, in_bytes: bool) -> None:
-    from megatron_vshape.core.splitting import where_split  # brings numba along, as planning does
-
     made, slices = result.plan, result.schedule.slices
     timeline = simulate(made.schedule, result.costs)
     if made.schedule.num_devices * made.schedule.num_microbatches <= 256:

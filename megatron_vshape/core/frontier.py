@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from megatron_vshape.core.baselines import evaluate
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import least_limit
+from megatron_vshape.core.model.costs import without_copies
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.offload_costs import without_copies
 from megatron_vshape.core.model.placement import default_placements
 from megatron_vshape.core.model.schedule import Plan, Schedule
 from megatron_vshape.core.paper.catalogue import NAMES

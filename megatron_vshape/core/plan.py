@@ -14,19 +14,21 @@ from typing import NamedTuple
 
 from megatron_vshape.core.baselines import (
     SAME,
+    WORTH,
     BaselineSpec,
     EvaluatedSchedule,
     baselines_of,
     evaluate,
     evaluate_baseline,
     may_fit,
+    saves,
     with_fused_backwards,
 )
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import LimitError, bound_at, fits
 from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.model.costs import without_copies
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.offload_costs import without_copies
 from megatron_vshape.core.model.placement import Placement, default_placements
 from megatron_vshape.core.model.schedule import Objective, Plan
 from megatron_vshape.core.paper.catalogue import make, make_block
@@ -205,7 +207,6 @@ def _search(request: PlanRequest, budget: Budget) -> PlanResult:
     """Search at the request's costs, with backwards split where that pays off."""
     # Imported here because numba needs a second to import, which names do not require.
     from megatron_vshape.core.planner import search
-    from megatron_vshape.core.splitting import WORTH, saves
 
     costs, slices, limits = request.whole(), request.slice_counts(), limits_of(request)
     if tells_shared(costs):

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 from megatron_vshape.core.check.bounds import each_limit
 from megatron_vshape.core.check.simulate import costs_of, simulate
 from megatron_vshape.core.compiling import COMPILES, compiled_once, in_arrays
-from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.costs import Costs, scaled_times_us
 from megatron_vshape.core.model.kinds import HELD, KINDS
-from megatron_vshape.core.model.microbatch_costs import scaled_times_us
 from megatron_vshape.core.model.passes import NeedTable, Pass
 from megatron_vshape.core.model.schedule import Schedule
 

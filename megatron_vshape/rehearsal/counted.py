@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.costs_file import COUNTED, MEASURED
+from megatron_vshape.core.model.files import COUNTED, MEASURED
 from megatron_vshape.core.model.kinds import HELD, PARTS, WORKS, Kind, ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make

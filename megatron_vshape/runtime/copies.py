@@ -11,9 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.costs import Costs, with_copies_of
 from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, FROM_HOST, RELEASE, TO_HOST
-from megatron_vshape.core.model.offload_costs import with_copies_of
 from megatron_vshape.runtime.program_runner import on_stream_of
 
 MOST_BYTES = 256 << 20

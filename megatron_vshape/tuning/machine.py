@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from megatron_vshape.core.check.simulate import filled
-from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.offload_costs import with_copies_of
+from megatron_vshape.core.model.costs import Costs, with_copies_of
 from megatron_vshape.rehearsal.gpus import GPUS, Gpu
 from megatron_vshape.rehearsal.step_time import Rates, rates_of
 from megatron_vshape.tuning.configurations import SweepError

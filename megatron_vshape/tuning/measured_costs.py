@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 
-from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.costs import Costs, without_copies
 from megatron_vshape.core.model.layers import Pieces
-from megatron_vshape.core.model.offload_costs import without_copies
 from megatron_vshape.core.planner.vocabulary import tells_shared
 from megatron_vshape.tuning.configurations import SweepError
 from megatron_vshape.tuning.files import Loaded

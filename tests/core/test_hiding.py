@@ -13,8 +13,7 @@ from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.core.program.hiding import Beside, deferred_weight_overlap
-from megatron_vshape.core.program.lowering import fuse
+from megatron_vshape.core.program.lowering import Beside, deferred_weight_overlap, fuse
 
 
 def starts(

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_vshape.core.model.costs import with_copies
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import (
     Pieces,
@@ -13,7 +14,6 @@ from megatron_vshape.core.model.layers import (
     even_layers,
     parse_layers,
 )
-from megatron_vshape.core.model.offload_costs import with_copies
 from megatron_vshape.core.model.pieces import Piece, regroup
 from megatron_vshape.core.model.placement import Placement, linear, looping, v_shape
 

@@ -17,12 +17,10 @@ PACKAGE = Path(megatron_vshape.__file__).parent
 
 HOMES = {
     "core/model/kinds.py",
-    "core/planner/offload_search.py",
     "core/planner/offloading.py",
     "core/planner/vocabulary.py",
     "runtime/copies.py",
     "runtime/offload.py",
-    "core/model/offload_costs.py",
     "mcore/features/vocabulary/__init__.py",
     "mcore/features/vocabulary/step.py",
     "mcore/features/offload/step.py",

@@ -11,16 +11,14 @@ from joint_replay import replay
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
-from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.costs import Costs, with_copies
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
-from megatron_vshape.core.model.offload_costs import with_copies
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import JOINT_NAMES, NAMES, make, make_block
 from megatron_vshape.core.plan import plan as plan_request
 from megatron_vshape.core.planner.search import plan
-from megatron_vshape.core.program.lowering import lower
-from megatron_vshape.core.program.pairing import pair_adjacent
+from megatron_vshape.core.program.lowering import lower, pair_adjacent
 from megatron_vshape.core.request import PlanRequest
 
 

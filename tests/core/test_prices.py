@@ -8,8 +8,8 @@ from dataclasses import fields, replace
 
 import pytest
 
-from megatron_vshape.core.check.bounds import lower_bound
-from megatron_vshape.core.check.relax import in_passes
+from megatron_vshape.core.baselines import fuse_backwards, saves, where_split
+from megatron_vshape.core.check.bounds import in_passes, lower_bound
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
@@ -43,7 +43,6 @@ from megatron_vshape.core.plan import plan as plan_request
 from megatron_vshape.core.planner.search import plan
 from megatron_vshape.core.program.lowering import whole_backwards
 from megatron_vshape.core.request import AUTO, PlanRequest
-from megatron_vshape.core.splitting import fuse_backwards, saves, where_split
 
 REAL = (1.0, 1.15, 0.85, 0.05)
 EXCHANGES = {"forward_exchange_us": (0.5,) * 4, "backward_exchange_us": (0.25,) * 4}

@@ -16,7 +16,7 @@ from megatron_vshape.core.model.placement import Placement, linear, looping, v_s
 from megatron_vshape.core.model.schedule import Objective
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.plan import plan as plan_request
-from megatron_vshape.core.planner.rows import Codec
+from megatron_vshape.core.planner.job_shop import Codec
 from megatron_vshape.core.planner.search import plan
 from megatron_vshape.core.planner.vocabulary import shared_pieces
 from megatron_vshape.core.program.lowering import lower

@@ -14,7 +14,7 @@ from link_replay import Found, Prices, replay
 from megatron_vshape.core.check.bounds import LimitError, bound_at
 from megatron_vshape.core.check.simulate import peak_in_host, simulate
 from megatron_vshape.core.check.verify import verify
-from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.costs import Costs, with_copies, without_copies
 from megatron_vshape.core.model.kinds import (
     COPY_BACK,
     COPY_OUT,
@@ -24,12 +24,11 @@ from megatron_vshape.core.model.kinds import (
     Kind,
     ScheduleError,
 )
-from megatron_vshape.core.model.offload_costs import with_copies, without_copies
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import looping, v_shape
 from megatron_vshape.core.model.schedule import MemoryStrategy, Objective, Plan, Schedule, Timeline
 from megatron_vshape.core.planner import improve, job_shop
-from megatron_vshape.core.planner.offload_search import OffloadSearch
+from megatron_vshape.core.planner.offloading import OffloadSearch
 from megatron_vshape.core.planner.search import plan
 
 REAL = (1.0, 1.15, 0.85, 0.05)

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
-from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.microbatch_costs import reordered
+from megatron_vshape.core.model.costs import Costs, reordered
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.variable_length import reorder_microbatches
 

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from strategies import made, mutated
 
-from megatron_vshape.core.check.deadlock import LISTED
+from megatron_vshape.core.check.simulate import LISTED
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import KINDS, Kind, ScheduleError

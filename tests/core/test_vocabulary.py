@@ -11,7 +11,7 @@ from megatron_vshape.core.baselines import EvaluatedSchedule
 from megatron_vshape.core.check.bounds import LimitError, fits
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
-from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.costs import Costs, with_copies
 from megatron_vshape.core.model.kinds import (
     COPY_OUT,
     HEAD_WEIGHT,
@@ -25,7 +25,6 @@ from megatron_vshape.core.model.kinds import (
     ScheduleError,
 )
 from megatron_vshape.core.model.layers import Pieces, recut
-from megatron_vshape.core.model.offload_costs import with_copies
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.pieces import Piece, regroup
 from megatron_vshape.core.model.placement import linear, looping, v_shape

@@ -11,7 +11,7 @@ from mcore.farm import Ended, Farm
 from mcore.test_composition import SEQUENCE, STEPS, TENSOR, Train, assert_equal
 
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.program.hiding import Beside
+from megatron_vshape.core.program.lowering import Beside
 from megatron_vshape.mcore.step.stage import MegatronStage
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.weight_jobs import defer, run_beside

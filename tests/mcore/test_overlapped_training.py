@@ -16,8 +16,7 @@ from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.core.program.lowering import lower
-from megatron_vshape.core.program.pairing import pair_adjacent
+from megatron_vshape.core.program.lowering import lower, pair_adjacent
 
 Train = Callable[..., Ended]
 

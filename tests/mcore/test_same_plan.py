@@ -10,8 +10,7 @@ from runtime.ranks import run_ranks
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.core.program.hiding import Beside
-from megatron_vshape.core.program.lowering import lower
+from megatron_vshape.core.program.lowering import Beside, lower
 from megatron_vshape.mcore.observe.profiling import Profiler
 from megatron_vshape.mcore.observe.report import RunReport
 from megatron_vshape.mcore.observe.static_memory import (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vshape.core.model.costs_file import _ALONE, _FIELDS, _MORE, _UNLIKE
+from megatron_vshape.core.model.files import _ALONE, _FIELDS, _MORE, _UNLIKE
 from megatron_vshape.core.model.kinds import KINDS, KNOWN_ALONE, other_amounts
 from megatron_vshape.rehearsal.fitted import LEFT_OUT
 

@@ -1,14 +1,16 @@
 """Costs of the passes of every stage: time and memory."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, Self
 
-from megatron_vshape.core.model.costs_file import read_costs, text_of
-from megatron_vshape.core.model.files import read_text
+from megatron_vshape.core.model.files import read_costs, read_text, text_of
 from megatron_vshape.core.model.kinds import (
+    COPY_BACK,
+    COPY_OUT,
     DEVICE,
     DUMMY,
     EXCHANGES,
@@ -18,6 +20,7 @@ from megatron_vshape.core.model.kinds import (
     OFFLOAD,
     PARTS,
     PROCESSOR,
+    RELEASE,
     STATE,
     TIMES,
     Kind,
@@ -398,3 +401,54 @@ def chunk_of(costs: Costs, num_devices: int) -> float:
     If all stages are equal, 1F1B's peak is 2 * num_devices chunks.
     """
     return math.fsum(costs.held_after_forward_bytes) / (2 * num_devices)
+
+
+def scaled_times_us(costs: Costs, kind: Kind, stage: int) -> Iterator[tuple[str, float]]:
+    """Yield the times of a pass that scale with the microbatch, by name."""
+    times = costs.amounts(kind.time)
+    if times is None:  # the sum of its parts
+        for part in kind.does:
+            yield from scaled_times_us(costs, part, stage)
+    elif any(kind.time == name for name, _ in costs.by_microbatch):
+        yield kind.time, times[stage]
+
+
+def more_us(costs: Costs, kind: Kind, stage: int, microbatch: int) -> float:
+    """Return the additional time of a pass of this microbatch over `Costs.time_us`."""
+    factors = dict(costs.by_microbatch)
+    times = scaled_times_us(costs, kind, stage)
+    return sum(us * (factors[name][microbatch] - 1) for name, us in times)
+
+
+def factor_of(costs: Costs, name: str, microbatch: int) -> float:
+    """Return the factor of a microbatch for the amounts of this name."""
+    return next((each[microbatch] for own, each in costs.by_microbatch if own == name), 1.0)
+
+
+def reordered(costs: Costs, order: Sequence[int]) -> Costs:
+    """Reorder the microbatches: the k-th becomes the one with number `order[k]`."""
+    factors = ((name, tuple(each[real] for real in order)) for name, each in costs.by_microbatch)
+    return replace(costs, by_microbatch=tuple(factors))
+
+
+def with_copies(costs: Costs, forwards: float) -> Costs:
+    """Make all activations of a stage offloadable; a copy one way costs `forwards` times F.
+
+    F is that of an inner stage, because the embedding and output layer add time without
+    activations.
+    """
+    held = costs.held_after_forward_bytes
+    each = median(us / more for us, more in zip(costs.forward_us, held, strict=True) if more)
+    times = tuple(max(forwards * each * more, LEAST * forwards * each) for more in held)
+    return with_copies_of(costs, times, held, times)
+
+
+def with_copies_of(costs: Costs, out_us: Amounts, moved_bytes: Amounts, back_us: Amounts) -> Costs:
+    """Make these bytes of every stage offloadable, with copy times for each direction."""
+    copies = {COPY_OUT.time: out_us, RELEASE.frees: moved_bytes, COPY_BACK.time: back_us}
+    return costs.having(**copies)
+
+
+def without_copies(costs: Costs) -> Costs:
+    """Return the costs without offloading."""
+    return costs.having(**dict.fromkeys(other_amounts(OFFLOAD)))

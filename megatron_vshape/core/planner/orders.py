@@ -24,17 +24,9 @@ from megatron_vshape.core.paper import blocks
 from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.core.paper.reordering import EIGHTHS
 from megatron_vshape.core.planner import improve
-from megatron_vshape.core.planner.cyclic_orders import (
-    CyclicOrder,
-    cyclic_order_of_block,
-    cyclic_order_of_steady,
-    is_period,
-    of_slices,
-    sequential,
-    splice,
-)
 from megatron_vshape.core.planner.job_shop import (
     Chosen,
+    Codec,
     Problem,
     choose,
     in_one_row,
@@ -42,10 +34,18 @@ from megatron_vshape.core.planner.job_shop import (
     proven_limits,
     with_parts_alone,
 )
-from megatron_vshape.core.planner.modulo import find_steady_orders
+from megatron_vshape.core.planner.modulo import (
+    CyclicOrder,
+    cyclic_order_of_block,
+    cyclic_order_of_steady,
+    find_steady_orders,
+    is_period,
+    of_slices,
+    sequential,
+    splice,
+)
 from megatron_vshape.core.planner.race import best_of
 from megatron_vshape.core.planner.refilling import fill, refill
-from megatron_vshape.core.planner.rows import Codec
 
 Run = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 """Applies a function to each of several items, like `map`; may use threads."""

@@ -5,7 +5,7 @@
    the orders of all of them.
 2. Steady orders: `modulo` finds cyclic orders within the memory limits with the shortest period.
    Published blocks are added, for a loop with groups of several sizes. Each order is cut to the few
-   microbatches that show warm-up and cool-down (`cyclic_orders`).
+   microbatches that show warm-up and cool-down (`modulo.CyclicOrder`).
 3. Starting points: each order as it is, with idle time filled by step 4 of the paper, and with W
    placed again as filler (`refilling`). All are evaluated for the full number of microbatches by
    repeating a period in the middle, which needs no search (`orders`).
@@ -27,15 +27,14 @@ from dataclasses import replace
 from itertools import count, product
 from math import inf
 
-from megatron_vshape.core.check.bounds import LimitError, bound_at, each_limit
-from megatron_vshape.core.check.relax import never_split
+from megatron_vshape.core.check.bounds import LimitError, bound_at, each_limit, never_split
 from megatron_vshape.core.compiling import CORES, say_if_slow
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.placement import Placement, default_placements
 from megatron_vshape.core.model.schedule import ORDER_ALONE, Objective, Plan, StrategyResult
 from megatron_vshape.core.planner.job_shop import Problem, make_problem
-from megatron_vshape.core.planner.offload_search import Bases, OffloadSearch, ways_to_save
+from megatron_vshape.core.planner.offloading import Bases, OffloadSearch, ways_to_save
 from megatron_vshape.core.planner.orders import MOST_AT_ONCE, Candidate, PlacementSearch
 from megatron_vshape.core.planner.race import better_half, race
 

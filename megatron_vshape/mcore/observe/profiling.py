@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.costs_file import MEASURED
+from megatron_vshape.core.model.files import MEASURED
 from megatron_vshape.core.model.pieces import Piece, costs_from_pieces, pieces_from_costs
 from megatron_vshape.core.model.schedule import Schedule, Slot, Timeline
 from megatron_vshape.core.program.instructions import Program

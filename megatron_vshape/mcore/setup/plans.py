@@ -10,21 +10,25 @@ from dataclasses import dataclass, field, replace
 from megatron_vshape.core.baselines import baselines_of, evaluate_baseline
 from megatron_vshape.core.check.bounds import fits, least_memory
 from megatron_vshape.core.check.simulate import peak_held, peak_shared, simulate
-from megatron_vshape.core.model.costs import Costs, chunk_of
+from megatron_vshape.core.model.costs import Costs, chunk_of, with_copies_of
 from megatron_vshape.core.model.kinds import (
     Kind,
     ScheduleError,
 )
 from megatron_vshape.core.model.layers import recut
-from megatron_vshape.core.model.offload_costs import with_copies_of
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.plan import plan as plan_request
-from megatron_vshape.core.program.hiding import Beside, deferred_weight_overlap
 from megatron_vshape.core.program.instructions import Program
-from megatron_vshape.core.program.lowering import forward_wave, lower, whole_backwards
-from megatron_vshape.core.program.pairing import pair_adjacent
+from megatron_vshape.core.program.lowering import (
+    Beside,
+    deferred_weight_overlap,
+    forward_wave,
+    lower,
+    pair_adjacent,
+    whole_backwards,
+)
 from megatron_vshape.core.request import AUTO, PLUS_NAMES, PlanRequest, limits_of
 from megatron_vshape.mcore.setup.choice import GIB, ScheduleConfig
 from megatron_vshape.mcore.setup.features import adapted_costs, adapted_schedule, features

@@ -22,8 +22,8 @@ from torch import nn
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.program.hiding import Beside
 from megatron_vshape.core.program.instructions import Program
+from megatron_vshape.core.program.lowering import Beside
 from megatron_vshape.mcore.layout.stages import streams_of
 from megatron_vshape.mcore.observe.bubble import BubbleMeter, Logs
 from megatron_vshape.mcore.observe.profiling import Profiler

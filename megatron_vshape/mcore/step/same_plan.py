@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.program.hiding import Beside
 from megatron_vshape.core.program.instructions import Program
+from megatron_vshape.core.program.lowering import Beside
 from megatron_vshape.mcore.setup.recent import keep, recall
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.program.hiding import Beside
 from megatron_vshape.core.program.instructions import Program
+from megatron_vshape.core.program.lowering import Beside
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.step.gradient_sync import GradientSync
 from megatron_vshape.mcore.step_state import StepState, TokenRange
