@@ -29,7 +29,7 @@ import torch.cuda.random
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from megatron_vshape.mcore.replaced import Replaced
+from megatron_vshape.mcore.hook import Replaced
 
 # A TorchFunctionMode would be one hook instead of these thirty. But torch disables it while
 # backward() runs, so it would miss a device="cuda" inside a custom autograd.Function.

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_vshape.core.model.kinds import FROM_HOST, PARTS, TO_HOST, Kind
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.runtime.stage import Handler
+from megatron_vshape.runtime.program_runner import Handler
 
 Watch = Callable[[Callable[..., Any], str], Callable[..., Any]]
 """Wraps a pass handler so that it reports each pass, with stage and microbatch, under this name."""
@@ -41,13 +41,13 @@ def install(watch: Watch) -> None:
 
 def run_alone() -> None:
     """Remove all waits for other ranks, and replace the data that they would send."""
-    from megatron_vshape.mcore.setup import library, one_planner
+    from megatron_vshape.mcore.setup import configure, one_planner
     from megatron_vshape.mcore.step import loss_reporting
     from megatron_vshape.runtime import device_collectives, p2p
 
     replaced: Any = p2p.Transport
     replaced._warm_up = lambda self, edges: None  # the original checks received values
-    replaced = library
+    replaced = configure
     replaced._messages_are_kernels = lambda: True  # programs as with NCCL, for any backend
     replaced = p2p
     replaced._WaitedSends = lambda timeout_s, tell: _sends_until_waited_for(tell)

@@ -40,7 +40,7 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.runtime.activation_tracker import nodes_behind, saved_by
 from megatron_vshape.runtime.graph_memory import Segments
 from megatron_vshape.runtime.host_memory import HostMemory, Moment
-from megatron_vshape.runtime.stage import Handler
+from megatron_vshape.runtime.program_runner import Handler
 
 SMALL = 1 / 64
 """Share of the largest storage of a microbatch below which a storage is not offloaded."""

@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from megatron_vshape.mcore.observe import trial
+from megatron_vshape.mcore.observe import profiling
 
 
 def start(rank: int, given: Any) -> None:
     """Let the trial measure and log as usual, and then decide for the schedule by name."""
-    original = trial.Trial._faster
+    original = profiling.Trial._faster
 
-    def faster(self: trial.Trial) -> int:
+    def faster(self: profiling.Trial) -> int:
         original(self)
-        return trial.NAMED
+        return profiling.NAMED
 
-    trial.Trial._faster = faster  # type: ignore[method-assign]
+    profiling.Trial._faster = faster  # type: ignore[method-assign]

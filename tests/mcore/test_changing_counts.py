@@ -11,7 +11,7 @@ pytest.importorskip("megatron.training")
 import torch
 from mcore.farm import Farm
 
-from megatron_vshape.mcore.setup import plans, recent
+from megatron_vshape.mcore.setup import plans
 from megatron_vshape.mcore.setup.choice import ScheduleConfig
 from megatron_vshape.mcore.setup.plans import Planner
 
@@ -78,7 +78,7 @@ def test_any_number_of_microbatches_has_a_program(name: str, kernels: bool) -> N
 def test_plans_are_dropped_when_they_have_not_been_used_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(recent, "MOST_MICROBATCHES", 20)
+    monkeypatch.setattr(plans, "MOST_MICROBATCHES", 20)
     planner = Planner(ScheduleConfig(2, "v-half"))
     first = planner.training(2)
     for count in range(3, 40):

@@ -17,9 +17,9 @@ import megatron.core
 from megatron.core.tensor_parallel import layers
 
 import megatron_vshape
+from megatron_vshape.mcore.hook import ABSENT
 from megatron_vshape.mcore.hooks import registry, training
 from megatron_vshape.mcore.hooks.session import Session
-from megatron_vshape.mcore.replaced import ABSENT
 
 
 def targets() -> Iterator[tuple[Any, str]]:

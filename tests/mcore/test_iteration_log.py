@@ -13,8 +13,7 @@ from mcore.farm import Ended, Farm
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.observe import iteration_log
 from megatron_vshape.mcore.observe.bubble import BubbleMeter, Figures
-from megatron_vshape.mcore.observe.iteration_log import IterationLog, why_no_mfu
-from megatron_vshape.mcore.observe.peaks import peak_flops
+from megatron_vshape.mcore.observe.iteration_log import IterationLog, peak_flops, why_no_mfu
 from megatron_vshape.runtime.measure import PassTimer
 
 Train = Callable[..., Ended]

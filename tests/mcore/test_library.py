@@ -30,7 +30,7 @@ from megatron_vshape.mcore.observe.report import opening_lines
 from megatron_vshape.mcore.options import options_from
 from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError, refusing
 from megatron_vshape.mcore.setup.choice import choice_of
-from megatron_vshape.mcore.setup.library import prepare_config
+from megatron_vshape.mcore.setup.configure import prepare_config
 from megatron_vshape.mcore.step.microbatches import given_iterators, shared_out
 
 RANKS = 4

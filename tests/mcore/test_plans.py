@@ -18,7 +18,7 @@ from megatron_vshape.core.request import PlanRequest, find
 from megatron_vshape.mcore.observe.report import opening_lines
 from megatron_vshape.mcore.options import options_from
 from megatron_vshape.mcore.setup.choice import GIB, ScheduleConfig, choice_of
-from megatron_vshape.mcore.setup.library import prepare_config
+from megatron_vshape.mcore.setup.configure import prepare_config
 from megatron_vshape.mcore.setup.plans import Planner
 
 

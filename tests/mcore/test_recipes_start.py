@@ -28,7 +28,7 @@ from megatron_vshape.mcore import refusals
 from megatron_vshape.mcore.options import add_arguments, options_from
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.setup import configure
-from megatron_vshape.mcore.setup.library import prepare_config
+from megatron_vshape.mcore.setup.configure import prepare_config
 
 PARSED = add_arguments(add_megatron_arguments(ArgumentParser())).parse_args([])
 DEFAULT_SEARCH = {

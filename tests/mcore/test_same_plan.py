@@ -20,8 +20,7 @@ from megatron_vshape.mcore.observe.static_memory import (
 )
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.setup.choice import ScheduleConfig
-from megatron_vshape.mcore.setup.plans import Planner
-from megatron_vshape.mcore.step.same_plan import Agreement
+from megatron_vshape.mcore.setup.plans import Agreement, Planner
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.activation_tracker import ActivationTracker
 

@@ -15,8 +15,7 @@ from mcore.test_training import UNTIED, losses
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.schedule import load_schedule
-from megatron_vshape.mcore.observe.profiling import Profiler
-from megatron_vshape.mcore.observe.trial import NAMED, PLAN, RUNS, TURN, TURNS, Trial
+from megatron_vshape.mcore.observe.profiling import NAMED, PLAN, RUNS, TURN, TURNS, Profiler, Trial
 from megatron_vshape.mcore.setup.choice import choice_of
 from megatron_vshape.mcore.setup.plans import Planner
 

@@ -12,8 +12,7 @@ from megatron_vshape.core.model.kinds import Kind, Read, define, remove
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.program.lowering import lower
-from megatron_vshape.runtime.program_runner import run_program
-from megatron_vshape.runtime.stage import Handler
+from megatron_vshape.runtime.program_runner import Handler, run_program
 
 MICROBATCHES = 3
 

@@ -16,7 +16,7 @@ from weakref import ref
 
 from megatron.core import parallel_state
 
-from megatron_vshape.mcore.hook import Function, replaces, replaces_always
+from megatron_vshape.mcore.hook import Function, Replaced, replaces, replaces_always
 from megatron_vshape.mcore.hooks import nemo_rl
 from megatron_vshape.mcore.hooks.replacements import has_end
 from megatron_vshape.mcore.hooks.session import Session
@@ -25,8 +25,7 @@ from megatron_vshape.mcore.layout.stage_map import check_tied_embeddings
 from megatron_vshape.mcore.layout.stages import StageLayout
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
-from megatron_vshape.mcore.replaced import Replaced
-from megatron_vshape.mcore.setup import library
+from megatron_vshape.mcore.setup import configure
 from megatron_vshape.mcore.setup.choice import ScheduleConfig, choice_for
 from megatron_vshape.mcore.setup.features import BuiltChunk, features
 from megatron_vshape.mcore.setup.pipeline import Pipeline
@@ -115,7 +114,7 @@ def _choose(session: Session, options: Options, config: Any) -> None:
         return  # a copy of a config that already has the stages
     pipeline = session.pipeline
     if pipeline is None:
-        pipeline = library.prepare_config(config, options)
+        pipeline = configure.prepare_config(config, options)
         session.choose(pipeline, None)
         session.set_variables = complete_environment(config, pipeline, session.registers)
         return
@@ -127,7 +126,7 @@ def _choose(session: Session, options: Options, config: Any) -> None:
             f"{options.schedule!r} is made for {known[1]} on {known[0]}: one process can have one "
             "schedule"
         )
-    library.tell_config(config, pipeline.stage_map)
+    configure.tell_config(config, pipeline.stage_map)
 
 
 @replaces_always

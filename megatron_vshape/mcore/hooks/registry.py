@@ -11,12 +11,11 @@ from typing import Any
 
 from megatron import core  # an attribute of its package only once it has been imported
 
-from megatron_vshape.mcore.hook import Dependency, Hook, Release, Target
+from megatron_vshape.mcore.hook import ABSENT, Dependency, Hook, Release, Replaced, Target
 from megatron_vshape.mcore.hooks import core_hooks, replacements
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.options import options_from
-from megatron_vshape.mcore.replaced import ABSENT, Replaced
 from megatron_vshape.mcore.setup.features import features
 
 

@@ -14,15 +14,15 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import nn
 
+from megatron_vshape.mcore.hook import Replaced
 from megatron_vshape.mcore.layout.stages import streams_of
 from megatron_vshape.mcore.observe import report, static_memory
 from megatron_vshape.mcore.observe.megatrons_own import MeteredSchedule
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing, refusing_together
-from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.setup import configure
+from megatron_vshape.mcore.setup.configure import with_messages_of_this_run
 from megatron_vshape.mcore.setup.features import features
-from megatron_vshape.mcore.setup.library import with_messages_of_this_run
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.plans import Planner

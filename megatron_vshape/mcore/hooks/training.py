@@ -20,7 +20,7 @@ from megatron.training import get_args
 from megatron.training.utils import print_rank_0
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.mcore.hook import Function, replaces, replaces_always
+from megatron_vshape.mcore.hook import Function, Replaced, replaces, replaces_always
 from megatron_vshape.mcore.hooks.checkpoints import repair_tracker
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout.saved_layers import (
@@ -33,12 +33,11 @@ from megatron_vshape.mcore.observe.iteration_log import IterationLog, why_no_mfu
 from megatron_vshape.mcore.observe.layer_losses import size_layer_losses
 from megatron_vshape.mcore.options import add_arguments
 from megatron_vshape.mcore.refusals import RefusedError, check_one_module, refusing
-from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.setup import configure
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.ready import complete_environment
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
-from megatron_vshape.runtime.crash_report import last_words
+from megatron_vshape.runtime.watch import last_words
 
 logger = logging.getLogger(__name__)
 

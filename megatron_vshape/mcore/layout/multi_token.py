@@ -16,9 +16,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.mcore.hook import Replaced
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.refusals import UnsupportedError
-from megatron_vshape.mcore.replaced import Replaced
 
 if TYPE_CHECKING:
     from torch import Tensor

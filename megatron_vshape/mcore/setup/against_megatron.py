@@ -16,10 +16,9 @@ from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.multi_token import num_predicting
 from megatron_vshape.mcore.layout.sizes import options_of, sizes_of
 from megatron_vshape.mcore.options import Options
-from megatron_vshape.mcore.setup.checks import fitted
+from megatron_vshape.mcore.setup.checks import fitted, in_evaluation, in_training
 from megatron_vshape.mcore.setup.choice import choice_for
 from megatron_vshape.mcore.setup.features import Settings, adapted_costs, features
-from megatron_vshape.mcore.setup.microbatches import in_evaluation, in_training
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 
 MOST_CHUNKS = 12

@@ -1,4 +1,8 @@
-"""From Megatron's arguments to the pipeline of a run: configuration, checks and layer setup."""
+"""From Megatron's arguments to the pipeline of a run: configuration, checks and layer setup.
+
+A library on top of Megatron-Core does not use Megatron's argument parser. Its schedule options come
+from `register`, and the model options from a TransformerConfig (`prepare_config`).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,11 @@ import logging
 import os
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
@@ -18,6 +26,8 @@ from megatron_vshape.core.paper.catalogue import JOINT_NAMES
 from megatron_vshape.core.request import AUTO, with_chunks
 from megatron_vshape.mcore.layout import hybrid, multi_token, stages
 from megatron_vshape.mcore.layout.layer_split import split_layers
+from megatron_vshape.mcore.layout.stage_map import StageMap
+from megatron_vshape.mcore.layout.stages import StageLayout
 from megatron_vshape.mcore.options import (
     Options,
     options_of,
@@ -27,18 +37,20 @@ from megatron_vshape.mcore.refusals import (
     UnsupportedError,
     check_arguments,
     check_derived,
+    check_library,
 )
 from megatron_vshape.mcore.setup.against_megatron import megatrons_if_best
-from megatron_vshape.mcore.setup.checks import check_batch_size
-from megatron_vshape.mcore.setup.choice import ScheduleConfig, choice_for
-from megatron_vshape.mcore.setup.features import features
-from megatron_vshape.mcore.setup.microbatches import (
+from megatron_vshape.mcore.setup.checks import (
     changing_counts,
+    check_batch_size,
     check_interleaved,
     fixed_counts,
 )
+from megatron_vshape.mcore.setup.choice import ScheduleConfig, choice_for
+from megatron_vshape.mcore.setup.features import features
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.pipeline import Pipeline, pipeline_of
+from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.setup.translate import check_splits_nothing_else
 from megatron_vshape.mcore.split import graphs, te_layers, unsplit
 from megatron_vshape.mcore.split.local_layers import mark_gathered
@@ -336,3 +348,45 @@ def prepare_layers(
     # Tensor- and data-parallel replicas have the same layers, so one of them logs.
     if replicas == (0, 0):
         unsplit.tell(chunks, whole)
+
+
+def prepare_config(config: Any, options: Options) -> Pipeline:
+    """Return the pipeline for a TransformerConfig, and set its stages on the config.
+
+    Called before the config checks itself. Raises as `pipeline_of`.
+    """
+    pipeline = pipeline_of(
+        config,
+        options,
+        RankZeroPlanner(str(options.schedule), options.timeout_seconds),
+        check=check_library,
+        ties_ends=getattr(config, "share_embeddings_and_output_weights", None),
+        kernels=_messages_are_kernels(),
+        loss_last=True,
+    )
+    tell_config(config, pipeline.stage_map)
+    return pipeline
+
+
+def tell_config(config: Any, stage_map: StageMap) -> None:
+    """Set the stages on a config; with a layout, Megatron does not compute layer counts itself."""
+    config.pipeline_model_parallel_layout = StageLayout(stage_map)
+    if stage_map.num_chunks > 1:
+        config.virtual_pipeline_model_parallel_size = stage_map.num_chunks
+        config.overlap_p2p_comm = True  # required by Megatron for chunks on two ranks
+
+
+def with_messages_of_this_run(pipeline: Pipeline) -> Pipeline:
+    """Update the pipeline for the P2P backend of the run, known once process groups exist."""
+    choice = replace(pipeline.choice, kernels=_messages_are_kernels())
+    return (
+        pipeline
+        if choice == pipeline.choice
+        else replace(pipeline, planner=Planner(choice, pipeline.planner.once))
+    )
+
+
+def _messages_are_kernels() -> bool:
+    if dist.is_initialized():
+        return "nccl" in str(dist.get_backend())
+    return torch.cuda.is_available()

@@ -2,7 +2,7 @@
 
 A search uses seconds to minutes of CPU time and compiles its own loops. If a thousand processes did
 so, they would also write to one folder of compiled code on a shared file system. Before a step,
-ranks still check that they run the same plan (`step.same_plan`).
+ranks still check that they run the same plan (`plans.Agreement`).
 """
 
 from __future__ import annotations

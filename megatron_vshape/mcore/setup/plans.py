@@ -1,11 +1,21 @@
-"""From the choice of a schedule to the programs for every number of microbatches."""
+"""From the choice of a schedule to the programs for every number of microbatches.
+
+One rank plans for all, but each rank builds its program from its own copy of costs and files, so
+all ranks compare their programs before a step (`Agreement`).
+"""
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import torch.distributed as dist
 
 from megatron_vshape.core.baselines import baselines_of, evaluate_baseline
 from megatron_vshape.core.check.bounds import fits, least_memory
@@ -33,7 +43,6 @@ from megatron_vshape.core.request import AUTO, PLUS_NAMES, PlanRequest, limits_o
 from megatron_vshape.mcore.setup.choice import GIB, ScheduleConfig
 from megatron_vshape.mcore.setup.features import adapted_costs, adapted_schedule, features
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
-from megatron_vshape.mcore.setup.recent import keep, no_collection, recall
 
 logger = logging.getLogger(__name__)
 
@@ -408,3 +417,81 @@ def one_microbatch(placement: Placement, num_devices: int) -> Schedule:
         backward = (Pass(kind, s, 0) for s in reversed(stages) for kind in (Kind.B, Kind.W))
         rows.append((*(Pass(Kind.F, s, 0) for s in stages), *backward))
     return Schedule("one microbatch", num_devices, 1, placement, tuple(rows))
+
+
+MOST_MICROBATCHES = 8192
+"""Maximum microbatches of the plans kept: about 150 MiB of host memory per rank at PP 8.
+
+Dynamic batches can have a thousand different counts, and a plan grows with its count.
+"""
+
+_Plan = TypeVar("_Plan")
+
+
+def recall(kept: dict[int, _Plan], num_microbatches: int) -> _Plan | None:
+    """Return the plan of a number of microbatches, if it is kept, and note its use."""
+    plan = kept.pop(num_microbatches, None)
+    if plan is not None:
+        kept[num_microbatches] = plan
+    return plan
+
+
+def keep(kept: dict[int, _Plan], num_microbatches: int, plan: _Plan) -> None:
+    """Keep a plan, and drop those that have not been used for the longest time."""
+    kept[num_microbatches] = plan
+    while len(kept) > 1 and sum(kept) > MOST_MICROBATCHES:
+        del kept[next(iter(kept))]
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Pause the cyclic garbage collector.
+
+    A plan has tens of thousands of objects and no cycles. They would trigger full collections,
+    each of which visits every object of the trainer and takes longer than the plan itself.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class Agreement:
+    """Compares the programs of all ranks of the world, once per program."""
+
+    def __init__(self) -> None:
+        self._agreed: dict[int, Program] = {}  # by number of microbatches
+
+    def check(self, program: Program, beside: Mapping[Pass, Beside] | None = None) -> None:
+        """Check that all ranks run this program; all ranks call this for the same steps.
+
+        If data-parallel replicas ran different schedules, they would start their reductions in
+        different orders, which hangs or sums wrong tensors. The same is true for tensor-parallel
+        ranks that run different jobs inside a B. Ranks of one pipeline with different programs
+        could wait for each other forever.
+
+        Args:
+            program: The program of this step.
+            beside: The W jobs that run inside each B.
+
+        Raises:
+            ScheduleError: On all ranks, if one has a different program.
+        """
+        schedule = program.schedule
+        if recall(self._agreed, schedule.num_microbatches) is program:
+            return
+        text = f"{schedule.placement} {program.text()} {sorted((beside or {}).items())}"
+        own = hashlib.sha256(text.encode()).hexdigest()
+        everyones = [own] * dist.get_world_size()
+        dist.all_gather_object(everyones, own)
+        others = [rank for rank, each in enumerate(everyones) if each != everyones[0]]
+        if others:
+            raise ScheduleError(
+                f"rank {others[0]} has planned another order than rank 0 for "
+                f"{schedule.num_microbatches} microbatches: give every node the same costs and "
+                "schedule files"
+            )
+        keep(self._agreed, schedule.num_microbatches, program)

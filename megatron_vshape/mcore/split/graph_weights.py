@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from megatron_vshape.core.model.kinds import Kind
-from megatron_vshape.mcore.replaced import Replaced
+from megatron_vshape.mcore.hook import Replaced
 from megatron_vshape.mcore.split.graphs import ChunkPass
 from megatron_vshape.mcore.split.te_layers import JobStore, StoreError
 from megatron_vshape.mcore.step_state import StepState

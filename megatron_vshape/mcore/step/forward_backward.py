@@ -32,22 +32,22 @@ from megatron_vshape.mcore.refusals import (
     check_config,
     check_one_module,
     refusing,
+    uses_stash,
 )
 from megatron_vshape.mcore.setup.features import features
 from megatron_vshape.mcore.setup.pipeline import Pipeline
+from megatron_vshape.mcore.setup.plans import Agreement
 from megatron_vshape.mcore.step.first_step import FirstStep
-from megatron_vshape.mcore.step.forward_calls import ForwardCalls
 from megatron_vshape.mcore.step.gradient_sync import GradientSync, divide_by_tokens
 from megatron_vshape.mcore.step.late_checks import checked_late
 from megatron_vshape.mcore.step.loss_reporting import LossGatherer
 from megatron_vshape.mcore.step.microbatches import (
+    ForwardCalls,
     given_iterators,
     in_given_order,
     read_again,
     shared_out,
 )
-from megatron_vshape.mcore.step.paged_stash import begin_step
-from megatron_vshape.mcore.step.same_plan import Agreement
 from megatron_vshape.mcore.step.stage import MegatronStage, zero_tokens
 from megatron_vshape.mcore.step.step_hooks import (
     Call,
@@ -61,8 +61,7 @@ from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime import first_cause
 from megatron_vshape.runtime.hosts import ranks_of_this_host
 from megatron_vshape.runtime.p2p import Transport, TransportError
-from megatron_vshape.runtime.program_runner import Observer, Place, ProgramRun
-from megatron_vshape.runtime.stage import Stage
+from megatron_vshape.runtime.program_runner import Observer, Place, ProgramRun, Stage
 from megatron_vshape.runtime.variable_p2p import VariableTransport
 
 Used = TypeVar("Used", bound=StepFeature)
@@ -299,7 +298,7 @@ class PipelineRunner:
         chunks = _as_list(call.model)
         config = get_model_config(chunks[0])
         # The paged stash records the order of the passes, so it has to see the final one.
-        begin_step(config, not call.forward_only and self._profiler.order_is_last)
+        _begin_paged_stash(config, not call.forward_only and self._profiler.order_is_last)
         groups = _default_groups() if call.pg_collection is None else call.pg_collection
         # Before the transport, because the parts of a microbatch have smaller messages.
         passes = self._passes_per_microbatch(call, config)
@@ -582,3 +581,20 @@ def _default_groups() -> ProcessGroupCollection:
     groups.dp_cp = state.get_data_parallel_group(with_context_parallel=True)
     groups.tp_dp_cp = state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     return groups
+
+
+def _begin_paged_stash(config: Any, trains: bool) -> None:
+    """Notify Megatron's paged stash of a new step, as Megatron's schedules do (since 0.18).
+
+    It stores activations of experts for B in pages, records the pass order of its first enabled
+    step, and requires the same order in every later step. After an overflow, the step runs again
+    without the stash. `trains` enables it in this step; it must be false until the order is final.
+    """
+    if not uses_stash(config):
+        return
+    from megatron.core.transformer.moe.paged_stash import PagedStashManager, paged_stash_reset
+
+    stash = PagedStashManager.get_instance()
+    if stash.status == "begin":
+        stash.current_layer = None  # the stash counts microbatches even while disabled
+    paged_stash_reset(enabled=trains, config=config)

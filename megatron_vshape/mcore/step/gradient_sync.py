@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_vshape.mcore.hook import Replaced
 from megatron_vshape.mcore.refusals import UnsupportedError
-from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 
 

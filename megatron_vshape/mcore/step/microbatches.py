@@ -1,14 +1,22 @@
-"""The data iterators of a rank's chunks: one per chunk, or one shared by several chunks."""
+"""The trainer's data iterators in a step, and the order of its calls.
+
+A rank has one iterator per chunk, or one shared by several chunks. Libraries that record choices of
+experts (router replay) order their records as the calls of their forward step (`ForwardCalls`).
+"""
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.step_state import StepState, unwrapped
 
 
 @dataclass(eq=False)
@@ -123,3 +131,38 @@ def _readers(iterators: Sequence[Any]) -> dict[int, tuple[Any, int]]:
     """Return every distinct iterator with the number of its chunks."""
     times = Counter(map(id, iterators))
     return {id(each): (each, times[id(each)]) for each in iterators}
+
+
+@dataclass(slots=True)
+class ForwardCalls:
+    """The calls of the trainer's forward step in a step, in the order in which they return.
+
+    Each is (microbatch, chunk), as in Megatron's schedule table.
+    """
+
+    order: Sequence[int] | None  # of microbatches; None: as they come
+    ended: list[tuple[int, int]] = field(default_factory=list)
+
+    def counting(
+        self,
+        function: Callable[..., Any],
+        chunks: Sequence[nn.Module],
+        state: StepState,
+        has_loss: bool,
+    ) -> Callable[..., Any]:
+        """Wrap the trainer's function so that its calls are counted."""
+        # Megatron's layer plans call the function with the model without its wrappers.
+        chunk_of = {id(unwrapped(each)): chunk for chunk, each in enumerate(chunks)}
+        numbers = Counter[int]()
+
+        @functools.wraps(function)
+        def call(iterator: Any, model: Any, *args: Any, **options: Any) -> Any:
+            made = function(iterator, model, *args, **options)
+            if has_loss or not state.has_logits:  # else a call for another rank's chunk
+                chunk = chunk_of[id(unwrapped(model))]
+                place = numbers[chunk]
+                numbers[chunk] += 1
+                self.ended.append((place if self.order is None else self.order[place], chunk))
+            return made
+
+        return call

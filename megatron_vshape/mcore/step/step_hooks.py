@@ -23,7 +23,7 @@ from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.step.gradient_sync import GradientSync
 from megatron_vshape.mcore.step_state import StepState, TokenRange
 from megatron_vshape.runtime.p2p import Transport
-from megatron_vshape.runtime.stage import Handler
+from megatron_vshape.runtime.program_runner import Handler
 from megatron_vshape.runtime.weight_jobs import WeightJobs
 
 if TYPE_CHECKING:  # it imports this module

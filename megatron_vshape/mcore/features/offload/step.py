@@ -13,7 +13,7 @@ from megatron_vshape.mcore.observe.report import RunReport, persistent
 from megatron_vshape.mcore.step.step_hooks import StepContext, StepFeature, StepHook, counted
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.offload import Offload
-from megatron_vshape.runtime.stage import Handler
+from megatron_vshape.runtime.program_runner import Handler
 
 
 class Waiting(StepHook):

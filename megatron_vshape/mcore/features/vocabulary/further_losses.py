@@ -20,7 +20,7 @@ import torch
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor
 
-from megatron_vshape.mcore.replaced import Replaced
+from megatron_vshape.mcore.hook import Replaced
 
 COUNTS = ("save_metrics_to_tracker", "save_loss_to_tracker")
 """Megatron's names of the method that records layer losses; the second up to 0.18."""

@@ -29,8 +29,8 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import cross_entropy
 from torch import Tensor, nn
 
+from megatron_vshape.mcore.hook import Replaced
 from megatron_vshape.mcore.refusals import UnsupportedError
-from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.step.late_checks import LateFaults, unlike
 from megatron_vshape.mcore.step_state import StepState, unwrapped
 

@@ -59,8 +59,8 @@ from megatron_vshape.mcore.features.vocabulary.router_replay import (
     routers_of,
     states_of,
 )
+from megatron_vshape.mcore.hook import Replaced
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
-from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.step.late_checks import LateFaults, unlike
 from megatron_vshape.mcore.step.microbatches import Reader
 from megatron_vshape.mcore.step.stage import loss_maker
@@ -73,7 +73,7 @@ from megatron_vshape.mcore.step.step_hooks import (
 )
 from megatron_vshape.mcore.step_state import unwrapped
 from megatron_vshape.runtime.device_collectives import DeviceCollectives, Pending
-from megatron_vshape.runtime.stage import Handler
+from megatron_vshape.runtime.program_runner import Handler
 from megatron_vshape.runtime.vocabulary import Logits, Rows, Statistics, add_rows, look_up
 from megatron_vshape.runtime.weight_jobs import (
     WeightGradKernel,
