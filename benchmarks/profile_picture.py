@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 
 from megatron_vshape.core.model.kinds import Kind, find_kind
 from megatron_vshape.view.figure import save
-from megatron_vshape.view.palette import HELD_COLOUR, ink, shade, tint
+from megatron_vshape.view.names import HELD_COLOUR, ink, shade, tint
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = 2

@@ -18,8 +18,7 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.plan import BaselineEstimate, compare
 from megatron_vshape.core.request import PlanRequest, PlanResult
 from megatron_vshape.view.names import plain
-from megatron_vshape.view.numbers import percent
-from megatron_vshape.view.trades import way_text
+from megatron_vshape.view.numbers import percent, way_text
 
 Text = Callable[[float], str]
 

@@ -86,9 +86,9 @@ from megatron_vshape.view.numbers import (
     prices_told,
     table,
     time_text,
+    trades_told,
 )
 from megatron_vshape.view.text import columns, picture, wants_colour
-from megatron_vshape.view.trades import trades_told
 
 MOST_CHUNKS = 12
 """Maximum chunks per rank if the number of layers is unknown."""

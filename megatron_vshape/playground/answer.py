@@ -7,9 +7,8 @@ from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.request import PLUS_NAMES
-from megatron_vshape.playground.four_steps import step_pictures
 from megatron_vshape.playground.frontier import points
-from megatron_vshape.playground.period import period_of
+from megatron_vshape.playground.period import period_of, step_pictures
 from megatron_vshape.playground.picture import Facts, Picture, encode, size_note, trace_text
 from megatron_vshape.playground.request import (
     MOST_CHUNKS,

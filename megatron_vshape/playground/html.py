@@ -16,9 +16,8 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.catalogue import make_block
-from megatron_vshape.playground.four_steps import catalogue_name, step_pictures
 from megatron_vshape.playground.offers import offers
-from megatron_vshape.playground.period import period_of
+from megatron_vshape.playground.period import catalogue_name, period_of, step_pictures
 from megatron_vshape.playground.picture import Facts, Picture, encode, size_note, trace_text
 from megatron_vshape.view.names import display_name
 

@@ -18,9 +18,8 @@ from megatron_vshape.core.model.passes import NeedTable
 from megatron_vshape.core.model.placement import chunks_of
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.view.chrome_trace import write_trace
-from megatron_vshape.view.names import display_name, placement_text
+from megatron_vshape.view.names import display_name, ink, placement_text, shade
 from megatron_vshape.view.numbers import messages_per_microbatch
-from megatron_vshape.view.palette import ink, shade
 
 KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW)
 """The index of a kind is its number in the arrays."""

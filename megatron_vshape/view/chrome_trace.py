@@ -14,7 +14,7 @@ from megatron_vshape.core.model.kinds import PAIR_SIGN
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import chunks_of
 from megatron_vshape.core.model.schedule import Timeline
-from megatron_vshape.view.memory import held_steps
+from megatron_vshape.view.numbers import held_steps
 
 COMPUTE = 0
 """Thread of the passes; parallel resources use the following threads."""

@@ -27,9 +27,21 @@ from megatron_vshape.core.model.kinds import KINDS, ScheduleError
 from megatron_vshape.core.model.placement import chunks_of
 from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.core.paper.building_block import BuildingBlock
-from megatron_vshape.view import panels
-from megatron_vshape.view.names import display_name, plain
-from megatron_vshape.view.palette import shade
+from megatron_vshape.view.names import display_name, plain, shade
+from megatron_vshape.view.panels import (
+    LINE,
+    QUIET,
+    PointScale,
+    bars_of,
+    draw_block,
+    draw_held,
+    draw_idle,
+    draw_passes,
+    lifespan_notes,
+    number_passes,
+    number_rows,
+    typical_length,
+)
 
 FORMATS = (".svg", ".png", ".pdf")
 """File suffixes that `save` supports."""
@@ -203,7 +215,7 @@ class _Page:
         ]
         drawn = {kind for each in timelines for kind in each.schedule.kinds}
         self.kinds = [kind for kind in KINDS if kind in drawn]
-        wanted = _PASS_WIDTH * end / panels.typical_length(lengths)
+        wanted = _PASS_WIDTH * end / typical_length(lengths)
         self.width = min(max(wanted, _NARROWEST), _WIDEST)
         devices = max(timeline.schedule.num_devices for timeline in timelines)
         self.row = min(15.0, max(5.0, 120.0 / devices))
@@ -225,7 +237,7 @@ class _Page:
         """Write the title and a note below."""
         axes = self._panel(self.width, 26.0, (0, self.width), 26.0)
         axes.text(-_LEFT + 6, 6, title, size=11, weight="bold", va="center_baseline")
-        axes.text(-_LEFT + 6, 20, note, size=7, color=panels.QUIET, va="center_baseline")
+        axes.text(-_LEFT + 6, 20, note, size=7, color=QUIET, va="center_baseline")
         self.depth += 3
 
     def legend(self, num_chunks: int, beside: str = "") -> None:
@@ -243,7 +255,7 @@ class _Page:
         at = self.width + _RIGHT - 8
         for kind in reversed(self.kinds):
             at -= _text_width(kind.label, 7)
-            axes.text(at, 6, kind.label, size=7, va="center_baseline", color=panels.LINE)
+            axes.text(at, 6, kind.label, size=7, va="center_baseline", color=LINE)
             at -= 3
             for chunk in reversed(range(num_chunks)):
                 at -= 8
@@ -254,12 +266,12 @@ class _Page:
                     axes.add_patch(box)
                     box.set_clip_on(False)
             at -= 12
-        axes.text(at + 4, 6, note, size=7, ha="right", va="center_baseline", color=panels.QUIET)
+        axes.text(at + 4, 6, note, size=7, ha="right", va="center_baseline", color=QUIET)
 
     def block(self, block: BuildingBlock) -> None:
         """Draw the building block, with lifespans and bounds to the right of its rows."""
         slots = max(each.end for each in block.passes)
-        notes = panels.lifespan_notes(block)
+        notes = lifespan_notes(block)
         room = max(_text_width(text, 6.5) for text in (*notes, _LIFESPANS)) + 8
         if room > self.width / 2:
             room, notes = _RIGHT, []
@@ -268,7 +280,7 @@ class _Page:
         self.depth += 8  # for the interval's arrow
         rows = block.num_devices
         axes = self._panel(cell * slots, rows * self.row, (0, slots), rows)
-        panels.draw_block(axes, block, panels.PointScale(cell, self.row))
+        draw_block(axes, block, PointScale(cell, self.row))
         if notes and self.row >= _LOWEST_NOTED:
             _note_rows(axes, notes, [_LIFESPANS], self.row)
         self.depth += _GAP
@@ -279,15 +291,15 @@ class _Page:
             self._section(title, note)
         rows = timeline.schedule.num_devices
         axes = self._panel(self.width, rows * self.row, (0, self.end), rows)
-        scale = panels.PointScale(self.width / self.end, self.row)
+        scale = PointScale(self.width / self.end, self.row)
         chunks = chunks_of(timeline.schedule.placement)
-        bars = panels.bars_of(timeline, self.units.time_scale)
+        bars = bars_of(timeline, self.units.time_scale)
         length = timeline.makespan * self.units.time_scale
-        panels.draw_idle(axes, rows, length, self.row)
-        panels.draw_passes(axes, bars, chunks, scale)
-        panels.number_passes(axes, bars, chunks, scale, timeline.schedule.slices)
+        draw_idle(axes, rows, length, self.row)
+        draw_passes(axes, bars, chunks, scale)
+        number_passes(axes, bars, chunks, scale, timeline.schedule.slices)
         if end:
-            axes.axvline(length, color=panels.LINE, lw=0.7)
+            axes.axvline(length, color=LINE, lw=0.7)
             _note_rows(axes, [f"{length:.4g}"], [], self.row, at=length)
         self.depth += _GAP
 
@@ -303,8 +315,8 @@ class _Page:
         self._section("Activations held", note)
         rows, row = timeline.schedule.num_devices, self.row * _HELD_ROW
         axes = self._panel(self.width, rows * row, (0, self.end), rows)
-        panels.number_rows(axes, rows, row)
-        panels.draw_held(
+        number_rows(axes, rows, row)
+        draw_held(
             axes,
             timeline,
             costs,
@@ -331,7 +343,7 @@ class _Page:
         axes = self._panel(self.width, _HEADING, (0, self.width), _HEADING)
         axes.text(-_LEFT + 6, 7, title, size=8, weight="bold", va="center_baseline")
         offset = _text_width(title, 8, bold=True) + 8
-        axes.text(-_LEFT + 6 + offset, 7, note, size=7, color=panels.QUIET, va="center_baseline")
+        axes.text(-_LEFT + 6 + offset, 7, note, size=7, color=QUIET, va="center_baseline")
 
     def _panel(
         self,
@@ -374,6 +386,6 @@ def _note_rows(
             textcoords="offset points",
             size=min(6.5, row * 0.6),
             va="center_baseline",
-            color=panels.QUIET,
+            color=QUIET,
             annotation_clip=False,
         )

@@ -10,8 +10,7 @@ from matplotlib.figure import Figure
 from megatron_vshape.core.frontier import Point
 from megatron_vshape.core.model.kinds import COPY_OUT, Kind
 from megatron_vshape.view.labels import Mark, name_marks
-from megatron_vshape.view.names import display_name
-from megatron_vshape.view.palette import HELD_COLOUR
+from megatron_vshape.view.names import HELD_COLOUR, display_name
 
 _REACH = 2.0  # omit schedules with more memory than this multiple of the highest limit
 

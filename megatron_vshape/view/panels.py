@@ -22,8 +22,8 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import chunks_of, stages_of
 from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.core.paper.building_block import BuildingBlock
-from megatron_vshape.view.memory import costs_up_to, held_steps
-from megatron_vshape.view.palette import HELD_COLOUR, ink, shade, tint
+from megatron_vshape.view.names import HELD_COLOUR, ink, shade, tint
+from megatron_vshape.view.numbers import costs_up_to, held_steps
 
 IDLE = "#ececec"
 LINE = "#1a1a1a"

@@ -6,7 +6,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from megatron_vshape.core.model.kinds import Kind
-from megatron_vshape.view.palette import HELD_COLOUR, tint
+from megatron_vshape.view.names import HELD_COLOUR, tint
 
 GIB = 2**30
 

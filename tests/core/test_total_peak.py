@@ -29,7 +29,7 @@ from megatron_vshape.core.planner.vocabulary import (
     without_shared,
 )
 from megatron_vshape.core.request import AUTO, PlanRequest
-from megatron_vshape.view.memory import held_steps
+from megatron_vshape.view.numbers import held_steps
 
 STAGES = 4
 STATE = (50.0, 10.0, 10.0, 30.0)

@@ -33,7 +33,7 @@ from megatron_vshape.core.model.placement import chunks_of
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.playground.html import plain_facts, write_html
-from megatron_vshape.view.palette import shade
+from megatron_vshape.view.names import shade
 
 pytestmark = pytest.mark.browser
 

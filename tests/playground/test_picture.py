@@ -14,10 +14,9 @@ from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.core.paper.catalogue import NAMES, make
-from megatron_vshape.playground.four_steps import step_pictures
-from megatron_vshape.playground.period import period_of, repeating_microbatches
+from megatron_vshape.playground.period import period_of, repeating_microbatches, step_pictures
 from megatron_vshape.playground.picture import KINDS, Picture, encode
-from megatron_vshape.view.memory import held_steps
+from megatron_vshape.view.numbers import held_steps
 
 TIMES = st.floats(0.125, 8)
 

@@ -6,7 +6,7 @@ from megatron_vshape.core.check.simulate import peak_held, simulate, unit_costs
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.core.paper.catalogue import NAMES, make
-from megatron_vshape.view.memory import costs_up_to, held_steps
+from megatron_vshape.view.numbers import costs_up_to, held_steps
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -8,7 +8,7 @@ from megatron_vshape.core.model.kinds import OFFLOAD, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import ORDER_ALONE, MemoryStrategy, Schedule
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.view.trades import link_share, trades_told, way_text
+from megatron_vshape.view.numbers import link_share, trades_told, way_text
 
 
 @pytest.mark.parametrize(
