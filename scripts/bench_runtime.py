@@ -30,9 +30,9 @@ from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.program.instructions import Message
 from megatron_vshape.core.program.lowering import lower
-from megatron_vshape.runtime.labels import label
 from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.program_runner import run_program
+from megatron_vshape.runtime.weight_jobs import label
 
 MARGIN_S = 0.0003  # how late a sleep may end on an idle machine
 NAMES = ("v-min", "v-half", "v-zb")

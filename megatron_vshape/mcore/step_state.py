@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.runtime.activation_tracker import ActivationTracker
-from megatron_vshape.runtime.gathering_job import GatheringJob, plain_tensors
 from megatron_vshape.runtime.graph_memory import GraphMemory
 from megatron_vshape.runtime.measure import PassTimer
-from megatron_vshape.runtime.weight_jobs import Job, WeightJobs, defer
+from megatron_vshape.runtime.weight_jobs import GatheringJob, Job, WeightJobs, defer, plain_tensors
 
 
 class Reducer(Protocol):

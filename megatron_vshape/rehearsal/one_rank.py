@@ -53,7 +53,7 @@ from megatron_vshape.rehearsal.rank_report import (
 )
 from megatron_vshape.rehearsal.step_time import Scale, step_time
 from megatron_vshape.rehearsal.work import ExchangeKey, Work, repeated
-from megatron_vshape.runtime.gathering_job import plain_tensors
+from megatron_vshape.runtime.weight_jobs import plain_tensors
 
 STEPS = 2
 """The second step is the first with allocated optimizer moments."""

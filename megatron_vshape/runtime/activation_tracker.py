@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.runtime.gathering_job import plain_tensors
+from megatron_vshape.runtime.weight_jobs import plain_tensors
 
 
 class ActivationTracker:

@@ -24,7 +24,7 @@ from megatron_vshape.core.program.instructions import (
     Send,
     result_of,
 )
-from megatron_vshape.runtime.labels import label
+from megatron_vshape.runtime.weight_jobs import label
 
 
 class Handler(NamedTuple):

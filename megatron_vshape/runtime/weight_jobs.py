@@ -3,6 +3,10 @@
 A bucket is open during B. Every linear layer whose backward runs meanwhile stores a job instead of
 computing its weight gradient. W runs the jobs of the bucket in order. Without an open bucket (a
 full backward), the layer computes its weight gradient at once.
+
+With sequence parallelism, a job saves a shard and all-gathers the rest when it runs
+(`GatheringJob`). Passes and jobs have labels in traces of torch's profiler and Nsight Systems: a
+label is a `record_function`, which torch emits as an NVTX range under Megatron's `--profile`.
 """
 
 import functools
@@ -11,14 +15,16 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-
-from megatron_vshape.runtime.labels import job_text, label
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._autograd import _profiler_enabled
+from torch.autograd.profiler import record_function
 
 logger = logging.getLogger(__name__)
 
@@ -361,3 +367,85 @@ def _te_gemm() -> Callable[..., Any] | None:
         return None
     # Get the workspace at the call: it is GPU memory that TE shares among its layers.
     return lambda x, dy, **options: gemm(x, dy, workspace=workspace(), **options)
+
+
+def plain_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the plain tensors of tensors, quantized tensors and nested lists of both.
+
+    For a quantized tensor this includes its scales, which most `get_data_tensors` omit.
+    """
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from plain_tensors(each)
+    elif hasattr(value, "get_data_tensors"):
+        data = value.get_data_tensors()
+        parts = [*(data if isinstance(data, list | tuple) else [data]), *vars(value).values()]
+        yield from plain_tensors(list({id(each): each for each in parts}.values()))
+    elif isinstance(value, Tensor):
+        yield value
+
+
+@dataclass(eq=False)
+class GatheringJob:
+    """All-gather some tensors over their groups, then compute with all of them.
+
+    The all-gather may start while the previous job computes (see `WeightJobs.run`). So two gathered
+    tensors are alive at a time, each in separate memory: in one shared buffer, as Megatron uses,
+    the second would overwrite the first while its GEMM still reads.
+    """
+
+    compute: Callable[..., None]
+    tensors: list[Any]  # arguments; a tensor to gather is this rank's shard along dimension 0
+    groups: Sequence[dist.ProcessGroup | None]  # of each tensor; None: not gathered
+    _has_begun: bool = False
+    _under_way: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Start the all-gathers once, without waiting; collective over the groups."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        for at, group in enumerate(self.groups):
+            if group is not None:
+                part = self.tensors[at]
+                whole = part.new_empty(part.shape[0] * group.size(), *part.shape[1:])
+                work = dist.all_gather_into_tensor(whole, part, group=group, async_op=True)
+                if work is None:
+                    raise RuntimeError("a weight job gathers over a group that this rank is not in")
+                self._under_way.append((work, part))  # alive until the all-gather ends
+                self.tensors[at] = whole
+
+    def __call__(self) -> None:
+        """Wait for the all-gathers and compute."""
+        self.begin()
+        for work, _ in self._under_way:
+            work.wait()
+        self._under_way = []
+        self.compute(*self.tensors)
+
+
+_NOTHING = nullcontext()
+_NAME = "vshape_name"
+
+
+def label(text_of: Callable[..., str], *args: object) -> AbstractContextManager[object]:
+    """Return a context that the profiler records under the name `text_of(*args)`.
+
+    The name is formatted only while a profiler records: `record_function` costs microseconds even
+    without a profiler, this check well under one.
+    """
+    if _profiler_enabled():
+        return record_function(text_of(*args))
+    return _NOTHING
+
+
+def name_weights(model: nn.Module) -> None:
+    """Store the names of a model's weights for `job_text`."""
+    for name, parameter in model.named_parameters():
+        setattr(parameter, _NAME, name.removesuffix(".weight"))
+
+
+def job_text(weights: Sequence[Tensor]) -> str:
+    """Return the label of a weight-gradient job: the name of its first weight, or the shape."""
+    names = (getattr(each, _NAME, "x".join(map(str, each.shape))) for each in weights)
+    return f"job {next(names, '')}".rstrip()

@@ -28,7 +28,7 @@ from megatron_vshape.mcore.split.graph_weights import Capture, layer_order, repl
 from megatron_vshape.mcore.split.graphs import ChunkPass, passes_of
 from megatron_vshape.mcore.split.te_layers import JobStore, StoreError
 from megatron_vshape.mcore.step_state import StepState
-from megatron_vshape.runtime.gathering_job import GatheringJob
+from megatron_vshape.runtime.weight_jobs import GatheringJob
 
 TE = "--transformer-impl transformer_engine --attention-backend unfused"
 EIGHT_RANKS = (

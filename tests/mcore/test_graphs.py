@@ -33,8 +33,8 @@ from megatron_vshape.mcore.split.graphs import (
 )
 from megatron_vshape.mcore.step.forward_backward import _check_captured
 from megatron_vshape.mcore.step_state import StepState
-from megatron_vshape.runtime.gathering_job import GatheringJob
 from megatron_vshape.runtime.graph_memory import GraphMemory
+from megatron_vshape.runtime.weight_jobs import GatheringJob
 
 PLUGIN = Path(__file__).with_name("graphs_on_cpu.py")
 MODEL = f"--bf16 --train-iters 3 --clip-grad 0 {UNTIED} --eval-iters 1 --eval-interval 2"

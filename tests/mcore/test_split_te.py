@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_vshape.mcore.split import te_layers
 from megatron_vshape.mcore.step_state import StepState
-from megatron_vshape.runtime.gathering_job import plain_tensors
+from megatron_vshape.runtime.weight_jobs import plain_tensors
 
 SIZE, TOKENS = 6, 8
 SPLITS = [3, 0, 5]

@@ -13,10 +13,10 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.program.instructions import Await, Program, Run
 from megatron_vshape.core.program.lowering import lower
-from megatron_vshape.runtime import labels
-from megatron_vshape.runtime.labels import job_text, label, name_weights
+from megatron_vshape.runtime import weight_jobs
 from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.program_runner import run_drain, run_program
+from megatron_vshape.runtime.weight_jobs import job_text, label, name_weights
 
 LABEL = re.compile(r"(wait )?(F|B|W|BW)\d+\.\d+|job .+")
 JOBS = ["job 8x16", "job 16x8"]  # of a stage's two linears, the last first
@@ -94,7 +94,7 @@ def test_a_drain_shows_its_waits() -> None:
 
 def test_nothing_is_called_where_nothing_records(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    record_function = labels.record_function
+    record_function = weight_jobs.record_function
 
     def counted(name: str) -> Any:
         made.append(name)
@@ -104,7 +104,7 @@ def test_nothing_is_called_where_nothing_records(monkeypatch: pytest.MonkeyPatch
         made.append("text")
         return str(number)
 
-    monkeypatch.setattr(labels, "record_function", counted)
+    monkeypatch.setattr(weight_jobs, "record_function", counted)
     program = lower(make("v-half", 2, 3))
 
     def run() -> None:

@@ -7,8 +7,7 @@ import torch
 from runtime.split_linear import SplitLinear
 from torch import Tensor
 
-from megatron_vshape.runtime.gathering_job import plain_tensors
-from megatron_vshape.runtime.weight_jobs import WeightJobs, defer, run_beside
+from megatron_vshape.runtime.weight_jobs import WeightJobs, defer, plain_tensors, run_beside
 
 
 class Stream:

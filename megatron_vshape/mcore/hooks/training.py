@@ -1,4 +1,4 @@
-"""Replacements of attributes of Megatron-LM's trainer, its flags and its log.
+"""Replacements of attributes of Megatron-LM's trainer, its flags, its log and its checkpoints.
 
 Libraries may use megatron.core without the trainer; then nothing imports this module.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import logging
 import os
+import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,7 +23,6 @@ from megatron.training.utils import print_rank_0
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.mcore.hook import Function, Replaced, replaces, replaces_always
-from megatron_vshape.mcore.hooks.checkpoints import repair_tracker
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout.saved_layers import (
     RECORD,
@@ -377,3 +378,60 @@ def _compare_layers(session: Session, read: Any, folder: Any) -> None:
     here = layers_of_ranks(session.loads, parallel_state.get_pipeline_model_parallel_group())
     with refusing():
         check_layers(saved_by and saved_layers(saved_by), here, str(folder))
+
+
+_FOLDER = re.compile(r"iter_([0-9]{7,})")
+
+
+def repair_tracker(tracker: Path) -> None:
+    """Write the newest complete checkpoint to a tracker file without a valid entry.
+
+    Megatron empties the file before it writes the number. If the disk is full or the process is
+    killed in between, the file stays empty. The next run would then end without training, with exit
+    status 0. If the folder has no checkpoint that is known to be complete, the file stays
+    unchanged.
+    """
+    try:
+        text = tracker.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return
+    if text.isascii() and text.isdigit() or text == "release":
+        return
+    iteration = newest_whole(tracker.parent)
+    if iteration is None:
+        return
+    # Ranks in separate containers may have equal process ids, so the name includes the rank.
+    beside = tracker.with_name(f".{tracker.name}.{os.environ.get('RANK', '0')}.{os.getpid()}")
+    try:
+        beside.write_text(str(iteration), encoding="utf-8")
+        beside.replace(tracker)
+    except OSError as error:
+        logger.warning("%s names no checkpoint and cannot be written: %s", tracker, error)
+        return
+    logger.warning(
+        "%s contained %r, as after a full disk or a kill; it names iteration %d now, the newest "
+        "complete checkpoint there",
+        tracker,
+        text[:40],
+        iteration,
+    )
+
+
+def newest_whole(folder: Path) -> int | None:
+    """Return the latest iteration with a complete checkpoint, or None.
+
+    `--ckpt-format torch_dist` writes metadata.json last, so a valid metadata.json means complete.
+    """
+    found = [
+        int(match[1])
+        for each in folder.iterdir()
+        if (match := _FOLDER.fullmatch(each.name)) and _is_whole(each)
+    ]
+    return max(found, default=None)
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    try:
+        return isinstance(json.loads((checkpoint / "metadata.json").read_bytes()), dict)
+    except (OSError, ValueError):
+        return False

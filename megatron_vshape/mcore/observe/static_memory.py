@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron_vshape.mcore.setup.choice import GIB
 from megatron_vshape.runtime import nccl
-from megatron_vshape.runtime.gathering_job import plain_tensors
+from megatron_vshape.runtime.weight_jobs import plain_tensors
 
 T = TypeVar("T")
 

@@ -55,7 +55,7 @@ from megatron_vshape.mcore.setup.translate import check_splits_nothing_else
 from megatron_vshape.mcore.split import graphs, te_layers, unsplit
 from megatron_vshape.mcore.split.local_layers import mark_gathered
 from megatron_vshape.mcore.step_state import StepState, unwrapped
-from megatron_vshape.runtime.labels import name_weights
+from megatron_vshape.runtime.weight_jobs import name_weights
 
 logger = logging.getLogger(__name__)
 

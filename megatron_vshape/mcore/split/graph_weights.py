@@ -26,9 +26,8 @@ from megatron_vshape.mcore.hook import Replaced
 from megatron_vshape.mcore.split.graphs import ChunkPass
 from megatron_vshape.mcore.split.te_layers import JobStore, StoreError
 from megatron_vshape.mcore.step_state import StepState
-from megatron_vshape.runtime.gathering_job import GatheringJob, plain_tensors
 from megatron_vshape.runtime.graph_memory import GraphMemory
-from megatron_vshape.runtime.weight_jobs import is_open
+from megatron_vshape.runtime.weight_jobs import GatheringJob, is_open, plain_tensors
 
 logger = logging.getLogger(__name__)
 

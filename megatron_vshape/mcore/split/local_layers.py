@@ -19,8 +19,8 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear
 from torch import Tensor, nn
 
 from megatron_vshape.mcore.step_state import StepState
-from megatron_vshape.runtime.gathering_job import GatheringJob
 from megatron_vshape.runtime.weight_jobs import (
+    GatheringJob,
     WeightGradKernel,
     accumulate_weight_grad,
     add_product,

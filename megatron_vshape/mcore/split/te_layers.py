@@ -25,8 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_vshape.mcore.step_state import StepState
-from megatron_vshape.runtime.gathering_job import GatheringJob
-from megatron_vshape.runtime.weight_jobs import is_open
+from megatron_vshape.runtime.weight_jobs import GatheringJob, is_open
 
 logger = logging.getLogger(__name__)
 
