@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import re
@@ -323,8 +322,6 @@ def test_a_schedule_file_and_a_layer_split(farm: Farm, tmp_path: Path) -> None:
         ({"layer_split": "auto"}, "schedule is None: give one of this package, such as 'v-half'"),
         ({"schedule": "1f1b"}, "schedule is '1f1b': give one of this package"),
         ({"schedule": "v-zb", "post_validates": True}, "post_validates is for Megatron-LM's own"),
-        ({"schedule": "v-zb", "timeout_seconds": 0}, "timeout_seconds 0 is not a number of sec"),
-        ({"schedule": "v-zb", "timeout_seconds": math.nan}, "timeout_seconds nan is not a number"),
         ({"schedule": "v-zb", "timeout_seconds": "120"}, "timeout_seconds '120' is not a number"),
     ],
 )

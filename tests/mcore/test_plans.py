@@ -61,11 +61,6 @@ def test_adjacent_passes_overlap_if_the_run_can() -> None:
         assert not Planner(ScheduleConfig(4, name)).training(16).schedule.overlapped
 
 
-def test_a_name_that_looks_like_no_file() -> None:
-    with pytest.raises(ScheduleError, match="there is no schedule 'v-third'; did you mean v-two"):
-        choice_of("v-third", 4)
-
-
 def test_a_file_whose_microbatches_run_out_of_turn(tmp_path: Path) -> None:
     """It could run, but the trainer reads the batches in turn, whatever a pass is called."""
     file = tmp_path / "turned.json"

@@ -365,21 +365,9 @@ def test_a_file_says_its_slices(tmp_path: Path) -> None:
         Planner(choice).training(12)
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"slices": 0}, "--pipeline-slices 0 is not a whole number of at least 1"),
-        ({"slices": "auto"}, "auto chooses with --pipeline-schedule auto, and v-zb has no choice"),
-    ],
-)
-def test_numbers_of_slices_that_are_none(given: dict[str, Any], told: str) -> None:
-    with pytest.raises((ScheduleError, UnsupportedError)) as error:
-        choice_for(options(**given), 2)
-    assert told in str(error.value)
-
-
-def test_the_environment_gives_slices() -> None:
-    assert options_in("schedule=v-zb,slices=4") == {"schedule": "v-zb", "slices": 4}
+def test_a_schedule_by_name_does_not_choose_its_slices() -> None:
+    with pytest.raises(ScheduleError, match="auto chooses with --pipeline-schedule auto, and v-zb"):
+        choice_for(options(slices="auto"), 2)
 
 
 def auto(tmp_path: Path, host: float, **given: Any) -> Options:

@@ -88,16 +88,9 @@ def test_what_is_not_split_is_told_with_the_reason(caplog: pytest.LogCaptureFixt
     ("option", "text"),
     [
         (
-            {"cuda_graph_impl": "full_iteration"},
-            "--cuda-graph-impl full_iteration: a schedule synchronizes",
-        ),
-        (
             {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]},
             "--cuda-graph-scope full_iteration: a schedule synchronizes",
         ),
-        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
-        ({"transformer_impl": "inference_optimized"}, "--transformer-impl inference_optimized"),
-        ({"perform_rl_step": True}, "--perform-rl-step: its loop uses only the first chunk"),
         (
             {"rl_inference_tensor_model_parallel_size": 1},
             "--rl-inference-tensor-model-parallel-size: a second model",
