@@ -151,10 +151,3 @@ def test_a_name_with_a_plus_is_a_plan_at_its_memory(name: str) -> None:
     assert made.name == name + PLUS
     assert max(peak_held(made, costs)) <= max(peak_held(base, costs))
     assert simulate(made, costs).makespan <= simulate(base, costs).makespan
-
-
-def test_only_some_names_have_a_plus() -> None:
-    with pytest.raises(
-        ScheduleError, match=r"'1f1b\+'; did you mean 1f1b\? .* v-min\+, v-half\+, "
-    ):
-        plan_request(PlanRequest("1f1b+", 4, 8))

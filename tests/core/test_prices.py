@@ -132,29 +132,6 @@ def test_where_backwards_are_split_is_told() -> None:
     assert where_split(make("1f1b", 2, 8)) == "none"
 
 
-def test_it_splits_where_it_pays() -> None:
-    """The more a whole backward saves, the fewer backwards are split."""
-    costs = Costs.uniform(4, 8, *REAL)
-    shares = []
-    for share in (0.05, 0.35):
-        answer = plan_request(PlanRequest(AUTO, 4, 16, saving(costs, share), limit=8, steps=20_000))
-        backwards = [p.kind for row in answer.schedule.order for p in row if Kind.B in p.kind.does]
-        shares.append(backwards.count(Kind.B) / len(backwards))
-    assert shares[1] == 0 < shares[0]
-
-
-def test_a_pass_that_costs_the_host_much_is_not_added() -> None:
-    """Half of a pass for the host: then a W apart is half a pass longer."""
-    cheap, dear = (Costs.uniform(4, 8, *REAL, host) for host in (0.0, 0.5))
-    split, whole = (
-        plan_request(PlanRequest(AUTO, 4, 16, costs, limit=8, steps=20_000))
-        for costs in (cheap, dear)
-    )
-    passes = [sum(map(len, each.schedule.order)) for each in (split, whole)]
-    assert passes[1] < passes[0]
-    assert whole.plan.value < simulate(split.schedule, dear).makespan
-
-
 def cell(seed: int) -> tuple[Costs, int, int, float]:
     """Return random costs, devices, microbatches and limit."""
     draw = random.Random(seed)

@@ -162,15 +162,6 @@ def test_a_limit_for_every_device() -> None:
     assert "there are 3 limits for 2 devices" in refuse(schedule, (4, 2, 2))
 
 
-def test_memory_in_bytes() -> None:
-    costs = Costs((1, 1), (1, 1), (1, 1), 0, (100, 10), (100, 10))
-    schedule = make("1f1b", 2, 4)
-    verify(schedule, 200, costs)
-    assert "device 0 holds 200 at its peak, more than the limit of 199.5" in refuse(
-        schedule, 199.5, costs
-    )
-
-
 def test_bytes_a_little_beyond_a_limit_are_told_apart() -> None:
     costs = Costs((1, 1), (1, 1), (1, 1), 0, (2.0**36, 1), (2.0**36, 1))
     limit = 2.0**37 - 2000

@@ -127,11 +127,3 @@ def test_a_plan_joins_what_is_cheaper_together_and_nothing_that_is_dearer() -> N
     assert cheap.plan.value == simulate(cheap.schedule, cheap.costs).makespan < apart
     assert cheap.plan.lower_bound <= cheap.plan.value
     assert max(cheap.plan.peak) <= 4
-
-
-def test_where_splitting_is_dear_a_plan_is_whole() -> None:
-    """At half the price 1F1B and its like beat every order that splits."""
-    costs = priced(Costs.uniform(4, 4, *REAL), 0.5)
-    answer = plan_request(PlanRequest(AUTO, 4, 8, costs, limit=8, steps=20_000))
-    assert kinds_of(answer.schedule) == {Kind.F, Kind.BW}
-    assert answer.plan.value <= simulate(make("1f1b", 4, 8), costs).makespan
