@@ -156,7 +156,7 @@ class Transport:
         with nullcontext() if self._waits_block else nccl.made_by_pairs():
             for edge in fresh:
                 self._connect(edge)
-        self._warm_up(fresh)
+        self._meet(fresh)
         if self.together is None and any(kind.is_collective for kind in program.schedule.kinds):
             self.together = DeviceCollectives(
                 self._ranks, self._make_pipelines_group, self._torch_device, self._timeout_s
@@ -177,7 +177,7 @@ class Transport:
         if not any(replaced):
             return
         # All edges, so that all ranks agree: a library replaces all communicators at once.
-        self._warm_up(self._by_lane(self._lanes))
+        self._meet(self._by_lane(self._lanes))
         if self.together is not None:
             self.together.connect()
 
@@ -365,6 +365,13 @@ class Transport:
         """Sort edges so that all pairs of a lane connect at the same time."""
         return sorted(edges, key=lambda edge: (edge.stream, self._lanes[edge], edge))
 
+    def _meet(self, edges: Sequence[Edge]) -> None:
+        """Connect the ranks of these edges, and record the communicators for `reconnect`."""
+        self._warm_up(edges)
+        self._connected = {
+            edge: weakref.ref(_communicator(group)) for edge, (group, _) in self._channels.items()
+        }
+
     def _warm_up(self, edges: Sequence[Edge]) -> None:
         """Send one number along every edge, in the same order on all ranks to avoid deadlock."""
         for edge in edges:
@@ -383,7 +390,6 @@ class Transport:
                     f"rank {self._rank} expected rank {peer} on stream {edge.stream} and met rank "
                     f"{met}: the ranks do not run the same program"
                 )
-            self._connected[edge] = weakref.ref(_communicator(group))
         self._meeting = []
 
     def _channel(self, message: Message) -> tuple[dist.ProcessGroup, int]:
