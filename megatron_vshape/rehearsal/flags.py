@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -13,7 +14,11 @@ from typing import Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.mcore.layout import hybrid
-from megatron_vshape.rehearsal.saved_config import flags_of_config, is_saved_config
+from megatron_vshape.rehearsal.saved_config import (
+    config_of_verl,
+    flags_of_config,
+    is_saved_config,
+)
 
 FILES = """
     --data-path --train-data-path --valid-data-path --test-data-path --data-cache-path
@@ -185,8 +190,9 @@ def read_command(words: Sequence[str]) -> Command:
     """Return the command in the words after `--`: as in a shell, or with a file that contains it.
 
     torchrun and python before the script are skipped. The first word can be a file: a YAML file of
-    Megatron-LM's functional tests, a saved configuration of Megatron-Bridge, a shell script with an
-    array of flags, or flags alone. Flags after the file are added.
+    Megatron-LM's functional tests, a saved configuration of Megatron-Bridge (also in checkpoints of
+    NeMo-RL), `transformer_config.json` of a checkpoint of verl, a shell script with an array of
+    flags, or flags alone. Flags after the file are added.
 
     Raises:
         ScheduleError: There is no command, or the file has none.
@@ -255,6 +261,8 @@ def _of_file(path: Path, command: Command, more: Sequence[str]) -> Command:
         raise ScheduleError(f"{path} cannot be read: {error.strerror or error}") from error
     if path.suffix in (".yaml", ".yml"):
         command = _of_yaml(path, text, command, more)
+    elif path.suffix == ".json":
+        command = _of_json(path, text, command, more)
     elif path.suffix in (".sh", ".bash", ".sbatch", ".slurm") or text.startswith("#!"):
         command = _of_shell(path, text, command)
     else:
@@ -286,6 +294,19 @@ def _of_yaml(path: Path, text: str, command: Command, more: Sequence[str]) -> Co
         )
     environment = {name: str(value) for name, value in (found.get("ENV_VARS") or {}).items()}
     return Command(command.script, tuple(flags_of(given)), {**command.environment, **environment})
+
+
+def _of_json(path: Path, text: str, command: Command, more: Sequence[str]) -> Command:
+    try:
+        config = config_of_verl(json.loads(text))
+    except ValueError as error:
+        raise ScheduleError(f"{path} is no JSON: {error}") from None
+    if config is None:
+        raise ScheduleError(
+            f"{path} has no model of Megatron-Bridge. Use transformer_config.json of a checkpoint "
+            "that verl saved, or run_config.yaml of one that Megatron-Bridge or NeMo-RL saved"
+        )
+    return _of_saved_config(config, command, more)
 
 
 def _of_saved_config(found: Mapping[str, Any], command: Command, more: Sequence[str]) -> Command:

@@ -3,7 +3,7 @@
 Bridge writes `run_config.yaml` into every checkpoint; `ConfigContainer.to_yaml` writes a recipe in
 the same format. Nearly all names equal those of Megatron's arguments, so Megatron's parser gives
 the flag of each name. This module has only names that differ, and flags that depend on several
-settings.
+settings. verl writes the fields of Bridge's model to `transformer_config.json` in checkpoints.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import re
 import warnings
 from argparse import Action, ArgumentParser, BooleanOptionalAction
 from collections.abc import Iterable, Iterator, Mapping
@@ -83,6 +84,11 @@ _DTYPES |= {"half": "fp16", "uint8": "fp8"}
 _LAYERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
+_VERL_NAMES = {"num_layers", "hidden_size", "vocab_size", "pipeline_model_parallel_size"}
+_VERL_OTHERS = {"ddp": {"use_distributed_optimizer": True}}
+"""verl's default; its file has the model only."""
+
+
 class _Callable:
     """Placeholder for a value that a configuration only names: a function or an object."""
 
@@ -90,6 +96,22 @@ class _Callable:
 def is_saved_config(found: Any) -> bool:
     """Return whether a file's content is a configuration of Megatron-Bridge."""
     return isinstance(found, dict) and str(found.get("_target_", "")).startswith(CONTAINER)
+
+
+def config_of_verl(found: Any) -> dict[str, Any] | None:
+    """Return verl's `transformer_config.json` as a configuration of Bridge; None for other content.
+
+    verl writes dtypes and enums as text ("torch.bfloat16", "AttnBackend.flash") and omits functions
+    and layouts.
+    """
+    if not isinstance(found, dict) or not found.keys() >= _VERL_NAMES:
+        return None
+    model: dict[str, Any] = {}
+    for name, value in found.items():
+        dtype = isinstance(value, str) and value.startswith("torch.")
+        enum = re.fullmatch(r"[A-Z]\w+\.(\w+)", value) if isinstance(value, str) else None
+        model[name] = {"_target_": value} if dtype else enum[1] if enum else value
+    return {"_target_": CONTAINER, "model": model} | _VERL_OTHERS
 
 
 def flags_of_config(found: Mapping[str, Any], given: Iterable[str] = ()) -> list[str]:

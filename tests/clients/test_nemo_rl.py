@@ -15,6 +15,8 @@ from clients.launching import (
 )
 from clients.on_cpu import make_model
 
+from megatron_vshape.rehearsal.flags import read_command
+
 python_of("verl")  # which has Megatron-Bridge and what else NeMo-RL imports of others
 CHECKOUT = checkout_of("nemo_rl")
 
@@ -77,3 +79,10 @@ def test_a_value_worker_rejects_several_chunks(runs: Runs) -> None:
         runs.of("values: v-half")
     reason = "schedule=v-half has several model chunks per rank, and NeMo-RL's value worker"
     assert reason in runs.said("values: v-half")
+
+
+def test_the_configuration_that_nemo_rl_saves_is_read(runs: Runs) -> None:
+    (file,) = (runs.folder.parent / "v-half").glob("iter_*/run_config.yaml")
+    command = read_command([str(file)])
+    sizes = ["--num-layers", "--pipeline-model-parallel-size", "--global-batch-size"]
+    assert [command.number(flag, 0) for flag in sizes] == [8, 4, 8]

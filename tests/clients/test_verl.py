@@ -6,6 +6,8 @@ import pytest
 from clients.launching import SHARED, Runs, matrix, most_of, python_of, run
 from clients.on_cpu import make_model
 
+from megatron_vshape.rehearsal.flags import read_command
+
 python_of("verl")
 
 SHAPES = {
@@ -67,3 +69,11 @@ def test_nothing_of_this_package_stays_allocated_between_phases(runs: Runs) -> N
     assert len(left) == 2
     assert all(own <= plain for own, plain in left), left
     runs.compare("offloaded: v-half", "offloaded: stock")
+
+
+def test_the_configuration_that_verl_saves_is_read(runs: Runs) -> None:
+    folder = runs.folder.parent / "saved by v-half"
+    command = read_command([str(folder / "transformer_config.json")])
+    expected = {"--num-layers": 8, "--pipeline-model-parallel-size": 4, "--padded-vocab-size": 384}
+    assert {flag: command.number(flag, 0) for flag in expected} == expected
+    assert command.has("--use-distributed-optimizer")

@@ -152,6 +152,76 @@ def test_flags_that_follow_the_file_are_added(tmp_path: Path) -> None:
     assert command.value("--num-layers") == "8"
 
 
+VERL = {
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 4,
+    "virtual_pipeline_model_parallel_size": None,
+    "sequence_parallel": True,
+    "params_dtype": "torch.bfloat16",
+    "pipeline_dtype": "torch.bfloat16",
+    "bf16": True,
+    "num_layers": 28,
+    "hidden_size": 1536,
+    "ffn_hidden_size": 8960,
+    "num_attention_heads": 12,
+    "num_query_groups": 2,
+    "kv_channels": 128,
+    "gated_linear_unit": True,
+    "add_bias_linear": False,
+    "add_qkv_bias": True,
+    "normalization": "RMSNorm",
+    "attention_backend": "AttnBackend.flash",
+    "cuda_graph_modules": [],
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+    "recompute_modules": ["core_attn"],
+    "variable_seq_lengths": True,
+    "position_embedding_type": "rope",
+    "share_embeddings_and_output_weights": True,
+    "softmax_scale": 0.5,
+    "seq_length": 32768,
+    "vocab_size": 151936,
+    "should_pad_vocab": False,
+}
+"""Fields of Qwen2.5 1.5B as verl's checkpoint manager writes them into transformer_config.json."""
+
+
+def test_a_configuration_of_verl_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "transformer_config.json"
+    file.write_text(json.dumps(VERL))
+    with caplog.at_level(logging.WARNING):
+        command = read_command([str(file), "--seq-length", "8192"])
+    assert "left out: variable_seq_lengths, softmax_scale" in caplog.text
+    expected = {
+        "--num-layers": 28,
+        "--tensor-model-parallel-size": 2,
+        "--pipeline-model-parallel-size": 4,
+        "--ffn-hidden-size": 8960,
+        "--num-query-groups": 2,
+        "--padded-vocab-size": 151936,
+        "--seq-length": 8192,
+        "--max-position-embeddings": 32768,
+        "--recompute-num-layers": 1,
+    }
+    assert {flag: command.number(flag, 0) for flag in expected} == expected
+    switches = "bf16 sequence-parallel swiglu add-qkv-bias use-distributed-optimizer"
+    assert all(command.has(f"--{switch}") for switch in switches.split())
+    assert not command.has("--untie-embeddings-and-output-weights")
+    assert command.value("--attention-backend") == "flash"
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [('{"hidden_size": 64}', "has no model of Megatron-Bridge"), ("{", "is no JSON")],
+)
+def test_other_json_is_rejected(tmp_path: Path, text: str, wrong: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    with pytest.raises(ScheduleError, match=wrong):
+        read_command([str(file)])
+
+
 def test_a_layout_is_written_as_the_flag_has_it(tmp_path: Path) -> None:
     found = saved("dense")
     layout = [["embedding", "decoder"], ["decoder"] * 3, ["decoder"] * 3, ["decoder", "loss"]]
