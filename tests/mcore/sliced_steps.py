@@ -35,7 +35,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from other_trainer import fill, names_of, unwrapped
@@ -243,8 +243,14 @@ def step(case: dict[str, Any], ranks: int, ours: bool) -> dict[str, Any]:
 
 def balance() -> dict[str, Tensor]:
     """Return what this rank tells of further losses, by layer: of balance and of more tokens."""
-    told = {name: each.values for name, each in get_moe_metrics_tracker()._metrics.items()}
-    return told | multi_token.take_metrics()
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ModuleNotFoundError:  # before 0.18
+        kept = moe_utils.get_moe_layer_wise_logging_tracker()
+        values = {name: each["values"] for name, each in kept.items()}
+    else:
+        values = {name: each.values for name, each in get_moe_metrics_tracker()._metrics.items()}
+    return values | multi_token.take_metrics()
 
 
 def left(model: list[nn.Module]) -> int:
