@@ -6,6 +6,7 @@ import pytest
 from mcore.other_trainer import DeferredConfig
 from posting import streams_of
 
+from megatron_vshape.core.check import simulate
 from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import VOCABULARY, ScheduleError
@@ -27,6 +28,22 @@ def test_plans_are_kept_and_made_anew_for_other_microbatches() -> None:
     assert planner.training(8) is planner.training(8)
     assert planner.training(5).schedule.num_microbatches == 5
     assert planner.evaluation(3) is planner.evaluation(3)
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_new_number_of_microbatches_is_simulated_once(
+    kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proof that a schedule is free of deadlocks also has the times of its plan."""
+    ran: list[object] = []
+    run = simulate._Simulation.run
+    monkeypatch.setattr(simulate._Simulation, "run", lambda self: (ran.append(self), run(self))[1])
+    planner = Planner(ScheduleConfig(3, "v-half", kernels=kernels))
+    for count in (11, 12):
+        ran.clear()
+        timeline = planner.training(count).timeline
+        assert timeline.schedule.num_microbatches == count
+        assert len(ran) == 1
 
 
 def test_the_smallest_program_uses_all_streams() -> None:

@@ -112,16 +112,16 @@ def deadlocks_under_device_sync(program: Program, *, takes: bool = False) -> dic
     awake = list(range(len(at)))
     while awake:
         device = awake.pop()
-        row = program.instructions[device]
+        row, own = program.instructions[device], is_open[device]
         while at[device] < len(row):
             each = row[at[device]]
             # A pass may synchronize the device, so all transfers of the device must have ended.
             if isinstance(each, Run):
-                if is_open[device] or not meetings.comes(device, each.work, awake):
+                if own or not meetings.comes(device, each.work, awake):
                     break
-            elif isinstance(each, Send | Receive):
-                message, work = each.message, each.message.work
-                own, other = is_open[device], message.source + message.target - device
+            elif isinstance(each, (Send, Receive)):
+                message = each.message
+                work, other = message.work, message.source + message.target - device
                 # The receive blocks until the length arrives, so its send must come first.
                 is_too_soon = takes and isinstance(each, Receive) and work not in sent
                 # Behind another transfer of its stream, this one would block the hardware queue.
@@ -133,7 +133,7 @@ def deadlocks_under_device_sync(program: Program, *, takes: bool = False) -> dic
                 if is_open[other].pop(work, None) is None:
                     own[work] = message
                 awake.append(other)
-            elif each.message.work in is_open[device]:  # an Await, or a Release
+            elif own and each.message.work in own:  # an Await, or a Release
                 break
             at[device] += 1
     rows = zip(at, program.instructions, strict=True)
@@ -419,9 +419,7 @@ class _EventOrder:
         for last, start in zip(self._ends, self._first, strict=True):
             self._after[last], self._ahead[start] = [], []
         for each in transfers:
-            sends, posts = self._gaps(each, each.posted)
-            self._add(sends, posts + 1)
-            self._hold_sender(sends, posts)
+            self._join(*self._gaps(each, each.posted))
         self._at = self._in_time(planned, ran)
 
     def posts_at(self, each: _Transfer, gap: int) -> bool:
@@ -429,7 +427,7 @@ class _EventOrder:
         sends, posts = self._gaps(each, gap)
         if not self._orders(sends, posts + 1):
             return False
-        self._hold_sender(sends, posts)  # earlier than before, so it closes no cycle
+        self._join(sends, posts)  # the post is earlier than before, so it closes no cycle
         return True
 
     def place_of_send(self, each: _Transfer) -> int:
@@ -441,27 +439,30 @@ class _EventOrder:
         _, source, target, _ = each.message
         return self._first[source] + 2 * each.sent, self._first[target] + 2 * posted
 
-    def _hold_sender(self, sends: int, posts: int) -> None:
-        """Have the sender's next pass, if there is one, wait until the receive is posted."""
+    def _join(self, sends: int, posts: int) -> None:
+        """Have the next pass on either side, if there is one, wait for the other side's gap."""
+        after, ahead = self._after, self._ahead
+        after[sends].append(posts + 1)
+        ahead[posts + 1].append(sends)
         if sends not in self._ends:
-            self._add(posts, sends + 1)
-
-    def _add(self, sooner: int, later: int) -> None:
-        self._after[sooner].append(later)
-        self._ahead[later].append(sooner)
+            after[posts].append(sends + 1)
+            ahead[sends + 1].append(posts)
 
     def _in_time(self, planned: Timeline, ran: Sequence[tuple[int, int]]) -> list[int]:
         """Return the index of every event by its time, so that moves stay local."""
-        num_events = len(self._after)
-        times, number = [0.0] * num_events, [-1] * num_events
-        for count, (device, at) in enumerate(ran):
-            work = self._first[device] + 2 * at + 1
-            took = planned.ends[device][at] - planned.starts[device][at]
-            times[work] = start = max(map(times.__getitem__, self._ahead[work]))
-            times[work + 1] = start + took
-            number[work] = number[work + 1] = count
-        in_time = sorted(range(num_events), key=list(zip(times, number, strict=True)).__getitem__)
-        places = [0] * num_events
+        times, ahead = [0.0] * len(self._after), self._ahead
+        rows = list(zip(self._first, planned.starts, planned.ends, strict=True))
+        ran_events = list[int]()
+        for device, at in ran:
+            first, starts, ends = rows[device]
+            work = first + 2 * at + 1
+            times[work] = start = max([times[each] for each in ahead[work]])
+            times[work + 1] = start + (ends[at] - starts[at])
+            ran_events += (work, work + 1)
+        rest = set(range(len(times))).difference(ran_events)  # no pass precedes them
+        # The sort is stable, so events of the same time stay in the order in which they ran.
+        in_time = sorted([*sorted(rest), *ran_events], key=times.__getitem__)
+        places = [0] * len(times)
         for place, event in enumerate(in_time):
             places[event] = place
         return places
@@ -479,7 +480,6 @@ class _EventOrder:
             # Only the events between the two change their indices.
             for event, place in zip(events, sorted([at[each] for each in events]), strict=True):
                 at[event] = place
-        self._add(sooner, later)
         return True
 
     def _reach(self, event: int, step: Sequence[Sequence[int]], low: int, high: int) -> set[int]:
