@@ -109,6 +109,8 @@ class Ledger(TorchDispatchMode):
         size = 0 if on_host or self._device == _OUTSIDE else rounded(storage.nbytes())
         record = self._record(size, tuple(tensor.shape)) if size else None
         self._live[key] = (
+            # The allocator frees at the same moment: when the last reference to the storage is
+            # gone.
             weakref.ref(storage, functools.partial(self._free, key)),
             None if on_host else record or _EMPTY,
         )
@@ -171,6 +173,7 @@ class Ledger(TorchDispatchMode):
 
     def pass_by(self, *sizes: int) -> None:
         """Count temporary memory of a kernel, allocated in addition to all of its results."""
+        # Inside a fused kernel they count at its end, together with its results.
         if self._inside:
             self._beside += sizes
         if self._inside or not sizes:
@@ -188,6 +191,7 @@ class Ledger(TorchDispatchMode):
     def _change(self, size: int) -> None:
         self.now += size
         self.clock += 1
+        # Most tensors inside a fused kernel never exist, so only its end sets a peak.
         if not self._inside:
             self.mark()
 
@@ -253,6 +257,7 @@ class Ledger(TorchDispatchMode):
             did, held = self.work.less(earlier), (before_bytes, self._local, self.now)
             self.passes.append(PassRecord(phase, begun, ended, did, *held, clock, earlier))
             self.phase = before
+            # Phases are nested: the peak of the outer one includes this one's.
             self._local, self._local_at = max(outer, (self._local, self._local_at))
 
     def begin_step(self) -> None:
@@ -362,6 +367,7 @@ class Ledger(TorchDispatchMode):
     def _lands_on_host(self, args: Any, kwargs: Any) -> bool:
         if self._device:
             return self._device == _HOST
+        # As in torch, an operation on host tensors alone has its results on the host.
         given = list(tensors_in((*args, *(kwargs or {}).values())))
         return bool(given) and all(map(self.is_on_host, given))
 

@@ -106,6 +106,7 @@ def rehearse(job: RankJob) -> RankReport | CheckedRank:
     exchanges.start(job.rank, job.world)
     run = _Run(job, ledger)
     sys.argv = [job.script, *job.flags]
+    # As `python SCRIPT` does, for imports of modules next to the script.
     sys.path.insert(0, str(Path(job.script).parent))
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -290,6 +291,7 @@ class _Run:
                 self.ledger.repeat(each, self.few - self.traced)
 
     def _train_step(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Cycles that Python has not collected yet would count as memory between two steps.
         gc.collect()
         if self.ledger.phase == "step":
             self.held.append(self.ledger.now)
@@ -316,6 +318,7 @@ class _Run:
 
     def _iterators(self, *unused: Any, **options: Any) -> Any:
         args = self.args
+        # An evaluation would run between the traced steps.
         args.do_train, args.do_valid, args.do_test = True, False, False
         from megatron.core.rerun_state_machine import RerunDataIterator
 

@@ -355,6 +355,7 @@ class Transport:
         (kind, chunk, upward), source, target = edge
         content = "activations" if kind is Kind.F else "gradients"
         way = "up" if upward else "down"
+        # Groups of other pipelines too: `new_group` is collective over the world.
         for ranks in self._pipelines:
             pair = [ranks[source], ranks[target]]
             made = self._make_group(pair, f"pipeline {content} of chunk {chunk}, {way}, {pair}")
@@ -375,6 +376,7 @@ class Transport:
     def _warm_up(self, edges: Sequence[Edge]) -> None:
         """Send one number along every edge, in the same order on all ranks to avoid deadlock."""
         for edge in edges:
+            # An edge between two other ranks: this rank only took part in creating its group.
             if edge not in self._channels:
                 continue
             group, peer = self._channels[edge]
@@ -424,6 +426,7 @@ def _failing(
     try:
         yield
     except RuntimeError as error:
+        # Timeouts and lost connections raise the same type, so the elapsed time decides.
         is_late = time.monotonic() - since >= timeout_s
         late = no_progress(timeout_s) if is_late else None
         why = late or f", whose connection failed: {error}{first_cause.found()}"

@@ -230,12 +230,14 @@ class ProgramRun:
                     # allocates.
                     results.clear()
                     results = self._run_step(instruction.passes, received)
+                    # Once per pass, so that the tensors of completed sends do not add up.
                     self.transport.poll()
                 case Send(message):
                     result = results.pop(message.work, None)
                     if result is None:
                         raise RuntimeError(_no_result(message.work))
                     self.transport.send(message, result)
+                    # This name would keep the tensor alive during the next pass.
                     del result
                 case Await(message):
                     with label(_WAIT, message.work):
@@ -259,6 +261,7 @@ class ProgramRun:
             made = self._run(works, handed)
         else:
             made = self._beside.run(works, partial(self._run, works, handed))
+        # A result that this rank reads itself needs no message.
         return {
             result_of(work): result
             for work, result in zip(works, made, strict=True)
@@ -267,6 +270,7 @@ class ProgramRun:
 
     def _input_of(self, work: Pass, received: dict[Kind, Tensor], alone: bool) -> Tensor | None:
         """Return and remove the input of a pass: a received message or a result of this rank."""
+        # A single pass has one input, so a received message must be it.
         if alone and received:
             return received.popitem()[1]
         # In an F&B pair, F reads the result of an F, and B or BW the result of a B.

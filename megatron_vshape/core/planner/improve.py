@@ -119,6 +119,8 @@ def run_rows(shop: JobShop, row: np.ndarray, place: np.ndarray, head: np.ndarray
                 reader = shop.after[work, way]
                 if reader >= 0:
                     other = shop.lane[reader]
+                    # Wake a lane only for its next pass; before that, it waits for other passes
+                    # anyway.
                     if place[reader] == at[other] and not listed[other]:
                         listed[other] = 1
                         waiting[top] = other
@@ -346,6 +348,7 @@ def _quick_reject(shop: JobShop, state: State, lane: int, low: int, high: int, b
         work = state.row[lane, place]
         for way in range(shop.before.shape[1]):
             need = shop.before[work, way]
+            # Dependencies in this lane are before this pass, so `head` includes them.
             if need >= 0 and shop.lane[need] != lane:
                 head = max(head, state.head[need] + shop.lag[work, way])
         head += shop.ticks[work]
@@ -394,6 +397,7 @@ def _spread_heads(shop: JobShop, state: State, lane: int, low: int, high: int, b
         # inside the changed positions the old tail is invalid: its path may lead through them
         if head > old and (head if inside else head + state.tail[work]) > bar:
             return -1 - changed
+        # A changed position that the first loop has yet to visit needs no entry in the heap.
         if at + 1 < shop.length[home] and not (inside and place <= at + 1):
             following = state.row[home, at + 1]
             size = _push(state, size, state.head[following], following)
@@ -408,6 +412,8 @@ def _spread_heads(shop: JobShop, state: State, lane: int, low: int, high: int, b
 def _spread_tails(shop: JobShop, state: State, lane: int, low: int, high: int) -> None:
     """Update the tails after an accepted change; the heads are up to date."""
     size = 0
+    # One before the changed positions, because its follower has changed. The latest ends come
+    # first: readers are then mostly final before the passes that they read.
     for place in range(max(low - 1, 0), high + 1):
         work = state.row[lane, place]
         size = _push(state, size, -state.head[work], work)
@@ -494,6 +500,7 @@ def fit_exchanged(shop: JobShop, state: State, lane: int, low: int, high: int) -
     limit = shop.limit[lane]
     left, right = shop.sort[state.row[lane, low]], shop.sort[state.row[lane, high]]
     change = shop.delta[right] - shop.delta[left]
+    # Up to `high`, the memory differs by what the two passes allocate or free; there, it is equal.
     if state.held[lane, low] + change + shop.over[right] > limit:
         return False
     for place in range(low + 1, high):
@@ -583,6 +590,7 @@ def measure(shop: JobShop, row: np.ndarray) -> int:
 
 def reseed(state: State, number: int) -> None:
     """Reseed the random numbers of the state, differently for every `number`."""
+    # Never 0, which xorshift would repeat forever.
     state.random[0] = ((int(state.random[0]) ^ (number * 2654435761)) & _MASK) or 1
 
 

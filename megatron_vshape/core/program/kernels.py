@@ -132,6 +132,7 @@ def deadlocks_under_device_sync(program: Program, *, takes: bool = False) -> dic
                 # If the peer has arrived, the transfer ends for both devices.
                 if is_open[other].pop(work, None) is None:
                     own[work] = message
+                # The peer may have waited for this transfer.
                 awake.append(other)
             elif own and each.message.work in own:  # an Await, or a Release
                 break
@@ -302,6 +303,7 @@ def _transfers(
                 joined, past = bisect_left(joins[source], after), past_joins[target]
                 posted, least = min(posted, gap, before, past[joined + 1]), past[joined] + 1
                 posted = max(posted, least)
+                # All devices stop there together, so no message may be under way at that point.
                 if early is not None:
                     stop = early[target]
                     is_early = after <= early[source]
@@ -361,6 +363,7 @@ class _Walk:
         """Move a device to its next gap; return the devices that can go on."""
         self._gap[device] += 1
         gap, freed = self._gap[device], []
+        # Sends are numbered over all devices; `_Placed.program` posts receives in this order.
         for sent in self._sends[device].get(gap, ()):
             sent.order, self._num_sent = self._num_sent, self._num_sent + 1
             freed += self._meet(sent, device, self._awaited[sent.message.target])
@@ -373,6 +376,7 @@ class _Walk:
         """Reach one end of a transfer; return the peer if it can go on."""
         other = each.message.source + each.message.target - device
         if others.pop(id(each), None) is None:
+            # The peer has not arrived: the transfer blocks this device until it does.
             self._open[device] += 1
             own = self._untaken if device == each.message.source else self._awaited
             own[device][id(each)] = each
@@ -417,8 +421,11 @@ class _EventOrder:
         self._after = [[each + 1] for each in range(first)]
         self._ahead = [[each - 1] for each in range(first)]
         for last, start in zip(self._ends, self._first, strict=True):
+            # No arc from the end of a device to the start of the next: only messages connect them.
             self._after[last], self._ahead[start] = [], []
         for each in transfers:
+            # The pass after the receive waits for the send, and the sender's next pass for the
+            # receive.
             self._join(*self._gaps(each, each.posted))
         self._at = self._in_time(planned, ran)
 

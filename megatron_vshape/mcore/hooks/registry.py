@@ -43,6 +43,7 @@ _ARGUMENTS = "megatron.training.arguments"
 _TRAINING = "megatron.training.training"
 
 _GENERAL = (
+    # Megatron-LM's trainer: flags, arguments, config, model, then training, checkpoints and log.
     Hook(
         _ARGUMENTS,
         "add_megatron_arguments",
@@ -163,6 +164,7 @@ _GENERAL = (
         _training("build_virtual_pipeline_stages"),
         since=(0, 18),
     ),
+    # megatron.core, which libraries use without the trainer.
     Hook(
         _SCHEDULES,
         "get_forward_backward_func",
@@ -332,6 +334,7 @@ _GENERAL = (
         "it asks for the last rank, and would send fp32 from there and compute a 16-bit loss",
         replacements.float16_module_forward,
     ),
+    # Only while a schedule is chosen: all linear layers of the process would see these.
     Hook(
         _LAYERS,
         "LinearWithGradAccumulationAndAsyncCommunication",

@@ -239,6 +239,7 @@ class PipelineRunner:
         torch_device = device_of(_as_list(call.model)[0])
         profiled = self._profiler.begin_step(torch_device)
         timer = self.meter.begin_step(call.num_microbatches, torch_device, profiled)
+        # A feature may have run the first passes of this step already, at the end of the last one.
         started = (each.take_started(call) for each in self._step_features)
         prepared = next(filter(None, started), None)
         if prepared is None:
@@ -254,6 +255,7 @@ class PipelineRunner:
                 tokens,
                 context.step.passes_per_microbatch,
             ),
+            # DDP's own reductions are off: autograd ends before the W that complete the gradients.
             sync.session(),
             self._state.reducing(sync if sync.overlaps else None),
         ):
@@ -407,6 +409,8 @@ class PipelineRunner:
         if call.forward_only:
             return planner.evaluation(call.num_microbatches), {}
         plan = planner.training(call.num_microbatches)
+        # Collective, and before any pass: later, a rank with another program would only be noticed
+        # as a message that never arrives.
         with refusing():
             _check_captured(self._state.captured, plan.program)
             self._agreement.check(plan.program, plan.beside)
@@ -414,6 +418,7 @@ class PipelineRunner:
 
     def _reports(self, context: StepContext) -> list[Any]:
         """Return the losses on the ranks where the trainer reads them."""
+        # Megatron reads losses on the last pipeline rank; in a V, the last stage is on rank 0.
         reports = self._courier.send_to_last_rank(
             in_given_order(context.step.loss_store, context.order),
             self._pipeline.stage_map.loss_rank,

@@ -94,6 +94,7 @@ class MegatronStage:
     def backward_weights(self, microbatch: int) -> None:
         """Run W."""
         work = Pass(Kind.W, self.stage, microbatch)
+        # Features bring back saved activations that they have moved, before the jobs read them.
         for part in self.step.parts:
             part.begins(work)
         # In the last W of a chunk, the reduction of its first bucket can start.

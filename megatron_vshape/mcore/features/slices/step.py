@@ -123,6 +123,7 @@ class Slices(StepHook):
         # The trainer's function masks, averages and counts tokens, so it must see the full
         # microbatch.
         whole = torch.cat(self._losses.pop(part.microbatch), dim=1)
+        # One gradient for the B of all slices; the first slice's B, which runs last, drops it.
         gradient = self.lose(whole, self._loss_functions[stage])
         assert gradient is not None
         self._gradients[part.microbatch] = gradient

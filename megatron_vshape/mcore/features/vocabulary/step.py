@@ -220,6 +220,7 @@ class SharedVocabulary(StepHook):
 
         def add_up() -> tuple[Tensor, ...]:
             made = []
+            # Each sum is a collective, so all ranks start them in the same order.
             for device, part in zip(self._readers, parts, strict=True):
                 summed = self.together.sum_to(device, part, "the embeddings' sum")
                 made += [summed] * (device == self._device)
