@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_vshape.cli import heavy_ends
-from megatron_vshape.cli.comparison import changes, comparison_rows, recommended
+from megatron_vshape.cli.comparison import changes, comparison_rows, recommended, trades_told
 from megatron_vshape.cli.files import (
     FIGURE_SUFFIXES,
     Output,
@@ -86,7 +86,6 @@ from megatron_vshape.view.numbers import (
     prices_told,
     table,
     time_text,
-    trades_told,
 )
 from megatron_vshape.view.text import columns, picture, wants_colour
 

@@ -2,13 +2,13 @@
 
 import pytest
 
+from megatron_vshape.cli.comparison import link_share, trades_told, way_text
 from megatron_vshape.core.check.simulate import peak_in_host, simulate
 from megatron_vshape.core.model.costs import Costs, with_copies
 from megatron_vshape.core.model.kinds import OFFLOAD, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import ORDER_ALONE, MemoryStrategy, Schedule
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.view.numbers import link_share, trades_told, way_text
 
 
 @pytest.mark.parametrize(
