@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -266,9 +267,23 @@ def _print(
         "megatron-vshape rehearse --measure on one GPU.",
         "rehearse runs all layers, advise one layer per stage: peaks and step times differ by "
         "about 1%.",
+        *_dense_layers(command),
         *(["Not evaluated: " + "; ".join(left_out)] if left_out else []),
     ):
         print(report.wrapped(text))
+
+
+def _dense_layers(command: Command) -> list[str]:
+    """Return a sentence about the error of dense layers in a model with experts, if it has any."""
+    frequency = command.value("--moe-layer-freq") or "1"
+    every = int(frequency) if frequency.isdecimal() else 1
+    has_dense = every > 1 or re.search(r"\b0\b", frequency) is not None
+    if not (has_dense and command.has("--num-experts")):
+        return []
+    return [
+        f"--moe-layer-freq {frequency}: advise estimates dense layers as MoE layers. Peaks of "
+        "ranks with dense layers are too high; rehearse estimates them."
+    ]
 
 
 def _shown(advice: Advice, rows: Rows) -> list[tuple[str, Prediction]]:
