@@ -77,11 +77,19 @@ MOST_ALIKE = 4
 
 
 def counted_symbols(command: Command) -> str:
-    """Return the symbols of a counted stage: all that the pattern has, near their proportion."""
+    """Return the symbols of a counted stage: all that the pattern has, near their proportion.
+
+    Their order is that of the pattern, on which the peak within a pass depends.
+    """
     symbols = hybrid.without_stages((command.pattern or "").partition(hybrid.BEGINS_MTP)[0])
     least = min(map(symbols.count, symbols))
-    each = {symbol: round(symbols.count(symbol) / least) for symbol in dict.fromkeys(symbols)}
-    return "".join(symbol * min(MOST_ALIKE, count) for symbol, count in each.items())
+    left = {each: min(MOST_ALIKE, round(symbols.count(each) / least)) for each in symbols}
+    taken = []
+    for each in symbols:
+        if left[each]:
+            taken.append(each)
+            left[each] -= 1
+    return "".join(taken)
 
 
 @contextmanager
