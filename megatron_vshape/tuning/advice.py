@@ -165,7 +165,9 @@ class Advice:
                 continue
             splits = self._splits(it, looping(ranks, chunks))
             for layers in (*splits, *_between(splits[-1], splits[0])):
-                found = self.named(megatrons_name(chunks), it, is_stock=True, layers=layers)
+                name = megatrons_name(chunks)
+                # The comparison has only those that fit, so the others need no simulation.
+                found = self.named(name, it, is_stock=True, layers=layers, always=False)
                 if found is not None:
                     yield found
                     if found.fits and layers not in splits[:-1]:
@@ -187,8 +189,12 @@ class Advice:
         it: Configuration,
         is_stock: bool,
         layers: tuple[int, ...] | None = None,
+        always: bool = True,
     ) -> Prediction | None:
-        """Predict a named schedule, with these layers if the number of stages matches."""
+        """Predict a named schedule, with these layers if the number of stages matches.
+
+        If it does not fit, its times are predicted only with `always`.
+        """
         it, ranks = replace(it, schedule=name), it.pipeline_parallel
         try:
             schedule = named(name, ranks, it.num_microbatches)
@@ -197,7 +203,7 @@ class Advice:
                 layers = self._splits(it, looping(ranks, stages // ranks))[0]
             costs = self.predictor.costs(it, schedule.placement, layers)
             costs = under_megatron(costs) if is_stock else costs
-            return self.predictor.evaluated(it, schedule, costs, always=True, is_stock=is_stock)
+            return self.predictor.evaluated(it, schedule, costs, always=always, is_stock=is_stock)
         except ScheduleError:
             return None
 

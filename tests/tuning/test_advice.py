@@ -122,8 +122,10 @@ def test_stock_megatron_may_distribute_layers_by_their_work() -> None:
     total = GPUS["h100"].memory_bytes
     kept = total - 40.0 * GIB  # of which 2 are outside of torch's allocator
     tight = advice(model, pieces, headroom_bytes=kept)
-    found = [row.layers for row in tight.stock(tight.own) if row.configuration.schedule == "1f1b"]
-    assert found == [(9, 9, 9, 9), (10, 10, 10, 6), (9, 10, 10, 7)]
+    found = [row for row in tight.stock(tight.own) if row.configuration.schedule == "1f1b"]
+    assert [row.layers for row in found] == [(9, 9, 9, 9), (10, 10, 10, 6), (9, 10, 10, 7)]
+    # One that does not fit is in no comparison, so it is not simulated.
+    assert [row.step_s is not None for row in found] == [row.fits for row in found]
 
 
 @pytest.mark.parametrize("peak_gib", [70.0, 73.5, 74.0, 76.5, 77.0])
