@@ -302,7 +302,7 @@ def test_a_librarys_buffers_that_nccl_registers_keep_the_allocator_as_it_is(
     from megatron_vshape.mcore.hooks.session import Session
 
     chosen: Any = Namespace(choice=Namespace(name="v-half", kernels=True))
-    monkeypatch.setattr(core_hooks.library, "prepare_config", lambda config, asked: chosen)
+    monkeypatch.setattr(core_hooks.configure, "prepare_config", lambda config, asked: chosen)
     monkeypatch.setattr(Session, "choose", lambda self, *pipeline: None)
     config = options(pipeline_model_parallel_layout=None)
     for comes_first in (True, False):

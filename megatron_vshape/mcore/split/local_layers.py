@@ -103,7 +103,7 @@ def _backward_inputs(
 
     Upstream overlaps the tensor-parallel collective with this weight gradient. Here, the collective
     overlaps with a weight gradient of an earlier B if the plan schedules one (see
-    `program.hiding`).
+    `program.lowering`).
     """
     input, weight = ctx.saved_tensors
     # Since Megatron 0.20 the output dtype of a layer may differ from its compute dtype.
