@@ -132,13 +132,31 @@ def _permuted(call: Callable[..., Any], tokens: Tensor, routing_map: Tensor, **o
     return call(tokens, routing_map, **options)
 
 
-def _sorted(call: Callable[..., Any], tokens: Tensor, sizes: Any, order: Any, **kwargs: Any) -> Any:
-    """Sort chunks in an order that the host knows: all chunks have one size, so any order will do.
+def _sorted(
+    call: Callable[..., Any],
+    tokens: Tensor,
+    sizes: Any,
+    order: Any,
+    probs: Tensor | None = None,
+    fused: bool = False,
+) -> Any:
+    """Sort chunks by their expert: a kernel that copies all rows, in backward, too.
 
-    Read from a fake tensor, every index would be 0, and backward would add up copies of one chunk.
+    Megatron reads the order on the host, where a fake tensor has none.
     """
-    known_order = order if kwargs.get("fused") else KnownNumbers(range(len(order)))
-    return call(tokens, sizes, known_order, **kwargs)
+    if fused:
+        return call(tokens, sizes, order, probs=probs, fused=fused)
+    return _Sort.apply(tokens), None if probs is None else _Sort.apply(probs)
+
+
+class _Sort(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].clone()
 
 
 def _routed(self: Tensor, mask: Tensor) -> Tensor:
