@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import even_with_ends
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.given_layout import layout_of
+from megatron_vshape.mcore.layout.sizes import shares_of_dense_layers
 from megatron_vshape.rehearsal import accuracy, report
 from megatron_vshape.rehearsal.flags import Command
 from megatron_vshape.rehearsal.gpus import GPUS, Gpu
@@ -275,14 +275,11 @@ def _print(
 
 def _dense_layers(command: Command) -> list[str]:
     """Return a sentence about the error of dense layers in a model with experts, if it has any."""
-    frequency = command.value("--moe-layer-freq") or "1"
-    every = int(frequency) if frequency.isdecimal() else 1
-    has_dense = every > 1 or re.search(r"\b0\b", frequency) is not None
-    if not (has_dense and command.has("--num-experts")):
+    if not shares_of_dense_layers(command.option):
         return []
     return [
-        f"--moe-layer-freq {frequency}: advise estimates dense layers as MoE layers. Peaks of "
-        "ranks with dense layers are too high; rehearse estimates them."
+        "Dense layers are estimated from the counted MoE layer by their sizes; the peaks of their "
+        "ranks can be 10% off. rehearse computes them."
     ]
 
 

@@ -295,7 +295,7 @@ def _remedies(
         return []
     gpu = config.gpu
     counted = shapes.counted(ranks, gpu, sizes.world, sizes.pipeline, None)
-    pieces = shapes.of_pattern(counted, command).pieces
+    pieces = shapes.of_unlike_layers(counted, command, sizes.world).pieces
     given = command.value(SCHEDULE), command.has(VOCABULARY)
     can_share = not command.mtp_layers and 2 * sizes.pipeline <= layers
     microbatches = mine[0].microbatches

@@ -128,13 +128,17 @@ class Command:
     def option(self, name: str) -> int | str | None:
         """Return the value of an option, True for a switch, None if it is not given.
 
-        `name` is the attribute of Megatron's arguments. The layer pattern is a string.
+        `name` is the attribute of Megatron's arguments. Values that are no integers are strings.
         """
         if name == hybrid.OPTION:
             return self.pattern
         flag = "--" + name.replace("_", "-")
+        if not self.has(flag):
+            return None
         text = self.value(flag) or ""
-        return (int(text) if text.isdecimal() else True) if self.has(flag) else None
+        if text.isdecimal():
+            return int(text)
+        return True if not text or text.startswith("--") else text
 
     def has(self, flag: str) -> bool:
         """Return whether a flag is given."""

@@ -161,14 +161,22 @@ def counted(
     return Counted(pieces, *once, reached, of_layer, ends, each, communicators)
 
 
-def of_pattern(found: Counted, command: Command) -> Counted:
-    """Estimate the layers of a hybrid model per symbol, from the counted stage.
+def of_unlike_layers(found: Counted, command: Command, world: int) -> Counted:
+    """Estimate layers that differ from the counted stage: hybrid models, dense layers beside MoE.
 
-    The relative costs of symbols follow from their GEMMs and sizes.
+    Their costs relative to each other follow from their GEMMs and sizes.
+
+    Raises:
+        ScheduleError: --moe-layer-freq cannot be read.
     """
+
+    def option(name: str) -> Any:
+        return world if name == "world_size" else command.option(name)
+
     if not command.pattern:
-        return found
-    shares = sizes.sizes_of(command.option, 0).shares
+        shares = sizes.shares_of_dense_layers(option)
+        return replace(found, pieces=replace(found.pieces, shares=shares))
+    shares = sizes.sizes_of(option, 0).shares
     symbols = hybrid.without_stages(command.pattern.partition(hybrid.BEGINS_MTP)[0])
     of_symbol = dict(zip(symbols, shares, strict=True))
     stage = Share.total([of_symbol[each] for each in counted_symbols(command)])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.counting import Ranks, count_all
 from megatron_vshape.rehearsal.ranks import DryRunConfig
-from megatron_vshape.rehearsal.shapes import Counted, counted, of_pattern
+from megatron_vshape.rehearsal.shapes import Counted, counted, of_unlike_layers
 from megatron_vshape.tuning.configurations import Configuration, Subject, SweepError
 from megatron_vshape.tuning.machine import Machine
 
@@ -69,7 +69,8 @@ class Counts:
         if key not in self.made:
             try:
                 found = counted(ranks, self.machine.gpu, it.num_devices, it.pipeline_parallel, None)
-                self.made[key] = of_pattern(found, self.subject.command)
+                command = it.command(self.subject)
+                self.made[key] = of_unlike_layers(found, command, it.num_devices)
             except ScheduleError as error:
                 raise SweepError(str(error)) from None
         return self.made[key]

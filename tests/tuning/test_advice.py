@@ -10,7 +10,7 @@ from rehearsal.reports import report_of
 from tuning.counts import Fake, predictor_of
 from tuning.samples import load_sample, write_sweep
 
-from megatron_vshape.cli.advise import _changes, _dense_layers, _is_even, changes_megatron
+from megatron_vshape.cli.advise import _changes, _is_even, changes_megatron
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.pieces import Piece
@@ -149,19 +149,6 @@ def test_rehearse_and_advise_agree_whether_a_rank_fits(peak_gib: float, headroom
     verdict = report.verdict([own], gpu, headroom * gpu.memory_bytes)
     assert verdict.partition(":")[0].lower() == row.fit
     assert row.fits == (peak <= (76.8 if headroom == 0 else 73.6) * GIB)
-
-
-@pytest.mark.parametrize(
-    ("frequency", "has_dense"),
-    [("([0]*3+[1]*10)", True), ("2", True), ("1", False), ("([1]*10)", False)],
-)
-def test_advise_names_the_error_of_dense_layers(frequency: str, has_dense: bool) -> None:
-    """A stage is counted with an MoE layer: rank 0 has 59.5 GiB instead of 27.9."""
-    command = subject(EXPERTS, "--moe-layer-freq", frequency).command
-    text = f"--moe-layer-freq {frequency}: advise estimates dense layers as MoE layers."
-    assert [line.startswith(text) for line in _dense_layers(command)] == [True] * has_dense
-    dense = subject(LAYERS_36, "--moe-layer-freq", frequency).command
-    assert _dense_layers(dense) == []
 
 
 def test_the_last_rank_of_a_tied_model_has_a_copy_of_the_embedding() -> None:

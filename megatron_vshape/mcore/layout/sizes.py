@@ -5,9 +5,11 @@ This module does not import Megatron: a sweep reads the sizes from a command lin
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Share, Widths
 from megatron_vshape.mcore.layout import hybrid
 
@@ -53,9 +55,43 @@ def _feed_forward(option: Options, usual: float) -> float:
     dense = float(option("ffn_hidden_size") or usual)
     if not option("num_experts"):
         return dense
-    every = option("moe_layer_freq") or 1
-    share = 1 / every if isinstance(every, int) else sum(every) / len(every)
+    have_experts = layers_with_experts(option)
+    share = sum(have_experts) / len(have_experts)
     return float(share * _experts(option, dense) + (1 - share) * dense)
+
+
+def layers_with_experts(option: Options) -> tuple[bool, ...]:
+    """Return for each layer of a GPT with experts whether it is an MoE layer.
+
+    Raises:
+        ScheduleError: --moe-layer-freq is neither an integer nor an expression of lists.
+    """
+    every = option("moe_layer_freq") or 1
+    if isinstance(every, str):
+        try:
+            every = _evaluated(ast.parse(every.strip(), mode="eval").body)
+        except (SyntaxError, TypeError):
+            raise ScheduleError(
+                f"--moe-layer-freq {every} cannot be read; give an integer, or lists of 0 and 1, "
+                "such as ([0]*3+[1]*58)"
+            ) from None
+    if isinstance(every, int):
+        return tuple(layer % every == 0 for layer in range(option("num_layers") or 1))
+    return tuple(map(bool, every))
+
+
+def _evaluated(node: ast.expr) -> Any:
+    """Evaluate the lists of integers, sums and products that Megatron's option accepts."""
+    match node:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.List(elts=items):
+            return [_evaluated(each) for each in items]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _evaluated(left) + _evaluated(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            return _evaluated(left) * _evaluated(right)
+    raise TypeError(ast.dump(node))
 
 
 def _experts(option: Options, dense: float) -> float:
@@ -105,11 +141,25 @@ def sizes_of(option: Options, vocabulary: int, sequence: int | None = None) -> M
     )
 
 
+def shares_of_dense_layers(option: Options) -> tuple[Share, ...]:
+    """Return each layer's share of an MoE layer in a GPT that also has dense layers; else nothing.
+
+    Raises:
+        ScheduleError: as `layers_with_experts`.
+    """
+    if not option("num_experts") or all(have_experts := layers_with_experts(option)):
+        return ()
+    table = costs_of_symbols(option, widths_of(option, 0))
+    dense, experts = (Share.total([table["*"], table[symbol]]) for symbol in "-E")
+    return tuple((experts if each else dense).over(experts) for each in have_experts)
+
+
 def costs_of_symbols(option: Options, widths: Widths) -> Mapping[str, Share]:
     """Compute the costs of one layer for each symbol of a hybrid model's pattern, per token.
 
     The time is in multiplications of F, the activation memory in numbers, the state in weights.
-    Mamba and gated delta net: their products as in `num_floating_point_operations` of Megatron.
+    With full recomputation a layer keeps its input. Mamba and gated delta net: their products as in
+    `num_floating_point_operations` of Megatron.
     """
     hidden, linears = widths.hidden, 3 if widths.gated else 2
 
@@ -117,16 +167,18 @@ def costs_of_symbols(option: Options, widths: Widths) -> Mapping[str, Share]:
         weights = hidden * (before + after)
         return Share(weights + scan, 2 * (hidden + before + after), weights)
 
+    weights = _attention_weights(option, widths)
     attention = Share(
-        widths.attention_layer,
+        weights + widths.sequence * widths.attention,
         2 * hidden + 2 * widths.attention + widths.key_value,
-        widths.attention_weights,
+        weights,
     )
     dense = float(option("ffn_hidden_size") or hidden * (8 / 3 if widths.gated else 4))
     mlp = widths.feed_forward_layer(dense)
     top, width = option("moe_router_topk") or 2, _experts(option, dense)
     local = (option("num_experts") or top) / (option("expert_model_parallel_size") or 1)
-    weights = width + (local - top) * (option("moe_ffn_hidden_size") or dense)
+    each = option("moe_ffn_hidden_size") or dense
+    weights = width - top * each + local * each * _expert_state(option)
     experts = Share(
         widths.feed_forward_layer(width),
         2 * hidden * (1 + top) + linears * width,
@@ -142,7 +194,7 @@ def costs_of_symbols(option: Options, widths: Widths) -> Mapping[str, Share]:
     values = heads * size
     delta = mixer(2 * (keys + values + heads), 4 * values * size, values)
     dense_layer = Share(mlp, 2 * hidden + linears * dense, mlp)
-    return {
+    table = {
         "*": attention,
         "+": attention,  # multi-latent, as a GPT with it is estimated
         "D": attention,  # with sparse scores
@@ -151,3 +203,39 @@ def costs_of_symbols(option: Options, widths: Widths) -> Mapping[str, Share]:
         "M": mamba,
         "G": delta,
     }
+    if option("recompute_granularity") == "full":
+        return {symbol: each._replace(held=hidden) for symbol, each in table.items()}
+    return table
+
+
+def _expert_state(option: Options) -> float:
+    """Return a rank's state per weight of its experts, relative to other weights.
+
+    Experts have their own tensor parallelism, and fewer ranks share their optimizer state: 12 of
+    the 18 bytes of a weight with its gradient and Adam in mixed precision.
+    """
+    tensor = option("tensor_model_parallel_size") or 1
+    expert_tensor = option("expert_tensor_parallel_size") or tensor
+    world = option("world_size")
+    if not (world and option("use_distributed_optimizer")):
+        return float(tensor / expert_tensor)
+    ranks = world / (option("pipeline_model_parallel_size") or 1)  # of a pipeline stage
+    sharing = ranks / (expert_tensor * (option("expert_model_parallel_size") or 1))
+    return float(tensor / expert_tensor * (6 + 12 / sharing) / (6 + 12 * tensor / ranks))
+
+
+def _attention_weights(option: Options, widths: Widths) -> float:
+    """Return the weights of an attention layer's projections, multi-latent ones too."""
+    if not option("multi_latent_attention"):
+        return widths.attention_weights
+    hidden, heads = widths.hidden, option("num_attention_heads") or 1
+    head, rotary = option("qk_head_dim") or 128, option("qk_pos_emb_head_dim") or 64
+    value, latent = option("v_head_dim") or 128, option("kv_lora_rank") or 32
+    queries, low = heads * (head + rotary), option("q_lora_rank")
+    query = low * (hidden + queries) if low else hidden * queries
+    return float(
+        query
+        + hidden * (latent + rotary)
+        + latent * heads * (head + value)
+        + heads * value * hidden
+    )
