@@ -223,6 +223,8 @@ def fuse_backwards(schedule: Schedule, costs: Costs, objective: Objective) -> Sc
     everywhere, apart = range(best.num_stages), _better_apart(best, costs)
     for stages in (everywhere, *((stage,) for stage in everywhere)):
         tried = _join(best, stages, apart)
+        if tried == best:  # fused everywhere, so that no stage is left
+            continue
         reached = objective.of(simulate(tried, costs))
         if reached <= value:
             best, value = tried, reached
