@@ -36,14 +36,17 @@ def gradients(run: list[dict[str, Any]]) -> dict[tuple[str, int], torch.Tensor]:
         pytest.param("v-half", 2, 2, marks=pytest.mark.slow),
         pytest.param("v-half", 1, 4, marks=pytest.mark.slow),
         pytest.param("v-zb", 2, 4, marks=pytest.mark.slow),
+        pytest.param("v-half", 1, 8, marks=pytest.mark.slow),
+        pytest.param("v-zb", 2, 8, marks=pytest.mark.slow),
     ],
 )
 def test_packed_sequences_train_as_under_1f1b(
     farm: Farm, tmp_path: Path, schedule: str, tensor: int, pipeline: int
 ) -> None:
     ranks = tensor * pipeline
-    plain = run(farm, tmp_path, ranks, schedule=None, tensor=tensor)
-    ours = run(farm, tmp_path, ranks, schedule=schedule, tensor=tensor)
+    given = {"tensor": tensor, "config": {"num_layers": max(8, 2 * pipeline)}}
+    plain = run(farm, tmp_path, ranks, schedule=None, **given)
+    ours = run(farm, tmp_path, ranks, schedule=schedule, **given)
     assert ours[-1]["losses"] == pytest.approx(plain[-1]["losses"], abs=1e-6)
     theirs, mine = gradients(plain), gradients(ours)
     assert mine.keys() == theirs.keys()

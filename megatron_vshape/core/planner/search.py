@@ -16,7 +16,7 @@
 5. Repeat with other random numbers, then a long local search from the best orders of both turns.
    Each order is searched independently, so the plan is the same on any number of cores.
 6. With `trades`, each strategy to save memory is a separate search on each placement. Those with
-   offloading start from orders planned for more memory (`offload_search`). All share one budget; a
+   offloading start from orders planned for more memory (`offloading`). All share one budget; a
    search that cannot win by its bound never starts.
 """
 
