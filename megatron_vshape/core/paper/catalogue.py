@@ -120,8 +120,7 @@ def make_block(
     if name in JOINT_NAMES and slices != 1:
         raise ScheduleError(
             f"{name} overlaps forward and backward, which does not support slices: leave slices "
-            "out, "
-            "or choose another"
+            "out, or choose another"
         )
     given = {"num_chunks": num_chunks, "group_size": group_size}
     for option, value in given.items():
