@@ -265,7 +265,7 @@ def test_slices_wait_and_their_keys_and_values_stay(
     assert_same_bits(ours, alone)
     measured, predicted = figures(ours)
     assert measured == pytest.approx(predicted, rel=0.05)
-    assert max(measured) < 0.9 * max(figures(alone)[0])
+    assert max(measured) < 0.95 * max(figures(alone)[0])
 
 
 def test_offloading_and_cuda_graphs_exclude_each_other() -> None:
