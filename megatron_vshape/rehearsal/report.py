@@ -131,7 +131,7 @@ def verdict(found: Sequence[RankReport], gpu: Gpu, headroom_bytes: float) -> str
     peak, outside = needed(most), outside_bytes(gpu, most.communicators)
     of_gpu = f"the {gib(gpu.memory_bytes)} GiB of the {gpu.name.upper()}"
     text = f"rank {most.stage} has the largest peak, {gib(peak)} GiB"
-    beside = f"after about {gib(outside)} for CUDA and NCCL"
+    taken = f"after about {gib(outside)} for CUDA and NCCL"
     fit = fit_of(peak, gpu, most.communicators, headroom_bytes)
     if fit is Fit.TOO_LARGE:
         limit = allocatable_bytes(gpu, most.communicators, 0.0)
@@ -139,13 +139,13 @@ def verdict(found: Sequence[RankReport], gpu: Gpu, headroom_bytes: float) -> str
         others = [str(each.stage) for each in found if _unused_bytes(each, gpu, 0.0) < 0]
         too_large = f"; too large: ranks {', '.join(others)}" if len(others) > 1 else ""
         return (
-            f"Does not fit: {text}, {gib(peak - limit)} GiB above {of_gpu} {beside}"
+            f"Does not fit: {text}, {gib(peak - limit)} GiB above {of_gpu} {taken}"
             f"{step}{too_large}."
         )
     if fit is Fit.TIGHT:
         return (
             f"May not fit: {text} of {of_gpu}, and leaves less than the headroom of "
-            f"{gib(headroom_bytes)} GiB {beside}."
+            f"{gib(headroom_bytes)} GiB {taken}."
         )
     most = min(found, key=lambda each: _spare_bytes(each, gpu))
     spare, outside = _spare_bytes(most, gpu), outside_bytes(gpu, most.communicators)
@@ -153,13 +153,13 @@ def verdict(found: Sequence[RankReport], gpu: Gpu, headroom_bytes: float) -> str
         f"Fits: rank {most.stage} reserves about {gib(most.reserved_bytes)} GiB (peak "
         f"{gib(needed(most))}) of {of_gpu}"
     )
-    beside = f"after about {gib(outside)} for CUDA and NCCL"
+    taken = f"after about {gib(outside)} for CUDA and NCCL"
     if spare < 0:
         return (
-            f"{text}, {gib(-spare)} GiB more than are free {beside}: torch's allocator has to "
+            f"{text}, {gib(-spare)} GiB more than are free {taken}: torch's allocator has to "
             "return cached blocks. Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
         )
-    return f"{text}; {gib(spare)} GiB are spare {beside}."
+    return f"{text}; {gib(spare)} GiB are spare {taken}."
 
 
 def remedy_line(most_bytes: float, peak_bytes: float, fit: Fit) -> str:

@@ -162,7 +162,7 @@ def counted(
 
 
 def of_unlike_layers(found: Counted, command: Command, world: int) -> Counted:
-    """Estimate layers that differ from the counted stage: hybrid models, dense layers beside MoE.
+    """Estimate layers unlike the counted one, in hybrid models and MoE models with dense layers.
 
     Their costs relative to each other follow from their GEMMs and sizes.
 

@@ -61,9 +61,10 @@ def test_dense_layers_are_read_as_megatron_reads_them(frequency: str, dense: lis
     assert [layer for layer, has in enumerate(layers) if not has] == dense
 
 
-def test_an_expression_for_moe_layers_that_is_no_list_is_rejected() -> None:
+@pytest.mark.parametrize("frequency", ["__import__('os')", "(1"])
+def test_an_expression_for_moe_layers_that_is_no_list_is_rejected(frequency: str) -> None:
     with pytest.raises(ScheduleError, match=r"--moe-layer-freq .* give an integer, or lists"):
-        layers_with_experts(EXPERTS.having(moe_layer_freq="__import__('os')").option)
+        layers_with_experts(EXPERTS.having(moe_layer_freq=frequency).option)
 
 
 @pytest.mark.parametrize(("sharded", "state"), [(False, 1.0), (True, 49152 / 55705.6)])

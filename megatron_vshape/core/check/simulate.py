@@ -156,8 +156,8 @@ class _Simulation:
             if len(self.ends[at]) < len(lane.passes)
         }
         if stuck:
-            beside = self.schedule.overlapped_pairs()
-            raise ScheduleError(explain_deadlock(self.lanes, self.table, stuck, beside))
+            pairs = self.schedule.overlapped_pairs()
+            raise ScheduleError(explain_deadlock(self.lanes, self.table, stuck, pairs))
         starts, ends = (_by_device(self.schedule, self.lanes, x) for x in (self.starts, self.ends))
         return starts, ends
 
@@ -372,14 +372,14 @@ LISTED = 12
 
 
 def explain_deadlock(
-    lanes: Sequence[Lane], table: NeedTable, stuck: Mapping[int, int], beside: Mapping[Pass, Pass]
+    lanes: Sequence[Lane], table: NeedTable, stuck: Mapping[int, int], partners: Mapping[Pass, Pass]
 ) -> str:
     """Format the error for a schedule with stuck resource queues; `stuck` maps queues to indices.
 
     Each line is one wait: the two passes, and whether the first reads the result of the second or
-    runs after it on the same device. `beside` has the F&B pairs, by their F.
+    runs after it on the same device. `partners` maps the F of each F&B pair to its B.
     """
-    return _Stuck(lanes, table, stuck, beside).explain()
+    return _Stuck(lanes, table, stuck, partners).explain()
 
 
 class _Stuck:
@@ -390,12 +390,12 @@ class _Stuck:
         lanes: Sequence[Lane],
         table: NeedTable,
         stuck: Mapping[int, int],
-        beside: Mapping[Pass, Pass],
+        partners: Mapping[Pass, Pass],
     ) -> None:
         self.lanes = lanes
         self.table = table
         self.stuck = stuck
-        self.beside = beside
+        self.partners = partners
         self.home = {
             Pass(kind, work.stage, work.microbatch): (at, place)
             for at, lane in enumerate(lanes)
@@ -452,7 +452,7 @@ class _Stuck:
                 yield self.lanes[at].passes[place]
 
     def _needs_of(self, work: Pass) -> Iterator[Pass]:
-        both = (work, self.beside[work]) if work in self.beside else (work,)
+        both = (work, self.partners[work]) if work in self.partners else (work,)
         return chain.from_iterable(map(self.table.needs_of, both))
 
     def _tell(self, work: Pass, other: Pass) -> str:
@@ -463,8 +463,8 @@ class _Stuck:
         if any(map(is_it, self.table.needs_of(work))):
             reason = "reads its result"
         elif any(map(is_it, self._needs_of(work))):
-            reason = f"{self.beside[work]}, which runs with it, reads its result"
-        elif self.beside.get(other) == work:
+            reason = f"{self.partners[work]}, which runs with it, reads its result"
+        elif self.partners.get(other) == work:
             reason = "runs with it"
         else:
             reason = f"device {device} runs it first"

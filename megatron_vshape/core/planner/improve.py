@@ -500,7 +500,7 @@ def fit_exchanged(shop: JobShop, state: State, lane: int, low: int, high: int) -
     limit = shop.limit[lane]
     left, right = shop.sort[state.row[lane, low]], shop.sort[state.row[lane, high]]
     change = shop.delta[right] - shop.delta[left]
-    # Up to `high`, the memory differs by what the two passes allocate or free; there, it is equal.
+    # Up to `high`, the memory differs by the allocations of the two passes; there, it is equal.
     if state.held[lane, low] + change + shop.over[right] > limit:
         return False
     for place in range(low + 1, high):

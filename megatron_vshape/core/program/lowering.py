@@ -338,7 +338,7 @@ def pair_adjacent(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     own = costs_of(schedule, costs)
     paired = replace(schedule, overlapped=_Pairing(schedule, own).paired())
     lost_us = simulate(paired, costs).makespan - simulate(schedule, costs).makespan
-    saved_us = 0.0  # beyond what the simulation knows
+    saved_us = 0.0  # not in the simulated times
     if own.forward_exchange_us is None and own.backward_exchange_us is None:
         in_pairs_us = [_length_us(own, pair) for pair in paired.overlapped_pairs().items()]
         saved_us = EXCHANGED * sum(in_pairs_us) / schedule.num_devices
@@ -362,7 +362,7 @@ class _Pairing:
         self.clock_us = [0.0] * schedule.num_devices
         self.done_us: dict[Pass, float] = {}
         self.starts: list[tuple[float, int]] = []  # a heap of starts and devices
-        self.waiting: dict[Pass, list[int]] = defaultdict(list)  # devices, by what they wait for
+        self.waiting: dict[Pass, list[int]] = defaultdict(list)  # pass -> devices that wait for it
 
     def paired(self) -> frozenset[Pass]:
         """Return the F that run with the pass behind them."""
@@ -381,7 +381,7 @@ class _Pairing:
         return frozenset(overlapped)
 
     def _wait(self, device: int) -> None:
-        """Note when the device's next pass can start, or what it waits for."""
+        """Record the earliest start of the device's next pass, or the pass that it waits for."""
         row, at = self.schedule.order[device], self.at[device]
         if at == len(row):
             return
