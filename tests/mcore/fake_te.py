@@ -41,11 +41,11 @@ def general_gemm(
     out: Tensor | None,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, None]:
-    """Return dy^T x, in `out` where that is given, and the bias gradient."""
+    """Return dy^T x, in `out` where that is given, and the bias gradient, in the same dtype."""
     product = dy.t().matmul(x).to(out_dtype)
     if out is not None:
         product = out.add_(product) if accumulate else out.copy_(product)
-    return product, None if bias is None else dy.sum(dim=0), None
+    return product, None if bias is None else dy.sum(dim=0, dtype=product.dtype), None
 
 
 def general_grouped_gemm(
@@ -58,7 +58,8 @@ def general_grouped_gemm(
     """Put every group's dy^T x into `outs`."""
     for x, dy, out in zip(xs, dys, outs, strict=True):
         general_gemm(x, dy, out.dtype, accumulate, out, None)
-    return outs, [dy.sum(dim=0) if use_bias else None for dy in dys], None
+    dtype = outs[0].dtype
+    return outs, [dy.sum(dim=0, dtype=dtype) if use_bias else None for dy in dys], None
 
 
 def _returned_gradient(layer: "TeLayer", weight: nn.Parameter, grad: Tensor | None) -> Any:

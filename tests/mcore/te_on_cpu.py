@@ -53,7 +53,8 @@ def generic_gemm(
     right = right.t() if transpose_a else right
     product, bias_grad = left.matmul(right), None
     if bias is not None and grad:
-        bias_grad = b.reshape(-1, b.shape[-1]).sum(dim=0)
+        dtype = None if out is None else out.dtype  # as cuBLAS has it
+        bias_grad = b.reshape(-1, b.shape[-1]).sum(dim=0, dtype=dtype)
     elif bias is not None:
         product = product + bias
     if not transpose_b:

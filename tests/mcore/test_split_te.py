@@ -164,13 +164,19 @@ def test_recompute(kind: str, fused: bool, reentrant: bool) -> None:
             torch.testing.assert_close(split[name], whole[name], rtol=1e-5, atol=1e-5)
 
 
-def test_bf16_sums_in_main_grad() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", ["linear", "mlp", "grouped"])
+def test_bf16_sums_in_main_grad(kind: str, fused: bool) -> None:
     whole, split = (
-        run(LAYERS["linear"](dtype=torch.bfloat16), order, ddp=True, install=install)
+        run(
+            LAYERS[kind](bias=True, dtype=torch.bfloat16, fused=fused), order, True, install=install
+        )
         for order, install in ((WHOLE, False), (ORDERS["in order"], True))
     )
     assert all(torch.equal(split[name], whole[name]) for name in whole)
-    assert split["weight_0"].dtype == torch.float32
+    weights = [name for name in split if "weight" in name]
+    assert weights
+    assert all(split[name].dtype == torch.float32 for name in weights)
 
 
 @pytest.mark.parametrize("kind", LAYERS)

@@ -428,11 +428,13 @@ def add_gradient(parameter: nn.Parameter, grad: Tensor) -> None:
     """Add to main_grad if the parameter has one (as DDP does), else to grad (as autograd does)."""
     if not parameter.requires_grad:
         return
+    # A bias gradient of a GEMM into main_grad is fp32; autograd rounds it to the bias's dtype.
+    grad = grad.to(parameter.dtype)
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is not None:
         main_grad.add_(grad)
     elif parameter.grad is None:
-        parameter.grad = grad.to(parameter.dtype)
+        parameter.grad = grad
     else:
         parameter.grad.add_(grad)
 
