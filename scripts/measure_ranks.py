@@ -59,6 +59,14 @@ EXPERTS = (
     "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss "
     "--moe-aux-loss-coeff 1e-2"
 )
+MANY_EXPERTS = (
+    EXPERTS.replace("--global-batch-size 8", "--global-batch-size 64").replace(
+        "--num-experts 8 --moe-router-topk 2", "--num-experts 32 --moe-router-topk 4"
+    )
+    + " --moe-ffn-hidden-size 3584 --expert-model-parallel-size 8 --attention-backend unfused"
+)
+FUSED = "--moe-permute-fusion"
+LIMITED = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
 FP8 = (
     "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 16 --fp8-amax-compute-algo max"
 )
@@ -76,6 +84,10 @@ CASES = (  # name, flags, GPUs, ranks
     ("7B FP8 v-half", f"{GPT_7B} {FP8} {V} v-half", 4, (0,)),
     ("8 experts 1f1b", EXPERTS, 4, (0,)),
     ("8 experts v-half", f"{EXPERTS} {V} v-half", 4, (0,)),
+    ("32 experts, EP 8, 1f1b", MANY_EXPERTS, 32, (0,)),
+    ("32 experts, EP 8, 1f1b, fused permutation", f"{MANY_EXPERTS} {FUSED}", 32, (0,)),
+    ("32 experts, EP 8, 1f1b, limited capacity", f"{MANY_EXPERTS} {LIMITED}", 32, (0,)),
+    ("32 experts, EP 8, v-half", f"{MANY_EXPERTS} {V} v-half", 32, (0,)),
     ("70B v-half, shared vocabulary", f"{LLAMA_70B} {V} v-half {SHARED}", 64, (0,)),
     ("7B v-half, full recompute", f"{GPT_7B} {FULL} {V} v-half", 4, (0,)),
     ("7B 1f1b, full recompute", f"{GPT_7B} {FULL}", 4, (0,)),
