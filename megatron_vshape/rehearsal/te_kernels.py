@@ -209,7 +209,7 @@ def generic_gemm(
         out = _quantized(quantizer, _empty(*shape, columns, dtype=_out_dtype(out_dtype, b)))
     bias_grad = None
     if bias is not None and grad:
-        bias_grad = _empty(_shape(b)[-1], dtype=bias.dtype)
+        bias_grad = _empty(_shape(b)[-1], dtype=getattr(out, "dtype", bias.dtype))
     before_gelu = _like(out) if gelu and not grad else None
     gathered = options.get("extra_output")
     return out, bias_grad, before_gelu, gathered
@@ -319,15 +319,25 @@ def _l2norm(
 
 
 def fused_attn_fwd(queries: int, keys: int, is_training: bool, *args: Any) -> list[Tensor]:
-    """Return the output, the softmax statistics in fp32 and the RNG state."""
+    """Return the output, the softmax statistics in fp32 and the RNG state.
+
+    With `return_max_logit`, as for --qk-clip, statistics are two tensors: TE 2.9 to 2.13 returns
+    maximum and sum, later versions the statistics and the maximum.
+    """
     q, k, v = _wide(args)[:3]
     batch, heads = _batch(args, q), q.shape[-2]
     seen = _keys_seen(args, keys)
     _count_attention(q, 2.0 * batch * heads * queries * seen * (q.shape[-1] + v.shape[-1]))
     dtype = q.dtype if q.dtype.is_floating_point else torch.bfloat16
     out = _empty(*q.shape[:-1], v.shape[-1], dtype=dtype)
-    statistics = _empty(batch, heads, queries, 1)
-    return [out, statistics, _empty(2, dtype=torch.int64), *_offsets_of(args, heads)]
+    statistics = [_empty(batch, heads, queries, 1) for _ in range(1 + _returns_max_logit(args))]
+    return [out, *statistics, _empty(2, dtype=torch.int64), *_offsets_of(args, heads)]
+
+
+def _returns_max_logit(args: tuple[Any, ...]) -> bool:
+    """Return the flag that follows the number of random values per thread, from TE 2.9 on."""
+    after = max(at for at, each in enumerate(args) if type(each) is int) + 1
+    return any(args[after : after + 1])
 
 
 def fused_attn_bwd(queries: int, keys: int, *args: Any) -> list[Any]:

@@ -367,6 +367,16 @@ CASES = {
         assert meanwhile(attention(8192, 32, 32)) == 135266560 - 256
         assert meanwhile(attention(4096, 8, 1)) == 33685760 - 256
     """,
+    "attention returns the largest logits too, if a clip or a log needs them": """
+        attend = te_kernels.functions()["fused_attn_fwd"]
+        q, k, v = (gpu(128, 2, 4, 64, dtype=torch.bfloat16) for _ in range(3))
+        def attention(*flags):
+            made = attend(128, 128, True, 1.0, q, k, v, None, 16, *flags)
+            return [tuple(each.shape) for each in made]
+        plain, clipped = [(128, 2, 4, 64), (2, 4, 128, 1), (2,)], (2, 4, 128, 1)
+        assert attention() == attention(False) == attention(False, True) == plain
+        assert attention(True) == attention(True, False) == [*plain[:2], clipped, *plain[2:]]
+    """,
     "a transformer engine product returns its shape": """
         product = te_kernels.functions()["generic_gemm"]
         x, w = gpu(8, 4, 64, dtype=torch.bfloat16), gpu(128, 64, dtype=torch.bfloat16)
@@ -374,6 +384,10 @@ CASES = {
         out, bias_grad, gelu, more = product(w, True, x, False, None, None, None, None, *rest)
         assert out.shape == (8, 4, 128) and out.dtype == torch.bfloat16
         assert ledger.work.products == {("bfloat16", 32, 64, 128, 1): 1}
+        bias, main_grad = gpu(64, dtype=torch.bfloat16), gpu(64, 64)
+        rest = (None, False, None, True, None, 0, True)
+        out, bias_grad, *_ = product(x, False, x, True, main_grad, None, None, bias, *rest)
+        assert bias_grad.dtype == torch.float32  # as the output
     """,
 }
 
