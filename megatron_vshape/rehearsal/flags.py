@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from math import lcm
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from megatron_vshape.rehearsal.saved_config import (
     flags_of_config,
     is_saved_config,
 )
+from megatron_vshape.rehearsal.shell_script import ShellScript
 
 FILES = """
     --data-path --train-data-path --valid-data-path --test-data-path --data-cache-path
@@ -108,7 +110,12 @@ class Command:
         try:
             return int(text)
         except ValueError:
-            raise ScheduleError(f"{flag} {text!r:.40} is no whole number") from None
+            unset = (
+                ": a variable that the script does not set. Set it in the environment; $1, $2 and "
+                "so on are the words after the script's name"
+            )
+            why = unset if text.startswith("$") else " is no whole number"
+            raise ScheduleError(f"{flag} {text!r:.40}{why}") from None
 
     @property
     def pattern(self) -> str | None:
@@ -195,8 +202,8 @@ def read_command(words: Sequence[str]) -> Command:
 
     torchrun and python before the script are skipped. The first word can be a file: a YAML file of
     Megatron-LM's functional tests, a saved configuration of Megatron-Bridge (also in checkpoints of
-    NeMo-RL), `transformer_config.json` of a checkpoint of verl, a shell script with an array of
-    flags, or flags alone. Flags after the file are added.
+    NeMo-RL), `transformer_config.json` of a checkpoint of verl, a shell script, or flags alone.
+    Flags after the file are added; other words after a shell script are its parameters.
 
     Raises:
         ScheduleError: There is no command, or the file has none.
@@ -268,7 +275,9 @@ def _of_file(path: Path, command: Command, more: Sequence[str]) -> Command:
     elif path.suffix == ".json":
         command = _of_json(path, text, command, more)
     elif path.suffix in (".sh", ".bash", ".sbatch", ".slurm") or text.startswith("#!"):
-        command = _of_shell(path, text, command)
+        given = [*takewhile(lambda word: not word.startswith("-"), more)]  # $1, $2 and so on
+        command = _of_shell(path, text, command, given)
+        more = more[len(given) :]
     else:
         command = replace(command, flags=tuple(shlex.split(text, comments=True)))
     return replace(command, flags=(*command.flags, *more))
@@ -350,63 +359,22 @@ def _words_of(value: Any) -> list[str]:
     return [text]
 
 
-def _of_shell(path: Path, text: str, command: Command) -> Command:
-    """Return the flags of a script's arrays and command line, with variables substituted."""
-    text = re.sub(r"(?m)(^|\s)#.*$", r"\1", text).replace("\\\n", " ")
-    known: dict[str, str] = dict(command.environment)
-    arrays: dict[str, list[str]] = {}
-    for assigned in _ASSIGNMENT.finditer(text):
-        name, plus, opening = assigned.groups()
-        if opening:
-            body = _until_closed(text[assigned.end() :])
-            arrays[name] = (arrays.get(name, []) if plus else []) + _split(body, known)
-        elif value := text[assigned.end() :].partition("\n")[0].strip():
-            known[name] = _filled(value.strip("\"'"), known)
-    script, flags = command.script, [word for words in arrays.values() for word in words]
-    for line in text.splitlines():
-        found = re.search(r"(\S+\.py)\s(.*)", line)
-        if found:
-            script = _filled(found[1], known)
-            flags += [word for word in _split(found[2], known) if "[@]" not in word]
-    flags = [
-        word for word in flags if not word.startswith(("--nproc", "--nnodes", "--node", "--master"))
-    ]
+def _of_shell(path: Path, text: str, command: Command, given: Sequence[str]) -> Command:
+    """Return the command of a shell script, without the flags of its launcher."""
+    numbered = {str(number): word for number, word in enumerate(given, 1)}
+    read = ShellScript(text, {**command.environment, **numbered})
+    script, flags = read.command()
     if not any(word.startswith("--") for word in flags):
         raise ScheduleError(f"{path} has no flags, neither in an array nor after a script's name")
-    return Command(script, tuple(flags), {k: v for k, v in known.items() if k.startswith("NVTE_")})
+    environment = {
+        name: value for name, value in read.variables.items() if name.startswith(VARIABLES)
+    }
+    made = Command(script or command.script, tuple(flags), environment)
+    return made.without(lambda flag: flag.startswith(_LAUNCHER))
 
 
-_ASSIGNMENT = re.compile(r"(?m)^\s*(?:export\s+|declare\s+-a\s+)?(\w+)(\+?)=(\()?")
-
-
-def _until_closed(text: str) -> str:
-    """Return the body of an array up to its closing parenthesis outside of quotes."""
-    quote = ""
-    for at, each in enumerate(text):
-        if quote:
-            quote = "" if each == quote else quote
-        elif each in "\"'":
-            quote = each
-        elif each == ")":
-            return text[:at]
-    return text
-
-
-def _split(text: str, known: Mapping[str, str]) -> list[str]:
-    try:
-        words = shlex.split(text)
-    except ValueError:
-        words = text.split()
-    return [_filled(word, known) for word in words if word not in ("\\",)]
-
-
-def _filled(text: str, known: Mapping[str, str]) -> str:
-    text = re.sub(r"\$\{(\w+):[-=]([^}]*)\}", lambda found: known.get(found[1], found[2]), text)
-    return re.sub(
-        r"\$\{?(\w+)\}?",
-        lambda found: known.get(found[1], os.environ.get(found[1], found[0])),
-        text,
-    )
+_LAUNCHER = ("--nproc", "--nnodes", "--node", "--master", "--rdzv")
+"""Beginnings of torchrun's flags, which scripts keep in arrays too."""
 
 
 def without_files(command: Command, vocabulary: int | None = None) -> list[str]:

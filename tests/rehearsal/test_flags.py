@@ -87,6 +87,81 @@ def test_a_shell_scripts_arrays_are_read(tmp_path: Path) -> None:
     assert read_command([file]).flags == (*FLAGS, "--seq-length", "4096")
 
 
+def test_variables_with_flags_are_split_into_words(tmp_path: Path) -> None:
+    file = written(
+        tmp_path,
+        "train.sh",
+        """
+        #!/bin/bash
+        export CUDA_DEVICE_MAX_CONNECTIONS=1 NVTE_FUSED_ATTN=1; cd /workspace
+        export PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"
+        PP=4
+        GPT_ARGS="
+            --num-layers 8 \\
+            --pipeline-model-parallel-size $PP
+        "
+        GPT_ARGS+=" --bf16"
+        SCRIPT=examples/pretrain_gpt.py
+        RUN="python -u ${SCRIPT} ${GPT_ARGS} --seq-length ${LENGTH:-4096}"
+        srun -l sh -c "${RUN}"
+        """,
+    )
+    command = read_command([file])
+    assert command.script == "examples/pretrain_gpt.py"
+    assert command.flags == (*FLAGS, "--seq-length", "4096")
+    assert command.environment == {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "NVTE_FUSED_ATTN": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    }
+
+
+BRANCHES = """
+#!/bin/bash
+SIZE=$1
+NODES=(--nproc_per_node 8 --nnodes 2)
+if [ $SIZE = 7B ]; then
+    LAYERS=32
+elif [[ "$SIZE" == 70* ]]; then
+    LAYERS=80
+    if [ -n "$2" ]; then
+        LAYERS=96
+    fi
+else
+    LAYERS=4
+fi
+case "${2:-bf16}" in
+    fp8)
+        KIND=(--bf16 --fp8-format hybrid)
+        ;;
+    bf16|half)
+        KIND=(--bf16)
+        ;;
+esac
+if [ -f here ]; then
+    MORE="--swiglu"
+fi
+NVTE_X=1 torchrun "${NODES[@]}" pretrain_gpt.py --num-layers $LAYERS $MORE "${KIND[@]}" 2>&1 | tee a
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "flags"),
+    [
+        (["7B"], "--num-layers 32 --swiglu --bf16"),
+        (["70B"], "--num-layers 80 --swiglu --bf16"),
+        (["70B", "half"], "--num-layers 96 --swiglu --bf16"),
+        (["1B", "fp8", "--seq-length", "64"], "--num-layers 4 --swiglu --bf16 --fp8-format hybrid"),
+    ],
+)
+def test_the_branch_of_a_script_that_bash_takes_is_read(
+    tmp_path: Path, given: list[str], flags: str
+) -> None:
+    command = read_command([written(tmp_path, "train.sh", BRANCHES), *given])
+    assert command.flags == (*flags.split(), *given[2:])
+    assert command.environment == {"NVTE_X": "1"}
+
+
 def test_a_file_of_flags_is_read(tmp_path: Path) -> None:
     file = written(tmp_path, "flags.txt", f"# a model\n{' '.join(FLAGS)}\n")
     assert read_command(["pretrain_gpt.py", file]).flags == FLAGS
@@ -137,6 +212,13 @@ def test_ranks_are_named() -> None:
 def test_what_is_no_command_is_told(words: list[str], wrong: str) -> None:
     with pytest.raises(ScheduleError, match=wrong):
         read_command(words)
+
+
+def test_a_parameter_of_a_script_that_is_not_given_is_named(tmp_path: Path) -> None:
+    script = written(tmp_path, "a.sh", "TP=$1\ntorchrun pretrain_gpt.py --tensor-size $TP\n")
+    assert read_command([script, "2"]).number("--tensor-size", 1) == 2
+    with pytest.raises(ScheduleError, match="--tensor-size '\\$1': a variable .* Set it in"):
+        read_command([script]).number("--tensor-size", 1)
 
 
 def test_a_script_without_flags_is_told(tmp_path: Path) -> None:

@@ -1,0 +1,241 @@
+"""Reads a training command from a shell script without running the script.
+
+Variables, arrays and the line that starts the training are read, as bash expands them. Of `case`
+and `if`, only the branch that bash takes is read. Where that depends on something else than values
+of variables, such as files, all branches are read in order.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from itertools import chain
+
+_BEGINS = re.compile(
+    r"(?m)^[ \t]*(?:(?P<condition>case|if)\b(?P<rest>.*)|"
+    r"(?:(?:export|local|readonly|declare(?:[ \t]+-\w+)*)[ \t]+)?(?=\w+\+?=))"
+)
+_OF_IF = re.compile(r"(?m)^[ \t]*(if|elif|else|fi)\b(.*)$")
+_OF_CASE = re.compile(r"(?m)^[ \t]*\(?([^\s()]+)\)(.*?);;", re.S)
+_TEST = re.compile(r"\s*\[\[?\s+(.*?)\s+\]\]?[\s;]*(?:then)?\s*")
+_COMPARED = {
+    "-eq": operator.eq,
+    "-ne": operator.ne,
+    "-lt": operator.lt,
+    "-le": operator.le,
+    "-gt": operator.gt,
+    "-ge": operator.ge,
+}
+_NAME = re.compile(r"(\w+)(\+?)=")
+_VALUE = re.compile(r"""(?:"(?:\\.|[^"\\])*"|'[^']*'|\$\([^)]*\)|\$\{[^}]*\}|[^\s;"'])*""", re.S)
+_BETWEEN = re.compile(r"[ \t]*(?:;[ \t]*)?(?:export[ \t]+)?")
+_ALL_OF = re.compile(r"\$\{(\w+)\[[@*]\]\}")
+_DEFAULT = re.compile(r"\$\{(\w+):?[-=]([^}]*)\}")
+_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+_PART = re.compile(r"""(?P<quoted>"(?:\\.|[^"\\])*"|'[^']*')|(?P<end>(?<=\s)\d?[<>|&]|;)|.""", re.S)
+_STARTS = re.compile(r"([^\s=\"']+\.py)[\"']?(?:[ \t]+(.*))?$", re.M)
+
+
+class ShellScript:
+    """The variables, the arrays and the command lines of a script."""
+
+    def __init__(self, text: str, given: Mapping[str, str]) -> None:
+        """Read the assignments of a script; `given` are variables of its environment."""
+        self._text = re.sub(r"(?m)(^|\s)#.*$", r"\1", text).replace("\\\n", " ")
+        self.variables = dict(given)
+        self._arrays: dict[str, list[str]] = {}
+        self._not_taken: list[tuple[int, int]] = []  # from and to where in the text
+        for line in _BEGINS.finditer(self._text):
+            if not self._taken(line.start()):
+                continue
+            if line["condition"] is None:
+                self._assign(line.end())
+            elif line["condition"] == "case":
+                self._skip(self._of_case(line))
+            else:
+                self._skip(self._of_if(line))
+
+    def command(self) -> tuple[str | None, list[str]]:
+        """Return the training script, None if the script has none, and its flags.
+
+        If the line that starts the training names no array, the flags of all arrays are added, for
+        scripts that pass them on in other ways.
+        """
+        script, found, uses_arrays = None, list[list[str]](), False
+        for line in self._lines():
+            script = self._fill(line[1])
+            flags = self._words(line[2] or "", ends=True)
+            found += [flags] if flags not in found else []  # a variable, and the line that uses it
+            uses_arrays |= bool(_ALL_OF.search(line[2] or ""))
+        if not uses_arrays:
+            found = [*self._arrays.values(), *found]
+        return script, [*chain.from_iterable(found)]
+
+    def _lines(self) -> list[re.Match[str]]:
+        """Find the command lines: with a script of Megatron, else with any Python file."""
+        # A variable can hold the script's name, or the whole command line.
+        found = [each for each in _STARTS.finditer(self._text) if self._taken(each.start())]
+        if not any(each[2] for each in found):
+            lines = (line for line in self._text.splitlines() if "$" in line)
+            filled = (self._fill(line).replace("\n", " ") for line in lines)
+            found += _STARTS.finditer("\n".join(filled))
+        return [each for each in found if "pretrain" in each[1]] or found
+
+    def _taken(self, at: int) -> bool:
+        return not any(start <= at < end for start, end in self._not_taken)
+
+    def _skip(self, branches: list[tuple[bool | None, int, int]]) -> None:
+        """Skip the branches that bash does not take: whether one holds, and where it is."""
+        for number, (holds, *_) in enumerate(branches):
+            if holds is None:
+                return
+            if holds:
+                branches = branches[:number] + branches[number + 1 :]
+                break
+        self._not_taken += [(start, end) for _, start, end in branches]
+
+    def _of_case(self, line: re.Match[str]) -> list[tuple[bool | None, int, int]]:
+        """List the branches of a `case`."""
+        end = self._text.find("esac", line.end())
+        known = self._value(_unquoted(line["rest"].partition(" in")[0].strip()))
+        return [
+            (
+                None
+                if known is None
+                else any(fnmatchcase(known, _unquoted(pattern)) for pattern in each[1].split("|")),
+                each.start(2),
+                each.end(2),
+            )
+            for each in _OF_CASE.finditer(self._text, line.end(), max(end, line.end()))
+        ]
+
+    def _of_if(self, line: re.Match[str]) -> list[tuple[bool | None, int, int]]:
+        """List the branches of an `if` of several lines."""
+        branches: list[tuple[bool | None, int, int]] = []
+        depth, condition, start = 0, line["rest"], line.end()
+        if re.search(r"\bfi\b", condition):
+            return []
+        for word in _OF_IF.finditer(self._text, line.end()):
+            opens = word[1] == "if" and not re.search(r"\bfi\b", word[2])
+            depth += opens - (word[1] == "fi")
+            if depth < 0 or (depth == 0 and word[1] in ("elif", "else")):
+                holds = True if condition is None else self._holds(condition)
+                branches.append((holds, start, word.start()))
+                condition = word[2] if word[1] == "elif" else None
+                start = word.end()
+            if depth < 0:
+                break
+        return branches
+
+    def _holds(self, condition: str) -> bool | None:
+        """Evaluate a comparison of values; None if the result is unknown."""
+        found = _TEST.fullmatch(condition)
+        try:
+            words = shlex.split(found[1]) if found else []
+        except ValueError:
+            return None
+        filled = [self._value(word) for word in words]
+        values = [value for value in filled if value is not None]
+        match values:
+            case _ if len(values) < len(filled):
+                return None
+            case ["-n" | "-z" as test, value]:
+                return bool(value) == (test == "-n")
+            case [left, "=" | "==", right]:
+                return fnmatchcase(left, right)
+            case [left, "!=", right]:
+                return not fnmatchcase(left, right)
+            case [left, test, right] if test in _COMPARED and (left + right).isdecimal():
+                return bool(_COMPARED[test](int(left), int(right)))
+        return None
+
+    def _assign(self, at: int) -> None:
+        """Make the assignments that begin here: NAME=VALUE NAME="VALUE" COMMAND."""
+        while found := _NAME.match(self._text, at):
+            name, adds = found[1], bool(found[2])
+            if self._text.startswith("(", found.end()):
+                body = _until_closed(self._text[found.end() + 1 :])
+                kept = self._arrays.get(name, []) if adds else []
+                self._arrays[name] = [*kept, *self._words(body)]
+                return
+            value = _VALUE.match(self._text, found.end())
+            assert value is not None  # it may be empty
+            if value[0]:
+                before = self.variables.get(name, "") if adds else ""
+                self.variables[name] = before + self._fill(_unquoted(value[0]))
+            between = _BETWEEN.match(self._text, value.end())
+            at = value.end() if between is None else between.end()
+
+    def _words(self, text: str, ends: bool = False) -> list[str]:
+        """Split into words; unquoted variables are several. `ends`: at a pipe or redirection."""
+        text = "".join(self._parts(text, ends))
+        try:
+            words = shlex.split(text)
+        except ValueError:  # part of a quoted command line
+            words = re.sub("[\"']", " ", text).split()
+        found: list[str] = []
+        for word in words:
+            array = _ALL_OF.fullmatch(word)
+            if array:
+                found += self._arrays.get(array[1], [])
+            elif word not in ("\\", "$@", "$*"):
+                found.append(self._fill(word))
+        return found
+
+    def _parts(self, text: str, ends: bool) -> Iterator[str]:
+        """Yield quoted parts as they are, and the others with variables and arrays filled in."""
+        plain = ""
+        for part in _PART.finditer(text):
+            if part["end"] and ends:
+                break
+            if part["quoted"]:
+                yield self._fill(_ALL_OF.sub(self._joined, plain))
+                yield part[0]
+                plain = ""
+            else:
+                plain += part[0]
+        yield self._fill(_ALL_OF.sub(self._joined, plain))
+
+    def _joined(self, array: re.Match[str]) -> str:
+        """Join an unquoted array, whose words bash splits again."""
+        words = (part for word in self._arrays.get(array[1], []) for part in word.split())
+        return shlex.join(words)
+
+    def _value(self, word: str) -> str | None:
+        """Fill in a word of a condition; unset variables are empty. None: a command's output."""
+        filled = _VARIABLE.sub("", self._fill(word))
+        return None if "$" in filled or "`" in filled else filled
+
+    def _fill(self, text: str) -> str:
+        """Replace variables; unknown ones stay."""
+        known = self.variables
+        text = _DEFAULT.sub(lambda found: known.get(found[1], found[2]), text)
+        return _VARIABLE.sub(
+            lambda found: known.get(
+                found[1] or found[2], os.environ.get(found[1] or found[2], found[0])
+            ),
+            text,
+        )
+
+
+def _unquoted(value: str) -> str:
+    """Remove quotes around a value or parts of it."""
+    quoted = re.compile(r"\"((?:\\.|[^\"\\])*)\"|'([^']*)'", re.S)
+    return quoted.sub(lambda found: found[1] if found[2] is None else found[2], value)
+
+
+def _until_closed(text: str) -> str:
+    """Return the body of an array up to its closing parenthesis outside of quotes."""
+    quote = ""
+    for at, each in enumerate(text):
+        if quote:
+            quote = "" if each == quote else quote
+        elif each in "\"'":
+            quote = each
+        elif each == ")":
+            return text[:at]
+    return text
