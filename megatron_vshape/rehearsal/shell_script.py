@@ -7,6 +7,7 @@ of variables, such as files, all branches are read in order.
 
 from __future__ import annotations
 
+import ast
 import operator
 import os
 import re
@@ -31,13 +32,26 @@ _COMPARED = {
     "-ge": operator.ge,
 }
 _NAME = re.compile(r"(\w+)(\+?)=")
-_VALUE = re.compile(r"""(?:"(?:\\.|[^"\\])*"|'[^']*'|\$\([^)]*\)|\$\{[^}]*\}|[^\s;"'])*""", re.S)
+_VALUE = re.compile(
+    r"""(?:\$\(\(.*?\)\)|"(?:\\.|[^"\\])*"|'[^']*'|\$\([^)]*\)|\$\{[^}]*\}|[^\s;"'])*""", re.S
+)
 _BETWEEN = re.compile(r"[ \t]*(?:;[ \t]*)?(?:export[ \t]+)?")
 _ALL_OF = re.compile(r"\$\{(\w+)\[[@*]\]\}")
 _DEFAULT = re.compile(r"\$\{(\w+):?[-=]([^}]*)\}")
+_ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)")
+_PRINTS = re.compile(r"\s*(?:echo|printf|if|elif|test|\[|\[\[|cat|cp|ls)\s")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 _PART = re.compile(r"""(?P<quoted>"(?:\\.|[^"\\])*"|'[^']*')|(?P<end>(?<=\s)\d?[<>|&]|;)|.""", re.S)
 _STARTS = re.compile(r"([^\s=\"']+\.py)[\"']?(?:[ \t]+(.*))?$", re.M)
+
+
+_COMPUTED = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+}
 
 
 class ShellScript:
@@ -77,12 +91,15 @@ class ShellScript:
 
     def _lines(self) -> list[re.Match[str]]:
         """Find the command lines: with a script of Megatron, else with any Python file."""
-        # A variable can hold the script's name, or the whole command line.
-        found = [each for each in _STARTS.finditer(self._text) if self._taken(each.start())]
-        if not any(each[2] for each in found):
-            lines = (line for line in self._text.splitlines() if "$" in line)
-            filled = (self._fill(line).replace("\n", " ") for line in lines)
-            found += _STARTS.finditer("\n".join(filled))
+        lines = [
+            line[0]
+            for line in re.finditer(r"(?m)^.+$", self._text)
+            if self._taken(line.start()) and not _PRINTS.match(line[0])
+        ]
+        found = [each for each in map(_STARTS.search, lines) if each]
+        if not any(each[2] for each in found):  # a variable holds the script or the whole command
+            filled = (self._fill(line).replace("\n", " ") for line in lines if "$" in line)
+            found += [each for each in map(_STARTS.search, filled) if each]
         return [each for each in found if "pretrain" in each[1]] or found
 
     def _taken(self, at: int) -> bool:
@@ -160,7 +177,7 @@ class ShellScript:
             if self._text.startswith("(", found.end()):
                 body = _until_closed(self._text[found.end() + 1 :])
                 kept = self._arrays.get(name, []) if adds else []
-                self._arrays[name] = [*kept, *self._words(body)]
+                self._arrays[name] = [*kept, *chain.from_iterable(map(_apart, self._words(body)))]
                 return
             value = _VALUE.match(self._text, found.end())
             assert value is not None  # it may be empty
@@ -193,26 +210,30 @@ class ShellScript:
             if part["end"] and ends:
                 break
             if part["quoted"]:
-                yield self._fill(_ALL_OF.sub(self._joined, plain))
+                yield self._fill(plain)
                 yield part[0]
                 plain = ""
             else:
                 plain += part[0]
-        yield self._fill(_ALL_OF.sub(self._joined, plain))
-
-    def _joined(self, array: re.Match[str]) -> str:
-        """Join an unquoted array, whose words bash splits again."""
-        words = (part for word in self._arrays.get(array[1], []) for part in word.split())
-        return shlex.join(words)
+        yield self._fill(plain)
 
     def _value(self, word: str) -> str | None:
         """Fill in a word of a condition; unset variables are empty. None: a command's output."""
         filled = _VARIABLE.sub("", self._fill(word))
         return None if "$" in filled or "`" in filled else filled
 
+    def _computed(self, found: re.Match[str]) -> str:
+        """Compute $((a * b)) of integers; leave it as it is if a variable is unknown."""
+        terms = re.sub(r"\b[A-Za-z_]\w*", lambda name: self._fill(f"${name[0]}"), found[1])
+        try:
+            return str(_integer(ast.parse(self._fill(terms).strip(), mode="eval").body))
+        except (SyntaxError, ValueError, ZeroDivisionError):
+            return found[0]
+
     def _fill(self, text: str) -> str:
         """Replace variables; unknown ones stay."""
         known = self.variables
+        text = _ARITHMETIC.sub(self._computed, text)
         text = _DEFAULT.sub(lambda found: known.get(found[1], found[2]), text)
         return _VARIABLE.sub(
             lambda found: known.get(
@@ -220,6 +241,25 @@ class ShellScript:
             ),
             text,
         )
+
+
+def _apart(word: str) -> list[str]:
+    """Split an array's word that holds a flag and its value; bash does so in unquoted arrays."""
+    return word.split() if word.startswith("--") else [word]
+
+
+def _integer(term: ast.expr) -> int:
+    """Compute integers with + - * / and %.
+
+    Raises:
+        ValueError: it has something else.
+    """
+    match term:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.BinOp(left, kind, right) if type(kind) in _COMPUTED:
+            return int(_COMPUTED[type(kind)](_integer(left), _integer(right)))
+    raise ValueError(ast.dump(term))
 
 
 def _unquoted(value: str) -> str:

@@ -95,13 +95,17 @@ def test_variables_with_flags_are_split_into_words(tmp_path: Path) -> None:
         #!/bin/bash
         export CUDA_DEVICE_MAX_CONNECTIONS=1 NVTE_FUSED_ATTN=1; cd /workspace
         export PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"
-        PP=4
+        NODES=2
+        PP=$(($NODES * 4 / 2))
         GPT_ARGS="
             --num-layers 8 \\
             --pipeline-model-parallel-size $PP
         "
         GPT_ARGS+=" --bf16"
         SCRIPT=examples/pretrain_gpt.py
+        if [ ! -f $SCRIPT ]; then
+            echo "pretrain_gpt.py is missing: --get it"
+        fi
         RUN="python -u ${SCRIPT} ${GPT_ARGS} --seq-length ${LENGTH:-4096}"
         srun -l sh -c "${RUN}"
         """,
@@ -132,7 +136,7 @@ else
 fi
 case "${2:-bf16}" in
     fp8)
-        KIND=(--bf16 --fp8-format hybrid)
+        KIND=(--bf16 "--fp8-format hybrid")
         ;;
     bf16|half)
         KIND=(--bf16)
