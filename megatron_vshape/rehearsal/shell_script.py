@@ -31,11 +31,12 @@ _COMPARED = {
     "-gt": operator.gt,
     "-ge": operator.ge,
 }
-_NAME = re.compile(r"(\w+)(\+?)=")
-_VALUE = re.compile(
-    r"""(?:\$\(\(.*?\)\)|"(?:\\.|[^"\\])*"|'[^']*'|\$\([^)]*\)|\$\{[^}]*\}|[^\s;"'])*""", re.S
+_ASSIGNED = re.compile(
+    r"""(?P<name>\w+)(?P<adds>\+?)=(?:(?P<array>\()|"""
+    r"""(?P<value>(?:\$\(\(.*?\)\)|"(?:\\.|[^"\\])*"|'[^']*'|\$\([^)]*\)|\$\{[^}]*\}|[^\s;"'])*)"""
+    r"""[ \t]*(?:;[ \t]*)?(?:export[ \t]+)?)""",
+    re.S,
 )
-_BETWEEN = re.compile(r"[ \t]*(?:;[ \t]*)?(?:export[ \t]+)?")
 _ALL_OF = re.compile(r"\$\{(\w+)\[[@*]\]\}")
 _DEFAULT = re.compile(r"\$\{(\w+):?[-=]([^}]*)\}")
 _ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)")
@@ -172,20 +173,16 @@ class ShellScript:
 
     def _assign(self, at: int) -> None:
         """Make the assignments that begin here: NAME=VALUE NAME="VALUE" COMMAND."""
-        while found := _NAME.match(self._text, at):
-            name, adds = found[1], bool(found[2])
-            if self._text.startswith("(", found.end()):
-                body = _until_closed(self._text[found.end() + 1 :])
-                kept = self._arrays.get(name, []) if adds else []
-                self._arrays[name] = [*kept, *chain.from_iterable(map(_apart, self._words(body)))]
+        while found := _ASSIGNED.match(self._text, at):
+            name, at = found["name"], found.end()
+            if found["array"]:
+                kept = self._arrays.get(name, []) if found["adds"] else []
+                words = self._words(_until_closed(self._text[at:]))
+                self._arrays[name] = [*kept, *chain.from_iterable(map(_apart, words))]
                 return
-            value = _VALUE.match(self._text, found.end())
-            assert value is not None  # it may be empty
-            if value[0]:
-                before = self.variables.get(name, "") if adds else ""
-                self.variables[name] = before + self._fill(_unquoted(value[0]))
-            between = _BETWEEN.match(self._text, value.end())
-            at = value.end() if between is None else between.end()
+            if found["value"]:
+                before = self.variables.get(name, "") if found["adds"] else ""
+                self.variables[name] = before + self._fill(_unquoted(found["value"]))
 
     def _words(self, text: str, ends: bool = False) -> list[str]:
         """Split into words; unquoted variables are several. `ends`: at a pipe or redirection."""
