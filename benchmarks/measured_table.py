@@ -48,8 +48,8 @@ LATER = """
 Measured a day later, and estimated without changes, with torch 2.15: 32 experts, EP 8,
 `--moe-token-dispatcher-type alltoall`. The other ranks do not exist, so this rank gets eight times
 the tokens that its own router sends to its four experts, which is not the mean. With a limited
-capacity, all experts get equally many tokens, and the peak is exact. The others show what an
-unequal load adds.
+capacity, all experts get equally many tokens, and the peak is exact. The other peaks are larger
+because the load is unequal.
 """
 
 Rank = Mapping[str, Any]

@@ -84,13 +84,13 @@ CASES = (  # name, flags, GPUs, ranks
     ("7B FP8 v-half", f"{GPT_7B} {FP8} {V} v-half", 4, (0,)),
     ("8 experts 1f1b", EXPERTS, 4, (0,)),
     ("8 experts v-half", f"{EXPERTS} {V} v-half", 4, (0,)),
+    ("70B v-half, shared vocabulary", f"{LLAMA_70B} {V} v-half {SHARED}", 64, (0,)),
+    ("7B v-half, full recompute", f"{GPT_7B} {FULL} {V} v-half", 4, (0,)),
+    ("7B 1f1b, full recompute", f"{GPT_7B} {FULL}", 4, (0,)),
     ("32 experts, EP 8, 1f1b", MANY_EXPERTS, 32, (0,)),
     ("32 experts, EP 8, 1f1b, fused permutation", f"{MANY_EXPERTS} {FUSED}", 32, (0,)),
     ("32 experts, EP 8, 1f1b, limited capacity", f"{MANY_EXPERTS} {LIMITED}", 32, (0,)),
     ("32 experts, EP 8, v-half", f"{MANY_EXPERTS} {V} v-half", 32, (0,)),
-    ("70B v-half, shared vocabulary", f"{LLAMA_70B} {V} v-half {SHARED}", 64, (0,)),
-    ("7B v-half, full recompute", f"{GPT_7B} {FULL} {V} v-half", 4, (0,)),
-    ("7B 1f1b, full recompute", f"{GPT_7B} {FULL}", 4, (0,)),
 )
 
 

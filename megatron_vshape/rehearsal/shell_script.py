@@ -201,7 +201,7 @@ class ShellScript:
         return found
 
     def _parts(self, text: str, ends: bool) -> Iterator[str]:
-        """Yield quoted parts as they are, and the others with variables and arrays filled in."""
+        """Yield quoted parts as they are, and the others with their variables filled in."""
         plain = ""
         for part in _PART.finditer(text):
             if part["end"] and ends:

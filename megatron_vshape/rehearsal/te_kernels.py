@@ -336,7 +336,8 @@ def fused_attn_fwd(queries: int, keys: int, is_training: bool, *args: Any) -> li
 
 def _returns_max_logit(args: tuple[Any, ...]) -> bool:
     """Return the flag that follows the number of random values per thread, from TE 2.9 on."""
-    after = max(at for at, each in enumerate(args) if type(each) is int) + 1
+    integers = (at for at, each in enumerate(args, 1) if type(each) is int)
+    after = max(integers, default=len(args))
     return any(args[after : after + 1])
 
 
