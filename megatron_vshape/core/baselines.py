@@ -1,7 +1,6 @@
 """Baselines of a plan, by stages per device, and where backwards are split into B and W."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -10,13 +9,11 @@ from megatron_vshape.core.check.bounds import fits, room_in
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
-from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline
 from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS, make, make_block
 from megatron_vshape.core.planner.vocabulary import is_shared, shared_if_told
-from megatron_vshape.core.program.lowering import fuse
 
 MEGATRONS_OWN = ("1f1b", "interleaved-1f1b")
 """Schedules of stock Megatron."""
@@ -173,7 +170,10 @@ def with_fused_backwards(known: EvaluatedSchedule, objective: Objective) -> Eval
     """
     if known.costs.whole_us is None:
         return known
-    schedule = fuse_backwards(known.schedule, known.costs, objective)
+    # Imported here because numba needs a second to import.
+    from megatron_vshape.core.planner.fusing import fuse_backwards
+
+    schedule = fuse_backwards(known.timeline, known.costs, objective)
     return evaluate(schedule, known.costs)._replace(baseline=known.baseline)
 
 
@@ -208,60 +208,3 @@ def where_split(schedule: Schedule) -> str:
     if not counts[True][1]:
         return f"{ends} of the backward passes"
     return f"{middle} in the steady state, {ends} in warm-up and cool-down"
-
-
-def fuse_backwards(schedule: Schedule, costs: Costs, objective: Objective) -> Schedule:
-    """Fuse adjacent B and W to BW where that is not slower.
-
-    Only if BW has a separate cost; otherwise `lower` fuses without any effect on times. First fuse
-    where no pass is delayed, then everywhere, or stage by stage if that is slower.
-    """
-    if costs.whole_us is None:
-        return schedule
-    best = fuse(simulate(schedule, costs))
-    value = objective.of(simulate(best, costs))
-    everywhere, apart = range(best.num_stages), _better_apart(best, costs)
-    for stages in (everywhere, *((stage,) for stage in everywhere)):
-        tried = _join(best, stages, apart)
-        if tried == best:  # fused everywhere, so that no stage is left
-            continue
-        reached = objective.of(simulate(tried, costs))
-        if reached <= value:
-            best, value = tried, reached
-    return best
-
-
-def _better_apart(schedule: Schedule, costs: Costs) -> set[Pass]:
-    """Return the B that must stay split because fusing would take longer, or is in an F&B pair.
-
-    The step time does not show this for passes off the critical path.
-    """
-    stages = {
-        stage
-        for stage in range(schedule.num_stages)
-        if costs.time_us(Kind.BW, stage)
-        > costs.time_us(Kind.B, stage) + costs.time_us(Kind.W, stage) + 1e-9
-    }
-    dear = {
-        work
-        for row in schedule.order
-        for work in row
-        if work.kind is Kind.B and work.stage in stages
-    }
-    return dear.union(schedule.overlapped_pairs().values())
-
-
-def _join(schedule: Schedule, stages: Sequence[int], apart: set[Pass]) -> Schedule:
-    """Fuse every W in these stages with the B right before it, except for the B in `apart`."""
-    rows = []
-    for own in schedule.order:
-        row: list[Pass] = []
-        for work in own:
-            before = row[-1] if row else None
-            follows = before == (Kind.B, *work[1:]) and before not in apart
-            if work.kind is Kind.W and work.stage in stages and follows:
-                row[-1] = work._replace(kind=Kind.BW)
-            else:
-                row.append(work)
-        rows.append(tuple(row))
-    return replace(schedule, order=tuple(rows))

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from megatron_vshape.core.baselines import fuse_backwards, saves, where_split
+from megatron_vshape.core.baselines import saves, where_split
 from megatron_vshape.core.check.bounds import in_passes, lower_bound
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
@@ -40,6 +40,7 @@ from megatron_vshape.core.model.pieces import (
 from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.plan import plan as plan_request
+from megatron_vshape.core.planner.fusing import fuse_backwards, graph_of, run
 from megatron_vshape.core.planner.search import plan
 from megatron_vshape.core.program.lowering import whole_backwards
 from megatron_vshape.core.request import AUTO, PlanRequest
@@ -121,8 +122,31 @@ def test_bounds_hold_with_them(name: str) -> None:
     )
     limits = peak_held(schedule, costs)
     bound = lower_bound(costs, schedule.placement, 4, 8, limits)
-    for each in (schedule, fuse_backwards(schedule, costs, Objective.MAKESPAN)):
+    for each in (schedule, fuse_backwards(simulate(schedule, costs), costs, Objective.MAKESPAN)):
         assert bound <= simulate(each, costs).makespan * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("objective", list(Objective))
+@pytest.mark.parametrize("name", ["1f1b", "v-half", "dualpipev", "copies", "by microbatch"])
+def test_fusing_uses_the_times_of_the_simulation(name: str, objective: Objective) -> None:
+    schedule = make("v-half" if " " in name or name == "copies" else name, 4, 8)
+    if name == "copies":  # of the first microbatch, by queues of their own
+        rows = [list(row) for row in schedule.order]
+        for stage, device in enumerate(schedule.placement):
+            after = rows[device].index(Pass(Kind.F, stage, 0)) + 1
+            rows[device][after:after] = [Pass(kind, stage, 0) for kind in OFFLOAD]
+        schedule = replace(schedule, order=tuple(map(tuple, rows)))
+    stages = schedule.num_stages
+    costs = Costs.uniform(4, stages, *REAL, 0.2, kinds=schedule.kinds)
+    costs = replace(costs, host_us=0.1, forward_us=tuple(1 + 0.1 * s for s in range(stages)))
+    if name == "by microbatch":
+        costs = replace(costs, by_microbatch=(("forward_us", tuple(1 + j % 3 for j in range(8))),))
+    passes = [work for lane in schedule.lanes() for work in lane.passes]
+    graph, joined = graph_of(schedule, passes, costs)
+    expected = objective.of(simulate(schedule, costs))
+    assert run(graph, joined, objective is Objective.SPAN) == pytest.approx(expected, rel=1e-12)
+    fused = fuse_backwards(simulate(schedule, costs), costs, objective)
+    assert objective.of(simulate(fused, costs)) <= expected * (1 + 1e-12)
 
 
 def test_where_backwards_are_split_is_told() -> None:
