@@ -138,7 +138,7 @@ def run(graph: Graph, joined: np.ndarray, is_span: bool) -> float:
                 end[number:after] = clock[queue]
                 at[queue] = after
                 has_run = True
-    return np.max(last - first) if is_span else np.max(last) - np.min(first)
+    return float(np.max(last - first)) if is_span else float(np.max(last) - np.min(first))
 
 
 @compiled
