@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from operator import sub
 
@@ -64,6 +65,14 @@ class Advice:
         """Return the rows of the comparison."""
         if self.grid:
             return self._rows_of(list(self.predictor.survey(self.grid, NEAR)))
+        # Its dry runs are other processes, which can run during the search.
+        with ThreadPoolExecutor(1) as dry_runs:
+            without_pipeline = dry_runs.submit(fsdp.best, self.predictor, self.own)
+            found = self._with_pipeline()
+            return found | {"fsdp": without_pipeline.result()}
+
+    def _with_pipeline(self) -> Rows:
+        """Return the rows of pipeline schedules."""
         today = self.today()
         every = [self.own, *self.others]
         stock = [each for it in every for each in self.stock(it)]
@@ -88,7 +97,6 @@ class Advice:
         found["least"] = self._least_memory([*filter(_fits, stock), *best], found["best"])
         if self.predictor.subject.recompute == "full":
             found["DON'T"] = self.named("v-half", self.own, is_stock=False)
-        found["fsdp"] = fsdp.best(self.predictor, self.own)
         return found
 
     def _rows_of(self, grid: Sequence[Prediction]) -> Rows:
