@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from mcore.farm import Ended, Farm
 from mcore.test_training import UNTIED, assert_equal_training
+from megatron.core.transformer import TransformerConfig
 
 PLUGIN = Path(__file__).parent / "of_any_length.py"
 WIDE = Path(__file__).parent / "wide_messages.py"
@@ -33,6 +34,10 @@ def test_taken_when_they_are_posted_as_on_gpus(train: Callable[..., Ended], farm
     assert_equal_training(ours, theirs)
 
 
+@pytest.mark.skipif(
+    hasattr(TransformerConfig, "enable_mhc_connections"),
+    reason="this Megatron has such models, and rejects them with a pipeline",
+)
 @pytest.mark.parametrize("given", ["fixed", pytest.param("growing", marks=pytest.mark.slow)])
 def test_messages_wider_than_the_hidden_size(farm: Farm, given: str) -> None:
     """Of several residual streams; with shapes sent ahead they may also grow from stage to stage.
