@@ -45,7 +45,7 @@ def _wrap_pass(fault: dict[str, Any]) -> None:
 
     @functools.wraps(original)
     def run(stage: Any, microbatch: int, *args: Any) -> Any:
-        step = stage.context.step if owner is SharedVocabulary else stage.step
+        step = stage.context if owner is SharedVocabulary else stage.step
         if step.forward_only:
             return original(stage, microbatch, *args)
         if not steps or steps[-1] is not step:
@@ -84,13 +84,13 @@ def _stall(fault: dict[str, Any], run: Callable[..., Any], *args: Any) -> Any:
 
 def _raise_in_the_loss(fault: dict[str, Any], run: Callable[..., Any], *args: Any) -> Any:
     stage = run.args[0]  # of the partial made in `_wrap_pass`
-    original = stage.step.forward_step_func
+    original = stage.step.forward_step
 
     def forward_step(*given: Any) -> Any:
         output, _ = original(*given)
         return output, functools.partial(_raise, fault, _raise)
 
-    stage.step.forward_step_func = forward_step
+    stage.step.forward_step = forward_step
     return run(*args)
 
 

@@ -57,15 +57,15 @@ def start(rank: int, given: object) -> None:
     original = PipelineRunner._program
     steps = 0
 
-    def program(self: Any, call: Any, hides: bool) -> Any:
+    def program(self: Any, context: Any, hides: bool) -> Any:
         nonlocal steps
-        if not call.forward_only:
+        if not context.forward_only:
             planner: Planner = self._pipeline.planner
-            like = planner.training(call.num_microbatches).schedule
+            like = planner.training(context.num_microbatches).schedule
             plan = planner._build_step(drawn(like, steps))
             planner.run(plan)
             print(f"order {zlib.crc32(repr(plan.program.schedule.order).encode()):x} runs")
             steps += 1
-        return original(self, call, hides)
+        return original(self, context, hides)
 
     PipelineRunner._program = program  # type: ignore[method-assign]

@@ -37,7 +37,8 @@ from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.mcore.features.overlap import layer_plans
 from megatron_vshape.mcore.layout.stages import tie_embeddings
-from megatron_vshape.mcore.step.stage import MegatronStage, Step, zero_tokens
+from megatron_vshape.mcore.step.stage import MegatronStage
+from megatron_vshape.mcore.step.step_hooks import StepContext
 from megatron_vshape.runtime import weight_jobs
 
 Case = tuple[tuple[str, str], str, dict[str, Any]]
@@ -138,30 +139,25 @@ class Chunks:
             weights_done=lambda chunk: None,
         )
         settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-        step = Step(
-            config,
-            forward_step,
-            MICROBATCHES,
-            1,
-            forward_only=False,
-            collect_non_loss_data=False,
-            first_val_step=None,
-            gradient_sync=sync,
-            num_tokens=zero_tokens(torch.device("cpu")),
-            parts=[layer_plans.LayerPlans()] if by_layers else [],
+        pipeline: Any = None
+        step = StepContext(
+            self.state,
+            pipeline,
+            forward_step_func=forward_step,
+            data_iterator=None,
+            model=[DistributedDataParallel(config, settings, each) for each in models],
+            num_microbatches=MICROBATCHES,
+            seq_length=TOKENS,
+            micro_batch_size=BATCH,
         )
+        step.forward_step, step.iterators = forward_step, [batches(rank) for _ in models]
+        step.groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
+        step.beside, step.gradient_sync = {}, sync
+        step.num_tokens = torch.zeros([], dtype=torch.int)
+        step.parts += [layer_plans.LayerPlans()] if by_layers else []
         self.stages = [
-            MegatronStage(
-                self.state,
-                step,
-                DistributedDataParallel(config, settings, model),
-                batches(rank),
-                chunk,
-                chunk,
-                is_last=">" in text,
-                has_chunks=False,
-            )
-            for chunk, (model, text) in enumerate(zip(models, texts, strict=True))
+            MegatronStage(step, chunk, chunk, is_last=">" in text, has_chunks=False)
+            for chunk, text in enumerate(texts)
         ]
         # Asked without a stage, it is about the one that runs, which a run's hooks know.
         parallel_state.is_pipeline_last_stage = lambda **_: (

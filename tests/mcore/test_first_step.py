@@ -43,7 +43,7 @@ def two_steps(rank: int, passes_on: tuple[bool, bool], by_place: bool) -> list[s
     first_step.logger.warning = texts.append  # type: ignore[assignment,method-assign]
     chunk, capability = Chunk(), FirstStep()
     beginning: Any = SimpleNamespace(
-        step=SimpleNamespace(forward_only=False),
+        forward_only=False,
         groups=SimpleNamespace(pp=dist.group.WORLD),
         chunks=[chunk],
         stages=(rank,),

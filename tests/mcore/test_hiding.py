@@ -64,9 +64,9 @@ def test_passes_whose_memory_is_counted_run_apart(counted: bool) -> None:
         state.census = SimpleNamespace(ends=lambda work: None)  # type: ignore[assignment]
     with state.jobs.collect((2, 0)):
         defer(lambda: ran.append("job"))
-    step: Any = SimpleNamespace(beside={Pass.parse("B1.3"): Beside(Pass.parse("W2.0"), 1.0)})
-    model: Any = None
-    stage = MegatronStage(state, step, model, None, 0, 1, is_last=False, has_chunks=True)
+    beside = {Pass.parse("B1.3"): Beside(Pass.parse("W2.0"), 1.0)}
+    step: Any = SimpleNamespace(state=state, beside=beside)
+    stage = MegatronStage(step, 0, 1, is_last=False, has_chunks=True)
     stage._backward = lambda *unused: run_beside()  # type: ignore[method-assign]
     stage.backward_inputs(2, None)
     assert not ran  # the plan has nothing beside that B

@@ -41,7 +41,7 @@ class FirstStep(StepFeature):
 
     def begin(self, context: StepContext) -> StepHook | None:
         """Return the observing part in the first training step."""
-        if self._is_over or self._look is not None or context.step.forward_only:
+        if self._is_over or self._look is not None or context.forward_only:
             return None
         self._look = _Look(context)
         return self._look
@@ -72,7 +72,7 @@ class _Look(StepHook):
 
     def __init__(self, context: StepContext) -> None:
         """Register a hook on each chunk with attention, to see how it is called."""
-        # Do not store `context`: its step references this part, and the reference cycle would
+        # Do not store `context`: it references this part, and the reference cycle would
         # keep the trainer's data iterators alive, whose processes then outlive the trainer.
         self.group = context.groups.pp
         self._cut_off: set[int] = set()

@@ -8,7 +8,6 @@ import inspect
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -48,15 +47,8 @@ from megatron_vshape.mcore.step.microbatches import (
     read_again,
     shared_out,
 )
-from megatron_vshape.mcore.step.stage import MegatronStage, zero_tokens
-from megatron_vshape.mcore.step.step_hooks import (
-    Call,
-    Step,
-    StepContext,
-    StepFeature,
-    device_of,
-    parts_of,
-)
+from megatron_vshape.mcore.step.stage import MegatronStage
+from megatron_vshape.mcore.step.step_hooks import StepContext, StepFeature
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime import first_cause
 from megatron_vshape.runtime.hosts import ranks_of_this_host
@@ -65,22 +57,6 @@ from megatron_vshape.runtime.program_runner import Observer, Place, ProgramRun, 
 from megatron_vshape.runtime.variable_p2p import VariableTransport
 
 Used = TypeVar("Used", bound=StepFeature)
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedStep:
-    """A step that is ready to run, or of which the first passes have run."""
-
-    context: StepContext
-    run: ProgramRun
-
-    @contextlib.contextmanager
-    def session(self) -> Iterator[None]:
-        """Enter the contexts of all parts around the passes."""
-        with contextlib.ExitStack() as stack:
-            for part in self.context.step.parts:
-                stack.enter_context(part.session())
-            yield
 
 
 class PipelineRunner:
@@ -122,19 +98,18 @@ class PipelineRunner:
         """
         if adjust_tensor_shapes_fn is not None:
             raise ValueError("adjust_tensor_shapes_fn is not supported by --pipeline-schedule")
-        call = Call(**arguments)
+        context = StepContext(self._state, self._pipeline, **arguments)
         with refusing():
-            check_one_module(self._pipeline.choice.name, p2p_communicator, call.pg_collection)
+            check_one_module(self._pipeline.choice.name, p2p_communicator, context.pg_collection)
         for each in self._step_features:
-            each.check(self._pipeline, call.forward_step_func, call.forward_only)
-        config = get_model_config(_as_list(call.model)[0])
-        check_config(config)
+            each.check(context)
+        check_config(context.config)
         for feature in features():
-            feature.check_config(config, self._pipeline.options)
+            feature.check_config(context.config, self._pipeline.options)
         # If this rank fails, its error is sent to the ranks that wait for it, so that they report
         # the cause instead of a timeout.
-        with _timed(config), first_cause.telling(TransportError):
-            return self._evaluate(call) if call.forward_only else self._train(call)
+        with _timed(context.config), first_cause.telling(TransportError):
+            return self._evaluate(context) if context.forward_only else self._train(context)
 
     @property
     def pipeline(self) -> Pipeline:
@@ -146,10 +121,10 @@ class PipelineRunner:
 
         All ranks of the world call this. Returns a line about the P2P backend with NCCL, else None.
         """
-        chunks = _as_list(model)
+        chunk = model[0] if isinstance(model, list) else model
         group = parallel_state.get_pipeline_model_parallel_group()
-        config = get_model_config(chunks[0])
-        return self._ready_transport(config, (1, 1, 1), chunks[0], group).summary()
+        device = next(chunk.parameters()).device
+        return self._ready_transport(get_model_config(chunk), (1, 1, 1), device, group).summary()
 
     def tell(self) -> str:
         """Describe the current pass or wait of this rank; can be called from any thread."""
@@ -217,53 +192,49 @@ class PipelineRunner:
             self._transport = None
             first_cause.forget()
 
-    def _evaluate(self, call: Call) -> list[Any]:
+    def _evaluate(self, context: StepContext) -> list[Any]:
         # Evaluation may follow a step that was started early: its microbatches, random numbers and
         # messages belong to the next training step.
         self.roll_back()
         self.report.interrupt()
-        prepared = self.prepare(call)
+        run = self.prepare(context)
         with (
-            prepared.context.step.gradient_sync.session(),
-            prepared.session(),
+            context.gradient_sync.session(),
+            context.session(),
             checked_late(self._state, self._place) as checks,
         ):
-            prepared.run.finish()
+            run.finish()
         checks.make()
-        _release_inputs(prepared.context.chunks)
-        return self._reports(prepared.context)
+        _release_inputs(context.chunks)
+        return self._reports(context)
 
-    def _train(self, call: Call) -> list[Any]:
+    def _train(self, context: StepContext) -> list[Any]:
         # Buffers of the last step's losses were kept while a slower rank could still receive them.
         self._courier.forget()
-        torch_device = device_of(_as_list(call.model)[0])
-        profiled = self._profiler.begin_step(torch_device)
-        timer = self.meter.begin_step(call.num_microbatches, torch_device, profiled)
+        profiled = self._profiler.begin_step(context.torch_device)
+        timer = self.meter.begin_step(context.num_microbatches, context.torch_device, profiled)
         # A feature may have run the first passes of this step already, at the end of the last one.
-        started = (each.take_started(call) for each in self._step_features)
-        prepared = next(filter(None, started), None)
-        if prepared is None:
+        started = (each.take_started(context) for each in self._step_features)
+        context, run = next(filter(None, started), None) or (
+            context,
             # Measured costs must be those of separate passes, so a profiled B runs no jobs of a W.
-            prepared = self.prepare(call, timer, hides=profiled is None)
-        context = prepared.context
-        tokens = call.num_microbatches * call.micro_batch_size * call.seq_length
-        sync = context.step.gradient_sync
+            self.prepare(context, timer, hides=profiled is None),
+        )
+        tokens = context.num_microbatches * context.micro_batch_size * context.seq_length
+        sync = context.gradient_sync
         with (
             self.report.training_step(
                 context.chunks,
-                call.num_microbatches,
+                context.num_microbatches,
                 tokens,
-                context.step.passes_per_microbatch,
+                context.passes_per_microbatch,
             ),
             # DDP's own reductions are off: autograd ends before the W that complete the gradients.
             sync.session(),
             self._state.reducing(sync if sync.overlaps else None),
         ):
-            with (
-                prepared.session(),
-                checked_late(self._state, self._place) as checks,
-            ):
-                prepared.run.finish()
+            with context.session(), checked_late(self._state, self._place) as checks:
+                run.finish()
             self._profiler.end_step(
                 profiled,
                 context.program,
@@ -275,7 +246,7 @@ class PipelineRunner:
         # Before the gradients are final: a feature may still reject the step here.
         for each in self._step_features:
             each.end(context)
-        if context.step.config.finalize_model_grads_func is not None:
+        if context.config.finalize_model_grads_func is not None:
             self._finalize(context)
         # After finalize, so that the host launches it without waiting for the passes.
         checks.make()
@@ -284,131 +255,86 @@ class PipelineRunner:
 
     def prepare(
         self,
-        call: Call,
+        context: StepContext,
         timer: Observer | None = None,
         hides: bool = True,
         cut: Callable[[Program], Program] | None = None,
-    ) -> PreparedStep:
+    ) -> ProgramRun:
         """Prepare a step with everything that its passes need, without running any pass.
 
         Args:
-            call: The trainer's arguments.
+            context: The step; its other fields are set here.
             timer: Measures the passes of the step.
             hides: Whether a B that waits runs weight gradients meanwhile.
             cut: Returns the program to run in place of that of the plan.
         """
-        chunks = _as_list(call.model)
-        config = get_model_config(chunks[0])
+        config = context.config
         # The paged stash records the order of the passes, so it has to see the final one.
-        _begin_paged_stash(config, not call.forward_only and self._profiler.order_is_last)
-        groups = _default_groups() if call.pg_collection is None else call.pg_collection
+        _begin_paged_stash(config, not context.forward_only and self._profiler.order_is_last)
+        given = context.pg_collection
+        context.groups = _default_groups() if given is None else given
+        pipeline_group = context.groups.pp
         # Before the transport, because the parts of a microbatch have smaller messages.
-        passes = self._passes_per_microbatch(call, config)
-        shape = _message_shape(call, config, groups, passes)
+        context.passes_per_microbatch = self._passes_per_microbatch(context)
+        context.shape = _message_shape(context)
         # The message shape can change between steps: evaluation runs every microbatch in one pass.
-        transport = self._ready_transport(config, shape, chunks[0], groups.pp)
-        sync = self._gradient_sync(call, config, chunks, passes)
-        program, beside = self._program(call, hides)
-        iterators, again, order = self._read(call, config, groups)
-        program = program if cut is None else cut(program)
-        step = Step(
-            config=config,
-            forward_step_func=self._counted_forward(call, groups, order),
-            num_microbatches=call.num_microbatches,
-            context_parallel_size=groups.cp.size(),
-            forward_only=call.forward_only,
-            collect_non_loss_data=call.collect_non_loss_data,
-            first_val_step=call.first_val_step,
-            gradient_sync=sync,
-            num_tokens=zero_tokens(device_of(chunks[0])),
-            beside=beside,
-            passes_per_microbatch=passes,
+        context.transport = self._ready_transport(
+            config, context.shape, context.torch_device, pipeline_group
         )
-        context = StepContext(
-            call=call,
-            state=self._state,
-            pipeline=self._pipeline,
-            step=step,
-            chunks=chunks,
-            iterators=iterators,
-            groups=groups,
-            transport=transport,
-            program=program,
-            order=order,
-            shape=tuple(shape),
-            local_ranks=self.local_ranks,
-            again=again,
+        context.local_ranks = self.local_ranks
+        context.gradient_sync = _gradient_sync(context)
+        context.program, context.beside = self._program(context, hides)
+        self._read(context)
+        if cut is not None:
+            context.program = cut(context.program)
+        # A new object per step: a library reads it after the step, for the order of its records.
+        self.calls = ForwardCalls(context.order)
+        context.forward_step = self.calls.counting(
+            context.forward_step_func,
+            context.chunks,
+            self._state,
+            has_loss=pipeline_group.rank() == self._pipeline.stage_map.loss_rank,
         )
+        context.num_tokens = torch.zeros([], dtype=torch.int, device=context.torch_device)
         # Last, because the parts read everything above, and register for the passes of the step.
-        step.parts += parts_of(self._step_features, context)
-        return PreparedStep(context, self._run_of(context, timer))
-
-    def _run_of(self, context: StepContext, timer: Observer | None) -> ProgramRun:
-        """Return the run of the step's program, before its first pass."""
+        begun = (each.begin(context) for each in self._step_features)
+        context.parts += [part for part in begun if part is not None]
         return ProgramRun(
             program=context.program,
-            device=context.groups.pp.rank(),
+            device=pipeline_group.rank(),
             stages=_stages(context),
             transport=context.transport,
             observer=timer,
             place=self._place,
-            handlers=context.step.handlers(),
+            handlers=context.handlers(),
         )
 
-    def _counted_forward(self, call: Call, groups: Any, order: Sequence[int] | None) -> Any:
-        """Return the trainer's function, whose calls are recorded with their microbatches."""
-        # A new object per step: a library reads it after the step, for the order of its records.
-        self.calls = ForwardCalls(order)
-        is_last = groups.pp.rank() == self._pipeline.stage_map.loss_rank
-        chunks = _as_list(call.model)
-        return self.calls.counting(call.forward_step_func, chunks, self._state, is_last)
-
-    def _passes_per_microbatch(self, call: Call, config: Any) -> int:
+    def _passes_per_microbatch(self, context: StepContext) -> int:
         """Return the number of F passes of a microbatch in a stage."""
-        if call.forward_only:
+        if context.forward_only:
             return 1
-        return math.prod(each.passes_per_microbatch(call, config) for each in self._step_features)
+        return math.prod(each.passes_per_microbatch(context) for each in self._step_features)
 
-    def _gradient_sync(
-        self, call: Call, config: Any, chunks: list[Any], passes: int
-    ) -> GradientSync:
-        """Create the data-parallel communication of the step, and start its gathers."""
-        with refusing():
-            sync = GradientSync(
-                config,
-                chunks,
-                self._pipeline,
-                num_microbatches=call.num_microbatches * passes,
-                force_all_reduce=call.force_all_reduce,
-                forward_only=call.forward_only,
-            )
-        # Starts the gathers of all chunks now; layers wait for theirs in the first F.
-        if not call.forward_only:
-            sync.gather_parameters()
-        return sync
-
-    def _read(
-        self, call: Call, config: Any, groups: Any
-    ) -> tuple[list[Any], Any, Sequence[int] | None]:
-        """Return an iterator per chunk, one to read data once more, and the microbatches' order."""
-        iterators = given_iterators(call.data_iterator, len(_as_list(call.model)))
-        order = None
-        if not call.forward_only:
+    def _read(self, context: StepContext) -> None:
+        """Set the data iterator of each chunk, and the order of the microbatches."""
+        context.iterators = given_iterators(context.data_iterator, len(context.chunks))
+        context.order = context.again = None
+        if not context.forward_only:
             # Before `shared_out`, so that chunks that share an iterator also share its order.
             for each in self._step_features:
-                iterators, own = each.read(call, config, iterators, groups)
-                order = order or own
+                each.read(context)
         # A loss of logits is computed on every rank, which reads the last chunk's data once more.
         if any(each.reads_again for each in self._step_features):
-            return *read_again(iterators), order
-        return shared_out(iterators), None, order
+            context.iterators, context.again = read_again(context.iterators)
+        else:
+            context.iterators = shared_out(context.iterators)
 
-    def _program(self, call: Call, hides: bool) -> tuple[Program, Mapping[Pass, Beside]]:
+    def _program(self, context: StepContext, hides: bool) -> tuple[Program, Mapping[Pass, Beside]]:
         """Return the program of all ranks, and the W jobs that its B's overlap with."""
         planner = self._pipeline.planner
-        if call.forward_only:
-            return planner.evaluation(call.num_microbatches), {}
-        plan = planner.training(call.num_microbatches)
+        if context.forward_only:
+            return planner.evaluation(context.num_microbatches), {}
+        plan = planner.training(context.num_microbatches)
         # Collective, and before any pass: later, a rank with another program would only be noticed
         # as a message that never arrives.
         with refusing():
@@ -420,10 +346,10 @@ class PipelineRunner:
         """Return the losses on the ranks where the trainer reads them."""
         # Megatron reads losses on the last pipeline rank; in a V, the last stage is on rank 0.
         reports = self._courier.send_to_last_rank(
-            in_given_order(context.step.loss_store, context.order),
+            in_given_order(context.loss_store, context.order),
             self._pipeline.stage_map.loss_rank,
             context.groups.pp,
-            device_of(context.chunks[0]),
+            context.torch_device,
         )
         if not self.overlaps_steps:
             self._courier.forget()
@@ -433,7 +359,7 @@ class PipelineRunner:
         self,
         config: Any,
         shape: Sequence[int],
-        model: nn.Module,
+        torch_device: torch.device,
         pipeline_group: dist.ProcessGroup,
     ) -> Transport:
         dtype = config.pipeline_dtype
@@ -447,7 +373,7 @@ class PipelineRunner:
                 _all_pipelines(pipeline_group),
                 shape,
                 dtype,
-                device_of(model),
+                torch_device,
                 self._pipeline.options.timeout_seconds,
                 like=pipeline_group,
             )
@@ -467,22 +393,21 @@ class PipelineRunner:
 
     def _finalize(self, context: StepContext) -> None:
         """Call Megatron's finalization of gradients, as its schedules do at their end."""
-        step, groups = context.step, context.groups
-        finalize = step.config.finalize_model_grads_func
-        options = {"pg_collection": groups, "force_all_reduce": context.call.force_all_reduce}
-        if not step.config.calculate_per_token_loss:
+        groups, finalize = context.groups, context.config.finalize_model_grads_func
+        options = {"pg_collection": groups, "force_all_reduce": context.force_all_reduce}
+        if not context.config.calculate_per_token_loss:
             finalize(context.chunks, None, **options)
             return
         if self.overlaps_steps and inspect.unwrap(finalize) is finalize_model_grads:
             loss_rank = self._pipeline.stage_map.loss_rank
             # An all-reduce over the pipeline would make its ranks wait for each other.
-            tokens = self._courier.bring_tokens(step.num_tokens, loss_rank, groups.pp)
+            tokens = self._courier.bring_tokens(context.num_tokens, loss_rank, groups.pp)
             finalize(context.chunks, None, **options)
             divide_by_tokens(context.chunks, tokens, groups)
             return
         # Megatron uses the count of the last rank, but only the loss rank has counted tokens.
-        dist.all_reduce(step.num_tokens, group=groups.pp)
-        finalize(context.chunks, step.num_tokens, **options)
+        dist.all_reduce(context.num_tokens, group=groups.pp)
+        finalize(context.chunks, context.num_tokens, **options)
 
 
 def _stages(context: StepContext) -> Mapping[int, Stage]:
@@ -490,12 +415,9 @@ def _stages(context: StepContext) -> Mapping[int, Stage]:
     stage_map = context.pipeline.stage_map
     return {
         stage: MegatronStage(
-            state=context.state,
-            step=context.step,
-            model=context.chunks[chunk],
-            data_iterator=context.iterators[chunk],
-            chunk=chunk,
-            stage=stage,
+            context,
+            chunk,
+            stage,
             is_last=stage == stage_map.last_stage,
             has_chunks=stage_map.num_chunks > 1,
         )
@@ -503,18 +425,40 @@ def _stages(context: StepContext) -> Mapping[int, Stage]:
     }
 
 
-def _message_shape(call: Call, config: Any, groups: Any, passes: int) -> Sequence[int]:
+def _gradient_sync(context: StepContext) -> GradientSync:
+    """Create the data-parallel communication of the step, and start its gathers."""
+    with refusing():
+        sync = GradientSync(
+            context.config,
+            context.chunks,
+            context.pipeline,
+            num_microbatches=context.num_microbatches * context.passes_per_microbatch,
+            force_all_reduce=context.force_all_reduce,
+            forward_only=context.forward_only,
+        )
+    # Starts the gathers of all chunks now; layers wait for theirs in the first F.
+    if not context.forward_only:
+        sync.gather_parameters()
+    return sync
+
+
+def _message_shape(context: StepContext) -> tuple[int, ...]:
     """Return the shape [s, b, h] of a P2P message; each pass has an equal part of the sequence.
 
     With several residual streams (mHC, in Megatron after 0.19) h includes all of them.
     """
+    config, passes = context.config, context.passes_per_microbatch
+    if config.variable_seq_lengths:  # Megatron computes the shape of full-length messages
+        config = copy.copy(config)
+        config.variable_seq_lengths = False
+    decoder_length = context.decoder_seq_length
     *shape, hidden = schedules.get_tensor_shapes(
-        seq_length=call.seq_length // passes,
-        micro_batch_size=call.micro_batch_size,
-        decoder_seq_length=call.decoder_seq_length and call.decoder_seq_length // passes,
-        config=_of_one_length(config),
-        tp_group=groups.tp,
-        cp_group=groups.cp,
+        seq_length=context.seq_length // passes,
+        micro_batch_size=context.micro_batch_size,
+        decoder_seq_length=decoder_length and decoder_length // passes,
+        config=config,
+        tp_group=context.groups.tp,
+        cp_group=context.groups.cp,
     )[0]
     return *shape, hidden * streams_of(config)
 
@@ -527,15 +471,6 @@ def _check_captured(captured: Program | None, program: Program) -> None:
             f"CUDA graphs were captured for the passes of {had} microbatches in one order, and a "
             f"step of {has} would run in another: keep the batch size, or train without CUDA graphs"
         )
-
-
-def _of_one_length(config: Any) -> Any:
-    """Return a config for which Megatron computes the shape of full-length messages."""
-    if not config.variable_seq_lengths:
-        return config
-    whole = copy.copy(config)
-    whole.variable_seq_lengths = False
-    return whole
 
 
 @contextlib.contextmanager
@@ -559,10 +494,6 @@ def _release_inputs(chunks: Sequence[nn.Module]) -> None:
     for chunk in chunks:
         # The input of a first stage in `schedules.forward_step`, so every model accepts it.
         get_attr_wrapped_model(chunk, "set_input_tensor")([None])
-
-
-def _as_list(model: Any) -> list[nn.Module]:
-    return model if isinstance(model, list) else [model]
 
 
 def _all_pipelines(pipeline_group: dist.ProcessGroup) -> list[list[int]]:

@@ -8,25 +8,25 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from megatron.core.pipeline_parallel import schedules
 from torch import Tensor, nn
 
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.mcore.step.step_hooks import Backward, Forward, Made, PassRunner
-from megatron_vshape.mcore.step.step_hooks import Step as Step
-from megatron_vshape.mcore.step_state import StepState
+from megatron_vshape.mcore.step.step_hooks import (
+    Backward,
+    Forward,
+    Made,
+    PassRunner,
+    StepContext,
+)
 
 
 @dataclass(eq=False)
 class MegatronStage:
     """Runs the passes of one chunk by Megatron's step functions, or by those of a feature."""
 
-    state: StepState
-    step: Step
-    model: nn.Module
-    data_iterator: Any
+    step: StepContext
     chunk: int
     stage: int
     is_last: bool
@@ -58,15 +58,15 @@ class MegatronStage:
         run = self._overlapping
         # Megatron's own step functions cannot overlap passes. While memory is measured, overlapped
         # passes would mix their allocations.
-        if self.state.census is not None or run is None:
+        if self.step.state.census is not None or run is None:
             sent = self.forward(microbatch, received)
             return sent, getattr(other, work.kind.method)(work.microbatch, gradient)
         # A BW runs its weight gradients inside, unless gradient reductions need a separate W.
         whole = work.kind is Kind.BW and not other.step.gradient_sync.splits(other.chunk)
         begun = self._begun(microbatch, received)
-        jobs, key = self.state.jobs, (other.stage, work.microbatch)
+        jobs, key = self.step.state.jobs, (other.stage, work.microbatch)
         with (
-            self.state.running(self.chunk),
+            self.step.state.running(self.chunk),
             contextlib.nullcontext() if whole else jobs.collect(key),
         ):
             backward = other.taken(work.microbatch, gradient, whole)
@@ -84,9 +84,9 @@ class MegatronStage:
         """
         beside: tuple[Any, ...] = ()
         found = self.step.beside.get(Pass(Kind.B, self.stage, microbatch))
-        if found is not None and self.state.census is None:
+        if found is not None and self.step.state.census is None:
             beside = found.weights[1:], found.share
-        with self.state.jobs.collect((self.stage, microbatch), *beside):
+        with self.step.state.jobs.collect((self.stage, microbatch), *beside):
             gradient = self._backward(microbatch, received)
         self._count(Pass(Kind.B, self.stage, microbatch))
         return gradient
@@ -99,7 +99,7 @@ class MegatronStage:
             part.begins(work)
         # In the last W of a chunk, the reduction of its first bucket can start.
         self.step.gradient_sync.weights_begin(self.chunk)
-        self.state.jobs.run((self.stage, microbatch))
+        self.step.state.jobs.run((self.stage, microbatch))
         self._count(work)
         self.step.gradient_sync.weights_done(self.chunk)
 
@@ -115,6 +115,11 @@ class MegatronStage:
         return gradient
 
     @property
+    def model(self) -> nn.Module:
+        """The chunk with its wrappers."""
+        return self.step.chunks[self.chunk]
+
+    @property
     def _makes_loss(self) -> bool:
         """Return whether F ends with the loss."""
         return self.is_last and not any(part.makes_loss for part in self.step.parts)
@@ -124,7 +129,7 @@ class MegatronStage:
         own = None
         for part in self.step.parts:
             own = part.tokens_of(microbatch) or own
-        return self.state.running(self.chunk, own)
+        return self.step.state.running(self.chunk, own)
 
     def taken(self, microbatch: int, received: Tensor | None, whole: bool) -> Backward:
         """Return the arguments of a B, and drop the stage's references to them."""
@@ -135,7 +140,7 @@ class MegatronStage:
             received=inputs,
             output=outputs,
             gradient=received,
-            whole=self.state.jobs if whole else None,
+            whole=self.step.state.jobs if whole else None,
         )
 
     def _begun(self, microbatch: int, received: Tensor | None) -> Forward:
@@ -148,12 +153,12 @@ class MegatronStage:
             step.first_val_step, step.forward_only, not self._has_run
         )
         self._has_run = True
-        forward_step = step.forward_step_func
+        forward_step = step.forward_step
         for part in step.parts:
             forward_step = part.forward(self.stage, self.is_last, microbatch, forward_step)
         return Forward(
             forward_step_func=forward_step,
-            data_iterator=self.data_iterator,
+            data_iterator=step.iterators[self.chunk],
             model=self.model,
             num_microbatches=step.num_microbatches,
             received=received,
@@ -162,7 +167,7 @@ class MegatronStage:
             is_first=is_first,
             microbatch=microbatch,
             chunk=self.chunk if self.has_chunks else None,
-            context_parallel_size=step.context_parallel_size,
+            context_parallel_size=step.groups.cp.size(),
             makes_loss=self._makes_loss,
         )
 
@@ -200,7 +205,7 @@ class MegatronStage:
             backward = self.taken(microbatch, received, kind is Kind.BW)
             gradient = self._run(self.step.config, None, backward).gradient
         # A gradient in graph memory needs a copy: the next replay overwrites it during the send.
-        kept: Tensor | None = self.state.graph_memory.kept(gradient)
+        kept: Tensor | None = self.step.state.graph_memory.kept(gradient)
         return kept
 
     @property
@@ -213,7 +218,7 @@ class MegatronStage:
         return self._overlapping or run_alone
 
     def _count(self, work: Pass, output: Tensor | None = None) -> None:
-        census = self.state.census
+        census = self.step.state.census
         if census is None:
             return
         if output is not None:
@@ -251,9 +256,7 @@ def run_alone(config: Any, forward: Forward | None, backward: Backward | None) -
     return Made(output, num_tokens, gradient)
 
 
-def loss_maker(
-    state: StepState, step: Step, model: nn.Module, num_chunks: int, reports: bool = True
-) -> Callable[..., Tensor | None]:
+def loss_maker(step: StepContext, reports: bool = True) -> Callable[..., Tensor | None]:
     """Create the function that computes the loss of a microbatch with the loss function of its F.
 
     In the usual case, the function gets the losses [b, s] and returns their gradient in training,
@@ -264,9 +267,10 @@ def loss_maker(
     The loss function runs as in the F of the last chunk, because it may query the stage.
     """
     store: list[Any] = step.loss_store if reports else []
+    model, num_chunks = step.chunks[-1], len(step.chunks)
 
     def lose(losses: Any, function: Any, is_leaf: bool = True) -> Tensor | None:
-        with state.running(num_chunks - 1):
+        with step.state.running(num_chunks - 1):
             return make(losses, function, is_leaf)
 
     def make(losses: Any, function: Any, is_leaf: bool) -> Tensor | None:
@@ -285,7 +289,7 @@ def loss_maker(
             step.collect_non_loss_data,
             step.num_microbatches,
             store,
-            step.context_parallel_size,
+            step.groups.cp.size(),
             True,
         )
         if reports:
@@ -300,8 +304,3 @@ def loss_maker(
         return gradient
 
     return lose
-
-
-def zero_tokens(device: torch.device) -> Tensor:
-    """Return the initial token count of a step."""
-    return torch.zeros([], dtype=torch.int, device=device)

@@ -7,12 +7,13 @@ the stages use features only through this interface.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from megatron_vshape.core.model.kinds import Kind
@@ -23,11 +24,8 @@ from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.step.gradient_sync import GradientSync
 from megatron_vshape.mcore.step_state import StepState, TokenRange
 from megatron_vshape.runtime.p2p import Transport
-from megatron_vshape.runtime.program_runner import Handler
+from megatron_vshape.runtime.program_runner import Handler, ProgramRun
 from megatron_vshape.runtime.weight_jobs import WeightJobs
-
-if TYPE_CHECKING:  # it imports this module
-    from megatron_vshape.mcore.step.forward_backward import PreparedStep
 
 ForwardStep = Callable[..., Any]
 """The trainer's forward step function, or its replacement."""
@@ -66,28 +64,6 @@ class Made(NamedTuple):
     output: Any  # a Tensor
     num_tokens: Any  # a Tensor
     gradient: Tensor | None  # gradient of the input
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """The trainer's arguments for one step, equal in all training steps of a run.
-
-    These are the parameters of Megatron's function, except adjust_tensor_shapes_fn and
-    p2p_communicator.
-    """
-
-    forward_step_func: Any
-    data_iterator: Any
-    model: Any
-    num_microbatches: int
-    seq_length: int
-    micro_batch_size: int
-    decoder_seq_length: int | None = None
-    forward_only: bool = False
-    collect_non_loss_data: bool = False
-    first_val_step: bool | None = None
-    pg_collection: Any = None
-    force_all_reduce: bool | None = False
 
 
 PassRunner = Callable[[Any, Forward | None, Backward | None], Made]
@@ -141,62 +117,93 @@ class StepHook:
         return received
 
 
-@dataclass(slots=True)
-class Step:
-    """The trainer's arguments of this step, W jobs to overlap, and results of the stages."""
+def _unset() -> Any:
+    """Declare a field that the constructor does not set, and that does not count for equality."""
+    return field(init=False, compare=False, repr=False)
 
-    config: Any  # Megatron's TransformerConfig
-    forward_step_func: ForwardStep
+
+@dataclass(slots=True)
+class StepContext:
+    """One step of a rank: the trainer's arguments, and everything that its passes share.
+
+    Two steps are equal if the trainer's arguments are, as in all training steps of a run: a step
+    that was started early is then the one that the trainer asks for. Fields without a default are
+    set by `PipelineRunner.prepare`.
+    """
+
+    state: StepState = field(compare=False)
+    pipeline: Pipeline = field(compare=False)
+    # The parameters of Megatron's function, except adjust_tensor_shapes_fn and p2p_communicator.
+    forward_step_func: Any
+    data_iterator: Any
+    model: Any
     num_microbatches: int
-    context_parallel_size: int
-    forward_only: bool
-    collect_non_loss_data: bool
-    first_val_step: bool | None
-    gradient_sync: GradientSync
-    num_tokens: Tensor  # tokens of this rank's microbatches; only the last stage counts them
-    beside: Mapping[Pass, Beside] = field(default_factory=dict)  # B -> W jobs it overlaps with
-    passes_per_microbatch: int = 1  # each F of a microbatch has an equal part of the sequence
-    parts: list[StepHook] = field(default_factory=list)
-    loss_store: list[Any] = field(default_factory=list)
+    seq_length: int
+    micro_batch_size: int
+    decoder_seq_length: int | None = None
+    forward_only: bool = False
+    collect_non_loss_data: bool = False
+    first_val_step: bool | None = None
+    pg_collection: Any = None
+    force_all_reduce: bool | None = False
+
+    chunks: list[nn.Module] = _unset()  # the model chunks of this rank
+    config: Any = _unset()  # Megatron's TransformerConfig
+    groups: Any = _unset()  # Megatron's ProcessGroupCollection
+    forward_step: ForwardStep = _unset()  # forward_step_func, whose calls are recorded
+    passes_per_microbatch: int = _unset()  # each F of a microbatch has an equal part of it
+    shape: tuple[int, ...] = _unset()  # [s, b, h] of a P2P message
+    transport: Transport = _unset()
+    gradient_sync: GradientSync = _unset()
+    program: Program = _unset()
+    beside: Mapping[Pass, Beside] = _unset()  # B -> W jobs that it overlaps with
+    iterators: list[Any] = _unset()  # data iterators by chunk
+    order: Sequence[int] | None = _unset()  # microbatches in execution order; None: as given
+    again: Any = _unset()  # second reader of the last chunk's data, if a feature reads it again
+    local_ranks: int | None = _unset()  # number of ranks on this host
+    num_tokens: Tensor = _unset()  # of this rank's microbatches; only the last stage counts them
+    parts: list[StepHook] = field(default_factory=list, init=False, compare=False)
+    loss_store: list[Any] = field(default_factory=list, init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Set the chunks and their config."""
+        self.chunks = self.model if isinstance(self.model, list) else [self.model]
+        self.config = get_model_config(self.chunks[0])
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages of this rank, by chunk."""
+        return self.pipeline.stage_map.stages(self.groups.pp.rank())
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device of the model."""
+        return next(self.chunks[0].parameters()).device
 
     def handlers(self) -> dict[Kind, Handler]:
         """Return the handlers of passes that do not belong to a stage, by kind."""
         return {kind: each for part in self.parts for kind, each in part.handlers().items()}
 
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Enter the contexts of all parts around the passes."""
+        with ExitStack() as stack:
+            # Parts may reference this object. Such a cycle would keep the trainer's data iterators
+            # alive, whose processes then outlive the trainer.
+            stack.callback(self.parts.clear)
+            for part in self.parts:
+                stack.enter_context(part.session())
+            yield
 
-@dataclass(frozen=True, slots=True)
-class StepContext:
-    """The context of a starting step for features."""
 
-    call: Call
-    state: StepState
-    pipeline: Pipeline
-    step: Step
-    chunks: Sequence[nn.Module]
-    iterators: Sequence[Any]  # data iterators by chunk
-    groups: Any  # Megatron's ProcessGroupCollection
-    transport: Transport
-    program: Program
-    order: Sequence[int] | None  # microbatches in execution order; None: as given
-    shape: tuple[int, ...]  # [s, b, h] of a P2P message
-    local_ranks: int | None  # number of ranks on this host
-    again: Any = None  # second reader of the last chunk's data, if a feature reads it again
-
-    @property
-    def stages(self) -> tuple[int, ...]:
-        """Return the stages of this rank, by chunk."""
-        return self.pipeline.stage_map.stages(self.groups.pp.rank())
-
-    @property
-    def torch_device(self) -> torch.device:
-        """Return the device of the model."""
-        return device_of(self.chunks[0])
+Started = tuple[StepContext, ProgramRun]
+"""A step, and the run of its program up to the passes that have run."""
 
 
 class StepFeature:
     """A feature's part in all steps of a run; the defaults do nothing."""
 
-    def check(self, pipeline: Pipeline, forward_step: ForwardStep, forward_only: bool) -> None:
+    def check(self, context: StepContext) -> None:
         """Reject a step that the feature does not support, before it is prepared."""
 
     overlaps_steps = False  # a rank may start the next step before others have ended this one
@@ -208,18 +215,12 @@ class StepFeature:
     def end_training(self) -> str | None:
         """Called by Megatron-LM's trainer after the last step; returns a line for its log."""
 
-    def passes_per_microbatch(self, call: Call, config: Any) -> int:
+    def passes_per_microbatch(self, context: StepContext) -> int:
         """Return the number of F passes of a microbatch per stage in a training step."""
         return 1
 
-    def read(
-        self, call: Call, config: Any, iterators: list[Any], groups: Any
-    ) -> tuple[list[Any], Sequence[int] | None]:
-        """Return the iterators of a training step's chunks, and the order of its microbatches.
-
-        None for the order stands for the given one.
-        """
-        return iterators, None
+    def read(self, context: StepContext) -> None:
+        """Replace the `iterators` or the `order` of a training step, before chunks share them."""
 
     def begin(self, context: StepContext) -> StepHook | None:
         """Return its part in a step, or None."""
@@ -227,8 +228,8 @@ class StepFeature:
     def end(self, context: StepContext) -> None:
         """Called after the passes of a training step."""
 
-    def take_started(self, call: Call) -> PreparedStep | None:
-        """Return the step of this call if it was started early; else roll back a started one."""
+    def take_started(self, context: StepContext) -> Started | None:
+        """Return this step if it was started early; roll back another one that was."""
 
     def start_next(self) -> None:
         """Start the next training step, as far as it can be rolled back."""
@@ -252,14 +253,3 @@ def counted(state: StepState, handler: Handler) -> Handler:
             state.census.ends(work)
 
     return handler._replace(run=run)
-
-
-def parts_of(step_features: Iterable[StepFeature], context: StepContext) -> list[StepHook]:
-    """Return the parts of all features in a step."""
-    found = (each.begin(context) for each in step_features)
-    return [part for part in found if part is not None]
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model's parameters."""
-    return next(model.parameters()).device

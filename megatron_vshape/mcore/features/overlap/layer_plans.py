@@ -23,11 +23,9 @@ from torch import Tensor
 
 from megatron_vshape.mcore.features.overlap import check_script
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
-from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.step.step_hooks import (
     Backward,
     Forward,
-    ForwardStep,
     Made,
     StepContext,
     StepFeature,
@@ -112,15 +110,15 @@ class LayerPlans(StepHook):
 class OverlappedSteps(StepFeature):
     """Runs training steps by layer plans."""
 
-    def check(self, pipeline: Pipeline, forward_step: ForwardStep, forward_only: bool) -> None:
+    def check(self, context: StepContext) -> None:
         """Reject a script whose forward step cannot return a layer plan."""
-        if pipeline.by_layers and not forward_only:
+        if context.pipeline.by_layers and not context.forward_only:
             with refusing():
-                check_script(forward_step)
+                check_script(context.forward_step_func)
 
     def begin(self, context: StepContext) -> StepHook | None:
         """Return the runner of the passes; evaluation runs them alone."""
-        if context.pipeline.by_layers and not context.step.forward_only:
+        if context.pipeline.by_layers and not context.forward_only:
             return LayerPlans()
         return None
 

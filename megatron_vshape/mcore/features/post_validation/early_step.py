@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_vshape.core.program.early_start import Cut, drain, prefix_before_loss
@@ -15,16 +14,17 @@ from megatron_vshape.mcore.features.post_validation.optimizer import (
     why_no_gain,
 )
 from megatron_vshape.mcore.features.post_validation.rollback import RandomState, Replay
-from megatron_vshape.mcore.step.forward_backward import PipelineRunner, PreparedStep
-from megatron_vshape.mcore.step.step_hooks import Call, StepContext, StepFeature
-from megatron_vshape.runtime.program_runner import run_drain
+from megatron_vshape.mcore.step.forward_backward import PipelineRunner
+from megatron_vshape.mcore.step.step_hooks import Started, StepContext, StepFeature
+from megatron_vshape.runtime.program_runner import ProgramRun, run_drain
 
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
     """The next step, started early, and the state to roll it back."""
 
-    prepared: PreparedStep
+    context: StepContext
+    run: ProgramRun
     ends: Cut  # number of instructions per rank that have run
     random: RandomState
 
@@ -37,7 +37,7 @@ class EarlyStart(StepFeature):
     def __init__(self, runner: PipelineRunner) -> None:
         """Set the runner, which prepares the step."""
         self._runner = runner
-        self._last: Call | None = None  # the last training step
+        self._last: StepContext | None = None  # arguments of the last training step
         self._ahead: _Ahead | None = None
         self._cut: tuple[Program, tuple[Program, Cut]] | None = None
         self._replays: list[Replay] = []
@@ -62,59 +62,60 @@ class EarlyStart(StepFeature):
 
         Does nothing before the first step, or if the next step is measured from its start.
         """
-        call = self._last
-        if call is None or self._runner.observes_next:
+        if self._last is None or self._runner.observes_next:
             return
         for replay in self._replays:
             replay.mark()
         # Early forwards consume data and random numbers; both must be restored on a rollback.
         random = RandomState.now()
-        prepared = self._runner.prepare(call, cut=self._prefix)
+        context = replace(self._last)
+        run = self._runner.prepare(context, cut=self._prefix)
         assert self._cut is not None
         _, ends = self._cut[1]
-        self._ahead = _Ahead(prepared, ends, random)
-        prepared.run.advance(ends[prepared.context.groups.pp.rank()])
+        self._ahead = _Ahead(context, run, ends, random)
+        run.advance(ends[context.groups.pp.rank()])
 
     def roll_back(self) -> None:
         """Roll back the early part of the next step; does nothing if nothing has run early."""
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             return
-        context = ahead.prepared.context
+        context = ahead.context
         # Early forwards may have sent messages without a matching receive yet. Complete them first,
         # so that the transport is consistent for the next step.
         instructions = drain(context.program, ahead.ends, context.groups.pp.rank())
         run_drain(instructions, context.transport, context.transport.blank())
+        context.parts.clear()  # as at the end of a step
         self._runner.forget_step()
         for replay in self._replays:
             replay.rewind()
         ahead.random.restore()
 
-    def take_started(self, call: Call) -> PreparedStep | None:
-        """Return the step that was started early if its call equals the current one, else None."""
+    def take_started(self, context: StepContext) -> Started | None:
+        """Return the step that was started early if it equals the current one, else None."""
         ahead = self._ahead
-        if ahead is not None and ahead.prepared.context.call != call:
+        if ahead is not None and ahead.context != context:
             self.roll_back()
             return None
         self._ahead = None
         for replay in self._replays:
             replay.forget()
-        return None if ahead is None else ahead.prepared
+        return None if ahead is None else (ahead.context, ahead.run)
 
-    def read(
-        self, call: Call, config: Any, iterators: list[Any], groups: Any
-    ) -> tuple[list[Any], Sequence[int] | None]:
+    def read(self, context: StepContext) -> None:
         """Wrap the iterators so that they can replay microbatches of a step that is rolled back."""
         known = {id(each.source): each for each in self._replays}
-        for each in iterators:
+        for each in context.iterators:
             if each is not None and id(each) not in known:
                 known[id(each)] = Replay(each)
         self._replays = list(known.values())
-        return [each if each is None else known[id(each)] for each in iterators], None
+        context.iterators = [
+            each if each is None else known[id(each)] for each in context.iterators
+        ]
 
     def end(self, context: StepContext) -> None:
         """Remember the trainer's arguments, which are equal in all training steps of a run."""
-        self._last = context.call
+        self._last = replace(context)  # without what `prepare` has set
 
     def clear(self) -> None:
         """Drop the data of the last step and of the next one."""

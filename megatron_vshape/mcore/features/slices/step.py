@@ -23,7 +23,6 @@ from megatron_vshape.mcore.refusals import UnsupportedError, refusing
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.step.stage import loss_maker
 from megatron_vshape.mcore.step.step_hooks import (
-    Call,
     ForwardStep,
     StepContext,
     StepFeature,
@@ -145,22 +144,22 @@ class Slicing(StepFeature):
         """Set the pipeline, whose planner chooses the number of slices."""
         self._pipeline = pipeline
 
-    def passes_per_microbatch(self, call: Call, config: Any) -> int:
+    def passes_per_microbatch(self, context: StepContext) -> int:
         """Return the number of slices per microbatch."""
         planner = self._pipeline.planner
         if not isinstance(planner.choice.slices, int):
-            planner.choose_slices(even_slices(planner.choice.slices, call.seq_length, config))
-            return planner.training(call.num_microbatches).schedule.slices
+            fine = even_slices(planner.choice.slices, context.seq_length, context.config)
+            planner.choose_slices(fine)
+            return planner.training(context.num_microbatches).schedule.slices
         with refusing():
-            check_sequence(planner.choice.slices, call.seq_length, config)
+            check_sequence(planner.choice.slices, context.seq_length, context.config)
         return planner.choice.slices
 
     def begin(self, context: StepContext) -> StepHook | None:
         """Return the shared state of a step's slices."""
-        step = context.step
-        if step.passes_per_microbatch > 1:
-            slices = Slices(step.passes_per_microbatch, context.call.seq_length)
-            slices.lose = loss_maker(context.state, step, context.chunks[-1], len(context.chunks))
+        if context.passes_per_microbatch > 1:
+            slices = Slices(context.passes_per_microbatch, context.seq_length)
+            slices.lose = loss_maker(context)
             return slices
         return None
 

@@ -25,7 +25,7 @@ from megatron_vshape.core.variable_length import (
 from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError
 from megatron_vshape.mcore.setup.plans import PlannedStep
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
-from megatron_vshape.mcore.step.step_hooks import Call, StepFeature
+from megatron_vshape.mcore.step.step_hooks import StepContext, StepFeature
 from megatron_vshape.runtime import first_cause
 from megatron_vshape.runtime.p2p import TransportError
 
@@ -309,34 +309,30 @@ class VariableLength(StepFeature):
         self._reorderer: MicrobatchReorderer | None = None  # set once microbatches can be reordered
         self._keeps_order: bool | None = None  # agreed by all ranks once; None before
 
-    def read(
-        self, call: Call, config: Any, iterators: list[Any], groups: Any
-    ) -> tuple[list[Any], Sequence[int] | None]:
-        """Return iterators in the order of this step, and that order (None: as given).
+    def read(self, context: StepContext) -> None:
+        """Reorder the microbatches of this step, and read them in that order.
 
         If ranks may be in different steps, they would have to wait for each other to agree on an
         order.
         """
-        pipeline = self._runner.pipeline
+        pipeline, config, count = context.pipeline, context.config, context.num_microbatches
         if pipeline.options.keep_order or self._runner.overlaps_steps:
-            return iterators, None
+            return
         if pipeline.choice.name != AUTO or not may_reorder(config):
-            return iterators, None
-        plan = pipeline.planner.training(call.num_microbatches)
-        if plan.schedule.num_microbatches != call.num_microbatches:  # parts of microbatches
-            return iterators, None
+            return
+        plan = pipeline.planner.training(count)
+        if plan.schedule.num_microbatches != count:  # parts of microbatches
+            return
         if self._keeps_order is None:
-            chunks = call.model if isinstance(call.model, list) else [call.model]
-            self._keeps_order = has_dropout(chunks, groups.pp)
+            self._keeps_order = has_dropout(context.chunks, context.groups.pp)
         if self._keeps_order:
-            return iterators, None
+            return
         if self._reorderer is None:
             self._reorderer = MicrobatchReorderer(config, pipeline.options.lengths)
         first_rank = pipeline.choice.placement[0]
-        order, read = self._reorderer.order(
-            plan, iterators, call.num_microbatches, groups, first_rank
+        context.order, context.iterators = self._reorderer.order(
+            plan, context.iterators, count, context.groups, first_rank
         )
-        return read, order
 
 
 def has_dropout(chunks: Sequence[nn.Module], group: Any) -> bool:

@@ -127,15 +127,13 @@ class SharedVocabulary(StepHook):
 
     def __post_init__(self) -> None:
         """Find this rank's rows, and register their gradients for reduction."""
-        context, step = self.context, self.context.step
-        self.state, self.config = context.state, step.config
+        context = self.context
+        self.state, self.config = context.state, context.config
         self.stage_map, self.iterator = context.pipeline.stage_map, context.iterators[0]
         self.first, self.last = context.chunks[0], context.chunks[-1]  # wrapped
-        self.forward_step_func, self.num_microbatches = (
-            step.forward_step_func,
-            step.num_microbatches,
-        )
-        self.learns, self.gradient_sync = not step.forward_only, step.gradient_sync
+        self.forward_step_func = context.forward_step
+        self.num_microbatches = context.num_microbatches
+        self.learns, self.gradient_sync = not context.forward_only, context.gradient_sync
         self.tensor_group, self.context_group = context.groups.tp, context.groups.cp
         self.again = context.again
         self._last_calls = LastCalls(routers_of(self.last))
@@ -147,7 +145,7 @@ class SharedVocabulary(StepHook):
             self.tokens_shape = batch, length * whole
         # Computes the loss of a microbatch from its losses, [b, s], and the loss function of F.
         reports = context.groups.pp.rank() == self.stage_map.loss_rank
-        self.lose = loss_maker(self.state, step, self.last, self.stage_map.num_chunks, reports)
+        self.lose = loss_maker(context, reports)
         self._rows = unwrapped(self.first).embedding.word_embeddings
         head = unwrapped(self.last).output_layer
         self._table = self._rows.weight
@@ -678,5 +676,5 @@ class VocabularySharing(StepFeature):
         if not context.pipeline.choice.shares or together is None:
             return None
         with refusing():
-            check_model_options(context.step.config)
+            check_model_options(context.config)
         return SharedVocabulary(context, together)
