@@ -8,7 +8,7 @@ import pytest
 from mcore.conftest import needs_hybrid
 from megatron.core import parallel_state
 
-from megatron_vshape.mcore.hooks import core_hooks, replacements
+from megatron_vshape.mcore.hooks import core_hooks, libraries
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout.stage_map import StageMap
 
@@ -39,7 +39,7 @@ def test_it_is_shown_none_and_its_model_is_told(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
     config: Any = Provider()
     for _ in range(2):  # of each config of the class; the class is taught once
-        core_hooks._have_chunks_provided(session, config)
+        libraries.have_chunks_provided(session, config)
     try:
         # What a library believes of the ends is that of the ranks' order.
         assert config.provide(True, False, vp_stage=0).seen == (True, False, 0, 2)
@@ -61,7 +61,7 @@ def test_the_stages_of_a_pattern_that_a_library_gives_its_model(
     session = Session()
     stage_map = StageMap((0, 1, 1, 0), (1, 2, 2, 1))
     session.pipeline = cast(Any, SimpleNamespace(stage_map=stage_map))
-    select = replacements.select_pipeline_segment(session, select_pipeline_segment)
+    select = core_hooks.select_pipeline_segment(session, select_pipeline_segment)
     found = {}
     with caplog.at_level(logging.INFO):
         for rank in range(2):

@@ -20,8 +20,8 @@ from megatron.core.pipeline_parallel import schedules
 
 import megatron_vshape
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.mcore.hooks import replacements
-from megatron_vshape.mcore.hooks.router_replay import moe_layers_of_stages
+from megatron_vshape.mcore.hooks import session as hooks
+from megatron_vshape.mcore.hooks.libraries import moe_layers_of_stages
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.refusals import UnsupportedError
@@ -53,7 +53,7 @@ def test_a_client_is_reached_by_name_and_gets_megatrons_order_while_none_is_chos
 
 def test_sorting_before_the_step_that_records_is_rejected() -> None:
     session = Session(pipeline=V_HALF)
-    table = replacements.get_schedule_table(session, lambda *sizes: list(sizes))
+    table = hooks.get_schedule_table(session, lambda *sizes: list(sizes))
     with pytest.raises(UnsupportedError, match="the last step had 0 forward calls"):
         table(*SIZES)
     session.pipeline = SimpleNamespace(stage_map=StageMap((0, 1, 1, 0), (3, 3, 2, 0)))

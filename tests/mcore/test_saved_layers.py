@@ -8,7 +8,7 @@ from mcore.farm import Ended, Farm
 
 pytest.importorskip("megatron.training")
 
-from megatron_vshape.mcore.layout.saved_layers import RECORD, check_layers, saved_layers
+from megatron_vshape.mcore.hooks.checkpoints import RECORD, check_layers, saved_layers
 from megatron_vshape.mcore.refusals import UnsupportedError
 
 V_HALF = "--pipeline-schedule v-half"

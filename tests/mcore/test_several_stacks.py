@@ -23,12 +23,12 @@ from megatron.core.process_groups_config import MultiModuleProcessGroupCollectio
 from megatron.core.transformer import TransformerConfig
 
 import megatron_vshape
-from megatron_vshape.mcore.hooks import registry, replacements, training
+from megatron_vshape.mcore.hooks import core_hooks, registry, training
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError, check_one_module
 
 SAID = "megatron-vshape: schedule zb-h1 does not work with {}: it needs one stack of layers"
-MODELS = [each for each in registry.HOOKS if each.replacement is replacements.several_stacks_init]
+MODELS = [each for each in registry.HOOKS if each.replacement is core_hooks.several_stacks_init]
 STACKS = [each for each in MODELS if not each.attribute.startswith("GPTModel")]
 
 
@@ -132,7 +132,7 @@ def test_a_provider_that_knows_no_chunks(monkeypatch: pytest.MonkeyPatch) -> Non
     def provider(pre_process: bool, post_process: bool, config: Any = None) -> Any:
         return pre_process, post_process
 
-    monkeypatch.setattr(replacements.parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(core_hooks.parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
     assert provided(provider, 0) == (True, True)
     assert provided(provider, 1, config=None) == (True, False)
     with pytest.raises(RefusedError, match="model_provider takes no vp_stage: choose a schedule"):

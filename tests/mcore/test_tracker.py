@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("megatron.training")
 
+from megatron_vshape.mcore.hooks.checkpoints import newest_whole, read_metadata, repair_tracker
 from megatron_vshape.mcore.hooks.session import Session
-from megatron_vshape.mcore.hooks.training import newest_whole, read_metadata, repair_tracker
 
 TRACKER = "latest_checkpointed_iteration.txt"
 

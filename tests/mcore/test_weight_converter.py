@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_vshape.mcore.hooks import core_hooks
+from megatron_vshape.mcore.hooks import libraries
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout.stage_map import StageMap
 
@@ -47,9 +47,9 @@ def places_of(name: str) -> list[tuple[int, int]]:
 
 
 def test_a_weight_is_loaded_where_its_stage_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    module: Any = ModuleType(core_hooks._CONVERTER)
+    module: Any = ModuleType(libraries._CONVERTER)
     module.DistConverter = DistConverter
-    monkeypatch.setitem(sys.modules, core_hooks._CONVERTER, module)
+    monkeypatch.setitem(sys.modules, libraries._CONVERTER, module)
     stage_map = StageMap((1, 0, 0, 1), (2, 1, 1, 1))
     last = stage_map.last_stage
     pipeline: Any = SimpleNamespace(
@@ -59,7 +59,7 @@ def test_a_weight_is_loaded_where_its_stage_is(monkeypatch: pytest.MonkeyPatch) 
     session = Session()
     try:
         for _ in range(2):  # of each chunk; the class is taught once
-            core_hooks._have_stages_found(session, pipeline)
+            libraries.have_stages_found(session, pipeline)
         found = [places_of(f"decoder.layers.{layer}.weight") for layer in range(LAYERS)]
         assert found == [[(1, 0)], [(1, 0)], [(0, 0)], [(0, 1)], [(1, 1)]]
         assert [DistConverter(0)._get_layer_info(layer)[0] for layer in range(3)] == [0, 1, 0]

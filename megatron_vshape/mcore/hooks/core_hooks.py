@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
-from itertools import accumulate
+import logging
 from typing import Any
 from weakref import ref
 
 from megatron.core import parallel_state
+from megatron.core.transformer import module as transformer_module
 
-from megatron_vshape.mcore.hook import Function, Replaced, replaces, replaces_always
-from megatron_vshape.mcore.hooks import nemo_rl
-from megatron_vshape.mcore.hooks.replacements import has_end
+from megatron_vshape.mcore.hook import Function, Hook, replaces, replaces_always
+from megatron_vshape.mcore.hooks import libraries, nemo_rl
 from megatron_vshape.mcore.hooks.session import Session
-from megatron_vshape.mcore.layout import multi_token, stages
+from megatron_vshape.mcore.layout import hybrid, multi_token, stages
 from megatron_vshape.mcore.layout.stage_map import check_tied_embeddings
 from megatron_vshape.mcore.layout.stages import StageLayout
 from megatron_vshape.mcore.options import Options
-from megatron_vshape.mcore.refusals import UnsupportedError, refusing
+from megatron_vshape.mcore.refusals import UnsupportedError, refused_model, refusing
 from megatron_vshape.mcore.setup import configure
 from megatron_vshape.mcore.setup.choice import ScheduleConfig, choice_for
 from megatron_vshape.mcore.setup.features import BuiltChunk, features
@@ -35,6 +34,8 @@ from megatron_vshape.mcore.setup.ready import (
     withdraw_loading_mode,
 )
 from megatron_vshape.mcore.setup.translate import tell, translate
+
+logger = logging.getLogger(__name__)
 
 
 def options_of(session: Session) -> Options | None:
@@ -49,7 +50,7 @@ def config_post_init(session: Session, original: Function, config: Any) -> None:
     if options is not None and config.pipeline_model_parallel_size > 1:
         with refusing():
             _choose(session, options, config)
-        _have_chunks_provided(session, config)
+        libraries.have_chunks_provided(session, config)
         if session.pipeline is not None and session.pipeline.stage_map.num_chunks > 1:
             nemo_rl.keep_all_chunks(session)
     original(config)
@@ -66,41 +67,6 @@ def data_parallel_config_post_init(session: Session, original: Function, config:
         session.registers = True
         session.set_variables -= leave_allocator(session.set_variables)
     original(config)
-
-
-def _have_chunks_provided(session: Session, config: Any) -> None:
-    """Patch a library's provider of hybrid models, which is its config, to build several chunks."""
-    owner: Any = next((each for each in type(config).__mro__ if "provide" in vars(each)), None)
-    if not getattr(config, "is_hybrid_model", False) or owner in (None, *session.providers):
-        return
-    session.providers.append(owner)
-    session.replaced.put(owner, "provide", provide_hybrid(session, owner.provide))
-
-
-@replaces
-def provide_hybrid(
-    session: Session,
-    original: Function,
-    config: Any,
-    pre_process: bool | None = None,
-    post_process: bool | None = None,
-    vp_stage: int | None = None,
-) -> Any:
-    """Build one of several chunks with a provider that rejects virtual pipeline stages.
-
-    Megatron-Bridge's provider rejects them, although its model supports them. The provider sees a
-    config without chunks; `model_init` passes the chunk to the model's constructor.
-    """
-    if session.pipeline is None or vp_stage is None:
-        return original(config, pre_process, post_process, vp_stage)
-    session.provided_chunk = vp_stage
-    try:
-        with Replaced() as replaced:
-            # The provider raises if the config has virtual stages.
-            replaced.put(config, "virtual_pipeline_model_parallel_size", None)
-            return original(config, pre_process, post_process)
-    finally:
-        session.provided_chunk = None
 
 
 def _choose(session: Session, options: Options, config: Any) -> None:
@@ -187,7 +153,7 @@ def model_init(session: Session, original: Function) -> Function:
         original(*bound.args, **bound.kwargs)
         session.is_building = True
         _build_features(session, pipeline, self, chunk or 0)
-        _have_stages_found(session, pipeline)
+        libraries.have_stages_found(session, pipeline)
 
     return init
 
@@ -208,47 +174,6 @@ def _build_features(session: Session, pipeline: Pipeline, model: Any, chunk: int
     with refusing():
         for feature in features():
             feature.build_chunk(built)
-
-
-_ROWS = "embedding.word_embeddings.weight"
-
-_CONVERTER = "mcore_adapter.models.converter.dist_converter"
-
-
-def _have_stages_found(session: Session, pipeline: Pipeline) -> None:
-    """Make ROLL's mcore_adapter load the weights of the stages of this rank.
-
-    The converter numbers stages by chunk, then rank, and treats a tied output layer as a separate
-    weight. The patch applies only if mcore_adapter builds the model.
-    """
-    converter = getattr(sys.modules.get(_CONVERTER), "DistConverter", None)
-    if converter is None or converter in session.providers:
-        return
-    session.providers.append(converter)
-    stage_map, is_here = pipeline.stage_map, converter.is_on_this_rank
-
-    def layer_info(self: Any, layer: int) -> tuple[int, int, int]:
-        stage = next(each for each, end in enumerate(accumulate(stage_map.layers)) if layer < end)
-        local = layer - sum(stage_map.layers[:stage])
-        return local, stage_map.placement[stage], stage_map.chunk(stage)
-
-    def is_first(self: Any, vp_stage: int) -> bool:
-        return pipeline.ends(self.pipeline_model_parallel_rank, vp_stage)[0]
-
-    def is_last(self: Any, vp_stage: int) -> bool:
-        return pipeline.ends(self.pipeline_model_parallel_rank, vp_stage)[1]
-
-    def is_on_this_rank(self: Any, weight_name: str, vp_stage: int | None = None) -> bool:
-        # A tied output layer is the embedding itself, so only the chunk of the first stage loads
-        # it.
-        is_twice = stage_map.ends_meet and weight_name == _ROWS and not self.revert
-        elsewhere = is_twice and not is_first(self, vp_stage or 0)
-        return not elsewhere and bool(is_here(self, weight_name, vp_stage))
-
-    session.replaced.put(converter, "_get_layer_info", layer_info)
-    session.replaced.put(converter, "is_pipeline_first_stage", is_first)
-    session.replaced.put(converter, "is_pipeline_last_stage", is_last)
-    session.replaced.put(converter, "is_on_this_rank", is_on_this_rank)
 
 
 @replaces
@@ -358,3 +283,238 @@ def get_megatron_optimizer(session: Session, original: Function, *args: Any, **o
     session.optimizer = made = original(*args, **options)
     withdraw_loading_mode(session.set_variables)  # the model is on its device by now
     return made
+
+
+@replaces
+def select_pipeline_segment(
+    session: Session,
+    original: Function,
+    main_pattern: str,
+    pp_group: Any,
+    vp_stage: int | None,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """Return the part of a hybrid model's layer pattern that belongs to the stage of a chunk."""
+    if session.pipeline is None:
+        return original(main_pattern, pp_group, vp_stage, *args, **options)
+    stage_map = session.pipeline.stage_map
+    stage = stage_map.stage(pp_group.rank(), vp_stage)
+    # Cut by our stages: a library may give its model alone a pattern with others.
+    given = hybrid.parts(main_pattern)
+    if stage == 0 and len(given) > 1 and given != stage_map.layers:
+        logger.info(
+            "%s %.80s: its %d stages as the schedule's %d: layers per stage %s",
+            *(hybrid.OPTION, main_pattern, len(given), len(stage_map.layers)),
+            ",".join(map(str, stage_map.layers)),
+        )
+    segments = hybrid.cut(main_pattern, stage_map.layers).split(hybrid.BEGINS_STAGE)
+    allocation: Any = inspect.getmodule(original)
+    layers = allocation.validate_segment_layers(segments[stage])
+    return layers, sum(map(len, segments[:stage]))
+
+
+@replaces
+def several_stacks_init(
+    session: Session, original: Function, model: Any, *args: Any, **options: Any
+) -> None:
+    """Reject a model with several stacks of layers before any of them is built."""
+    if session.pipeline is not None:
+        with refusing():
+            raise refused_model(session.pipeline.choice.name, type(model).__name__)
+    original(model, *args, **options)
+
+
+@replaces
+def is_pipeline_first_stage(
+    session: Session, original: Function, ignore_virtual: bool = True, vp_stage: int | None = None
+) -> bool:
+    """Return whether the stage has the embedding."""
+    return _is_pipeline_end(session, original, 0, ignore_virtual, vp_stage)
+
+
+@replaces
+def is_pipeline_last_stage(
+    session: Session, original: Function, ignore_virtual: bool = True, vp_stage: int | None = None
+) -> bool:
+    """Return whether the stage has the loss."""
+    return _is_pipeline_end(session, original, 1, ignore_virtual, vp_stage)
+
+
+def has_end(session: Session, end: int) -> bool:
+    """Return whether a chunk of this rank is the model's first (`end` 0) or last (1) stage."""
+    assert session.pipeline is not None
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    return bool(session.pipeline.stage_map.end_ranks[end] == rank)
+
+
+def _is_pipeline_end(
+    session: Session, original: Function, end: int, ignore_virtual: bool, vp_stage: int | None
+) -> bool:
+    """Return whether a stage is the model's first (`end` 0) or last (`end` 1).
+
+    The stage is that of `vp_stage` if given (and not ignored), else that of the running chunk. If
+    no chunk runs, the result is about the rank. While models are built: whether any of its chunks
+    is that stage. Afterwards: Megatron's result, its position in the pipeline, because the last
+    rank gets the results of the loss (`pipeline_of`).
+    """
+    pipeline = session.pipeline
+    # Every rank computes a part of the loss here, and counts as first and last.
+    if session.step.has_logits:
+        return True
+    chunk = session.step.running_chunk if ignore_virtual else vp_stage
+    # With one chunk per rank, callers pass no vp_stage; chunk 0 is the only candidate.
+    if pipeline is not None and not ignore_virtual and pipeline.stage_map.num_chunks == 1:
+        chunk = 0
+    if chunk is None and session.is_building and pipeline is not None:
+        return has_end(session, end)
+    if pipeline is None or chunk is None:
+        return bool(original(ignore_virtual=ignore_virtual, vp_stage=vp_stage))
+    return pipeline.ends(parallel_state.get_pipeline_model_parallel_rank(), chunk)[end]
+
+
+@replaces
+def float16_module_forward(
+    session: Session,
+    original: Function,
+    module: Any,
+    *inputs: Any,
+    fp32_output: bool = True,
+    **options: Any,
+) -> Any:
+    """Convert inputs on the first stage and outputs on the last stage of any placement."""
+    pipeline = session.pipeline
+    if pipeline is None:
+        return original(module, *inputs, fp32_output=fp32_output, **options)
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    first, last = pipeline.ends(rank, module.vp_stage)
+    if first:
+        inputs = transformer_module.fp32_to_float16(inputs, module.float16_convertor)
+    outputs = module.module(*inputs, **options)
+    # If all ranks share the output layer, the last stage ends before the logits. While all ranks
+    # compute logits (`has_logits`), each of them converts its own.
+    makes_loss = session.step.has_logits or (last and not pipeline.choice.shares)
+    return transformer_module.float16_to_fp32(outputs) if makes_loss and fp32_output else outputs
+
+
+_STATE = "megatron.core.parallel_state"
+_UTILS = "megatron.core.pipeline_parallel.utils"
+
+HOOKS = (
+    *(
+        Hook(
+            module,
+            "select_pipeline_segment",
+            ("main_pattern", "pp_group", "vp_stage"),
+            "gives a stage its part of a hybrid model's pattern of layers, wherever the stage is",
+            select_pipeline_segment,
+            since=since,
+            until=until,
+        )
+        for module, since, until in hybrid.PLACES
+    ),
+    Hook(
+        "megatron.core.transformer.transformer_config",
+        "TransformerConfig.__post_init__",
+        ("self",),
+        "sets chunks per rank and layers per stage on a library's config",
+        config_post_init,
+    ),
+    Hook(
+        "megatron.core.distributed.distributed_data_parallel_config",
+        "DistributedDataParallelConfig.__post_init__",
+        ("self",),
+        "leaves the allocator alone where NCCL registers buffers, which a library's schedule sets",
+        data_parallel_config_post_init,
+    ),
+    Hook(
+        _STATE,
+        "initialize_model_parallel",
+        (
+            "pipeline_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+            "get_embedding_ranks",
+        ),
+        "creates the embedding group of the ranks with embedding and output layer",
+        initialize_model_parallel,
+        everywhere=True,
+    ),
+    *(
+        Hook(
+            module,
+            name,
+            ("pre_process", "post_process", "vp_stage"),
+            "builds a library's chunk as the stage that it is",
+            model_init,
+            since=since,
+        )
+        for module, name, since in (
+            ("megatron.core.models.gpt.gpt_model", "GPTModel.__init__", (0, 0)),
+            ("megatron.core.models.hybrid.hybrid_model", "HybridModel.__init__", (0, 18)),
+        )
+    ),
+    Hook(
+        "megatron.core.models.common.language_module.language_module",
+        "LanguageModule.setup_embeddings_and_output_layer",
+        ("self",),
+        "shares one weight of tied or repeated embeddings on one rank",
+        setup_embeddings,
+    ),
+    *(
+        Hook(
+            f"megatron.core.models.{module}",
+            f"{model}.__init__",
+            ("self",),
+            "rejects models with several stacks of layers, which no schedule supports",
+            several_stacks_init,
+            optional=True,
+        )
+        for module, model in (
+            ("multimodal.llava_model", "LLaVAModel"),
+            ("T5.t5_model", "T5Model"),
+            ("mimo.model.base", "MimoModel"),
+        )
+    ),
+    *(
+        Hook(_UTILS, name, expects, reason, replacement, everywhere=True)
+        for name, expects, replacement in (
+            ("is_pp_first_stage", ("pp_group",), is_end_of_ranks(0)),
+            ("is_pp_last_stage", ("pp_group",), is_end_of_ranks(1)),
+            ("is_vp_first_stage", ("vp_stage", "vp_size"), is_end_of_chunks(0)),
+            ("is_vp_last_stage", ("vp_stage", "vp_size"), is_end_of_chunks(1)),
+        )
+        for reason in ("answers for the stage that runs, or while models are built for their ends",)
+    ),
+    Hook(
+        "megatron.core.optimizer",
+        "get_megatron_optimizer",
+        ("config", "model_chunks"),
+        "remembers a library's optimizer, whose memory a limit has to leave room for",
+        get_megatron_optimizer,
+        everywhere=True,
+    ),
+    Hook(
+        _STATE,
+        "is_pipeline_first_stage",
+        ("ignore_virtual", "vp_stage"),
+        "the stage with the embedding may be any chunk of any rank",
+        is_pipeline_first_stage,
+        everywhere=True,
+    ),
+    Hook(
+        _STATE,
+        "is_pipeline_last_stage",
+        ("ignore_virtual", "vp_stage"),
+        "the stage with the loss may be any chunk of any rank",
+        is_pipeline_last_stage,
+        everywhere=True,
+    ),
+    Hook(
+        "megatron.core.transformer.module",
+        "Float16Module.forward",
+        ("inputs", "fp32_output", "kwargs"),
+        "it asks for the last rank, and would send fp32 from there and compute a 16-bit loss",
+        float16_module_forward,
+    ),
+)
+"""The functions of megatron.core that place and build stages, for every trainer."""

@@ -1,8 +1,9 @@
-"""State of the hooks: the chosen schedule and its runner."""
+"""The session of a run: the chosen schedule, its runner, and the hooks that run its steps."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,15 +12,29 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.tensor_parallel import layers
 from megatron.core.utils import get_model_config
 from torch import nn
 
-from megatron_vshape.mcore.hook import Replaced
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.mcore.hook import Function, Hook, Replaced, replaces
+from megatron_vshape.mcore.hooks import libraries
 from megatron_vshape.mcore.layout.stages import streams_of
 from megatron_vshape.mcore.observe import report, static_memory
-from megatron_vshape.mcore.observe.megatrons_own import MeteredSchedule
+from megatron_vshape.mcore.observe.megatrons_own import (
+    MeteredSchedule,
+    count_backward,
+    count_forward,
+)
 from megatron_vshape.mcore.options import Options
-from megatron_vshape.mcore.refusals import UnsupportedError, refusing, refusing_together
+from megatron_vshape.mcore.refusals import (
+    UnsupportedError,
+    check_one_module,
+    refusing,
+    refusing_together,
+)
 from megatron_vshape.mcore.setup import configure
 from megatron_vshape.mcore.setup.configure import with_messages_of_this_run
 from megatron_vshape.mcore.setup.features import features
@@ -27,7 +42,12 @@ from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.setup.ready import withdraw_loading_mode
+from megatron_vshape.mcore.split import graph_weights
+from megatron_vshape.mcore.split.graphs import capture_order, covered, passes_of
+from megatron_vshape.mcore.split.local_layers import TorchFusedKernels, make_split_linear
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
+from megatron_vshape.mcore.step.gradient_sync import overlaps_grad_reduce
+from megatron_vshape.mcore.step.late_checks import can_wait
 from megatron_vshape.mcore.step.microbatches import given_iterators
 from megatron_vshape.mcore.step_state import StepState, unwrapped
 
@@ -249,3 +269,274 @@ class Session:
     def logs(self, ahead: int) -> bool:
         """Return whether Megatron's trainer logs the step `ahead` steps after the current one."""
         return self.iteration_log is not None and self.iteration_log.has(ahead)
+
+
+# The timer needs a pass, but for Megatron's schedules only durations count, not the pass.
+_SOME_PASS = Pass(Kind.F, 0, 0)
+
+
+@replaces
+def get_forward_backward_func(
+    session: Session, original: Function, *args: Any, **options: Any
+) -> Any:
+    """Return this package's step function, or Megatron's with a meter if the user named it."""
+    if session.pipeline is not None:
+        with refusing():
+            check_one_module(session.pipeline.choice.name, *args, *options.values())
+        return session.own_function(original)
+    # One of Megatron's own schedules runs. Metering it makes its log lines comparable with ours.
+    function = original(*args, **options)
+    if session.megatrons_own is None:
+        return function
+    return session.metered_runner(function, session.megatrons_own)
+
+
+@replaces
+def forward_step(session: Session, original: Function, *args: Any, **options: Any) -> Any:
+    """Measure a forward pass of Megatron's schedules, if measurement is enabled."""
+    result = _timed(session, original, *args, **options)
+    if session.step.census is not None and session.pipeline is None:
+        # For our own schedules, the runner counts activation memory itself.
+        chunk = inspect.signature(original).bind(*args, **options).arguments.get("vp_stage")
+        count_forward(session.step.census, chunk, result[0])
+    return result
+
+
+@replaces
+def backward_step(session: Session, original: Function, *args: Any, **options: Any) -> Any:
+    """Measure a backward pass of Megatron's schedules, if measurement is enabled."""
+    result = _timed(session, original, *args, **options)
+    if session.step.census is not None and session.pipeline is None:
+        count_backward(session.step.census)
+    return result
+
+
+def _timed(session: Session, original: Function, *args: Any, **options: Any) -> Any:
+    """Record the duration of a pass of Megatron's schedules while a timer is active."""
+    timer = session.step.timer
+    if timer is None:
+        return original(*args, **options)
+    timer.begins(_SOME_PASS)
+    result = original(*args, **options)
+    timer.ends(_SOME_PASS)
+    return result
+
+
+@replaces
+def convert_schedule_table_to_order(
+    session: Session, original: Function, num_warmup: int, num_chunks: int, table: Any
+) -> list[int]:
+    """Return this rank's pass order to Transformer Engine for CUDA graph capture."""
+    if session.pipeline is None:
+        return list(original(num_warmup, num_chunks, table))
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    # The helper of a vision encoder has one chunk, the first, and captures it separately.
+    stages = session.pipeline.stage_map.stages(rank)[:num_chunks]
+    program = session.pipeline.planner.training(len(table) // num_chunks).program
+    # Replays must follow the captured order, so the step rejects any other program from now on.
+    session.step.captured = program
+    return capture_order(program, rank, stages)
+
+
+@replaces
+def create_cudagraphs(session: Session, original: Function, helper: Any) -> None:
+    """Capture CUDA graphs while the transport is idle, and record their memory."""
+    pipeline = session.pipeline
+    if pipeline is None:
+        original(helper)
+        return
+    session.own_runner(pipeline).rest()
+    capture = _capture_of_weights(pipeline, helper) if pipeline.splits_graphs else None
+    # So that `get_schedule_table` does not reject the call that the capture makes.
+    session.captures = True
+    try:
+        with graph_weights.capturing(helper, capture, session.step):
+            original(helper)
+    finally:
+        session.captures = False
+
+
+def _capture_of_weights(pipeline: Pipeline, helper: Any) -> graph_weights.Capture:
+    """Return a capture of weight gradients in the order of this rank's W passes."""
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    stages = pipeline.stage_map.stages(rank)[: helper.num_model_chunks]
+    program = pipeline.planner.training(get_num_microbatches()).program
+    overlaps = pipeline.overlaps_grad_reduce or overlaps_grad_reduce(helper.model[0])
+    return graph_weights.Capture(
+        helper.callables_per_chunk,
+        covered(helper.model),
+        passes_of(program, rank, stages),
+        splits_last=overlaps and not pipeline.choice.keeps_backward_whole,
+    )
+
+
+@replaces
+def get_schedule_table(
+    session: Session,
+    original: Function,
+    num_microbatches: int,
+    num_model_chunks: int,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """Return the order in which the last step called the trainer's forward step on this rank.
+
+    verl sorts the expert choices by it that it has recorded in that step, and then gathers those of
+    all ranks.
+    """
+    # Transformer Engine's capture uses only the number of passes in the table.
+    if session.pipeline is None or session.captures or num_model_chunks == 1:
+        return original(num_microbatches, num_model_chunks, *args, **options)
+    libraries.gather_by_placement(session)
+    return libraries.schedule_table(session, num_microbatches, num_model_chunks)
+
+
+@replaces
+def validate_result(
+    session: Session,
+    original: Function,
+    machine: Any,
+    result: Any,
+    rejection_func: Any,
+    message: str,
+    comparison_func: Any = None,
+    *args: Any,
+    **options: Any,
+) -> None:
+    """Check a loss after the passes of its step, to avoid a device synchronization per loss."""
+
+    def check(value: Any) -> None:
+        original(machine, value, rejection_func, message, comparison_func, *args, **options)
+
+    checks = session.step.late_checks
+    if checks is None:
+        check(result)
+    elif can_wait(machine, result, rejection_func, comparison_func):
+        checks.add(check, result)
+    else:
+        checks.make()  # in order: Megatron acts on the first of several bad results
+        check(result)
+
+
+def linear_function(session: Session, original: type) -> type:
+    """Return the linear function that can defer its weight gradient."""
+    return make_split_linear(session.step, layers, original)
+
+
+def fused_kernels(session: Session, original: Any) -> Any:
+    """Return apex's kernels if installed, else torch's."""
+    return original if layers._grad_accum_fusion_available else TorchFusedKernels
+
+
+def fusion_available(session: Session, original: bool) -> bool:
+    """Return True: apex's kernels are installed, or `fused_kernels` replaces them by torch's."""
+    return True
+
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_GRAPHS = "megatron.core.transformer.cuda_graphs"
+_LAYERS = "megatron.core.tensor_parallel.layers"
+
+HOOKS = (
+    Hook(
+        _SCHEDULES,
+        "get_forward_backward_func",
+        (),
+        "hands the trainer this package's function instead of Megatron's",
+        get_forward_backward_func,
+        everywhere=True,
+    ),
+    Hook(
+        _SCHEDULES,
+        "forward_step",
+        (
+            "forward_step_func",
+            "data_iterator",
+            "model",
+            "num_microbatches",
+            "input_tensor",
+            "forward_data_store",
+            "config",
+            "cp_group_size",
+            "collect_non_loss_data",
+            "checkpoint_activations_microbatch",
+            "is_first_microbatch",
+            "current_microbatch",
+            "vp_stage",
+            "is_last_stage",
+        ),
+        "measures Megatron's schedules for comparison; this package calls it too",
+        forward_step,
+    ),
+    Hook(
+        _SCHEDULES,
+        "backward_step",
+        ("input_tensor", "output_tensor", "output_tensor_grad", "config"),
+        "measures Megatron's schedules for comparison; this package calls it too",
+        backward_step,
+    ),
+    Hook(
+        _SCHEDULES,
+        "get_schedule_table",
+        ("num_microbatches", "num_model_chunks"),
+        "gives libraries the order of the passes of the schedule, to sort recorded expert choices",
+        get_schedule_table,
+        everywhere=True,
+    ),
+    Hook(
+        _GRAPHS,
+        "convert_schedule_table_to_order",
+        ("num_warmup_microbatches", "num_model_chunks", "schedule_table"),
+        "has CUDA graphs captured in the order of the schedule's passes, which replays follow",
+        convert_schedule_table_to_order,
+    ),
+    Hook(
+        _GRAPHS,
+        "TECudaGraphHelper.create_cudagraphs",
+        ("self",),
+        "finds out which memory graphs have, of which messages and weight jobs keep copies",
+        create_cudagraphs,
+    ),
+    Hook(
+        "megatron.core.rerun_state_machine",
+        "RerunStateMachine.validate_result",
+        ("result", "rejection_func", "message", "comparison_func", "tolerance", "fatal"),
+        "checks the losses of a step at its end: each check is a wait of the host for the device",
+        validate_result,
+    ),
+    # Only while a schedule is chosen: all linear layers of the process would see these.
+    Hook(
+        _LAYERS,
+        "LinearWithGradAccumulationAndAsyncCommunication",
+        (
+            "input",
+            "weight",
+            "bias",
+            "gradient_accumulation_fusion",
+            "allreduce_dgrad",
+            "sequence_parallel",
+            "tp_group",
+        ),
+        "lets W run later than B",
+        linear_function,
+        chosen=True,
+    ),
+    Hook(
+        _LAYERS,
+        "fused_weight_gradient_mlp_cuda",
+        (),
+        "gradient accumulation fusion by torch where apex is missing",
+        fused_kernels,
+        optional=True,
+        chosen=True,
+    ),
+    Hook(
+        _LAYERS,
+        "_grad_accum_fusion_available",
+        (),
+        "gradient accumulation fusion by torch where apex is missing",
+        fusion_available,
+        chosen=True,
+    ),
+)
+"""The functions of megatron.core that run a step, for every trainer."""

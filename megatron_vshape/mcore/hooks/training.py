@@ -1,4 +1,4 @@
-"""Replacements of attributes of Megatron-LM's trainer, its flags, its log and its checkpoints.
+"""Replaced functions of Megatron-LM's trainer: flags, config, model, training loop and log.
 
 Libraries may use megatron.core without the trainer; then nothing imports this module.
 """
@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import logging
 import os
-import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from megatron.core import parallel_state
@@ -22,14 +19,8 @@ from megatron.training import get_args
 from megatron.training.utils import print_rank_0
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.mcore.hook import Function, Replaced, replaces, replaces_always
+from megatron_vshape.mcore.hook import Function, Hook, Replaced, replaces, replaces_always
 from megatron_vshape.mcore.hooks.session import Session
-from megatron_vshape.mcore.layout.saved_layers import (
-    RECORD,
-    check_layers,
-    layers_of_ranks,
-    saved_layers,
-)
 from megatron_vshape.mcore.observe.iteration_log import IterationLog, why_no_mfu
 from megatron_vshape.mcore.observe.layer_losses import size_layer_losses
 from megatron_vshape.mcore.options import add_arguments
@@ -316,122 +307,89 @@ def _print_if_any(line: str | None) -> None:
         print_rank_0(line)
 
 
-@replaces_always
-def read_metadata(session: Session, original: Function, *args: Any, **options: Any) -> Any:
-    """Read the latest checkpoint number after repairing an interrupted tracker file."""
-    # --use-checkpoint-args reads the tracker before the flags are validated, hence `is_named`.
-    # Every rank repairs: all write the same content, so no rank has to wait for another.
-    if session.is_named or not session.is_idle:
-        bound = inspect.signature(original).bind(*args, **options)
-        repair_tracker(Path(bound.arguments["tracker_filename"]))
-    return original(*args, **options)
+_TRAINER = "megatron.training"
+_ARGUMENTS = "megatron.training.arguments"
+_TRAINING = "megatron.training.training"
 
-
-@replaces
-def save_checkpoint(session: Session, original: Function, *args: Any, **options: Any) -> Any:
-    """Save a checkpoint without the effects of a step that has started early.
-
-    These effects are random-number states and consumed microbatches. A checkpoint by ranks
-    (--ckpt-format torch) also records the layers of each rank.
-    """
-    if isinstance(session.runner, PipelineRunner):
-        session.runner.roll_back()
-    with Replaced() as replaced:
-        if get_args().ckpt_format == "torch":
-            model = inspect.signature(original).bind(*args, **options).arguments["model"]
-            layers = layers_of_ranks(model, parallel_state.get_pipeline_model_parallel_group())
-            replaced.put(get_args(), RECORD, layers)
-        return original(*args, **options)
-
-
-@replaces_always
-def load_checkpoint(session: Session, original: Function, *args: Any, **options: Any) -> Any:
-    """Remember the model while its checkpoint is loaded, to compare the layers of both."""
-    bound = inspect.signature(original).bind(*args, **options)
-    session.loads = bound.arguments["ddp_model"]
-    try:
-        return original(*args, **options)
-    finally:
-        session.loads = None
-
-
-@replaces_always
-def load_base_checkpoint(session: Session, original: Function, *args: Any, **options: Any) -> Any:
-    """Reject a checkpoint by ranks (--ckpt-format torch) whose layers are on other ranks."""
-    read = original(*args, **options)
-    if session.loads is not None:
-        given = inspect.signature(original).bind(*args, **options).arguments
-        if not given.get("rank0"):  # with rank0, only the arguments are read
-            _compare_layers(session, read, given["load_dir"])
-    return read
-
-
-def _compare_layers(session: Session, read: Any, folder: Any) -> None:
-    """Raise RefusedError on all ranks if a checkpoint by ranks does not match the stages."""
-    state, *_, form = read
-    saved_by = state and state.get("args")
-    # Distributed formats find a layer by its name, so only legacy checkpoints depend on the rank.
-    if getattr(form, "name", None) != "LEGACY":
-        return
-    if session.is_idle and not hasattr(saved_by, RECORD):  # no schedule, neither then nor now
-        return
-    here = layers_of_ranks(session.loads, parallel_state.get_pipeline_model_parallel_group())
-    with refusing():
-        check_layers(saved_by and saved_layers(saved_by), here, str(folder))
-
-
-_FOLDER = re.compile(r"iter_([0-9]{7,})")
-
-
-def repair_tracker(tracker: Path) -> None:
-    """Write the newest complete checkpoint to a tracker file without a valid entry.
-
-    Megatron empties the file before it writes the number. If the disk is full or the process is
-    killed in between, the file stays empty. The next run would then end without training, with exit
-    status 0. If the folder has no checkpoint that is known to be complete, the file stays
-    unchanged.
-    """
-    try:
-        text = tracker.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return
-    if text.isascii() and text.isdigit() or text == "release":
-        return
-    iteration = newest_whole(tracker.parent)
-    if iteration is None:
-        return
-    # Ranks in separate containers may have equal process ids, so the name includes the rank.
-    beside = tracker.with_name(f".{tracker.name}.{os.environ.get('RANK', '0')}.{os.getpid()}")
-    try:
-        beside.write_text(str(iteration), encoding="utf-8")
-        beside.replace(tracker)
-    except OSError as error:
-        logger.warning("%s names no checkpoint and cannot be written: %s", tracker, error)
-        return
-    logger.warning(
-        "%s contained %r, as after a full disk or a kill; it names iteration %d now, the newest "
-        "complete checkpoint there",
-        tracker,
-        text[:40],
-        iteration,
-    )
-
-
-def newest_whole(folder: Path) -> int | None:
-    """Return the latest iteration with a complete checkpoint, or None.
-
-    `--ckpt-format torch_dist` writes metadata.json last, so a valid metadata.json means complete.
-    """
-    found = [
-        int(match[1])
-        for each in folder.iterdir()
-        if (match := _FOLDER.fullmatch(each.name)) and _is_whole(each)
-    ]
-    return max(found, default=None)
-
-
-def _is_whole(checkpoint: Path) -> bool:
-    try:
-        return isinstance(json.loads((checkpoint / "metadata.json").read_bytes()), dict)
-    except (OSError, ValueError):
-        return False
+HOOKS = (
+    Hook(
+        _ARGUMENTS,
+        "add_megatron_arguments",
+        ("parser",),
+        "adds --pipeline-schedule and its companions to Megatron's parser",
+        add_megatron_arguments,
+    ),
+    Hook(
+        _ARGUMENTS,
+        "validate_args",
+        ("args", "defaults"),
+        "sets the number of chunks per rank, rejects unsupported options",
+        validate_args,
+        everywhere=True,
+    ),
+    *(
+        Hook(
+            module,
+            "core_transformer_config_from_args",
+            ("args",),
+            "puts the layers of every stage on the config, where Megatron asks for them",
+            core_transformer_config_from_args,
+            since=since,
+            everywhere=True,
+        )
+        # 0.18 moved the function; the old module still has the name.
+        for module, since in ((_ARGUMENTS, (0, 0)), ("megatron.training.argument_utils", (0, 18)))
+    ),
+    Hook(
+        _TRAINING,
+        "pretrain",
+        ("forward_step_func", "model_provider"),
+        "model chunks of the right stages before 0.19; no data is kept after the run",
+        pretrain,
+        everywhere=True,
+    ),
+    Hook(
+        _TRAINING,
+        "train",
+        ("forward_step_func", "model", "config"),
+        "shows the schedule before the first step, speed and memory after the last",
+        train,
+    ),
+    Hook(
+        _TRAINING,
+        "evaluate_and_print_results",
+        ("process_non_loss_data_func", "non_loss_data_func"),
+        "rejects data that only the last rank would collect, which would hang the pipeline",
+        evaluate_and_print_results,
+    ),
+    Hook(
+        _TRAINING,
+        "training_log",
+        ("iteration",),
+        "measures the bubble of the iteration that is logged",
+        training_log,
+    ),
+    Hook(
+        _TRAINING,
+        "print_rank_last",
+        ("message",),
+        "adds bubble and MFU to an iteration's line, to TensorBoard and to W&B",
+        print_rank_last,
+    ),
+    Hook(
+        _TRAINING,
+        "report_theoretical_memory",
+        ("args",),
+        "omits an estimate that supports Megatron's schedules only",
+        report_theoretical_memory,
+    ),
+    Hook(
+        "megatron.training.models.dist_utils",
+        "build_virtual_pipeline_stages",
+        ("build_model_func", "pg_collection", "vp_size"),
+        "embedding and loss where the first and the last stage are, in models of any class",
+        build_virtual_pipeline_stages,
+        since=(0, 18),
+    ),
+)
+"""The functions of the trainer, in the order in which it calls them."""

@@ -1,4 +1,6 @@
-"""Recorded expert choices of libraries: their order, and how the layers of ranks are joined.
+"""Functions of libraries that number the stages by chunk, then rank.
+
+Router replay, weights and hybrid models: verl, ROLL and Megatron-Bridge.
 
 verl (mode R2) appends the choices of every forward call of a chunk, sorts them by Megatron's
 schedule table, and gathers the layers of all ranks in `pp_gather`, which expects chunk c of rank r
@@ -19,9 +21,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_vshape.mcore.hooks.session import Session
+from megatron_vshape.mcore.hook import Function, Replaced, Session, replaces
 from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 
 LIBRARY = "router_replay_utils"
@@ -119,3 +122,80 @@ def _layers(choices: Tensor, begin: int, end: int) -> Tensor:
         return choices[:, :, begin:end]
     rows = [row[:, begin:end] for row in choices.unbind()]
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+_ROWS = "embedding.word_embeddings.weight"
+
+
+_CONVERTER = "mcore_adapter.models.converter.dist_converter"
+
+
+def have_stages_found(session: Session, pipeline: Pipeline) -> None:
+    """Make ROLL's mcore_adapter load the weights of the stages of this rank.
+
+    The converter numbers stages by chunk, then rank, and treats a tied output layer as a separate
+    weight. The patch applies only if mcore_adapter builds the model.
+    """
+    converter = getattr(sys.modules.get(_CONVERTER), "DistConverter", None)
+    if converter is None or converter in session.providers:
+        return
+    session.providers.append(converter)
+    stage_map, is_here = pipeline.stage_map, converter.is_on_this_rank
+
+    def layer_info(self: Any, layer: int) -> tuple[int, int, int]:
+        stage = next(each for each, end in enumerate(accumulate(stage_map.layers)) if layer < end)
+        local = layer - sum(stage_map.layers[:stage])
+        return local, stage_map.placement[stage], stage_map.chunk(stage)
+
+    def is_first(self: Any, vp_stage: int) -> bool:
+        return pipeline.ends(self.pipeline_model_parallel_rank, vp_stage)[0]
+
+    def is_last(self: Any, vp_stage: int) -> bool:
+        return pipeline.ends(self.pipeline_model_parallel_rank, vp_stage)[1]
+
+    def is_on_this_rank(self: Any, weight_name: str, vp_stage: int | None = None) -> bool:
+        # A tied output layer is the embedding itself, so only the chunk of the first stage loads
+        # it.
+        is_twice = stage_map.ends_meet and weight_name == _ROWS and not self.revert
+        elsewhere = is_twice and not is_first(self, vp_stage or 0)
+        return not elsewhere and bool(is_here(self, weight_name, vp_stage))
+
+    session.replaced.put(converter, "_get_layer_info", layer_info)
+    session.replaced.put(converter, "is_pipeline_first_stage", is_first)
+    session.replaced.put(converter, "is_pipeline_last_stage", is_last)
+    session.replaced.put(converter, "is_on_this_rank", is_on_this_rank)
+
+
+def have_chunks_provided(session: Session, config: Any) -> None:
+    """Patch a library's provider of hybrid models, which is its config, to build several chunks."""
+    owner: Any = next((each for each in type(config).__mro__ if "provide" in vars(each)), None)
+    if not getattr(config, "is_hybrid_model", False) or owner in (None, *session.providers):
+        return
+    session.providers.append(owner)
+    session.replaced.put(owner, "provide", provide_hybrid(session, owner.provide))
+
+
+@replaces
+def provide_hybrid(
+    session: Session,
+    original: Function,
+    config: Any,
+    pre_process: bool | None = None,
+    post_process: bool | None = None,
+    vp_stage: int | None = None,
+) -> Any:
+    """Build one of several chunks with a provider that rejects virtual pipeline stages.
+
+    Megatron-Bridge's provider rejects them, although its model supports them. The provider sees a
+    config without chunks; `model_init` passes the chunk to the model's constructor.
+    """
+    if session.pipeline is None or vp_stage is None:
+        return original(config, pre_process, post_process, vp_stage)
+    session.provided_chunk = vp_stage
+    try:
+        with Replaced() as replaced:
+            # The provider raises if the config has virtual stages.
+            replaced.put(config, "virtual_pipeline_model_parallel_size", None)
+            return original(config, pre_process, post_process)
+    finally:
+        session.provided_chunk = None
