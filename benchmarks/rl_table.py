@@ -33,7 +33,7 @@ from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.plan import plan as plan_request
 from megatron_vshape.core.request import AUTO, PlanRequest
 from megatron_vshape.core.variable_length import reorder_microbatches
-from megatron_vshape.mcore.setup.checks import runs_interleaved
+from megatron_vshape.mcore.setup.megatron_schedules import runs_interleaved
 
 EQUAL, SHAREGPT = "equal", "sharegpt"
 NAMES = ("1f1b", "interleaved-1f1b", "v-min", "v-half", "v-zb")

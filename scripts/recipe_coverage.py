@@ -5,7 +5,7 @@ others wait for.
     python scripts/recipe_coverage.py [--schedule v-half] [--file tests/data/bridge_recipes.json]
     python scripts/recipe_coverage.py --graphs      whose CUDA graphs have weight gradients apart
 
-Every recipe's options go through the checks that a run begins with (`mcore/setup/checks.py`), as if
+Every recipe's options go through the checks that a run begins with (`mcore/setup/choice.py`), as if
 Transformer Engine were installed. The ladder begins with recipes of which nothing has to be
 translated, then counts in what each rule of translation lets through, and ends with what keeps the
 others out, first that whose support would help most. A recipe is a library's, so all count on

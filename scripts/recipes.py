@@ -31,12 +31,13 @@ from megatron_vshape.mcore.refusals import (
     check_arguments,
     check_derived,
 )
-from megatron_vshape.mcore.setup.checks import (
+from megatron_vshape.mcore.setup.choice import (
+    ScheduleConfig,
     check_batch_size,
     check_stages,
+    choice_for,
     take_options,
 )
-from megatron_vshape.mcore.setup.choice import ScheduleConfig, choice_for
 from megatron_vshape.mcore.setup.features import Settings
 from megatron_vshape.mcore.setup.translate import (
     TRANSLATIONS,

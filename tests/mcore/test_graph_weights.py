@@ -22,7 +22,7 @@ from megatron_vshape.core.paper.catalogue import NAMES
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import UnsupportedError, check_split_graphs
 from megatron_vshape.mcore.setup.choice import ScheduleConfig
-from megatron_vshape.mcore.setup.pipeline import _splits_graphs
+from megatron_vshape.mcore.setup.configure import _splits_graphs
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.split.graph_weights import Capture, layer_order, replayed
 from megatron_vshape.mcore.split.graphs import ChunkPass, passes_of

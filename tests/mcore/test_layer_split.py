@@ -21,7 +21,7 @@ from megatron_vshape.mcore.features.vocabulary.layers import SharedEnds
 from megatron_vshape.mcore.layout.layer_split import split_layers
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.setup.choice import ScheduleConfig
-from megatron_vshape.mcore.setup.pipeline import _limit_bytes
+from megatron_vshape.mcore.setup.configure import _limit_bytes
 
 Train = Callable[..., Ended]
 

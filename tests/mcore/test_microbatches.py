@@ -11,7 +11,7 @@ pytest.importorskip("megatron.training")
 from megatron.core import num_microbatches_calculator as calculator
 
 from megatron_vshape.mcore.refusals import UnsupportedError
-from megatron_vshape.mcore.setup.checks import (
+from megatron_vshape.mcore.setup.megatron_schedules import (
     changing_counts,
     check_interleaved,
     fixed_counts,

@@ -28,8 +28,7 @@ from megatron_vshape.mcore.features.slices.attention import KeysValues
 from megatron_vshape.mcore.features.slices.step import Slices
 from megatron_vshape.mcore.options import Options, options_in
 from megatron_vshape.mcore.refusals import UnsupportedError
-from megatron_vshape.mcore.setup.checks import fitted
-from megatron_vshape.mcore.setup.choice import choice_for
+from megatron_vshape.mcore.setup.choice import choice_for, fitted
 from megatron_vshape.mcore.setup.features import Settings
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.step_state import TokenRange

@@ -22,7 +22,7 @@ from megatron_vshape.mcore.features.variable_length.reorder import (
     lengths_of,
     may_reorder,
 )
-from megatron_vshape.mcore.setup.pipeline import _counts_calls
+from megatron_vshape.mcore.setup.configure import _counts_calls
 from megatron_vshape.mcore.step.microbatches import in_given_order
 
 PLUGIN = Path(__file__).parent / "of_any_length.py"

@@ -24,9 +24,9 @@ from megatron_vshape.mcore.refusals import (
     check_derived,
 )
 from megatron_vshape.mcore.setup.choice import ScheduleConfig
-from megatron_vshape.mcore.setup.configure import megatrons_own, prepare
+from megatron_vshape.mcore.setup.configure import prepare, recomputed_inputs
 from megatron_vshape.mcore.setup.features import Settings
-from megatron_vshape.mcore.setup.pipeline import recomputed_inputs
+from megatron_vshape.mcore.setup.megatron_schedules import megatrons_own
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.split import unsplit
 

@@ -26,8 +26,8 @@ from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import UnsupportedError, refused_model, refusing
 from megatron_vshape.mcore.setup import configure
 from megatron_vshape.mcore.setup.choice import ScheduleConfig, choice_for
+from megatron_vshape.mcore.setup.configure import Pipeline
 from megatron_vshape.mcore.setup.features import BuiltChunk, features
-from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.ready import (
     complete_environment,
     leave_allocator,

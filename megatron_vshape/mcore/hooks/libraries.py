@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron_vshape.mcore.hook import Function, Replaced, Session, replaces
 from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.refusals import UnsupportedError
-from megatron_vshape.mcore.setup.pipeline import Pipeline
+from megatron_vshape.mcore.setup.configure import Pipeline
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 
 LIBRARY = "router_replay_utils"

@@ -36,10 +36,9 @@ from megatron_vshape.mcore.refusals import (
     refusing_together,
 )
 from megatron_vshape.mcore.setup import configure
-from megatron_vshape.mcore.setup.configure import with_messages_of_this_run
+from megatron_vshape.mcore.setup.configure import Pipeline, with_messages_of_this_run
 from megatron_vshape.mcore.setup.features import features
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
-from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.setup.ready import withdraw_loading_mode
 from megatron_vshape.mcore.split import graph_weights

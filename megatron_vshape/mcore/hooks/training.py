@@ -26,7 +26,8 @@ from megatron_vshape.mcore.observe.layer_losses import size_layer_losses
 from megatron_vshape.mcore.options import add_arguments
 from megatron_vshape.mcore.refusals import RefusedError, check_one_module, refusing
 from megatron_vshape.mcore.setup import configure
-from megatron_vshape.mcore.setup.pipeline import Pipeline
+from megatron_vshape.mcore.setup.configure import Pipeline
+from megatron_vshape.mcore.setup.megatron_schedules import megatrons_own
 from megatron_vshape.mcore.setup.ready import complete_environment
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 from megatron_vshape.runtime.watch import last_words
@@ -56,7 +57,7 @@ def validate_args(
         session.once = configure.one_planner(args)
         # Before Megatron's checks, which reject chunks and layer counts that the schedule sets.
         pipeline = configure.prepare(args, session.library, session.once)
-        session.choose(pipeline, configure.megatrons_own(args))
+        session.choose(pipeline, megatrons_own(args))
         session.chosen_by_flags = True
         session.tries_again = getattr(args, "inprocess_restart", False)
     if pipeline is not None:

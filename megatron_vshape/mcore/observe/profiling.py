@@ -36,7 +36,7 @@ from megatron_vshape.mcore.observe.report import (
 from megatron_vshape.mcore.observe.static_memory import most_of_replicas
 from megatron_vshape.mcore.refusals import refusing
 from megatron_vshape.mcore.setup.choice import GIB
-from megatron_vshape.mcore.setup.pipeline import Pipeline
+from megatron_vshape.mcore.setup.configure import Pipeline
 from megatron_vshape.mcore.setup.plans import PlannedStep, Planner
 from megatron_vshape.runtime.copies import Copies, measure_copies, priced
 from megatron_vshape.runtime.measure import (

@@ -19,8 +19,8 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import RELEASE, ScheduleError
 from megatron_vshape.core.request import AUTO
 from megatron_vshape.figures import tell
+from megatron_vshape.mcore.setup.configure import Pipeline
 from megatron_vshape.mcore.setup.features import features
-from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.plans import PlannedStep
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.activation_tracker import ActivationTracker

@@ -10,7 +10,7 @@ import logging
 import os
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,40 +18,43 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
-from megatron_vshape.core.baselines import BaselineSpec
-from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.layers import check_layers
-from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.paper.catalogue import JOINT_NAMES
-from megatron_vshape.core.request import AUTO, with_chunks
-from megatron_vshape.mcore.layout import hybrid, multi_token, stages
-from megatron_vshape.mcore.layout.layer_split import split_layers
+from megatron_vshape.core.request import AUTO
+from megatron_vshape.mcore.layout import hybrid, multi_token
+from megatron_vshape.mcore.layout.layer_split import Split, split_layers
 from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.layout.stages import StageLayout
-from megatron_vshape.mcore.options import (
-    Options,
-    options_of,
-    watchdog_seconds,
-)
+from megatron_vshape.mcore.options import Options, options_of, watchdog_seconds
 from megatron_vshape.mcore.refusals import (
+    OVERLAP_OPTION,
     UnsupportedError,
+    captures_graphs,
     check_arguments,
     check_derived,
     check_library,
+    check_split_graphs,
 )
-from megatron_vshape.mcore.setup.against_megatron import megatrons_if_best
-from megatron_vshape.mcore.setup.checks import (
-    changing_counts,
+from megatron_vshape.mcore.setup.choice import (
+    Check,
+    ScheduleConfig,
     check_batch_size,
+    check_stages,
+    choice_for,
+    take_options,
+)
+from megatron_vshape.mcore.setup.features import Settings, features
+from megatron_vshape.mcore.setup.megatron_schedules import (
+    changing_counts,
     check_interleaved,
     fixed_counts,
+    megatrons_if_best,
+    megatrons_own,
+    prepare_own,
+    run_megatrons,
 )
-from megatron_vshape.mcore.setup.choice import ScheduleConfig, choice_for
-from megatron_vshape.mcore.setup.features import features
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
-from megatron_vshape.mcore.setup.pipeline import Pipeline, pipeline_of
 from megatron_vshape.mcore.setup.plans import Planner
-from megatron_vshape.mcore.setup.translate import check_splits_nothing_else
+from megatron_vshape.mcore.setup.translate import tell
 from megatron_vshape.mcore.split import graphs, te_layers, unsplit
 from megatron_vshape.mcore.split.local_layers import mark_gathered
 from megatron_vshape.mcore.step_state import StepState, unwrapped
@@ -59,8 +62,30 @@ from megatron_vshape.runtime.weight_jobs import name_weights
 
 logger = logging.getLogger(__name__)
 
-INTERLEAVED_CHUNKS = 2
-"""Chunks per rank of interleaved-1f1b if the user gives no number."""
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """A schedule of this package with everything known after the option checks."""
+
+    options: Options
+    planner: Planner
+    stage_map: StageMap
+    layout: StageLayout
+    overlaps_grad_reduce: bool
+    by_layers: bool = False  # training passes run by Megatron's layer plans, some overlapped
+    tries: bool = False  # once costs are measured, compare the plan with a named schedule
+    recomputed_inputs: tuple[str, ...] = ()  # modules whose results B recomputes and W retains
+    splits_graphs: bool = False  # capture CUDA graphs of F, B and W instead of F and BW
+
+    @property
+    def choice(self) -> ScheduleConfig:
+        """Return the planner's choice."""
+        return self.planner.choice
+
+    def ends(self, rank: int, chunk: int | None) -> tuple[bool, bool]:
+        """Return whether a rank's chunk is the model's first stage, and whether it is the last."""
+        stage = self.stage_map.stage(rank, chunk)
+        return stage == 0, stage == self.stage_map.last_stage
 
 
 def one_planner(args: Namespace) -> RankZeroPlanner:
@@ -93,19 +118,12 @@ def prepare(
     name, ranks = options.schedule, args.pipeline_model_parallel_size
     once = once or one_planner(args)
     # Before `pipeline_of`, which resets options that Megatron's schedule needs.
-    baseline = megatrons_if_best(args, options, once)
+    baseline = megatrons_if_best(args, options, once) if name == AUTO else None
     if baseline is not None:
-        _run_megatrons(args, baseline)
+        run_megatrons(args, baseline)
         return None
     if name is None or options.asks_for_megatrons_own:
-        if options.post_validates and ranks > 1:
-            raise UnsupportedError(
-                "--optimizer-post-validation needs a schedule of this package: add "
-                "--pipeline-schedule, v-zb for example"
-            )
-        _refuse_what_only_ours_have(options, ranks)
-        _prepare_megatrons_own(args, name)
-        _split_megatrons_own(args, options)
+        prepare_own(args, options)
         return None
     if ranks == 1:  # nothing to schedule, but the options must be valid
         choice_for(options, ranks)
@@ -139,22 +157,6 @@ def _tell_megatron(args: Namespace, pipeline: Pipeline) -> None:
         args.overlap_p2p_comm = True
 
 
-def _run_megatrons(args: Namespace, baseline: BaselineSpec) -> None:
-    """Run Megatron's schedule as if the user had named it."""
-    args.pipeline_schedule, args.pipeline_costs = baseline.name, None
-    args.pipeline_memory_limit, args.pipeline_host_memory_limit = None, None
-    args.num_virtual_stages_per_pipeline_rank = baseline.chunks
-    if getattr(args, hybrid.OPTION, None) is not None:
-        _split_megatrons_own_hybrid(args, Options(schedule=baseline.name))
-    if os.environ.get("RANK", "0") == "0":
-        logger.info(
-            "no plan within the limit is faster than Megatron's %s, which runs with %d %s per rank",
-            baseline.name,
-            baseline.chunks or 1,
-            "virtual stages" if baseline.chunks else "stage",
-        )
-
-
 def _check_values(args: Namespace, options: Options) -> None:
     """Raise UnsupportedError for an invalid value, and warn of a timeout that is too long."""
     options.check()
@@ -167,18 +169,6 @@ def _check_values(args: Namespace, options: Options) -> None:
         )
 
 
-def _refuse_what_only_ours_have(options: Options, ranks: int) -> None:
-    """Raise UnsupportedError for the first flag without effect, if there is a pipeline."""
-    splits = options.layer_split is not None
-    for flag in options.flags_for_ours():
-        if ranks > 1 and not (flag == "--pipeline-costs" and splits):
-            what = "Megatron's own schedule" if options.schedule is None else options.schedule
-            raise UnsupportedError(
-                f"{flag} has no effect with {what}: remove it, or set --pipeline-schedule to a "
-                "schedule of this package, such as v-half"
-            )
-
-
 def _tell_what_does_nothing(options: Options) -> None:
     """Log flags without effect in a run with one pipeline rank."""
     flags = options.flags_for_ours()
@@ -188,86 +178,157 @@ def _tell_what_does_nothing(options: Options) -> None:
         logger.warning("one pipeline rank has nothing to schedule: %s unused", ", ".join(flags))
 
 
-def megatrons_own(args: Namespace) -> str | None:
-    """Return Megatron's schedule if the flags name one for a pipeline, else None."""
-    options, ranks = options_of(args), args.pipeline_model_parallel_size
-    return options.schedule if options.asks_for_megatrons_own and ranks > 1 else None
+def pipeline_of(
+    model: Any,
+    options: Options,
+    once: RankZeroPlanner,
+    *,
+    check: Check,
+    ties_ends: bool | None,
+    kernels: bool,
+    loss_last: bool = False,
+) -> Pipeline:
+    """Check a run's options and return its pipeline.
 
-
-def _prepare_megatrons_own(args: Namespace, name: str | None) -> None:
-    has_chunks = (
-        args.num_virtual_stages_per_pipeline_rank is not None
-        or args.num_layers_per_virtual_pipeline_stage is not None
-    )
-    if name == "1f1b" and has_chunks:
-        raise UnsupportedError(
-            "--pipeline-schedule 1f1b has one chunk per rank: remove Megatron's option for virtual "
-            "stages, or use interleaved-1f1b"
-        )
-    own = with_chunks(name or "")
-    if own is not None and has_chunks:
-        raise UnsupportedError(
-            f"--pipeline-schedule {name} contains the number of virtual stages per rank: remove "
-            "it, "
-            "or Megatron's option for virtual stages"
-        )
-    alone = args.pipeline_model_parallel_size == 1
-    if (name == "interleaved-1f1b" or own is not None) and not has_chunks and not alone:
-        chunks = INTERLEAVED_CHUNKS if own is None else own.chunks
-        args.num_virtual_stages_per_pipeline_rank = chunks
-
-
-def _split_megatrons_own(args: Namespace, options: Options) -> None:
-    """Pass a layer split to Megatron in its own form."""
-    text, ranks = options.layer_split, args.pipeline_model_parallel_size
-    if ranks > 1 and options.schedule and getattr(args, hybrid.OPTION, None) is not None:
-        _split_megatrons_own_hybrid(args, options)
-        return
-    if text is None or ranks == 1:
-        return
-    if options.schedule is None:
-        raise UnsupportedError(
-            f"--pipeline-layer-split {text:.80} needs --pipeline-schedule, such as 1f1b or v-half"
-        )
-    check_splits_nothing_else(args, options.schedule)
-    chunks = args.num_virtual_stages_per_pipeline_rank or 1
-    split = split_layers(args, looping(ranks, chunks), text, options.costs())
-    args.pipeline_model_parallel_layout = stages.megatrons_text(
-        split.layers, multi_token.num_predicting(args)
-    )
-    args.num_virtual_stages_per_pipeline_rank = None  # the layout text defines the number
-
-
-def _split_megatrons_own_hybrid(args: Namespace, options: Options) -> None:
-    """Mark the stages in the pattern of layers, where Megatron reads them.
+    Args:
+        model: Megatron's arguments or a library's config. All names read here exist in both.
+            Translated options are logged and reset in this object.
+        options: The options of this package.
+        once: Plans on one rank for all.
+        check: Rejects unsupported options of `model`.
+        ties_ends: Whether the embeddings are tied; None if only the built model knows.
+        kernels: Whether P2P messages are GPU kernels (NCCL).
+        loss_last: The last pipeline rank computes the loss, where libraries look for its results.
 
     Raises:
-        ScheduleError: the pattern marks another number of stages than the schedule has.
+        ScheduleError: The schedule does not exist or does not fit this model.
+        UnsupportedError: The schedule does not support an option.
     """
-    pattern, ranks = args.hybrid_layer_pattern, args.pipeline_model_parallel_size
-    chunks = args.num_virtual_stages_per_pipeline_rank or 1
-    args.num_virtual_stages_per_pipeline_rank = None  # the pattern defines the number
-    if not hybrid.marks_stages(args):
-        split = split_layers(args, looping(ranks, chunks), options.layer_split, options.costs())
-        args.hybrid_layer_pattern = hybrid.cut(pattern, split.layers)
-        return
-    given = f"{hybrid.FLAG} {pattern:.80}"
-    if options.layer_split is not None:
-        raise UnsupportedError(
-            f"{given} defines the layers of each stage with {hybrid.BEGINS_STAGE}, as "
-            f"--pipeline-layer-split does: remove one of them"
-        )
-    parts = hybrid.parts(pattern)
-    if len(parts) == ranks * chunks:
-        check_layers(given, parts)
-        return
-    others = {ranks * each: f"interleaved-1f1b:{each}" for each in range(2, len(parts) + 1)}
-    fits = (others | {ranks: "1f1b"}).get(len(parts))
-    raise ScheduleError(
-        f"{given} has {len(parts)} stages, and --pipeline-schedule {options.schedule} has "
-        f"{ranks * chunks} on {ranks} pipeline ranks: {f'use {fits}, or ' if fits else ''}remove "
-        f"every {hybrid.BEGINS_STAGE} from the pattern"
+    choice = choice_for(options, model.pipeline_model_parallel_size, loss_last)
+    choice, translated = take_options(model, choice, options, check)
+    tell(translated)
+    # Data paired by call number would be paired wrongly in another order of microbatches.
+    keeps_order = options.keep_order or _counts_calls(model)
+    options = replace(options, layer_split=translated.layer_split, keep_order=keeps_order)
+    may_offload = translated.may_offload
+    split = _split(model, choice, options)
+    stage_map = StageMap(choice.placement, split.layers, multi_token.num_predicting(model))
+    # After the split, which defines the stages.
+    settings = Settings(model, choice, options, may_offload)
+    check_stages(settings, stage_map, ties_ends is True)
+    splits_graphs = _splits_graphs(model, options)
+    choice = replace(
+        _of_model(choice, model, split, stage_map, splits_graphs),
+        # If unknown, assume tied embeddings: the restrictive case.
+        ties_ends=ties_ends is not False,
+        kernels=kernels,
+        may_offload=may_offload,
     )
+    # Profiled steps can change the schedule, and graphs can replay only the order of their capture.
+    if choice.plans_by_costs and options.profile_steps and captures_graphs(model):
+        graphs.capture_late(model, options.checked_steps[1])
+    return Pipeline(
+        options,
+        Planner(choice, once),
+        stage_map,
+        StageLayout(stage_map),
+        bool(getattr(model, "overlap_grad_reduce", False)),
+        choice.may_overlap,
+        choice.name == AUTO and options.profile_steps is not None and not captures_graphs(model),
+        recomputed_inputs(model),
+        splits_graphs,
+    )
+
+
+def _counts_calls(model: Any) -> bool:
+    """Check for stored logits or expert choices that are paired with microbatches by call number.
+
+    In another order of microbatches each would get those of another one. slime and miles store
+    expert choices so (use_routing_replay).
+    """
+    names = "logits_save_dir", "logits_load_dir", "use_routing_replay"
+    return any(getattr(model, name, None) not in (None, False) for name in names)
+
+
+def _splits_graphs(model: Any, options: Options) -> bool:
+    """Return whether CUDA graphs capture W separately; log the reason if not, on rank 0."""
+    if not captures_graphs(model) or options.split_graphs != AUTO:
+        return False
+    try:
+        check_split_graphs(model)
+    except UnsupportedError as error:
+        if os.environ.get("RANK", "0") == "0":
+            logger.warning("captured layers compute their weight gradients in B: %s", error)
+        return False
+    return True
+
+
+def _split(model: Any, choice: ScheduleConfig, options: Options) -> Split:
+    """Return the layers of every stage, and the costs of these stages."""
+    text, limit_bytes = options.layer_split, _limit_bytes(choice, options)
+    ends = next(filter(None, (feature.ends(choice) for feature in features())), None)
+    return split_layers(model, choice.placement, text, choice.costs, limit_bytes, ends)
+
+
+def _limit_bytes(choice: ScheduleConfig, options: Options) -> float | None:
+    """Return the memory limit for the layers of the stages, or None if it is unknown.
+
+    It is unknown if the run measures its costs, or if the costs do not include the model states of
+    layers and embeddings, which are part of the limit.
+    """
+    knows = choice.costs is not None and choice.costs.state_bytes is not None and not choice.shares
+    if choice.name != AUTO or options.profile_steps is not None or not knows:
+        return None
+    return choice.limit_bytes
+
+
+def _of_model(
+    choice: ScheduleConfig, model: Any, split: Split, stage_map: StageMap, splits_graphs: bool
+) -> ScheduleConfig:
+    """Return the choice with the model's options and the layers of its stages."""
+    return replace(
+        choice,
+        costs=split.costs,
+        estimate=split.estimate,
+        num_layers=sum(split.layers),
+        layer_shares=split.shares,
+        keeps_backward_whole=getattr(model, "recompute_granularity", None) == "full",
+        # If costs determine the schedule, they include how short these W are, and `lower` fuses
+        # them with their B.
+        whole_stages=(
+            frozenset()
+            if choice.plans_by_costs or splits_graphs
+            else _whole_stages(model, stage_map)
+        ),
+        hides=model.tensor_model_parallel_size > 1 and _is_local(model),
+        may_overlap=bool(getattr(model, OVERLAP_OPTION, False)),
+    )
+
+
+def _whole_stages(model: Any, stage_map: StageMap) -> frozenset[int]:
+    """Return the stages covered by CUDA graphs: all but the one with the output layer, or none."""
+    covers = graphs.cover_whole_layers(model)
+    return frozenset(range(stage_map.last_stage)) if covers else frozenset()
+
+
+def _is_local(model: Any) -> bool:
+    """Return whether the layers are Megatron's own.
+
+    Transformer Engine's layers wait inside TE's code, where no other job can run.
+    """
+    return getattr(model, "transformer_impl", "transformer_engine") == "local"
+
+
+def recomputed_inputs(model: Any) -> tuple[str, ...]:
+    """Return the modules whose recomputed results are inputs of linear layers.
+
+    B recomputes these results, and W needs them too, so they are retained. Core attention is not
+    included: no linear layer retains a result that only core attention recomputes.
+    """
+    if getattr(model, "recompute_granularity", None) != "selective":
+        return ()
+    modules = getattr(model, "recompute_modules", None) or ()
+    return tuple(module for module in modules if module != "core_attn")
 
 
 def complete(pipeline: Pipeline | None, args: Namespace) -> None:

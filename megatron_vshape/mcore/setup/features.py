@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # they use the features, or torch
     from megatron_vshape.mcore.layout.layer_split import ModelEnds
     from megatron_vshape.mcore.layout.stage_map import StageMap
     from megatron_vshape.mcore.setup.choice import ScheduleConfig
-    from megatron_vshape.mcore.setup.pipeline import Pipeline
+    from megatron_vshape.mcore.setup.configure import Pipeline
     from megatron_vshape.mcore.setup.plans import PlannedStep
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
     from megatron_vshape.mcore.step.step_hooks import StepFeature

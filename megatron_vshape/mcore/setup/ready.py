@@ -24,7 +24,7 @@ from megatron_vshape.environment import (
     told,
 )
 from megatron_vshape.mcore.refusals import OVERLAP_OPTION, captures_graphs
-from megatron_vshape.mcore.setup.pipeline import Pipeline
+from megatron_vshape.mcore.setup.configure import Pipeline
 
 logger = logging.getLogger(__name__)
 

@@ -33,8 +33,8 @@ from megatron_vshape.mcore.refusals import (
     refusing,
     uses_stash,
 )
+from megatron_vshape.mcore.setup.configure import Pipeline
 from megatron_vshape.mcore.setup.features import features
-from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.plans import Agreement
 from megatron_vshape.mcore.step.first_step import FirstStep
 from megatron_vshape.mcore.step.gradient_sync import GradientSync, divide_by_tokens

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron_vshape.mcore.hook import Replaced
 from megatron_vshape.mcore.refusals import UnsupportedError
-from megatron_vshape.mcore.setup.pipeline import Pipeline
+from megatron_vshape.mcore.setup.configure import Pipeline
 
 
 @dataclass(slots=True)

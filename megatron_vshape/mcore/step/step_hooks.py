@@ -20,7 +20,7 @@ from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.core.program.lowering import Beside
-from megatron_vshape.mcore.setup.pipeline import Pipeline
+from megatron_vshape.mcore.setup.configure import Pipeline
 from megatron_vshape.mcore.step.gradient_sync import GradientSync
 from megatron_vshape.mcore.step_state import StepState, TokenRange
 from megatron_vshape.runtime.p2p import Transport

@@ -23,7 +23,7 @@ from megatron_vshape.mcore.setup.features import Feature, Settings
 
 if TYPE_CHECKING:
     from megatron_vshape.mcore.layout.stage_map import StageMap
-    from megatron_vshape.mcore.setup.pipeline import Pipeline
+    from megatron_vshape.mcore.setup.configure import Pipeline
     from megatron_vshape.mcore.setup.plans import PlannedStep
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
     from megatron_vshape.mcore.step.step_hooks import StepFeature

@@ -38,7 +38,7 @@ from megatron_vshape.mcore.setup.features import BuiltChunk, Feature, Settings
 if TYPE_CHECKING:
     from megatron_vshape.mcore.layout.stage_map import StageMap
     from megatron_vshape.mcore.setup.choice import ScheduleConfig
-    from megatron_vshape.mcore.setup.pipeline import Pipeline
+    from megatron_vshape.mcore.setup.configure import Pipeline
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
     from megatron_vshape.mcore.step.step_hooks import StepFeature
 

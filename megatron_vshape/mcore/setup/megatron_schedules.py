@@ -1,0 +1,359 @@
+"""Megatron's own schedules: named by the user, or chosen by auto because no plan is faster.
+
+Megatron's interleaved 1F1B supports only some numbers of microbatches and raises within a step
+otherwise, so `check_interleaved` compares those of training steps and evaluations at start.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from megatron_vshape.core.baselines import BaselineSpec, EvaluatedSchedule, evaluate_baseline
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.layers import check_layers, recut
+from megatron_vshape.core.model.placement import looping
+from megatron_vshape.core.plan import plan
+from megatron_vshape.core.request import AUTO, PlanRequest, with_chunks
+from megatron_vshape.mcore.layout import hybrid, stages
+from megatron_vshape.mcore.layout.layer_split import split_layers
+from megatron_vshape.mcore.layout.multi_token import num_predicting
+from megatron_vshape.mcore.layout.sizes import options_of as sizes_in
+from megatron_vshape.mcore.layout.sizes import sizes_of
+from megatron_vshape.mcore.options import Options, options_of
+from megatron_vshape.mcore.refusals import BATCH_SIZES, UnsupportedError
+from megatron_vshape.mcore.setup.choice import choice_for, fitted
+from megatron_vshape.mcore.setup.features import Settings, adapted_costs, features
+from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
+from megatron_vshape.mcore.setup.translate import check_splits_nothing_else
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_own(args: Namespace, options: Options) -> None:
+    """Set the schedule and the layer split in Megatron's arguments, if the flags name them.
+
+    Raises:
+        ScheduleError: The stages do not fit the model.
+        UnsupportedError: An option requires a schedule of this package, or two options conflict.
+    """
+    ranks = args.pipeline_model_parallel_size
+    if options.post_validates and ranks > 1:
+        raise UnsupportedError(
+            "--optimizer-post-validation needs a schedule of this package: add "
+            "--pipeline-schedule, v-zb for example"
+        )
+    _refuse_what_only_ours_have(options, ranks)
+    _prepare_megatrons_own(args, options.schedule)
+    _split_megatrons_own(args, options)
+
+
+INTERLEAVED_CHUNKS = 2
+"""Chunks per rank of interleaved-1f1b if the user gives no number."""
+
+
+def run_megatrons(args: Namespace, baseline: BaselineSpec) -> None:
+    """Run Megatron's schedule as if the user had named it."""
+    args.pipeline_schedule, args.pipeline_costs = baseline.name, None
+    args.pipeline_memory_limit, args.pipeline_host_memory_limit = None, None
+    args.num_virtual_stages_per_pipeline_rank = baseline.chunks
+    if getattr(args, hybrid.OPTION, None) is not None:
+        _split_megatrons_own_hybrid(args, Options(schedule=baseline.name))
+    if os.environ.get("RANK", "0") == "0":
+        logger.info(
+            "no plan within the limit is faster than Megatron's %s, which runs with %d %s per rank",
+            baseline.name,
+            baseline.chunks or 1,
+            "virtual stages" if baseline.chunks else "stage",
+        )
+
+
+def _refuse_what_only_ours_have(options: Options, ranks: int) -> None:
+    """Raise UnsupportedError for the first flag without effect, if there is a pipeline."""
+    splits = options.layer_split is not None
+    for flag in options.flags_for_ours():
+        if ranks > 1 and not (flag == "--pipeline-costs" and splits):
+            what = "Megatron's own schedule" if options.schedule is None else options.schedule
+            raise UnsupportedError(
+                f"{flag} has no effect with {what}: remove it, or set --pipeline-schedule to a "
+                "schedule of this package, such as v-half"
+            )
+
+
+def megatrons_own(args: Namespace) -> str | None:
+    """Return Megatron's schedule if the flags name one for a pipeline, else None."""
+    options, ranks = options_of(args), args.pipeline_model_parallel_size
+    return options.schedule if options.asks_for_megatrons_own and ranks > 1 else None
+
+
+def _prepare_megatrons_own(args: Namespace, name: str | None) -> None:
+    has_chunks = (
+        args.num_virtual_stages_per_pipeline_rank is not None
+        or args.num_layers_per_virtual_pipeline_stage is not None
+    )
+    if name == "1f1b" and has_chunks:
+        raise UnsupportedError(
+            "--pipeline-schedule 1f1b has one chunk per rank: remove Megatron's option for virtual "
+            "stages, or use interleaved-1f1b"
+        )
+    own = with_chunks(name or "")
+    if own is not None and has_chunks:
+        raise UnsupportedError(
+            f"--pipeline-schedule {name} contains the number of virtual stages per rank: remove "
+            "it, "
+            "or Megatron's option for virtual stages"
+        )
+    alone = args.pipeline_model_parallel_size == 1
+    if (name == "interleaved-1f1b" or own is not None) and not has_chunks and not alone:
+        chunks = INTERLEAVED_CHUNKS if own is None else own.chunks
+        args.num_virtual_stages_per_pipeline_rank = chunks
+
+
+def _split_megatrons_own(args: Namespace, options: Options) -> None:
+    """Pass a layer split to Megatron in its own form."""
+    text, ranks = options.layer_split, args.pipeline_model_parallel_size
+    if ranks > 1 and options.schedule and getattr(args, hybrid.OPTION, None) is not None:
+        _split_megatrons_own_hybrid(args, options)
+        return
+    if text is None or ranks == 1:
+        return
+    if options.schedule is None:
+        raise UnsupportedError(
+            f"--pipeline-layer-split {text:.80} needs --pipeline-schedule, such as 1f1b or v-half"
+        )
+    check_splits_nothing_else(args, options.schedule)
+    chunks = args.num_virtual_stages_per_pipeline_rank or 1
+    split = split_layers(args, looping(ranks, chunks), text, options.costs())
+    args.pipeline_model_parallel_layout = stages.megatrons_text(split.layers, num_predicting(args))
+    args.num_virtual_stages_per_pipeline_rank = None  # the layout text defines the number
+
+
+def _split_megatrons_own_hybrid(args: Namespace, options: Options) -> None:
+    """Mark the stages in the pattern of layers, where Megatron reads them.
+
+    Raises:
+        ScheduleError: the pattern marks another number of stages than the schedule has.
+    """
+    pattern, ranks = args.hybrid_layer_pattern, args.pipeline_model_parallel_size
+    chunks = args.num_virtual_stages_per_pipeline_rank or 1
+    args.num_virtual_stages_per_pipeline_rank = None  # the pattern defines the number
+    if not hybrid.marks_stages(args):
+        split = split_layers(args, looping(ranks, chunks), options.layer_split, options.costs())
+        args.hybrid_layer_pattern = hybrid.cut(pattern, split.layers)
+        return
+    given = f"{hybrid.FLAG} {pattern:.80}"
+    if options.layer_split is not None:
+        raise UnsupportedError(
+            f"{given} defines the layers of each stage with {hybrid.BEGINS_STAGE}, as "
+            f"--pipeline-layer-split does: remove one of them"
+        )
+    parts = hybrid.parts(pattern)
+    if len(parts) == ranks * chunks:
+        check_layers(given, parts)
+        return
+    others = {ranks * each: f"interleaved-1f1b:{each}" for each in range(2, len(parts) + 1)}
+    fits = (others | {ranks: "1f1b"}).get(len(parts))
+    raise ScheduleError(
+        f"{given} has {len(parts)} stages, and --pipeline-schedule {options.schedule} has "
+        f"{ranks * chunks} on {ranks} pipeline ranks: {f'use {fits}, or ' if fits else ''}remove "
+        f"every {hybrid.BEGINS_STAGE} from the pattern"
+    )
+
+
+MOST_CHUNKS = 12
+"""Maximum number of virtual stages per rank to try."""
+
+
+def megatrons_if_best(
+    args: Namespace, options: Options, once: RankZeroPlanner
+) -> BaselineSpec | None:
+    """Under auto, return the best of Megatron's schedules if no plan is faster, else None.
+
+    A model is built for one placement, so this comparison runs before. It requires costs, and a
+    limit that does not depend on the memory of the model, which does not exist yet. None if the run
+    uses features of this package or defines its layer split.
+
+    Raises:
+        ScheduleError: Costs, limit and number of ranks do not fit each other.
+    """
+    ranks, costs = args.pipeline_model_parallel_size, options.costs_file
+    limit = options.memory_limit_gib
+    mine = options.profile_steps or options.layer_split is not None
+    mine = mine or any(feature.requires_ours(options) for feature in features())
+    if ranks == 1 or costs is None or isinstance(limit, float):
+        return None
+    microbatches = None if mine or _lies_its_own_way(args) else in_training(args)
+    if microbatches is None:
+        return None
+    choice = fitted(Settings(args, choice_for(options, ranks), options))
+    assert choice.costs is not None
+    measured = adapted_costs(choice, choice.costs, choice.costs.num_stages)
+    assert measured is not None
+    sizes = sizes_of(sizes_in(args), 0)
+    layers = sizes.num_layers
+
+    def cut(num_stages: int, name: str) -> Costs:
+        return recut(measured, num_stages, ranks, name, layers, sizes.shares)
+
+    question = PlanRequest(
+        AUTO,
+        ranks,
+        microbatches,
+        measured,
+        cut,
+        choice.limit_of,
+        choice.in_host_bytes,
+        placements=(choice.placement,),
+        slices=choice.slices,
+    )
+    overlaps = getattr(args, "overlap_p2p_comm", False)
+
+    evaluation = in_evaluation(args)
+
+    def evaluates(baseline: BaselineSpec) -> bool:
+        return evaluation is None or baseline.is_megatrons(ranks, evaluation)
+
+    def compare() -> BaselineSpec | None:
+        own = _megatrons(question, layers, overlaps)
+        known = tuple(
+            each for each in own if each.baseline is not None and evaluates(each.baseline)
+        )
+        answer = plan(replace(question, baselines=known))
+        best = answer.baseline if answer.is_megatrons else None
+        return best if best is not None and evaluates(best) else None
+
+    return once(compare)
+
+
+def _megatrons(
+    question: PlanRequest, num_layers: int, overlaps: bool
+) -> Iterator[EvaluatedSchedule]:
+    """Yield Megatron's schedules for this model with equally many layers in every stage."""
+    ranks, microbatches = question.num_devices, question.num_microbatches
+    # On two ranks, Megatron supports several chunks only with overlap_p2p_comm.
+    most = MOST_CHUNKS if ranks > 2 or overlaps else 1
+    for chunks in range(1, most + 1):
+        baseline = BaselineSpec("1f1b") if chunks == 1 else BaselineSpec("interleaved-1f1b", chunks)
+        if num_layers % (ranks * chunks) or not baseline.is_megatrons(ranks, microbatches):
+            continue
+        try:
+            yield evaluate_baseline(baseline, ranks, microbatches, question.costs_of)
+        except ScheduleError:  # the costs cannot be cut into these stages
+            continue
+
+
+def _lies_its_own_way(args: Namespace) -> bool:
+    """Return whether the run defines its layer split, or counts embedding or loss as layers."""
+    names = (
+        "pipeline_model_parallel_layout",
+        "decoder_first_pipeline_num_layers",
+        "decoder_last_pipeline_num_layers",
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+        "num_layers_per_virtual_pipeline_stage",
+        "num_virtual_stages_per_pipeline_rank",
+    )
+    given = any(getattr(args, name, None) for name in names)
+    return given or hybrid.marks_stages(args) or num_predicting(args) > 0
+
+
+class Count(NamedTuple):
+    """A number of microbatches, and the options that determine it."""
+
+    number: int
+    calls: str  # the steps that have this number
+    fix: str  # the options to change
+
+
+def changes(args: Namespace) -> bool:
+    """Return whether the number of microbatches of a training step changes."""
+    return any(getattr(args, name, None) is not None for name in BATCH_SIZES)
+
+
+def in_training(args: Namespace) -> int | None:
+    """Return the microbatches of a training step; None if the number changes or is unknown."""
+    if changes(args):
+        return None
+    return _number(args, args.global_batch_size, args.micro_batch_size)
+
+
+def in_evaluation(args: Namespace) -> int | None:
+    """Return the microbatches of an evaluation step; None without evaluation or if unknown."""
+    if not (getattr(args, "eval_iters", None) or getattr(args, "full_validation", False)):
+        return None
+    samples = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
+    each = getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size
+    return _number(args, samples, each)
+
+
+def _number(args: Namespace, samples: int | None, each: int) -> int | None:
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    shares = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    shares *= args.context_parallel_size
+    copies = world // shares
+    if samples is None or not copies:
+        return None
+    return samples // (each * copies) or None
+
+
+def fixed_counts(args: Namespace) -> Iterator[Count]:
+    """Yield the numbers of microbatches that the validated arguments determine."""
+    training, evaluation = in_training(args), in_evaluation(args)
+    if training is not None and not getattr(args, "skip_train", False):
+        sizes = "--global-batch-size / (--micro-batch-size x data-parallel size)"
+        yield Count(training, "a training step", f"Make {sizes}")
+    if evaluation is not None:
+        sizes = "--eval-global-batch-size / (--eval-micro-batch-size x data-parallel size)"
+        yield Count(evaluation, "an evaluation step", f"Set --eval-iters 0, or make {sizes}")
+
+
+def changing_counts(args: Namespace) -> Iterator[Count]:
+    """Yield the numbers of microbatches of all remaining training steps, if they change.
+
+    Called before the first step and after a checkpoint is loaded. Uses Megatron's calculator in the
+    same way as its training loop.
+    """
+    if not changes(args):
+        return
+    from megatron.core import num_microbatches_calculator as calculator
+
+    option = next(name for name in BATCH_SIZES if getattr(args, name, None) is not None)
+    flag, seen = f"--{option.replace('_', '-')}", set[int]()
+    consumed = args.consumed_train_samples
+    for iteration in range(args.iteration, args.train_iters):
+        calculator.update_num_microbatches(consumed, consistency_check=False)
+        number = calculator.get_num_microbatches()
+        if number not in seen:
+            seen.add(number)
+            sizes = f"all batch sizes of {flag} / (--micro-batch-size x data-parallel size)"
+            yield Count(number, f"training step {iteration + 1} ({flag})", f"Make {sizes}")
+        consumed += calculator.get_current_running_global_batch_size()
+    # Restore the calculator's state for the first step.
+    calculator.update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+
+
+def check_interleaved(args: Namespace, counts: Iterator[Count]) -> None:
+    """Raise UnsupportedError for a number that Megatron's interleaved 1F1B does not support."""
+    if getattr(args, "virtual_pipeline_model_parallel_size", None) is None:
+        return
+    ranks = args.pipeline_model_parallel_size
+    group = getattr(args, "microbatch_group_size_per_vp_stage", None) or ranks
+    for count in counts:
+        if not runs_interleaved(count.number, ranks, group):
+            rest = "" if group == ranks else f", or leave a rest of at least {ranks}"
+            raise UnsupportedError(
+                f"--pipeline-schedule {args.pipeline_schedule} does not work with {count.number} "
+                f"microbatches, the number in {count.calls}: Megatron's interleaved schedule runs "
+                f"them in groups of {group}. {count.fix} a multiple of {group}{rest}, or choose a "
+                "schedule of this package, such as v-half, which runs any number"
+            )
+
+
+def runs_interleaved(number: int, ranks: int, group: int) -> bool:
+    """Return whether Megatron's interleaved 1F1B supports a number of microbatches."""
+    return ranks <= group <= number and not 0 < number % group < ranks
