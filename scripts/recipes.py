@@ -20,8 +20,7 @@ from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.request import AUTO
 from megatron_vshape.mcore.features.overlap import conflicts
 from megatron_vshape.mcore.layout import given_layout, hybrid, multi_token
-from megatron_vshape.mcore.layout.layer_split import given_layers
-from megatron_vshape.mcore.layout.stage_map import HASH_LAYERS, StageMap
+from megatron_vshape.mcore.layout.stage_map import HASH_LAYERS, StageMap, given_layers
 from megatron_vshape.mcore.options import OPTIONS, TRACE_STEPS, Options
 from megatron_vshape.mcore.refusals import (
     ENGINE,

@@ -19,8 +19,8 @@ from megatron_vshape.core.model.pieces import pieces_from_costs
 from megatron_vshape.core.model.placement import Placement, linear, looping, v_shape
 from megatron_vshape.mcore.features.vocabulary.layers import SharedEnds
 from megatron_vshape.mcore.layout.hybrid import cut
-from megatron_vshape.mcore.layout.layer_split import split_layers
 from megatron_vshape.mcore.layout.sizes import options_of, sizes_of
+from megatron_vshape.mcore.layout.stage_map import split_layers
 from megatron_vshape.mcore.setup.choice import choice_of
 from megatron_vshape.mcore.setup.configure import prepare
 from megatron_vshape.mcore.setup.plans import PlannedStep, Planner

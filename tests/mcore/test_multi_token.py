@@ -33,8 +33,7 @@ from megatron_vshape.core.model.pieces import pieces_from_costs
 from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.core.planner.vocabulary import tells_shared
 from megatron_vshape.mcore.layout import multi_token
-from megatron_vshape.mcore.layout.layer_split import split_layers
-from megatron_vshape.mcore.layout.stage_map import StageMap
+from megatron_vshape.mcore.layout.stage_map import StageMap, split_layers
 from megatron_vshape.mcore.refusals import UnsupportedError
 
 Train = Callable[..., Ended]

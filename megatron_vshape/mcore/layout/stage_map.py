@@ -1,14 +1,27 @@
-"""Placement of stages: pipeline ranks and chunks, layers per stage, first and last stage.
+"""The stages of a run: their ranks and chunks, and their layers (`--pipeline-layer-split`).
 
-This module does not import Megatron: `doctor` checks the stages of a recipe without it.
+This module does not import Megatron, so that the stages of a recipe can be checked without it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+import os
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.layers import (
+    AUTO_SPLIT,
+    Pieces,
+    Share,
+    even_layers,
+    parse_layers,
+)
 from megatron_vshape.core.model.placement import Placement, chunks_of, stages_of
+from megatron_vshape.core.planner.lighter import fitting_layers
+from megatron_vshape.mcore.layout.sizes import ModelSizes, options_of, sizes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +121,134 @@ def check_tied_embeddings(stage_map: StageMap) -> None:
         f"embeddings only between ranks 0 and {stage_map.num_ranks - 1}: add "
         "--untie-embeddings-and-output-weights"
     )
+
+
+logger = logging.getLogger(__name__)
+
+
+class Split(NamedTuple):
+    """The layers of every stage, in model order, and the costs of these stages."""
+
+    layers: tuple[int, ...]
+    costs: Costs | None  # measured costs, if given
+    estimate: Costs | None = None  # in units of a chunk's passes; None if all stages are equal
+    shares: tuple[Share, ...] = ()  # share of each layer, if layers are not identical
+
+
+class ModelEnds(Protocol):
+    """Costs of stages if embedding and output layer belong to no stage, but to all ranks."""
+
+    def without(self, sizes: ModelSizes, pieces: Pieces) -> Pieces:
+        """Return the pieces of a model without embedding and output layer."""
+
+    def split(
+        self,
+        args: Any,
+        sizes: ModelSizes,
+        layers: tuple[int, ...],
+        placement: Placement,
+        costs: Costs | None,
+    ) -> Split:
+        """Return a split with the costs of the stages and of each rank's part of the ends."""
+
+
+def split_layers(
+    args: Any,
+    placement: Placement,
+    text: str | None,
+    costs: Costs | None,
+    limit_bytes: float | None = None,
+    ends: ModelEnds | None = None,
+) -> Split:
+    """Return the split that `text` specifies, or the even split.
+
+    With `text` auto, the measured or estimated work of the stages is balanced. If `limit_bytes` is
+    given, layers then move between stages until one microbatch fits.
+
+    Args:
+        args: Megatron's arguments, or the config of a library.
+        placement: The pipeline rank of every stage.
+        text: The value of `--pipeline-layer-split`; None for the even split.
+        costs: Costs from a file. If they include layer counts, or `text` is auto, they are
+            converted to the layers of this run. Otherwise they apply to this run's stages as they
+            are.
+        limit_bytes: Memory limit per rank, including model states, if the costs include these.
+        ends: Makes the costs if no stage has the embedding and the output layer; None: the first
+            and the last stage have them.
+
+    Raises:
+        ScheduleError: The layers or the costs do not fit the stages.
+    """
+    layers, measured = given_layers(args, placement, text, costs)
+    sizes = _sizes(args)
+    if layers is None:
+        pieces = measured or estimated_pieces(sizes, len(placement))
+        if ends is not None:
+            pieces = ends.without(sizes, pieces)
+        layers = pieces.balanced(sizes.num_layers, placement)
+        if limit_bytes is not None and measured is not None:
+            layers = fitting_layers(pieces, layers, placement, limit_bytes)
+    if text is not None and os.environ.get("RANK", "0") == "0":
+        told = ",".join(map(str, layers))
+        logger.info("layers per stage, in model order: %s", told)
+    if ends is not None:
+        return ends.split(args, sizes, layers, placement, costs)
+    unlike = len(set(Share.of_stages(layers, sizes.shares))) > 1 or sizes.predicting > 0
+    estimate = estimated_pieces(sizes, len(placement)).costs(layers) if unlike else None
+    if costs is not None and measured is not None and costs.layers != layers:
+        if costs.layers is not None or text == AUTO_SPLIT:
+            costs = measured.costs(layers)
+    return Split(layers, costs, estimate, sizes.shares)
+
+
+def given_layers(
+    args: Any, placement: Placement, text: str | None, costs: Costs | None
+) -> tuple[tuple[int, ...] | None, Pieces | None]:
+    """Return the layers of every stage, or None to balance them, and the measured pieces.
+
+    Raises:
+        ScheduleError: The layers or the costs do not fit the stages, or the sizes for balancing are
+            unknown.
+    """
+    sizes = _sizes(args)
+    measured = None if costs is None else pieces_of(sizes, costs)
+    if text is None:
+        return even_layers(sizes.num_layers, placement), measured
+    if text != AUTO_SPLIT:
+        return parse_layers(text, sizes.num_layers, placement), measured
+    if measured is None and vocabulary_size(args) is None:
+        raise ScheduleError(
+            "--pipeline-layer-split auto needs the size of the vocabulary before the tokenizer "
+            "is there: add --vocab-size"
+        )
+    return None, measured
+
+
+def pieces_of(sizes: ModelSizes, costs: Costs) -> Pieces:
+    """Return the pieces of measured costs; stages count as equal unless the costs have layers."""
+    even = (sizes.num_layers / costs.num_stages,) * costs.num_stages
+    divides = costs.layers is not None or not sizes.num_layers % costs.num_stages
+    return Pieces.of(costs, costs.layers or even, sizes.shares if divides else ())
+
+
+def estimated_pieces(sizes: ModelSizes, num_stages: int) -> Pieces:
+    """Estimate the pieces from the GEMMs of layers and output layer, in units of an even stage.
+
+    Each multi-token prediction layer counts as a layer with its own output layer. An output layer
+    of unknown size costs nothing.
+    """
+    pieces = Pieces.estimated(sizes.head_in_layers, sizes.blocks / num_stages)
+    return with_predicting(replace(pieces, shares=sizes.shares), sizes)
+
+
+def with_predicting(pieces: Pieces, sizes: ModelSizes) -> Pieces:
+    return pieces.predicting(sizes.predicting, sizes.merging_in_layers, sizes.predicted)
+
+
+def _sizes(args: Any) -> ModelSizes:
+    return sizes_of(options_of(args), vocabulary_size(args) or 0)
+
+
+def vocabulary_size(args: Any) -> int | None:
+    size: int | None = getattr(args, "padded_vocab_size", None) or getattr(args, "vocab_size", None)
+    return size

@@ -21,8 +21,7 @@ from torch import nn
 from megatron_vshape.core.paper.catalogue import JOINT_NAMES
 from megatron_vshape.core.request import AUTO
 from megatron_vshape.mcore.layout import hybrid, multi_token
-from megatron_vshape.mcore.layout.layer_split import Split, split_layers
-from megatron_vshape.mcore.layout.stage_map import StageMap
+from megatron_vshape.mcore.layout.stage_map import Split, StageMap, split_layers
 from megatron_vshape.mcore.layout.stages import StageLayout
 from megatron_vshape.mcore.options import Options, options_of, watchdog_seconds
 from megatron_vshape.mcore.refusals import (

@@ -22,8 +22,7 @@ from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import Refusal
 
 if TYPE_CHECKING:  # they use the features, or torch
-    from megatron_vshape.mcore.layout.layer_split import ModelEnds
-    from megatron_vshape.mcore.layout.stage_map import StageMap
+    from megatron_vshape.mcore.layout.stage_map import ModelEnds, StageMap
     from megatron_vshape.mcore.setup.choice import ScheduleConfig
     from megatron_vshape.mcore.setup.configure import Pipeline
     from megatron_vshape.mcore.setup.plans import PlannedStep

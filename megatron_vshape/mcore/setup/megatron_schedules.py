@@ -21,10 +21,10 @@ from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.plan import plan
 from megatron_vshape.core.request import AUTO, PlanRequest, with_chunks
 from megatron_vshape.mcore.layout import hybrid, stages
-from megatron_vshape.mcore.layout.layer_split import split_layers
 from megatron_vshape.mcore.layout.multi_token import num_predicting
 from megatron_vshape.mcore.layout.sizes import options_of as sizes_in
 from megatron_vshape.mcore.layout.sizes import sizes_of
+from megatron_vshape.mcore.layout.stage_map import split_layers
 from megatron_vshape.mcore.options import Options, options_of
 from megatron_vshape.mcore.refusals import BATCH_SIZES, UnsupportedError
 from megatron_vshape.mcore.setup.choice import choice_for, fitted

@@ -21,7 +21,7 @@ from megatron_vshape.core.planner.vocabulary import (
 )
 from megatron_vshape.mcore.features.vocabulary.layers import SharedEnds
 from megatron_vshape.mcore.hook import Hook
-from megatron_vshape.mcore.layout.layer_split import ModelEnds
+from megatron_vshape.mcore.layout.stage_map import ModelEnds
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import (
     GRAPHS,

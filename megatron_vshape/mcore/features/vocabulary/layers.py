@@ -10,14 +10,14 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.layers import Pieces, without_ends
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.planner.vocabulary import SUM, shared_pieces, tells_shared
-from megatron_vshape.mcore.layout.layer_split import (
+from megatron_vshape.mcore.layout.sizes import ModelSizes
+from megatron_vshape.mcore.layout.stage_map import (
     Split,
     estimated_pieces,
     pieces_of,
     vocabulary_size,
     with_predicting,
 )
-from megatron_vshape.mcore.layout.sizes import ModelSizes
 
 
 class SharedEnds:
