@@ -37,8 +37,7 @@ from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.mcore.features.overlap import layer_plans
 from megatron_vshape.mcore.layout.stages import tie_embeddings
-from megatron_vshape.mcore.step.stage import MegatronStage
-from megatron_vshape.mcore.step.step_hooks import StepContext
+from megatron_vshape.mcore.step.stage import MegatronStage, StepContext
 from megatron_vshape.runtime import weight_jobs
 
 Case = tuple[tuple[str, str], str, dict[str, Any]]

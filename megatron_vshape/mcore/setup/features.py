@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # they use the features, or torch
     from megatron_vshape.mcore.setup.configure import Pipeline
     from megatron_vshape.mcore.setup.plans import PlannedStep
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
-    from megatron_vshape.mcore.step.step_hooks import StepFeature
+    from megatron_vshape.mcore.step.stage import StepFeature
     from megatron_vshape.mcore.step_state import StepState
 
 Patch = Callable[[type, Callable[[], Mapping[str, Any]]], None]

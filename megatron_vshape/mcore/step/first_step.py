@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
-from megatron_vshape.mcore.step.step_hooks import StepContext, StepFeature, StepHook
+from megatron_vshape.mcore.step.stage import StepContext, StepFeature, StepHook
 from megatron_vshape.mcore.step_state import unwrapped
 
 logger = logging.getLogger(__name__)

@@ -47,8 +47,7 @@ from megatron_vshape.mcore.step.microbatches import (
     read_again,
     shared_out,
 )
-from megatron_vshape.mcore.step.stage import MegatronStage
-from megatron_vshape.mcore.step.step_hooks import StepContext, StepFeature
+from megatron_vshape.mcore.step.stage import MegatronStage, StepContext, StepFeature
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime import first_cause
 from megatron_vshape.runtime.hosts import ranks_of_this_host

@@ -10,7 +10,7 @@ from megatron_vshape.core.model.kinds import RELEASE, RELOAD, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.mcore.features.slices.attention import KeysValues
 from megatron_vshape.mcore.observe.report import RunReport, persistent
-from megatron_vshape.mcore.step.step_hooks import StepContext, StepFeature, StepHook, counted
+from megatron_vshape.mcore.step.stage import StepContext, StepFeature, StepHook, counted
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.offload import Offload
 from megatron_vshape.runtime.program_runner import Handler

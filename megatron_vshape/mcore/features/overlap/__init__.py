@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megatron_vshape.mcore.setup.configure import Pipeline
     from megatron_vshape.mcore.setup.plans import PlannedStep
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
-    from megatron_vshape.mcore.step.step_hooks import StepFeature
+    from megatron_vshape.mcore.step.stage import StepFeature
 
 _OVERLAP = f"--{OVERLAP_OPTION.replace('_', '-')}"
 _OUTSIDE = "Megatron's layer plans run outside of its context"

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_vshape.mcore.features.overlap import check_script
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
-from megatron_vshape.mcore.step.step_hooks import (
+from megatron_vshape.mcore.step.stage import (
     Backward,
     Forward,
     Made,

@@ -15,7 +15,7 @@ from megatron_vshape.mcore.features.post_validation.optimizer import (
 )
 from megatron_vshape.mcore.features.post_validation.rollback import RandomState, Replay
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
-from megatron_vshape.mcore.step.step_hooks import Started, StepContext, StepFeature
+from megatron_vshape.mcore.step.stage import Started, StepContext, StepFeature
 from megatron_vshape.runtime.program_runner import ProgramRun, run_drain
 
 

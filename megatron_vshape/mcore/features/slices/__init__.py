@@ -31,7 +31,7 @@ from megatron_vshape.mcore.setup.features import Feature, Settings, features
 if TYPE_CHECKING:
     from megatron_vshape.mcore.setup.choice import ScheduleConfig
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
-    from megatron_vshape.mcore.step.step_hooks import StepFeature
+    from megatron_vshape.mcore.step.stage import StepFeature
     from megatron_vshape.mcore.step_state import StepState
 
 logger = logging.getLogger(__name__)

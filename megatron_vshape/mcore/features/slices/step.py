@@ -21,12 +21,12 @@ from megatron_vshape.mcore.features.slices import check_sequence, even_slices
 from megatron_vshape.mcore.features.slices.tokens import TokensOfSlice
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
 from megatron_vshape.mcore.setup.configure import Pipeline
-from megatron_vshape.mcore.step.stage import loss_maker
-from megatron_vshape.mcore.step.step_hooks import (
+from megatron_vshape.mcore.step.stage import (
     ForwardStep,
     StepContext,
     StepFeature,
     StepHook,
+    loss_maker,
 )
 from megatron_vshape.mcore.step_state import TokenRange, unwrapped
 

@@ -8,7 +8,7 @@ from megatron_vshape.mcore.setup.features import Feature
 
 if TYPE_CHECKING:
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
-    from megatron_vshape.mcore.step.step_hooks import StepFeature
+    from megatron_vshape.mcore.step.stage import StepFeature
 
 
 class VariableLengthFeature(Feature):

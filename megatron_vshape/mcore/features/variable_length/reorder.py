@@ -25,7 +25,7 @@ from megatron_vshape.core.variable_length import (
 from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError
 from megatron_vshape.mcore.setup.plans import PlannedStep
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
-from megatron_vshape.mcore.step.step_hooks import StepContext, StepFeature
+from megatron_vshape.mcore.step.stage import StepContext, StepFeature
 from megatron_vshape.runtime import first_cause
 from megatron_vshape.runtime.p2p import TransportError
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from megatron_vshape.mcore.setup.choice import ScheduleConfig
     from megatron_vshape.mcore.setup.configure import Pipeline
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
-    from megatron_vshape.mcore.step.step_hooks import StepFeature
+    from megatron_vshape.mcore.step.stage import StepFeature
 
 FLAG = "--pipeline-vocab-parallel"
 

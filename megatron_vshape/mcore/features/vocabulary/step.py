@@ -63,13 +63,13 @@ from megatron_vshape.mcore.hook import Replaced
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
 from megatron_vshape.mcore.step.late_checks import LateFaults, unlike
 from megatron_vshape.mcore.step.microbatches import Reader
-from megatron_vshape.mcore.step.stage import loss_maker
-from megatron_vshape.mcore.step.step_hooks import (
+from megatron_vshape.mcore.step.stage import (
     ForwardStep,
     StepContext,
     StepFeature,
     StepHook,
     counted,
+    loss_maker,
 )
 from megatron_vshape.mcore.step_state import unwrapped
 from megatron_vshape.runtime.device_collectives import DeviceCollectives, Pending
