@@ -232,7 +232,7 @@ class Rank:
         import torch
         from megatron.core.transformer import cuda_graphs
 
-        from megatron_vshape.mcore.split import graph_weights
+        from megatron_vshape.mcore.split import graphs
 
         many = self.sizes.microbatches
         helper = SimpleNamespace(
@@ -248,7 +248,7 @@ class Rank:
             (torch.ones(shape, dtype=torch.bfloat16, device=self.sizes.device).requires_grad_(),)
             for _ in range(many * len(self.layers))
         ]
-        with graph_weights.capturing(helper, capture, self.state):
+        with graphs.capturing(helper, capture, self.state):
             graphs = cuda_graphs.make_graphed_callables(
                 tuple(self.layers),
                 samples,
@@ -325,7 +325,7 @@ def _wrong(found: Sequence[Any], wanted: Sequence[Any]) -> list[int]:
 
 def _kinds() -> tuple[type, type]:
     """Return a Capture that notes what its check would raise, and one that makes no copies."""
-    from megatron_vshape.mcore.split.graph_weights import Capture
+    from megatron_vshape.mcore.split.graphs import Capture
     from megatron_vshape.mcore.split.te_layers import StoreError
 
     class Noting(Capture):

@@ -29,7 +29,7 @@ class Reducer(Protocol):
 
 
 class Checks(Protocol):
-    """Stores loss checks until the passes have run; implemented by `late_checks.LateChecks`."""
+    """Stores loss checks until the passes have run; implemented by `losses.LateChecks`."""
 
     def add(self, check: Callable[[Tensor], None], result: Tensor) -> None:
         """Store a check."""
@@ -65,7 +65,7 @@ class StepState:
     jobs: WeightJobs = field(default_factory=WeightJobs)
     running_chunk: int | None = None  # the chunk of Megatron's "is this the first stage?" checks
     graph_memory: GraphMemory = field(default_factory=GraphMemory)
-    # A `split.graph_weights.Capture` while Transformer Engine captures F, B and W.
+    # A `split.graphs.Capture` while Transformer Engine captures F, B and W.
     capture: Any = None
     captured: Program | None = None  # the program that CUDA graphs replay; no other can run
     census: ActivationTracker | None = None  # set while a step measures activation memory

@@ -42,7 +42,7 @@ def install(watch: Watch) -> None:
 def run_alone() -> None:
     """Remove all waits for other ranks, and replace the data that they would send."""
     from megatron_vshape.mcore.setup import configure, one_planner
-    from megatron_vshape.mcore.step import loss_reporting
+    from megatron_vshape.mcore.step import losses
     from megatron_vshape.runtime import device_collectives, p2p
 
     replaced: Any = p2p.Transport
@@ -55,7 +55,7 @@ def run_alone() -> None:
     replaced.__call__ = lambda self, plan: plan()  # there is no rank 0 that plans for all
     replaced = device_collectives.DeviceCollectives
     replaced.begin = _begin_at_once
-    replaced = loss_reporting.LossGatherer
+    replaced = losses.LossGatherer
     replaced.send_to_last_rank = _bring
 
 

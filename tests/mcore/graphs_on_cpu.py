@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from megatron_vshape.core.model.kinds import Kind
-from megatron_vshape.mcore.split import graph_weights
+from megatron_vshape.mcore.split import graphs
 from megatron_vshape.runtime.graph_memory import GraphMemory
 from megatron_vshape.runtime.p2p import Transport
 
@@ -330,18 +330,18 @@ class _Norm(torch.autograd.Function):
 
 def copy_nothing() -> None:
     """Have W read static tensors, which TE lends to other microbatches."""
-    graph_weights.Capture._own = lambda capture, value: value
+    graphs.Capture._own = lambda capture, value: value
 
 
 def check_nothing() -> None:
     """The same, unnoticed."""
     copy_nothing()
-    graph_weights.Capture.check = lambda capture, memory: None
+    graphs.Capture.check = lambda capture, memory: None
 
 
 def run_layer_by_layer() -> None:
     """Have every layer run its own job of a W, when TE calls it."""
-    put, run = graph_weights.Capture.put, graph_weights.Capture._run
+    put, run = graphs.Capture.put, graphs.Capture._run
 
     def put_apart(capture: Any, layer: Any, job: Any, parameters: Any) -> None:
         job.of = layer
@@ -356,13 +356,13 @@ def run_layer_by_layer() -> None:
         run(capture, layer)
         capture._jobs = others
 
-    graph_weights.Capture.put, graph_weights.Capture._run = put_apart, run_apart
+    graphs.Capture.put, graphs.Capture._run = put_apart, run_apart
 
 
 def capture_last_whole() -> None:
     """Capture a chunk's last whole backward as one, where it runs as B, then W."""
-    order = graph_weights.layer_order
-    graph_weights.layer_order = lambda *given: order(*given[:3])
+    order = graphs.layer_order
+    graphs.layer_order = lambda *given: order(*given[:3])
 
 
 CARELESS = {

@@ -24,8 +24,13 @@ from megatron_vshape.mcore.refusals import UnsupportedError, check_split_graphs
 from megatron_vshape.mcore.setup.choice import ScheduleConfig
 from megatron_vshape.mcore.setup.configure import _splits_graphs
 from megatron_vshape.mcore.setup.plans import Planner
-from megatron_vshape.mcore.split.graph_weights import Capture, layer_order, replayed
-from megatron_vshape.mcore.split.graphs import ChunkPass, passes_of
+from megatron_vshape.mcore.split.graphs import (
+    Capture,
+    ChunkPass,
+    layer_order,
+    passes_of,
+    replayed,
+)
 from megatron_vshape.mcore.split.te_layers import JobStore, StoreError
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.weight_jobs import GatheringJob

@@ -23,7 +23,7 @@ from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.instructions import Run
 from megatron_vshape.mcore.hooks.session import Session, validate_result
-from megatron_vshape.mcore.step.late_checks import checked_late
+from megatron_vshape.mcore.step.losses import checked_late
 from megatron_vshape.runtime.program_runner import Place
 
 ORIGINAL = vars(RerunStateMachine)["validate_result"]

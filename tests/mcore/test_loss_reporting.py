@@ -11,7 +11,7 @@ from runtime.ranks import run_ranks
 pytest.importorskip("megatron.core")
 
 from megatron_vshape.mcore.layout import multi_token
-from megatron_vshape.mcore.step.loss_reporting import LossGatherer
+from megatron_vshape.mcore.step.losses import LossGatherer
 
 
 class Losses(NamedTuple):

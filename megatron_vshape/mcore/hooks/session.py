@@ -41,12 +41,12 @@ from megatron_vshape.mcore.setup.features import features
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.setup.ready import withdraw_loading_mode
-from megatron_vshape.mcore.split import graph_weights
+from megatron_vshape.mcore.split import graphs
 from megatron_vshape.mcore.split.graphs import capture_order, covered, passes_of
 from megatron_vshape.mcore.split.local_layers import TorchFusedKernels, make_split_linear
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 from megatron_vshape.mcore.step.gradient_sync import overlaps_grad_reduce
-from megatron_vshape.mcore.step.late_checks import can_wait
+from megatron_vshape.mcore.step.losses import can_wait
 from megatron_vshape.mcore.step.microbatches import given_iterators
 from megatron_vshape.mcore.step_state import StepState, unwrapped
 
@@ -349,19 +349,19 @@ def create_cudagraphs(session: Session, original: Function, helper: Any) -> None
     # So that `get_schedule_table` does not reject the call that the capture makes.
     session.captures = True
     try:
-        with graph_weights.capturing(helper, capture, session.step):
+        with graphs.capturing(helper, capture, session.step):
             original(helper)
     finally:
         session.captures = False
 
 
-def _capture_of_weights(pipeline: Pipeline, helper: Any) -> graph_weights.Capture:
+def _capture_of_weights(pipeline: Pipeline, helper: Any) -> graphs.Capture:
     """Return a capture of weight gradients in the order of this rank's W passes."""
     rank = parallel_state.get_pipeline_model_parallel_rank()
     stages = pipeline.stage_map.stages(rank)[: helper.num_model_chunks]
     program = pipeline.planner.training(get_num_microbatches()).program
     overlaps = pipeline.overlaps_grad_reduce or overlaps_grad_reduce(helper.model[0])
-    return graph_weights.Capture(
+    return graphs.Capture(
         helper.callables_per_chunk,
         covered(helper.model),
         passes_of(program, rank, stages),

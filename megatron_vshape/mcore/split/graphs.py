@@ -1,26 +1,39 @@
-"""Modules that CUDA graphs cover, and the order in which Transformer Engine captures them.
+"""CUDA graphs of Transformer Engine: the modules that they cover, their order, and those of W.
 
 TE captures the F and the B of every layer and microbatch once, in execution order, and replays
-them. A replayed B also computes weight gradients. So layers in graphs are never split, unless
-`graph_weights` makes TE capture weight gradients separately.
+them. A replayed B also computes weight gradients, unless `Capture` makes TE capture these
+separately, in graphs that the schedule's W passes replay.
+
+Transformer Engine can capture the W of a callable separately from its B, but always for the latest
+B of the callable. So every pair of layer and microbatch becomes a chunk: its only B is then the
+latest, and its W can follow at any time. Graphs share one memory pool in the order of capture.
+Therefore this order must equal the order of the run, including the last W.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from megatron.core.transformer import cuda_graphs
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.program.instructions import Program, Run
-from megatron_vshape.mcore.refusals import (
-    captures_graphs,
-    graph_scope,
-)
+from megatron_vshape.mcore.hook import Replaced
+from megatron_vshape.mcore.refusals import captures_graphs, graph_scope
+from megatron_vshape.mcore.split.te_layers import JobStore, StoreError
+from megatron_vshape.mcore.step_state import StepState
+from megatron_vshape.runtime.graph_memory import GraphMemory
+from megatron_vshape.runtime.weight_jobs import GatheringJob, is_open, plain_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -100,3 +113,277 @@ def capture_late(options: Any, planned_by: int) -> None:
             planned_by,
         )
     options.cuda_graph_warmup_steps = planned_by
+
+
+_Job = tuple[GatheringJob, list[Tensor]]  # the job and the parameters of its gradients
+_WARM_UP = -1  # microbatch of the B that TE runs before the capture; its W follows immediately
+
+
+def layer_order(
+    passes: Sequence[ChunkPass],
+    chunks: Sequence[Sequence[bool]],
+    microbatches: int,
+    splits_last: bool = False,
+) -> list[float]:
+    """List a rank's passes per layer as TE's `_order`: n for F, -n for B, -n - 0.5 for W.
+
+    n starts at 1 and counts by chunk, microbatch and layer, as Megatron numbers its graphs.
+    `chunks` has one flag per layer: whether the layer has weight gradients. With `splits_last`, the
+    last full backward of a chunk runs as B, then W, as with --overlap-grad-reduce.
+    """
+    starts = [microbatches * sum(map(len, chunks[:at])) for at in range(len(chunks))]
+    left = [microbatches] * len(chunks)
+    order: list[float] = []
+    for kind, chunk, microbatch in passes:
+        first = starts[chunk] + microbatch * len(chunks[chunk]) + 1
+        layers = [*enumerate(chunks[chunk], first)]
+        b, w = Kind.B in kind.does, Kind.W in kind.does
+        left[chunk] -= w
+        if Kind.F in kind.does:
+            order += [number for number, _ in layers]
+        # With --overlap-grad-reduce, the last full backward of a chunk runs as B, then W. Every
+        # other one runs B and W layer by layer.
+        parts = [(b, False), (False, w)] if splits_last and not left[chunk] else [(b, w)]
+        for has_b, has_w in parts:
+            for number, has_weights in reversed(layers):
+                order += [-number] * has_b + [-number - 0.5] * (has_w and has_weights)
+    return order
+
+
+class Capture:
+    """The weight jobs of captured layers during TE's warm-up and capture.
+
+    TE runs the linear layers of a W in the order of a set, which differs between ranks, while some
+    jobs gather over ranks. So the first layer that TE calls runs all jobs in the order of B.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Sequence[nn.Module]],
+        covered: Collection[nn.Module],
+        passes: Sequence[ChunkPass],
+        splits_last: bool,
+    ) -> None:
+        """Set up the capture.
+
+        Args:
+            chunks: The captured layers of each chunk.
+            covered: All modules that CUDA graphs cover.
+            passes: The passes of this rank.
+            splits_last: Whether the last full backward of a chunk runs as B, then W.
+        """
+        self._chunks, self._passes, self._splits_last = chunks, passes, splits_last
+        self._owners: dict[nn.Module, nn.Module] = {}  # linear layer -> captured layer
+        self._turns: dict[nn.Module, list[int]] = {}  # microbatches in the order of W
+        for at, layers in enumerate(chunks):
+            turns = [m for kind, chunk, m in passes if chunk == at and Kind.W in kind.does]
+            for layer in layers:
+                self._turns[layer] = turns
+                own = (each for each in layer.modules() if each in covered and _leaves_jobs(each))
+                self._owners.update(dict.fromkeys(own, layer))
+        self._jobs: dict[tuple[nn.Module, int], list[_Job]] = defaultdict(list)
+        self._forwards: dict[nn.Module, int] = defaultdict(int)
+        self._weights_run: dict[nn.Module, int] = defaultdict(int)
+        self._running: tuple[nn.Module, int] | None = None  # layer and microbatch of its B
+        self._static: set[int] = set()  # addresses of its tensors that TE reuses for other B's
+        self._read: set[int] = set()  # addresses that captured jobs read
+        self._kept: dict[tuple[nn.Module, int], dict[int, int]] = defaultdict(dict)
+        self.parameters: dict[nn.Module, list[Tensor]] = {}
+        self.copies = self.most_kept = 0  # number of copies; peak bytes between B and W
+
+    def splits(self, layer: nn.Module) -> bool:
+        """Return whether the W of the layer is captured separately from its B."""
+        return layer in self._owners
+
+    @contextmanager
+    def active(self, state: StepState) -> Iterator[None]:
+        """Collect the jobs of the linear layers in this capture."""
+        with Replaced() as replaced:
+            for each in self._owners:
+                replaced.put(each, "backward_dw", partial(self._run, each))
+            for layer in self._turns:
+                # TE captures Megatron's layers through this method, not through forward.
+                has_own = hasattr(layer, "_te_cuda_graph_capture")
+                name = "_te_cuda_graph_capture" if has_own else "forward"
+                replaced.put(layer, name, partial(self._forward, layer, getattr(layer, name)))
+            state.capture = self
+            try:
+                yield
+            finally:
+                state.capture = None
+
+    def make(
+        self, original: Callable[..., Any], callables: Any, sample_args: Any, **options: Any
+    ) -> Any:
+        """Call `original`, TE's make_graphed_callables, to capture F, B and W."""
+        if not all(hasattr(each, "main_grad") for each in _trained(self._owners)):
+            raise StoreError(
+                "CUDA graphs of weight gradients need the main_grad of Megatron's "
+                "DistributedDataParallel, and a parameter has none: add --pipeline-split-graphs off"
+            )
+        many, enabled = len(sample_args) // len(callables), options.get("fp8_enabled")
+        # TE captures a W only for the latest B of a callable. One entry per layer and microbatch
+        # makes every B the latest one.
+        repeated = tuple(each for layers in self._chunks for each in [*layers] * many)
+        if isinstance(enabled, tuple):
+            of_layer = dict(zip(callables, enabled, strict=True))
+            options["fp8_enabled"] = tuple(of_layer[each] for each in repeated)
+        owners = set(self._owners.values())
+        weights = [[layer in owners for layer in layers] for layers in self._chunks]
+        options["_order"] = layer_order(self._passes, weights, many, self._splits_last)
+        options["_num_layers_per_chunk"] = [1] * len(repeated)
+        return original(repeated, sample_args, **options)
+
+    def _forward(
+        self, layer: nn.Module, original: Callable[..., Any], *args: Any, **options: Any
+    ) -> Any:
+        """Run the F of a layer. Hooks on its outputs record the microbatch when its B starts."""
+        made = original(*args, **options)
+        if torch.cuda.is_current_stream_capturing():
+            given = {_address(e) for e in tree_leaves((args, options)) if isinstance(e, Tensor)}
+            begin = partial(self._begin_backward, (layer, self._forwards[layer]), given)
+            self._forwards[layer] += 1
+            # The first gradient that reaches an output marks the start of this B.
+            for each in tree_leaves(made):
+                if isinstance(each, Tensor) and each.grad_fn is not None:
+                    each.register_hook(begin)
+        return made
+
+    def _begin_backward(
+        self, running: tuple[nn.Module, int], given: set[int], gradient: Tensor
+    ) -> None:
+        if running != self._running:
+            self._running, self._static = running, set(given)
+        self._static.add(_address(gradient))  # TE has one buffer for all layers and microbatches
+
+    def put(self, layer: nn.Module, job: GatheringJob, parameters: list[Tensor]) -> None:
+        """Store a job that a B defers to its W."""
+        key = self._owners[layer], _WARM_UP
+        if torch.cuda.is_current_stream_capturing():
+            assert self._running is not None
+            key = self._running
+            # W is replayed after other B's have run, so the job must not read buffers that TE
+            # reuses.
+            job.tensors = [self._own(each) for each in job.tensors]
+            tensors = plain_tensors(job.tensors)
+            self._kept[key] |= {_address(e): e.untyped_storage().nbytes() for e in tensors}
+            self._read.update(self._kept[key])
+            total = sum(sum(each.values()) for each in self._kept.values())
+            self.most_kept = max(self.most_kept, total)
+        self._jobs[key].append((job, parameters))
+
+    def _own(self, value: Any) -> Any:
+        """Copy a static tensor; TE reuses its memory for other microbatches after B."""
+        if isinstance(value, list | tuple):
+            return [self._own(each) for each in value]
+        if not isinstance(value, Tensor) or hasattr(value, "get_data_tensors"):
+            return value  # B allocates quantized tensors itself
+        if _address(value) not in self._static:
+            return value
+        self.copies += 1
+        return value.clone()
+
+    def _run(self, layer: nn.Module) -> None:
+        """Compute the weight gradients that one B of the captured layer has deferred."""
+        key = self._owners[layer], _WARM_UP
+        if torch.cuda.is_current_stream_capturing():
+            key = key[0], self._turns[key[0]][self._weights_run[layer]]
+            self._weights_run[layer] += 1
+        jobs = self._jobs.pop(key, [])
+        self._kept.pop(key, None)
+        if jobs:
+            self.parameters[key[0]] = [each for _, own in jobs for each in own]
+        with torch.no_grad():
+            while jobs:
+                job, _ = jobs.pop(0)  # its tensors can be freed once it has run
+                job.begin()
+                # Start the next all-gather now, so that it overlaps with this GEMM.
+                if jobs:
+                    jobs[0][0].begin()
+                job()
+
+    def check(self, memory: GraphMemory) -> None:
+        """Raise StoreError if a captured W reads memory that another replay may overwrite."""
+        others = sum(not memory.owns(each) for each in self._read)
+        if others:
+            raise StoreError(
+                f"{others} tensors that captured weight gradients read are not in the memory of "
+                "CUDA graphs, and may be overwritten before W: add --pipeline-split-graphs off"
+            )
+
+
+def _trained(layers: Collection[nn.Module]) -> list[nn.Parameter]:
+    return [p for each in layers for p in each.parameters(recurse=False) if p.requires_grad]
+
+
+def _leaves_jobs(layer: nn.Module) -> bool:
+    """Return whether the B of a linear layer defers its weight gradient to a JobStore."""
+    return bool(_trained([layer])) and isinstance(getattr(layer, "wgrad_store", None), JobStore)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def replayed(state: StepState, graph: Any, parameters: Sequence[Tensor]) -> Callable[..., Any]:
+    """Wrap a graphed callable so that its B defers W to the schedule's W pass."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        made = graph(*args, **options)
+        outputs = (made,) if isinstance(made, Tensor) else made
+        nodes = (each.grad_fn for each in outputs if isinstance(each, Tensor))
+        node = next((each for each in nodes if each is not None), None)
+        if node is not None:
+            node.register_hook(after_backward)
+        return made
+
+    def after_backward(*unused: Any) -> None:
+        # An open bucket means a B whose W comes later; in a full backward, W is replayed
+        # immediately.
+        if is_open():
+            state.defer(GatheringJob(graph.backward_dw, [], []), parameters)
+        else:
+            graph.backward_dw()
+
+    run.backward_dw, run.reset = graph.backward_dw, graph.reset  # type: ignore[attr-defined]
+    return run
+
+
+@contextmanager
+def capturing(helper: Any, capture: Capture | None, state: StepState) -> Iterator[None]:
+    """Context for the capture by Megatron's `helper`: F and B, and with a `capture` also W."""
+    original = cuda_graphs.make_graphed_callables
+    make = original if capture is None else partial(capture.make, original)
+    with Replaced() as replaced, ExitStack() as stack:
+        make = partial(make, **_savings(helper, original))
+        replaced.put(cuda_graphs, "make_graphed_callables", make)
+        if capture is not None:
+            stack.enter_context(capture.active(state))
+        yield
+    state.graph_memory.look()
+    if capture is None:
+        return
+    capture.check(state.graph_memory)
+    layer: Any
+    for layer, own in capture.parameters.items():
+        layer.cuda_graphs = [replayed(state, each, own) for each in layer.cuda_graphs]
+    logger.info(
+        "CUDA graphs of W: %d layers, at most %.0f MiB wait between B and W, %d copies",
+        len(capture.parameters),
+        capture.most_kept / 2**20,
+        capture.copies,
+    )
+
+
+def _savings(helper: Any, original: Callable[..., Any]) -> dict[str, Any]:
+    """Return the make_graphed_callables options that save memory and time, if this TE has them."""
+    # The allocator cannot release blocks that the warm-up has cached during captures.
+    options: dict[str, Any] = {"post_warmup_hook": torch.cuda.empty_cache}
+    # By default, a replayed B clones every gradient that it returns. With fused accumulation the
+    # weight gradients are dummies. Megatron's DDP adds the other gradients to main_grad
+    # immediately, before another replay can overwrite them.
+    if helper.config.gradient_accumulation_fusion:
+        if all(hasattr(chunk, "ddp_config") for chunk in helper.model):
+            options["clone_param_grads_on_return"] = False
+    known = inspect.signature(original).parameters
+    return {name: value for name, value in options.items() if name in known}

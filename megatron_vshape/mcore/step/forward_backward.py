@@ -38,8 +38,7 @@ from megatron_vshape.mcore.setup.features import features
 from megatron_vshape.mcore.setup.plans import Agreement
 from megatron_vshape.mcore.step.first_step import FirstStep
 from megatron_vshape.mcore.step.gradient_sync import GradientSync, divide_by_tokens
-from megatron_vshape.mcore.step.late_checks import checked_late
-from megatron_vshape.mcore.step.loss_reporting import LossGatherer
+from megatron_vshape.mcore.step.losses import LossGatherer, checked_late
 from megatron_vshape.mcore.step.microbatches import (
     ForwardCalls,
     given_iterators,

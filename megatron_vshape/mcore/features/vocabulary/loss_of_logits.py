@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from megatron_vshape.mcore.hook import Replaced
 from megatron_vshape.mcore.refusals import UnsupportedError
-from megatron_vshape.mcore.step.late_checks import LateFaults, unlike
+from megatron_vshape.mcore.step.losses import LateFaults, unlike
 from megatron_vshape.mcore.step_state import StepState, unwrapped
 
 _LEAVE_OUT = "remove --pipeline-vocab-parallel"

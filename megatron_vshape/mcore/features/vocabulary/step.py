@@ -61,7 +61,7 @@ from megatron_vshape.mcore.features.vocabulary.router_replay import (
 )
 from megatron_vshape.mcore.hook import Replaced
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
-from megatron_vshape.mcore.step.late_checks import LateFaults, unlike
+from megatron_vshape.mcore.step.losses import LateFaults, unlike
 from megatron_vshape.mcore.step.microbatches import Reader
 from megatron_vshape.mcore.step.stage import (
     ForwardStep,
