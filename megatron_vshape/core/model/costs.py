@@ -29,7 +29,7 @@ from megatron_vshape.core.model.kinds import (
 )
 
 LEAST, MOST = 1e-6, 1e15
-"""Upper bounds of times and memory, far below the range of floats."""
+"""Bounds of times and memory, far inside the range of floats."""
 
 MAX_RATIO = 1e9
 """Maximum ratio of the longest to the shortest time, so that sums do not lose the shortest."""
@@ -123,6 +123,7 @@ class Costs:
         def each(value: float) -> Amounts:
             return (value * scale,) * num_stages
 
+        # In the paper, memory is the activations only.
         works = {kind.works for kind in kinds}  # workspace is 0 for these
         return cls(
             forward_us=each(forward),
@@ -139,6 +140,7 @@ class Costs:
         """Replace fields, or amounts of other kinds by name; None removes an amount."""
         names = {each.name for each in fields(self)}.intersection(changes)
         others = dict(self.others) | {k: v for k, v in changes.items() if k not in names}
+        # `replace` runs `__post_init__`, which sorts and checks the new amounts.
         own = {name: changes[name] for name in names}
         given = tuple((name, each) for name, each in others.items() if each is not None)
         return replace(self, others=given, **own)
@@ -178,6 +180,7 @@ class Costs:
         times = self.amounts(kind.time)
         if times is not None:
             return times[stage]
+        # Zero for a simple kind without a time, a marker such as L: its only part is itself.
         return sum(self._computes_us(part, stage) for part in kind.does if part is not kind)
 
     @property
@@ -187,6 +190,7 @@ class Costs:
 
     def message_us(self, stage: int, other: int) -> float:
         """Return the time of a message between stages on two devices."""
+        # `more_send_us` is defined at boundaries of adjacent stages, in either direction.
         if not self.more_send_us or abs(stage - other) != 1:
             return self.send_us
         return self.send_us + self.more_send_us[min(stage, other)]
@@ -210,6 +214,7 @@ class Costs:
     @property
     def whole_us(self) -> tuple[float, ...] | None:
         """Time of a BW on every stage; None if equal to B + W, so that fusing changes nothing."""
+        # With launch overhead, a BW differs from B + W: it is one launch instead of two.
         both = self.whole_backward_us, self.whole_exchange_us
         if both == (None, None) and not self.host_us:
             return None
@@ -224,6 +229,7 @@ class Costs:
         if slices == 1:
             return self
         amounts = {
+            # Weights and their gradients do not shrink with the sequence.
             name: values if name in (STATE, DUMMY) else tuple(each / slices for each in values)
             for name, values in self.lists().items()
         }
@@ -232,6 +238,7 @@ class Costs:
             send_us=self.send_us / slices,
             more_send_us=tuple(each / slices for each in self.more_send_us),
             by_microbatch=tuple(
+                # Slice j of microbatch i has the number i * slices + j.
                 (name, tuple(value for value in shares for _ in range(slices)))
                 for name, shares in self.by_microbatch
             ),
@@ -257,6 +264,7 @@ class Costs:
 
     def works(self, kind: Kind) -> Amounts:
         """Return, by stage, the workspace of a pass."""
+        # Not `amounts`: workspace is optional even for kinds that require other amounts.
         if (known := self.lists().get(kind.works)) is not None:
             return known
         parts = [self.works(part) for part in kind.does if part is not kind]
@@ -265,6 +273,7 @@ class Costs:
     def fixed_bytes(self, placement: Sequence[int], num_devices: int) -> tuple[float, ...]:
         """Return the permanent memory of each device."""
         fixed = [self.device_bytes] * num_devices
+        # Not strict, because unknown state is an empty tuple.
         for device, state in zip(placement, self.state_bytes or (), strict=False):
             fixed[device] += state
         return tuple(fixed)
@@ -282,6 +291,7 @@ class Costs:
         """Return the minimum work of the busiest device, with split or full backwards."""
         work = [0.0] * num_devices
         for stage, device in enumerate(placement):
+            # A schedule may use either backward, so the bound uses the shorter one.
             forward, *split = (self.time_us(kind, stage) for kind in PARTS)
             work[device] += forward + min(sum(split), self.time_us(Kind.BW, stage))
         return (max(work) + self.device_us()) * num_microbatches
@@ -353,6 +363,7 @@ class Costs:
             _check_value(name, name, value, may_be_zero=True)
         _check_value("device_bytes", "device_bytes", self.device_bytes)
         times = [time for name in amounts if name.endswith("_us") for time in amounts[name]]
+        # Sums of times are float64 with 16 digits: MAX_RATIO leaves 7 for the shortest time.
         longest = max(*times, self.send_us, self.host_us, *self.more_send_us)
         shortest = min(filter(None, times))
         if longest > MAX_RATIO * shortest:
@@ -438,7 +449,9 @@ def with_copies(costs: Costs, forwards: float) -> Costs:
     activations.
     """
     held = costs.held_after_forward_bytes
+    # Time of F per unit of activation memory; the median ignores embedding and output layer.
     each = median(us / more for us, more in zip(costs.forward_us, held, strict=True) if more)
+    # A stage without activations still needs a time above 0.
     times = tuple(max(forwards * each * more, LEAST * forwards * each) for more in held)
     return with_copies_of(costs, times, held, times)
 

@@ -158,12 +158,17 @@ def define(
     kind = Kind(name)
     if name in _ROWS or not (name.isascii() and name.isalpha() and name.isupper()):
         raise ScheduleError(f"a kind cannot be called {name!r:.40}: new capital letters are wanted")
+    # `reads` are data of the same microbatch, so the simulator waits for them. `follows` only
+    # constrain the row: the device's pass order already implies the wait.
     every, kind.before = tuple(reads), tuple(before)
     kind.reads = tuple(read for read in every if not read.later)
     kind.follows = tuple(read for read in every if read.later)
+    # `follows` are not checked: S follows C, whose row comes later in the table.
     for other in (*(read.kind for read in kind.reads), *kind.before):
         if other != name and other not in _ROWS:
             raise ScheduleError(f"{name} names {other!r:.40}, which is no kind: {', '.join(_ROWS)}")
+    # Peaks are computed from the row order alone. With memory on a concurrent resource, they would
+    # depend on measured copy times.
     if resource != PROCESSOR and (held := takes or keeps or frees or works):
         raise ScheduleError(
             f"{name} runs on {resource} and holds {held}; only a kind that runs "
@@ -171,6 +176,7 @@ def define(
         )
     kind.label, kind.words, kind.method = label, words or f"the {label}", method
     kind.receives = any(read.step for read in kind.reads)
+    # A simple kind includes itself, so that callers treat BW and B in the same way.
     kind.does = tuple(does) or (kind,)
     kind.everywhere, kind.of, kind.is_collective, kind.resource = (
         everywhere,
@@ -250,10 +256,12 @@ Kind.BW = define(
     label="whole backward",
     words="the whole backward pass",
     method="backward",
+    # Without B's `follows`: rules for the row use the parts in `does`.
     reads=Kind.B.reads,
     does=(Kind.B, Kind.W),
     time="whole_backward_us",
     exchange="whole_exchange_us",
+    # F's activations stay until the end of W, so a BW never has B's smaller retained part.
     frees="held_after_forward_bytes",
     works="whole_work_bytes",
 )
@@ -347,6 +355,7 @@ LOGITS = define(
     label="its part of the output layer",
     method="own_logits",
     is_collective=True,
+    # After the previous C: the broadcast of S also carries that microbatch's gradient of the loss.
     reads=[Read("F", at=LAST), Read("S", later=-1), Read("C", at=LAST, later=-1)],
     of=DEVICE,
     time="logits_us",
@@ -401,6 +410,7 @@ ALL_OR_NONE = (OFFLOAD, VOCABULARY)
 
 def simple_kinds(kinds: Iterable[Kind]) -> tuple[Kind, ...]:
     """Return the simple kinds of these kinds, in the table's order."""
+    # Table order makes the part numbers of two schedules with the same kinds equal.
     simple = {part for kind in kinds for part in kind.does}
     return tuple(kind for kind in KINDS if kind in simple)
 
@@ -434,4 +444,5 @@ def amount_names(kinds: Iterable[Kind]) -> list[str]:
 
 def other_amounts(kinds: Iterable[Kind]) -> list[str]:
     """Return the names of amounts of these kinds beyond F, B, W and BW, in the table's order."""
+    # `amount_names` starts with these three groups, whichever kinds are given.
     return amount_names(kinds)[len(TIMES) + len(HELD) + len(KNOWN_ALONE) :]

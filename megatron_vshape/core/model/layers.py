@@ -60,6 +60,7 @@ class Share(NamedTuple):
         """
         if not shares:
             return [cls(count, count, count) for count in layers]
+        # With shares, layers are distinguishable, so a stage has a range of them, not a number.
         ends = accumulate(map(int, layers), initial=0)
         return [cls.total(shares[start:end]) for start, end in pairwise(ends)]
 
@@ -128,6 +129,7 @@ class Pieces:
         parts = Share.of_stages(layers, shares)
         pairs = zip(stages, parts, strict=True)
         each = [part.inverse().of(stage) if part.time else None for stage, part in pairs]
+        # The outer stages include the embedding or output layer.
         known = [piece for piece in each[1:-1] if piece is not None]
         if not known:
             ends = [piece for piece in each if piece is not None]
@@ -205,11 +207,13 @@ class Pieces:
         Raises:
             ScheduleError: there are fewer layers than inner stages.
         """
+        # The outer stages start empty: the embedding and output layer alone make them useful.
         layers = [0, *(1,) * (len(placement) - 2), 0] if len(placement) > 1 else [0]
         check_stages(num_layers, sum(layers), len(placement))
         of_layer = self.layer.time_us or 1.0
         least = LEAST * of_layer
         ends_us = max(self.first.time_us, least), max(self.last.time_us, least)
+        # Greedy assignment is optimal for equal layers only, which may go to any stage.
         if len({share.time for share in self.shares}) > 1:
             times_us = [share.time * of_layer for share in self.shares]
             return balanced_cuts(times_us, placement, ends_us, *self._in_blocks(placement))
@@ -234,6 +238,7 @@ class Pieces:
     def _in_blocks(self, placement: Placement) -> Iterator[list[int]]:
         """Yield the balanced layers of stages of complete blocks, if a block of layers repeats."""
         shares, total = self.shares, len(self.shares)
+        # The smallest period of the layer pattern, such as 8 for "7 Mamba, 1 attention".
         sizes = (size for size in range(2, total // 2 + 1) if not total % size)
         size = next((each for each in sizes if shares == shares[:each] * (total // each)), None)
         if size is not None and total // size >= len(placement):
@@ -455,10 +460,12 @@ def balanced_cuts(
 
     begins = [_proportional(sums, placement, ends_us)]
     begins += [list(accumulate(layers, initial=0)) for layers in starts]
+    # Start and result of the first search both start the second one, for another local optimum.
     found = [*begins, *(_improved(cuts, loads) for cuts in begins)]
     most = min(max(loads(cuts)) for cuts in found)
 
     def unevenness(cuts: Sequence[int]) -> tuple[float, float]:
+        # The maximum stays the first criterion: evenness never costs step time.
         above = max(0.0, max(loads(cuts)) - most)
         return above, _rounded(sum(each**2 for each in _stages(cuts, sums, ends_us)))
 
@@ -474,6 +481,7 @@ def _proportional(
     each = (sums[-1] + sum(ends_us)) / stages
     cuts = [0]
     for stage in range(1, stages):
+        # The previous stage needs a layer unless it is the first; so does each later inner stage.
         least = cuts[-1] + (stage > 1)
         most = len(sums) - 1 - (stages - 1 - stage)
         at = stage * each - ends_us[0]
@@ -514,6 +522,7 @@ def _stages(
 
 def _shifted(cuts: Sequence[int]) -> Iterator[list[int]]:
     """Yield cuts of which neighbouring ones are shifted by a few layers, all by the same number."""
+    # Adjacent cuts that shift together move layers between distant stages.
     inner = len(cuts) - 1
     for first, behind in combinations(range(1, inner + 1), 2):
         if behind - first > MOST_TOGETHER:

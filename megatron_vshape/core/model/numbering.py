@@ -73,6 +73,7 @@ def number(
     for place, (one, of) in enumerate(zip(sort, microbatch, strict=True)):
         kind = one % count
         for part in parts[kind]:
+            # `one - kind` is the first type of the stage.
             place_of[(one - kind + part) * m + of] = place
     return Numbered(begin, sort, microbatch, place_of)
 
@@ -93,12 +94,15 @@ def _in_arrays(
     import numpy as np
 
     sorts, of = np.array(sort, np.int64), np.array(microbatch, np.int64)
+    # A wrong microbatch would silently address another pass type; numpy itself rejects an index
+    # beyond the last stage.
     if not (of.min() >= 0 and of.max() < num_microbatches and sorts.min() >= 0):
         raise IndexError("a pass is of a stage or a microbatch that there is not")
     place_of = np.full(len(parts) * num_stages * num_microbatches, NONE, np.int64)
     kinds = sorts % len(parts)
     for kind, does in enumerate(parts):
         places = np.flatnonzero(kinds == kind)
+        # Entry of part 0 for each pass, as in the loop of `number`.
         first = (sorts[places] - kind) * num_microbatches + of[places]
         for part in does:
             place_of[first + part * num_microbatches] = places
@@ -119,6 +123,7 @@ def soonest(
     from megatron_vshape.core.compiling import compiled_once, in_arrays
 
     compiled = compiled_once(function, *called)
+    # `compiled_once` returns the function itself without numba; lists are faster in plain Python.
     convert = in_lists if compiled is function else in_arrays
     return compiled, *map(convert, data)
 

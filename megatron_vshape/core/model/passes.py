@@ -127,6 +127,7 @@ class NeedTable:
         ]
         # Optional passes, such as a reload, precede the kinds in their `before`.
         only = {FIRST: 0, LAST: num_stages - 1}
+        # `only` restricts kinds with a single stage: C precedes B on the last stage alone.
         where_there = [
             (at, stage)
             for at in self.at_will
@@ -157,6 +158,7 @@ class NeedTable:
 
         Waiting for the rest implies waiting for all, whichever optional passes a microbatch omits.
         """
+        # `own` has one bit per part and stage, `behind` the union of all that it waits for.
         own, behind = dict[tuple[int, int], int](), dict[tuple[int, int], int]()  # sets, as bits
 
         def waited_for(needs: tuple[tuple[int, int], ...]) -> int:
@@ -166,6 +168,7 @@ class NeedTable:
         for number, (at, stage) in enumerate(self.in_turn()):
             needs = self.needs[self.parts[at]][stage]
             own[at, stage] = 1 << number
+            # A wait through an optional pass is not certain: the microbatch may omit that pass.
             certain = (own[need] for need in needs if need[0] not in self.at_will)
             behind[at, stage] = reduce(or_, certain, waited_for(needs))
 

@@ -66,6 +66,7 @@ class Piece:
 
     def over(self, other: "Piece") -> Self:
         """Subtract the other piece, down to 0; a greater workspace counts in full."""
+        # `plus` uses the maximum, which has no inverse: only a greater workspace is certain.
         beyond = map(sub, self._values(), other._values())
         made = type(self)(*(max(0.0, each) for each in beyond))
         own = {name: getattr(self, name) if getattr(made, name) else 0.0 for name in WORKS}
@@ -107,6 +108,7 @@ def costs_from_pieces(
         least = (max(stage.backward_us, stage.weight_us) for stage in stages)
         whole = (s.backward_us + s.weight_us - s.saved_us for s in stages)
         each["whole_backward_us"] = tuple(map(max, least, whole))
+    # The third, the collectives of a BW, follows below from its hidden share.
     known = given(*EXCHANGES[:2], STATE, *WORKS, DUMMY)
     each |= {name: values for name, values in known.items() if any(values)}
     if any(stage.hidden_exchange_us > 0 for stage in stages):
@@ -130,6 +132,8 @@ def pieces_from_costs(costs: Costs) -> list[Piece]:
     nothing = (0.0,) * costs.num_stages
     names = (*other_amounts(OFFLOAD), STATE, *WORKS, DUMMY)
     return list(
+        # Positional, in the order of Piece's fields: `saved_us` follows HELD, and the hidden
+        # collectives follow those of F and B.
         map(
             Piece,
             *(amounts[name] for name in (*TIMES, *HELD)),
@@ -153,6 +157,7 @@ def with_pieces(costs: Costs, stages: Sequence[Piece]) -> Costs:
     """Return the costs with these stages; other fields do not change."""
     made = costs_from_pieces(stages, costs.send_us)
     rest = {name: each for name, each in costs.others if name not in other_amounts(OFFLOAD)}
+    # None removes an amount that all new stages lack.
     own = dict.fromkeys(costs.lists()) | made.lists() | rest
     return costs.having(**own)
 
@@ -191,6 +196,7 @@ def regroup(costs: Costs, num_stages: int, name: str) -> Costs:
             f"costs need {num_stages} or a multiple of it, which is then added up"
         )
 
+    # A device has one such pass per microbatch, however many stages it has: not added up.
     single = dict(of_no_stage(costs))
     amounts = {
         name: (single[name],) * num_stages
@@ -201,6 +207,7 @@ def regroup(costs: Costs, num_stages: int, name: str) -> Costs:
     return costs.having(
         **amounts,
         layers=None if costs.layers is None else tuple(map(int, _groups(costs.layers, size, sum))),
+        # Boundaries inside a group vanish; those behind the last stage of each group remain.
         more_send_us=costs.more_send_us[size - 1 :: size],
     )
 

@@ -25,11 +25,7 @@ def v_shape(num_devices: int) -> Placement:
 def default_placements(num_devices: int, num_stages: int, trades: bool = False) -> list[Placement]:
     """Return the placements to plan for with costs of `num_stages` stages.
 
-    - Two stages per device: the V and the loop.
-    - Four: both, too. Smaller stages halve the cost of the first and last stage and the unit of
-      memory; the loop of interleaved 1F1B then is better than any schedule on the V.
-    - With `trades` (time for memory by offloading): also the loop of two, in which every device's
-      first chunk, the one to offload, lives longest.
+    With `trades` (time for memory by offloading), they include the loop of two chunks.
 
     Raises:
         ScheduleError: the stages cannot be distributed over the devices.
@@ -42,12 +38,14 @@ def default_placements(num_devices: int, num_stages: int, trades: bool = False) 
     loop = looping(num_devices, chunks)
     if chunks % 2:
         return [loop]
+    # In a loop of two, the chunk to offload, each device's first, has the longest lifespan.
     two = [looping(num_devices, 2)] if trades and chunks > 2 else []
+    # With four chunks, the unit of memory is half as large, and the loop is often better than a V.
     return [v_shape(num_devices), *two, loop]
 
 
 def with_loss_last(placement: Placement) -> tuple[int, ...]:
-    """Return new device numbers with the last stage on the last device.
+    """Return new device numbers that put the last stage on the last device, where losses are read.
 
     A V, which starts and ends on the first device, is reversed, so that neighbors stay neighbors.
     Other placements swap two devices.

@@ -94,6 +94,7 @@ class Schedule:
     order: tuple[tuple[Pass, ...], ...]
     overlapped: frozenset[Pass] = frozenset()
     slices: int = 1
+    # A cache in a list, because fields of a frozen class cannot be assigned.
     _kinds: list[frozenset[Kind]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
@@ -151,6 +152,7 @@ class Schedule:
         row = iter(self.order[device])
         if not self.overlapped:
             return zip(row)
+        # Both read from one iterator, so the partner of a pair is not yielded a second time.
         return ((work, next(row)) if work in self.overlapped else (work,) for work in row)
 
     def overlapped_pairs(self) -> dict[Pass, Pass]:
@@ -162,6 +164,7 @@ class Schedule:
         """Return the resource queues: those of all processors first, in device order."""
         if all(kind.resource == PROCESSOR for kind in self.kinds):
             return [Lane(d, PROCESSOR, row, range(len(row))) for d, row in enumerate(self.order)]
+        # Insert processors first, because callers rely on queue d being the processor of device d.
         places: dict[tuple[int, str], list[int]] = {
             (device, PROCESSOR): [] for device in range(self.num_devices)
         }
@@ -231,6 +234,7 @@ class Schedule:
         check_placement(tuple(placement), devices)
         check_size(len(placement), microbatches)
         check_slices(slices, microbatches)
+        # Upper bound of a valid row: each simple kind once per stage and microbatch of the device.
         simple = sum(kind.does == (kind,) for kind in KINDS)
         _check_lengths(order, simple * len(placement) // devices * microbatches)
         rows, overlapped = _parse_rows(order)
@@ -357,6 +361,7 @@ class Timeline:
         """Busy time of every device's processor; an F&B pair counts once."""
         overlapped = self.schedule.overlapped
         return tuple(
+            # Passes of a queue are disjoint: busy time is the sum of ends minus that of starts.
             sum(_picked(self.ends[lane.device], places))
             - sum(_picked(self.starts[lane.device], places))
             for lane in self.schedule.lanes()
@@ -364,6 +369,7 @@ class Timeline:
             for places in [
                 [
                     at
+                    # Both passes of a pair have the same start and end: skip F, count its partner.
                     for at, work in zip(lane.places, lane.passes, strict=True)
                     if work not in overlapped
                 ]
@@ -415,6 +421,7 @@ class Timeline:
         first = self.first_start
 
         def column(time: float) -> int:
+            # The first character whose middle is not before `time`.
             return math.ceil((time - first) / unit - 0.5 - _ROUNDING)
 
         width = max(map(column, map(max, filter(None, self.ends))))
@@ -438,6 +445,7 @@ class Timeline:
         Otherwise vocabulary collectives or stages without layers would stretch all other passes.
         """
         flat = chain.from_iterable
+        # Of F, B and W only, if there are any: these set the scale that a reader expects.
         lengths: list[float] = list(map(sub, flat(self.ends), flat(self.starts)))
         works = zip(lengths, flat(self.schedule.order), strict=True)
         simple = [length for length, work in works if work.kind in PARTS and length > 0]
@@ -454,6 +462,7 @@ class Timeline:
     ) -> str:
         """Draw these columns of a resource queue."""
         starts, ends = self.starts[lane.device], self.ends[lane.device]
+        # Only passes that intersect `part`: a step may have 10^5 passes, and `kept` is small.
         low = bisect_right(lane.places, part.start, key=lambda at: column(ends[at]))
         high = bisect_left(lane.places, part.stop, key=lambda at: column(starts[at]))
         drawn, width, shown = list[str](), part.start, ""
