@@ -24,14 +24,15 @@ def sliced(block: BuildingBlock, slices: int) -> BuildingBlock:
     """Split every microbatch of the block into slices along the sequence.
 
     A slice runs in the slot of a microbatch: F of the slices in order, B and W in reverse order and
-    later, after all F of the microbatch. Modulo the interval, no slot changes: the n-th B has the
-    slot of the B that is `slices` - 1 later, so a lifespan of l slots becomes l + (slices - 1) T on
-    average. If groups pass a chunk before the next, a smaller delay of all B and W may be enough:
-    if all slots of a kind are equal modulo the slots of one stage.
+    later, after all F of the microbatch.
     """
     if slices == 1:
         return block
+    # The n-th B runs in the slot of the B that is `slices` - 1 later: modulo the interval, no slot
+    # changes, and a lifespan of l slots becomes l + (slices - 1) T on average.
     by_number = _with_slices(block, slices, slices - 1, 0)
+    # A smaller delay of all B and W is possible if each kind has one slot modulo WORK, because then
+    # a delay by a multiple of WORK moves no pass into the slot of another kind.
     slots = {(each.work.kind, each.start % WORK) for each in block.passes}
     if len(slots) > len({kind for kind, _ in slots}):
         return by_number
@@ -55,6 +56,8 @@ def _with_slices(block: BuildingBlock, slices: int, late: int, slots: int = 0) -
     passes, within = [], block.num_microbatches
     for (kind, stage, first), start, length in block.passes:
         behind, later = (0, 0) if kind is Kind.F else (late, slots)
+        # `rank` counts slices in execution order. It uses slot `first` of the block, of the copy
+        # that is (rank + behind) // within intervals later.
         for rank in range((first - behind) % within, within * slices, within):
             begin = start + later + (rank + behind) // within * block.interval
             own = turned(rank, slices) if kind.by_rank else rank
@@ -76,6 +79,7 @@ def gpipe(num_devices: int, num_microbatches: int) -> BuildingBlock:
     d, m = num_devices, num_microbatches
     passes = []
     for stage, microbatch in itertools.product(range(d), range(m)):
+        # The last F ends in slot m + d - 1; a full backward has two slots, and so has its hop.
         backward = m + d - 1 + 2 * (d - 1 - stage) + 2 * microbatch
         passes.append(BlockPass(Pass(Kind.F, stage, microbatch), stage + microbatch))
         passes.append(BlockPass(Pass(Kind.BW, stage, microbatch), backward, 2))
@@ -142,12 +146,14 @@ def loop_block(
     d, v = num_devices, num_chunks
     interval = WORK * v * group
     forward, backward, lap = _laps(d, v, group, forward_hop, backward_hop)
+    # From F of stage 0 to B of the last stage, right after its F.
     turn = (v - 1) * lap + forward[-1] + 1
     passes = []
     for chunk, device, microbatch in itertools.product(range(v), range(d), range(group)):
         stage = chunk * d + device
         begin = WORK * microbatch
         ahead = begin + chunk * lap + forward[device]
+        # B visits chunks and devices in reverse order.
         back = begin + (v - 1 - chunk) * lap + turn + backward[d - 1 - device]
         passes.append(BlockPass(Pass(Kind.F, stage, microbatch), ahead))
         if split:
@@ -170,11 +176,16 @@ def _laps(
     hops, both = num_devices - 1, forward_hop + backward_hop
     lap = WORK * group
     if num_chunks > 1:
+        # A group starts its next chunk on device 0 one lap later, after F of this chunk on the last
+        # device: F's hops must add up to less than a lap, and B's too. Slots can move from one sum
+        # to the other (`shifted`), so both together must be less than two laps.
         while both * hops > 2 * (lap - 1):
             lap += WORK * num_chunks * group
     shifted = max(0, backward_hop * hops - (lap - 1)) if num_chunks > 1 else 0
     forward = [min(hop, shifted) + forward_hop * hop for hop in range(num_devices)]
     last = forward[-1]
+    # A hop of F and the same hop of B add up to `both`, a multiple of WORK, so that on every device
+    # F and B keep their distance modulo WORK.
     backward = [both * hop - (last - forward[hops - hop]) for hop in range(num_devices)]
     return forward, backward, lap
 
@@ -288,6 +299,7 @@ def v_block(
         for stage in stages:
             starts.append(BlockPass(Pass(kind, stage, 0), slot, length))
             if stage != stages[-1]:
+                # In both directions, a hop has the number of its lower device.
                 slot += cycle[min(placement[stage], placement[stage + stages.step]) % len(cycle)]
         slot += turn
     if not split:
@@ -318,10 +330,12 @@ def _weights_of(mine: Sequence[BlockPass], interval: int) -> Iterator[BlockPass]
     ready = {each.work[1:]: each.end for each in mine if each.work.kind is Kind.B}
 
     def starts(slots: Sequence[int]) -> list[int]:
+        # The first slot from the end of B on that is `slot` modulo the interval.
         return [at + (slot - at) % interval for at, slot in zip(ready.values(), slots, strict=True)]
 
     def cost(slots: Sequence[int]) -> tuple[int, int]:
         spans = [start + 1 - forwards[key] for key, start in zip(ready, starts(slots), strict=True)]
+        # First the bound of peak memory (section 2 of the paper), then the mean.
         return sum(math.ceil(span / interval) for span in spans), sum(spans)
 
     # A device has few W per interval, so trying all assignments is cheap.

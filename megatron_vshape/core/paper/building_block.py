@@ -85,6 +85,7 @@ class BuildingBlock:
         for start, end in lives:
             change[start % interval] += 1
             change[end % interval] -= 1
+        # Copies in memory just before slot 0: started by slot -1, minus ended by slot -1.
         before = sum((-1 - start) // interval - (-1 - end) // interval for start, end in lives)
         return max(accumulate((change[slot] for slot in sorted(change)), initial=before))
 
@@ -100,6 +101,8 @@ class BuildingBlock:
         for each in self.passes:
             device = self.placement[each.work.stage]
             for slot in range(each.start, each.end):
+                # Copies of a pass use the same slot modulo the interval, so one interval proves
+                # all.
                 other = taken.setdefault((device, slot % self.interval), each.work)
                 if other != each.work:
                     raise ScheduleError(
@@ -148,11 +151,13 @@ def _row(
     passes: Sequence[BlockPass], block: BuildingBlock, num_microbatches: int
 ) -> tuple[tuple[Pass, ...], tuple[float, ...], tuple[float, ...]]:
     """Return the copies of a device's passes in order, with their start and end times."""
+    # Interval of the first copy: passes of a later interval join the row in later rounds.
     late = [each.start // block.interval for each in passes]
     copies: list[list[Pass]] = []
     starts: list[list[float]] = []
     ends: list[list[float]] = []
     for (kind, stage, within), start, length in passes:
+        # The last copy of a block may be incomplete.
         microbatches = range(within, num_microbatches, block.num_microbatches)
         works = zip(itertools.repeat(kind), itertools.repeat(stage), microbatches, strict=False)
         # Faster than a Python call per pass.

@@ -88,6 +88,7 @@ def no_such_schedule(name: str, names: Sequence[str], more: str = "") -> Schedul
 @lru_cache
 def usual_chunks(name: str) -> int:
     """Return the default number of stages per device of the schedule `name`."""
+    # The number of chunks is the same for any size that all blocks support, such as this one.
     sizes = {"num_devices": 2, "num_microbatches": 4, "num_chunks": 2, "group_size": 2}
     block = _BLOCKS[name](**{each: sizes[each] for each in signature(_BLOCKS[name]).parameters})
     return len(block.placement) // block.num_devices
@@ -143,11 +144,13 @@ def make_block(
             f"num_chunks of {name} is {num_chunks}; "
             f"a device may hold up to {MOST_STAGES_A_DEVICE} stages"
         )
+    # From here on, blocks count slices as microbatches.
     numbers = num_microbatches * slices
     sizes = {
         "num_devices": num_devices,
         "num_microbatches": numbers,
         "num_chunks": num_chunks or 2,
+        # A larger group would leave slots for microbatches that do not exist.
         "group_size": min(group_size or num_devices, numbers),
     }
     check_size((num_chunks or usual_chunks(name)) * num_devices, numbers)
@@ -215,6 +218,7 @@ def _make_one_f_one_b_v(block: BuildingBlock, num_microbatches: int) -> Schedule
     minus 1. A short batch is enough to find it.
     """
     d, max_held = block.num_devices, max(block.peaks())
+    # 3 d microbatches reach the steady phase; rounded up to complete microbatches of all slices.
     ahead = _ahead_of_one_f_one_b_v(block, min(num_microbatches, 3 * d + -3 * d % block.slices))
     plain = squeeze(repeat(block, num_microbatches))
     filled = fill_warm_up(plain, max_held, ahead)
@@ -321,6 +325,8 @@ def _overlapped(schedule: Schedule) -> Schedule:
     for row in schedule.order:
         forwards = [work for work in row if work.kind is Kind.F]
         backwards = [work for work in row if work.kind is not Kind.F]
+        # This includes the first F of the steady phase: each backward then overlaps with the F
+        # after the one that 1F1B runs before it, which is of a later microbatch.
         ahead = next(at for at, work in enumerate(row) if work.kind is not Kind.F)
         made = forwards[:ahead]
         for at, work in enumerate(backwards):

@@ -73,6 +73,7 @@ def _filled(schedule: Schedule, max_held: int, cool: int, ahead: int) -> Schedul
     size = len(order.sort)
     run = new_run(order, lambda count: [0] * count)
     filled, order, run, made = soonest(size, fill, CALLED, order, run, [0] * size)
+    # Fewer passes than given: the rest is blocked by memory or a cycle of waits.
     if filled(order, run, made, cool, ahead) < size:
         _explain(schedule, order, run)
     passes, made = list(chain.from_iterable(schedule.order)), in_lists(made)
@@ -81,6 +82,7 @@ def _filled(schedule: Schedule, max_held: int, cool: int, ahead: int) -> Schedul
 
 
 def _order_of(schedule: Schedule, max_held: int) -> "Order":
+    # All passes of the paper's schedules run on the processor: lane d is device d.
     passes = number(schedule.order, _KINDS, schedule.num_stages, schedule.num_microbatches)
     return Order(
         **passes._asdict(),
@@ -201,6 +203,7 @@ def make_sorts(
         for need in own:
             readers[need].add(lane[sort])
     wakes = [
+        # Without its lane, which `finish` always marks.
         set[int]().union(*(readers[number[part, stage]] for part in kind.does)) - {lane[sort]}
         for sort, (kind, stage) in enumerate(sorts)
     ]
@@ -227,6 +230,7 @@ def make_sorts(
 
 def _rank(kind: Kind, kinds: Iterable[Kind]) -> int:
     reads = (read for other in kinds for read in other.reads)
+    # WEIGHT is for passes that free memory and have no reader: they can wait in cool-down.
     awaited = kind.before or any(read.kind in kind.does for read in reads)
     if kind.frees and not awaited:
         return WEIGHT
@@ -236,6 +240,7 @@ def _rank(kind: Kind, kinds: Iterable[Kind]) -> int:
 def new_run(order: Order, zeros: Callable[[int], Numbers]) -> Refill:
     """Return an empty state for `fill`; `zeros(n)` makes n zeros."""
     passes, lanes = len(order.sort), len(order.limit)
+    # The ten fields from `first` to `stale` have one entry per lane.
     return Refill(
         zeros(passes), zeros(passes), zeros(len(order.sorts.ticks)), *map(zeros, [lanes] * 10)
     )
@@ -286,6 +291,7 @@ def begin_run(order: Order, run: Refill) -> None:
     for lane in range(len(order.limit)):
         run.first[lane] = order.begin[lane]
         run.stale[lane] = 1
+        # From the last pass to the first, so that `waiting` ends at the first of each type.
         for place in range(order.begin[lane + 1] - 1, order.begin[lane] - 1, -1):
             sort = order.sort[place]
             run.end[place] = LATE
@@ -300,6 +306,7 @@ def ready(order: Order, run: Refill, place: int, start: int) -> int:
     for at in range(needs.begin[sort], needs.begin[sort + 1]):
         own = microbatch
         if order.slices > 1 and order.sorts.turns[at]:
+            # As `turned`: the slices of this input are numbered in the opposite order.
             own += order.slices - 1 - 2 * (microbatch % order.slices)
         need = order.place_of[needs.of[at] * order.num_microbatches + own]
         if need == WITHOUT:
@@ -327,6 +334,7 @@ def finish(order: Order, run: Refill, lane: int, place: int) -> None:
 def _advance(order: Order, run: Refill, lane: int, place: int) -> None:
     """Remove a pass that has run from the remaining passes."""
     sort = order.sort[place]
+    # `_choose` considers only the first remaining pass of a type, so `place` is that one.
     run.waiting[sort] = run.following[place]
     run.forwards[lane] -= order.sorts.forward[sort]
     if order.sorts.leads[sort]:
@@ -335,6 +343,7 @@ def _advance(order: Order, run: Refill, lane: int, place: int) -> None:
         if change < 0:
             run.warm[lane] = 1
     first, end = run.first[lane], order.begin[lane + 1]
+    # Passes after `first` may have run already, by overtaking.
     while first < end and run.end[first] < LATE:
         first += 1
     run.first[lane] = first
@@ -346,6 +355,7 @@ def _choose(order: Order, run: Refill, lane: int, cool: int, ahead: int) -> tupl
     if first == order.begin[lane + 1]:
         return LATE, NONE
     cooling = run.forwards[lane] <= cool
+    # `leads` is the start of the first pass; LATE if it lacks memory or an input.
     leads, sort = LATE, order.sort[first]
     if run.held[lane] + sorts.most[sort] <= order.limit[lane]:
         leads = ready(order, run, first, clock)
@@ -358,9 +368,11 @@ def _choose(order: Order, run: Refill, lane: int, cool: int, ahead: int) -> tupl
         if place == NONE or (ahead != NONE and not _may_move(order, run, lane, place, ahead)):
             continue
         start = ready(order, run, place, clock)
+        # `_fits` scans the row, so the cheap conditions come first.
         if start > best_start or start == LATE or not _fits(order, run, lane, place):
             continue
         rank = _rank_of(order, run, lane, place, start, leads, cooling)
+        # With equal start and rank, the original order decides.
         better = start < best_start or (rank, place) < (best_rank, best)
         if rank != NONE and better:
             best_start, best_rank, best = start, rank, place
@@ -380,6 +392,7 @@ def _fits(order: Order, run: Refill, lane: int, place: int) -> bool:
     """Return whether the pass fits now, and the remaining passes before it still fit after it."""
     most, change, limit = order.sorts.most, order.sorts.change, order.limit[lane]
     held, sort = run.held[lane], order.sort[place]
+    # A pass that allocates nothing cannot make the passes before it exceed the limit.
     if most[sort] <= 0 and not order.strict:
         return True
     if held + most[sort] > limit:
@@ -407,6 +420,7 @@ def _rank_of(
         return FIRST
     # Overtaking must not delay the first pass by more than the allowed share.
     if start + sorts.ticks[sort] <= leads + order.delay * sorts.ticks[sort] // EIGHTHS:
+        # Before cool-down, a W may fill idle time like any other pass.
         return min(rank, OTHER)
     return NONE
 
