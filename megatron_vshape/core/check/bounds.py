@@ -86,6 +86,8 @@ def least_memory(
     forward, backward, weight = map(costs.works, PARTS)
     least: list[float] = []
     for stages, worst in zip(stages_of(placement, num_devices), fixed, strict=True):
+        # Memory before and after all slices' F of a stage, in model order. B frees it in reverse
+        # order, so when it reaches a stage, only activations of earlier stages are left.
         before = after = worst
         for stage in stages:
             kept, held = (
@@ -93,6 +95,8 @@ def least_memory(
                 costs.held_after_forward_bytes[stage],
             )
             after += slices * held
+            # During the stage's last F or first B; after that B: the other slices, and its part for
+            # W.
             with_all = after + max(forward[stage], backward[stage])
             others = before + (slices - 1) * held + kept
             worst = max(worst, with_all, others, fixed[len(least)] + kept + weight[stage])
@@ -189,7 +193,9 @@ def lower_bound(
     costs = split_no_slower(costs)
     paths = ways_of(costs, placement)
     apart = _apart(costs, slices)
+    # Half of `apart`, because the bound from memory needs the mean over all slices.
     held_us = [trip + more / 2 for trip, more in zip(paths.round_trip, apart, strict=True)]
+    # The first microbatch alone: from F of stage 0 to its B and W.
     best, own_us = paths.round_trip[0] + apart[0] + costs.weight_us[0], costs.device_us()
     own_ends = []
     for device, stages in enumerate(stages_of(placement, num_devices)):
@@ -205,6 +211,7 @@ def lower_bound(
     for device, stages in enumerate(stages_of(placement, num_devices)):
         known = own_ends[device] if span else best
         room = (limits[device], first)
+        # For the makespan, all devices share one end, so bounds of other devices help this one.
         end = end_with_idle(costs, paths, stages, num_microbatches, room, known, span)
         best = max(best, end - (paths.forward[stages[0]] if span else 0.0))
     return best

@@ -96,6 +96,7 @@ def end_with_idle(
     limit = _whole(costs, stages, limits[0])
     found = []
     for line in lines:
+        # Beyond `known`, because the loop below raises it.
         times = _times(line, 2 * known)
         idle = np.maximum(times - _most_work(line, times, num_microbatches, limit), 0.0)
         found.append((times, np.maximum.accumulate(idle)))  # idle time never decreases
@@ -113,6 +114,7 @@ def _whole(costs: Costs, stages: Sequence[int], limit: float) -> float:
     """Round the limit down to a multiple of the activation size, if there is only one size."""
     each = {costs.held_after_forward_bytes[stage] for stage in stages}
     each |= {costs.held_after_backward_bytes[stage] for stage in stages}
+    # With one size s, a device has k s in memory for an integer k: a limit of 5.9 s is one of 5 s.
     sizes = [size for size in each if size > 0]
     if len(sizes) != 1 or not np.isfinite(limit):
         return limit * (1 + _ROUNDING)
@@ -138,8 +140,12 @@ def _line(
         )
     )
     nothing = np.zeros(len(own))
+    # Time counts from the end of the step, so a pass starts at its end: B at `drain`, and F earlier
+    # in the step by the rest of the round trip.
     if backwards:
         start = np.concatenate([drain, (drain + trip - f)[::-1]])
+        # The last B of a device precedes at least its W, even if stage 0 drains faster. For the
+        # span, time counts from the end of the device's last pass.
         start += max(0.0, w[0] - start[0]) if not span else w[0] - start[0]
         ticks, weight = np.concatenate([b, f[::-1]]), np.concatenate([w, nothing])
         held = np.concatenate([held, held[::-1]])
@@ -158,6 +164,7 @@ def _line(
         start[0] + number * before[1:, None] + before[:-1, None],
     )
     entry = _entries(starts[0], limits[0], costs.held_after_forward_bytes[own[0]], trip[0])
+    # The span of a device does not depend on the time at which stage 0 ends.
     if not (span and backwards):
         size = costs.held_after_forward_bytes[0]
         origin = ways.drain[0] if backwards else 0.0
@@ -182,6 +189,7 @@ def _pace(costs: Costs, stages: Sequence[int], backwards: bool) -> Floats:
 def _entries(soonest: Floats, limit: float, held: float, trip: float) -> Floats:
     """Return the earliest times to enter a stage that each microbatch leaves after `trip`."""
     times = soonest.copy()
+    # With k microbatches inside, the next one enters when the k-th before it has left.
     if held > 0 and limit / held < len(times):
         inside = max(1, int(limit / held * (1 + _ROUNDING) + _ROUNDING))
         for number in range(inside, len(times)):
@@ -214,6 +222,7 @@ def _most_work(line: _Line, times: Floats, num_microbatches: int, limit: float) 
         frees = held * ended - kept * (ended & (since < ticks + weight))
         takes = np.where(has_weight[:, None], -frees, held)
     work = np.where(since > 0, work, -np.inf)
+    # Microbatches after MOST_INSIDE: all of their work, as soon as the last inside can start.
     beyond = (times > line.start[0, -1]) * (num_microbatches - line.start.shape[1])
     rest = beyond * float((line.ticks + line.weight).sum())
     best = np.full(len(times), np.inf)
@@ -223,6 +232,8 @@ def _most_work(line: _Line, times: Floats, num_microbatches: int, limit: float) 
             ahead = np.maximum(0.0, line.weight - price * line.kept)
             gain -= ahead[:, None]
             sure += float(ahead.sum()) * num_microbatches
+        # By this time, a microbatch has run a prefix of its passes: the prefix with the greatest
+        # gain.
         most = np.maximum(np.cumsum(gain, axis=1).max(axis=1), 0.0).sum(axis=1)
         best = np.minimum(best, most + sure)
     most_work: Floats = best + rest
@@ -241,5 +252,6 @@ def _prices(line: _Line, limit: float) -> Iterator[float]:
     usable = (np.abs(more) > _ROUNDING * holds.max()) & (longer / np.where(more, more, 1) > 0)
     found = [*(longer[usable] / more[usable])]
     found += [w / kept for w, kept in zip(line.weight, line.kept, strict=True) if kept > 0]
+    # Every weight gives a valid bound, so a sample is enough.
     prices = np.unique(np.round(found, 12))
     yield from prices[:: -(-len(prices) // MOST_PRICES) or 1].tolist()

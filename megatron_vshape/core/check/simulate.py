@@ -57,6 +57,7 @@ def costs_of(schedule: Schedule, costs: Costs | None = None) -> Costs:
     if costs is None:
         return unit_costs(schedule).sliced(schedule.slices)
     check_costs(costs, schedule.num_stages)
+    # `by_microbatch` has a factor per microbatch, not per slice.
     whole = schedule.num_microbatches // schedule.slices
     for name, shares in costs.by_microbatch:
         if len(shares) != whole:
@@ -175,6 +176,8 @@ class _Simulation:
             # An F&B pair waits for the inputs of both passes, and has its own measured cost.
             beside = passes[len(ends) + 1] if work in self.overlapped else None
             if beside is not None and start is not None:
+                # If only the partner must wait, the queue resumes at this F and recomputes its
+                # start.
                 start = self._start(at, beside, start)
                 length_us = self.overlapped_us(work.stage, beside.kind, beside.stage)
             elif self.costs.by_microbatch:
@@ -191,6 +194,7 @@ class _Simulation:
         """Run `_advance` for single passes whose costs do not depend on the microbatch."""
         # A step has 10^5 passes, so each costs no call and few lookups: this takes half the time.
         starts, ends, rules, waiting = self.starts[at], self.ends[at], self.rules, self.waiting
+        # A queue that had to wait starts again here, so an advanced clock need not be saved.
         clock = ends[-1] if ends else 0.0
         passes = self.lanes[at].passes
         for index in range(len(ends), len(passes)):
@@ -264,6 +268,8 @@ def _curves(schedule: Schedule, costs: Costs, devices: Iterable[int]) -> Iterato
             works, at_start, at_end = amounts[work.kind][work.stage]
             if unlike:
                 at_start, at_end = _changes_of(work, costs)
+            # The curve has memory during the pass: allocated at its start, not yet freed at its
+            # end.
             held += at_start
             # The first pass of an F&B pair is still running, so its workspace counts for the second
             # too.
@@ -321,9 +327,13 @@ def _shared_curve(
         microbatch, at = divmod(work.microbatch, slices)
         kept, owed = shared.get(work.stage, (0.0, 0.0))
         if work.kind is Kind.F:
+            # F of the first slice allocates keys and values of all; the costs count parts 0 to
+            # `at`.
             beyond[work.stage, microbatch] = kept * (slices - 1 - at) / slices
         yield sum(beyond.values())
         if Kind.B in work.kind.does:
+            # B runs from the last slice to the first: the costs still count parts 0 to `at` - 1,
+            # but B of slice 0 needs the complete buffers and frees them.
             later = kept * (slices - at) / slices if at else 0.0
             sums = owed * (slices - 1) / slices if at else 0.0
             beyond[work.stage, microbatch] = later + sums
@@ -350,6 +360,7 @@ def _peak_in_host(passes: Sequence[Pass], moved: Sequence[float]) -> float:
         if work.kind.resource == TO_HOST:
             held[work[1:]] = moved[work.stage]
             peak = max(peak, sum(held.values()))
+        # The copy back ends before this B, which reads it: only then the host block is free.
         elif Kind.B in work.kind.does:
             held.pop(work[1:], None)
     return peak

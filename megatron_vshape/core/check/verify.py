@@ -168,6 +168,7 @@ def _has_all_once(schedule: Schedule) -> bool:
             if seen[at] & bit:
                 return False
             seen[at] |= bit
+    # All bits of a byte are set, none twice: every part once.
     return seen.count((1 << len(PARTS)) - 1) == len(seen)
 
 
@@ -193,6 +194,7 @@ def _check_reads(schedule: Schedule, count: Counter[Pass]) -> None:
                         f"{work} on device {device} reads {need}, which no device runs\n"
                         + excerpt(schedule, device, at)
                     )
+            # `_check_shared` checks kinds that each device has once.
             group = () if work.kind.of else _group_of(work.kind)
             lacks = [kind for kind in group if not count[work._replace(kind=kind)]]
             if lacks:
@@ -315,6 +317,8 @@ def _stands_behind(
         there = places.get(need)
         if there is None:
             continue
+        # Microbatch m against m + later. `map` stops at the shorter list, because a microbatch
+        # outside the step constrains nothing.
         pairs = (own, there[later:]) if later >= 0 else (own[-later:], there)
         if any(map(lt, *pairs)):
             return False
@@ -338,6 +342,8 @@ def _laws(
         slices = schedule.slices if part.descends else 1
         for read in (*part.reads, *part.follows):
             need = find_kind(read.kind)
+            # The simulation proves waits for data and the order within a resource, not between
+            # resources.
             if read.later or need.of == DEVICE or need.resource != part.resource:
                 for other in read.stages(stage, schedule.num_stages):
                     yield _part_of(need, other), read.later, slices
@@ -362,6 +368,7 @@ def _check_memory(schedule: Schedule, limits: Sequence[float], costs: Costs) -> 
     for device, limit in enumerate(limits):
         curve = held_curve(schedule, costs, device)
         peak, most = max(curve, default=0.0), limit * (1 + _ROUNDING)
+        # Negated, so that nan is rejected.
         if not peak <= most:
             at = next(at for at, held in enumerate(curve) if not held <= most)
             raise ScheduleError(
