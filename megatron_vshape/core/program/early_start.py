@@ -59,14 +59,18 @@ def prefix_before_loss(program: Program) -> tuple[Program, Cut]:
     kernel at both ends that runs until the peer arrives. Megatron's timers synchronize all kernels
     between two steps, so no kernel may depend on the next step.
     """
+    # Gradients, losses and copies of a discarded pass could not be undone.
     ends = forward_cut(program)
     if program.planned is not None:
         passes = [
             sum(isinstance(each, Run) for each in row[:end])
             for row, end in zip(program.instructions, ends, strict=True)
         ]
+        # Receives are placed again, because a kernel posted early may wait for a send after the
+        # cut.
         program = lower_to_kernels(program.planned, passes)
         return program, _after_passes(program, passes)
+    # Instructions of one message are equal, so these select receives at any position.
     wanted = set(map(Receive, _messages(program, ends, Send)))
     rows: list[tuple[Instruction, ...]] = []
     early_ends: list[int] = []
@@ -93,6 +97,7 @@ def _after_passes(program: Program, passes: Sequence[int]) -> Cut:
     sent = {
         each.message
         for row, number, end in rows
+        # One more than `end`: a forward's only Send follows its Run at once.
         for each in row[: end + 1 if number else 0]
         if isinstance(each, Send)
     }
@@ -138,6 +143,7 @@ def _end(row: Sequence[Instruction], stops: Callable[[Pass], bool], sent: set[Pa
             break
         if isinstance(each, Run) and any(map(stops, each.passes)):
             break
+        # Not after an Await or Receive: their pass is still to come.
         if isinstance(each, Run | Send):
             end = at + 1
     return end

@@ -134,6 +134,7 @@ class Program:
 
     def most_messages(self, device: int) -> int:
         """Return the peak number of message buffers of a device, besides the passes' memory."""
+        # Without Release, the plan knows no end of a send: count the one that is being sent.
         leaving = 1 if self.planned is None else self.most_kept(device)
         return self.most_posted(device) + leaving
 
@@ -178,6 +179,7 @@ class Messages:
         for row in schedule.order:
             for work in row:
                 kind, stage, microbatch = work
+                # A BW sends the result of its B.
                 message = made_by.get((results[kind], stage, microbatch))
                 if message is not None:
                     self.sent_by[work] = message
@@ -196,6 +198,8 @@ class Messages:
                 for (need_kind, need_stage, _), source, target, stream in links[kind, stage]:
                     need = Pass(need_kind, need_stage, microbatch)
                     message = Message(need, source, target, stream)
+                    # At most one per pass: an F reads the previous stage and a B the next; the rest
+                    # is local.
                     self.read_by[work] = made_by[need] = message
         return made_by
 

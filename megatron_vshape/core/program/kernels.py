@@ -121,6 +121,7 @@ def deadlocks_under_device_sync(program: Program, *, takes: bool = False) -> dic
                     break
             elif isinstance(each, (Send, Receive)):
                 message = each.message
+                # `other` is the peer: the sum of both ends minus this one.
                 work, other = message.work, message.source + message.target - device
                 # The receive blocks until the length arrives, so its send must come first.
                 is_too_soon = takes and isinstance(each, Receive) and work not in sent
@@ -166,6 +167,8 @@ class _Placed:
         before = {
             id(each): sooner
             for stream in _by_stream(self._transfers)
+            # Messages of a channel match in order, so no receive may be posted before its
+            # predecessor.
             for sooner, each in zip([None, *stream], stream, strict=False)
         }
         left = [
@@ -182,6 +185,7 @@ class _Placed:
                 sooner, wanted = before[id(each)], each.read - AHEAD
                 if sooner is not None and sooner.posted > wanted:
                     still.append(each)
+                # A rejected receive stays where it is: later moves only add waits.
                 elif order.posts_at(each, wanted):
                     each.posted = wanted
             moved = len(still) < len(left)
@@ -195,6 +199,7 @@ class _Placed:
         if not planned.send_us:
             return 0.0
         at = each.read - AHEAD
+        # The transfer runs from here to the end of that pass without delaying anything.
         begins = max(planned.starts[target][at], planned.ends[source][each.sent - 1])
         return min(planned.send_us, max(planned.ends[target][at] - begins, 0.0))
 
@@ -258,6 +263,7 @@ def _by_step(planned: Timeline) -> Timeline:
     if not planned.schedule.overlapped:
         return planned
     rows = [
+        # Drop each F of a pair: its partner has the same times.
         [at for at, work in enumerate(row) if work not in planned.schedule.overlapped]
         for row in planned.schedule.order
     ]
@@ -281,6 +287,7 @@ def _transfers(
     joins = [
         [at for at, step in enumerate(row) if step[0].kind.is_collective] for row in messages.steps
     ]
+    # Gap g is before pass g, so gaps past[k] + 1 to past[k + 1] come after k collectives.
     past_joins = [[-1, *own, len(row)] for own, row in zip(joins, planned.starts, strict=True)]
     for row in messages.steps:
         for at, step in enumerate(row):
@@ -348,6 +355,7 @@ class _Walk:
 
     def run(self) -> None:
         awake = list(range(len(self._gap)))
+        # All devices are awake already, so those that this frees need no second entry.
         for device in awake:
             self._arrive(device)
         while awake:
@@ -451,6 +459,8 @@ class _EventOrder:
         after, ahead = self._after, self._ahead
         after[sends].append(posts + 1)
         ahead[posts + 1].append(sends)
+        # The last gap of a device has no next pass; a receive always has one, its reader or an
+        # earlier.
         if sends not in self._ends:
             after[posts].append(sends + 1)
             ahead[sends + 1].append(posts)
@@ -479,6 +489,8 @@ class _EventOrder:
         at = self._at
         low, high = at[later], at[sooner]
         if low < high:
+            # Events between the two indices that must come after `later`; with `sooner` among them,
+            # the new order would be a cycle.
             follow = self._reach(later, self._after, low, high)
             if sooner in follow:
                 return False

@@ -75,6 +75,7 @@ def lower(
     """
     if kernels:
         planned = simulate(schedule) if timeline is None else _fused(timeline)
+        # `lower_to_kernels` proves that its program completes; it needs no search for a window.
         return lower_to_kernels(_launched(planned), takes=takes)
     if timeline is not None:
         schedule = fuse(timeline)
@@ -88,6 +89,8 @@ def lower(
         stuck = _stuck(rows)
         if not stuck:
             return Program(schedule, rows, window)
+        # A channel has at most one message per microbatch: from there on, all receives are posted
+        # first.
         if window > 2 * schedule.num_microbatches:
             raise ScheduleError(explain_stuck_messages(stuck))
         window *= 2
@@ -162,6 +165,8 @@ def _reads_of_others(
     placement = timeline.schedule.placement
     for read in kind.reads:
         for maker in read.stages(stage, len(placement)):
+            # A local input needs no message; with `at`, the pass may be on another device despite
+            # its stage number, because each device has such a pass.
             if maker != stage or read.at:
                 here = placement[maker] == placement[stage]
                 yield find_kind(read.kind), maker, 0.0 if here else timeline.send_us
@@ -175,6 +180,7 @@ def _fused(timeline: Timeline) -> Timeline:
     schedule, whole_us = timeline.schedule, timeline.whole_backward_us
     deadline = needed_us(timeline)
     fused_kinds = {kind.does: kind for kind in KINDS if len(kind.does) > 1}
+    # The B of an overlapped pair is the second pass of a step, which has no place for its W.
     beside = set(schedule.overlapped_pairs().values())
     rows, all_starts, all_ends = [], [], []
     for device in range(schedule.num_devices):
@@ -206,6 +212,8 @@ def _launched(timeline: Timeline) -> Timeline:
     for device in range(timeline.schedule.num_devices):
         own, clock = [], 0.0
         for work, start, end in timeline.slots(device):
+            # The host launches copies and collectives on other streams and goes on to the next
+            # pass.
             own.append((start, end) if work.kind.resource == PROCESSOR else (clock, clock))
             clock = own[-1][1]
         starts.append(tuple(start for start, _ in own))
@@ -254,6 +262,7 @@ def _stuck(rows: Rows) -> dict[int, Instruction]:
         for each in rows[device][at[device] :]:
             if isinstance(each, Receive):
                 posted.add(each.message.work)
+                # The sender may be blocked in its Send by this receive.
                 awake.append(each.message.source)
             elif isinstance(each, Send):
                 if each.message.work not in posted:
@@ -308,6 +317,8 @@ def deferred_weight_overlap(timeline: Timeline, ties_ends: bool = False) -> dict
                 continue
             slack_us = needed.get(work, math.inf) - one.end
             length_us = other.end - other.start
+            # A share, because W runs as jobs, one per linear layer: B runs those that fit before
+            # its reader waits.
             if slack_us > 0:
                 share = 1.0 if slack_us >= length_us else slack_us / length_us
                 found[work] = Beside(after, share)
@@ -338,6 +349,7 @@ def pair_adjacent(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     own = costs_of(schedule, costs)
     paired = replace(schedule, overlapped=_Pairing(schedule, own).paired())
     lost_us = simulate(paired, costs).makespan - simulate(schedule, costs).makespan
+    # With known collectives, `overlapped_us` already includes the saving.
     saved_us = 0.0  # not in the simulated times
     if own.forward_exchange_us is None and own.backward_exchange_us is None:
         in_pairs_us = [_length_us(own, pair) for pair in paired.overlapped_pairs().items()]
@@ -373,6 +385,8 @@ class _Pairing:
             start_us, device = heappop(self.starts)
             at = self.at[device]
             step = self.schedule.order[device][at : at + 2]
+            # Steps leave the heap in the order of their starts: an input that is ready by now has
+            # run.
             if can_overlap(step) and self._inputs_us(step[1]) <= start_us:
                 overlapped.add(step[0])
             else:
@@ -385,6 +399,7 @@ class _Pairing:
         row, at = self.schedule.order[device], self.at[device]
         if at == len(row):
             return
+        # The first missing input is enough: when it is made, `_run` calls this function again.
         for need in row[at].needs(self.schedule.num_stages):
             if need not in self.done_us:
                 self.waiting[need].append(device)
@@ -404,6 +419,7 @@ class _Pairing:
         end_us = start_us + _length_us(self.costs, step)
         self.clock_us[device] = end_us
         self.at[device] += len(step)
+        # Readers wait for a B, which is part of a BW.
         made = [work._replace(kind=part) for work in step for part in work.parts()]
         self.done_us |= dict.fromkeys(made, end_us)
         for each in made:
