@@ -42,6 +42,8 @@ class ActivationTracker:
             storage = each.untyped_storage()
             key = storage._cdata
             if key not in self._excluded and key not in self._known and storage.nbytes():
+                # The weak reference keeps the address from reuse, so `key` stays unique while it is
+                # known.
                 self._known[key] = StorageWeakRef(storage)
 
     def add_graph(self, output: Tensor) -> None:
@@ -62,6 +64,7 @@ class ActivationTracker:
         dead = [key for key, reference in self._known.items() if reference.expired()]
         for key in dead:
             del self._known[key]
+        # Current sizes: offloading changes the size of a living storage.
         held = sum(map(size_now, self._known.values()))
         self._added.setdefault((work.kind, work.stage), []).append(held - self._held)
         self._held = held
@@ -73,13 +76,15 @@ class ActivationTracker:
         Medians over the microbatches. If no separate B ran, the bytes after B equal the bytes after
         F.
         """
+        # Without B, `added_bytes` is 0 and both results are equal.
         after_forward = self.added_bytes(Kind.F, stage, slices)
         return after_forward, max(after_forward + self.added_bytes(Kind.B, stage, slices), 0.0)
 
     def added_bytes(self, kind: Kind, stage: int, slices: int = 1) -> float:
         """Return the bytes that these passes of a microbatch add (median over microbatches)."""
         added = self._added.get((kind, stage), [0])
-        if slices > 1 and kind is not Kind.F:  # some slices of a microbatch may run as BW
+        # Slices that ran as BW are missing from B's list, so it has no groups by microbatch.
+        if slices > 1 and kind is not Kind.F:
             return slices * fmean(added)
         starts = range(0, len(added), slices)
         return float(median(sum(added[start : start + slices]) for start in starts))

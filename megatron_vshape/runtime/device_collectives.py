@@ -43,6 +43,7 @@ class Pending(Generic[Result]):
             RuntimeError: the run has ended before the job.
             Exception: the job's exception.
         """
+        # In short waits, so that a closed run ends the thread's wait as well.
         while True:
             try:
                 self._future.result(timeout=1.0)
@@ -57,6 +58,7 @@ class Pending(Generic[Result]):
         made = self._future.result()
         if self.event is not None:
             stream = torch.cuda.current_stream()
+            # The allocator knows only the stream on which the job made the result.
             stream.wait_event(self.event)
             for each in made if isinstance(made, tuple) else (made,):
                 if isinstance(each, Tensor):
@@ -90,6 +92,7 @@ class DeviceCollectives:
         self._failure: Exception | None = None  # of a job whose result this rank may never read
         self.is_closed = False
         self.connect()
+        # gloo's collectives block the calling thread; on a GPU they are only launched.
         if self._blocks:  # a daemon, so that a failed run can end while it waits
             threading.Thread(target=self._work, name=COLLECTIVES, daemon=True).start()
 
@@ -174,6 +177,7 @@ class DeviceCollectives:
 
     def drain(self) -> None:
         """Wait for the broadcasts of this rank and all jobs. Raises the exception of a job."""
+        # Jobs run in order, so an empty one ends after all others.
         self.begin(lambda: None, ()).wait()
         if self._failure is not None:
             raise self._failure

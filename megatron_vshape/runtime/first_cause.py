@@ -34,6 +34,7 @@ def tell(error: BaseException, where: str = "") -> None:
     cause = f"rank {dist.get_rank()}: {type(error).__name__}: {error!s:.300}{where}"
     logger.critical("%s", cause)
     with suppress(Exception):  # the store may be gone with the rank that had it
+        # An empty expected value sets the key only if it does not exist: the first failure wins.
         _store().compare_set(KEY, "", cause)
 
 

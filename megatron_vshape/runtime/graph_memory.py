@@ -30,6 +30,7 @@ class Segments:
 
     def __contains__(self, address: int) -> bool:
         """Return whether the address is in a selected segment."""
+        # The last segment that starts at or before the address; segments do not overlap.
         at = bisect_right(self._starts, address) - 1
         return at >= 0 and address < self._ends[at]
 

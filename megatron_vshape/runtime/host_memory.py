@@ -104,6 +104,7 @@ class HostMemory:
         """Return blocks to the pool; they can be overwritten from that position on."""
         with self._lock:
             self._free.extend((block, moment) for block in blocks)
+            # Not below zero: `copy_back` without a preceding `expect_back` is allowed.
             self._returning = max(self._returning - 1, 0)
             self._lock.notify()
 
@@ -115,6 +116,7 @@ class HostMemory:
 
     def _size_of_block(self, num_bytes: int) -> int:
         if not self._block_bytes:
+            # The power of two at or below 1/HOST_BLOCKS of the first request.
             power = max(1, num_bytes // HOST_BLOCKS).bit_length() - 1
             self._block_bytes = min(MOST_BLOCK_BYTES, 1 << power)
         return self._block_bytes
@@ -146,6 +148,7 @@ class HostMemory:
                 )
             return False
         start = Moment(None)
+        # To the left, where `take` starts: no copy reads a new block, so its user need not wait.
         self._free.extendleft((block, start) for block in made)
         self.nbytes += wanted
         return True
@@ -157,6 +160,7 @@ def free_host_bytes(ranks: int | None = None) -> int | None:
     If `ranks` is None, the number of ranks is read from the launcher.
     """
     found = list(_free_by_source())
+    # All ranks of the host allocate at about the same time.
     share = (1 - KEPT_FREE) / (ranks or told_ranks() or 1)
     return int(share * min(found)) if found else None
 

@@ -48,4 +48,5 @@ def _by_slurm(environ: Mapping[str, str]) -> int | None:
     if None in found or not any(counts):
         return None
     node = environ.get("SLURM_NODEID", "")
+    # The maximum is the safe number for a division of the host's resources.
     return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else max(counts)

@@ -50,6 +50,7 @@ class PassTimer:
     def begins(self, *works: Pass) -> None:
         """Record the start."""
         with self._lock:
+            # The end of a pass is found by its thread: one thread runs one pass at a time.
             first, spent = len(self._passes), time.thread_time()
             self._open[get_ident()] = [*range(first, first + len(works))]
             self._passes += works

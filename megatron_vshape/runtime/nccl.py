@@ -63,6 +63,7 @@ def pair_options(
 def _are_of_one_node(ranks: Sequence[int]) -> bool:
     """Return whether the ranks share a node, according to the launcher's ranks per node."""
     size = told_ranks() or 1
+    # torchrun, and SLURM by default, number ranks node by node; a wrong guess costs only speed.
     return len({rank // size for rank in ranks}) == 1 < len(ranks)
 
 

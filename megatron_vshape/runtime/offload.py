@@ -105,6 +105,7 @@ class Offload:
         self._kept: frozenset[int] = frozenset()
         self._waiting: dict[tuple[int, int], _Activations] = {}
         self._walks: dict[int, int] = {}
+        # By storage address, which the weak reference protects from reuse.
         self._seen: dict[int, tuple[StorageWeakRef, tuple[int, int], _Name]] = {}
         self._stays: set[tuple[int, _Name]] = set()  # shared, or on another stream
         self._bytes: dict[int, int] = {}
@@ -145,6 +146,7 @@ class Offload:
         self._waiting[stage, microbatch] = waiting
         if learns:
             self._learn(stage, waiting, output.grad_fn)
+            # The last learning microbatch may be offloaded: it has been compared with all others.
             waiting.stays = self._walks[stage] < WALKS
 
     def prepare(self, copy: Pass) -> None:
@@ -171,6 +173,8 @@ class Offload:
         """Run D: copy the activations to host memory, on the stream of this thread."""
         waiting = self._find(COPY_OUT, stage, microbatch, _At.MADE)
         self._choose(stage, waiting)
+        # This runs on the copy stream: F must have written the data, and earlier copies back must
+        # have read the host blocks.
         for each in (waiting.made, *waiting.free):
             each.wait()
         for part, place in self._parts(waiting):
@@ -181,6 +185,7 @@ class Offload:
     def release(self, stage: int, microbatch: int) -> None:
         """Run L: empty the copied storages."""
         waiting = self._find(RELEASE, stage, microbatch, _At.COPIED)
+        # On the compute stream: memory that `resize_` frees may be reused by its next kernel.
         waiting.moment.wait()
         for storage, _ in waiting.storages:
             storage.resize_(0)
@@ -199,6 +204,7 @@ class Offload:
         blocks: list[Tensor] = []
         try:
             waiting = self._find(COPY_BACK, stage, microbatch, _At.MADE_ROOM)
+            # On the copy stream: the new memory may still be in use by compute kernels before R.
             waiting.moment.wait()
             for part, place in self._parts(waiting):
                 part.copy_(place, non_blocking=True)
@@ -206,6 +212,8 @@ class Offload:
             blocks, waiting.blocks = waiting.blocks, []
             waiting.at = _At.BACK
         finally:  # a thread in HostMemory.take may wait for this
+            # Also after a failure and without blocks, because `expect_back` has announced one
+            # return.
             self.host.give_back(blocks, waiting.moment if blocks else Moment(None))
 
     def begins_backward(self, work: Pass) -> None:
@@ -274,6 +282,7 @@ class Offload:
             _, other, known_as = self._seen.setdefault(
                 storage._cdata, (StorageWeakRef(storage), walk, name)
             )
+            # Two microbatches save it: exclude it under both names, the new and the first one.
             if other != walk:
                 self._stays.update({(stage, name), (other[0], known_as)})
         self._bytes[stage] = sum(size for _, size in self._chosen(stage, root, waiting))
@@ -297,6 +306,8 @@ class Offload:
     def _saved(self, root: Node, waiting: _Activations) -> Iterator[tuple[_Name, UntypedStorage]]:
         """Yield the storages that a graph saves and that can be emptied, in the order of F."""
         numbers: dict[str, int] = {}
+        # Autograd numbers nodes in the order of F, the same in every microbatch of a stage; the
+        # order of a graph walk is not.
         for node in sorted(nodes_behind(root), key=lambda node: node._sequence_nr()):
             kind = type(node).__name__
             numbers[kind] = numbers.get(kind, -1) + 1
@@ -332,6 +343,7 @@ def _memory_of_other_streams() -> Segments:
     """Return the memory allocated on streams other than the current stream."""
     if not torch.cuda.is_initialized():
         return Segments()
+    # This runs in F's thread, so the current stream is that of the passes.
     own = torch.cuda.current_stream().cuda_stream
     return Segments(lambda each: each["stream"] != own)
 

@@ -141,12 +141,14 @@ class Transport:
                 f"the program is for {program.schedule.num_devices} devices, the pipeline of rank "
                 f"{self._rank} has {len(self._ranks)} ranks"
             )
+        # From all ranks' rows, not only this rank's: group creation is collective over the world.
         used = {
             Edge.of(each.message)
             for row in program.instructions
             for each in row
             if isinstance(each, Send)
         }
+        # Sorted, because a set has another order in each process.
         fresh = sorted(used - self._lanes.keys())
         for edge in fresh:
             self._lanes[edge] = _free_lane(edge, self._lanes)
@@ -161,6 +163,7 @@ class Transport:
             self.together = DeviceCollectives(
                 self._ranks, self._make_pipelines_group, self._torch_device, self._timeout_s
             )
+        # After the warm-up, because NCCL allocates buffers at a communicator's first message.
         self._took_bytes += nccl.outside_allocator(self._torch_device) - before_bytes
 
     def reconnect(self) -> None:
@@ -200,6 +203,7 @@ class Transport:
     def _receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype) -> None:
         group, peer = self._channel(message)
         self._last = message
+        # NCCL's stream waits for the current stream here, and `wait` orders the readers after it.
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self._torch_device)
         with _failing(self._tell_receive, message, self._timeout_s):
             work = dist.irecv(tensor, src=peer, group=group)
@@ -219,6 +223,8 @@ class Transport:
             else:
                 work.wait()
         if self._watch is not None:
+            # This event is behind the wait in the compute stream: pending for as long as the
+            # receive is.
             self._watch.add(_recorded_event(), partial(self._tell_receive, message))
         del self._posted[message]  # not earlier: the watch must always see the message
         return tensor
@@ -227,6 +233,7 @@ class Transport:
         """Start a send without waiting. The tensor stays alive until the send has completed."""
         # An alias, because the caller may replace the memory of its tensor while gloo still reads
         # it, as Megatron's deallocate_output_tensor does.
+        # `contiguous` returns the same memory for most results, so the alias costs none.
         alias = tensor.detach().contiguous()
         if alias.shape != self._shape or alias.dtype != self._dtype:
             raise TransportError(
@@ -284,6 +291,7 @@ class Transport:
                 return doing + "before its first pass"
             case None:
                 return doing + f"after {place.last_pass}, its last pass of a step"
+        # Not with a watch: `left` queries the GPU, which may not answer.
         unsent = self._sends.left() if self._watch is None else []
         return self._tell_send(unsent[0]) if unsent else doing + f"after {place.last_pass}"
 
@@ -339,6 +347,7 @@ class Transport:
 
     def _make_group(self, ranks: Sequence[int], description: str) -> Any:
         # gloo's own error has less detail, so it comes a minute after the one of this transport.
+        # NCCL counts from the posting, which may be many passes before the send.
         timeout = timedelta(seconds=self._timeout_s + 60) if self._waits_block else A_DAY
         options = None if self._waits_block else nccl.pair_options(self._like, timeout, ranks)
         return dist.new_group(
@@ -364,6 +373,8 @@ class Transport:
 
     def _by_lane(self, edges: Iterable[Edge]) -> list[Edge]:
         """Sort edges so that all pairs of a lane connect at the same time."""
+        # Every rank has at most one edge per stream and lane, so the pairs of a lane do not wait
+        # for each other.
         return sorted(edges, key=lambda edge: (edge.stream, self._lanes[edge], edge))
 
     def _meet(self, edges: Sequence[Edge]) -> None:
@@ -509,11 +520,13 @@ class _PolledSends:
 
     def poll(self) -> None:
         for left in self._left.values():
+            # Sends of a channel complete in order, so the first incomplete one ends the search.
             while left and left[0].work.is_completed():
                 self._wait(left.popleft())  # a failed send has completed too; this raises its error
 
     def release(self, message: Message) -> None:
         queue = self._left.get(Edge.of(message), deque())
+        # The last one: a variable-length message has two sends, its shape and its data.
         last = max((at for at, sent in enumerate(queue) if sent.message == message), default=-1)
         self._let_go(queue, last + 1)  # earlier sends of the channel completed before this one
 
@@ -561,6 +574,7 @@ class _WaitedSends:
         if queue is None:
             queue = self._queues[edge] = SimpleQueue()
             name = f"sends to device {sent.message.target}"
+            # A daemon: after a failure elsewhere, a send may never complete.
             threading.Thread(target=self._reap, args=(queue,), name=name, daemon=True).start()
         with self._ended:
             self._left.append(sent.message)

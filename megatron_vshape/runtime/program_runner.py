@@ -217,6 +217,7 @@ class ProgramRun:
         Does not wait for the completion of sends. Raises as `run_program`.
         """
         place = self._place
+        # Local, because a cut is always right after a pass and its sends: no input is left over.
         received: dict[Kind, Tensor] = {}  # by the kind of the pass that produced it
         results: dict[Pass, Tensor | None] = {}
         for instruction in self._row[self._at : upto]:
@@ -246,6 +247,7 @@ class ProgramRun:
                     self.transport.post(message)
                 case Release(message):
                     self.transport.release(message)
+        # A later call continues here, and one with an earlier cut does nothing.
         self._at = max(self._at, upto)
 
     def _run_step(
@@ -255,7 +257,8 @@ class ProgramRun:
 
         Removes the inputs of the passes from `received`.
         """
-        # A list that the passes empty, so that only their stages keep references to the inputs.
+        # The passes empty this list, so that only their stages keep references to the inputs: an
+        # argument would stay alive until the call returns.
         handed = [self._input_of(each, received, alone=len(works) == 1) for each in works]
         if self._beside is None:
             made = self._run(works, handed)
@@ -274,6 +277,7 @@ class ProgramRun:
         if alone and received:
             return received.popitem()[1]
         # In an F&B pair, F reads the result of an F, and B or BW the result of a B.
+        # In a pair, one input may be local and the other a message.
         kind = Kind.F if work.kind is Kind.F else Kind.B
         return received.pop(kind) if kind in received else self._local.take(work)
 
@@ -343,6 +347,7 @@ def _call_stages(
     if overlapped is None:
         return [_call_stage(stages[each.stage], each, handed) for each in works]
     work, other = works
+    # `pop` leaves the stage with the only reference, so that it can free the input early.
     return [*overlapped(work.microbatch, handed.pop(0), stages[other.stage], other, handed.pop(0))]
 
 
@@ -379,6 +384,7 @@ class _Local:
         left: dict[tuple[Kind, int], dict[int, Tensor]] = {need: {} for need in reads.values()}
         self._takes = {work: left[need] for work, need in reads.items()}
         results = {work[:2]: result_of(work)[:2] for work in passes}
+        # A BW stores its result as that of its B, which is the pass that readers name.
         self._keeps = {work: left[made] for work, made in results.items() if made in left}
 
     def keep(self, work: Pass, result: Tensor | None) -> bool:
@@ -429,6 +435,8 @@ class _Beside:
             if need in self._under_way
         ]
 
+        # A wait for a thread of the host, not for the GPU: on a GPU, streams order the work by
+        # events.
         def run_in_turn() -> list[Tensor | None]:
             for each in reads:
                 each.result()
@@ -441,6 +449,7 @@ class _Beside:
         handler = self._handlers.get(work.kind)
         if handler is not None and handler.prepare is not None:
             handler.prepare(work)
+        # One thread per resource runs its passes in program order; a wait inside blocks only them.
         self._under_way[work] = self._threads[self._resource[work.kind]].submit(run_in_turn)
         return [None]
 

@@ -46,6 +46,7 @@ class VariableTransport(Transport):
         Raises:
             TransportError: the message did not arrive in time, or its sender is gone.
         """
+        # The sender's order may differ from the order of reads: receive and store what came first.
         while message not in self._arrived:
             sooner = self._ahead[Edge.of(message)].popleft()
             self._arrived[sooner] = self._take(sooner)
@@ -55,6 +56,7 @@ class VariableTransport(Transport):
         with self._aside(Edge.of(message)):
             self._receive(message, (DIMENSIONS,), torch.int64)
             shape = super().wait(message).tolist()
+        # On the stream of the passes: only the shape needs the host to wait.
         self._receive(message, shape, self._dtype)
         return super().wait(message)
 

@@ -37,6 +37,7 @@ class Rows(NamedTuple):
     def of(cls, numbers: Tensor, first: int, count: int) -> "Rows":
         """Map `numbers` to the rows of the rank with `count` rows from `first` on."""
         own = (numbers >= first) & (numbers < first + count)
+        # Row 0 for other ranks' tokens keeps the index valid; `only_own` zeroes the result.
         return cls(own, torch.where(own, numbers - first, 0))
 
     def only_own(self, values: Tensor) -> Tensor:
@@ -86,6 +87,7 @@ class Statistics(NamedTuple):
             total += own_total * torch.exp(own_most - most)
             label += own_label
         nobodys = (labels < 0) | (labels >= vocabulary)
+        # fp32 has all integers up to 2^24, so `best` (a row number) is exact.
         best = parts[:, 3].gather(0, part.unsqueeze(0)).squeeze(0)
         return cls(most, total, torch.where(nobodys, most, label), best)
 
@@ -131,10 +133,12 @@ class Logits(NamedTuple):
         self, weight: Tensor, whole: Statistics, gradient: Tensor, kernel: WeightGradKernel
     ) -> None:
         """Add dW of this rank's rows, for the gradient g [n] of the losses."""
+        # g X, which both terms of dW share.
         wide = gradient.unsqueeze(-1) * self.hidden
         scaled = _scaled(wide, whole.share(self.statistics), weight.dtype)
         accumulate_weight_grad(weight, self.softmax, scaled, kernel)
         del scaled  # free before the rows, in fp32 too, are made
+        # In place: `wide` has no other reader.
         add_rows(weight, self.labels, wide.neg_())
 
 
@@ -143,6 +147,7 @@ def _soften(logits: Tensor, row: Tensor, first: int, asks_best: bool) -> Statist
 
     `label` is the logit in each token's `row`, [n], even if the row is of another rank.
     """
+    # At most WIDE_NUMBERS logits, so the fp32 copy is small.
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     most = wide.amax(-1)
     best = (wide.argmax(-1) + first).to(most) if asks_best else torch.zeros_like(most)

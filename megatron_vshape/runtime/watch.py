@@ -96,6 +96,7 @@ class Watch:
         moved_s = time.monotonic()
         while not self._has_ended:
             time.sleep(self._period_s)
+            # `_guard` reads this: a query that the driver never answers has a start and no end.
             self._asks_since = time.monotonic()
             waiting = self._find_waiting()
             self._asks_since = None
@@ -130,6 +131,7 @@ class Watch:
     def _find_waiting(self) -> list[str]:
         """Return the pending waits of the GPU, then the other incomplete messages."""
         with self._asks:
+            # Events are recorded on one stream and complete in order.
             while self._ahead and self._ahead[0][0].query():
                 self._ahead.popleft()
             return [*(tell() for _, tell in self._ahead.copy()), *self.under_way()]
@@ -198,6 +200,8 @@ class _Handler:
         """Do nothing: Python has already written the signal number into the wakeup pipe."""
 
     def install(self, writer: int) -> None:
+        # Python's C handler writes the signal's number here at once; the Python handler would run
+        # only after torch returns to the interpreter.
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self)
         # A signal between the fork and the child's reset of the handler must wait for the reset.

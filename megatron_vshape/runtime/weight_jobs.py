@@ -98,6 +98,7 @@ def run_beside() -> None:
         return
     _Open.may_run -= 1
     with torch.no_grad():
+        # In order, so that sums of tied or repeated weights do not depend on the overlap.
         first = _Open.beside.popleft()
         _begin(first)
         _compute(first)
@@ -136,6 +137,7 @@ class WeightJobs:
             if beside is not None:
                 self._open_beside(beside, share)
             yield
+            # Only after a complete B: a failed one leaves no jobs for a later W.
             self._buckets[key] = bucket
         finally:
             _Open.bucket = _Open.beside = None
@@ -145,6 +147,7 @@ class WeightJobs:
         bucket = self._buckets.get(key)
         if bucket is None:
             raise RuntimeError(_no_jobs(key))
+        # Rounded down: one job more would delay the reader of this B.
         _Open.beside, _Open.may_run = bucket, int(share * len(bucket))
         if _Open.may_run:
             with torch.no_grad():
@@ -251,6 +254,7 @@ def accumulate_weight_grad(
 
     `grad_output` is [..., out] and `input` is [..., in], with equal leading dimensions, [s, b].
     """
+    # Megatron's DDP accumulates in `main_grad`; without it, gradients are in `grad`.
     total: Tensor | None = getattr(weight, "main_grad", None)
     if total is None:
         total = weight.grad
@@ -379,6 +383,7 @@ def plain_tensors(value: Any) -> Iterator[Tensor]:
             yield from plain_tensors(each)
     elif hasattr(value, "get_data_tensors"):
         data = value.get_data_tensors()
+        # The attributes include the data again, so duplicates are removed by identity.
         parts = [*(data if isinstance(data, list | tuple) else [data]), *vars(value).values()]
         yield from plain_tensors(list({id(each): each for each in parts}.values()))
     elif isinstance(value, Tensor):
