@@ -78,6 +78,7 @@ class State(NamedTuple):
 def draw(random: np.ndarray) -> int:
     """Return the next random number (xorshift32), the same with and without numba."""
     x = random[0]
+    # The masks keep 32 bits: integers have 64 with numba, and no limit without.
     x ^= (x << 13) & 0xFFFFFFFF
     x ^= x >> 17
     x ^= (x << 5) & 0xFFFFFFFF
@@ -99,6 +100,7 @@ def run_rows(shop: JobShop, row: np.ndarray, place: np.ndarray, head: np.ndarray
     order = np.empty(passes, np.int32)
     count = 0
     for lane in range(lanes):
+        # A stack, so lane 0 comes first.
         waiting[lane] = lanes - 1 - lane
     top = lanes
     while top:
@@ -136,6 +138,7 @@ def _start_of(
     for way in range(shop.before.shape[1]):
         need = shop.before[work, way]
         if need >= 0:
+            # The lane of `need` has not reached it yet.
             if place[need] >= at[shop.lane[need]]:
                 return NONE
             start = max(start, head[need] + shop.lag[work, way])
@@ -300,8 +303,11 @@ def _edge(shop: JobShop, state: State, lane: int, work: int, step: int, edge: in
     # Microbatches of a sort stay in order. Dependencies in other lanes are checked by the heads.
     neighbour = work + step  # of its sort, unless there is no other microbatch
     if 0 <= neighbour < len(shop.sort) and shop.sort[neighbour] == shop.sort[work]:
+        # Positions times `step`: a move to the left becomes one to the right, with the same
+        # minimum.
         edge = min(edge * step, state.place[neighbour] * step - 1) * step
     if step > 0:
+        # Readers in this lane are in `behind`; inputs of all lanes are in `before`.
         for way in range(shop.behind.shape[1]):
             reader = shop.behind[work, way]
             if reader >= 0:
@@ -337,11 +343,10 @@ def _shift(shop: JobShop, state: State, lane: int, start: int, stop: int) -> Non
 
 
 @compiled
-def _quick_reject(shop: JobShop, state: State, lane: int, low: int, high: int, bar: int) -> bool:
-    """Return whether the paths through the changed positions are estimated at most `bar`.
+def _looks_short(shop: JobShop, state: State, lane: int, low: int, high: int, bar: int) -> bool:
+    """Estimate whether the paths through the changed positions are at most `bar`.
 
-    Outside of these positions the old heads and tails are used. The estimate avoids most exact
-    updates.
+    The estimate uses the old heads and tails outside of these positions. It avoids most updates.
     """
     head = state.head[state.row[lane, low - 1]] if low > 0 else 0
     for place in range(low, high + 1):
@@ -417,6 +422,8 @@ def _spread_tails(shop: JobShop, state: State, lane: int, low: int, high: int) -
     for place in range(max(low - 1, 0), high + 1):
         work = state.row[lane, place]
         size = _push(state, size, -state.head[work], work)
+    # A reader ends after its inputs, so with the latest ends first nearly every tail is computed
+    # once. This also bounds the heap.
     while size:
         work = state.heap_pass[0]
         size = _pop(state, size)
@@ -465,6 +472,7 @@ def _propose(
         state.moves[done, 1] = stop
         done += 1
         # The neighbor behind, in the direction of the move, may follow into the free space.
+        # Numbers of one sort are consecutive microbatches.
         work -= step
     return done
 
@@ -512,17 +520,19 @@ def fit_exchanged(shop: JobShop, state: State, lane: int, low: int, high: int) -
 @compiled
 def _decide(shop: JobShop, state: State, lane: int, done: int, bar: int) -> bool:
     """Accept the last `done` moves if the objective is at most `bar`, else undo them."""
+    # Heads of all positions between the outermost moves may change.
     low, high = state.moves[0, 0], state.moves[0, 0]
     for at in range(done):
         low = min(low, state.moves[at, 0], state.moves[at, 1])
         high = max(high, state.moves[at, 0], state.moves[at, 1])
     # The estimate first: it is cheap and rejects most moves.
-    if _quick_reject(shop, state, lane, low, high, bar) and _fits_host(shop, state, lane):
+    if _looks_short(shop, state, lane, low, high, bar) and _fits_host(shop, state, lane):
         changed = _spread_heads(shop, state, lane, low, high, bar)
         if changed >= 0 and objective(shop, state) <= bar:
             _spread_tails(shop, state, lane, low, high)
             return True
         changed = changed if changed >= 0 else -1 - changed
+        # From the last to the first, because a pass can be in the log several times.
         for at in range(changed - 1, -1, -1):
             state.head[state.log_pass[at]] = state.log_head[at]
     for at in range(done - 1, -1, -1):
@@ -578,6 +588,7 @@ def measure(shop: JobShop, row: np.ndarray) -> int:
 
     Dependencies on passes that the order lacks are ignored.
     """
+    # NONE is below every position, so `_start_of` counts a missing pass as run, with end 0.
     place = np.full(len(shop.sort), NONE, np.int32)
     head = np.zeros(len(shop.sort), np.int64)
     for lane in range(len(row)):
@@ -603,6 +614,7 @@ def new_state(row: np.ndarray, seed: int, ways: int = 1) -> State:
         ways: maximum number of passes in other lanes that a pass reads, or that read it.
     """
     size = row.size
+    # Each of the at most 2 * size + REACH logged changes adds its follower and its readers.
     heap = (1 + ways) * (2 * size + 2 * REACH)
     return State(
         row=np.array(row, dtype=np.int32, order="C"),

@@ -95,11 +95,14 @@ def make_problem(
     fixed = costs.fixed_bytes(placement, num_devices)
     costs, limits = bounds.room_in(costs, placement, limits)
     check_size(len(placement), num_microbatches)
+    # Integers, so that the search compares ties exactly and gives the same plan on every machine.
     times = [costs.time_us(kind, stage) for kind in kinds for stage in range(len(placement))]
     ticks_per_us = _time_scale(times, costs.longest_send_us, num_microbatches)
     held = (each for kind in kinds for each in (*costs.held(kind)[:2], costs.works(kind)))
+    # The largest amount has 12 digits: 10^7 of them fit in 64 bits.
     units = scale_to(1e11, max(map(max, held)) or 1.0)
     sorts = _arrays(costs, placement, kinds, ticks_per_us, units)
+    # Zero is enough for other lanes: their kinds allocate nothing.
     room = np.zeros(len(sorts.of_lane.begin) - 1, np.int64)  # those of the processors come first
     most = _most_held(costs, placement, num_devices, kinds)
     for device, (limit, full) in enumerate(zip(limits, most, strict=True)):
@@ -219,6 +222,7 @@ def make_shop(problem: Problem, num_microbatches: int) -> improve.JobShop:
         for at in range(sorts.needs.begin[sort], sorts.needs.begin[sort + 1]):
             # A message between devices arrives later; results on the same device are available at
             # once.
+            # A sort is stage * len(kinds) + kind, so the quotient is the stage.
             need, each = sorts.needs.of[at], len(problem.kinds)
             lag = sorts.away[at] * problem.message(sort // each, need // each)
             turns = bool(sorts.turns[at])
@@ -232,6 +236,7 @@ def make_shop(problem: Problem, num_microbatches: int) -> improve.JobShop:
         lane=np.repeat(lane, m).astype(np.int32),
         sort=np.repeat(np.arange(count), m).astype(np.int32),
         delta=change,
+        # A pass that allocates nothing always fits: only the memory after it counts.
         over=np.where(most > 0, most - change, 0),
         length=np.diff(np.asarray(sorts.of_lane.begin)) * m,
         limit=problem.room,
@@ -252,11 +257,13 @@ def _in_host(problem: Problem, num_microbatches: int) -> dict[str, Any]:
             for kind in (COPY_OUT, RELOAD, Kind.F, Kind.B)
         )
         lane, most = (np.asarray(each) for each in (sorts.lane, sorts.most))
+        # Both lanes name the link, because a move in either can change the host's memory.
         host[lane[out]] = host[lane[ends[0]]] = lane[out]
         moved[out] = most[reload]
         passes = np.arange(count * num_microbatches).reshape(count, num_microbatches)
         forward, backward = (passes[end] for end in ends)
         ranks = [turned(each, problem.slices) for each in range(num_microbatches)]
+        # Copies out are numbered as F; B of the same slice has the mirrored number.
         stay[out] = np.stack([forward, backward[:, ranks]], axis=2)
     room = int(min(problem.room_in_host, num_microbatches * float(moved.sum())))
     return {"host": host, "stay": stay.reshape(-1, 2), "moved": moved, "room": room}
@@ -275,6 +282,7 @@ class Chosen(NamedTuple):
 
     def row(self, whole: np.ndarray) -> np.ndarray:
         """Renumber an order of all lanes to this shop's numbers."""
+        # NONE is -1, so padding selects the appended NONE, here and in `choose`.
         made: np.ndarray = np.append(self.number, improve.NONE)[whole[self.lanes]]
         return made.astype(np.int32)
 
@@ -289,6 +297,7 @@ def choose(shop: improve.JobShop, row: np.ndarray) -> Chosen:
     """Reduce a shop to the passes of an order; dependencies on other passes are dropped."""
     there = np.zeros(len(shop.sort), bool)
     there[row[row != improve.NONE]] = True
+    # The index among the passes that are there.
     number = np.where(there, np.cumsum(there) - 1, improve.NONE)
     padded = np.append(number, improve.NONE).astype(np.int32)
     length = np.bincount(shop.lane[there], minlength=len(shop.length))
@@ -337,6 +346,7 @@ def in_one_row(problem: Problem, shop: improve.JobShop, row: np.ndarray) -> list
             anchor[work] = int(state.place[work])
         else:
             anchor[work] = last[lane] = max([last[lane], *(anchor[need] for need in own)])
+        # Sorted by position in the compute lane, then by the simulated order.
         rows[device].append((anchor[work], at, work))
     return [[int(chosen.passes[work]) for *_, work in sorted(each)] for each in rows]
 

@@ -13,8 +13,8 @@ orders of one, each doubled. The result is a `CyclicOrder` for any number of mic
 schedule of few that contains a whole period represents any number, because further periods can be
 spliced in. So only warm-up and cool-down have to be searched.
 
-Published blocks move in unit slots and repeat bubbles when F, B and W
-differ (arXiv 2405.15362, section 5); this search has no slots.
+Published blocks move in unit slots and repeat bubbles when F, B and W differ (arXiv 2405.15362,
+section 5); this search has no slots.
 
 Times and random numbers are integers (the work of the busiest device is 2 ** 30 units), so the same
 inputs give the same orders on every machine, with numba or, slower, without.
@@ -150,6 +150,8 @@ class _Found:
         rows = tuple(
             tuple(
                 (
+                    # Kind, stage and offset of the node; an offset of several periods comes from
+                    # `turn`.
                     PARTS[node // (classes * stages)],
                     node // classes % stages,
                     int(self.orders.turn[node]) * classes + node % classes,
@@ -172,6 +174,7 @@ def _make_problem(
     stages, parts = len(placement), len(PARTS)
     unit_us = costs.busy_us(placement, num_devices, classes) / UNITS
     size = parts * stages * classes
+    # A node is (part * stages + stage) * classes + class.
     part, stage = np.divmod(np.arange(size) // classes, stages)
     times = np.array([[costs.time_us(kind, s) for s in range(stages)] for kind in PARTS])
     forward = np.array(costs.held_after_forward_bytes)[stage]
@@ -185,6 +188,7 @@ def _make_problem(
         home,
         *_data_arcs(stages, classes, work, home, round(costs.send_us / unit_us)),
         np.where(part == 0, forward, 0.0),
+        # F frees nothing; B replaces F's memory by that for W; W frees the rest.
         np.select([part == 0, part == 1], [0.0, backward - forward], -backward),
         np.array(limits, np.float64) * (1 + ROUNDING),
         own,
@@ -230,6 +234,7 @@ def _search(problem: _Problem, steps: int, seed: int, starts: list[Orders]) -> l
             made.append(_found(problem, best, scratch, period))
         made.sort(key=_Found.rank)
         # An order without idle time on the busiest device is optimal: end the race.
+        # `made` is sorted, so the first has the shortest period.
         half = len(made) // 2 if made[0].period > problem.busy else 0
         found.extend(made[half:])
         return [each.orders for each in made[:half]]
@@ -302,10 +307,12 @@ class CyclicOrder:
         memory.
         """
         least, most = self.reach()
+        # All periods in which any offset is a microbatch of the step.
         periods = np.arange(-(most // self.microbatches) - 1, self._end(num_microbatches))
         rows = []
         for row in self.rows:
             passes, _ = self._passes(row, periods, num_microbatches)
+            # The positions of each sort, in order of time, get its microbatches in ascending order.
             by_sort = np.argsort(passes // num_microbatches, kind="stable")
             passes[by_sort] = np.sort(passes)
             rows.append(passes)
@@ -314,8 +321,10 @@ class CyclicOrder:
     def window(self, num_microbatches: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Return start and end of the middle full period on each device; None if there is none."""
         least, most = self.reach()
+        # From `first` to `last`, every offset is a microbatch of the step: the period is complete.
         first = -(least // self.microbatches)
         last = (num_microbatches - 1 - most) // self.microbatches
+        # One complete period must remain on each side of the middle one, whose memory then repeats.
         if last - first < 2:
             return None
         middle = (first + last) // 2
@@ -344,6 +353,7 @@ def cyclic_order_of_block(block: BuildingBlock) -> CyclicOrder:
     With slices, the period is the shortest that has whole microbatches.
     """
     rows: list[list[tuple[int, int, int, int]]] = [[] for _ in range(block.num_devices)]
+    # A block of slices repeats a shorter pattern `share` times; `own < numbers` selects one.
     share = gcd(block.num_microbatches // block.slices, block.slices)
     numbers, interval = block.num_microbatches // share, block.interval // share
     for (kind, stage, within), start, _ in block.passes:
@@ -353,6 +363,7 @@ def cyclic_order_of_block(block: BuildingBlock) -> CyclicOrder:
             sort = _sort(part, stage)
             own = turned(within, block.slices) if part.by_rank else within
             if own < numbers:
+                # A pass that starts p intervals late runs in period k what belongs to block k - p.
                 entry = (slot, at, sort, own - period * numbers)
                 rows[block.placement[stage]].append(entry)
     return _cyclic_order(block.name, numbers, rows)
@@ -403,6 +414,7 @@ def of_slices(order: CyclicOrder, slices: int) -> CyclicOrder:
     rows = []
     for sorts, offsets in order.rows:
         ranked = np.array([PARTS[sort % len(PARTS)].by_rank for sort in sorts])
+        # In the same period, a smaller offset runs an earlier microbatch: each one runs later.
         own = offsets - (slices - 1) * ranked
         each = np.arange(times)[:, None] * order.microbatches
         rows.append((np.tile(sorts, times), (own + each).ravel()))
@@ -417,6 +429,7 @@ def is_period(
         sort, microbatch = np.divmod(own[begin:end], num_microbatches)
         for each in np.unique(own // num_microbatches):
             mine = microbatch[sort == each]
+            # Microbatches of this sort before the window; the window must have the next ones.
             before = np.count_nonzero(own[:begin] // num_microbatches == each)
             if not np.array_equal(mine, np.arange(before, before + period)):
                 return False
@@ -438,5 +451,6 @@ def splice(
             (microbatch[begin:end] + copies).ravel(),
             microbatch[end:] + more * period,
         )
+        # Renumbered: a pass is sort * number of microbatches + microbatch.
         rows.append(np.concatenate(sorts) * full + np.concatenate(micro))
     return np.stack(rows).astype(np.int32)

@@ -93,6 +93,7 @@ def make_scratch(graph: Graph, seed: int) -> Scratch:
 @compiled
 def is_after(orders: Orders, one: int, other: int, blocks: int) -> bool:
     """Return whether a device runs `one` of a block after `other` of the block `blocks` later."""
+    # A node runs a given block in iteration block - turn: a larger turn is earlier.
     early, late = orders.turn[one], orders.turn[other] - blocks
     return bool(early < late or (early == late and orders.at[one] > orders.at[other]))
 
@@ -107,10 +108,12 @@ def find_peak(graph: Graph, orders: Orders, device: int) -> float:
     third, classes = len(graph.work) // 3, graph.classes
     held = 0.0
     for node in row:
+        # Nodes are grouped by part, so `node + third` is B after F, and W after B.
         if graph.part[node] < 2 and is_after(orders, node, node + third, 0):
             return np.inf
         if classes > 1:
             last = node % classes == classes - 1
+            # The last class of a block is followed by the first of the next block.
             follower = node + 1 - classes * last
             if is_after(orders, node, follower, 1 if last else 0):
                 return np.inf
@@ -142,6 +145,7 @@ def settle(graph: Graph, orders: Orders, scratch: Scratch, period: int, tail: in
     """
     queue, queued, raised, parent, ring = scratch[:5]
     x, seq, at, turn = orders.x, orders.seq, orders.at, orders.turn
+    # A ring buffer: a node is queued once at a time, so nodes + 1 entries are enough.
     nodes, length, head, room = len(x), seq.shape[1], 0, len(queue)
     for node in range(nodes):
         raised[node] = 0
@@ -160,6 +164,8 @@ def settle(graph: Graph, orders: Orders, scratch: Scratch, period: int, tail: in
                 place = at[node] + 1
                 wraps = 1 if place == length else 0
                 other = seq[graph.home[node], 0 if wraps else place]
+                # In one iteration, `other` runs a block that is turn[other] - turn[node] blocks
+                # after that of `node`; at the end of the row it runs in the next iteration.
                 start = x[node] + graph.work[node] + (turn[node] - turn[other] - wraps) * period
             if start <= x[other]:
                 continue
@@ -211,6 +217,7 @@ def find_ratio(graph: Graph, orders: Orders, scratch: Scratch, node: int) -> int
         if target == node:
             break
     cycle[0] = length
+    # Rounded up. Without height, the cycle waits for itself at any period.
     return NEVER if height <= 0 else (time + height - 1) // height
 
 
@@ -222,12 +229,14 @@ def still_critical(graph: Graph, orders: Orders, scratch: Scratch, period: int) 
     for k in range(1, length + 1):
         target, source = cycle[k] >> 1, cycle[k + 1 if k < length else 1] >> 1
         if cycle[k] & 1:
+            # Index -1 is the end of the row, which the first pass follows.
             if seq[graph.home[target], orders.at[target] - 1] != source:
                 return False
             time += graph.work[source]
             height += ring_height(orders, source, target)
         else:
             time += data_lag(graph, source, target)
+    # Its ratio, rounded up, is not below the period.
     return bool(length > 0 and time > height * (period - 1))
 
 
@@ -279,6 +288,8 @@ def slide(orders: Orders, device: int, place: int, distance: int) -> int:
     length = seq.shape[1]
     for _ in range(abs(distance)):
         if distance > 0:
+            # Neighbors are exchanged one by one; `mine` is whether the pass is the right one of the
+            # two.
             left, mine = place, 0
         else:
             left, mine = (place - 1 if place > 0 else length - 1), 1
@@ -315,6 +326,7 @@ def lay(graph: Graph, orders: Orders, times: Ints, period: int) -> None:
                 row[place] = row[place - 1]
                 place -= 1
             row[place] = node
+            # A start in period p means that iteration k runs block k - p.
             orders.turn[node] = -(times[node] // period)
         for place in range(len(row)):
             orders.at[row[place]] = place
@@ -398,6 +410,7 @@ def evaluate(
         if still_critical(graph, orders, scratch, now):
             return now
         scratch.critical[0] = 0
+        # The period may have become shorter: search again from its lower bound.
         return find_period(graph, orders, scratch, busy, NEVER)
     period = find_ratio(graph, orders, scratch, cycle)
     orders.x[:] = potentials
@@ -508,6 +521,7 @@ def sample(
         if not all_fit(graph, orders):
             continue
         orders.x[:] = block
+        # Only periods below the worst kept one are of interest.
         period = find_period(graph, orders, scratch, busy, periods[last] - 1)
         if period == NEVER or (periods == period).any():
             continue

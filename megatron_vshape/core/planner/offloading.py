@@ -3,8 +3,7 @@
 The search starts from orders planned for more memory than the limit (`LEVELS`), and inserts copies
 into them. The local search then moves copies and their markers like any pass.
 
-Each device is handled separately, with the
-times of the order:
+Each device is handled separately, with the times of the order:
 
 * Copies to the host start after their F, in that order. Copies back start as late as their B
   allows.
@@ -57,13 +56,13 @@ from megatron_vshape.core.planner.refilling import refill
 _NEVER = 1 << 62
 
 _LEAVES, _WEIGHT, _RETURNS, _BACKWARD, _FORWARD = range(5)
-"""Of what happens at the same time, the order in which it does."""
+"""Order of events at the same time: frees first."""
 
 _KINDS = (RELEASE, Kind.W, RELOAD, Kind.B, Kind.F, COPY_OUT, COPY_BACK)
-"""The kinds in that order, and those of a link."""
+"""Kinds of these events, then the copies of the two links."""
 
 _BEHIND = 2
-"""Passes until what is copied is let go of where its F comes later than it was to."""
+"""Passes between a delayed F and the release of its activations."""
 
 
 class _Chunks(NamedTuple):
@@ -75,10 +74,10 @@ class _Chunks(NamedTuple):
     ready: np.ndarray  # F has ended
     due: np.ndarray  # B starts
     done: np.ndarray  # B has ended
-    end: np.ndarray  # a W right behind B has ended
-    held: np.ndarray  # from F on
-    moved: np.ndarray  # of that, what a copy frees
-    grows: np.ndarray  # between B and W so much more is held
+    end: np.ndarray  # a W right after B has ended
+    held: np.ndarray  # memory from F on
+    moved: np.ndarray  # part of it that a copy frees
+    grows: np.ndarray  # additional memory between B and W
     out: np.ndarray  # ticks of the copies
     back: np.ndarray
 
@@ -86,10 +85,10 @@ class _Chunks(NamedTuple):
 class _Copies(NamedTuple):
     """Times of the offloaded activations, in ticks; `begins` and `returns` order the link."""
 
-    away: np.ndarray  # of all chunks, whether it is
-    begins: np.ndarray  # the copy to the host
-    left: np.ndarray  # it has ended
-    returns: np.ndarray  # the copy back
+    away: np.ndarray  # whether a chunk is offloaded
+    begins: np.ndarray  # start of the copy to the host
+    left: np.ndarray  # end of it
+    returns: np.ndarray  # start of the copy back
 
 
 class _Events(NamedTuple):
@@ -97,8 +96,8 @@ class _Events(NamedTuple):
 
     turn: np.ndarray
     chunk: np.ndarray
-    change: np.ndarray  # of what is held
-    release_of: np.ndarray  # of a chunk, NONE where it has none
+    change: np.ndarray  # of the memory
+    release_of: np.ndarray  # by chunk; NONE if it is not offloaded
     reload_of: np.ndarray
 
 
@@ -106,9 +105,9 @@ class _Row(NamedTuple):
     """A device's row under construction; changed in place."""
 
     events: np.ndarray
-    ran: np.ndarray  # of an event, whether it is there
-    begun: np.ndarray  # of a chunk, how many are there up to its F; NONE before that
-    sums: np.ndarray  # how many are there, and what is held after them
+    ran: np.ndarray  # [event] whether it is in the row
+    begun: np.ndarray  # [chunk] number of events up to its F; NONE before that
+    sums: np.ndarray  # number of events, and memory after them
 
 
 def with_copies(
@@ -168,7 +167,7 @@ class _Device:
         self.bounds = np.sort(starts[list(stages)].ravel())
         self.lanes = [_of(problem, problem.sorts.lane, kind, stages[0]) for kind in _KINDS[-2:]]
         self.throughout, self.room_in_host = throughout, room_in_host
-        self.tried: dict[int, tuple[int, _Copies]] = {}  # by how many chunks: peak and copies
+        self.tried: dict[int, tuple[int, _Copies]] = {}  # by number of copies: peak and copies
 
     def add_to(self, lanes: list[list[int]], slack: float) -> bool:
         """Add the device's passes to its lanes; return whether they fit."""
@@ -194,6 +193,8 @@ class _Device:
         if self.throughout:
             every = np.flatnonzero(np.isin(chunks.stage, self.throughout))
             return _timed(chunks, every)
+        # Memory times the time for which it is free; ranked per time of the link, the scarce
+        # resource.
         gain = (chunks.due - chunks.ready - chunks.out - chunks.back) * chunks.moved
         ranked = np.argsort(-gain / (chunks.out + chunks.back), kind="stable")
         ranked = self._with_room_in_host(ranked[gain[ranked] > 0])
@@ -204,6 +205,7 @@ class _Device:
                 self.tried[count] = _peak(chunks, copies, self.bounds), copies
             return self.tried[count][0]
 
+        # More copies lower the peak until the link is full, so the fewest are found by bisection.
         low, high = 0, len(ranked)
         while low < high:
             middle = (low + high) // 2
@@ -211,7 +213,7 @@ class _Device:
                 high = middle
             else:
                 low = middle + 1
-        if peak(low) > limit:  # the link is full: of those tried, what holds least
+        if peak(low) > limit:  # the link is full: use the smallest peak that was tried
             low = min(self.tried, key=lambda count: (self.tried[count][0], count))
         return self.tried[low][1]
 
@@ -223,6 +225,7 @@ class _Device:
         begins, ends = (np.searchsorted(self.bounds, at) for at in (chunks.ready, chunks.due))
         kept = []
         for at in ranked.tolist():
+            # A view: the update below changes the host's memory during these passes.
             own = there[begins[at] : ends[at]]
             if own.max(initial=0) + chunks.moved[at] <= self.room_in_host:
                 own += chunks.moved[at]
@@ -275,6 +278,7 @@ def _timed(chunks: _Chunks, ranked: np.ndarray) -> _Copies:
     _book(busy[1], 0, out, chunks.ready, chunks.out, False, begins)
     left[ranked] = begins[ranked] + chunks.out[ranked]
     away = np.zeros(count, bool)
+    # A copy that would return before it has left is not made, though its link time stays booked.
     away[ranked] = left[ranked] < returns[ranked]
     return _Copies(away, begins, left, returns)
 
@@ -326,6 +330,7 @@ def _peak(chunks: _Chunks, copies: _Copies, bounds: np.ndarray) -> int:
     left, returns = _between(copies, bounds)
     moved = chunks.moved[away]
     times = np.concatenate((chunks.start, chunks.done, chunks.end, left, returns))
+    # Without `moved`: the reload has allocated it again.
     last = -chunks.held - chunks.grows
     change = np.concatenate((chunks.held, chunks.grows, last, -moved, moved))
     # At equal times frees come before allocations.
@@ -391,6 +396,7 @@ def _fit(events: _Events, limit: int, row: np.ndarray) -> bool:
         if turn == _LEAVES and made.begun[events.chunk[at]] == NONE:
             late[listed] = at
             listed += 1
+        # Behind a waiting event, later ones wait too: overtaking could starve it.
         elif turn in (_FORWARD, _RETURNS) and (first < last or not _fits(events, made, at, limit)):
             waiting[last] = at
             last += 1
@@ -438,6 +444,7 @@ def _add(events: _Events, made: _Row, at: int) -> None:
         return
     chunk, turn = events.chunk[at], events.turn[at]
     release = events.release_of[chunk]
+    # Its memory must be free before it is allocated a second time.
     if turn == _RETURNS and not made.ran[release]:
         _append(events, made, release)
     _append(events, made, at)
@@ -457,6 +464,7 @@ def _append(events: _Events, made: _Row, at: int) -> None:
 def _make_room(events: _Events, made: _Row, at: int, limit: int) -> bool:
     """Reload the activations of a B; return whether they and the B's memory fit."""
     chunk = events.chunk[at]
+    # F is still in the queue, so B cannot run at all.
     if made.begun[chunk] == NONE:
         return False
     reload = events.reload_of[chunk]
@@ -559,6 +567,7 @@ class OffloadSearch(PlacementSearch):
         ample = [limit + problem.in_host for limit in problem.limits]
         is_scarce = level < 1 and any(map(lt, ample, most))
         least = least_memory(problem.costs, problem.placement, devices, slices)
+        # At least the minimum of any schedule, so that `make_problem` finds an order.
         limits = [
             max(need, limit + level * (max(limit, min(each)) - limit))
             for need, limit, *each in zip(least, problem.limits, most, ample, strict=True)

@@ -156,6 +156,7 @@ class PlacementSearch:
         """
         # With more devices a step costs more, so fewer orders share the budget.
         starts = STARTS if self.problem.num_devices <= 8 else STARTS // 2
+        # The first maker, the published blocks, needs no search steps.
         makers = self._makers(budget)
         cyclic = [each for made in run(_call, makers if budget else makers[:1]) for each in made]
         found = [each for made in run(self._candidates, cyclic) for each in made]
@@ -206,6 +207,7 @@ class PlacementSearch:
         held = problem.costs.held_after_forward_bytes
         each = [sum(held[stage] for stage in own) for own in stages]
         most = [devices * one for one in each]
+        # `of_slices` delays B and W by slices - 1 slices, which stay in memory for longer.
         room = [y - (slices - 1) * one for y, one in zip(rooms, each, strict=True)]
         limits = [max(x, min(y, z)) for x, y, z in zip(least, room, most, strict=True)]
 
@@ -230,8 +232,10 @@ class PlacementSearch:
         """
         problem, m, k = self.problem, self.problem.num_microbatches, cyclic.microbatches
         least, most = cyclic.reach()
+        # Complete periods of the shortened order, besides its warm-up and cool-down.
         full = max(-(-8 // problem.slices), problem.num_devices // k, 2)
         short = most - least + (full + 1) * k
+        # The rest is then a multiple of the period, as `splice` requires.
         short += (m - short) % k
         window = cyclic.window(short) if short < m else None
         if window is None:
@@ -250,6 +254,7 @@ class PlacementSearch:
             # If a group has as many slices as devices, messages leave gaps shorter than a pass in
             # every round, which the local search does not close.
             starts[name + ", filled at once"] = fill(problem, row, m, delay=EIGHTHS)
+        # An empty window at the end of each lane: `walk` may then move every pass.
         none = self._shop(short).length
         made = (
             self._made(source, k, short, own, *(window or (none, none)))
@@ -304,6 +309,8 @@ class PlacementSearch:
         again = self._dealt(candidate)
         # Ties change the order too: another arrangement of W opens new moves.
         if again is not None and again.value <= candidate.value:
+            # The refilled order continues the random numbers, or each round would repeat the same
+            # moves.
             again.state.random[0] = candidate.state.random[0]
             candidate.state, candidate.value = again.state, again.value
 
@@ -371,6 +378,7 @@ class PlacementSearch:
             objective=problem.objective,
             value=value,  # simulated: ticks are rounded
             busy=busy,
+            # Rounding can put the bound a last bit above the value of an optimal schedule.
             lower_bound=min(self.bound, value),
             peak=tuple(map(add, held, problem.fixed)),
             source=source,

@@ -139,6 +139,7 @@ def plan(
     if not trades:
         return made
     own, limits = made.schedule.placement, each_limit(limit, num_devices)
+    # A search's bound covers its strategy alone, and this one all strategies of the placement.
     bound = bound_at(dict(owns)[own], own, num_microbatches, limits, goal, made.schedule.slices)
     return replace(made, lower_bound=min(bound, made.value))
 
@@ -178,6 +179,7 @@ def _searches(
             else:
                 begun.append(PlacementSearch(problem, seed, way))
     if not begun:
+        # The message names the least limit that fits on any placement.
         raise min(refused, key=lambda error: error.least)
     return begun
 
@@ -221,6 +223,7 @@ class _Race:
         turns = TURNS_OF_TRADES if self.trades else TURNS
         last = 1 if steps is not None and ends is None else turns
         if steps is None and ends is None:
+            # Given steps or seconds are used in full, unless the order is optimal.
             self.enough = ENOUGH
         stayed: list[_Runner] = []
         try:
@@ -302,6 +305,7 @@ class _Race:
     def _can_win(self, search: PlacementSearch) -> bool:
         """Return whether the lower bound of its placement is below the best order."""
         begun = [each for each in self.searches if each.best is not None]
+        # The values are comparable: in the costs' unit, whatever the ticks of each search.
         return not begun or search.bound * (1 + _SAME) < min(each.value() for each in begun)
 
     def _closed(self, within: float = _SAME) -> bool:
@@ -344,6 +348,7 @@ def _going_on(live: list[_Runner]) -> list[_Runner]:
         for number in range(1, walks)
         for search, each in live
     ]
+    # The originals come first, so a copy never displaces one.
     return (live + copies)[: max(walks, len(live))]
 
 

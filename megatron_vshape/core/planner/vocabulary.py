@@ -308,6 +308,7 @@ class _Dealer:
             kind: [costs.time_us(kind, stage) for stage in stages]
             for kind in (*schedule.kinds, *VOCABULARY)
         }
+        # Assumed only here; the result is simulated without it.
         self.wait_us = {LOSS: patience * self.takes_us[Kind.F][-1]}
         self.changes = {kind: costs.changes(kind) for kind in schedule.kinds}
         self.most = {  # memory that a pass adds while it runs
@@ -349,6 +350,7 @@ class _Dealer:
     def deal(self) -> Schedule:
         left = sum(map(len, self.left))
         # LOOKUP, LOGITS, HEAD_WEIGHT and LOOKUP_WEIGHT of every device and microbatch.
+        # LOOKED_UP and LOSS are no steps of a device: `_sum` adds them with the last part.
         left += 4 * self.schedule.num_devices * self.schedule.num_microbatches
         starts_us, actions = [0.0] * len(self.made), dict[int, _Action]()
         for _ in range(left):
@@ -405,6 +407,7 @@ class _Dealer:
             item = self.joined[self.joins[device]]
             start = max(now, self._arrives(item.made_us, item.device, device))
             options.append(_Action(start, (Pass(item.kind, self.homes[device], item.microbatch),)))
+        # A placeholder that never runs, for a device with no scheduled pass left.
         given = _Action(math.inf, (Pass(HEAD_WEIGHT, self.homes[device], -1),))
         if self.left[device]:
             given = self._action(self.left[device][0], device)
@@ -419,6 +422,7 @@ class _Dealer:
     def _action(self, step: tuple[Pass, ...], device: int) -> _Action:
         """Return the scheduled step; a pass on another resource does not delay the compute lane."""
         ready_us = max(map(self._ready_us, step))
+        # Launched now; `_run` computes when its link runs it.
         if step[0].kind.resource != PROCESSOR and ready_us < math.inf:
             return _Action(self.clock_us[device], step)
         return _Action(max(self.clock_us[device], ready_us), step)
@@ -521,6 +525,8 @@ class _Dealer:
             self._join(_Joined(end, work.microbatch, LOOKUP_WEIGHT, device))
 
     def _join(self, item: _Joined) -> None:
+        # Behind all items that any device has run: their inputs were there before this step's
+        # start, and this item is made at its end.
         insort(self.joined, item)
         self.changed |= self.everywhere
 
@@ -530,6 +536,7 @@ class _Dealer:
         parts = self.parts.setdefault((kind, microbatch), [])
         parts.append(self._arrives(end, device, home))
         # The result of the collective is a pass of its reader only.
+        # Right after its part, because `verify` requires the sum behind it in the row.
         if device == home:
             self.made[home].append(Pass(kind, stage, microbatch))
         if len(parts) == self.schedule.num_devices:
