@@ -76,6 +76,7 @@ class AllocatorSettings:
 
     def rounded(self, size: int) -> int:
         """Round a request to the size of its block."""
+        # As torch's roundup_power2_next_division: steps of 1/divisions of the power of two below.
         divisions = self.roundup_divisions
         if divisions <= 1 or size <= UNIT * divisions or size & (size - 1) == 0:
             return max(UNIT, -(-size // UNIT) * UNIT)
@@ -185,6 +186,7 @@ class Allocator:
         size = self.settings.rounded(size)
         is_small = size <= SMALL
         pool = self._pools.setdefault((is_small, stream), _Pool(is_small))
+        # torch retries in this order, too: cached block, GPU, empty cache, GPU.
         block = self._cached(pool, size) or self._reserve(pool, size)
         if block is None:
             self.empty_cache()
@@ -207,6 +209,7 @@ class Allocator:
             for block in [pool.blocks[address] for _, address in pool.keys]:
                 if block.expandable:
                     self._unmap(block)
+                # Only a complete segment can be returned by cudaFree.
                 elif block.before is None and block.after is None:
                     pool.remove(block)
                     self.reserved -= block.size
@@ -222,6 +225,7 @@ class Allocator:
                 break
             block = pool.blocks[address]
         limit = self.settings.max_split_bytes
+        # As in torch: a block above the limit serves only requests above it, up to 20 MiB smaller.
         if size < limit <= block.size or (size >= limit and block.size >= size + LARGE_SEGMENT):
             return None
         pool.remove(block)
@@ -229,6 +233,7 @@ class Allocator:
 
     def _splits(self, block: Block, size: int) -> bool:
         rest = block.size - size
+        # A smaller rest stays part of the block, as internal fragmentation.
         if block.pool.is_small or self.settings.expandable_segments:
             return rest >= UNIT
         return size < self.settings.max_split_bytes and rest > SMALL
@@ -256,6 +261,7 @@ class Allocator:
         block = self._room(pool, size)
         if not block.mapped and not self._map(block, min(block.size, size)):
             return None
+        # Each mapped range merges with the block before it; the last one is the complete block.
         while block.size < size:
             after = block.after
             assert after is not None
@@ -268,6 +274,7 @@ class Allocator:
     def _room(self, pool: _Pool, size: int) -> Block:
         """Find the first free range with enough addresses, or start an expandable segment."""
         for _, block in sorted(pool.unmapped.items()):
+            # The free end of the mapped pages, to be extended.
             if block.before is not None and block.before.is_free:
                 block = block.before
             found = 0
@@ -337,6 +344,7 @@ def reserved_bytes(
     """
     allocator = Allocator(settings)
     _replay(allocator, lives, emptied)
+    # Without storages that stay: a repeated step would allocate them again.
     step = [each for each in lives if each.born >= last_step and each.died is not None]
     for _ in range(MOST_REPEATS):
         before = allocator.most_reserved

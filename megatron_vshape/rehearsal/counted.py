@@ -63,7 +63,9 @@ def counted_costs(
         kind: [_pass(found[rank], kind, chunk, gpu, rates) for rank, chunk in stages]
         for kind in (Kind.F, Kind.B, Kind.W, Kind.BW)
     }
+    # One value for all devices: the memory that every rank has, and the largest need of graphs.
     beside, first = min(map(_beside, found)) + max(map(_unshared, found)), found[0]
+    # Every stage but the first receives its input.
     received = (0.0,) + (float(first.message_bytes),) * (len(stages) - 1)
     held, left = zip(*map(_held, *(passes[kind] for kind in PARTS), received), strict=True)
     least = max(held) * 1e-6
@@ -77,6 +79,8 @@ def counted_costs(
         amounts["dummy_bytes"] = dummies
     amounts |= _times(passes)
     for kind, ran in passes.items():
+        # The model of costs allocates F's activations at its start; only more than that is
+        # workspace.
         takes = held if kind is Kind.F else (0.0,) * len(ran)
         amounts[kind.works] = tuple(map(_works, ran, takes))
     made = Costs(
@@ -207,6 +211,7 @@ def _hidden(parts: Mapping[str, float], work: Work) -> float:
     gathers = sum(
         number for (_, group, *_), (number, _) in work.exchanges.items() if not is_once(group)
     )
+    # All gathers but the first, as far as there are GEMMs to hide them.
     return min(exchanges * (1 - 1 / max(1, gathers)), parts["products"])
 
 
@@ -224,6 +229,7 @@ def _held(
     its F allocates more than its backward frees. With full recomputation the input of a layer is
     all that it keeps.
     """
+    # B and W add negative amounts.
     adds, freed, last = (float(each.adds_bytes) for each in (forward, backward, weight))
     # The backward allocates a gradient of the input, which is freed once it is sent.
     held = max(min(adds, received - freed - last), received)

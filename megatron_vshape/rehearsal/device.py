@@ -59,9 +59,11 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     yield cuda, "memory_stats", lambda *_: _statistics()
     yield cuda, "mem_get_info", lambda *_: (_gpu().memory_bytes - _now(), _gpu().memory_bytes)
     yield cuda, "device", lambda *_: contextlib.nullcontext()
+    # The same functions have these four names.
     for module in (cuda, cuda.random, torch, torch.random):
         yield module, "get_rng_state", lambda *_, **__: _rng_state()
         yield module, "set_rng_state", lambda *_, **__: None
+    # Indexed by local rank; 72 GPUs are the largest NVLink domain.
     yield cuda, "default_generators", (_Generator(),) * 72
     for name in "manual_seed manual_seed_all".split():
         yield cuda, name, lambda *_: None
@@ -172,6 +174,7 @@ def _device_of(self: Any) -> torch.device:
     The distinction is necessary because many tensors are created on the device of another tensor.
     """
     fake: torch.device = _true_device(self)
+    # Frame 1 is the code that reads the attribute.
     if fake.type != "cpu" or str(sys._getframe(1).f_globals.get("__name__", "")).startswith(
         "torch"
     ):
@@ -245,6 +248,7 @@ def _alias(set_: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if ledger is None or args or kwargs or not isinstance(source, torch.UntypedStorage):
             return set_(self, source, *args, **kwargs)
         with ledger.outside():
+            # The source's memory is counted already, so that of this view is not.
             size = source.nbytes() // self.element_size()
             self.data = torch.empty(size, dtype=self.dtype, device="cuda")
         self.alias_of = source  # type: ignore[attr-defined]
@@ -290,6 +294,8 @@ def _moved(to: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(to)
     def run(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         device = kwargs.get("device", args[0] if args else None)
+        # `to(other)` uses the other tensor's device; a dtype in this position matches no case
+        # below.
         if isinstance(device, Tensor):
             device = "cuda" if not _lies_on_host(device) else "cpu"
         source = self
@@ -311,6 +317,7 @@ def _apply(self: torch.nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool 
             with torch.no_grad():
                 made = fn(parameter)
             if made is not parameter:
+                # The parameter object stays: optimizers and hooks refer to it.
                 parameter.data = made
     for key, buffer in self._buffers.items():
         if buffer is not None:

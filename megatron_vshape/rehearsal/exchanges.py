@@ -84,6 +84,7 @@ def start(rank: int, world: int) -> None:
 @functools.cache
 def _fake_groups(new_group: Callable[..., Any]) -> Callable[..., Any]:
     def new(ranks: Any = None, *unused: Any, **options: Any) -> Any:
+        # Without options of NCCL, which the fake backend rejects.
         kept = ("group_desc", "use_local_synchronization")
         return new_group(
             ranks, backend="fake", **{name: options[name] for name in kept if name in options}
@@ -98,6 +99,7 @@ def _exchange(name: str, place: int, key: str) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if Current.ledger is not None:
             given = args[place] if len(args) > place else kwargs.get(key)
+            # Bytes of the larger side, from which `hops` derives those on each link.
             sent = given if isinstance(given, list | tuple) else (given,)
             size = sum(each.numel() * each.element_size() for each in tensors_in(sent))
             count(name, kwargs.get("group"), size)
@@ -131,6 +133,7 @@ def _of(group: Any) -> tuple[int, int]:
 
 def _batch(operations: list[Any]) -> list[Done]:
     for each in operations:
+        # The replaced isend or irecv, which counts the message.
         each.op(each.tensor, group=each.group)
     return [Done() for _ in operations]
 
@@ -141,4 +144,5 @@ def _coalescing(*unused: Any, **options: Any) -> Iterator[Done]:
 
 
 def _all_gather_object(out: list[Any], value: Any, group: Any = None) -> None:
+    # All ranks are assumed to have this rank's value.
     out[:] = [value] * len(out)

@@ -93,6 +93,7 @@ class Ledger(TorchDispatchMode):
         self._has_logits = False
         self._known: dict[Key, Operation] = {}
         self._copies: dict[int, list[Record]] = {}
+        # None: in host memory; _EMPTY: on the GPU without memory of torch's allocator.
         self._live: dict[int, tuple[Any, Record | None]] = {}
         self._inside = self._device = self._local = self._local_at = 0
         self._handles: set[bool] = set()
@@ -117,6 +118,7 @@ class Ledger(TorchDispatchMode):
         self._change(size)
 
     def _record(self, size: int, shape: tuple[int, ...]) -> Record:
+        # Born before its event, which `_change` counts: alive if born < clock <= died.
         record = Record(size, self.clock, NEVER, self.phase, self.place, shape)
         record.graphed = self.graphed
         self.pool += size * record.graphed
@@ -153,6 +155,7 @@ class Ledger(TorchDispatchMode):
             return
         self._end(record)
         size = rounded(storage.nbytes())
+        # Another record, because the allocator frees the old block and allocates a new one.
         fresh = self._record(size, record.shape) if size else _EMPTY
         fresh.what = record.what
         self._live[storage._cdata] = reference, fresh
@@ -178,6 +181,7 @@ class Ledger(TorchDispatchMode):
             self._beside += sizes
         if self._inside or not sizes:
             return
+        # Allocated and freed at once: they affect the peak and the replay of the allocator.
         records = [self._record(rounded(size), ()) for size in sizes]
         self._change(sum(each.size for each in records))
         for each in records:
@@ -226,6 +230,7 @@ class Ledger(TorchDispatchMode):
         self._inside -= 1
         if not self._inside:
             for each in self.records[self._kernel_start :]:
+                # Registers or shared memory in the real kernel; its results outlive it.
                 each.fused = each.died < NEVER
             self.mark()
             sizes, self._beside = self._beside, ()
@@ -244,6 +249,7 @@ class Ledger(TorchDispatchMode):
         """Set the phase of allocations in this context, and record the memory at both ends."""
         before, self.phase = self.phase, phase
         outer = self._local, self._local_at
+        # The phase's peak starts from the current memory.
         self._local, self._local_at = self.now, self.clock
         begun, earlier, before_bytes = self.seconds(self.work), self.work.copy(), self.now
         clock = self.clock
@@ -282,6 +288,7 @@ class Ledger(TorchDispatchMode):
 
     def cublas(self) -> None:
         """Count torch's cuBLAS workspaces: one for forward, one for the autograd thread."""
+        # On a GPU, autograd runs in another thread, with a cuBLAS handle and workspace per thread.
         backward = torch._C._current_graph_task_id() != -1
         if backward not in self._handles:
             self._handles.add(backward)
@@ -308,10 +315,12 @@ class Ledger(TorchDispatchMode):
             return _META if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
         wrapped = next((each for each in types if each not in _FAKE and _is_quantized(each)), None)
         if wrapped is not None:  # its inner operations must be counted, too
+            # Modes are off inside their dispatch function.
             with self:
                 return wrapped.__torch_dispatch__(func, types, args, kwargs or {})
         self.operations += 1
         key = key_of(func, args, kwargs)
+        # Without a key, an argument such as `out` or a constant matters: torch infers each call.
         known = self._known.get(key) if key is not None else None
         if known is None:
             return self._infer(func, args, kwargs, key)
@@ -356,6 +365,7 @@ class Ledger(TorchDispatchMode):
         self.pass_by(*scratch)
         if func in GEMMS:
             self._gemm(args)
+        # Neither new storage nor a write: a view, which launches no kernel.
         elif (makes or func._schema.is_mutable) and func not in _NO_KERNEL:
             self._move(moved_bytes)
 
@@ -376,6 +386,7 @@ class Ledger(TorchDispatchMode):
         at_output = self.place.endswith(OUTPUT_LAYER) or self.phase.startswith("S ")
         if not (product and at_output or self._has_logits):
             return
+        # A GEMM with logits as input is the output layer's backward: its results are no logits.
         sizes = {each.numel() for each in tensors_in(args) if self._is_logits(each)}
         for each in made:
             if (at_output and not sizes) if product else each.numel() in sizes:
@@ -390,10 +401,12 @@ class Ledger(TorchDispatchMode):
 
     def _gemm(self, args: Any) -> None:
         self.cublas()
+        # `addmm` and `baddbmm` have a bias first.
         *_, left, right = (each for each in args if isinstance(each, Tensor))
         batch = left.shape[0] if left.dim() == 3 else 1
         rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
         if left.dim() == 3:
+            # In Megatron's models, batched GEMMs are those of unfused attention.
             self.attention(2.0 * batch * rows * inner * columns, str(left.dtype)[6:])
         else:
             self.product(str(left.dtype).removeprefix("torch."), rows, inner, columns)
@@ -464,6 +477,7 @@ _OURS = ("/megatron_vshape/", "/torch/")
 
 def _code() -> str:
     """Return the line of Megatron or Transformer Engine that allocates: `file:line function`."""
+    # Past this function, `_record` and `add`.
     frame: FrameType | None = sys._getframe(3)
     while frame is not None:
         short = _library_file(frame.f_code.co_filename)

@@ -109,6 +109,7 @@ def rehearse(job: RankJob) -> RankReport | CheckedRank:
     # As `python SCRIPT` does, for imports of modules next to the script.
     sys.path.insert(0, str(Path(job.script).parent))
     with ExitStack() as stack:
+        # The last mode sees an operation first: the ledger, around the inference of fake tensors.
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(ledger)
         run.install()
@@ -181,6 +182,7 @@ class _Run:
 
     def scale(self, microbatches: int, traced: int, ranks: int, chunks: int) -> Scale:
         """Return the factors from counted work to a full step, and how kernels are launched."""
+        # Before Megatron has parsed its arguments, the defaults below apply.
         given: Any = self.args or object()
         graphs = getattr(given, "cuda_graph_impl", "none") == "full_iteration"
         beside = bool(getattr(given, "overlap_moe_expert_parallel_comm", False))
@@ -246,11 +248,13 @@ class _Run:
 
     def _name(self, optimizer: Any) -> None:
         """Set the purpose of existing storages: weights, gradients or optimizer."""
+        # By phase first, because some storages have no tensor in the lists below.
         for record in self.ledger.held_at(self.ledger.clock):
             record.what = {"model": "weights", "optimizer": "optimizer"}.get(record.phase, "")
         own = [each for chunk in self.chunks for each in chunk.parameters()]
         weights = set(map(id, own))
         stepped = [each for group in optimizer.param_groups for each in group["params"]]
+        # The last name counts: an optimizer may step views of the weights.
         named = {
             "gradients": [*_main_grads(own), *_grad_buffers(self.chunks)],
             "optimizer": _parts_of(each for each in stepped if id(each) not in weights),
@@ -269,6 +273,8 @@ class _Run:
             self.few = self.many  # a schedule is made for one number
         else:
             ranks = self.args.pipeline_model_parallel_size
+            # 1F1B has at most `ranks` microbatches in flight, so twice that number includes the
+            # peak.
             self.few = min(self.many, 2 * ranks if ranks > 1 else 2)
         self.traced = min(self.few, self._needed_microbatches() or self.few)
         return self.traced
@@ -293,6 +299,7 @@ class _Run:
     def _train_step(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Cycles that Python has not collected yet would count as memory between two steps.
         gc.collect()
+        # Only after the first step: this function runs at the start of each.
         if self.ledger.phase == "step":
             self.held.append(self.ledger.now)
             self.held_parts = _parts(self.ledger.held_at(self.ledger.clock), self.ledger.now)
@@ -303,6 +310,7 @@ class _Run:
         self.peaks.append(self.ledger.peak)
         self.ledger.begin_step()
         self.passes.begin_step()
+        # train_step(forward_step_func, data_iterator, model, optimizer, ...).
         optimizer: Any = kwargs["optimizer"] if "optimizer" in kwargs else args[3]
         step = optimizer.step
 
@@ -332,6 +340,7 @@ class _Run:
         scale = self.scale(many, self.few, ranks, max(len(self.chunks), 1))
         ran = [each for each in ledger.passes if len(each.phase.split()) == 3]
         keys = repeated((each.phase, each.did) for each in ran)
+        # The last microbatch of each chunk, because the first one also casts weights.
         last = [each.did for each in ran if each.phase.split()[2] == str(self.traced - 1)]
         work = ledger.work.plus(self.repeated_work, self.few - self.traced)
         work = work.repeating(keys, last, self.few)
@@ -382,6 +391,8 @@ class _Run:
         lives = [
             Lifetime(each.size, each.born, None if each.died == NEVER else each.died)
             for each in self.ledger.records
+            # Neither is in the general pool: fused storages never exist, graphs have a private
+            # pool.
             if each.size and not (each.fused or each.graphed)
         ]
         registers = bool(getattr(self.args, "nccl_ub", False))
@@ -463,6 +474,7 @@ def _dummy_bytes(chunk: Any) -> int:
 def _message_bytes(args: Any) -> int:
     """Return the bytes of a microbatch's P2P message."""
     shards = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    # With sequence parallelism each tensor-parallel rank sends its shard, otherwise all of it.
     tokens = args.seq_length * args.micro_batch_size // (shards * args.context_parallel_size)
     return int(tokens * args.hidden_size * args.params_dtype.itemsize)
 
@@ -496,6 +508,7 @@ def _parts(records: list[Record], peak: int) -> dict[str, int]:
     parts = dict.fromkeys(PARTS, 0)
     for each in records:
         parts[_part_of(each)] += each.size
+    # Memory without a record, so that the parts add up to the peak.
     parts["rest"] += peak - sum(parts.values())
     return parts
 
@@ -520,7 +533,9 @@ def _over_time(
     changes.sort()
     held, at = dict.fromkeys(HELD_BY, 0), 0
     found: dict[int, dict[str, int]] = {}
+    # By clock: the peak of an outer phase can be earlier than entries before it.
     for index in sorted(range(len(curve)), key=lambda index: curve[index][2]):
+        # An event at clock c is visible from c + 1 on, as in `Ledger.held_at`.
         while at < len(changes) and changes[at][0] < curve[index][2]:
             held[changes[at][2]] += changes[at][1]
             at += 1
@@ -603,6 +618,8 @@ class _Passes:
         with self._ledger.during(f"F {chunk} {at}"):
             made = call(*args, **kwargs)
         for each in tensors_in((made,)):
+            # The backward gets this output tensor, which identifies its chunk and microbatch: the
+            # order of interleaved backwards would not. Megatron keeps the tensor until then.
             self._made[id(each)] = f"{chunk} {at}"
         return made
 

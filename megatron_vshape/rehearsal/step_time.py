@@ -110,11 +110,13 @@ def step_time(work: Work, gpu: Gpu, scale: Scale, rates: Rates | None = None) ->
     on_gpu = sum(parts.values())
     host = 0.0 if scale.graphs else work.kernels * _launch_us(gpu, reached) * 1e-6
     parts["host"] = (on_gpu**_SHARPNESS + host**_SHARPNESS) ** (1 / _SHARPNESS) - on_gpu
+    # Per microbatch.
     each = {name: took / scale.traced for name, took in parts.items()}
     if scale.ranks > 1:
         each["host"] += scale.chunks * pass_us(gpu, scale, reached) * 1e-6
     microbatch = sum(each.values())
     parts = {name: took * scale.microbatches for name, took in each.items()}
+    # The bubble of (interleaved) 1F1B: ranks - 1 passes of one chunk, forward and backward.
     parts["idle"] = microbatch * (scale.ranks - 1) / scale.chunks
     parts["optimizer"] = optimizer_s(work, gpu, reached)
     # Gradients of a chunk are reduced while the chunks before it still run backward.
@@ -175,7 +177,9 @@ def products_s(work: Work, gpu: Gpu, rates: Rates) -> float:
     for (number_format, rows, inner, columns, at), number in work.products.items():
         width, peak, share = _of_format(number_format, gpu, rates)
         tiles = math.ceil(rows / _TILE) * math.ceil(columns / _TILE)
+        # Partial tiles cost as much as complete ones.
         flops = 2.0 * tiles * _TILE**2 * (inner + _DEPTH_HALF)
+        # Inputs in their format, and a 16-bit result.
         moved = width * inner * (rows + columns) + 2.0 * rows * columns
         each = max(flops / peak / share, moved / gpu.memory_rate / rates.memory)
         took += number * at * each
@@ -222,6 +226,7 @@ def _waited_s(work: Work, gpu: Gpu, rates: Rates, scale: Scale, computes: float)
         if not _costs_time(key) or is_once(key[1]):
             continue
         took = _took_s(key, sent, gpu, rates)
+        # Collectives once per step are skipped above, so these are FSDP's per-layer gathers.
         if of_replicas(key[1]):
             replicas += took  # FSDP, in every microbatch
         elif "EXPERT" in key[1]:
@@ -235,6 +240,7 @@ def _waited_s(work: Work, gpu: Gpu, rates: Rates, scale: Scale, computes: float)
 
 def _costs_time(key: ExchangeKey) -> bool:
     kind, _, ranks, _ = key
+    # P2P overlaps with other passes; `idle` and plans model its effect.
     return ranks > 1 and kind not in _FREE
 
 
@@ -242,6 +248,7 @@ def _took_s(key: ExchangeKey, sent: Sequence[float], gpu: Gpu, rates: Rates) -> 
     (kind, _, ranks, span), (number, size) = key, sent
     hops = hops_of(kind, ranks, span, size, gpu.node)
     near = rates.dispatch if kind.startswith((DISPATCH, "all_to_all")) else rates.wire
+    # Both kinds of links transfer at the same time.
     took = max(hops.near / gpu.near_rate / near, hops.far / gpu.far_rate / rates.network)
     return took + number * rates.exchange_us * 1e-6
 

@@ -61,6 +61,7 @@ def functions() -> dict[str, Callable[..., Any]]:
         "fused_score_for_moe_aux_loss_fwd": _scores,
         "fused_moe_aux_loss_fwd": _aux_loss,
         "fused_moe_aux_loss_bwd": _aux_loss_bwd,
+        # TE's mask has one bit per value.
         "dropout_fwd": lambda x, p, *_: (_like(x), torch.empty(x.numel() // 8, dtype=torch.uint8)),
         "dropout_bwd": lambda dy, *_: _like(dy),
         "thd_read_half_tensor": _half,
@@ -153,6 +154,7 @@ class Userbuffer:
 def _kernel(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function as one kernel on the GPU, and count it."""
     counts_itself = "gemm" in name or "attn" in name
+    # multi_tensor functions get (chunk size, overflow flag, lists, ...).
     lists_at = 2 if "multi_tensor" in name else None
 
     @functools.wraps(function)
@@ -163,6 +165,7 @@ def _kernel(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         with ledger.kernel(), ledger.on_host(False):
             out = function(*args, **kwargs)
         if not counts_itself:
+            # Counted a second time, because these kernels both read and write their lists.
             lists = args[lists_at] if lists_at is not None and len(args) > lists_at else ()
             ledger.moved(args, (out,), lists if isinstance(lists, list | tuple) else ())
         return out
@@ -205,6 +208,8 @@ def generic_gemm(
     rows, inner, columns = _product_sizes(a, transpose_a, b, transpose_b)
     _count(a, rows, inner, columns)
     if out is None:
+        # A transposed B is the weight gradient, [out, in]; other results keep B's leading
+        # dimensions.
         shape = (rows,) if transpose_b else tuple(_shape(b)[:-1])
         out = _quantized(quantizer, _empty(*shape, columns, dtype=_out_dtype(out_dtype, b)))
     bias_grad = None
@@ -242,6 +247,7 @@ def _shape(x: Any) -> tuple[int, ...]:
 
 
 def _product_sizes(a: Any, transpose_a: bool, b: Any, transpose_b: bool) -> tuple[int, int, int]:
+    # cuBLAS computes column-major A B, which is B A for torch's row-major tensors.
     left, right = _flat(_shape(b)), _flat(_shape(a))
     rows, inner = (left[1], left[0]) if transpose_b else left
     return rows, inner, right[0] if transpose_a else right[1]
@@ -327,6 +333,7 @@ def fused_attn_fwd(queries: int, keys: int, is_training: bool, *args: Any) -> li
     q, k, v = _wide(args)[:3]
     batch, heads = _batch(args, q), q.shape[-2]
     seen = _keys_seen(args, keys)
+    # Two GEMMs: scores over the width of a query, output over that of a value.
     _count_attention(q, 2.0 * batch * heads * queries * seen * (q.shape[-1] + v.shape[-1]))
     dtype = q.dtype if q.dtype.is_floating_point else torch.bfloat16
     out = _empty(*q.shape[:-1], v.shape[-1], dtype=dtype)
@@ -354,6 +361,7 @@ def fused_attn_bwd(queries: int, keys: int, *args: Any) -> list[Any]:
         each_head = heads // k.shape[-2] * (k.numel() + v.numel()) * k.element_size()
         shared = each_head if k.shape[-2] < heads else 0
         Current.ledger.pass_by(4 * q.numel() + 4 * batch * heads * queries + shared)
+    # Five GEMMs to the forward's two: the scores again, dV, dP, dQ and dK.
     _count_attention(q, 5.0 * batch * heads * queries * seen * (q.shape[-1] + v.shape[-1]))
     return [_like(q), _like(k), _like(v), None, _like(offset[0]) if offset else None]
 
@@ -361,6 +369,7 @@ def fused_attn_bwd(queries: int, keys: int, *args: Any) -> list[Any]:
 def _keys_seen(args: tuple[Any, ...], keys: int) -> float:
     """Return the number of keys per query: half of them (causal), or those of its window."""
     for each in args:
+        # The window (left, right); a negative left is unlimited.
         if isinstance(each, list | tuple) and len(each) == 2 and type(each[0]) is int:
             return min(keys / 2, each[0] + 1) if each[0] >= 0 else keys / 2
     return keys / 2
@@ -377,6 +386,7 @@ def _wide(args: tuple[Any, ...]) -> list[Any]:
 
 def _batch(args: tuple[Any, ...], q: Tensor) -> int:
     for each in args:
+        # Cumulative sequence lengths, one more than sequences; without them q is [s, b, h, d].
         if isinstance(each, Tensor) and each.dim() == 1 and each.dtype == torch.int32:
             return int(each.shape[0]) - 1
     return int(q.shape[1])
