@@ -24,6 +24,7 @@ import measured_table
 import rehearsed_table
 import steps_table
 import yaml
+from grid_search import GRID, load_published
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
@@ -46,14 +47,12 @@ from megatron_vshape.tuning.files import Cluster, ModelFile, load, load_sweep, o
 from megatron_vshape.tuning.machine import Machine
 from megatron_vshape.tuning.predictor import Predictor
 from megatron_vshape.tuning.ranking import kendall_tau
-from megatron_vshape.tuning.report import load_published
 from megatron_vshape.view.names import display_name
 
 ROOT = Path(__file__).resolve().parents[1]
 EVIDENCE = ROOT / "benchmarks" / "evidence"
 COUNTED = EVIDENCE / "counted_sets.json"
 CONFIGS = ROOT / "configs"
-GRID = CONFIGS / "sweeps" / "grid_98b_a100.yaml"
 MOST_GROUPS = 16  # of as many microbatches as devices, that a fit tries
 HOST_STEP_US, MOST_HOST_US = 10, 1000  # of a pass, that a fit tries
 
@@ -372,7 +371,7 @@ def grid_search() -> Iterator[str]:
     predictor = Predictor(loaded.subject, machine, counts, loaded.sweep.post_validation)
     roomy = replace(predictor, headroom_bytes=-machine.gpu.memory_bytes)
     batches = {each.sequence_length: each.global_batch_size for each in loaded.sweep.workloads}
-    published = load_published(GRID.with_name(f"{GRID.stem}_published.csv"))
+    published = load_published()
     cells, ours, theirs, groups = [], [], [], []
     for each in published:
         if each.mfu_percent is None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megatron_vshape.tuning.grid import Dropped, Expanded
     from megatron_vshape.tuning.predictor import Prediction, Predictor
     from megatron_vshape.tuning.ranking import Pruned
-    from megatron_vshape.tuning.report import Published, Row
+    from megatron_vshape.tuning.report import Row
 
 NEEDED = ("pydantic", "yaml", "rich")
 _TARGETS = {"csv": (".csv",), "figure": FIGURE_SUFFIXES}
@@ -77,12 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Results database (default: runs/sweep-NAME/results.db)",
     )
     output.add_argument(
-        "--compare",
-        type=Path,
-        metavar="FILE.csv",
-        help="Published figures to print next to the predicted; needs --predict-only",
-    )
-    output.add_argument(
         "--csv", type=Path, metavar="FILE.csv", help="Table of all combinations to write"
     )
     output.add_argument(
@@ -111,7 +105,6 @@ def run(options: argparse.Namespace) -> int:
 
     from megatron_vshape.tuning.files import load_sweep
     from megatron_vshape.tuning.ranking import prune
-    from megatron_vshape.tuning.report import load_published
 
     console = Console()
     if not console.is_terminal:
@@ -124,7 +117,6 @@ def run(options: argparse.Namespace) -> int:
         return _report(loaded, console, options)
     if not options.predict_only:
         _check_can_launch(loaded, options.dry_run)
-    published = load_published(options.compare) if options.compare is not None else None
     predictor, predictions = _predict(loaded, console, options)
 
     chosen = prune(predictions, loaded.sweep.pruning)
@@ -137,7 +129,7 @@ def run(options: argparse.Namespace) -> int:
         dry_run(loaded, predictor, chosen.run, _results_path(loaded, options).parent, print)
         return 0
     if options.predict_only:
-        return _report_predictions(console, loaded, predictions, published, options)
+        return _report_predictions(console, loaded, predictions, options)
     return _launch(console, loaded, predictor, predictions, chosen, options)
 
 
@@ -164,10 +156,6 @@ def _say(console: "Console", text: str) -> None:
 
 def _check_targets(options: argparse.Namespace) -> None:
     """Raise ScheduleError for files that cannot be written or read, before predicting."""
-    if options.compare is not None and not options.predict_only:
-        raise ScheduleError(
-            "--compare requires --predict-only: it prints published next to predicted figures"
-        )
     check_targets(options, _TARGETS)
     if options.figure is not None:
         check_can_draw("--figure")
@@ -267,10 +255,9 @@ def _report_predictions(
     console: "Console",
     loaded: "Loaded",
     predictions: "Sequence[Prediction]",
-    published: "Sequence[Published] | None",
     options: argparse.Namespace,
 ) -> int:
-    from megatron_vshape.tuning.report import best_rows, comparison_table, memory_lines, rows_of
+    from megatron_vshape.tuning.report import best_rows, memory_lines, rows_of
 
     rows = rows_of(predictions)
     title = f"{loaded.subject.name} on {loaded.cluster.name}: the best predicted of each schedule"
@@ -278,11 +265,6 @@ def _report_predictions(
     for line in memory_lines(rows):
         _say(console, line)
     _write_files(rows, loaded, options.csv, options.figure)
-    if published is not None:
-        table, same = comparison_table(best_rows(rows), published)
-        console.print(table)
-        console.print(f"every winner is the published one: {'yes' if same else 'no'}")
-        return 0 if same else 1
     return 0
 
 

@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
-from rich.markup import escape
 from rich.table import Table
 
-from megatron_vshape.core.model.files import read_text
 from megatron_vshape.core.paper.catalogue import EVERY_NAME
 from megatron_vshape.tuning.configurations import GIVEN, NONE, Configuration, SweepError
-from megatron_vshape.tuning.files import MAX_FILE_BYTES
 from megatron_vshape.tuning.predictor import Prediction, Predictor, Verdict
 from megatron_vshape.tuning.ranking import kendall_tau, pareto
 from megatron_vshape.tuning.results import Outcome, Result, Status
@@ -221,99 +218,6 @@ def _both(
         "-" if each is None else f"{each * scale:.{digits}f}" for each in (measured, predicted)
     ]
     return f"{texts[0]} ({texts[1]})" if row.ran else texts[1]
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """A published result for comparison; no MFU if it ran out of memory."""
-
-    sequence_length: int
-    schedule: str
-    mfu_percent: float | None
-    parallel: str
-
-
-def load_published(path: Path) -> list[Published]:
-    """Load a CSV with sequence_length, schedule, mfu_percent (or OOM) and parallel.
-
-    Raises:
-        ScheduleError: the file cannot be read or has other columns.
-    """
-    text = read_text(path, "the file", MAX_FILE_BYTES)
-    lines = (line for line in text.splitlines() if not line.startswith("#"))
-    try:
-        return [
-            Published(
-                int(row["sequence_length"]),
-                row["schedule"],
-                None if row["mfu_percent"] == "OOM" else _percent(row["mfu_percent"]),
-                escape(row["parallel"]),
-            )
-            for row in csv.DictReader(lines)
-        ]
-    except (KeyError, ValueError, TypeError, AttributeError, csv.Error) as error:
-        raise SweepError(
-            f"{path} must have the columns sequence_length, schedule, mfu_percent and parallel: "
-            f"{error!s:.200}"
-        ) from None
-
-
-def _percent(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 100:
-        raise ValueError(f"mfu_percent is {text!r:.40}; it must be from 0 to 100, or OOM")
-    return value
-
-
-def comparison_table(rows: Sequence[Row], published: Sequence[Published]) -> tuple[Table, bool]:
-    """Return a table of predicted and published results, and whether all winners are equal."""
-    title = "best MFU in % and its DP TP PP microbatch size: predicted and published"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for name in ("sequence", "schedule"):
-        table.add_column(name, no_wrap=True)
-    for name in ("predicted", "published", "difference"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("predicted", "published", "winner"):
-        table.add_column(name, no_wrap=True)
-    # Published results do not specify a batch size, so compare with the best over all batch sizes.
-    ours = {
-        (row.configuration.sequence_length, row.configuration.schedule): row
-        for row in sorted(rows, key=_rank)
-    }
-    same = True
-    for length in dict.fromkeys(each.sequence_length for each in published):
-        group = [each for each in published if each.sequence_length == length]
-        missing = next((each for each in group if (length, each.schedule) not in ours), None)
-        if missing is not None:
-            raise SweepError(
-                f"--compare has {missing.schedule!r:.40} at sequence length {length}, which the "
-                "sweep does not predict"
-            )
-        theirs = max(group, key=lambda each: each.mfu_percent or 0.0).schedule
-        candidates = [ours[length, each.schedule] for each in group]
-        found = max(candidates, key=lambda row: row.best_mfu).configuration.schedule
-        same &= theirs == found
-        marks = {theirs: "both"} if theirs == found else {theirs: "published", found: "predicted"}
-        for each, row in zip(group, candidates, strict=True):
-            name, mark = display_name(each.schedule), marks.get(each.schedule, "")
-            table.add_row(str(length), name, *_compare(row, each), mark)
-        table.add_section()
-    return table, same
-
-
-def _compare(row: Row, published: Published) -> list[str]:
-    it = row.configuration
-    ours = None if row.predicted_mfu is None else 100 * row.predicted_mfu
-    theirs = published.mfu_percent
-    difference = "" if ours is None or theirs is None else f"{ours - theirs:+.2f}"
-    sizes = (it.data_parallel, it.tensor_parallel, it.pipeline_parallel, it.microbatch_size)
-    return [
-        "out of memory" if ours is None else f"{ours:.2f}",
-        "out of memory" if theirs is None else f"{theirs:.2f}",
-        difference,
-        "-" if ours is None else " ".join(map(str, sizes)),
-        published.parallel,
-    ]
 
 
 def write_csv(rows: Iterable[Row], path: Path) -> None:

@@ -59,17 +59,6 @@ def test_predict_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
-def test_comparison_tells_a_winner_that_differs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    published = tmp_path / "published.csv"
-    published.write_text(
-        "sequence_length,schedule,mfu_percent,parallel\n64,1f1b,50,1 1 2 1\n64,v-half,OOM,-\n"
-    )
-    assert call(write_sweep(tmp_path), "--predict-only", "--compare", published) == 1
-    assert "every winner is the published one: no" in capsys.readouterr().out
-
-
 def test_dry_run_prints_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(write_sweep(tmp_path), "--dry-run") == 0
     lines = capsys.readouterr().out.splitlines()
@@ -158,16 +147,6 @@ def test_a_share_of_the_memory_is_kept_free_unless_said_otherwise(
     with pytest.raises(ScheduleError, match="none of the 1 combinations fits"):
         call(path, "--predict-only")
     assert "4% of every GPU's memory is kept free" in capsys.readouterr().out
-
-
-def test_published_file_with_other_columns(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    published = tmp_path / "published.csv"
-    published.write_text("a,b\n1,2\n")
-    with pytest.raises(ScheduleError, match="must have the columns sequence_length, schedule"):
-        call(write_sweep(tmp_path), "--predict-only", "--compare", published)
-    assert "predicting" not in capsys.readouterr().out  # which may take minutes
 
 
 def test_sbatch_script(tmp_path: Path) -> None:
@@ -279,11 +258,6 @@ def test_a_trainer_that_is_not_there_is_told_before_predicting(
             ScheduleError, match=r"run\.script gone\.py is no file in .*: start the"
         ):
             call(path, "--results", tmp_path / "results.db", *more)
-
-
-def test_published_figures_stand_beside_predicted_ones_only(tmp_path: Path) -> None:
-    with pytest.raises(ScheduleError, match="--compare requires --predict-only"):
-        call(write_sweep(tmp_path), "--compare", tmp_path / "published.csv")
 
 
 def test_launching_without_submitit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

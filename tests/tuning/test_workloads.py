@@ -17,9 +17,7 @@ from megatron_vshape.tuning.ranking import prune
 from megatron_vshape.tuning.report import (
     _looks,
     best_rows,
-    comparison_table,
     draw_pareto,
-    load_published,
     parallel,
     result_tables,
     rows_of,
@@ -125,19 +123,6 @@ def test_the_front_names_configurations_and_tells_schedules_apart(
 
 def rgb(colour: str) -> tuple[int, ...]:
     return tuple(bytes.fromhex(colour[1:]))
-
-
-@pytest.mark.parametrize("backwards", [False, True])
-def test_published_figures_know_no_batch(
-    two_batches: list[Prediction], tmp_path: Path, backwards: bool
-) -> None:
-    path = tmp_path / "published.csv"
-    path.write_text("sequence_length,schedule,mfu_percent,parallel\n64,v-half,50,1 1 2 1\n")
-    rows = best_rows(rows_of(two_batches))
-    table, same = comparison_table(rows[::-1] if backwards else rows, load_published(path))
-    assert same
-    best = max(row.best_mfu for row in rows)
-    assert list(table.columns[2].cells) == [f"{100 * best:.2f}"]
 
 
 def test_a_plan_is_made_for_each_batch(tmp_path: Path) -> None:
