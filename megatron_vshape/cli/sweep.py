@@ -10,11 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_vshape.cli.files import (
-    FIGURE_SUFFIXES,
-    check_can_draw,
     check_installed,
     check_targets,
-    is_installed,
 )
 from megatron_vshape.cli.hardware import add_headroom_argument, headroom_bytes_of
 from megatron_vshape.cli.help import MODEL, OUTPUT, PROGRAM, REQUIRED, SEARCH, group
@@ -26,21 +23,19 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from megatron_vshape.tuning.configurations import Configuration
-    from megatron_vshape.tuning.files import Cluster, Loaded
+    from megatron_vshape.tuning.files import Loaded
     from megatron_vshape.tuning.grid import Dropped, Expanded
     from megatron_vshape.tuning.predictor import Prediction, Predictor
     from megatron_vshape.tuning.ranking import Pruned
     from megatron_vshape.tuning.report import Row
 
 NEEDED = ("pydantic", "yaml", "rich")
-_TARGETS = {"csv": (".csv",), "figure": FIGURE_SUFFIXES}
+_TARGETS = {"csv": (".csv",)}
 NARROWEST = 132
 """Minimum table width without a terminal."""
 
 NONE_ENDED_WELL = 1
 """Exit status if runs were launched but none succeeded."""
-
-NO_PICTURE = "no picture, which needs matplotlib: pip install 'megatron-vshape[draw]'"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,15 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--csv", type=Path, metavar="FILE.csv", help="Table of all combinations to write"
     )
-    output.add_argument(
-        "--figure",
-        type=Path,
-        metavar="FILE.svg",
-        help="Figure of memory and throughput to write (.svg, .png, .pdf)",
-    )
-    output.add_argument(
-        "--assumptions", action="store_true", help="Print the prediction's assumptions and exit"
-    )
     output.add_argument("--verbose", action="store_true", help="Print every dropped combination")
     for flag, words in (
         ("--megatron", "Megatron-LM checkout (default: the installed megatron-core)"),
@@ -98,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Predict, launch the promising runs, and print the results."""
-    quiet = options.predict_only or options.assumptions or options.report
+    quiet = options.predict_only or options.report
     check_installed("a sweep", "sweep", *NEEDED, *([] if quiet else ["submitit"]))
     _check_targets(options)
     from rich.console import Console
@@ -110,9 +96,6 @@ def run(options: argparse.Namespace) -> int:
     if not console.is_terminal:
         console.width = max(console.width, NARROWEST)
     loaded = load_sweep(options.file, options.command)
-    if options.assumptions:
-        _print_assumptions(console, loaded.cluster)
-        return 0
     if options.report:
         return _report(loaded, console, options)
     if not options.predict_only:
@@ -157,8 +140,6 @@ def _say(console: "Console", text: str) -> None:
 def _check_targets(options: argparse.Namespace) -> None:
     """Raise ScheduleError for files that cannot be written or read, before predicting."""
     check_targets(options, _TARGETS)
-    if options.figure is not None:
-        check_can_draw("--figure")
 
 
 def _expand(loaded: "Loaded", options: argparse.Namespace) -> "tuple[Predictor, Expanded]":
@@ -264,19 +245,15 @@ def _report_predictions(
     _print_tables(console, title, best_rows(rows))
     for line in memory_lines(rows):
         _say(console, line)
-    _write_files(rows, loaded, options.csv, options.figure)
+    _write_csv(rows, options.csv)
     return 0
 
 
-def _write_files(
-    rows: "Sequence[Row]", loaded: "Loaded", csv: Path | None, figure: Path | None
-) -> None:
-    from megatron_vshape.tuning.report import draw_pareto, write_csv
+def _write_csv(rows: "Sequence[Row]", csv: Path | None) -> None:
+    from megatron_vshape.tuning.report import write_csv
 
     if csv is not None:
         write_csv(rows, csv)
-    if figure is not None:
-        draw_pareto(rows, figure, f"{loaded.subject.name} on {loaded.cluster.name}")
 
 
 def _launch(
@@ -306,14 +283,10 @@ def _launch(
     shown = {each.configuration for each in chosen.run} | {each.configuration for each in found}
     rows = rows_of([each for each in predictions if each.configuration in shown], found)
     _show(console, loaded, rows, logs)
-    csv, figure = options.csv or path.parent / "results.csv", options.figure
-    some = any(row.best_mfu for row in rows)
-    if figure is None and some and is_installed("matplotlib"):
-        figure = path.parent / "pareto.svg"
-    _write_files(rows, loaded, csv, figure)
-    without = NO_PICTURE if some else "no picture, as no run ended well"
-    _say(console, f"results: {path}, {csv}, {figure or without}")
-    if found and not some:
+    csv = options.csv or path.parent / "results.csv"
+    _write_csv(rows, csv)
+    _say(console, f"results: {path}, {csv}")
+    if found and not any(row.best_mfu for row in rows):
         _say(console, "no run has ended well")
         return NONE_ENDED_WELL
     return 0
@@ -333,7 +306,7 @@ def _report(loaded: "Loaded", console: "Console", options: argparse.Namespace) -
     logs = {each: path.parent / key for each, key in keys.items()}
     rows = rows_of([prediction_of(each, predictor) for each in found], found)
     _show(console, loaded, rows, logs)
-    _write_files(rows, loaded, options.csv, options.figure)
+    _write_csv(rows, options.csv)
     _say(console, f"{len(found)} runs have ended, {in_flight} are in flight: {path}")
     return 0
 
@@ -369,14 +342,3 @@ def _print_tables(console: "Console", title: str, rows: "Sequence[Row]") -> None
     _say(console, title)
     for table in result_tables(rows):
         console.print(table)
-
-
-def _print_assumptions(console: "Console", cluster: "Cluster") -> None:
-    from rich.table import Table
-
-    from megatron_vshape.tuning.machine import Machine
-
-    table = Table("assumption", "value", "source", show_lines=True)
-    for name, value, source in Machine.of(cluster).assumptions(cluster):
-        table.add_row(name, f"{value:g}", source)
-    console.print(table)

@@ -143,7 +143,7 @@ class Cluster(_File):
     backend: Literal["nccl", "gloo"] = "nccl"
     # Processors that all devices of a node share, such as ranks on a laptop; None: not shared.
     shared_processors: Positive | None = None
-    # Differences of this hardware from `sweep --assumptions`; add the source as a comment.
+    # Rates that differ from those fitted for the GPU; add the source as a comment.
     assumptions: dict[str, Rate] = Field(default_factory=dict)
 
     @property

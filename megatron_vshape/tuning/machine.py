@@ -1,14 +1,13 @@
 """GPUs of a run: number, rates, links, memory, and links to their hosts."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from megatron_vshape.core.check.simulate import filled
 from megatron_vshape.core.model.costs import Costs, with_copies_of
 from megatron_vshape.rehearsal.gpus import GPUS, Gpu
-from megatron_vshape.rehearsal.step_time import Rates, rates_of
+from megatron_vshape.rehearsal.step_time import Rates
 from megatron_vshape.tuning.configurations import SweepError
 from megatron_vshape.view.numbers import GIB
 
@@ -80,17 +79,6 @@ class Machine:
             math.inf if most is None else filled(most * GIB),
             cluster.shared_processors,
         )
-
-    def assumptions(self, cluster: "Cluster") -> Iterator[tuple[str, float, str]]:
-        """Yield the assumptions: name, value and source."""
-        fitted = "a guess: no GPU of that name is known"
-        if self.known:
-            fitted = f"{self.gpu.name.upper()}: rehearsal/step_time.py, benchmarks/evidence.md"
-        beside = self.gpu.beside_gib, "an estimate: CUDA's context and libraries"
-        rates = rates_of(self.gpu)
-        values = {each.name: (getattr(rates, each.name), fitted) for each in fields(rates)}
-        for name, (value, source) in {"beside_gib": beside, **values}.items():
-            yield name, value, "the cluster file" if name in cluster.assumptions else source
 
     def copied(self, costs: Costs) -> Costs:
         """Make all activations of a stage offloadable, if plans use the link to the host."""

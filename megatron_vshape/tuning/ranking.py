@@ -31,15 +31,6 @@ def kendall_tau(
     return agree / scale if scale else None
 
 
-def pareto(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the Pareto front: points (cost, worth) that no other point beats, by rising cost."""
-    front: list[tuple[float, float]] = []
-    for cost, worth in sorted(points, key=lambda point: (point[0], -point[1])):
-        if not front or worth > front[-1][1]:
-            front.append((cost, worth))
-    return front
-
-
 @dataclass(frozen=True, slots=True)
 class Pruned:
     """Combinations to run, best predicted first, and the others."""

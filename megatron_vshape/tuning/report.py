@@ -1,36 +1,20 @@
-"""Report of a sweep: tables, CSV, and the Pareto plot of memory and throughput."""
+"""Report of a sweep: tables and CSV."""
 
 import csv
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from megatron_vshape.core.paper.catalogue import EVERY_NAME
-from megatron_vshape.tuning.configurations import GIVEN, NONE, Configuration, SweepError
+from megatron_vshape.tuning.configurations import GIVEN, NONE, Configuration
 from megatron_vshape.tuning.predictor import Prediction, Predictor, Verdict
-from megatron_vshape.tuning.ranking import kendall_tau, pareto
+from megatron_vshape.tuning.ranking import kendall_tau
 from megatron_vshape.tuning.results import Outcome, Result, Status
 from megatron_vshape.view.names import display_name
 from megatron_vshape.view.numbers import GIB
-
-if TYPE_CHECKING:
-    from matplotlib.artist import Artist
-    from matplotlib.axes import Axes
-
-    from megatron_vshape.view.labels import Mark
-
-COLOURS = "#4477aa #ee6677 #228833 #aa8800 #33aadd #aa3377 #994400 #000000".split()
-SHAPES = "o s".split()
-"""Colors distinguishable with red-green color blindness; with more schedules than colors, two
-schedules share a color with different shapes."""
-
-NAMED = 12
-"""Maximum labelled points of the front, those with the highest MFU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,96 +236,3 @@ def ranking_line(rows: Iterable[Row]) -> str:
         f"Kendall's tau of predicted and measured step times over {len(found)} runs: {tau:+.2f} "
         "(1: the same order)"
     )
-
-
-def draw_pareto(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Plot peak memory and MFU, with one color per schedule, hollow if only predicted."""
-    from matplotlib.figure import Figure
-
-    from megatron_vshape.view.figure import FORMATS, save
-    from megatron_vshape.view.labels import name_marks
-
-    if path.suffix not in FORMATS:
-        raise SweepError(f"{path} must end in one of {', '.join(FORMATS)}")
-    shown = [row for row in rows if row.best_mfu]
-    workloads = list(dict.fromkeys(row.configuration.workload for row in shown))
-    if not shown:
-        raise SweepError(f"no combination fits, so there is nothing to draw in {path}")
-    looks = _looks([row.configuration.schedule for row in shown])
-    figure = Figure(figsize=(4.2 * len(workloads) + 2.2, 3.6), layout="constrained")
-    panels = figure.subplots(1, len(workloads), squeeze=False)[0]
-    fronts = []
-    for axes, workload in zip(panels, workloads, strict=True):
-        own = [row for row in shown if row.configuration.workload == workload]
-        fronts.append(_panel(axes, own, looks))
-        length, batch = workload
-        axes.set_title(f"sequence length {length}, global batch {batch}", fontsize=9)
-    figure.suptitle(title, fontsize=10)
-    kinds = {text: mark for axes in panels for mark, text in zip(*_legend_of(axes), strict=True)}
-    figure.legend(
-        list(kinds.values()),
-        list(kinds),
-        loc="outside right upper",
-        fontsize=7,
-        frameon=False,
-        title="on the front: schedule, DP TP PP CP mbs",
-        title_fontsize=7,
-    )
-    for axes, (marks, others) in zip(panels, fronts, strict=True):  # after the legend is placed
-        name_marks(axes, marks, others)
-    save(figure, path)
-
-
-def _legend_of(axes: "Axes") -> "tuple[list[Artist], list[str]]":
-    """Return the marks of the axes with their labels."""
-    marks, texts = axes.get_legend_handles_labels()
-    return list(marks), list(texts)
-
-
-def _panel(
-    axes: "Axes", rows: Sequence[Row], looks: Mapping[str, tuple[str, str]]
-) -> "tuple[list[Mark], list[tuple[float, float]]]":
-    """Draw the rows of one workload; return the points with labels, and those without."""
-    from megatron_vshape.view.labels import Mark
-
-    points = [(row.peak_gib or row.predicted_peak_gib or 0.0, 100 * row.best_mfu) for row in rows]
-    memory, throughput = zip(*pareto(points), strict=True)
-    axes.plot(memory, throughput, color="#999999", lw=0.8, zorder=1)
-    named = sorted(zip(throughput, memory, strict=True), reverse=True)[:NAMED]
-    for schedule in dict.fromkeys(row.configuration.schedule for row in rows):
-        for measured in (False, True):
-            mine = [
-                point
-                for point, row in zip(points, rows, strict=True)
-                if row.configuration.schedule == schedule and (row.mfu is not None) == measured
-            ]
-            if mine:
-                colour, shape = looks[schedule]
-                memory, throughput = zip(*mine, strict=True)
-                axes.scatter(
-                    memory,
-                    throughput,
-                    s=22,
-                    marker=shape,
-                    zorder=2,
-                    edgecolors=colour,
-                    facecolors=colour if measured else "none",
-                    label=display_name(schedule) + ("" if measured else " (predicted)"),
-                )
-    axes.set_xlabel("peak memory of a device, GiB", fontsize=8)
-    axes.set_ylabel("MFU, %", fontsize=8)
-    texts = {(y, x): _named(row.configuration) for (x, y), row in zip(points, rows, strict=True)}
-    others = [(x, y) for x, y in points if (y, x) not in named]
-    return [Mark(x, y, texts[y, x]) for y, x in named], others
-
-
-def _named(it: Configuration) -> str:
-    return f"{display_name(it.schedule)} {parallel(it)}"
-
-
-def _looks(schedules: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Return the color and the shape of each schedule, in the catalogue's order."""
-    place = {name: at for at, name in enumerate(EVERY_NAME)}
-    names = sorted(set(schedules), key=lambda name: (place.get(name.partition(":")[0], 99), name))
-    looks = [(colour, shape) for shape in SHAPES for colour in COLOURS]
-    return {name: looks[at % len(looks)] for at, name in enumerate(names)}

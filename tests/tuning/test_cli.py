@@ -36,9 +36,9 @@ def call(*arguments: object) -> int:
 
 
 def test_predict_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table, figure = tmp_path / "all.csv", tmp_path / "front.png"
+    table = tmp_path / "all.csv"
     path = write_sweep(tmp_path)
-    assert call(path, "--predict-only", "--csv", table, "--figure", figure) == 0
+    assert call(path, "--predict-only", "--csv", table) == 0
     out = capsys.readouterr().out
     assert "V-Half" in out
     with table.open() as file:
@@ -56,7 +56,6 @@ def test_predict_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert f"    activations          {best['predicted_activations']}\n" in out
     assert [row["verdict"] for row in rows] == ["predicted runs"] * 4
     assert all(float(row["predicted_mfu"]) > 0 for row in rows)
-    assert figure.read_bytes().startswith(b"\x89PNG")
 
 
 def test_dry_run_prints_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,17 +103,6 @@ def test_a_slurm_that_is_not_there_is_told_before_predicting(
     monkeypatch.setattr(sweep, "_predict", None)
     with pytest.raises(ScheduleError, match="executor is slurm, but sbatch and srun cannot be fou"):
         call(path, "--results", tmp_path / "results.db")
-
-
-def test_assumptions_have_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_sweep(tmp_path, cluster={"assumptions": {"wide": 0.5}})
-    assert call(path, "--assumptions") == 0
-    out = capsys.readouterr().out
-    assert "the cluster file" in out
-    assert "a guess: no GPU of that name is known" in out
-    device = {**CLUSTER["device"], "name": "H200-SXM"}
-    assert call(write_sweep(tmp_path, cluster={"device": device}), "--assumptions") == 0
-    assert "H200: rehearsal/step_time.py" in capsys.readouterr().out
 
 
 def test_cluster_that_nothing_fits(tmp_path: Path) -> None:
@@ -211,7 +199,6 @@ def test_a_failed_run_is_run_again_when_asked(
     assert "failed: 1f1b" in shown
     (log,) = tmp_path.glob("*/node0.log")
     assert f"    {log}\n" in shown
-    assert "no picture, as no run ended well" in shown
     assert shown.endswith("no run has ended well\n")
     (tmp_path / "mended").touch()
     assert call(path, *results) == 1
@@ -229,21 +216,6 @@ def test_a_csv_that_cannot_be_written_is_refused_at_once(
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(ScheduleError, match="all.csv is not writable: choose another"):
         call(path, "--predict-only", "--csv", tmp_path / "all.csv")
-    assert capsys.readouterr().out == ""
-
-
-def test_results_without_matplotlib(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A sweep that has run ends with its results; a picture that was asked for is told at once."""
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    grid = {**SWEEP["grid"], "schedule": ["1f1b"], "microbatch_size": [1]}
-    path = write_sweep(tmp_path, sweep={"grid": grid})
-    assert call(path, "--results", tmp_path / "results.db") == 0
-    assert "results.csv, no picture, which needs matplotlib" in capsys.readouterr().out
-    assert not (tmp_path / "pareto.svg").exists()
-    with pytest.raises(ScheduleError, match="--figure needs matplotlib, which is not installed"):
-        call(path, "--figure", tmp_path / "all.svg")
     assert capsys.readouterr().out == ""
 
 
@@ -272,9 +244,7 @@ def test_launching_without_submitit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ("arguments", "text"),
     [
         (["--csv", "nodir/x.csv"], r"--csv nodir/x\.csv: directory .*nodir does not exist"),
-        (["--figure", "nodir/x.svg"], r"--figure nodir/x\.svg: directory"),
         (["--csv", "x.txt"], r"--csv x\.txt: the file's name must end in \.csv"),
-        (["--figure", "x.gif"], r"--figure x\.gif: the file's name must end in \.svg, \.png or"),
     ],
 )
 def test_files_that_cannot_be_written_are_told_before_predicting(

@@ -1,8 +1,8 @@
-"""Kendall's tau and the Pareto front."""
+"""Kendall's tau."""
 
 import pytest
 
-from megatron_vshape.tuning.ranking import kendall_tau, pareto
+from megatron_vshape.tuning.ranking import kendall_tau
 
 
 def test_tau_of_known_rankings() -> None:
@@ -23,8 +23,3 @@ def test_tau_within_groups() -> None:
     assert kendall_tau([1, 2, 10, 20], [1, 2, 20, 10]) == pytest.approx(2 / 3)
     assert kendall_tau([1, 2, 10, 20], [1, 2, 20, 10], ["a", "a", "b", "b"]) == 0
     assert kendall_tau([1, 2], [1, 2], ["a", "b"]) is None
-
-
-def test_pareto_front() -> None:
-    points = [(3.0, 5.0), (1.0, 2.0), (2.0, 1.0), (2.0, 4.0), (4.0, 5.0)]
-    assert pareto(points) == [(1.0, 2.0), (2.0, 4.0), (3.0, 5.0)]

@@ -8,22 +8,17 @@ from rich.console import Console
 from tuning.counts import predictor_of
 from tuning.samples import SWEEP, load_sample
 
-from megatron_vshape.core.paper.catalogue import NAMES
-from megatron_vshape.tuning.configurations import Configuration, SweepError
+from megatron_vshape.tuning.configurations import Configuration
 from megatron_vshape.tuning.files import Loaded, Pruning
 from megatron_vshape.tuning.grid import expand
 from megatron_vshape.tuning.predictor import Prediction, Verdict
 from megatron_vshape.tuning.ranking import prune
 from megatron_vshape.tuning.report import (
-    _looks,
     best_rows,
-    draw_pareto,
-    parallel,
     result_tables,
     rows_of,
 )
 from megatron_vshape.tuning.results import Outcome, Result, Status
-from megatron_vshape.view.names import display_name
 
 TWO_BATCHES = [{"sequence_length": 64, "global_batch_size": size} for size in (8, 64)]
 
@@ -74,9 +69,8 @@ def test_the_figures_fit_a_narrow_terminal(two_batches: list[Prediction], measur
     assert text.count("45.67 (") == text.count("99.0 (") == len(ran)
 
 
-def test_a_run_that_failed_is_no_winner(two_batches: list[Prediction], tmp_path: Path) -> None:
+def test_a_run_that_failed_is_no_winner(two_batches: list[Prediction]) -> None:
     """Though it was predicted to be the fastest, what was measured is."""
-    pytest.importorskip("matplotlib")
     first, second = (each for each in two_batches if each.configuration.global_batch_size == 8)
     best, other = sorted((first, second), key=lambda each: each.mfu or 0.0, reverse=True)
     assert best.mfu is not None
@@ -89,40 +83,6 @@ def test_a_run_that_failed_is_no_winner(two_batches: list[Prediction], tmp_path:
         assert [row.style for row in table.rows] == [None, "bold"]
         assert list(table.columns[1].cells)[0] == f"- ({100 * best.mfu:.2f})"
         assert rows[0].best_mfu == 0
-        with pytest.raises(SweepError, match="there is nothing to draw"):
-            draw_pareto(rows[:1], tmp_path / "pareto.svg", "title")
-
-
-def test_each_workload_has_its_panel(two_batches: list[Prediction], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "pareto.svg"
-    draw_pareto(rows_of(two_batches), path, "title")
-    text = path.read_text()
-    assert "sequence length 64, global batch 8<" in text
-    assert "sequence length 64, global batch 64<" in text
-
-
-def test_the_front_names_configurations_and_tells_schedules_apart(
-    two_batches: list[Prediction], tmp_path: Path
-) -> None:
-    pytest.importorskip("matplotlib")
-    looks = _looks([*NAMES, "adaptive"]).values()
-    assert len(set(looks)) == len(looks)
-    dark = [colour for colour, _ in looks if int(colour[1:], 16) and max(rgb(colour)) < 0x60]
-    assert not dark  # but for black itself, which stands once
-    assert [colour for colour, _ in looks].count("#000000") == 1
-    few = ["adaptive", "v-half", "interleaved-1f1b:4", "interleaved-1f1b:2", "v-zb", "v-half"]
-    assert len({colour for colour, _ in _looks(few).values()}) == 5  # one a schedule
-    path = tmp_path / "pareto.svg"
-    draw_pareto(rows_of(two_batches), path, "title")
-    text = path.read_text()
-    assert "on the front: schedule, DP TP PP CP mbs<" in text
-    best = max(two_batches, key=lambda each: each.mfu or 0.0)
-    assert f">{display_name(best.configuration.schedule)} {parallel(best.configuration)}<" in text
-
-
-def rgb(colour: str) -> tuple[int, ...]:
-    return tuple(bytes.fromhex(colour[1:]))
 
 
 def test_a_plan_is_made_for_each_batch(tmp_path: Path) -> None:
