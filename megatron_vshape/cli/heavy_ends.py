@@ -53,24 +53,6 @@ def shares(options: argparse.Namespace, measured: Costs | None) -> bool:
     return options.vocab_parallel is not None and not told
 
 
-def may_share(options: argparse.Namespace, measured: Costs | None) -> bool:
-    """Return whether vocabulary parallelism is off but possible, and can be priced."""
-    if measured is None or measured.state_bytes is None or measured.copies:
-        return False
-    known = bool(measured.layers or options.layers) and options.mtp_layers is None
-    return known and options.vocab_parallel is None and not tells_shared(measured)
-
-
-def shared(options: argparse.Namespace) -> argparse.Namespace:
-    """Return the options with vocabulary parallelism."""
-    return argparse.Namespace(**{**vars(options), "vocab_parallel": math.nan})
-
-
-def unshared(options: argparse.Namespace) -> argparse.Namespace:
-    """Return the options without vocabulary parallelism."""
-    return argparse.Namespace(**{**vars(options), "vocab_parallel": None})
-
-
 def cut_of(options: argparse.Namespace, measured: Costs | None) -> Cut:
     """Return a function that gives the costs of any number of stages with these options.
 

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from megatron_vshape.cli import heavy_ends
 from megatron_vshape.cli.comparison import changes, comparison_rows, recommended, trades_told
@@ -60,8 +59,7 @@ from megatron_vshape.core.model.layers import AUTO_SPLIT, Pieces
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Objective, Plan, check_size
 from megatron_vshape.core.paper.catalogue import EVERY_NAME
-from megatron_vshape.core.plan import no_worse_than_published, plan, with_more
-from megatron_vshape.core.planner.lighter import lighter_layers
+from megatron_vshape.core.plan import no_worse_than_published, plan
 from megatron_vshape.core.request import (
     AUTO,
     SLICES,
@@ -96,10 +94,7 @@ BASE_CHUNKS = 4
 """Chunks per rank of the first plan, if the layers allow."""
 
 FIRST_SHARE = 0.5
-"""Share of --seconds for the first search, before others and the comparison."""
-
-HINT_STEPS = 150_000
-"""Search steps of the plans that only show what another option would gain."""
+"""Share of --seconds for the search; the comparison needs the rest."""
 
 LAST_LIMIT_S = 30.0
 """Seconds for the search of a frontier's current limit to end after Ctrl-C."""
@@ -264,19 +259,17 @@ def run(options: argparse.Namespace) -> int:
                 what = f"{time(best.plan.value)}, peak {held(max(best.plan.peak))}"
             progress.line(f"interrupted; the best so far: {what}")
 
-        work = partial(_searched, request, budget, options, measured, held, time)
+        work = partial(_searched, request, budget, held, time, options.all)
         # The search runs in a thread: None means that the time limit or Ctrl-C stopped it early.
         searched = budget.run(work, tell)
-        result, more, compared = searched or _cut_short(request, budget)
+        result, compared = searched or _cut_short(request, budget)
         # A search that was stopped may be slower than a published schedule that fits.
         if searched and budget.stopped():
             result = no_worse_than_published(request, result) or result
     # Files first: if one cannot be written, nothing has been printed.
     outputs = _outputs(options, result, limit)
     write_all(outputs)
-    _print(result, limit, costs, measured is not None)
-    for label, value in more:
-        print(f"{label:<16}{value}")
+    _print(request, result, limit, measured is not None)
     print(f"\n{compared}\n")
     print(recommended(result) if searched else _so_far(result))
     if against is not None:
@@ -318,40 +311,21 @@ def _outputs(options: argparse.Namespace, result: PlanResult, limit: float) -> l
     return outputs
 
 
-class _Searched(NamedTuple):
-    """Result of a search: the plan, further lines of the report, and the comparison table."""
-
-    result: PlanResult
-    more: list[tuple[str, str]]
-    compared: str
-
-
 def _searched(
     request: PlanRequest,
     budget: Budget,
-    options: argparse.Namespace,
-    measured: Costs | None,
     held: Callable[[float], str],
     time: Callable[[float], str],
-) -> _Searched:
-    """Search for the best plan, then for further results and the comparison while time is left."""
+    every: bool,
+) -> tuple[PlanResult, str]:
+    """Search for the best plan; return it with its comparison table."""
     result = plan(request, budget)
     budget.found(lambda: result)
-    hints = budget.apart()
-    more = []
-    if not budget.stopped():
-        more = _more_told(request, result, GIB if measured is not None else None, hints)
-    if heavy_ends.shares(options, measured) and not budget.stopped():
-        plain = _request(heavy_ends.unshared(options), None, measured)
-        plain = replace(plain, limit=result.limits)
-        more += _told_of("unshared", plain, result, hints, held, time)
-    if heavy_ends.may_share(options, measured) and not budget.stopped():
-        more += _ways_told(request, result, hints, options, measured, held, time)
-    rows, others = comparison_rows(request, result, budget, held, time, options.all)
+    rows, others = comparison_rows(request, result, budget, held, time, every)
     compared = table(rows)
     if others:
         compared += f"\n{others} more rows with --all: slower, or above the limit and not faster"
-    return _Searched(result, [*more, *_layers_told(request, result)], compared)
+    return result, compared
 
 
 def _layers_told(request: PlanRequest, result: PlanResult) -> list[tuple[str, str]]:
@@ -362,8 +336,8 @@ def _layers_told(request: PlanRequest, result: PlanResult) -> list[tuple[str, st
     return [("layers", f"--pipeline-layer-split {','.join(map(str, layers))}")]
 
 
-def _cut_short(request: PlanRequest, budget: Budget) -> _Searched:
-    """Return the best plan found before the time limit, or the best known schedule if faster.
+def _cut_short(request: PlanRequest, budget: Budget) -> tuple[PlanResult, str]:
+    """Return the best plan found so far, or a published schedule if faster, and a remark.
 
     Raises:
         KeyboardInterrupt: interrupted before anything was found.
@@ -376,9 +350,8 @@ def _cut_short(request: PlanRequest, budget: Budget) -> _Searched:
         raise ScheduleError(
             f"no plan was found in --seconds {budget.seconds}: increase --seconds or --memory-limit"
         )
-    more = _layers_told(request, result)
     skipped = "comparison table skipped (time limit); no published schedule that fits is faster"
-    return _Searched(result, more, skipped)
+    return result, skipped
 
 
 def _measured(file: str, layers: int | None) -> Costs:
@@ -413,48 +386,6 @@ def _request(
         layers=_pieces(options, measured),
     )
     return replace(request, in_host=_in_host(options, request))
-
-
-def _told_of(
-    what: str,
-    request: PlanRequest,
-    result: PlanResult,
-    budget: Budget,
-    held: Callable[[float], str],
-    time: Callable[[float], str],
-) -> list[tuple[str, str]]:
-    """Plan for another request; format its time and memory compared with this plan."""
-    try:
-        other = plan(request, budget).plan
-    except LimitError:
-        return [(what, "does not fit the limit")]
-    longer = percent(abs(other.value / result.plan.value - 1))
-    longer += " slower" if other.value >= result.plan.value else " faster"
-    return [(what, f"{time(other.value)} ({longer}), peak {held(max(other.peak))}")]
-
-
-def _ways_told(
-    request: PlanRequest,
-    result: PlanResult,
-    budget: Budget,
-    options: argparse.Namespace,
-    measured: Costs | None,
-    held: Callable[[float], str],
-    time: Callable[[float], str],
-) -> list[tuple[str, str]]:
-    """Format the gain of vocabulary parallelism, and of another layer split, within the limits."""
-    asked = replace(request, limit=result.limits, seconds=None, steps=HINT_STEPS)
-    other = _request(heavy_ends.shared(options), None, measured)
-    shared = replace(asked, costs=other.costs, cut=other.cut)
-    told = _told_of("vocab parallel", shared, result, budget, held, time)
-    layers, _ = lighter_layers(result.schedule, result.costs)
-    if request.layers is None and layers != (result.costs.layers or ()):
-        costs = Pieces.of(result.costs, result.costs.layers or ()).costs(layers)
-        placements = (result.schedule.placement,)
-        even = replace(asked, costs=costs, cut=None, placements=placements)
-        told += _told_of("other layers", even, result, budget, held, time)
-    flags = "--pipeline-vocab-parallel", f"--pipeline-layer-split {','.join(map(str, layers))}"
-    return [(what, f"{line}: {flag}") for (what, line), flag in zip(told, flags, strict=False)]
 
 
 def _cut(options: argparse.Namespace, measured: Costs | None) -> Cut:
@@ -649,12 +580,12 @@ def _recipe(options: argparse.Namespace) -> str:
     return shlex.join(map(str, words))
 
 
-def _print(result: PlanResult, limit: float, costs: Costs, in_bytes: bool) -> None:
+def _print(request: PlanRequest, result: PlanResult, limit: float, in_bytes: bool) -> None:
     made, slices = result.plan, result.schedule.slices
     timeline = simulate(made.schedule, result.costs)
     if made.schedule.num_devices * made.schedule.num_microbatches <= 256:
         print(picture(timeline, columns(), wants_colour(sys.stdout)) + "\n")
-    held = _held_text(costs, made.schedule.num_devices, in_bytes)
+    held = _held_text(request.whole(), made.schedule.num_devices, in_bytes)
     peaks = max(made.peak), limit
     time, unit = partial(time_text, in_us=in_bytes), "" if in_bytes else " in --cost units"
     lines = [
@@ -676,23 +607,9 @@ def _print(result: PlanResult, limit: float, costs: Costs, in_bytes: bool) -> No
     ]
     if in_bytes:
         lines += labelled("costs", prices_told(result.costs))
+    lines += _layers_told(request, result)
     for label, value in lines:
         print(f"{label:<16}{value}")
-
-
-def _more_told(
-    request: PlanRequest, result: PlanResult, unit: float | None, budget: Budget
-) -> list[tuple[str, str]]:
-    """Format the gain of one more GiB, or chunk without `unit`, if offloading is possible."""
-    if not result.costs.copies:
-        return []
-    what = "chunk" if unit is None else "GiB"
-    size = chunk_of(request.whole(), request.num_devices) if unit is None else unit
-    value = with_more(request, result, size, budget)
-    time = time_text(value, unit is not None)
-    saved = 1 - value / result.plan.value
-    told = f"{time} ({percent(saved)} faster)" if saved > 1e-4 else "no gain"
-    return [(f"1 {what} more", told)]
 
 
 def _gap_text(result: PlanResult) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import signal
 import threading
@@ -51,12 +50,6 @@ class Budget:
     def stopped(self) -> bool:
         """Return whether Ctrl-C has been pressed or the time limit has passed."""
         return self.interrupted or time.monotonic() >= self._ends
-
-    def apart(self) -> Budget:
-        """Return a budget with the same end, for a search whose result is only a hint."""
-        other = copy.copy(self)
-        other._found = []
-        return other
 
     def found(self, result: Callable[[], PlanResult]) -> None:
         """Register a function that returns the best result of a search so far."""

@@ -165,24 +165,6 @@ def no_worse_than_published(request: PlanRequest, found: PlanResult | None) -> P
     return best if best.plan.value < found.plan.value * (1 - SAME) else found
 
 
-def with_more(request: PlanRequest, result: PlanResult, more: float, budget: Budget) -> float:
-    """Return the objective's value on the result's placement with `more` memory per device.
-
-    Never higher than without, since plans for lower limits remain valid.
-    """
-    request = replace(
-        request,
-        costs=result.costs,
-        limit=tuple(limit + more for limit in result.limits),
-        placements=(result.schedule.placement,),
-        slices=result.schedule.slices,
-        layers=None,
-        cut=None,
-        seconds=None,
-    )
-    return min(result.plan.value, _search(request, budget).plan.value)
-
-
 def _by_costs(request: PlanRequest, placements: Sequence[Placement]) -> list[PlanRequest]:
     """Return the search requests: one for all placements with common costs."""
     if request.layers is None:

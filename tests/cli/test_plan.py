@@ -108,17 +108,15 @@ HEAVY = ["--layers", "16", "--chunks", "2", "--head", "4"]
 def test_devices_may_share_the_vocabulary(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The plan has the passes, and is told beside what it would be without."""
     path = tmp_path / "plan.json"
     arguments = ["plan", *SIZE, *COST, *HEAVY, "--memory-limit", "7", "--vocab-parallel"]
     assert main([*arguments, "--export", str(path)]) == 0
     shown = capsys.readouterr().out
     assert is_shared(load_schedule(path))
-    told = re.search(r"^unshared +([0-9.]+) \(([0-9.]+) % slower\), peak ", shown, re.M)
+    told = re.search(r"^busy time +([0-9.]+) ", shown, re.M)
     assert told is not None
-    # of 16 layers every device has 4, and a fourth of the head's 4 where they are shared
-    assert float(told[1]) >= 8 * (2 * 3 + 6)
-    assert "Megatron's own" not in shown
+    # of 16 layers every device has 4, and a fourth of the head's 4
+    assert float(told[1]) < 8 * (2 * 3 + 6)
 
 
 def test_multi_token_prediction_takes_its_layers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,7 +147,6 @@ def test_a_costs_file_is_taken_apart_for_a_shared_vocabulary(
         told = re.search(r"^makespan +([0-9.]+) ms$", shown, re.M)
         assert told is not None
         values.append(float(told[1]))
-        assert ("\nunshared " in shown) == (given[0] == str(path))
     assert values[0] == pytest.approx(values[1], rel=0.02)  # but for what the logits hold
 
 
@@ -185,7 +182,6 @@ def test_activations_may_wait_in_host_memory(
     copied = sum(str(work).startswith("D") for row in load_schedule(path).order for work in row)
     assert 0 < copied <= 24
     assert f"offloading      {100 * copied / 24:.1f} % of the activations (" in shown
-    assert re.search(r"^1 chunk more *([0-9.]+ \([0-9.]+ % faster\)|no gain)", shown, re.M)
     assert re.search(r"^plan: schedule only .* slower", shown, re.M)
     assert page.stat().st_size > 10_000
 

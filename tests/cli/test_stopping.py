@@ -97,17 +97,6 @@ def test_ctrl_c_tells_the_best_at_once_and_a_second_one_ends() -> None:
     ended.set()
 
 
-def test_a_plan_for_a_hint_is_no_result_of_the_command() -> None:
-    budget = Budget(60)
-    hints = budget.apart()
-    request = PlanRequest("auto", 2, 4, steps=1000)
-    assert plan_request(request, hints).plan.value == hints.best().plan.value
-    assert budget.best() is None
-    assert plan_request(request, budget).plan.value == budget.best().plan.value
-    budget.interrupt()
-    assert hints.stopped()
-
-
 def test_seconds_are_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "--devices", "2", "--microbatches", "4"])  # compiles, or finds it compiled
     before = time.monotonic()
