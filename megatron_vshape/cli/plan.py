@@ -6,7 +6,7 @@ import io
 import math
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -52,7 +52,7 @@ from megatron_vshape.core.baselines import NOT_STOCK, EvaluatedSchedule, where_s
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.simulate import filled, simulate
-from megatron_vshape.core.frontier import Point, families, frontier, published
+from megatron_vshape.core.frontier import Point, frontier, published
 from megatron_vshape.core.model.costs import Costs, chunk_of
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import AUTO_SPLIT, Pieces
@@ -238,11 +238,6 @@ def run(options: argparse.Namespace) -> int:
         measured = measured.of_activations()
     costs = _costs(options, measured)
     if options.frontier is not None:
-        if costs.copies and options.layer_split:
-            raise ScheduleError(
-                "--frontier does not support --layer-split with offloading or recomputation: "
-                "remove --layer-split"
-            )
         return _run_frontier(options, costs, measured)
     request = _request(options, costs, measured)
     limit = _limit(options, request, measured is not None)
@@ -646,23 +641,15 @@ def _run_frontier(options: argparse.Namespace, costs: Costs, measured: Costs | N
     chunk = chunk_of(costs, devices)
     limits = [chunk * chunks for chunks in range(2, 2 * devices + 1)]
     request = _request(options, costs, measured)
+    if options.seconds is not None:
+        request = replace(request, seconds=options.seconds / len(limits))
     time = partial(time_text, in_us=measured is not None)
     with told(time) as progress, _limits_told(costs, devices, measured is not None):
-        drawn_by = {}
-        asked = families(request)
-        if options.seconds is not None:
-            each_s = options.seconds / (len(limits) * len(asked))
-            asked = {name: replace(each, seconds=each_s) for name, each in asked.items()}
-        for name, each in asked.items():
-            if name != "all":
-                progress.line(f"with {name}:")
-            drawn_by[name] = _followed(each, limits, chunk, progress)
-        points = _no_worse(drawn_by.pop("all"), drawn_by.values())
+        points = _followed(request, limits, chunk, progress)
         others = list(published(request))
-    named = [_named(point, name) for name, own in drawn_by.items() for point in own]
-    rows = _frontier_rows([*points, *named], others, chunk, in_us=measured is not None)
+    rows = _frontier_rows(points, others, chunk, in_us=measured is not None)
     unit, size = ("chunks", chunk) if measured is None else ("GiB", GIB)
-    drawn = frontier_figure(points, others, f"memory limit, {unit}", 1 / size, drawn_by)
+    drawn = frontier_figure(points, others, f"memory limit, {unit}", 1 / size)
     outputs = [
         Output("--frontier", options.frontier, partial(save, drawn)),
         Output("--frontier", options.frontier.with_suffix(".csv"), partial(_write_csv, rows)),
@@ -671,22 +658,6 @@ def _run_frontier(options: argparse.Namespace, costs: Costs, measured: Costs | N
     print(table(rows))
     report_written(outputs)
     return 0
-
-
-def _no_worse(points: Sequence[Point], others: Iterable[Sequence[Point]]) -> list[Point]:
-    """Replace points by better ones that fewer options have found at the same limit."""
-    found = [point for own in others for point in own]
-    return [
-        min(
-            [point, *(each for each in found if each.limit == point.limit)],
-            key=lambda each: each.value,
-        )
-        for point in points
-    ]
-
-
-def _named(point: Point, name: str) -> Point:
-    return replace(point, schedule=replace(point.schedule, name=f"plan, {name}"))
 
 
 def _followed(

@@ -3,17 +3,13 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_vshape.core.baselines import evaluate
 from megatron_vshape.core.budget import Budget
-from megatron_vshape.core.check.bounds import least_limit
-from megatron_vshape.core.model.costs import without_copies
+from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.placement import default_placements
 from megatron_vshape.core.model.schedule import Plan, Schedule
 from megatron_vshape.core.paper.catalogue import NAMES
 from megatron_vshape.core.plan import plan
-from megatron_vshape.core.planner.vocabulary import WAITING, most_logits_bytes
-from megatron_vshape.core.request import PlanRequest
+from megatron_vshape.core.request import PlanRequest, evaluate_named
 
 _SAME = 1 + 1e-9
 
@@ -46,51 +42,33 @@ def frontier(
         ScheduleError: there is no limit, or the counts and the costs do not match.
     """
     points: list[Point] = []
+    best: Plan | None = None
     if not limits:
         raise ScheduleError("a frontier needs a limit at least; none is given")
-    costs = request.whole()
-    placements = default_placements(request.num_devices, costs.num_stages)
-    least = least_limit(costs, request.num_devices, placements) + most_logits_bytes(
-        costs, min(WAITING)
-    )
-    for limit in [each for each in sorted(limits) if each * _SAME >= least] or [max(limits)]:
+    for limit in sorted(limits):
         if points and budget is not None and budget.stopped():
             break
-        made = plan(replace(request, limit=limit), budget).plan
-        point = Point(limit, max(made.peak), made.value, made.bubble, made.schedule, made)
-        # For equal values, keep the plan with less memory.
-        if points and points[-1].value <= point.value * _SAME:
-            point = replace(points[-1], limit=limit, plan=_of_both(points[-1].plan, made))
-        points.append(point)
-        report(point)
+        try:
+            made = plan(replace(request, limit=limit), budget).plan
+        except LimitError:
+            if limit == max(limits):
+                raise
+            continue
+        # For equal values, keep the plan with less memory, with a bound for this limit too.
+        if best is not None and best.value <= made.value * _SAME:
+            made = replace(best, lower_bound=min(best.lower_bound, made.lower_bound))
+        best = made
+        points.append(Point(limit, max(made.peak), made.value, made.bubble, made.schedule, made))
+        report(points[-1])
     return points
-
-
-def families(request: PlanRequest) -> dict[str, PlanRequest]:
-    """Return requests with fewer strategies to save memory, by name.
-
-    The first request has all strategies of the costs; it is the only one if the costs have none.
-    """
-    costs = request.whole()
-    if not costs.copies:
-        return {"all": request}
-    return {"all": request, "order alone": request.changed(without_copies)}
-
-
-def _of_both(before: Plan | None, made: Plan) -> Plan | None:
-    """Return the plan of a lower limit, with a bound that is valid for the limit of `made` too."""
-    if before is None:
-        return None
-    return replace(before, lower_bound=min(before.lower_bound, made.lower_bound))
 
 
 def published(request: PlanRequest) -> Iterator[Point]:
     """Yield the catalogue's schedules as points, with the request's costs for each."""
     for name in NAMES:
         try:
-            result = plan(replace(request, name=name, slices=1))
+            known = evaluate_named(name, request)
         except ScheduleError:  # not for this size, or no costs for its stages
             continue
-        known = evaluate(result.schedule, result.costs)
         peak, value = max(known.peak), request.objective.of(known.timeline)
         yield Point(peak, peak, value, 1 - known.timeline.busy / value, known.schedule)

@@ -6,7 +6,7 @@ The command line, the playground, the trainer and the sweep convert their terms 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_vshape.core.baselines import (
@@ -97,13 +97,6 @@ class PlanRequest:
         if self.costs is None:
             return Costs.uniform(self.num_devices, num_stages)
         return regroup(self.costs, num_stages, name)
-
-    def changed(self, change: Callable[[Costs], Costs]) -> "PlanRequest":
-        """Return the request with changed costs."""
-        costs, cut = None if self.costs is None else change(self.costs), self.cut
-        if cut is None:
-            return replace(self, costs=costs)
-        return replace(self, costs=costs, cut=lambda stages, name: change(cut(stages, name)))
 
     def slice_counts(self) -> tuple[int, ...]:
         """Return the allowed numbers of slices per microbatch.

@@ -2,17 +2,16 @@
 
 from collections.abc import Iterator
 
-from megatron_vshape.core.baselines import evaluate
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import least_limit
 from megatron_vshape.core.frontier import Point, frontier
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import default_placements
-from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES
-from megatron_vshape.playground.request import MOST_CHUNKS, FieldError, NamedChoice, Request
-from megatron_vshape.playground.schedules import Report, make_named
+from megatron_vshape.core.request import AUTO, PlanRequest, evaluate_named
+from megatron_vshape.playground.request import MOST_CHUNKS, FieldError, Request
+from megatron_vshape.playground.schedules import Report
 from megatron_vshape.playground.stage_costs import Pricing
 from megatron_vshape.view.names import display_name
 from megatron_vshape.view.numbers import GIB
@@ -23,14 +22,17 @@ STEPS = 11
 
 def points(request: Request, pricing: Pricing, report: Report) -> Iterator[dict[str, object]]:
     """Yield a point per published schedule and, if requested, per improved plan."""
+    asked = PlanRequest(
+        AUTO, request.devices, request.microbatches, cut=pricing.cut(request.devices)
+    )
     for at, name in enumerate(NAMES):
         try:
-            made = make_named(request, NamedChoice(name), pricing.cut(request.devices))
+            known = evaluate_named(name, asked)
         except ScheduleError as error:
             report({"doing": f"{name} has no point here: {error}"})
             continue
-        point = _point(made.schedule, made.costs)
-        point |= {"source": "name", "name": name, "title": display_name(name)}
+        point: dict[str, object] = {"source": "name", "name": name, "title": display_name(name)}
+        point |= {"peak": max(known.peak), "makespan": known.timeline.makespan}
         report({"doing": f"made {name}", "done": at + 1, "of": len(NAMES), "point": point})
         yield point
     if request.plans:
@@ -53,10 +55,9 @@ def _planned_points(request: Request, pricing: Pricing, report: Report) -> list[
         asked += 1
         known: dict[str, object] = {"doing": "planning", "done": asked, "of": len(limits)}
         if each.value not in found:  # an equal value means that more memory did not help
-            costs = pricing.costs_for(request.devices, each.schedule.num_stages)
-            point = _point(each.schedule, costs)
-            point |= {"source": "plan", "limit": each.limit / unit}
-            found[each.value] = known["point"] = point | {"limit_in_gib": pricing.in_bytes}
+            point: dict[str, object] = {"source": "plan", "peak": each.peak, "makespan": each.value}
+            point |= {"limit": each.limit / unit, "limit_in_gib": pricing.in_bytes}
+            found[each.value] = known["point"] = point
         report(known)
 
     report({"doing": "planning", "done": 0, "of": len(limits)})
@@ -80,12 +81,3 @@ def _limits(request: Request, pricing: Pricing, costs: Costs) -> Iterator[float]
         if limit >= least and limit not in seen:
             seen.add(limit)
             yield limit
-
-
-def _point(schedule: Schedule, costs: Costs) -> dict[str, object]:
-    known = evaluate(schedule, costs)
-    timeline = known.timeline
-    return {
-        "peak": max(known.peak),
-        "makespan": timeline.makespan,
-    }

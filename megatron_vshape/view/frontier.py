@@ -8,7 +8,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from megatron_vshape.core.frontier import Point
-from megatron_vshape.core.model.kinds import COPY_OUT, Kind
+from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.view.labels import Mark, name_marks
 from megatron_vshape.view.names import HELD_COLOUR, display_name
 
@@ -17,7 +17,7 @@ _REACH = 2.0  # omit schedules with more memory than this multiple of the highes
 _TICKS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 """Percent."""
 
-_LESS = (Kind.B, Kind.W, COPY_OUT)  # colors of the plans in `less`
+_LESS = (Kind.B, Kind.W, Kind.BW)  # colors of the plans in `less`
 
 
 def frontier_figure(

@@ -248,22 +248,6 @@ def test_layers_are_dealt_out_beside_copies(capsys: pytest.CaptureFixture[str]) 
     assert sum(map(int, found[1].split(","))) == 9
 
 
-def test_the_frontier_without_what_holds_less(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib")
-    sizes = ["--devices", "2", "--microbatches", "4", "--chunks", "2", *COST]
-    path = tmp_path / "frontier.svg"
-    assert main(["plan", *sizes, "--offload", "1", "--frontier", str(path)]) == 0
-    rows = list(csv.reader(path.with_suffix(".csv").read_text().splitlines()))
-    own = [float(row[3]) for row in rows if row[0] == "plan"]
-    alone = [float(row[3]) for row in rows if row[0] == "plan, order alone"]
-    assert len(own) == len(alone) == 3
-    assert all(value <= other for value, other in zip(own, alone, strict=True))
-    assert own[0] < alone[0]
-    assert "with order alone:" in capsys.readouterr().err
-
-
 def test_the_frontier_is_a_picture_and_a_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
