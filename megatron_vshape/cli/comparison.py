@@ -1,4 +1,4 @@
-"""Comparison of a plan with Megatron's and published schedules: table of `plan`, and --against."""
+"""Comparison of a plan with Megatron's and published schedules: table of `plan`."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,6 @@ from megatron_vshape.core.model.placement import chunks_of
 from megatron_vshape.core.model.schedule import MemoryStrategy, Timeline
 from megatron_vshape.core.plan import BaselineEstimate, compare
 from megatron_vshape.core.request import PlanRequest, PlanResult
-from megatron_vshape.view.names import plain
 from megatron_vshape.view.numbers import percent
 
 Text = Callable[[float], str]
@@ -182,37 +181,6 @@ def recommended(result: PlanResult) -> str:
     cut = f" and {slices} slices per microbatch" if slices > 1 else ""
     each = "chunk" if chunks == 1 else "chunks"
     return f"recommended: the plan, with {chunks} {each} per rank{cut}"
-
-
-def changes(
-    against: EvaluatedSchedule, result: PlanResult, held: Text, time: Text
-) -> Iterator[str]:
-    """Yield the differences from a schedule to the plan: time, memory and layers per stage."""
-    goal = result.plan.objective
-    before, after = goal.of(against.timeline), result.plan.value
-    name = str(against.baseline or plain(against.schedule.name))
-    yield f"compared with {name}:"
-    yield f"  step time  {time(after)} instead of {time(before)}: {_change(after, before)}"
-    now, then = max(result.plan.peak), max(against.peak)
-    yield f"  peak       {held(now)} instead of {held(then)}: {_change(now, then)}"
-    yield f"  layers     {_layers(result.costs)} instead of {_layers(against.costs)}"
-
-
-def _change(after: float, before: float) -> str:
-    if abs(after - before) <= 1e-9 * before:
-        return "the same"
-    less = "less" if after < before else "more"
-    return f"{percent(abs(after / before - 1))} {less}"
-
-
-def _layers(costs: Costs) -> str:
-    """Format the number of layers per stage."""
-    stages = costs.num_stages
-    if costs.layers is None:
-        return f"1/{stages} of the model in each of {stages} stages"
-    if len(set(costs.layers)) == 1:
-        return f"{costs.layers[0]} in each of {stages} stages"
-    return f"{','.join(map(str, costs.layers))} in {stages} stages"
 
 
 def way_text(way: MemoryStrategy) -> str:

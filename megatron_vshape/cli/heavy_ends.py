@@ -1,11 +1,11 @@
-"""Options of `plan` for vocabulary parallelism and multi-token prediction, and their costs."""
+"""Vocabulary parallelism on the command line of `plan`, and its costs."""
 
 import argparse
 import math
 from dataclasses import replace
 
-from megatron_vshape.cli.help import MODEL, SCHEDULE, add_option
-from megatron_vshape.cli.options import UNIT_COST, count, ends_of, time_of_0
+from megatron_vshape.cli.help import SCHEDULE, add_option
+from megatron_vshape.cli.options import UNIT_COST, ends_of, time_of_0
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Pieces, even_layers
@@ -16,7 +16,7 @@ from megatron_vshape.view.names import plain
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments for vocabulary parallelism and multi-token prediction."""
+    """Add --vocab-parallel."""
     add_option(
         parser,
         SCHEDULE,
@@ -28,23 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         brief="Use vocabulary parallelism; needs --head or --costs",
         help="Use vocabulary parallelism: all ranks share embedding and output layer, whose times "
         "are in --costs or --embedding and --head; T: time of an all-reduce in cost units "
-        "(default: "
-        f"{SUM:g} F). Costs files with such passes need no flag",
-    )
-    add_option(
-        parser,
-        MODEL,
-        "--mtp-layers",
-        type=count,
-        metavar="N",
-        help="Multi-token prediction layers of the last stage, each with an output layer; needs "
-        "--layers or --costs (default: 0)",
+        f"(default: {SUM:g} F). Costs files with such passes need no flag",
     )
 
 
 def changed(options: argparse.Namespace) -> bool:
     """Return whether an option is set that needs the costs of single layers."""
-    return options.vocab_parallel is not None or options.mtp_layers is not None
+    return options.vocab_parallel is not None
 
 
 def shares(options: argparse.Namespace, measured: Costs | None) -> bool:
@@ -58,8 +48,7 @@ def cut_of(options: argparse.Namespace, measured: Costs | None) -> Cut:
 
     All stages have equal numbers of layers, unless the layers in the costs file differ.
     """
-    flag = "--mtp-layers" if options.mtp_layers is not None else "--vocab-parallel"
-    pieces, layers = pieces_of(options, measured, flag)
+    pieces, layers = pieces_of(options, measured, "--vocab-parallel")
     even = measured is None or len(set(measured.layers or ())) < 2
 
     def cut(num_stages: int, name: str) -> Costs:
@@ -91,8 +80,6 @@ def pieces_of(
     chunks = 2 * options.devices
     if measured is None:
         layers = float(options.layers or chunks)
-        if options.mtp_layers is not None and options.layers is None:
-            raise ScheduleError("--mtp-layers needs --layers N, or --costs FILE")
         if options.vocab_parallel is not None and options.head is None:
             raise ScheduleError(
                 "--vocab-parallel needs --head (time of the output layer) or --costs"
@@ -109,14 +96,13 @@ def pieces_of(
         _check_measured(options, measured, layers, what)
         even = (layers / measured.num_stages,) * measured.num_stages
         pieces = Pieces.of(measured, measured.layers or even)
-    further = options.mtp_layers or 0
     if shares(options, measured):
         sum_us = options.vocab_parallel
         if math.isnan(sum_us):
             sum_us = SUM * pieces.layer.forward_us * layers / chunks
-        held = 0.0 if measured is None else held_logits(pieces, options.devices) * (1 + further)
-        pieces = shared_pieces(pieces, options.devices, sum_us, held, further)
-    return pieces.predicting(further), layers
+        held = 0.0 if measured is None else held_logits(pieces, options.devices)
+        pieces = shared_pieces(pieces, options.devices, sum_us, held)
+    return pieces, layers
 
 
 def _check_measured(options: argparse.Namespace, measured: Costs, layers: float, what: str) -> None:
@@ -134,9 +120,4 @@ def _check_measured(options: argparse.Namespace, measured: Costs, layers: float,
         raise ScheduleError(
             f"--vocab-parallel {given:g}: {options.costs} contains the all-reduce time: remove "
             "the value"
-        )
-    if options.mtp_layers is not None:
-        raise ScheduleError(
-            f"--mtp-layers: {options.costs} is for vocabulary parallelism, without the time of one "
-            "output layer: use costs of stages with embedding and output layer"
         )

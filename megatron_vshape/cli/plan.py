@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_vshape.cli import heavy_ends
-from megatron_vshape.cli.comparison import changes, comparison_rows, recommended, trades_told
+from megatron_vshape.cli.comparison import comparison_rows, recommended, trades_told
 from megatron_vshape.cli.files import (
     FIGURE_SUFFIXES,
     Output,
@@ -48,7 +48,7 @@ from megatron_vshape.cli.options import (
     slice_counts,
 )
 from megatron_vshape.cli.progress import Progress, told
-from megatron_vshape.core.baselines import NOT_STOCK, EvaluatedSchedule, where_split, why_not_stock
+from megatron_vshape.core.baselines import where_split
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.simulate import filled, simulate
@@ -67,7 +67,6 @@ from megatron_vshape.core.request import (
     Cut,
     PlanRequest,
     PlanResult,
-    evaluate_named,
     limits_of,
 )
 from megatron_vshape.view.names import placement_text, plain
@@ -198,13 +197,6 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
         help="Total time limit in seconds, including the comparison; Ctrl-C returns the best so "
         "far (default: none)",
     )
-    add(
-        "--against",
-        metavar="NAME|FILE",
-        brief="Baseline schedule, as in interleaved-1f1b:4",
-        help="Baseline to report the gain over: a schedule, as in interleaved-1f1b:4 (4 chunks per "
-        "rank), or a schedule file (default: none)",
-    )
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -241,7 +233,6 @@ def run(options: argparse.Namespace) -> int:
         return _run_frontier(options, costs, measured)
     request = _request(options, costs, measured)
     limit = _limit(options, request, measured is not None)
-    against = None if options.against is None else _baseline(options.against, request)
     held = _held_text(costs, options.devices, measured is not None)
     time = partial(time_text, in_us=measured is not None)
     request = replace(request, limit=limit)
@@ -267,8 +258,6 @@ def run(options: argparse.Namespace) -> int:
     _print(request, result, limit, measured is not None)
     print(f"\n{compared}\n")
     print(recommended(result) if searched else _so_far(result))
-    if against is not None:
-        print("\n" + "\n".join(changes(against, result, held, time)))
     report_written(outputs)
     return 0
 
@@ -276,22 +265,6 @@ def run(options: argparse.Namespace) -> int:
 def _so_far(result: PlanResult) -> str:
     name = "the plan" if result.baseline is None else f"{result.baseline}, as published"
     return f"best so far: {name}; more time may find a better plan"
-
-
-def _baseline(text: str, request: PlanRequest) -> EvaluatedSchedule:
-    """Return the schedule of --against.
-
-    Raises:
-        ScheduleError: stock Megatron rejects it, so a gain over it is meaningless.
-    """
-    devices, microbatches = request.num_devices, request.num_microbatches
-    why = why_not_stock(text, devices, microbatches)
-    if why:
-        raise ScheduleError(
-            f"--against {text:.60} is {NOT_STOCK}: {why}. Use --against 1f1b, or a multiple of "
-            f"{devices} for --microbatches"
-        )
-    return evaluate_named(text, request)
 
 
 def _outputs(options: argparse.Namespace, result: PlanResult, limit: float) -> list[Output]:
@@ -417,9 +390,7 @@ def _check(options: argparse.Namespace) -> None:
             "times: remove one of them"
         )
     if options.offload is not None and heavy_ends.changed(options):
-        raise ScheduleError(
-            "--offload does not support --vocab-parallel or --mtp-layers: remove --offload"
-        )
+        raise ScheduleError("--offload does not support --vocab-parallel: remove --offload")
     if options.host is not None and (options.costs or not 0 <= options.host < math.inf):
         raise ScheduleError(
             f"--host {options.host:g} must be finite, at least 0, and without --costs FILE, which "
@@ -564,7 +535,7 @@ def _recipe(options: argparse.Namespace) -> str:
     if options.offload is not None:
         words += ["--offload", argument(options.offload)]
     known = ("costs", "embedding", "memory_limit", "headroom", "layers", "layer_split", "head")
-    ends = ("vocab_parallel", "mtp_layers", "slices", "host")
+    ends = ("vocab_parallel", "slices", "host")
     for name in (*known, *ends, "host_memory_limit", "chunks", "seconds"):
         value = getattr(options, name)
         if value is not None:

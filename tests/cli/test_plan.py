@@ -119,18 +119,6 @@ def test_devices_may_share_the_vocabulary(
     assert float(told[1]) < 8 * (2 * 3 + 6)
 
 
-def test_multi_token_prediction_takes_its_layers(capsys: pytest.CaptureFixture[str]) -> None:
-    """A layer, its merging and a second head: the work of the last stage's device."""
-    work = []
-    for further in ([], ["--mtp-layers", "1"]):
-        assert main(["plan", *SIZE, *COST, *HEAVY, *further, "--memory-limit", "8"]) == 0
-        told = re.search(r"^busy time +([0-9.]+) \(busiest rank\)$", capsys.readouterr().out, re.M)
-        assert told is not None
-        work.append(float(told[1]))
-    assert work[0] == 8 * (2 * 3 + 6)  # layers take 1.5
-    assert work[1] == pytest.approx(work[0] + 8 * 1.5 * (1.15 + 4))
-
-
 def test_a_costs_file_is_taken_apart_for_a_shared_vocabulary(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,8 +143,6 @@ def test_a_costs_file_is_taken_apart_for_a_shared_vocabulary(
     [
         (["--vocab-parallel"], "--vocab-parallel needs --head"),
         (["--vocab-parallel", "-1", "--head", "2,2,2"], "is not a time of at least 0"),
-        (["--mtp-layers", "1", "--head", "2,2,2"], "--mtp-layers needs --layers N"),
-        (["--mtp-layers", "0"], "'0' is not a whole number of at least 1"),
         (
             [*HEAVY, "--vocab-parallel", "--offload", "1"],
             "--offload does not support --vocab-parallel",
@@ -464,15 +450,6 @@ def test_rows_that_stock_megatron_rejects_are_marked(capsys: pytest.CaptureFixtu
     (row,) = [each for each in rows if each.startswith("interleaved-1f1b:2 ")]
     assert row.endswith("; not supported by stock Megatron")
     assert not any("not supported" in each for each in rows if each.startswith("1f1b "))
-
-
-def test_no_gain_is_claimed_over_what_stock_megatron_rejects(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["plan", *REJECTED, "--against", "interleaved-1f1b"]) == 2
-    err = capsys.readouterr().err
-    assert "is not supported by stock Megatron: 3 microbatches are not a multiple of 6" in err
-    assert "--against 1f1b" in err
 
 
 def test_a_plan_is_no_worse_than_published_schedules_whatever_the_time(
