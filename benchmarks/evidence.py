@@ -205,8 +205,8 @@ class Set:
 @cache  # a fit asks for the same ones many times
 def make(name: str, devices: int, microbatches: int, chunks: int | None) -> Schedule:
     """Return a schedule of the catalogue."""
-    choices = (("num_chunks", chunks),) if chunks else ()
-    return plan(PlanRequest(name, devices, microbatches, choices=choices)).schedule
+    named = f"{name}:{chunks}" if chunks else name
+    return plan(PlanRequest(named, devices, microbatches)).schedule
 
 
 def longer(costs: Costs, pass_us: float, splits: bool) -> Costs:

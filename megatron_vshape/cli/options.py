@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from megatron_vshape.core.model.layers import even_layers, recut
 from megatron_vshape.core.model.pieces import Piece, with_ends
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Schedule
-from megatron_vshape.core.paper.catalogue import EVERY_NAME, MOST_STAGES_A_DEVICE, OPTIONS
+from megatron_vshape.core.paper.catalogue import EVERY_NAME, MOST_STAGES_A_DEVICE
 from megatron_vshape.core.request import AUTO, PLUS_NAMES, SLICES, Cut, PlanRequest, find
 from megatron_vshape.view.names import plain
 from megatron_vshape.view.numbers import GIB, argument
@@ -243,22 +243,11 @@ def _time(text: str, name: str) -> float:
 
 
 def requests_of(
-    names: Sequence[str],
-    options: argparse.Namespace,
-    measured: Costs | None,
-    choices: Mapping[str, int],
-    slices: int = 1,
+    names: Sequence[str], options: argparse.Namespace, measured: Costs | None
 ) -> list[PlanRequest]:
     """Return the plan requests for the schedules of these names.
 
     A schedule file determines the sizes of all names, and its number of slices.
-
-    Args:
-        names: names of schedules, or files.
-        options: sizes and costs.
-        measured: costs file, if any.
-        choices: keyword arguments of `make`; a schedule ignores those that it does not support.
-        slices: slices per microbatch.
 
     Raises:
         ScheduleError: a schedule does not exist, or a size is missing or contradicts the file.
@@ -278,24 +267,11 @@ def requests_of(
             raise ScheduleError(f"{names[0]} needs {option}, as in --devices 4 --microbatches 8")
     devices, microbatches = sizes.values()
     cut = cut_of(devices, options.cost, measured, ends=ends_of(options))
+    slices = [1 if isinstance(each, Schedule) else options.slices for each in found.values()]
     return [
-        PlanRequest(
-            each,
-            devices,
-            microbatches,
-            measured,
-            cut,
-            choices=_chosen(name, choices),
-            slices=1 if isinstance(each, Schedule) else slices,
-        )
-        for name, each in found.items()
+        PlanRequest(each, devices, microbatches, measured, cut, slices=own)
+        for each, own in zip(found.values(), slices, strict=True)
     ]
-
-
-def _chosen(name: str, choices: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    """Return the choices that `make` supports for this schedule; numbers in the name go first."""
-    takes = OPTIONS.get(name.partition(":")[0], ())
-    return tuple((key, choices[key]) for key in choices if key in takes)
 
 
 def cut_of(

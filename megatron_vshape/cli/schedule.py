@@ -20,7 +20,6 @@ from megatron_vshape.cli.help import OUTPUT, SCHEDULE, group
 from megatron_vshape.cli.options import (
     add_cost_arguments,
     add_size_arguments,
-    chunks,
     count,
     requests_of,
 )
@@ -32,7 +31,7 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.building_block import BuildingBlock
-from megatron_vshape.core.paper.catalogue import EVERY_NAME, OPTIONS
+from megatron_vshape.core.paper.catalogue import EVERY_NAME
 from megatron_vshape.core.plan import plan
 from megatron_vshape.core.request import SCHEDULE_NAMES, SUFFIXES, PlanRequest
 from megatron_vshape.view.chrome_trace import write_trace
@@ -55,7 +54,6 @@ from megatron_vshape.view.numbers import (
 )
 from megatron_vshape.view.text import columns, picture, wants_colour
 
-_CHOICES = {"num_chunks": "--chunks", "group_size": "--group-size"}
 _TARGETS = {
     "export": SUFFIXES,
     "figure": FIGURE_SUFFIXES,
@@ -89,7 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "name",
         nargs="?",
         metavar="NAME|FILE",
-        help=f"{', '.join(SCHEDULE_NAMES)}; or a schedule file",
+        help=f"{', '.join(SCHEDULE_NAMES)}; interleaved schedules with C chunks per rank as "
+        "interleaved-1f1b:C (default: 2); or a schedule file",
     )
     schedule.add_argument(
         "--compare",
@@ -97,19 +96,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME",
         help="Further schedules for one table, and with --figure one figure",
-    )
-    schedule.add_argument(
-        "--chunks",
-        dest="num_chunks",
-        type=chunks,
-        metavar="C",
-        help="Chunks per rank of interleaved schedules (default: 2)",
-    )
-    schedule.add_argument(
-        "--group-size",
-        type=count,
-        metavar="G",
-        help="Microbatches per chunk before the next chunk, of grouped schedules (default: D)",
     )
     schedule.add_argument(
         "--slices",
@@ -135,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
     names = list(dict.fromkeys([*filter(None, [options.name]), *options.compare]))
     time = partial(time_text, in_us=measured is not None)
     with told(time) as progress:
-        requests = requests_of(names, options, measured, _choices(options), options.slices)
+        requests = requests_of(names, options, measured)
         results = [_result(each, Budget(report=progress.search)) for each in requests]
     outputs = _outputs(options, results)
     write_all(outputs)
@@ -163,11 +149,6 @@ def _check(options: argparse.Namespace) -> None:
         for name in _TARGETS:
             if name != "figure" and getattr(options, name) is not None:
                 raise ScheduleError(f"--{name} needs a NAME before --compare, for one schedule")
-    given = {each.partition(":")[0] for each in (options.name or "", *options.compare)}
-    for key in _choices(options):
-        takers = [name for name in EVERY_NAME if key in OPTIONS.get(name, ())]
-        if not set(takers) & given:
-            raise ScheduleError(f"{_CHOICES[key]} is for {' and '.join(takers)} only: remove it")
     if options.figure is not None:
         check_can_draw("--figure")
 
@@ -177,12 +158,6 @@ def _result(request: PlanRequest, budget: Budget) -> _Result:
     timeline = simulate(answer.schedule, answer.costs)
     numbers = numbers_of(timeline, None if measured is None else answer.costs)
     return _Result(answer.block, timeline, answer.costs, numbers, measured)
-
-
-def _choices(options: argparse.Namespace) -> dict[str, int]:
-    """Return the options other than sizes, by the keyword arguments of `make`."""
-    given = {key: getattr(options, key) for key in _CHOICES}
-    return {key: value for key, value in given.items() if value is not None}
 
 
 def _outputs(options: argparse.Namespace, results: Sequence[_Result]) -> list[Output]:

@@ -50,6 +50,10 @@ def why_not_stock(name: str, num_devices: int, num_microbatches: int) -> str:
     return f"{num_microbatches} microbatches are not a multiple of {num_devices} ranks"
 
 
+_made = lru_cache(maxsize=64)(make)
+"""A frontier evaluates the same schedules at every limit."""
+
+
 class BaselineSpec(NamedTuple):
     """A catalogue schedule with its stages per device (if optional) and slices per microbatch."""
 
@@ -60,6 +64,18 @@ class BaselineSpec(NamedTuple):
     def __str__(self) -> str:
         named = self.name if self.chunks is None else f"{self.name}:{self.chunks}"
         return named if self.slices == 1 else f"{named} in {self.slices} slices"
+
+    def block(self, num_devices: int, num_microbatches: int) -> BuildingBlock:
+        """Make its building block; raises ScheduleError for unsupported sizes."""
+        return make_block(self.name, num_devices, num_microbatches, **self._choices())
+
+    def make(self, num_devices: int, num_microbatches: int) -> Schedule:
+        """Make the schedule; raises ScheduleError for unsupported sizes."""
+        return _made(self.name, num_devices, num_microbatches, **self._choices())
+
+    def _choices(self) -> dict[str, int]:
+        chunks = {} if self.chunks is None else {"num_chunks": self.chunks}
+        return {"slices": self.slices, **chunks}
 
     def is_megatrons(self, num_devices: int, num_microbatches: int) -> bool:
         """Return whether Megatron runs it; interleaved 1F1B requires complete groups."""
@@ -108,7 +124,7 @@ def baselines_of(
                 continue  # its block alone is slow to generate
             try:
                 baseline = BaselineSpec(name, chunks, slices)
-                block = make_block(name, num_devices, num_microbatches, **_choices(baseline))
+                block = baseline.block(num_devices, num_microbatches)
             except ScheduleError:  # not for these sizes
                 continue
             held = len(block.placement) // num_devices
@@ -133,19 +149,9 @@ def evaluate_baseline(
     Raises:
         ScheduleError: the sizes are not supported, or there are no costs of its stages.
     """
-    schedule = _made(baseline, num_devices, num_microbatches)
+    schedule = baseline.make(num_devices, num_microbatches)
     costs = costs_of(schedule.placement, str(baseline))
     return evaluate(schedule.split_overlapped(), costs)._replace(baseline=baseline)
-
-
-@lru_cache(maxsize=64)  # a frontier evaluates the same ones at every limit
-def _made(baseline: BaselineSpec, num_devices: int, num_microbatches: int) -> Schedule:
-    return make(baseline.name, num_devices, num_microbatches, **_choices(baseline))
-
-
-def _choices(baseline: BaselineSpec) -> dict[str, int]:
-    chunks = {} if baseline.chunks is None else {"num_chunks": baseline.chunks}
-    return {"slices": baseline.slices, **chunks}
 
 
 def may_fit(

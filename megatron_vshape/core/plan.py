@@ -31,7 +31,6 @@ from megatron_vshape.core.model.costs import without_copies
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement, default_placements
 from megatron_vshape.core.model.schedule import Objective, Plan
-from megatron_vshape.core.paper.catalogue import make, make_block
 from megatron_vshape.core.planner.vocabulary import (
     WAITING,
     most_logits_bytes,
@@ -81,11 +80,9 @@ def plan(request: PlanRequest, budget: Budget | None = None) -> PlanResult:
         return _plan_at_memory_of(baseline, request, budget)
     block = None
     if isinstance(name, str):
-        own = with_chunks(name) or BaselineSpec(name)
-        choices = dict(request.choices, slices=slices)
-        choices |= {} if own.chunks is None else {"num_chunks": own.chunks}
-        block = make_block(own.name, request.num_devices, request.num_microbatches, **choices)
-        made = make(own.name, request.num_devices, request.num_microbatches, **choices)
+        own = (with_chunks(name) or BaselineSpec(name))._replace(slices=slices)
+        block = own.block(request.num_devices, request.num_microbatches)
+        made = own.make(request.num_devices, request.num_microbatches)
         # The name includes the chunks, to distinguish several schedules of one name.
         name = made if own.chunks is None else replace(made, name=name)
     costs = request.costs_of(name.placement, name.name)

@@ -81,7 +81,7 @@ def _title(choice: ScheduleChoice, schedule: Schedule) -> str:
 
 def _train(choice: ScheduleChoice) -> str:
     """Return the schedule's name for `--pipeline-schedule`; empty if it requires a file."""
-    if isinstance(choice, NamedChoice) and choice.chunks is None and choice.group_size is None:
+    if isinstance(choice, NamedChoice) and choice.chunks is None:
         return choice.name
     return ""
 
@@ -114,9 +114,8 @@ def _recipe(choice: ScheduleChoice, request: Request, pricing: Pricing) -> str:
         return f"plan {size}{priced}{_plan_options(choice, request, pricing)}"
     if isinstance(choice, FileChoice):
         return f"schedule {choice.file.argument}{priced}"
-    chunks = "" if choice.chunks is None else f" --chunks {choice.chunks}"
-    group = "" if choice.group_size is None else f" --group-size {choice.group_size}"
-    return f"schedule {choice.name} {size}{priced}{chunks}{group}"
+    chunks = "" if choice.chunks is None else f":{choice.chunks}"
+    return f"schedule {choice.name}{chunks} {size}{priced}"
 
 
 def _plan_options(choice: PlanChoice, request: Request, pricing: Pricing) -> str:

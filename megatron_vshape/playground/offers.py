@@ -39,7 +39,7 @@ def offers(files: Sequence[dict[str, object]] = ()) -> dict[str, object]:
             {
                 "name": name,
                 "title": display_name(name),
-                "options": sorted(OPTIONS.get(name, ())),
+                "has_chunks": name in OPTIONS,
                 "planned": name in PLUS_NAMES,
             }
             for name in SCHEDULE_NAMES

@@ -105,7 +105,6 @@ class NamedChoice:
 
     name: str
     chunks: int | None = None
-    group_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +176,7 @@ def _schedule(data: object, files: Files) -> ScheduleChoice:
     body = _object(data, "schedule")
     _known(
         body,
-        "source name chunks group_size file limit limit_in_gib objective seconds".split(),
+        "source name chunks file limit limit_in_gib objective seconds".split(),
     )
     source = Source(_choice(body.get("source"), tuple(Source), "schedule"))
     if source is Source.FILE:
@@ -188,13 +187,10 @@ def _schedule(data: object, files: Files) -> ScheduleChoice:
     if isinstance(named, str) and (found := _OF_CHUNKS.fullmatch(named)) and found[1] in OPTIONS:
         named, body = found[1], {**body, "chunks": int(found[2])}
     name = _choice(named, SCHEDULE_NAMES, "schedule")
-    takes = OPTIONS.get(name, frozenset())
-    chunks = group = None
-    if "num_chunks" in takes and body.get("chunks") is not None:
+    chunks = None
+    if name in OPTIONS and body.get("chunks") is not None:
         chunks = _whole(body["chunks"], "chunks", catalogue.MOST_STAGES_A_DEVICE)
-    if "group_size" in takes and body.get("group_size") is not None:
-        group = _whole(body["group_size"], "group_size", MAX_MICROBATCHES)
-    return NamedChoice(name, chunks, group)
+    return NamedChoice(name, chunks)
 
 
 def _chunks_of(choice: NamedChoice | PlanChoice) -> int:

@@ -56,11 +56,8 @@ def make_named(
     budget: Budget | None = None,
 ) -> PlanResult:
     """Make the catalogue schedule of this name, with costs from `cut` or unit costs."""
-    given = {"num_chunks": choice.chunks, "group_size": choice.group_size}
-    choices = tuple((key, count) for key, count in given.items() if count is not None)
-    asked = PlanRequest(
-        choice.name, request.devices, request.microbatches, cut=cut, choices=choices
-    )
+    name = choice.name if choice.chunks is None else f"{choice.name}:{choice.chunks}"
+    asked = PlanRequest(name, request.devices, request.microbatches, cut=cut)
     try:
         return plan(asked, budget)
     except FieldError:

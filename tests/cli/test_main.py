@@ -94,7 +94,7 @@ def test_a_directory_that_is_gone():
     )
 
 
-@pytest.mark.parametrize("option", ["--devices", "--cost", "--chunks"])
+@pytest.mark.parametrize("option", ["--devices", "--cost"])
 def test_a_number_of_any_length_is_a_short_sentence(capsys, option):
     assert main(["schedule", "1f1b", option, "9" * 5000]) == 2
     assert len(capsys.readouterr().err) < 300

@@ -200,7 +200,7 @@ BAD = [
         ["v-half", "--devices", "1000000000", "--microbatches", "1000000000"],
         "2000000000 stages and 1000000000 microbatches are more than the 20000000 passes that a",
     ),
-    (["v-half", *SIZE, "--chunks", "0"], "argument --chunks: '0' is not a whole number"),
+    (["interleaved-1f1b:0", *SIZE], "'interleaved-1f1b:0' is not a schedule: a number of chunks"),
     (
         ["v-half", *SIZE, "--cost", "1,1,1"],
         "has 3 values; it needs four, F,B,W,COMM, as in 1,1.15,0.85,0.05, which BW=",
@@ -232,10 +232,6 @@ BAD = [
     (["binary.json"], "the schedule file binary.json is not UTF-8 text"),
     (["good.json", "--devices", "3"], "good.json is for --devices 1, not 3"),
     (["good.json", "--microbatches", "3"], "good.json is for --microbatches 1, not 3"),
-    (
-        ["good.json", "--chunks", "3"],
-        "--chunks is for interleaved-1f1b and grouped-interleaved-1f1b and overlapped-inter",
-    ),
     (["v-half", *SIZE, "--figure", "a.bmp"], "--figure a.bmp: the file's name must end in .svg, "),
     (["v-half", *SIZE, "--figure", "a"], "must end in .svg, .png or .pdf"),
     (
@@ -329,17 +325,6 @@ def test_hostile_name_does_not_reach_the_terminal(capsys, tmp_path):
     assert "\x1b" not in printed(capsys, "--compare", name)
 
 
-def test_chunks_and_groups_are_for_those_that_have_them(capsys):
-    two = printed(capsys, "interleaved-1f1b", *SIZE)
-    assert printed(capsys, "interleaved-1f1b", *SIZE, "--chunks", "2") == two
-    assert "14 P2P messages" in two
-    assert "22 P2P messages" in printed(capsys, "interleaved-1f1b", *SIZE, "--chunks", "3")
-    grouped = ["grouped-interleaved-1f1b", *SIZE]
-    assert printed(capsys, *grouped, "--group-size", "2") != printed(capsys, *grouped)
-    table = printed(capsys, "1f1b", *SIZE, "--compare", "interleaved-1f1b", "--chunks", "3")
-    assert "22 (3.67 x)" in table
-
-
 def run(*arguments, **options):
     command = [sys.executable, "-m", "megatron_vshape.cli.main", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
@@ -392,12 +377,12 @@ def test_full_disk_in_a_process(environment):
 
 def test_stages_a_device_may_stand_in_the_name(capsys):
     sizes = ["--devices", "4", "--microbatches", "8"]
-    assert main(["schedule", "interleaved-1f1b:4", *sizes]) == 0
-    named = capsys.readouterr().out
-    assert main(["schedule", "interleaved-1f1b", *sizes, "--chunks", "4"]) == 0
-    chosen = capsys.readouterr().out
-    assert named.startswith("interleaved-1f1b:4, 4 ranks, 8 microbatches")
-    assert named.splitlines()[1:] == chosen.splitlines()[1:]
+    two = printed(capsys, "interleaved-1f1b", *sizes)
+    named = printed(capsys, "interleaved-1f1b:2", *sizes)
+    assert named.startswith("interleaved-1f1b:2, 4 ranks, 8 microbatches")
+    assert named.splitlines()[1:] == two.splitlines()[1:]
+    assert "14 P2P messages" in two
+    assert "22 P2P messages" in printed(capsys, "interleaved-1f1b:3", *sizes)
     compared = ["interleaved-1f1b:2", "interleaved-1f1b:4"]
     assert main(["schedule", "v-half", *sizes, "--compare", *compared]) == 0
     rows = capsys.readouterr().out.splitlines()

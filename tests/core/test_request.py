@@ -77,7 +77,7 @@ def test_a_name_a_file_and_a_plan_are_one_question(tmp_path: Path) -> None:
     path.write_text(named.schedule.to_json())
     assert plan(PlanRequest(str(path), 4, 8)).schedule == named.schedule == find(str(path))
     assert find("v-half+") == "v-half+"
-    chosen = plan(PlanRequest("interleaved-1f1b", 2, 4, choices=(("num_chunks", 3),)))
+    chosen = plan(PlanRequest("interleaved-1f1b:3", 2, 4))
     assert chosen.costs.num_stages == chosen.schedule.num_stages == 6
 
 

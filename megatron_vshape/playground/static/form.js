@@ -50,8 +50,8 @@ function scheduleFields(state, offers, change) {
   const edit = (patch) => change({ entries: replaced(state, { ...entry, ...patch }) });
   if (entry.source === PLAN) group.append(...planFields(entry, offers, edit));
   const known = offers.schedules.find(({ name }) => name === entry.name);
-  if (entry.source === "name" && known?.options.length) {
-    group.append(optionFields(entry, known.options, edit));
+  if (entry.source === "name" && known?.has_chunks) {
+    group.append(input("chunks", "Stages a device", entry.chunks, (chunks) => edit({ chunks }), "2"));
   }
   return group;
 }
@@ -121,15 +121,6 @@ function planFields(entry, offers, edit) {
       : "1F1B holds 2 × devices of these chunks."),
     element("p", { class: "hint" }, "A device holds up to so many stages, fewer where that is faster."),
   ];
-}
-
-function optionFields(entry, options, edit) {
-  const fields = [input("chunks", "Stages a device", entry.chunks, (chunks) => edit({ chunks }), "2")];
-  if (options.includes("group_size")) {
-    const set = (group_size) => edit({ group_size });
-    fields.push(input("group_size", "Microbatches a group", entry.group_size, set, "as devices"));
-  }
-  return element("div", { class: "pair" }, ...fields);
 }
 
 function sizeFields(state, change) {

@@ -87,9 +87,7 @@ function writeEntry(entry, loaded) {
       ...(entry.chunks ? [`c${entry.chunks}`] : []),
     ].join(":");
   }
-  const chunks = entry.chunks ? `:c${entry.chunks}` : "";
-  const group = entry.group_size ? `:g${entry.group_size}` : "";
-  return entry.name + chunks + group;
+  return entry.chunks ? `${entry.name}:c${entry.chunks}` : entry.name;
 }
 
 /** Parse the state from a URL; missing or invalid values get their defaults. */
@@ -156,7 +154,6 @@ function readEntry(text, loaded) {
   const entry = { source: "name", name };
   for (const option of rest) {
     if (/^c?\d+$/.test(option)) entry.chunks = Number(option.replace("c", "")); // :4 as on the command line
-    if (/^g\d+$/.test(option)) entry.group_size = Number(option.slice(1));
   }
   return entry;
 }
