@@ -54,7 +54,6 @@ def _picture(request: Request, choice: ScheduleChoice, pricing: Pricing, report:
     schedule, costs = made.schedule, made.costs
     report({"doing": "simulating"})
     timeline = simulate(schedule, costs)
-    no_recipe = _no_recipe(choice, request)
     facts = Facts(
         in_bytes=pricing.in_bytes,
         in_us=pricing.in_bytes,
@@ -62,8 +61,7 @@ def _picture(request: Request, choice: ScheduleChoice, pricing: Pricing, report:
         period=period_of(timeline, made.block.num_microbatches if made.block else None),
         title=_title(choice, schedule),
         note=size_note(schedule),
-        recipe="" if no_recipe else _recipe(choice, request, pricing),
-        no_recipe=no_recipe,
+        recipe=_recipe(choice, request, pricing),
         train=_train(choice),
     )
     if made.searched is not None:
@@ -86,18 +84,6 @@ def _train(choice: ScheduleChoice) -> str:
     return ""
 
 
-def _no_recipe(choice: ScheduleChoice, request: Request) -> str:
-    """Return the reason why no command makes this; empty if a command does."""
-    held = request.costs.embedding.held or request.costs.head.held
-    if not isinstance(choice, PlanChoice) or not held:
-        return ""
-    return (
-        "No command makes this plan: it depends on what the memory of embedding and output "
-        "layer, which no "
-        "argument says. Save it with Schedule JSON."
-    )
-
-
 def _recipe(choice: ScheduleChoice, request: Request, pricing: Pricing) -> str:
     """Return the arguments of the command that makes this."""
     size = f"--devices {request.devices} --microbatches {request.microbatches}"
@@ -106,8 +92,7 @@ def _recipe(choice: ScheduleChoice, request: Request, pricing: Pricing) -> str:
     priced = f" --cost {','.join(map(argument, times))}"
     if costs.file is not None:
         priced = f" --costs {costs.file.argument}"
-    for name, more in (("embedding", costs.embedding), ("head", costs.head)):
-        added = (more.forward, more.backward, more.weight)
+    for name, added in (("embedding", costs.embedding), ("head", costs.head)):
         if any(added):
             priced += f" --{name} {','.join(map(argument, added))}"
     if isinstance(choice, PlanChoice):

@@ -75,9 +75,6 @@ class Facts:
     recipe: str = ""
     """Arguments of `megatron-vshape` that make this schedule."""
 
-    no_recipe: str = ""
-    """Reason why no command makes it, if that may be unexpected."""
-
     train: str = ""
     """Name for `--pipeline-schedule`; empty if only a schedule file can be used."""
 

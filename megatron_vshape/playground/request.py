@@ -76,14 +76,10 @@ class FileText:
         return shlex.quote(self.path or self.name)
 
 
-@dataclass(frozen=True, slots=True)
-class Extra:
-    """Additional cost of the embedding or output layer, in the units of the pass times."""
+Times = tuple[float, ...]
+"""Additional times of F, B and W for the embedding or the output layer."""
 
-    forward: float = 0.0
-    backward: float = 0.0
-    weight: float = 0.0
-    held: float = 0.0
+NO_TIMES = (0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +90,8 @@ class CostChoice:
     backward: float = 1.0
     weight: float = 1.0
     send: float = 0.0
-    embedding: Extra = Extra()
-    head: Extra = Extra()
+    embedding: Times = NO_TIMES
+    head: Times = NO_TIMES
     file: FileText | None = None
 
 
@@ -230,13 +226,13 @@ def _costs(data: object, files: Files) -> CostChoice:
     )
 
 
-def _extra(data: object, field: str) -> Extra:
+def _extra(data: object, field: str) -> Times:
     if data is None:
-        return Extra()
-    if not isinstance(data, list) or len(data) != 4:
-        raise FieldError(field, f"{field} must be four numbers: added to F, B, W and held memory")
-    names = ("forward", "backward", "weight", "held")
-    return Extra(*(_number(v, f"{field}_{n}") for n, v in zip(names, data, strict=True)))
+        return NO_TIMES
+    if not isinstance(data, list) or len(data) != 3:
+        raise FieldError(field, f"{field} must be three numbers: added to F, B and W")
+    names = ("forward", "backward", "weight")
+    return tuple(_number(v, f"{field}_{n}") for n, v in zip(names, data, strict=True))
 
 
 def _file(data: object, files: Files, field: str) -> FileText:

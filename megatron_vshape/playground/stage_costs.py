@@ -4,7 +4,7 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.pieces import Piece, regroup, with_ends
 from megatron_vshape.core.request import AUTO, Cut, PlanRequest
-from megatron_vshape.playground.request import CostChoice, Extra, FieldError
+from megatron_vshape.playground.request import CostChoice, FieldError
 from megatron_vshape.view.numbers import base_peak
 
 _CHUNKS = (4, 2, 1)
@@ -78,8 +78,5 @@ class Pricing:
         costs = Costs.uniform(
             num_devices, num_stages, choice.forward, choice.backward, choice.weight, choice.send
         )
-        return with_ends(costs, *map(_piece, (choice.embedding, choice.head)))
-
-
-def _piece(more: Extra) -> Piece:
-    return Piece(more.forward, more.backward, more.weight, more.held, more.held)
+        ends = (Piece(f, b, w, 0.0, 0.0) for f, b, w in (choice.embedding, choice.head))
+        return with_ends(costs, *ends)

@@ -151,11 +151,9 @@ def test_every_control_changes_the_numbers_or_the_picture(page, server):
         ("embedding_forward", "0.5"),
         ("embedding_backward", "0.4"),
         ("embedding_weight", "1.5"),
-        ("embedding_held", "2"),
         ("head_forward", "1.5"),
         ("head_backward", "2.5"),
         ("head_weight", "3.5"),
-        ("head_held", "4"),
     ):
         fill(page, field, value)
         changed()

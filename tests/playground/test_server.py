@@ -57,7 +57,7 @@ def test_a_name_with_a_plus_is_planned_in_the_memory_of_the_one_without(client):
 
 
 def test_extras_of_the_embedding_and_the_head(client):
-    body = request(costs={"embedding": [1, 0, 0, 0], "head": [0, 2, 1, 3]})
+    body = request(costs={"embedding": [1, 0, 0], "head": [0, 2, 1]})
     _, (found,) = read_payload(answer(client, body))
     costs = Costs.uniform(4, 8)
     heavy = Costs(
@@ -65,8 +65,8 @@ def test_extras_of_the_embedding_and_the_head(client):
         (*costs.backward_us[:-1], 3.0),
         (*costs.weight_us[:-1], 2.0),
         0.0,
-        (*costs.held_after_forward_bytes[:-1], 4.0),
-        (*costs.held_after_backward_bytes[:-1], 4.0),
+        costs.held_after_forward_bytes,
+        costs.held_after_backward_bytes,
     )
     assert found["numbers"]["makespan"] == simulate(make("v-half", 4, 8), heavy).makespan
 

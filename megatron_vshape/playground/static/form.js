@@ -3,8 +3,8 @@
 import { element, refill } from "./dom.js";
 
 const PLAN = "plan";
-const EXTRAS = ["forward", "backward", "weight", "held"];
-const EXTRA_NAMES = ["F", "B", "W", "held"];
+const EXTRAS = ["forward", "backward", "weight"];
+const EXTRA_NAMES = ["F", "B", "W"];
 
 /** Fill in the form from the state. `change(patch)` is called with the user's changes. */
 export function fillForm(form, state, offers, change) {
@@ -176,8 +176,8 @@ function chosenCosts(value, state, offers) {
     costsFile: null,
     cost: { forward, backward, weight, send },
     unit: preset.unit,
-    embedding: [0, 0, 0, 0],
-    head: [0, 0, 0, 0],
+    embedding: [0, 0, 0],
+    head: [0, 0, 0],
   };
 }
 
@@ -224,9 +224,8 @@ function ownCosts(state, change) {
         "tr",
         {},
         element("th", { scope: "row" }, "Every chunk"),
-        ...["forward", "backward", "weight"].map((name, at) =>
+        ...EXTRAS.map((name, at) =>
           cell(name, state.cost[name], set(name), `Every chunk, ${EXTRA_NAMES[at]}`)),
-        element("td", {}),
       ),
       row("+ Embedding", "embedding"),
       row("+ Head", "head"),

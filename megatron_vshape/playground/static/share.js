@@ -36,7 +36,6 @@ function commandsOf(timeline, stem) {
   const train = `--pipeline-schedule ${name} --pipeline-model-parallel-size ${devices} --micro-batch-size 1 --global-batch-size ${microbatches}`;
   const rows = [commandRow("train", "Train", train)];
   if (facts.recipe) rows.push(commandRow("recipe", "Make", `megatron-vshape ${facts.recipe}${saved}`));
-  if (facts.no_recipe) rows.push(element("p", { class: "hint" }, facts.no_recipe));
   return rows;
 }
 

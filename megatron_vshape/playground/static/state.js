@@ -12,8 +12,8 @@ export function firstState() {
     microbatches: 24,
     cost: { forward: 1, backward: 1, weight: 1, send: 0 },
     unit: "",
-    embedding: [0, 0, 0, 0],
-    head: [0, 0, 0, 0],
+    embedding: [0, 0, 0],
+    head: [0, 0, 0],
     costsFile: null,
     gibPerChunk: null,
     entries: [{ source: "name", name: "v-half" }],
@@ -42,8 +42,8 @@ export async function writeState(state) {
   const { forward, backward, weight, send } = state.cost;
   put("c", [forward, backward, weight, send].join(), "1,1,1,0");
   put("u", state.unit, "");
-  put("e", state.embedding.join(), "0,0,0,0");
-  put("h", state.head.join(), "0,0,0,0");
+  put("e", state.embedding.join(), "0,0,0");
+  put("h", state.head.join(), "0,0,0");
   put("costs", writeFile(state.costsFile, loaded), null);
   put("gib", state.gibPerChunk, null);
   put("s", state.entries.map((entry) => writeEntry(entry, loaded)).join("~"), "");
@@ -106,8 +106,8 @@ export async function readState(text) {
   const cost = numbers(given.get("c"), 4);
   if (cost) [state.cost.forward, state.cost.backward, state.cost.weight, state.cost.send] = cost;
   state.unit = ["ms", "us"].includes(given.get("u")) ? given.get("u") : "";
-  state.embedding = numbers(given.get("e"), 4) ?? state.embedding;
-  state.head = numbers(given.get("h"), 4) ?? state.head;
+  state.embedding = numbers(given.get("e"), 3) ?? state.embedding;
+  state.head = numbers(given.get("h"), 3) ?? state.head;
   state.costsFile = file(given.get("costs"));
   state.gibPerChunk = number("gib", null);
   const entries = (given.get("s") ?? "").split("~").map((each) => readEntry(each, loaded));
@@ -132,7 +132,8 @@ function stretch(text) {
 
 function numbers(text, count) {
   const found = (text ?? "").split(",").map(Number);
-  return text && found.length === count && found.every(Number.isFinite) ? found : null;
+  const good = text && found.length >= count && found.every(Number.isFinite);
+  return good ? found.slice(0, count) : null;
 }
 
 function readFile(text, loaded) {
