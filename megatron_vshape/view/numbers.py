@@ -18,8 +18,6 @@ from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.placement import chunks_of
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.core.planner.lighter import lighter_layers
-from megatron_vshape.core.planner.vocabulary import is_shared
 from megatron_vshape.core.program.lowering import fuse
 from megatron_vshape.view.names import plain
 
@@ -74,35 +72,17 @@ def base_peak(num_devices: int, costs: Costs | None = None) -> float:
 
 
 def peaks_told(schedule: Schedule, costs: Costs) -> list[str]:
-    """Format the peak memory of each rank, with remedies if it is too high.
-
-    The limit is the peak of 1F1B's largest rank. Empty if the costs do not include all memory.
-    """
+    """Format the peak memory of each rank; empty if the costs do not include all memory."""
     if costs.state_bytes is None:
         return []
-    peaks, devices = peak_held(fuse(simulate(schedule, costs)), costs), schedule.num_devices
-    each, fixed_bytes = (
+    peaks, states = (
         " ".join(fixed(value / GIB) for value in values)
-        for values in (peaks, costs.fixed_bytes(schedule.placement, devices))
+        for values in (
+            peak_held(fuse(simulate(schedule, costs)), costs),
+            costs.fixed_bytes(schedule.placement, schedule.num_devices),
+        )
     )
-    lines = [f"{each} GiB, including model states of {fixed_bytes} GiB"]
-    if is_shared(schedule):  # no costs for 1F1B's embedding and output layer
-        return lines
-    base, most = base_peak(devices, costs), max(peaks)
-    if most <= base * (1 + WORTH_TELLING):
-        return lines
-    device = peaks.index(most)
-    ends = {schedule.placement[0], schedule.placement[-1]}
-    why = " (embedding and output layer)" if ends == {device} and devices > 1 else ""
-    helps = ["vocabulary parallelism"]
-    layers, reached = lighter_layers(schedule, costs)
-    if reached < most:
-        helps.append(f"layers {','.join(map(str, layers))} ({fixed(reached / GIB)} GiB)")
-    return [
-        *lines,
-        f"rank {device}{why} needs {percent(most / base - 1)} more than 1F1B's largest rank; "
-        + f"remedies: {', or '.join(helps)}",
-    ]
+    return [f"{peaks} GiB, including model states of {states} GiB"]
 
 
 def messages_per_microbatch(schedule: Schedule) -> tuple[int, float]:
