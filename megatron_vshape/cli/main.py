@@ -121,6 +121,7 @@ def _run(arguments: Sequence[str]) -> int:
             sub.set_defaults(run=command.run)
     at = arguments.index("--") if "--" in arguments else len(arguments)
     options = parser.parse_args(arguments[:at])
+    options.words = arguments[:at]
     if at < len(arguments):
         if not hasattr(options, "command"):
             raise ScheduleError(f"{chosen} does not accept a command after --")

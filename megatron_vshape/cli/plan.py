@@ -48,16 +48,15 @@ from megatron_vshape.cli.options import (
     slice_counts,
 )
 from megatron_vshape.cli.progress import Progress, told
-from megatron_vshape.core.baselines import where_split
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.simulate import filled, simulate
 from megatron_vshape.core.frontier import Point, frontier, published
 from megatron_vshape.core.model.costs import Costs, chunk_of
-from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.layers import AUTO_SPLIT, Pieces
 from megatron_vshape.core.model.placement import looping
-from megatron_vshape.core.model.schedule import Objective, Plan, check_size
+from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, check_size
 from megatron_vshape.core.paper.catalogue import EVERY_NAME
 from megatron_vshape.core.plan import no_worse_than_published, plan
 from megatron_vshape.core.request import (
@@ -72,7 +71,6 @@ from megatron_vshape.core.request import (
 from megatron_vshape.view.names import placement_text, plain
 from megatron_vshape.view.numbers import (
     GIB,
-    argument,
     base_peak,
     enough,
     fixed,
@@ -514,7 +512,7 @@ def _write_html(
         lower_bound=made.lower_bound,
         bounded=str(made.objective),
         title=f"Plan within {_short_limit(limit, own, devices, in_bytes)}",
-        recipe=_recipe(options),
+        recipe=_recipe(options.words),
     )
     write_html(path, timeline, own, facts)
 
@@ -525,25 +523,20 @@ def _short_limit(limit: float, costs: Costs, devices: int, in_bytes: bool) -> st
     return f"{fixed(limit / chunk_of(costs, devices))} chunks"
 
 
-def _recipe(options: argparse.Namespace) -> str:
-    """Return the command-line arguments that reproduce this plan, without output options."""
-    words = ["plan", "--devices", options.devices, "--microbatches", options.microbatches]
-    if options.cost is not None:
-        words += ["--cost", options.cost]
-    if options.objective is not Objective.MAKESPAN:
-        words += ["--objective", options.objective]
-    if options.offload is not None:
-        words += ["--offload", argument(options.offload)]
-    known = ("costs", "embedding", "memory_limit", "headroom", "layers", "layer_split", "head")
-    ends = ("vocab_parallel", "slices", "host")
-    for name in (*known, *ends, "host_memory_limit", "chunks", "seconds"):
-        value = getattr(options, name)
-        if value is not None:
-            text = argument(value) if isinstance(value, float) else value
-            if isinstance(value, tuple):
-                text = ",".join(map(argument, value))
-            words += [f"--{name.replace('_', '-')}", text]
-    return shlex.join(map(str, words))
+def _recipe(words: Sequence[str]) -> str:
+    """Return the command line that reproduces this plan: the given one without output options."""
+    outputs = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_outputs(outputs)
+    return shlex.join(outputs.parse_known_args(words)[1])
+
+
+def _split_text(schedule: Schedule) -> str:
+    """Format the share of the backward passes that are split into B and W."""
+    kinds = [work.kind for row in schedule.order for work in row if Kind.B in work.kind.does]
+    split = kinds.count(Kind.B)
+    if split in (0, len(kinds)):
+        return "all stages" if split else "none"
+    return f"{100 * split / len(kinds):.0f} % of the backward passes"
 
 
 def _print(request: PlanRequest, result: PlanResult, limit: float, in_bytes: bool) -> None:
@@ -568,7 +561,7 @@ def _print(request: PlanRequest, result: PlanResult, limit: float, in_bytes: boo
         *([("slices", f"{slices} per microbatch")] if slices > 1 else []),
         ("peak memory", f"{held(peaks[0])}, limit {held(peaks[1])}"),
         *labelled("per rank", peaks_told(made.schedule, result.costs)),
-        ("split backward", where_split(made.schedule)),
+        ("split backward", _split_text(made.schedule)),
         *trades_told(timeline, result.costs, held),
     ]
     if in_bytes:

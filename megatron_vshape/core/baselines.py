@@ -191,26 +191,3 @@ def saves(costs: Costs) -> float:
     if whole is None:
         return 0.0
     return max(0.0, 1 - (sum(forward) + sum(whole)) / sum(split))
-
-
-def where_split(schedule: Schedule) -> str:
-    """Format where backwards are split: in all stages, none, or shares by phase.
-
-    Warm-up and cool-down are the first and the last `num_devices` microbatches.
-    """
-    devices, microbatches = schedule.num_devices, schedule.num_microbatches
-    inside = range(devices, microbatches - devices)
-    counts = {True: [0, 0], False: [0, 0]}  # by "inside": split, all
-    for kind, _, microbatch in (work for row in schedule.order for work in row):
-        if Kind.B in kind.does:
-            own = counts[microbatch in inside]
-            own[0] += kind is Kind.B
-            own[1] += 1
-    split, total = map(sum, zip(*counts.values(), strict=True))
-    if split in (0, total):
-        return "all stages" if split else "none"
-    shares = [own[0] / own[1] if own[1] else 0.0 for own in (counts[True], counts[False])]
-    middle, ends = (f"{100 * share:.0f} %" for share in shares)
-    if not counts[True][1]:
-        return f"{ends} of the backward passes"
-    return f"{middle} in the steady state, {ends} in warm-up and cool-down"

@@ -1,10 +1,10 @@
 """megatron-vshape plan, and names with a plus."""
 
-import argparse
 import csv
 import json
 import os
 import re
+import shlex
 import signal
 import time
 from dataclasses import replace
@@ -20,8 +20,10 @@ from megatron_vshape.core.model.costs import Costs, with_copies
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.core.model.schedule import load_schedule
+from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.plan import plan as plan_request
 from megatron_vshape.core.planner.vocabulary import is_shared, shared_pieces
+from megatron_vshape.core.program.lowering import whole_backwards
 from megatron_vshape.core.request import PlanRequest, PlanResult
 from megatron_vshape.view.numbers import GIB
 
@@ -386,12 +388,9 @@ def test_the_last_suffix_says_the_format(tmp_path: Path, command: list[str], nam
 
 @pytest.mark.parametrize("given", ["1.2345678,1,0.1,1e-07", "1234567,3,2,0"])
 def test_the_recipe_has_every_digit(given: str) -> None:
-    parser = argparse.ArgumentParser()
-    plan.add_arguments(parser)
-    more = ["--offload", "1.25", "--seconds", "12.345678"]
-    options = parser.parse_args([*SIZE, "--cost", given, *more])
-    expected = f"plan --devices 4 --microbatches 8 --cost {given} {' '.join(more)}"
-    assert plan._recipe(options) == expected
+    words = ["plan", *SIZE, "--cost", given, "--head", "2,2,2", "--vocab-parallel"]
+    outputs = ["--export", "plan.json", "--all", "--html=plan.html"]
+    assert plan._recipe([*words[:3], *outputs, *words[3:]]) == shlex.join(words)
 
 
 def test_layers_that_a_costs_file_contradicts(
@@ -462,3 +461,11 @@ def test_a_plan_is_no_worse_than_published_schedules_whatever_the_time(
     out = capsys.readouterr().out
     assert "makespan        35.98 " in out  # interleaved-1f1b:6
     assert "no published schedule that fits is faster" in out
+
+
+def test_the_share_of_split_backwards() -> None:
+    schedule = make("v-half", 2, 8)
+    assert plan._split_text(schedule) == "all stages"
+    assert plan._split_text(whole_backwards(schedule)) == "none"
+    order = (schedule.order[0], whole_backwards(schedule).order[1])
+    assert plan._split_text(replace(schedule, order=order)) == "50 % of the backward passes"

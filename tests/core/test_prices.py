@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from megatron_vshape.core.baselines import saves, where_split
+from megatron_vshape.core.baselines import saves
 from megatron_vshape.core.check.bounds import in_passes, lower_bound
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
@@ -147,13 +147,6 @@ def test_fusing_uses_the_times_of_the_simulation(name: str, objective: Objective
     assert run(graph, joined, objective is Objective.SPAN) == pytest.approx(expected, rel=1e-12)
     fused = fuse_backwards(simulate(schedule, costs), costs, objective)
     assert objective.of(simulate(fused, costs)) <= expected * (1 + 1e-12)
-
-
-def test_where_backwards_are_split_is_told() -> None:
-    schedule = make("v-half", 2, 8)
-    assert where_split(schedule) == "all stages"
-    assert where_split(whole_backwards(schedule)) == "none"
-    assert where_split(make("1f1b", 2, 8)) == "none"
 
 
 def cell(seed: int) -> tuple[Costs, int, int, float]:

@@ -159,7 +159,7 @@ def test_a_plan_as_one_file(tmp_path: Path, capsys):
     assert facts["base_peak"] == 6
     assert facts["lower_bound"] <= found["numbers"]["makespan"]
     assert facts["recipe"] == (
-        "plan --devices 3 --microbatches 9 --cost 1,1.15,0.85,0.05 --memory-limit 4"
+        "plan --devices 3 --microbatches 9 --cost 1,1.15,.85,.05 --memory-limit 4"
     )
     assert "steps" not in data["answers"]
     with_frontier = ["--frontier", str(tmp_path / "f.svg"), "--html", str(path)]
