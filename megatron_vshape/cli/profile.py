@@ -7,19 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vshape.cli import rehearse
-from megatron_vshape.cli.files import is_installed
+from megatron_vshape.cli.files import check_installed
 from megatron_vshape.cli.options import count
-from megatron_vshape.core.model.kinds import ScheduleError
-
-REMOVED = (
-    "--exchange-link --joint --layer-split --link --offload --recompute --send-us --slices "
-    "--vocab-parallel"
-).split()
-"""Options without a flag of a training command as their equivalent."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that can be translated, and those that are removed."""
+    """Add the arguments that can be translated to flags of a training command."""
     parser.description = (
         "Removed in the next release: use megatron-vshape rehearse --measure --costs FILE.json -- "
         "COMMAND with your own training command."
@@ -35,25 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"))
     for name in ("--transformer-engine", "--sequence-parallel"):
         parser.add_argument(name, action="store_true")
-    for name in REMOVED:
-        parser.add_argument(name, nargs="*", help=argparse.SUPPRESS)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the new command, run it, and return its exit status."""
-    for name in REMOVED:
-        if getattr(options, name[2:].replace("-", "_")) is not None:
-            raise ScheduleError(
-                f"profile no longer supports {name}: use megatron-vshape rehearse --measure "
-                f"--costs {options.output} -- COMMAND with the flags of your training command, or "
-                "measure in a run with --pipeline-trace DIR"
-            )
-    for name, extra in (("torch", "megatron"), ("pydantic", "sweep")):
-        if not is_installed(name):
-            raise ScheduleError(
-                f"profile needs {name}, which is not installed: "
-                f"pip install 'megatron-vshape[{extra}]'"
-            )
+    check_installed("profile", "megatron", "torch")
+    check_installed("profile", "sweep", "pydantic")
     words = ["--measure", "--costs", str(options.output), "--", *_command(options)]
     print(f"profile is now: megatron-vshape rehearse {shlex.join(words)}", flush=True)
     parser = argparse.ArgumentParser()
