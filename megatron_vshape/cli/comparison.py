@@ -163,7 +163,7 @@ def _row(
 def _note(baseline: BaselineSpec | None, result: PlanResult) -> str:
     """Return a remark if stock Megatron rejects the schedule for these sizes."""
     schedule = result.schedule
-    microbatches = schedule.num_microbatches // schedule.slices
+    microbatches = schedule.whole_microbatches
     rejected = baseline and why_not_stock(baseline.name, schedule.num_devices, microbatches)
     return f"; {NOT_STOCK}" if rejected else ""
 

@@ -228,8 +228,7 @@ def _drawn_block(result: _Result) -> BuildingBlock | None:
 
 def _size(result: _Result) -> str:
     schedule = result.schedule
-    whole = schedule.num_microbatches // schedule.slices
-    counts = {"rank": schedule.num_devices, "microbatch": whole}
+    counts = {"rank": schedule.num_devices, "microbatch": schedule.whole_microbatches}
     plural = {"rank": "ranks", "microbatch": "microbatches"}
     told = ", ".join(f"{n} {word if n == 1 else plural[word]}" for word, n in counts.items())
     return told if schedule.slices == 1 else f"{told} of {schedule.slices} slices"

@@ -385,7 +385,7 @@ def _as_plan(
 ) -> Plan:
     """Convert an evaluated schedule to the result of a search."""
     schedule, value = known.schedule, objective.of(known.timeline)
-    microbatches = schedule.num_microbatches // schedule.slices
+    microbatches = schedule.whole_microbatches
     bound = bound_at(
         known.costs, schedule.placement, microbatches, limits, objective, schedule.slices
     )

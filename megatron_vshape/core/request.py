@@ -212,7 +212,7 @@ def evaluate_named(text: str, request: PlanRequest) -> EvaluatedSchedule:
     if isinstance(found, str):
         baseline = with_chunks(found) or BaselineSpec(found)
         return evaluate_baseline(baseline, devices, microbatches, request.costs_of)
-    own = found.num_devices, found.num_microbatches // found.slices
+    own = found.num_devices, found.whole_microbatches
     if own != (devices, microbatches):
         raise ScheduleError(
             f"{text} is for {own[0]} devices and {own[1]} microbatches, "

@@ -77,9 +77,9 @@ def reorder_microbatches(
     unlike = sorted(costs.by_microbatch, key=lambda each: each[0] in HELD)  # times first
     costs = replace(costs, by_microbatch=tuple(unlike))
     names = [name for name, _ in unlike]
-    count = schedule.num_microbatches // schedule.slices
+    count = schedule.whole_microbatches
     given = tuple(range(count))
-    if not names or count < 2 or schedule.slices > 1:
+    if not names or count < 2 or count < schedule.num_microbatches:
         whole_us = simulate(schedule, costs).makespan
         return MicrobatchOrder(given, whole_us, whole_us)
     costs = costs_of(schedule, costs)

@@ -336,7 +336,7 @@ def named(name: str, num_devices: int, num_microbatches: int) -> Schedule:
     """
     find(name, EVERY_NAME)
     made = plan(PlanRequest(name, num_devices, num_microbatches)).schedule
-    own = made.num_devices, made.num_microbatches // made.slices
+    own = made.num_devices, made.whole_microbatches
     if own != (num_devices, num_microbatches):
         raise ScheduleError(
             f"{name} is for {own[0]} devices and {own[1]} microbatches, not for {num_devices} and "

@@ -11,7 +11,6 @@ from typing import TextIO
 from megatron_vshape.core.check.simulate import unit_costs
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import PAIR_SIGN
-from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import chunks_of
 from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.view.numbers import held_steps
@@ -133,15 +132,9 @@ def _passes(timeline: Timeline, device: int) -> Iterator[Event]:
             "args": {
                 "stage": work.stage,
                 "chunk": chunks[work.stage],
-                **_number(work, timeline.schedule.slices),
+                **timeline.schedule.position(work),
             },
         }
-
-
-def _number(work: Pass, slices: int) -> dict[str, int]:
-    """Return a pass's microbatch, and its slice if there are several."""
-    microbatch, own = divmod(work.microbatch, slices)
-    return {"microbatch": microbatch} | ({"slice": own} if slices > 1 else {})
 
 
 def _held(timeline: Timeline, costs: Costs, device: int, held_unit: str) -> Iterator[Event]:
@@ -163,7 +156,7 @@ def _arrows(timeline: Timeline) -> Iterator[Event]:
     for device in range(timeline.schedule.num_devices):
         for reader in timeline.slots(device):
             for need in reader.work.needs(len(placement)):
-                maker = made.get(need)  # None: a vocabulary pass of another stage
+                maker = made.get(need)  # None: of another stage of the device
                 if maker is None or placement[need.stage] == device:
                     continue
                 leaves = maker.end - _INSIDE * (maker.end - maker.start)

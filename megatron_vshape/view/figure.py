@@ -297,7 +297,7 @@ class _Page:
         length = timeline.makespan * self.units.time_scale
         draw_idle(axes, rows, length, self.row)
         draw_passes(axes, bars, chunks, scale)
-        number_passes(axes, bars, chunks, scale, timeline.schedule.slices)
+        number_passes(axes, bars, timeline.schedule, scale)
         if end:
             axes.axvline(length, color=LINE, lw=0.7)
             _note_rows(axes, [f"{length:.4g}"], [], self.row, at=length)

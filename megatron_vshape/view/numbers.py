@@ -91,10 +91,9 @@ def messages_per_microbatch(schedule: Schedule) -> tuple[int, float]:
     The ratio is 1 on one device, where 1F1B has no messages.
     """
     pairs = zip(schedule.placement, schedule.placement[1:], strict=False)
-    messages, least = (
-        2 * schedule.slices * sum(here != there for here, there in pairs),
-        2 * (schedule.num_devices - 1),
-    )
+    hops = sum(here != there for here, there in pairs)
+    messages = 2 * hops * schedule.num_microbatches // schedule.whole_microbatches
+    least = 2 * (schedule.num_devices - 1)
     return messages, messages / least if least else 1.0
 
 

@@ -20,7 +20,7 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import PROCESSOR, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import chunks_of, stages_of
-from megatron_vshape.core.model.schedule import Timeline
+from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.view.names import HELD_COLOUR, ink, shade, tint
 from megatron_vshape.view.numbers import costs_up_to, held_steps
@@ -172,30 +172,22 @@ def draw_passes(
             axes.add_patch(patch)
 
 
-def number_passes(
-    axes: Axes, bars: Sequence[Bar], chunks: Sequence[int], scale: PointScale, slices: int = 1
-) -> None:
-    """Write the microbatch into every pass that is wide enough; nowhere if most are too small.
+def number_passes(axes: Axes, bars: Sequence[Bar], schedule: Schedule, scale: PointScale) -> None:
+    """Write the position, as 3 or 3/1, into every pass that is wide enough.
 
-    With slices, 3/1 is the second slice of the fourth microbatch. Only passes of the processor are
-    high enough.
+    Only passes of the processor are high enough. Nothing is written if most are too small.
     """
+    chunks = chunks_of(schedule.placement)
     bars = [bar for bar in bars if bar.work.kind.resource == PROCESSOR]
-    longest = max(len(number_told(bar.work, slices)) for bar in bars)
+    texts = ["/".join(map(str, schedule.position(bar.work).values())) for bar in bars]
     typical = typical_length(bar.end - bar.start for bar in bars) * scale.x
-    size = text_size(typical, scale.row, longest)
+    size = text_size(typical, scale.row, max(map(len, texts)))
     if size is None:
         return
-    for bar in bars:
-        text = number_told(bar.work, slices)
+    for bar, text in zip(bars, texts, strict=True):
         own = min(size, size * (bar.bottom - bar.top) / (_BOTTOM - _TOP) * 1.6)
         if len(text) * DIGIT_WIDTH * own <= (bar.end - bar.start) * scale.x:
             _write(axes, bar, text, own, chunks)
-
-
-def number_told(work: Pass, slices: int) -> str:
-    """Format the microbatch of a pass, with "/slice" if there are several slices."""
-    return "/".join(map(str, divmod(work.microbatch, slices)[: 1 + (slices > 1)]))
 
 
 def typical_length(lengths: Iterable[float]) -> float:

@@ -58,7 +58,7 @@ def costs_of(schedule: Schedule, costs: Costs | None = None) -> Costs:
         return unit_costs(schedule).sliced(schedule.slices)
     check_costs(costs, schedule.num_stages)
     # `by_microbatch` has a factor per microbatch, not per slice.
-    whole = schedule.num_microbatches // schedule.slices
+    whole = schedule.whole_microbatches
     for name, shares in costs.by_microbatch:
         if len(shares) != whole:
             raise ScheduleError(

@@ -105,6 +105,16 @@ class Schedule:
         return len(self.placement)
 
     @property
+    def whole_microbatches(self) -> int:
+        """Number of microbatches, each with all its slices."""
+        return self.num_microbatches // self.slices
+
+    def position(self, work: Pass) -> dict[str, int]:
+        """Return the microbatch of a pass, and its slice if there are several."""
+        microbatch, own = divmod(work.microbatch, self.slices)
+        return {"microbatch": microbatch} | ({"slice": own} if self.slices > 1 else {})
+
+    @property
     def num_chunks(self) -> int:
         """Number of stages per device."""
         return len(self.placement) // self.num_devices

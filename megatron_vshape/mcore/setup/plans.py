@@ -335,7 +335,7 @@ class Planner:
         file = choice.from_file
         if file is not None and file.num_microbatches != num_microbatches * file.slices:
             raise ScheduleError(
-                f"the schedule file {choice.name} is for {file.num_microbatches // file.slices} "
+                f"the schedule file {choice.name} is for {file.whole_microbatches} "
                 f"microbatches, this run has {num_microbatches} in a step: make "
                 "--global-batch-size / (--micro-batch-size x data-parallel size) fit"
             )
