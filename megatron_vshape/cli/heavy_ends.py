@@ -89,8 +89,6 @@ def pieces_of(
         pieces = Pieces.estimated(0.0, layers / chunks, times.split)
         layer = replace(pieces.layer, saved_us=times.saved * chunks / layers)
         pieces = replace(pieces, layer=layer, first=first, last=last)
-        if options.offload is not None:
-            pieces = pieces.with_copies(options.offload)
     else:
         layers = float(options.layers or sum(measured.layers or ()))
         _check_measured(options, measured, layers, what)

@@ -2,19 +2,18 @@
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron_vshape.cli.help import MODEL, REQUIRED, add_option, group
-from megatron_vshape.core.model.costs import Costs, with_copies
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import even_layers, recut
 from megatron_vshape.core.model.pieces import Piece, with_ends
 from megatron_vshape.core.model.placement import looping
-from megatron_vshape.core.model.schedule import Schedule
-from megatron_vshape.core.paper.catalogue import EVERY_NAME, MOST_STAGES_A_DEVICE
-from megatron_vshape.core.request import AUTO, PLUS_NAMES, SLICES, Cut, PlanRequest, find
+from megatron_vshape.core.paper.catalogue import MOST_STAGES_A_DEVICE
+from megatron_vshape.core.request import Cut
 from megatron_vshape.view.names import plain
 from megatron_vshape.view.numbers import GIB, argument
 
@@ -47,14 +46,6 @@ UNIT_COST = Times(1.0, 1.0, 1.0, 0.0)
 _COST_NAMES = ("F", "B", "W", "COMM")
 NOTHING = Piece(0.0, 0.0, 0.0, 0.0, 0.0)
 UNITS = {"gib": GIB, "mib": 2.0**20}
-
-
-def slice_counts(text: str) -> int | tuple[int, ...]:
-    """Parse the slices per microbatch: a number, several to choose from, or `auto`."""
-    if text == AUTO:
-        return SLICES
-    found = tuple(dict.fromkeys(map(count, text.split(","))))
-    return found[0] if len(found) == 1 else found
 
 
 def add_size_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,14 +87,6 @@ def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="F,B,W",
             help=f"Extra time of the {stage} stage, in --cost units{more} (default: 0)",
         )
-
-
-def copy_time(text: str) -> float:
-    """Parse the time of a copy to host memory, in F."""
-    value = float_or_nan(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time above 0, as in 1.5")
-    return value
 
 
 def count(text: str) -> int:
@@ -242,45 +225,12 @@ def _time(text: str, name: str) -> float:
     return value
 
 
-def requests_of(
-    names: Sequence[str], options: argparse.Namespace, measured: Costs | None
-) -> list[PlanRequest]:
-    """Return the plan requests for the schedules of these names.
-
-    A schedule file determines the sizes of all names, and its number of slices.
-
-    Raises:
-        ScheduleError: a schedule does not exist, or a size is missing or contradicts the file.
-    """
-    found = {name: find(name, (*EVERY_NAME, *PLUS_NAMES)) for name in names}
-    sizes = {"--devices": options.devices, "--microbatches": options.microbatches}
-    for name, each in found.items():
-        if isinstance(each, Schedule):
-            whole = each.num_microbatches // each.slices
-            own = {"--devices": each.num_devices, "--microbatches": whole}
-            for option, wanted in sizes.items():
-                if wanted not in (None, own[option]):
-                    raise ScheduleError(f"{name} is for {option} {own[option]}, not {wanted}")
-            sizes = own
-    for option, size in sizes.items():
-        if size is None:
-            raise ScheduleError(f"{names[0]} needs {option}, as in --devices 4 --microbatches 8")
-    devices, microbatches = sizes.values()
-    cut = cut_of(devices, options.cost, measured, ends=ends_of(options))
-    slices = [1 if isinstance(each, Schedule) else options.slices for each in found.values()]
-    return [
-        PlanRequest(each, devices, microbatches, measured, cut, slices=own)
-        for each, own in zip(found.values(), slices, strict=True)
-    ]
-
-
 def cut_of(
     devices: int,
     cost: Times | None,
     measured: Costs | None,
     num_layers: int | None = None,
     ends: tuple[Piece, Piece] = (NOTHING, NOTHING),
-    offload: float | None = None,
 ) -> Cut:
     """Return a function that gives the costs of any number of stages.
 
@@ -294,7 +244,6 @@ def cut_of(
         measured: costs file, if any.
         num_layers: layers of the model, if known.
         ends: costs of embedding and output layer.
-        offload: time of a copy to host memory in F, if allowed.
     """
 
     def cut(num_stages: int, name: str) -> Costs:
@@ -307,7 +256,6 @@ def cut_of(
         if times.whole is not None:
             whole = times.whole * 2 * devices / num_stages
             costs = costs.having(whole_backward_us=(whole,) * num_stages)
-        costs = costs if ends == (NOTHING, NOTHING) else with_ends(costs, *ends)
-        return costs if offload is None else with_copies(costs, offload)
+        return costs if ends == (NOTHING, NOTHING) else with_ends(costs, *ends)
 
     return cut

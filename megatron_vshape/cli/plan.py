@@ -38,21 +38,19 @@ from megatron_vshape.cli.options import (
     add_cost_arguments,
     add_size_arguments,
     chunks,
-    copy_time,
     count,
     cut_of,
     ends_of,
     float_or_nan,
     headroom_of,
     number_of,
-    slice_counts,
 )
 from megatron_vshape.cli.progress import Progress, told
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.simulate import filled, simulate
 from megatron_vshape.core.frontier import Point, frontier, published
-from megatron_vshape.core.model.costs import Costs, chunk_of
+from megatron_vshape.core.model.costs import Costs, chunk_of, with_copies
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.layers import AUTO_SPLIT, Pieces
 from megatron_vshape.core.model.placement import looping
@@ -132,7 +130,7 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--offload",
-        type=copy_time,
+        type=_copy_time,
         metavar="T",
         brief="Allow offloading; time to copy a chunk, in F",
         help="Allow offloading to host memory: time to copy the activations of a stage in one "
@@ -162,7 +160,7 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--slices",
-        type=slice_counts,
+        type=_slice_counts,
         metavar="K|auto",
         brief="Sequence slices per microbatch (default: 1)",
         help="Sequence slices per microbatch, or several numbers to choose from, as in 1,2,4; "
@@ -183,6 +181,22 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
         help="makespan: time of a step; span: the same without a barrier between steps "
         "(default: makespan)",
     )
+
+
+def _slice_counts(text: str) -> int | tuple[int, ...]:
+    """Parse the slices per microbatch: a number, several to choose from, or `auto`."""
+    if text == AUTO:
+        return SLICES
+    found = tuple(dict.fromkeys(map(count, text.split(","))))
+    return found[0] if len(found) == 1 else found
+
+
+def _copy_time(text: str) -> float:
+    """Parse the time of a copy to host memory, in F."""
+    value = float_or_nan(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time above 0, as in 1.5")
+    return value
 
 
 def _add_search(parser: argparse.ArgumentParser) -> None:
@@ -358,10 +372,15 @@ def _cut(options: argparse.Namespace, measured: Costs | None) -> Cut:
     if heavy_ends.changed(options):
         return heavy_ends.cut_of(options, measured)
     ends = ends_of(options, options.layers)
-    cut = cut_of(options.devices, options.cost, measured, options.layers, ends, options.offload)
-    if options.host is None:
-        return cut
-    return lambda stages, name: replace(cut(stages, name), host_us=options.host)
+    base = cut_of(options.devices, options.cost, measured, options.layers, ends)
+
+    def cut(num_stages: int, name: str) -> Costs:
+        costs = base(num_stages, name)
+        if options.offload is not None:
+            costs = with_copies(costs, options.offload)
+        return costs if options.host is None else replace(costs, host_us=options.host)
+
+    return cut
 
 
 def _pieces(options: argparse.Namespace, measured: Costs | None) -> tuple[Pieces, int] | None:
@@ -374,6 +393,8 @@ def _pieces(options: argparse.Namespace, measured: Costs | None) -> tuple[Pieces
     if measured is None and options.layers is None:
         raise ScheduleError("--layer-split auto needs --layers N or --costs FILE")
     pieces, layers = heavy_ends.pieces_of(options, measured, "--layer-split auto")
+    if options.offload is not None:
+        pieces = pieces.with_copies(options.offload)
     return pieces, round(layers)
 
 

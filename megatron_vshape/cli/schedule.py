@@ -21,7 +21,8 @@ from megatron_vshape.cli.options import (
     add_cost_arguments,
     add_size_arguments,
     count,
-    requests_of,
+    cut_of,
+    ends_of,
 )
 from megatron_vshape.cli.progress import told
 from megatron_vshape.core.baselines import NOT_STOCK, why_not_stock
@@ -33,7 +34,7 @@ from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.core.paper.catalogue import EVERY_NAME
 from megatron_vshape.core.plan import plan
-from megatron_vshape.core.request import SCHEDULE_NAMES, SUFFIXES, PlanRequest
+from megatron_vshape.core.request import PLUS_NAMES, SCHEDULE_NAMES, SUFFIXES, PlanRequest, find
 from megatron_vshape.view.chrome_trace import write_trace
 from megatron_vshape.view.names import plain
 from megatron_vshape.view.numbers import (
@@ -121,7 +122,7 @@ def run(options: argparse.Namespace) -> int:
     names = list(dict.fromkeys([*filter(None, [options.name]), *options.compare]))
     time = partial(time_text, in_us=measured is not None)
     with told(time) as progress:
-        requests = requests_of(names, options, measured)
+        requests = _requests(names, options, measured)
         results = [_result(each, Budget(report=progress.search)) for each in requests]
     outputs = _outputs(options, results)
     write_all(outputs)
@@ -151,6 +152,36 @@ def _check(options: argparse.Namespace) -> None:
                 raise ScheduleError(f"--{name} needs a NAME before --compare, for one schedule")
     if options.figure is not None:
         check_can_draw("--figure")
+
+
+def _requests(
+    names: Sequence[str], options: argparse.Namespace, measured: Costs | None
+) -> list[PlanRequest]:
+    """Return the plan requests for the schedules of these names.
+
+    A schedule file determines the sizes of all names, and its number of slices.
+
+    Raises:
+        ScheduleError: a schedule does not exist, or a size is missing or contradicts the file.
+    """
+    found = {name: find(name, (*EVERY_NAME, *PLUS_NAMES)) for name in names}
+    sizes = {"--devices": options.devices, "--microbatches": options.microbatches}
+    for name, each in found.items():
+        if isinstance(each, Schedule):
+            own = {"--devices": each.num_devices, "--microbatches": each.whole_microbatches}
+            for option, wanted in sizes.items():
+                if wanted not in (None, own[option]):
+                    raise ScheduleError(f"{name} is for {option} {own[option]}, not {wanted}")
+            sizes = own
+    for option, size in sizes.items():
+        if size is None:
+            raise ScheduleError(f"{names[0]} needs {option}, as in --devices 4 --microbatches 8")
+    devices, microbatches = sizes.values()
+    cut = cut_of(devices, options.cost, measured, ends=ends_of(options))
+    return [
+        PlanRequest(each, devices, microbatches, measured, cut, slices=options.slices)
+        for each in found.values()
+    ]
 
 
 def _result(request: PlanRequest, budget: Budget) -> _Result:
