@@ -49,13 +49,12 @@ FILES = """
     --enable-ft-package --calc-ft-timeouts --enable-one-logger --one-logger-project
     --one-logger-run-name --one-logger-async --distributed-backend --distributed-timeout-minutes
     --local-rank --high-priority-stream-groups --check-weight-hash-across-dp-replicas-interval
-    --deterministic-mode --use-mcore-models --manual-gc --manual-gc-interval
+    --use-mcore-models --manual-gc --manual-gc-interval
     --lazy-mpu-init --data-parallel-random-init --pipeline-trace --pipeline-timeout
     --fim-data --fim-rate --fim-spm-rate --fim-split-sample --fim-fragment-rate --fim-no-prefix
     --fim-prefix-token --fim-middle-token --fim-suffix-token --fim-pad-token --fim-eod-token
 """.split()
 """Flags of data, tokenizers, checkpoints and logs, which do not change the memory of a step.
---deterministic-mode only checks; other flags and the environment select the functions.
 --eval-iters and similar flags are replaced."""
 
 VOCABULARIES = {
@@ -484,8 +483,9 @@ def ranks_asked_for(text: str, pipeline: int) -> list[int]:
     return sorted(set(found))
 
 
-VARIABLES = ("NVTE_", "CUBLAS_", "CUDA_DEVICE_", "PYTORCH_")
-"""Prefixes of the environment variables that affect the allocations of a command."""
+VARIABLES = ("NVTE_", "CUBLAS_", "CUDA_DEVICE_", "PYTORCH_", "NCCL_ALGO")
+"""Prefixes of the environment variables that affect the allocations of a command, or that Megatron
+checks: --deterministic-mode requires NCCL_ALGO in some versions."""
 
 
 def environment_of(command: Command, known: Iterable[str] = VARIABLES) -> dict[str, str]:

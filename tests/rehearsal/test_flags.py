@@ -9,6 +9,7 @@ import pytest
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.flags import (
     Command,
+    environment_of,
     flags_of,
     ranks_asked_for,
     read_command,
@@ -177,6 +178,14 @@ def test_what_needs_files_is_left_out() -> None:
     assert left[:3] == ["--num-layers", "8", "--bf16"]
     assert left[left.index("--vocab-size") + 1] == "99"
     assert not {"--data-path", "--load", "a", "b", "c"} & set(left)
+
+
+def test_deterministic_mode_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With it, unpermuting saves the rows of experts: torch's index_add instead of scatter_add."""
+    monkeypatch.setenv("NCCL_ALGO", "Ring")  # some versions of Megatron require it
+    command = Command("pretrain_gpt.py", ("--deterministic-mode", "--data-path", "a"))
+    assert without_files(command, 99)[0] == "--deterministic-mode"
+    assert environment_of(command)["NCCL_ALGO"] == "Ring"
 
 
 def test_a_mapping_becomes_flags() -> None:
