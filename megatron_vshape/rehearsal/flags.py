@@ -382,7 +382,7 @@ def without_files(command: Command, vocabulary: int | None = None) -> list[str]:
     Raises:
         ScheduleError: The vocabulary size is unknown.
     """
-    left = list(command.without(FILES.__contains__).flags)
+    left = [_absolute(word) for word in command.without(FILES.__contains__).flags]
     size = vocabulary or command.number("--vocab-size", 0) or _vocabulary(command)
     left += ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(size)]
     left += ["--num-workers", "0", "--log-interval", "1", "--eval-iters", "0"]
@@ -391,6 +391,12 @@ def without_files(command: Command, vocabulary: int | None = None) -> list[str]:
     if not command.has("--train-iters") and not command.has("--train-samples"):
         left += ["--train-iters", "100"]
     return left
+
+
+def _absolute(word: str) -> str:
+    """Make the path of an existing file absolute: a dry run has a working directory of its own."""
+    flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    return f"{flag}{equals}{Path(value).resolve()}" if Path(value).is_file() else word
 
 
 def _vocabulary(command: Command) -> int:

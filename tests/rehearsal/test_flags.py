@@ -180,6 +180,16 @@ def test_what_needs_files_is_left_out() -> None:
     assert not {"--data-path", "--load", "a", "b", "c"} & set(left)
 
 
+def test_paths_of_files_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dry run has a working directory of its own."""
+    (tmp_path / "plan.json").touch()
+    monkeypatch.chdir(tmp_path)
+    given = "--pipeline-schedule plan.json --pipeline-costs=plan.json --spec no.py"
+    left = without_files(Command("pretrain_gpt.py", tuple(given.split())), 99)
+    file = tmp_path.resolve() / "plan.json"
+    assert " ".join(left[:5]) == f"--pipeline-schedule {file} --pipeline-costs={file} --spec no.py"
+
+
 def test_deterministic_mode_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """With it, unpermuting saves the rows of experts: torch's index_add instead of scatter_add."""
     monkeypatch.setenv("NCCL_ALGO", "Ring")  # some versions of Megatron require it
