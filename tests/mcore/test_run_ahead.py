@@ -10,8 +10,7 @@ from torch import nn
 pytest.importorskip("megatron.training")
 
 from megatron_vshape.mcore.features.post_validation import rollback
-from megatron_vshape.mcore.features.post_validation.backup import Backup
-from megatron_vshape.mcore.features.post_validation.rollback import RandomState
+from megatron_vshape.mcore.features.post_validation.rollback import Backup, RandomState
 from megatron_vshape.mcore.observe.static_memory import static_memory
 
 

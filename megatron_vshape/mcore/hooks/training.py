@@ -21,8 +21,7 @@ from megatron.training.utils import print_rank_0
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.mcore.hook import Function, Hook, Replaced, replaces, replaces_always
 from megatron_vshape.mcore.hooks.session import Session
-from megatron_vshape.mcore.observe.iteration_log import IterationLog, why_no_mfu
-from megatron_vshape.mcore.observe.layer_losses import size_layer_losses
+from megatron_vshape.mcore.observe.iteration_log import IterationLog, size_layer_losses, why_no_mfu
 from megatron_vshape.mcore.options import add_arguments
 from megatron_vshape.mcore.refusals import RefusedError, check_one_module, refusing
 from megatron_vshape.mcore.setup import configure

@@ -113,7 +113,7 @@ class PostValidationFeature(Feature):
 
     def hooks(self) -> tuple[Hook, ...]:
         """Return the feature's replacements of Megatron's attributes."""
-        from megatron_vshape.mcore.features.post_validation.hooks import HOOKS
+        from megatron_vshape.mcore.features.post_validation.early_step import HOOKS
 
         return HOOKS
 

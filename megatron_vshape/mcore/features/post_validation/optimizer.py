@@ -48,7 +48,7 @@ from megatron.core.optimizer.optimizer import (
 )
 from torch import Tensor
 
-from megatron_vshape.mcore.features.post_validation.backup import Backup
+from megatron_vshape.mcore.features.post_validation.rollback import Backup
 from megatron_vshape.mcore.hook import Replaced
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_vshape.mcore.hook import Function, Hook, Session, replaces
 from megatron_vshape.mcore.step_state import TokenRange
 
 
@@ -41,3 +42,31 @@ class TokensOfSlice(Tensor):
     def sum(self, *args: Any, **options: Any) -> Tensor:
         """Return the sum over the microbatch."""
         return self.whole.sum(*args, **options)
+
+
+@replaces
+def roll_tensor(
+    session: Session, original: Function, tensor: Any, *args: Any, **options: Any
+) -> Any:
+    """Roll the tokens of the full microbatch, so that a slice sees the tokens behind its end.
+
+    The second result of Megatron's function counts the tokens of the microbatch.
+    """
+    if not isinstance(tensor, TokensOfSlice):
+        return original(tensor, *args, **options)
+    rolled, *counted = original(tensor.whole, *args, **options)
+    # Multi-token prediction rolls once per depth, so the result must reference the microbatch
+    # again.
+    return TokensOfSlice.cut(rolled, tensor.part), *counted
+
+
+HOOKS = (
+    Hook(
+        "megatron.core.transformer.multi_token_prediction",
+        "roll_tensor",
+        ("tensor", "shifts", "dims"),
+        "tokens behind the end of a slice are those of the next",
+        roll_tensor,
+        chosen=True,
+    ),
+)

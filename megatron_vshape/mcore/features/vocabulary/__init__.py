@@ -153,8 +153,7 @@ class VocabularyFeature(Feature):
     def build_chunk(self, built: BuiltChunk) -> None:
         """Replace embedding and output layer of a chunk by the rows of this rank."""
         if built.pipeline.choice.shares:
-            from megatron_vshape.mcore.features.vocabulary.bridge import convert_rows
-            from megatron_vshape.mcore.features.vocabulary.model import share
+            from megatron_vshape.mcore.features.vocabulary.model import convert_rows, share
 
             stage_map = built.pipeline.stage_map
             share(built.state, built.first, built.model, stage_map, built.rank, built.chunk)
@@ -181,7 +180,7 @@ class VocabularyFeature(Feature):
 
     def hooks(self) -> tuple[Hook, ...]:
         """Return the feature's replacements of Megatron's attributes."""
-        from megatron_vshape.mcore.features.vocabulary.hooks import HOOKS
+        from megatron_vshape.mcore.features.vocabulary.loss_of_logits import HOOKS
 
         return HOOKS
 

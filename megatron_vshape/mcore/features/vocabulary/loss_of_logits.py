@@ -16,7 +16,9 @@ tensor-parallel ranks (`RanksOfRows`), by which some libraries check whether log
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,7 +31,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import cross_entropy
 from torch import Tensor, nn
 
-from megatron_vshape.mcore.hook import Replaced
+from megatron_vshape.mcore.hook import Function, Hook, Replaced, Session
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.step.losses import LateFaults, unlike
 from megatron_vshape.mcore.step_state import StepState, unwrapped
@@ -227,3 +229,28 @@ def _unsmoothed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return forward(ctx, logits, target, label_smoothing, *rest)
 
     return checked
+
+
+def tensor_parallel_world_size(session: Session, original: Function) -> Function:
+    """Return the number of vocabulary-parallel ranks during a trainer's loss of logits."""
+
+    @functools.wraps(original)
+    def size() -> Any:
+        # Code that pads sequences needs the original number. `number_for` identifies such code
+        # by its code object.
+        ranks = session.step.tensor_ranks
+        return original() if ranks is None else ranks.number_for(sys._getframe(1).f_code)
+
+    return size
+
+
+HOOKS = (
+    Hook(
+        "megatron.core.parallel_state",
+        "get_tensor_model_parallel_world_size",
+        (),
+        "counts the ranks that share the vocabulary while a trainer makes its own loss of logits",
+        tensor_parallel_world_size,
+        everywhere=True,
+    ),
+)

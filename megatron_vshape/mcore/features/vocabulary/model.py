@@ -11,7 +11,9 @@ from __future__ import annotations
 import logging
 import math
 import os
+import sys
 from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 from megatron_vshape.mcore.layout import multi_token
 from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.setup.features import Patch
 from megatron_vshape.mcore.step_state import StepState
 
 logger = logging.getLogger(__name__)
@@ -295,3 +298,32 @@ def _share_head(state: StepState, first: Any, model: Any, shards: Shards) -> Non
         return
     head.forward = _StopBeforeLogits(state)
     model.compute_language_model_loss = _KeepLabels(state)
+
+
+_MAPPING = "megatron.bridge.models.conversion.param_mapping"
+_ROWS = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+def convert_rows(patch: Patch) -> None:
+    """Make Megatron-Bridge load and export embedding rows that all pipeline ranks share.
+
+    Megatron-Bridge expects each weight on one stage, sharded over its tensor-parallel ranks. With
+    vocabulary parallelism, all ranks of the pipeline have consecutive shards. The patch applies
+    only if Megatron-Bridge builds the model.
+    """
+    mapping: Any = getattr(sys.modules.get(_MAPPING), "MegatronParamMapping", None)
+    if mapping is not None:
+        patch(mapping, lambda: _over_pipeline(mapping))
+
+
+def _over_pipeline(mapping: Any) -> Mapping[str, Any]:
+    tensor_group, pipeline_size = mapping.tp_group.fget, mapping.pp_size.fget
+
+    def tp_group(self: Any) -> Any:
+        is_shared = self.megatron_param.endswith(_ROWS)
+        return parallel_state.get_model_parallel_group() if is_shared else tensor_group(self)
+
+    def pp_size(self: Any) -> Any:
+        return 1 if self.megatron_param.endswith(_ROWS) else pipeline_size(self)
+
+    return {"tp_group": property(tp_group), "pp_size": property(pp_size)}
