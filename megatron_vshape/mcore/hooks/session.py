@@ -35,7 +35,6 @@ from megatron_vshape.mcore.refusals import (
     refusing,
     refusing_together,
 )
-from megatron_vshape.mcore.setup import configure
 from megatron_vshape.mcore.setup.configure import Pipeline, with_messages_of_this_run
 from megatron_vshape.mcore.setup.features import features
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
@@ -44,6 +43,7 @@ from megatron_vshape.mcore.setup.ready import withdraw_loading_mode
 from megatron_vshape.mcore.split import graphs
 from megatron_vshape.mcore.split.graphs import capture_order, covered, passes_of
 from megatron_vshape.mcore.split.local_layers import TorchFusedKernels, make_split_linear
+from megatron_vshape.mcore.split.prepare import prepare_layers
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 from megatron_vshape.mcore.step.gradient_sync import overlaps_grad_reduce
 from megatron_vshape.mcore.step.losses import can_wait
@@ -181,12 +181,10 @@ class Session:
         with refusing_together():
             self._check_model(self.pipeline, model)
             given_iterators(call["data_iterator"], len(model))
-            configure.prepare_layers(
-                self.step,
-                model,
-                self.pipeline.choice,
-                self.pipeline.splits_graphs,
-            )
+            chunks = [unwrapped(chunk) for chunk in model]  # names without wrapper prefixes
+            for feature in features():
+                feature.prepare_layers(self.step, chunks, self.pipeline.choice)
+            prepare_layers(self.step, chunks, self.pipeline.splits_graphs)
         with refusing():
             if not self.has_opened:
                 tokens = call["seq_length"] * call["micro_batch_size"]

@@ -1,4 +1,4 @@
-"""From Megatron's arguments to the pipeline of a run: configuration, checks and layer setup.
+"""From Megatron's arguments to the pipeline of a run: configuration and checks.
 
 A library on top of Megatron-Core does not use Megatron's argument parser. Its schedule options come
 from `register`, and the model options from a TransformerConfig (`prepare_config`).
@@ -9,14 +9,11 @@ from __future__ import annotations
 import logging
 import os
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from torch import nn
 
 from megatron_vshape.core.paper.catalogue import JOINT_NAMES
 from megatron_vshape.core.request import AUTO
@@ -54,10 +51,7 @@ from megatron_vshape.mcore.setup.megatron_schedules import (
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.setup.translate import tell
-from megatron_vshape.mcore.split import graphs, te_layers, unsplit
-from megatron_vshape.mcore.split.local_layers import mark_gathered
-from megatron_vshape.mcore.step_state import StepState, unwrapped
-from megatron_vshape.runtime.weight_jobs import name_weights
+from megatron_vshape.mcore.split import graphs
 
 logger = logging.getLogger(__name__)
 
@@ -372,42 +366,6 @@ def _num_microbatches(args: Namespace) -> int:
     copies = args.data_parallel_size * (getattr(args, "gtp_weight_remat_size", None) or 1)
     microbatches: int = args.global_batch_size // (args.micro_batch_size * copies)
     return max(microbatches, 1)
-
-
-def prepare_layers(
-    state: StepState,
-    chunks: Sequence[nn.Module],
-    choice: ScheduleConfig | None = None,
-    splits_graphs: bool = False,
-) -> None:
-    """Make the chunks' linear layers defer their weight gradients, and name them in traces.
-
-    With a choice, features change layers too. Layers that CUDA graphs cover compute their weight
-    gradients in B, unless the graphs are split too.
-
-    Raises:
-        StoreError: Transformer Engine's layers do not match the adapter.
-        UnsupportedError: A feature does not support a layer.
-    """
-    chunks = [unwrapped(chunk) for chunk in chunks]  # module names without wrapper prefixes
-    if choice is not None:
-        for feature in features():
-            feature.prepare_layers(state, chunks, choice)
-    whole = graphs.covered(chunks)
-    # With split graphs, covered TE layers get a store too: their W is captured separately.
-    if splits_graphs:
-        whole = {each for each in whole if not te_layers.is_splittable(each)}
-    te_layers.install(state, chunks, whole)
-    for chunk in chunks:
-        mark_gathered(chunk)
-        name_weights(chunk)
-    replicas = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_data_parallel_rank(with_context_parallel=True),
-    )
-    # Tensor- and data-parallel replicas have the same layers, so one of them logs.
-    if replicas == (0, 0):
-        unsplit.tell(chunks, whole)
 
 
 def prepare_config(config: Any, options: Options) -> Pipeline:

@@ -1,10 +1,14 @@
-"""Layers whose weight gradients stay in B, with the reason; logged once per built model."""
+"""Prepare a built model: linear layers defer their weight gradients from B to W.
+
+Layers whose weight gradients stay in B are logged once per model, with the reason.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -12,13 +16,42 @@ from megatron.core.tensor_parallel.layers import (
 )
 from torch import nn
 
-from megatron_vshape.mcore.split import te_layers
+from megatron_vshape.mcore.split import graphs, te_layers
+from megatron_vshape.mcore.split.local_layers import mark_gathered
 from megatron_vshape.mcore.split.te_layers import AS_IT_SHOULD
+from megatron_vshape.mcore.step_state import StepState
+from megatron_vshape.runtime.weight_jobs import name_weights
 
 logger = logging.getLogger(__name__)
 
 SHOWN = 3
 """Maximum number of layers named per reason; the log line counts the others."""
+
+
+def prepare_layers(state: StepState, chunks: Sequence[nn.Module], splits_graphs: bool) -> None:
+    """Make the linear layers of unwrapped chunks defer their weight gradients.
+
+    Layers that CUDA graphs cover compute their weight gradients in B, unless the graphs are split
+    too. Megatron's local layers need no preparation: a hook has replaced their autograd function.
+
+    Raises:
+        StoreError: Transformer Engine's layers do not match the adapter.
+    """
+    whole = graphs.covered(chunks)
+    # With split graphs, covered TE layers get a store too: their W is captured separately.
+    if splits_graphs:
+        whole = {each for each in whole if not te_layers.is_splittable(each)}
+    te_layers.install(state, chunks, whole)
+    for chunk in chunks:
+        mark_gathered(chunk)
+        name_weights(chunk)  # in traces
+    replicas = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+    # Tensor- and data-parallel replicas have the same layers, so one of them logs.
+    if replicas == (0, 0):
+        tell(chunks, whole)
 
 
 def whole_layers(
