@@ -93,41 +93,16 @@ class StepState:
         return self.tokens
 
     @contextmanager
-    def running(self, chunk: int, part: TokenRange | None = None) -> Iterator[None]:
-        """Set the running chunk, and its tokens if not all of a microbatch, in this context."""
-        before = self.running_chunk, self.tokens
-        self.running_chunk, self.tokens = chunk, part
+    def setting(self, **values: Any) -> Iterator[None]:
+        """Set these fields in this context, and restore them at its end."""
+        before = {name: getattr(self, name) for name in values}
         try:
+            for name, value in values.items():
+                setattr(self, name, value)
             yield
         finally:
-            self.running_chunk, self.tokens = before
-
-    @contextmanager
-    def having_logits(self, tensor_ranks: TensorRanks) -> Iterator[None]:
-        """Let this rank count as every stage, and as one of `tensor_ranks`, in this context."""
-        self.has_logits, self.tensor_ranks = True, tensor_ranks
-        try:
-            yield
-        finally:
-            self.has_logits, self.tensor_ranks = False, None
-
-    @contextmanager
-    def reducing(self, reducer: Reducer | None) -> Iterator[None]:
-        """Set the reducer of gradients within W in this context, if any."""
-        self.gradient_sync = reducer
-        try:
-            yield
-        finally:
-            self.gradient_sync = None
-
-    @contextmanager
-    def counting(self, census: ActivationTracker) -> Iterator[None]:
-        """Count the memory that passes leave in this context."""
-        self.census = census
-        try:
-            yield
-        finally:
-            self.census = None
+            for name, value in before.items():
+                setattr(self, name, value)
 
     def defer(self, job: GatheringJob, parameters: Sequence[Tensor]) -> None:
         """Defer a job to W that adds to the gradients of `parameters` and retains tensors.

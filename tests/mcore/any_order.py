@@ -60,7 +60,7 @@ def start(rank: int, given: object) -> None:
     def program(self: Any, context: Any, hides: bool) -> Any:
         nonlocal steps
         if not context.forward_only:
-            planner: Planner = self._pipeline.planner
+            planner: Planner = self.pipeline.planner
             like = planner.training(context.num_microbatches).schedule
             plan = planner._build_step(drawn(like, steps))
             planner.run(plan)

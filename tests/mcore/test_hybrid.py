@@ -17,7 +17,7 @@ from megatron.core import __version__
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.pieces import pieces_from_costs
 from megatron_vshape.core.model.placement import Placement, linear, looping, v_shape
-from megatron_vshape.mcore.features.vocabulary.layers import SharedEnds
+from megatron_vshape.mcore.features.vocabulary import SharedEnds
 from megatron_vshape.mcore.layout.hybrid import cut
 from megatron_vshape.mcore.layout.sizes import options_of, sizes_of
 from megatron_vshape.mcore.layout.stage_map import split_layers

@@ -17,7 +17,7 @@ from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.core.plan import plan
 from megatron_vshape.core.request import PlanRequest
-from megatron_vshape.mcore.features.vocabulary.layers import SharedEnds
+from megatron_vshape.mcore.features.vocabulary import SharedEnds
 from megatron_vshape.mcore.layout.stage_map import split_layers
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.setup.choice import ScheduleConfig

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import module as transformer_module
 
 from megatron_vshape.mcore.hook import Function, Hook, replaces, replaces_always
-from megatron_vshape.mcore.hooks import libraries, nemo_rl
+from megatron_vshape.mcore.hooks import libraries
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout import hybrid, multi_token, stages
 from megatron_vshape.mcore.layout.stage_map import check_tied_embeddings
@@ -52,7 +52,7 @@ def config_post_init(session: Session, original: Function, config: Any) -> None:
             _choose(session, options, config)
         libraries.have_chunks_provided(session, config)
         if session.pipeline is not None and session.pipeline.stage_map.num_chunks > 1:
-            nemo_rl.keep_all_chunks(session)
+            libraries.keep_all_chunks(session)
     original(config)
 
 
@@ -325,22 +325,6 @@ def several_stacks_init(
     original(model, *args, **options)
 
 
-@replaces
-def is_pipeline_first_stage(
-    session: Session, original: Function, ignore_virtual: bool = True, vp_stage: int | None = None
-) -> bool:
-    """Return whether the stage has the embedding."""
-    return _is_pipeline_end(session, original, 0, ignore_virtual, vp_stage)
-
-
-@replaces
-def is_pipeline_last_stage(
-    session: Session, original: Function, ignore_virtual: bool = True, vp_stage: int | None = None
-) -> bool:
-    """Return whether the stage has the loss."""
-    return _is_pipeline_end(session, original, 1, ignore_virtual, vp_stage)
-
-
 def has_end(session: Session, end: int) -> bool:
     """Return whether a chunk of this rank is the model's first (`end` 0) or last (1) stage."""
     assert session.pipeline is not None
@@ -348,29 +332,37 @@ def has_end(session: Session, end: int) -> bool:
     return bool(session.pipeline.stage_map.end_ranks[end] == rank)
 
 
-def _is_pipeline_end(
-    session: Session, original: Function, end: int, ignore_virtual: bool, vp_stage: int | None
-) -> bool:
-    """Return whether a stage is the model's first (`end` 0) or last (`end` 1).
+def is_pipeline_end(end: int) -> Function:
+    """Create the replacement of `is_pipeline_first_stage` (`end` 0) or of the last (`end` 1).
 
     The stage is that of `vp_stage` if given (and not ignored), else that of the running chunk. If
     no chunk runs, the result is about the rank. While models are built: whether any of its chunks
     is that stage. Afterwards: Megatron's result, its position in the pipeline, because the last
     rank gets the results of the loss (`pipeline_of`).
     """
-    pipeline = session.pipeline
-    # Every rank computes a part of the loss here, and counts as first and last.
-    if session.step.has_logits:
-        return True
-    chunk = session.step.running_chunk if ignore_virtual else vp_stage
-    # With one chunk per rank, callers pass no vp_stage; chunk 0 is the only candidate.
-    if pipeline is not None and not ignore_virtual and pipeline.stage_map.num_chunks == 1:
-        chunk = 0
-    if chunk is None and session.is_building and pipeline is not None:
-        return has_end(session, end)
-    if pipeline is None or chunk is None:
-        return bool(original(ignore_virtual=ignore_virtual, vp_stage=vp_stage))
-    return pipeline.ends(parallel_state.get_pipeline_model_parallel_rank(), chunk)[end]
+
+    @replaces
+    def is_end(
+        session: Session,
+        original: Function,
+        ignore_virtual: bool = True,
+        vp_stage: int | None = None,
+    ) -> bool:
+        pipeline = session.pipeline
+        # Every rank computes a part of the loss here, and counts as first and last.
+        if session.step.has_logits:
+            return True
+        chunk = session.step.running_chunk if ignore_virtual else vp_stage
+        # With one chunk per rank, callers pass no vp_stage; chunk 0 is the only candidate.
+        if pipeline is not None and not ignore_virtual and pipeline.stage_map.num_chunks == 1:
+            chunk = 0
+        if chunk is None and session.is_building and pipeline is not None:
+            return has_end(session, end)
+        if pipeline is None or chunk is None:
+            return bool(original(ignore_virtual=ignore_virtual, vp_stage=vp_stage))
+        return pipeline.ends(parallel_state.get_pipeline_model_parallel_rank(), chunk)[end]
+
+    return is_end
 
 
 @replaces
@@ -498,7 +490,7 @@ HOOKS = (
         "is_pipeline_first_stage",
         ("ignore_virtual", "vp_stage"),
         "the stage with the embedding may be any chunk of any rank",
-        is_pipeline_first_stage,
+        is_pipeline_end(0),
         everywhere=True,
     ),
     Hook(
@@ -506,7 +498,7 @@ HOOKS = (
         "is_pipeline_last_stage",
         ("ignore_virtual", "vp_stage"),
         "the stage with the loss may be any chunk of any rank",
-        is_pipeline_last_stage,
+        is_pipeline_end(1),
         everywhere=True,
     ),
     Hook(

@@ -1,6 +1,6 @@
-"""Functions of libraries that number the stages by chunk, then rank.
+"""Functions of libraries that number the stages by chunk, then rank, or know one chunk.
 
-Router replay, weights and hybrid models: verl, ROLL and Megatron-Bridge.
+Router replay, weights and hybrid models of verl, ROLL and Megatron-Bridge; NeMo-RL's worker.
 
 verl (mode R2) appends the choices of every forward call of a chunk, sorts them by Megatron's
 schedule table, and gathers the layers of all ranks in `pp_gather`, which expects chunk c of rank r
@@ -12,18 +12,22 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import accumulate, pairwise
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch import Tensor
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.utils import get_attr_wrapped_model, unwrap_model
+from torch import Tensor, nn
 
 from megatron_vshape.mcore.hook import Function, Replaced, Session, replaces
 from megatron_vshape.mcore.layout.stage_map import StageMap
-from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.refusals import UnsupportedError, refusing
 from megatron_vshape.mcore.setup.configure import Pipeline
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 
@@ -199,3 +203,232 @@ def provide_hybrid(
             return original(config, pre_process, post_process)
     finally:
         session.provided_chunk = None
+
+
+_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
+_VALUE_WORKER = "nemo_rl.models.value.workers.megatron_value_worker"
+_SETUP = "nemo_rl.models.megatron.setup"
+_LISTS = {
+    _WORKER: ("megatron_forward_backward", "save_checkpoint"),
+    _SETUP: ("_update_model_config_funcs",),
+}
+"""Functions by module that need the list of chunks."""
+
+_EXPORTS = (
+    "export_hf_weights",
+    "export_hf_weights_quant",
+    "export_adapter_weights",
+    "get_conversion_tasks",
+)
+"""Methods of Megatron-Bridge's AutoBridge that the worker calls with its model."""
+
+
+class ModelChunks(nn.Module):
+    """All model chunks of a rank as one module, for NeMo-RL's Megatron policy worker.
+
+    The worker keeps `model[0]` of the list that Megatron-Bridge builds, and uses it as one module
+    in some 90 places. This class has the methods of Megatron's DistributedDataParallel for all
+    chunks. Functions that run, save or export a model get the list.
+
+    Names of parameters and keys of the state dict start with the number of the chunk. `module`
+    holds the chunks without their wrappers, so that no caller takes the first chunk for the model.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        nn.Module.__init__(self)  # not that of DistributedDataParallel, which makes buffers
+        self.chunks = nn.ModuleList(chunks)
+        self.config = get_attr_wrapped_model(chunks[0], "config")
+        self.pg_collection = get_attr_wrapped_model(chunks[0], "pg_collection")
+
+    @property
+    def module(self) -> nn.ModuleList:
+        return nn.ModuleList(unwrap_model(list(self.chunks)))
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        raise RuntimeError(
+            "a rank with several model chunks is run by Megatron's forward_backward_func, not by "
+            "calling the model. Choose a schedule with one chunk per rank, such as zb-h1"
+        )
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
+        found: dict[str, Any] = {}
+        for number, chunk in enumerate(self.chunks):
+            own = chunk.state_dict(*args, **options)
+            found |= {f"{number}.{name}": value for name, value in own.items()}
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:  # type: ignore[override]
+        for number, chunk in enumerate(self.chunks):
+            start = f"{number}."
+            own = {name: each for name, each in state_dict.items() if name.startswith(start)}
+            chunk.load_state_dict(
+                {name.removeprefix(start): each for name, each in own.items()}, strict=strict
+            )
+
+
+class ParallelChunks(ModelChunks, DistributedDataParallel):  # type: ignore[misc]
+    """Chunks that Megatron's DistributedDataParallel wraps, with its methods for all of them."""
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
+        super().__init__(chunks)
+        self.ddp_config = chunks[0].ddp_config
+        # Lists under the names that DistributedDataParallel gives them; the worker offloads these.
+        for name in ("buffers", "expert_parallel_buffers"):
+            setattr(self, name, [each for chunk in chunks for each in getattr(chunk, name)])
+
+    @property
+    def remove_forward_pre_hook_handles(self) -> dict[nn.Module, Any]:
+        found: dict[nn.Module, Any] = {}
+        for chunk in chunks_of(self):
+            found |= chunk.remove_forward_pre_hook_handles
+        return found
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for chunk in chunks_of(self):
+                stack.enter_context(chunk.no_sync())
+            yield
+
+
+def _for_all_chunks(name: str) -> Function:
+    """Create the method that calls `name` of each chunk."""
+
+    @functools.wraps(getattr(DistributedDataParallel, name))
+    def call(self: ParallelChunks, *args: Any, **options: Any) -> None:
+        for chunk in chunks_of(self):
+            getattr(chunk, name)(*args, **options)
+
+    return call
+
+
+for _name in (
+    "broadcast_params",
+    "disable_forward_pre_hook",
+    "enable_forward_pre_hook",
+    "finish_grad_sync",
+    "scale_gradients",
+    "start_grad_sync",
+    "start_param_sync",
+    "zero_grad_buffer",
+):
+    setattr(ParallelChunks, _name, _for_all_chunks(_name))
+
+
+def chunks_of(value: Any) -> Any:
+    """Replace a ModelChunks, also within a list, by its chunks; return other values unchanged."""
+    if isinstance(value, ModelChunks):
+        return list(value.chunks)
+    if isinstance(value, list) and any(isinstance(each, ModelChunks) for each in value):
+        return [chunk for each in value for chunk in _listed(chunks_of(each))]
+    return value
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def with_chunks(original: Function) -> Function:
+    """Call `original` with lists of chunks in place of each ModelChunks."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **options: Any) -> Any:
+        given = {name: chunks_of(value) for name, value in options.items()}
+        return original(*map(chunks_of, args), **given)
+
+    return call
+
+
+def keep_all_chunks(session: Session) -> None:
+    """Make NeMo-RL's policy worker use all chunks; without effect in other programs.
+
+    Called before the worker builds a model. If a function is missing in another version of NeMo-RL,
+    nothing is replaced, and the first step rejects the single chunk.
+
+    Raises:
+        RefusedError: This process has NeMo-RL's value worker, which supports one chunk.
+    """
+    _check_value_worker(session)
+    worker, setup = sys.modules.get(_WORKER), sys.modules.get(_SETUP)
+    bridge: Any = getattr(setup, "AutoBridge", None)
+    if worker is None or setup is None or bridge is None or bridge in session.providers:
+        return
+    if not all(hasattr(worker, name) for name in (*_LISTS[_WORKER], "setup_model_and_optimizer")):
+        return
+    session.providers.append(bridge)
+    owners = {worker: _LISTS[_WORKER], setup: _LISTS[_SETUP], bridge: _EXPORTS}
+    for owner, names in owners.items():
+        for name in names:
+            session.replaced.put(owner, name, with_chunks(getattr(owner, name)))
+    _keep_built_chunks(session, worker, setup)
+
+
+def _keep_built_chunks(session: Session, worker: ModuleType, setup: ModuleType) -> None:
+    """Replace the worker's functions that build its model and its reference model."""
+    built: list[list[nn.Module]] = []
+    get_model = setup.get_model
+    make, make_reference = worker.setup_model_and_optimizer, worker.setup_reference_model_state
+
+    @functools.wraps(get_model)
+    def get_and_record(*args: Any, **options: Any) -> Any:
+        built[:] = [get_model(*args, **options)]
+        return built[0]
+
+    @functools.wraps(make)
+    def setup_model(policy: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+        with refusing():
+            _check(policy)
+        made = make(policy, *args, **options)
+        chunks = built.pop()
+        if isinstance(chunks[0], DistributedDataParallel):
+            return made._replace(model=ParallelChunks(chunks))
+        return made._replace(model=ModelChunks(chunks))
+
+    @functools.wraps(make_reference)
+    def setup_reference(*args: Any, **options: Any) -> dict[str, Any]:
+        of_first_chunk, chunks = make_reference(*args, **options), built.pop()
+        if not of_first_chunk:
+            return {}  # no reference model has been loaded
+        return {
+            name: each.detach().to("cpu", copy=True) if isinstance(each, torch.Tensor) else each
+            for name, each in ModelChunks(chunks).state_dict().items()
+        }
+
+    session.replaced.put(setup, "get_model", get_and_record)
+    session.replaced.put(worker, "setup_model_and_optimizer", setup_model)
+    session.replaced.put(worker, "setup_reference_model_state", setup_reference)
+
+
+def _check_value_worker(session: Session) -> None:
+    """Raise RefusedError in a process of NeMo-RL's value worker.
+
+    Each worker has its own process. The value worker would name Megatron's virtual pipeline, which
+    its user has not set.
+    """
+    if _VALUE_WORKER not in sys.modules or _WORKER in sys.modules or session.pipeline is None:
+        return
+    choice = session.pipeline.choice
+    with refusing():
+        raise UnsupportedError(
+            f"schedule={choice.name} has several model chunks per rank, and NeMo-RL's value worker "
+            "supports one. Set MEGATRON_VSHAPE: schedule=zb-h1 in value.megatron_cfg.env_vars, or "
+            "set the variable only in policy.megatron_cfg.env_vars"
+        )
+
+
+def _check(policy: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError if the policy uses a feature that reads a single module."""
+    generation = policy.get("generation") or {}
+    cache = str((generation.get("vllm_cfg") or {}).get("kv_cache_dtype") or "auto")
+    used = {
+        "policy.draft.enabled": bool((policy.get("draft") or {}).get("enabled")),
+        "policy.router_replay.enabled": bool((policy.get("router_replay") or {}).get("enabled")),
+        "policy.generation.backend=megatron": generation.get("backend") == "megatron",
+        f"policy.generation.vllm_cfg.kv_cache_dtype={cache}": cache.startswith("fp8"),
+    }
+    names = [name for name, is_used in used.items() if is_used]
+    if names:
+        raise UnsupportedError(
+            f"{', '.join(names)}: NeMo-RL does not support it with several model chunks per rank. "
+            "Choose a schedule with one chunk, such as schedule=zb-h1"
+        )

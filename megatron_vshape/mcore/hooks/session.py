@@ -23,7 +23,7 @@ from megatron_vshape.mcore.hook import Function, Hook, Replaced, replaces
 from megatron_vshape.mcore.hooks import libraries
 from megatron_vshape.mcore.layout.stages import streams_of
 from megatron_vshape.mcore.observe import report, static_memory
-from megatron_vshape.mcore.observe.megatrons_own import (
+from megatron_vshape.mcore.observe.bubble import (
     MeteredSchedule,
     count_backward,
     count_forward,

@@ -178,7 +178,7 @@ class RunReport:
             yield
             return
         census, before = ActivationTracker(persistent(model)), torch.cuda.memory_allocated()
-        with self.state.counting(census):
+        with self.state.setting(census=census):
             yield
         self._plan = None if self.plan_of is None else self.plan_of(num_microbatches)
         held = {stage: census.held_bytes(stage, passes) for stage in self.stages}

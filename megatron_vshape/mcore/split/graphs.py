@@ -198,7 +198,7 @@ class Capture:
     @contextmanager
     def active(self, state: StepState) -> Iterator[None]:
         """Collect the jobs of the linear layers in this capture."""
-        with Replaced() as replaced:
+        with Replaced() as replaced, state.setting(capture=self):
             for each in self._owners:
                 replaced.put(each, "backward_dw", partial(self._run, each))
             for layer in self._turns:
@@ -206,11 +206,7 @@ class Capture:
                 has_own = hasattr(layer, "_te_cuda_graph_capture")
                 name = "_te_cuda_graph_capture" if has_own else "forward"
                 replaced.put(layer, name, partial(self._forward, layer, getattr(layer, name)))
-            state.capture = self
-            try:
-                yield
-            finally:
-                state.capture = None
+            yield
 
     def make(
         self, original: Callable[..., Any], callables: Any, sample_args: Any, **options: Any

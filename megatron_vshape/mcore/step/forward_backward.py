@@ -67,7 +67,7 @@ class PipelineRunner:
     def __init__(self, state: StepState, pipeline: Pipeline, logs: Logs) -> None:
         """Set the state shared with layers, the schedule, and whether the trainer logs a step."""
         self._state = state
-        self._pipeline = pipeline
+        self.pipeline = pipeline
         self._transport: Transport | None = None
         self._place = Place()
         rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -96,23 +96,18 @@ class PipelineRunner:
         """
         if adjust_tensor_shapes_fn is not None:
             raise ValueError("adjust_tensor_shapes_fn is not supported by --pipeline-schedule")
-        context = StepContext(self._state, self._pipeline, **arguments)
+        context = StepContext(self._state, self.pipeline, **arguments)
         with refusing():
-            check_one_module(self._pipeline.choice.name, p2p_communicator, context.pg_collection)
+            check_one_module(self.pipeline.choice.name, p2p_communicator, context.pg_collection)
         for each in self._step_features:
             each.check(context)
         check_config(context.config)
         for feature in features():
-            feature.check_config(context.config, self._pipeline.options)
+            feature.check_config(context.config, self.pipeline.options)
         # If this rank fails, its error is sent to the ranks that wait for it, so that they report
         # the cause instead of a timeout.
         with _timed(context.config), first_cause.telling(TransportError):
             return self._evaluate(context) if context.forward_only else self._train(context)
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """Return the configuration of the schedule."""
-        return self._pipeline
 
     def connect(self, model: Any) -> str | None:
         """Create the P2P connections of all ranks now instead of in the first step.
@@ -149,11 +144,6 @@ class PipelineRunner:
         """Let features end after the last step; return lines for the log."""
         lines = [each.end_training() for each in self._step_features]
         return [line for line in lines if line is not None]
-
-    def start_next(self) -> None:
-        """Let features start the next training step, as far as it can be rolled back."""
-        for each in self._step_features:
-            each.start_next()
 
     def roll_back(self) -> None:
         """Roll back a step that was started early; all ranks of the pipeline call this together."""
@@ -229,7 +219,7 @@ class PipelineRunner:
             ),
             # DDP's own reductions are off: autograd ends before the W that complete the gradients.
             sync.session(),
-            self._state.reducing(sync if sync.overlaps else None),
+            self._state.setting(gradient_sync=sync if sync.overlaps else None),
         ):
             with context.session(), checked_late(self._state, self._place) as checks:
                 run.finish()
@@ -291,7 +281,7 @@ class PipelineRunner:
             context.forward_step_func,
             context.chunks,
             self._state,
-            has_loss=pipeline_group.rank() == self._pipeline.stage_map.loss_rank,
+            has_loss=pipeline_group.rank() == self.pipeline.stage_map.loss_rank,
         )
         context.num_tokens = torch.zeros([], dtype=torch.int, device=context.torch_device)
         # Last, because the parts read everything above, and register for the passes of the step.
@@ -329,7 +319,7 @@ class PipelineRunner:
 
     def _program(self, context: StepContext, hides: bool) -> tuple[Program, Mapping[Pass, Beside]]:
         """Return the program of all ranks, and the W jobs that its B's overlap with."""
-        planner = self._pipeline.planner
+        planner = self.pipeline.planner
         if context.forward_only:
             return planner.evaluation(context.num_microbatches), {}
         plan = planner.training(context.num_microbatches)
@@ -345,7 +335,7 @@ class PipelineRunner:
         # Megatron reads losses on the last pipeline rank; in a V, the last stage is on rank 0.
         reports = self._courier.send_to_last_rank(
             in_given_order(context.loss_store, context.order),
-            self._pipeline.stage_map.loss_rank,
+            self.pipeline.stage_map.loss_rank,
             context.groups.pp,
             context.torch_device,
         )
@@ -366,18 +356,18 @@ class PipelineRunner:
             kind: type[Transport] = Transport
             if config.variable_seq_lengths:
                 kind = VariableTransport
-                self._pipeline.planner.expect_any_length()
+                self.pipeline.planner.expect_any_length()
             self._transport = kind(
                 _all_pipelines(pipeline_group),
                 shape,
                 dtype,
                 torch_device,
-                self._pipeline.options.timeout_seconds,
+                self.pipeline.options.timeout_seconds,
                 like=pipeline_group,
             )
             # The first use of a communicator blocks, so warm up all of them before the schedule
             # runs.
-            self._transport.prepare(self._pipeline.planner.smallest())
+            self._transport.prepare(self.pipeline.planner.smallest())
             first_cause.watch_the_end(TransportError)
         else:
             self._transport.reconnect()
@@ -397,7 +387,7 @@ class PipelineRunner:
             finalize(context.chunks, None, **options)
             return
         if self.overlaps_steps and inspect.unwrap(finalize) is finalize_model_grads:
-            loss_rank = self._pipeline.stage_map.loss_rank
+            loss_rank = self.pipeline.stage_map.loss_rank
             # An all-reduce over the pipeline would make its ranks wait for each other.
             tokens = self._courier.bring_tokens(context.num_tokens, loss_rank, groups.pp)
             finalize(context.chunks, None, **options)

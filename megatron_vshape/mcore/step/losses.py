@@ -295,11 +295,8 @@ def checked_late(state: StepState, place: Place) -> Iterator[LateChecks]:
     If a pass fails, no check runs.
     """
     checks = LateChecks(place)
-    state.late_checks = checks
-    try:
+    with state.setting(late_checks=checks):
         yield checks
-    finally:
-        state.late_checks = None
     checks.fetch()
 
 

@@ -233,9 +233,6 @@ class StepFeature:
     def take_started(self, context: StepContext) -> Started | None:
         """Return this step if it was started early; roll back another one that was."""
 
-    def start_next(self) -> None:
-        """Start the next training step, as far as it can be rolled back."""
-
     def roll_back(self) -> None:
         """Roll back a step that was started early; all ranks of the pipeline call this together."""
 
@@ -301,7 +298,7 @@ class MegatronStage:
         begun = self._begun(microbatch, received)
         jobs, key = self.step.state.jobs, (other.stage, work.microbatch)
         with (
-            self.step.state.running(self.chunk),
+            self.step.state.setting(running_chunk=self.chunk),
             contextlib.nullcontext() if whole else jobs.collect(key),
         ):
             backward = other.taken(work.microbatch, gradient, whole)
@@ -364,7 +361,7 @@ class MegatronStage:
         own = None
         for part in self.step.parts:
             own = part.tokens_of(microbatch) or own
-        return self.step.state.running(self.chunk, own)
+        return self.step.state.setting(running_chunk=self.chunk, tokens=own)
 
     def taken(self, microbatch: int, received: Tensor | None, whole: bool) -> Backward:
         """Return the arguments of a B, and drop the stage's references to them."""
@@ -505,7 +502,7 @@ def loss_maker(step: StepContext, reports: bool = True) -> Callable[..., Tensor 
     model, num_chunks = step.chunks[-1], len(step.chunks)
 
     def lose(losses: Any, function: Any, is_leaf: bool = True) -> Tensor | None:
-        with step.state.running(num_chunks - 1):
+        with step.state.setting(running_chunk=num_chunks - 1, tokens=None):
             return make(losses, function, is_leaf)
 
     def make(losses: Any, function: Any, is_leaf: bool) -> Tensor | None:

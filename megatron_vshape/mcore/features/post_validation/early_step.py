@@ -49,7 +49,7 @@ class EarlyStart(StepFeature):
     def begin_training(self, optimizer: Any, args: Namespace) -> str | None:
         """Validate steps after they are made; return a warning if this gains nothing."""
         check_optimizer(optimizer)
-        self.validation = PostValidation(self._runner)
+        self.validation = PostValidation(self.start_next, self.roll_back)
         return why_no_gain(args)
 
     def end_training(self) -> str | None:

@@ -51,7 +51,6 @@ from torch import Tensor
 from megatron_vshape.mcore.features.post_validation.rollback import Backup
 from megatron_vshape.mcore.hook import Replaced
 from megatron_vshape.mcore.refusals import UnsupportedError
-from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 
 STEPS_BEFORE_A_GUESS = 2
 """Consecutive steps without clipping or skipping before the next step is predicted to need none.
@@ -76,7 +75,8 @@ class StepVerdict(NamedTuple):
 class PostValidation:
     """Runs the optimizer steps of a training run; replaces `ChainedOptimizer.step`."""
 
-    runner: PipelineRunner
+    start_next: Callable[[], None]  # starts the next step, as far as it can be rolled back
+    roll_back: Callable[[], None]  # drops a step that was started early
     _backup: Backup = field(default_factory=Backup)
     _calm: int = 0  # consecutive steps for which a step without clipping was valid
     _guessed: int = 0
@@ -95,7 +95,7 @@ class PostValidation:
 
     def end(self) -> None:
         """Drop an early started step; all ranks call this at the end of the run."""
-        self.runner.roll_back()
+        self.roll_back()
 
     def closing_line(self) -> str:
         """Return a summary of the predictions of this run."""
@@ -111,7 +111,7 @@ class PostValidation:
         # If the local part alone invalidates the step, skip the update to keep parameters finite.
         with nullcontext() if pending.own_part_stands else _without_updates(optimizer):
             optimizer.step_with_ready_grads()
-        self.runner.start_next()
+        self.start_next()
         verdict = pending.wait()
         if not verdict.stands:
             self._undo(optimizer)
@@ -124,7 +124,7 @@ class PostValidation:
 
     def _undo(self, optimizer: Any) -> None:
         """Restore the model and the optimizer to the state before the step."""
-        self.runner.roll_back()
+        self.roll_back()
         # A parameter all-gather may still write to the model's parameters.
         _finish_gathering(optimizer)
         self._backup.restore()

@@ -184,7 +184,7 @@ class SlicesFeature(Feature):
 
     def hooks(self) -> tuple[Hook, ...]:
         """Return the feature's replacements of Megatron's attributes."""
-        from megatron_vshape.mcore.features.slices.tokens import HOOKS
+        from megatron_vshape.mcore.features.slices.step import HOOKS
 
         return HOOKS
 

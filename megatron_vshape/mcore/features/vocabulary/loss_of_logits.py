@@ -143,7 +143,9 @@ class LossOfLogits:
 
         ranks = RanksOfRows(parallel_state.get_tensor_model_parallel_world_size())
 
-        with Replaced() as replaced, self.state.having_logits(ranks):
+        # Code that asks Megatron about its stage must see every stage on this rank.
+        state = self.state.setting(has_logits=True, tensor_ranks=ranks)
+        with Replaced() as replaced, state:
 
             def call(*args: Any, **options: Any) -> Tensor:
                 read = signature.bind(inner, *args, **options).arguments.get("input_ids")

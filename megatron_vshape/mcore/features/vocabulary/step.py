@@ -186,18 +186,16 @@ class SharedVocabulary(StepHook):
     @contextmanager
     def session(self) -> Iterator[None]:
         """Set this object in the shared state; if a pass fails, close the collectives."""
-        self.state.shared_ends = self
-        try:
-            yield
-            self.together.drain()
-            # Reading the faults waits for the device, so this is after all passes.
-            self._faults.check()
-        except BaseException:
-            # Other ranks wait in a collective; they get an error instead of a timeout.
-            self.together.close()
-            raise
-        finally:
-            self.state.shared_ends = None
+        with self.state.setting(shared_ends=self):
+            try:
+                yield
+                self.together.drain()
+                # Reading the faults waits for the device, so this is after all passes.
+                self._faults.check()
+            except BaseException:
+                # Other ranks wait in a collective; they get an error instead of a timeout.
+                self.together.close()
+                raise
 
     def join(self, work: Pass) -> None:
         """Join the collective before LOOKUP, LOGITS or LOOKUP_WEIGHT that provides its input."""
@@ -494,7 +492,7 @@ class SharedVocabulary(StepHook):
                 raise ModelCalled
             return blank
 
-        with Replaced() as replaced, self.state.running(0):
+        with Replaced() as replaced, self.state.setting(running_chunk=0):
             replaced.put(self.first, "forward", keep)
             iterator = recorded if routers else self.iterator
             try:
