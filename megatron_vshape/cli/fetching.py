@@ -1,13 +1,40 @@
-"""Download the Python sources of a dry run, after asking once."""
+"""Python sources of a dry run: their options, and their download after asking once."""
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from megatron_vshape.cli.help import PROGRAM, group
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.flags import Command
 from megatron_vshape.rehearsal.ranks import missing_sources
 from megatron_vshape.rehearsal.sources import PythonSource, cache, fetch, missing_text
+
+
+def add_source_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options for the Python sources of a dry run."""
+    program = group(parser, PROGRAM)
+    program.add_argument(
+        "--megatron",
+        type=Path,
+        metavar="DIR",
+        help="Megatron-LM checkout (default: installed or downloaded megatron-core)",
+    )
+    program.add_argument(
+        "--te",
+        type=Path,
+        metavar="DIR",
+        help="Transformer Engine checkout or wheel (default: installed or downloaded)",
+    )
+    program.add_argument(
+        "--fetch",
+        action="store_true",
+        help="Download the Python of Megatron and Transformer Engine if missing (3.6 MB)",
+    )
+    program.add_argument(  # the name in 0.2
+        "--fetch-te", dest="fetch", action="store_true", help=argparse.SUPPRESS
+    )
 
 
 def fetch_missing(options: argparse.Namespace, command: Command) -> None:

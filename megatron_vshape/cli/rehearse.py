@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_vshape.cli.fetching import fetch_missing
+from megatron_vshape.cli.fetching import add_source_arguments, fetch_missing
 from megatron_vshape.cli.files import (
     Output,
     check_can_draw,
@@ -121,33 +121,13 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="Tokens of the tokenizer, if the command does not contain their number",
     )
-    program = group(parser, PROGRAM)
-    program.add_argument(
+    group(parser, PROGRAM).add_argument(
         "--jobs",
         type=_positive,
         metavar="N",
         help="Ranks to estimate in parallel (default: the number of CPU cores)",
     )
-    program.add_argument(
-        "--megatron",
-        type=Path,
-        metavar="DIR",
-        help="Megatron-LM checkout (default: installed or downloaded megatron-core)",
-    )
-    program.add_argument(
-        "--te",
-        type=Path,
-        metavar="DIR",
-        help="Transformer Engine checkout or wheel (default: installed or downloaded)",
-    )
-    program.add_argument(
-        "--fetch",
-        action="store_true",
-        help="Download the Python of Megatron and Transformer Engine if missing (3.6 MB)",
-    )
-    program.add_argument(  # the name in 0.2
-        "--fetch-te", dest="fetch", action="store_true", help=argparse.SUPPRESS
-    )
+    add_source_arguments(parser)
     group(parser, OUTPUT).add_argument(
         "--json", type=Path, metavar="FILE.json", help="All results to write"
     )

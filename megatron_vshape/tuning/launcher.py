@@ -18,7 +18,6 @@ from megatron_vshape.tuning import worker
 from megatron_vshape.tuning.configurations import ADAPTIVE, SweepError
 from megatron_vshape.tuning.files import Loaded
 from megatron_vshape.tuning.predictor import Prediction, Predictor
-from megatron_vshape.tuning.progress import RunLog
 from megatron_vshape.tuning.results import Outcome, Result, Results, Status, key_of
 from megatron_vshape.tuning.trainer_flags import trainer_command
 
@@ -107,13 +106,18 @@ class Launcher:
     predictor: Predictor
     results: Results
     folder: Path
-    progress: RunLog
+    say: Callable[[str], None]
+    _total: int = 0
+    _ended: int = 0
     _refused_until: float = 0.0
 
     def run(self, chosen: Sequence[Prediction], retry_failed: bool = False) -> None:
         """Run missing combinations, `run.at_once` at a time; Ctrl-C cancels running jobs."""
         done = self.results.ended(retry_failed)
         waiting = [each for each in chosen if self._key(each) not in done]
+        self._total, self._ended = len(chosen), len(chosen) - len(waiting)
+        if self._ended:
+            self.say(f"{self._ended} of {self._total} runs were made before")
         waiting.reverse()
         # Jobs in flight from an earlier sweep come first, because they may use up a quota.
         waiting.sort(key=lambda each: self.results.job_in_flight(self._key(each)) is not None)
@@ -128,7 +132,7 @@ class Launcher:
                     if outcome is None:
                         times_back[each.key] += 1
                         waiting.append(each.prediction)
-                        self.progress.put_back(each.prediction.configuration, each.job.state)
+                        self.say(f"again  {each.prediction.configuration} {each.job.state}")
                     else:
                         self._record(each.prediction, each.key, outcome)
                 time.sleep(POLL_S if running else 0)
@@ -172,7 +176,7 @@ class Launcher:
         job = self._submitted(prediction, folder)
         running.append(_Running(prediction, key, job, folder))
         self.results.start(key, str(job.job_id))
-        self.progress.started(prediction.configuration)
+        self.say(f"start  {prediction.configuration}")
 
     def _submitted(self, prediction: Prediction, folder: Path) -> "submitit.Job[Outcome]":
         try:
@@ -199,9 +203,10 @@ class Launcher:
         it = prediction.configuration
         mfu = None if outcome.step_s is None else self.predictor.mfu(it, outcome.step_s)
         predicted = prediction.step_s, prediction.peak_bytes, prediction.bubble
-        result = Result(it, outcome, mfu, *predicted)
-        self.results.record(key, self.loaded.sweep.name, result)
-        self.progress.ended(result)
+        self.results.record(key, self.loaded.sweep.name, Result(it, outcome, mfu, *predicted))
+        self._ended += 1
+        speed = "" if outcome.step_s is None else f" {outcome.step_s:.3f} s a step"
+        self.say(f"{outcome.status.value:6s} {it}{speed} ({self._ended} of {self._total})")
 
     def _outcome(self, running: _Running, times_back: int) -> Outcome | None:
         """Return the outcome of a run; None if it must be submitted again."""

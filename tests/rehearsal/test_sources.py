@@ -83,8 +83,13 @@ def test_what_is_missing_depends_on_the_command() -> None:
     assert ranks.missing_sources(LOCAL, None, None) == [MEGATRON]
 
 
+SWEEP = Path(__file__).parents[2] / "configs" / "sweeps" / "grid_38b_h200.yaml"
+
+
 @pytest.mark.parametrize(
-    "words", [["rehearse"], ["advise", "--gpus", "8xH100"]], ids=["rehearse", "advise"]
+    "words",
+    [["rehearse"], ["advise", "--gpus", "8xH100"], ["sweep", str(SWEEP), "--predict-only"]],
+    ids=["rehearse", "advise", "sweep"],
 )
 def test_without_a_terminal_one_error_names_the_command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]

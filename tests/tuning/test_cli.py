@@ -11,7 +11,7 @@ import pytest
 from tuning.counts import Fake
 from tuning.samples import CLUSTER, ROOT, SWEEP, load_sample, write_sweep
 
-from megatron_vshape.cli import sweep
+from megatron_vshape.cli import sweep, sweep_run
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import load_schedule
 from megatron_vshape.tuning.grid import expand
@@ -100,7 +100,7 @@ def test_a_slurm_that_is_not_there_is_told_before_predicting(
 ) -> None:
     path = write_sweep(tmp_path, sweep={"run": {**SWEEP["run"], "executor": "slurm"}})
     monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.setattr(sweep, "_predict", None)
+    monkeypatch.setattr(sweep_run, "_predict", None)
     with pytest.raises(ScheduleError, match="executor is slurm, but sbatch and srun cannot be fou"):
         call(path, "--results", tmp_path / "results.db")
 
@@ -173,7 +173,7 @@ def test_the_report_of_a_sweep_that_runs(
         call(path, "--results", database, "--report")
     assert call(path, "--results", database) == 0
     table = capsys.readouterr().out.partition("small on two")[2].partition("results: ")[0]
-    monkeypatch.setattr(sweep, "_predict", None)
+    monkeypatch.setattr(sweep_run, "_predict", None)
     monkeypatch.setitem(sys.modules, "submitit", None)
     with open_results(database) as results:
         results.start(next(iter(results.ended())), "42")
@@ -224,7 +224,7 @@ def test_a_trainer_that_is_not_there_is_told_before_predicting(
 ) -> None:
     path = write_sweep(tmp_path, sweep={"run": {**SWEEP["run"], "script": "gone.py"}})
     assert call(path, "--predict-only") == 0
-    monkeypatch.setattr(sweep, "_predict", None)
+    monkeypatch.setattr(sweep_run, "_predict", None)
     for more in ([], ["--dry-run"]):
         with pytest.raises(
             ScheduleError, match=r"run\.script gone\.py is no file in .*: start the"
@@ -255,7 +255,7 @@ def test_files_that_cannot_be_written_are_told_before_predicting(
     text: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sweep, "_predict", None)
+    monkeypatch.setattr(sweep_run, "_predict", None)
     with pytest.raises(ScheduleError, match=text):
         call(write_sweep(tmp_path), "--predict-only", *arguments)
     assert capsys.readouterr().out == ""

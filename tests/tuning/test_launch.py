@@ -21,7 +21,6 @@ from megatron_vshape.tuning.configurations import SweepError
 from megatron_vshape.tuning.files import Cluster, RunPart
 from megatron_vshape.tuning.grid import expand
 from megatron_vshape.tuning.launcher import Launcher
-from megatron_vshape.tuning.progress import RunLog
 from megatron_vshape.tuning.results import Outcome, Result, Status, key_of, open_results
 from megatron_vshape.tuning.worker import write_outcome
 
@@ -30,31 +29,22 @@ def run_over(**over: Any) -> dict[str, Any]:
     return {"run": {**SWEEP["run"], **over}}
 
 
-def unseen() -> RunLog:
-    """Return the progress of a sweep that nobody looks at."""
-    return RunLog(lambda _: None, total=1, done=0)
-
-
-class Ears(RunLog):
-    def __init__(self) -> None:
-        super().__init__(lambda _: None, total=1, done=0)
-        self.heard: list[Result] = []
-
-    def ended(self, result: Result) -> None:
-        super().ended(result)
-        self.heard.append(result)
+def unseen(text: str) -> None:
+    """The log of a sweep that nobody looks at."""
 
 
 def launch(folder: Path, sweep: dict[str, Any]) -> list[Result]:
+    """Launch the sweep, and return the results of its new runs."""
     loaded = load_sample(folder, sweep=sweep)
     predictor = predictor_of(loaded)
-    ears = Ears()
+    said: list[str] = []
     with open_results(folder / "results.db") as results:
         chosen = [predictor(each) for each in expand(loaded).possible]
-        Launcher(loaded, predictor, results, folder / "runs", ears).run(chosen)
-        read = results.read(results.ended())
-        assert all(each in read for each in ears.heard)
-    return ears.heard
+        before = results.ended()
+        Launcher(loaded, predictor, results, folder / "runs", said.append).run(chosen)
+        found = results.read(results.ended() - before)
+    assert sum(line.startswith(("ok", "OOM", "failed")) for line in said) == len(found)
+    return found
 
 
 def test_statuses_and_no_run_twice(tmp_path: Path) -> None:
@@ -132,7 +122,7 @@ def test_an_order_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(simulated) == 2  # the best order on the V, and that in a loop
     monkeypatch.setattr(predicting, "plan_adaptive", None)
     with open_results(tmp_path / "results.db") as results:
-        Launcher(loaded, predictor, results, tmp_path / "runs", unseen()).run([chosen])
+        Launcher(loaded, predictor, results, tmp_path / "runs", unseen).run([chosen])
         (result,) = results.read(results.ended())
     assert result.outcome.status is Status.OK
     (file,) = (tmp_path / "runs").glob("*/schedule.json")
@@ -173,7 +163,7 @@ def slurm(tmp_path: Path, tools: Callable[..., None], states: None) -> Callable[
             "echo Submitted batch job $job",
         )
         with open_results(tmp_path / "results.db") as results:
-            Launcher(loaded, predictor, results, tmp_path / "runs", unseen()).run([chosen])
+            Launcher(loaded, predictor, results, tmp_path / "runs", unseen).run([chosen])
             assert results.job_in_flight(key) is None
             (result,) = results.read({key})
         return result
@@ -215,14 +205,14 @@ def test_a_run_goes_back_so_often_and_no_more(
     assert outcome.log_tail.startswith("its job was ended 2 times before it had a result")
 
 
-def launch_on(tmp_path: Path, progress: RunLog) -> list[Result]:
+def launch_on(tmp_path: Path, say: Callable[[str], None]) -> list[Result]:
     """Sweep two runs, both at once, and return their results."""
     two = {"grid": {**SWEEP["grid"], "schedule": ["1f1b"]}}
     loaded = load_sample(tmp_path, sweep=two | run_over(executor="slurm", at_once=2))
     predictor = predictor_of(loaded)
     chosen = [predictor(each) for each in expand(loaded).possible]
     with open_results(tmp_path / "results.db") as results:
-        Launcher(loaded, predictor, results, tmp_path / "runs", progress).run(chosen)
+        Launcher(loaded, predictor, results, tmp_path / "runs", say).run(chosen)
         return results.read(results.ended())
 
 
@@ -243,18 +233,19 @@ def test_a_refused_job_waits_for_those_that_run(
         "2) cp result.pkl $first/42_0_result.pkl; echo QOSMaxSubmitJobPerUserLimit >&2; exit 1;;\n"
         "*) cp result.pkl $(dirname $1)/43_0_result.pkl; echo Submitted batch job 43\nesac",
     )
-    assert [each.outcome.step_s for each in launch_on(tmp_path, unseen())] == [0.5, 0.5]
+    assert [each.outcome.step_s for each in launch_on(tmp_path, unseen)] == [0.5, 0.5]
     assert len((tmp_path / "asked").read_text().splitlines()) == 3
     assert not (tmp_path / "cancelled").exists()
 
 
-class Stops(RunLog):
-    def __init__(self, error: type[BaseException]) -> None:
-        super().__init__(lambda _: None, total=1, done=0)
-        self.error = error
+def stops(error: type[BaseException]) -> Callable[[str], None]:
+    """Return a log of a sweep that ends with this error when it has started a run."""
 
-    def started(self, combination: object) -> None:
-        raise self.error
+    def say(text: str) -> None:
+        if text.startswith("start"):
+            raise error
+
+    return say
 
 
 @pytest.mark.usefixtures("states")
@@ -273,13 +264,13 @@ def test_only_an_interrupted_sweep_cancels_its_jobs(
         "echo Submitted batch job $job",
     )
     with pytest.raises(error):
-        launch_on(tmp_path, Stops(error))
+        launch_on(tmp_path, stops(error))
     assert (tmp_path / "cancelled").exists() == (error is KeyboardInterrupt)
     (folder,) = (tmp_path / "runs").iterdir()
     if error is not KeyboardInterrupt:
         (folder / "job" / "42_0_result.pkl").write_bytes(PICKLED)
         write_outcome(folder / "node0.json", Outcome(Status.OK, 0.25))
-    found = sorted(each.outcome.step_s or 0 for each in launch_on(tmp_path, unseen()))
+    found = sorted(each.outcome.step_s or 0 for each in launch_on(tmp_path, unseen))
     assert found == ([0.5, 0.5] if error is KeyboardInterrupt else [0.25, 0.5])
 
 
@@ -298,8 +289,8 @@ def test_a_cancelled_job_that_still_ends_is_run_again(
         "echo Submitted batch job $job",
     )
     with pytest.raises(KeyboardInterrupt):
-        launch_on(tmp_path, Stops(KeyboardInterrupt))
-    found = launch_on(tmp_path, unseen())
+        launch_on(tmp_path, stops(KeyboardInterrupt))
+    found = launch_on(tmp_path, unseen)
     assert [each.outcome.step_s for each in found] == [0.5, 0.5]
 
 
@@ -307,7 +298,7 @@ def test_a_cancelled_job_that_still_ends_is_run_again(
 def test_an_answer_of_sbatch_without_a_job(tmp_path: Path, tools: Callable[..., None]) -> None:
     tools(sbatch="echo hello")
     with pytest.raises(SweepError, match="no job can be submitted: Could not make sense of"):
-        launch_on(tmp_path, unseen())
+        launch_on(tmp_path, unseen)
 
 
 def test_a_suspended_job_has_not_ended() -> None:
@@ -336,7 +327,7 @@ def test_job_that_a_killed_launcher_left_is_taken_over(
     )
     with open_results(tmp_path / "results.db") as results:
         results.start(key, "42")
-        Launcher(loaded, predictor, results, tmp_path / "runs", unseen()).run([chosen])
+        Launcher(loaded, predictor, results, tmp_path / "runs", unseen).run([chosen])
         (result,) = results.read({key})
     assert result.outcome == Outcome(Status.OK, 0.5)
 

@@ -1,0 +1,237 @@
+"""Predict, launch and report a sweep; imports the extra [sweep]."""
+
+import argparse
+import logging
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from megatron_vshape.cli.fetching import fetch_missing
+from megatron_vshape.cli.hardware import headroom_bytes_of
+from megatron_vshape.cli.progress import told
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.rehearsal.fits import HEADROOM
+from megatron_vshape.rehearsal.ranks import DryRunConfig
+from megatron_vshape.tuning import counts as counting
+from megatron_vshape.tuning.configurations import Configuration
+from megatron_vshape.tuning.counts import key_of_count
+from megatron_vshape.tuning.files import Loaded, load_sweep
+from megatron_vshape.tuning.grid import Dropped, Expanded, expand
+from megatron_vshape.tuning.machine import Machine
+from megatron_vshape.tuning.measured_costs import load_measured
+from megatron_vshape.tuning.predictor import Prediction, Predictor
+from megatron_vshape.tuning.ranking import Pruned, prune
+from megatron_vshape.tuning.report import (
+    Row,
+    best_rows,
+    memory_lines,
+    prediction_of,
+    ranking_line,
+    result_tables,
+    rows_of,
+    write_csv,
+)
+from megatron_vshape.tuning.results import key_of, open_results, read_results
+
+NONE_ENDED_WELL = 1
+"""Exit status if runs were launched but none succeeded."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Predict, launch the promising runs, and print the results."""
+    loaded = load_sweep(options.file, options.command)
+    if options.report:
+        return _report(loaded, options)
+    if not options.predict_only:
+        _check_can_launch(loaded, options.dry_run)
+    predictor, predictions = _predict(loaded, options)
+
+    chosen = prune(predictions, loaded.sweep.pruning)
+    _print_dropped(chosen.dropped, "not worth a run", options.verbose)
+    if not chosen.run:
+        raise ScheduleError(f"{options.file}: {_why_nothing_fits(predictions)}")
+    if options.dry_run:
+        from megatron_vshape.tuning.launcher import dry_run  # imports submitit
+
+        dry_run(loaded, predictor, chosen.run, _results_path(loaded, options).parent, print)
+        return 0
+    if not options.predict_only:
+        return _launch(loaded, predictor, predictions, chosen, options)
+    rows = rows_of(predictions)
+    _print_tables(loaded, "the best predicted of each schedule", best_rows(rows))
+    for line in memory_lines(rows):
+        print(line)
+    if options.csv is not None:
+        write_csv(rows, options.csv)
+    return 0
+
+
+def _check_can_launch(loaded: Loaded, dry_run: bool) -> None:
+    """Raise ScheduleError if the training script or SLURM is missing, before predicting."""
+    script = Path(loaded.sweep.run.script)
+    if not script.is_file():
+        raise ScheduleError(
+            f"{loaded.path}: run.script {script} is no file in {Path.cwd()}: start the sweep from "
+            "the checkout, or give the script's whole path"
+        )
+    missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
+    if missing and loaded.sweep.run.executor == "slurm" and not dry_run:
+        raise ScheduleError(
+            f"{loaded.path}: run.executor is slurm, but {' and '.join(missing)} cannot be found "
+            "here: start the sweep where jobs are submitted; --predict-only and --dry-run need none"
+        )
+
+
+def _expand(loaded: Loaded, options: argparse.Namespace) -> tuple[Predictor, Expanded]:
+    machine = Machine.of(loaded.cluster)
+    if not machine.known:
+        print(
+            f"{loaded.cluster.device.name} is not a known GPU: kernel efficiencies of known GPUs "
+            "are assumed; set others with assumptions: in the cluster file"
+        )
+    command = loaded.subject.command
+    predictor = Predictor(
+        loaded.subject,
+        machine,
+        counting.Counts(
+            loaded.subject,
+            machine,
+            partial(DryRunConfig.of, command, machine.gpu, options.megatron, options.te),
+        ),
+        loaded.sweep.post_validation,
+        load_measured(loaded),
+        headroom_bytes_of(options.headroom, machine.gpu.memory_bytes),
+    )
+    expanded = expand(loaded, machine)
+    if expanded.note:
+        print(expanded.note)
+    return predictor, expanded
+
+
+def _predict(loaded: Loaded, options: argparse.Namespace) -> tuple[Predictor, list[Prediction]]:
+    fetch_missing(options, loaded.subject.command)
+    predictor, expanded = _expand(loaded, options)
+    if options.headroom is None:
+        print(f"{HEADROOM:.0%} of every GPU's memory is kept free (set by --headroom)")
+    _print_dropped(expanded.dropped, "impossible", options.verbose)
+    _count(predictor, expanded.possible)
+    predictions: list[Prediction] = []
+    with _quiet(), told(str) as progress:
+        for each in predictor.survey(expanded.possible, loaded.sweep.pruning.margin):
+            predictions.append(each)
+            progress.say(f"{len(predictions)} of {len(expanded.possible)} combinations predicted")
+    return predictor, predictions
+
+
+def _count(predictor: Predictor, combinations: Sequence[Configuration]) -> None:
+    """Estimate each distinct configuration of a stage that is not cached, and print the number."""
+    assert isinstance(predictor.counts, counting.Counts)
+    number = len(set(map(key_of_count, combinations)))
+    print(f"{len(combinations)} combinations have stages of {number} shapes, each counted once")
+    with told(str) as progress:
+        predictor.counts.count(
+            combinations, lambda done, total: progress.say(f"{done} of {total} ranks rehearsed")
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppress the planner's log line per schedule, for the progress line."""
+    logger = logging.getLogger("megatron_vshape")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _print_dropped(dropped: Sequence[Dropped], what: str, verbose: bool) -> None:
+    kinds: dict[str, list[Dropped]] = {}
+    for each in dropped:
+        kinds.setdefault(each.kind, []).append(each)
+    for kind, members in kinds.items():
+        print(f"{len(members)} combinations are {what}: {kind}")
+        for each in members if verbose else members[:1]:
+            print(f"    {'' if verbose else 'such as '}{each.configuration}: {each.reason}")
+
+
+def _why_nothing_fits(predictions: Sequence[Prediction]) -> str:
+    closest = min(predictions, key=lambda each: each.peak_bytes or float("inf"))
+    return (
+        f"none of the {len(predictions)} combinations fits; the closest is "
+        f"{closest.configuration}, which {closest.reason}"
+    )
+
+
+def _launch(
+    loaded: Loaded,
+    predictor: Predictor,
+    predictions: Sequence[Prediction],
+    chosen: Pruned,
+    options: argparse.Namespace,
+) -> int:
+    from megatron_vshape.tuning.launcher import Launcher  # imports submitit
+
+    path = _results_path(loaded, options)
+    keys = {
+        each.configuration: key_of(each.configuration, loaded, predictor.measured)
+        for each in predictions
+    }
+    with open_results(path) as results:
+        say = partial(print, flush=True)
+        launcher = Launcher(loaded, predictor, results, path.parent, say)
+        launcher.run(chosen.run, options.retry_failed)
+        found = results.read(set(keys.values()))
+    # Results of earlier sweeps are shown even if this one would not launch these runs.
+    shown = {each.configuration for each in chosen.run} | {each.configuration for each in found}
+    rows = rows_of([each for each in predictions if each.configuration in shown], found)
+    _show(loaded, rows, {it: path.parent / key for it, key in keys.items()})
+    table = options.csv or path.parent / "results.csv"
+    write_csv(rows, table)
+    print(f"results: {path}, {table}")
+    if found and not any(row.best_mfu for row in rows):
+        print("no run has ended well")
+        return NONE_ENDED_WELL
+    return 0
+
+
+def _report(loaded: Loaded, options: argparse.Namespace) -> int:
+    """Print the stored results of this sweep, without predicting."""
+    path = _results_path(loaded, options)
+    predictor, expanded = _expand(loaded, options)
+    keys = {each: key_of(each, loaded, predictor.measured) for each in expanded.possible}
+    with read_results(path) as results:
+        wanted = set(keys.values())
+        found, in_flight = results.read(wanted), results.num_in_flight(wanted)
+    rows = rows_of([prediction_of(each, predictor) for each in found], found)
+    _show(loaded, rows, {it: path.parent / key for it, key in keys.items()})
+    if options.csv is not None:
+        write_csv(rows, options.csv)
+    print(f"{len(found)} runs have ended, {in_flight} are in flight: {path}")
+    return 0
+
+
+def _results_path(loaded: Loaded, options: argparse.Namespace) -> Path:
+    path: Path | None = options.results
+    return path or Path("runs") / f"sweep-{loaded.sweep.name}" / "results.db"
+
+
+def _show(loaded: Loaded, rows: list[Row], folders: Mapping[Configuration, Path]) -> None:
+    """Print the table, the failures with their logs, and the quality of the predictions."""
+    rows.sort(key=lambda row: (row.configuration.workload, -row.best_mfu, str(row.configuration)))
+    _print_tables(loaded, "measured (predicted)", rows)
+    for row in rows:
+        if row.note and row.verdict != "ok":
+            print(f"{row.verdict}: {row.configuration}: {row.note}")
+            for log in sorted(folders[row.configuration].glob("node*.log")):
+                print(f"    {log}")
+    print(ranking_line(rows))
+
+
+def _print_tables(loaded: Loaded, title: str, rows: Sequence[Row]) -> None:
+    print(f"{loaded.subject.name} on {loaded.cluster.name}: {title}")
+    for text in result_tables(rows):
+        print(text + "\n")
