@@ -20,7 +20,6 @@ from megatron_vshape.tuning.counts import key_of_count
 from megatron_vshape.tuning.files import Loaded, load_sweep
 from megatron_vshape.tuning.grid import Dropped, Expanded, expand
 from megatron_vshape.tuning.machine import Machine
-from megatron_vshape.tuning.measured_costs import load_measured
 from megatron_vshape.tuning.predictor import Prediction, Predictor
 from megatron_vshape.tuning.ranking import Pruned, prune
 from megatron_vshape.tuning.report import (
@@ -101,7 +100,6 @@ def _expand(loaded: Loaded, options: argparse.Namespace) -> tuple[Predictor, Exp
             partial(DryRunConfig.of, command, machine.gpu, options.megatron, options.te),
         ),
         loaded.sweep.post_validation,
-        load_measured(loaded),
         headroom_bytes_of(options.headroom, machine.gpu.memory_bytes),
     )
     expanded = expand(loaded, machine)
@@ -176,10 +174,7 @@ def _launch(
     from megatron_vshape.tuning.launcher import Launcher  # imports submitit
 
     path = _results_path(loaded, options)
-    keys = {
-        each.configuration: key_of(each.configuration, loaded, predictor.measured)
-        for each in predictions
-    }
+    keys = {each.configuration: key_of(each.configuration, loaded) for each in predictions}
     with open_results(path) as results:
         say = partial(print, flush=True)
         launcher = Launcher(loaded, predictor, results, path.parent, say)
@@ -202,7 +197,7 @@ def _report(loaded: Loaded, options: argparse.Namespace) -> int:
     """Print the stored results of this sweep, without predicting."""
     path = _results_path(loaded, options)
     predictor, expanded = _expand(loaded, options)
-    keys = {each: key_of(each, loaded, predictor.measured) for each in expanded.possible}
+    keys = {each: key_of(each, loaded) for each in expanded.possible}
     with read_results(path) as results:
         wanted = set(keys.values())
         found, in_flight = results.read(wanted), results.num_in_flight(wanted)

@@ -123,11 +123,6 @@ class Subject:
         more = self.command.number("--vocab-size", VOCABULARIES.get(kind, 0) - 1) + 1
         return given or more
 
-    @property
-    def dtype_bytes(self) -> int:
-        """Bytes per activation value."""
-        return 2 if self.command.has("--bf16") or self.command.has("--fp16") else 4
-
     def widths(self, sequence: int) -> Widths:
         """Compute the sizes that determine the GEMMs of a layer and of the output layer."""
         return widths_of(self.command.option, self.vocabulary, sequence)

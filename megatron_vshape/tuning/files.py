@@ -200,17 +200,6 @@ class Also(_File):
     arguments: list[str] = []
 
 
-class Measured(_File):
-    """A costs file of `rehearse --measure`, and the settings of its measurement."""
-
-    costs: FilePath  # a path, relative to the sweep file
-    layers_per_stage: Positive  # of an inner stage
-    sequence_length: Positive
-    microbatch_size: Positive = 1
-    tensor_parallel: Positive = 1
-    context_parallel: Positive = 1
-
-
 class Pruning(_File):
     """Limits for runs that are worth it."""
 
@@ -259,11 +248,20 @@ class Sweep(_File):
     workloads: list[Workload] = []
     grid: Grid
     also: list[Also] = []
-    measured_costs: list[Measured] = []
     # Gradient-norm and inf checks do not delay the pipeline (--optimizer-post-validation).
     post_validation: bool = False
     pruning: Pruning = Pruning()
     run: RunPart = RunPart()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_removed_keys(cls, data: dict[Any, Any]) -> dict[Any, Any]:
+        if data.get("measured_costs"):
+            logger.warning(
+                "measured_costs is ignored: sweep counts the work of every configuration. Use "
+                "plan --costs to plan for measured costs."
+            )
+        return {key: value for key, value in data.items() if key != "measured_costs"}
 
 
 @dataclass(frozen=True, slots=True)

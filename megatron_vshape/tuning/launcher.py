@@ -153,7 +153,7 @@ class Launcher:
             waiting.pop()
 
     def _key(self, prediction: Prediction) -> str:
-        return key_of(prediction.configuration, self.loaded, self.predictor.measured)
+        return key_of(prediction.configuration, self.loaded)
 
     def _start(self, prediction: Prediction, running: list[_Running]) -> None:
         """Submit a run, or take over a job of an earlier sweep."""
@@ -320,7 +320,7 @@ def dry_run(
         where = f'--nnodes {nodes} --node-rank "$NODE" --master-addr "$HOST" --master-port '
         where += str(worker.FIRST_PORT)
     for each in chosen:
-        run = folder / key_of(each.configuration, loaded, predictor.measured)
+        run = folder / key_of(each.configuration, loaded)
         if each.configuration.schedule == ADAPTIVE:
             run.mkdir(parents=True, exist_ok=True)
         job = _job_of(loaded, each, run)

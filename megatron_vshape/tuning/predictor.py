@@ -4,7 +4,7 @@ One predictor for `advise` and `sweep`: costs from counted work, and a simulatio
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -25,8 +25,6 @@ from megatron_vshape.rehearsal.fits import Fit, allocatable_bytes, fit_of, outsi
 from megatron_vshape.rehearsal.shapes import Counted
 from megatron_vshape.tuning.configurations import (
     ADAPTIVE,
-    GIVEN,
-    NONE,
     Configuration,
     Subject,
     SweepError,
@@ -35,8 +33,6 @@ from megatron_vshape.tuning.configurations import (
 )
 from megatron_vshape.tuning.machine import Machine
 from megatron_vshape.view.numbers import GIB, enough
-
-Sizes = tuple[int, int, int, int]
 
 
 class Verdict(StrEnum):
@@ -96,7 +92,6 @@ class Predictor:
     machine: Machine
     counts: Callable[[Configuration], Counted]
     post_validation: bool = False
-    measured: Mapping[Sizes, Pieces] | None = None
     headroom_bytes: float = 0.0  # kept free on every device
 
     def allocatable_bytes(self, it: Configuration) -> float:
@@ -155,11 +150,8 @@ class Predictor:
         return least * 1e-6
 
     def pieces(self, it: Configuration) -> Pieces:
-        """Return the costs of a layer and of both ends: measured ones, or counted ones."""
+        """Return the counted costs of a layer and of both ends."""
         subject, pieces = self.subject, self.counts(it).pieces
-        measured = (self.measured or {}).get(key_of_shapes(it))
-        if measured is not None and it.recompute in (NONE, GIVEN):
-            pieces = _measured(pieces, measured)
         if not it.vocab_parallel:
             return pieces
         further, ranks = subject.mtp_layers, it.pipeline_parallel
@@ -343,27 +335,3 @@ def named(name: str, num_devices: int, num_microbatches: int) -> Schedule:
             f"{num_microbatches}"
         )
     return made
-
-
-def key_of_shapes(it: Configuration) -> Sizes:
-    """Return the sizes that must match those of measured costs."""
-    return (it.sequence_length, it.microbatch_size, it.tensor_parallel, it.context_parallel)
-
-
-def _measured(counted: Pieces, measured: Pieces) -> Pieces:
-    """Replace times and bytes of counted pieces by measured ones; state and workspace stay.
-
-    A measurement on one device has no collectives, so the counted ones are used.
-    """
-    made = {}
-    for name in ("first", "layer", "last"):
-        mine, theirs = getattr(counted, name), getattr(measured, name)
-        kept = {"state_bytes": mine.state_bytes}
-        for each in ("forward", "backward"):
-            kept[f"{each}_exchange_us"] = getattr(theirs, f"{each}_exchange_us") or getattr(
-                mine, f"{each}_exchange_us"
-            )
-        for each in ("forward", "backward", "weight", "whole"):
-            kept[f"{each}_work_bytes"] = getattr(mine, f"{each}_work_bytes")
-        made[name] = replace(theirs, **kept)
-    return replace(measured, **made, device_bytes=counted.device_bytes)

@@ -11,11 +11,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from megatron_vshape.tuning.configurations import ADAPTIVE, GIVEN, Configuration, SweepError
+from megatron_vshape.tuning.configurations import GIVEN, Configuration, SweepError
 from megatron_vshape.tuning.files import Also, Loaded, Workload
 from megatron_vshape.tuning.grid import configuration_of
-from megatron_vshape.tuning.measured_costs import MeasuredCosts
-from megatron_vshape.tuning.predictor import key_of_shapes
 
 APPLICATION = 0x56534850  # "VSHP": identifies results files
 FORMAT = 1
@@ -77,12 +75,9 @@ CREATE TABLE in_flight (key TEXT PRIMARY KEY, job TEXT NOT NULL);
 """
 
 
-def key_of(configuration: Configuration, loaded: Loaded, measured: MeasuredCosts | None) -> str:
+def key_of(configuration: Configuration, loaded: Loaded) -> str:
     """Return the identity of a run: a different command or plan is a different run."""
     run = loaded.sweep.run
-    # Measured costs change no command, but they change planned schedules.
-    planned = measured if configuration.schedule == ADAPTIVE else None
-    costs = (planned or {}).get(key_of_shapes(configuration))
     # Defaults of fields that older files lack must not change the keys of existing runs.
     unset = {"host_link"} if loaded.cluster.host_link is None else set[str]()
     it = asdict(configuration)
@@ -94,7 +89,7 @@ def key_of(configuration: Configuration, loaded: Loaded, measured: MeasuredCosts
         "combination": it,
         "model": loaded.subject.identity,
         "cluster": loaded.cluster.model_dump(mode="json", exclude=unset),
-        "costs": None if costs is None else {"pieces": asdict(costs)},
+        "costs": None,  # earlier versions planned for measured costs
         "post_validation": loaded.sweep.post_validation,
         "steps": [run.warmup_steps, run.measured_steps, run.statistic],
         "script": [run.script, run.arguments, run.environment, run.threads],

@@ -99,6 +99,15 @@ def test_wrong_sweep(tmp_path: Path, over: dict[str, Any], text: str) -> None:
         expand(load_sample(tmp_path, sweep=over))
 
 
+def test_an_old_sweep_with_measured_costs_loads(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    entry = {"costs": "costs.json", "layers_per_stage": 2, "sequence_length": 64}
+    found = load_sample(tmp_path, sweep={"measured_costs": [entry]})
+    assert "measured_costs is ignored: sweep counts the work" in caplog.text
+    assert found.sweep == load_sample(tmp_path).sweep
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

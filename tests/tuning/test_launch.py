@@ -147,7 +147,7 @@ def slurm(tmp_path: Path, tools: Callable[..., None], states: None) -> Callable[
     loaded = load_sample(tmp_path, sweep=ONE | run_over(executor="slurm"))
     predictor = predictor_of(loaded)
     (chosen,) = [predictor(each) for each in expand(loaded).possible]
-    key = key_of(chosen.configuration, loaded, None)
+    key = key_of(chosen.configuration, loaded)
     folder = tmp_path / "runs" / key
 
     def sweep(*states: str, stopped: bool = False) -> Result:
@@ -314,7 +314,7 @@ def test_job_that_a_killed_launcher_left_is_taken_over(
     loaded = load_sample(tmp_path, sweep=ONE | run_over(executor="slurm"))
     predictor = predictor_of(loaded)
     (chosen,) = [predictor(each) for each in expand(loaded).possible]
-    key = key_of(chosen.configuration, loaded, None)
+    key = key_of(chosen.configuration, loaded)
     folder = tmp_path / "runs" / key / "job"
     folder.mkdir(parents=True)
     # The job ends after the first look at it.

@@ -3,28 +3,24 @@
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tuning.counts import MIB, counted, predictor_of
+from tuning.counts import MIB, predictor_of
 from tuning.samples import CLUSTER, ROOT, SWEEP, load_sample
 
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT
-from megatron_vshape.core.model.layers import Pieces
-from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.core.model.placement import looping, v_shape
 from megatron_vshape.core.model.schedule import Objective
-from megatron_vshape.core.planner.vocabulary import is_shared, shared_pieces
+from megatron_vshape.core.planner.vocabulary import is_shared
 from megatron_vshape.tuning import predictor as predicting
-from megatron_vshape.tuning.configurations import FULL, NONE, Configuration, Layout, SweepError
+from megatron_vshape.tuning.configurations import FULL, Layout, SweepError
 from megatron_vshape.tuning.counts import key_of_count
 from megatron_vshape.tuning.files import load_sweep
 from megatron_vshape.tuning.grid import expand
 from megatron_vshape.tuning.machine import Machine
-from megatron_vshape.tuning.measured_costs import load_measured
-from megatron_vshape.tuning.predictor import Prediction, key_of_shapes, plan_adaptive
+from megatron_vshape.tuning.predictor import plan_adaptive
 from megatron_vshape.tuning.trainer_flags import trainer_command
 from megatron_vshape.view.numbers import GIB
 
@@ -65,81 +61,6 @@ def test_shared_processors_make_bubbles_free(tmp_path: Path) -> None:
     assert found is not None
     assert slower is not None
     assert 1.5 * found < slower < 2 * found
-
-
-def test_measured_costs_replace_counted_ones(tmp_path: Path) -> None:
-    four = (1000.0, 2000.0, 2000.0, 3000.0)
-    (tmp_path / "costs.json").write_text(
-        Costs(four, four, four, 10.0, (8.0,) * 4, (8.0,) * 4).to_json()
-    )
-    entry = {"costs": "costs.json", "layers_per_stage": 2, "sequence_length": 64}
-    loaded = load_sample(tmp_path, sweep={"measured_costs": [entry]})
-    measured = load_measured(loaded)
-    predictor = replace(predictor_of(loaded), measured=measured)
-    one, two = expand(loaded).possible[:2]  # the second has another microbatch size
-    assert key_of_shapes(two) not in measured
-    passes_s = predictor(one).step_s
-    # 1F1B: two stages of 4 layers, the last also has the head's 1000 us: 8 x 5 + 4 ms each for 3.
-    assert passes_s == pytest.approx(3 * (8 * 5.0 + 4.0) * 1e-3, rel=0.02)
-
-
-def test_a_costs_file_of_uneven_stages_comes_apart_by_its_layers(tmp_path: Path) -> None:
-    """As `profile` measures where the ends have a layer less: they still cost what they cost."""
-    layer, embedding = Piece(10.0, 20.0, 30.0, 8.0, 4.0), Piece(4.0, 5.0, 6.0, 1.0, 0.0)
-    layers = (1, 2, 2, 1)
-    costs = Pieces(layer, embedding, embedding.times(2.0), 3.0).costs(layers)
-    (tmp_path / "costs.json").write_text(costs.to_json())
-    entry = {"costs": "costs.json", "layers_per_stage": 2, "sequence_length": 64}
-    loaded = load_sample(tmp_path, sweep={"measured_costs": [entry]})
-    found = load_measured(loaded).get(key_of_shapes(expand(loaded).possible[0]))
-    assert found is not None
-    counts = counted(expand(loaded).possible[0]).pieces
-    made = predicting._measured(counts, found)
-    for name, theirs in (("first", embedding), ("layer", layer), ("last", embedding.times(2.0))):
-        mine = getattr(made, name)
-        times = ("forward_us", "backward_us", "weight_us")
-        held = ("held_after_forward_bytes", "held_after_backward_bytes")
-        for each in (*times, *held):
-            assert getattr(mine, each) == pytest.approx(getattr(theirs, each))
-        assert mine.state_bytes == getattr(counts, name).state_bytes
-
-
-def predicted(folder: Path, it: Configuration, **over: Any) -> Prediction:
-    """Return the prediction by costs that were measured with the sizes of `it`."""
-    held = (2.0**20,) * 4
-    costs = Costs(*((1000.0,) * 4,) * 3, 10.0, held, held)
-    (folder / "costs.json").write_text(costs.to_json())
-    entry = {
-        "costs": "costs.json",
-        "layers_per_stage": 2,
-        "sequence_length": it.sequence_length,
-        "tensor_parallel": it.tensor_parallel,
-        "context_parallel": it.context_parallel,
-    }
-    loaded = load_sample(folder, sweep={"measured_costs": [entry]}, **over)
-    measured = load_measured(loaded)
-    assert key_of_shapes(it) in measured
-    return replace(predictor_of(loaded), measured=measured)(it)
-
-
-ONE = Configuration("1f1b", 64, 8, 1, 1, 2, 1, 1, NONE, Layout.EVEN)
-
-
-def test_measured_costs_wait_for_counted_exchanges(tmp_path: Path) -> None:
-    """They are measured on one device."""
-    alone = predicted(tmp_path, ONE)
-    shared = predicted(tmp_path, replace(ONE, tensor_parallel=2), cluster={"devices_per_node": 4})
-    assert alone.step_s is not None
-    assert shared.step_s is not None
-    # a rank runs four layers of nine microbatches' time, each waiting 20 us in F and in B
-    assert shared.step_s - alone.step_s == pytest.approx(9 * 4 * 40e-6, rel=0.02)
-
-
-def test_recomputed_costs_are_the_counted_ones(tmp_path: Path) -> None:
-    """What was measured knows nothing of recompute."""
-    measured = predicted(tmp_path, replace(ONE, recompute=FULL))
-    again = predictor_of(load_sample(tmp_path))(replace(ONE, recompute=FULL))
-    assert measured.step_s == again.step_s
 
 
 def test_an_adaptive_plan_is_on_its_placement(tmp_path: Path) -> None:
@@ -225,15 +146,6 @@ def test_multi_token_prediction_is_predicted(tmp_path: Path) -> None:
     assert alone.step_s < shared.step_s < auto.step_s  # both heads are shared
     assert alone.peak_bytes < shared.peak_bytes < auto.peak_bytes
     assert 1.7 < more / flops < 2
-
-
-def test_costs_of_a_shared_vocabulary_are_none_of_a_sweeps(tmp_path: Path) -> None:
-    pieces = Pieces.estimated(2.0, 2.0)
-    costs = shared_pieces(pieces, 2, 0.1).costs((2,) * 4)
-    (tmp_path / "costs.json").write_text(costs.to_json())
-    entry = {"costs": "costs.json", "layers_per_stage": 2, "sequence_length": 64}
-    with pytest.raises(SweepError, match="of a vocabulary that all devices share"):
-        load_measured(load_sample(tmp_path, sweep={"measured_costs": [entry]}))
 
 
 def test_copies_take_the_time_of_the_link_to_the_host(tmp_path: Path) -> None:

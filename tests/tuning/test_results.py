@@ -15,10 +15,8 @@ from typing import Any
 import pytest
 from tuning.samples import CLUSTER, SWEEP, load_sample
 
-from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.tuning.configurations import Configuration, Layout, SweepError
 from megatron_vshape.tuning.grid import expand
-from megatron_vshape.tuning.measured_costs import load_measured
 from megatron_vshape.tuning.results import (
     Outcome,
     Result,
@@ -57,7 +55,7 @@ def test_results_come_back_as_they_were(tmp_path: Path) -> None:
         for it, status in zip(expand(loaded).possible, Status, strict=False):
             outcome = Outcome(status, 1.5, 2e9, 0.25, "line one\nline two")
             expected.append(Result(it, outcome, 0.5, 1.25, 1e9, 0.125))
-            keys.append(key_of(it, loaded, None))
+            keys.append(key_of(it, loaded))
             results.record(keys[-1], "test", expected[-1])
     with open_results(path) as results:
         assert results.read(keys) == expected
@@ -258,19 +256,5 @@ def test_what_makes_it_another_run(tmp_path: Path, over: dict[str, Any]) -> None
     one = load_sample(tmp_path)
     it = expand(one).possible[0]
     other = load_sample(tmp_path, **over)
-    assert key_of(it, one, None) == key_of(it, one, None)
-    assert key_of(it, one, None) != key_of(it, other, None)
-
-
-def test_measured_costs_make_another_plan_and_no_other_command(tmp_path: Path) -> None:
-    entry = {"costs": "costs.json", "layers_per_stage": 2, "sequence_length": 64}
-    grid = {**SWEEP["grid"], "schedule": ["1f1b", "adaptive"], "microbatch_size": [1]}
-    loaded = load_sample(tmp_path, sweep={"measured_costs": [entry], "grid": grid})
-    measured = []
-    for forward_us in (1000.0, 1100.0):
-        costs = Costs.uniform(2, 4, forward_us, 2000.0, 2000.0, 0.0)
-        (tmp_path / "costs.json").write_text(costs.to_json())
-        measured.append(load_measured(loaded))
-    named, planned = expand(loaded).possible
-    assert len({key_of(named, loaded, costs) for costs in (None, *measured)}) == 1
-    assert len({key_of(planned, loaded, costs) for costs in (None, *measured)}) == 3
+    assert key_of(it, one) == key_of(it, one)
+    assert key_of(it, one) != key_of(it, other)
