@@ -371,7 +371,7 @@ def load(path: Path, kind: type[Kind]) -> Kind:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        raise SweepError(f"{path}: {_looks_like(data, kind)}{_first_of(error, kind)}") from None
+        raise SweepError(f"{path}: {_first_of(error, kind)}") from None
 
 
 class _NotReadError(Exception):
@@ -438,25 +438,6 @@ def _first_of(error: ValidationError, kind: type[BaseModel]) -> str:
 
 
 _UNKNOWN = "extra_forbidden"
-
-_KEYS = {
-    "model": frozenset(ModelFile.model_fields),
-    "cluster": frozenset(Cluster.model_fields),
-    "sweep": frozenset(Sweep.model_fields),
-    "costs": frozenset({"forward_us", "backward_us", "weight_us"}),
-    "schedule": frozenset({"order", "placement"}),
-}
-"""Key that identifies each kind of file."""
-
-
-def _looks_like(data: dict[Any, Any], kind: type[BaseModel]) -> str:
-    """Format a hint if the data looks like another kind of file."""
-    wanted = kind.__name__.lower()
-    found = {name: len(keys & data.keys() - {"name"}) for name, keys in _KEYS.items()}
-    best = max(found, key=lambda name: (found[name], name == wanted))
-    if best == wanted or wanted not in found:
-        return ""
-    return f"it looks like a {best} file, and this must be a {wanted} file: "
 
 
 def _short_list(names: list[str], most: int = 5) -> str:

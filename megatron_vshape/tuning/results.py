@@ -55,8 +55,9 @@ class Result:
     predicted_bubble: float | None
 
 
-_CREATE = """
-CREATE TABLE results (
+_TABLES = (
+    "CREATE TABLE in_flight (key TEXT PRIMARY KEY, job TEXT NOT NULL)",
+    """CREATE TABLE results (
     key TEXT PRIMARY KEY,
     sweep TEXT NOT NULL,
     combination TEXT NOT NULL,
@@ -70,9 +71,9 @@ CREATE TABLE results (
     predicted_bubble REAL,
     log_tail TEXT NOT NULL,
     finished TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP
-);
-CREATE TABLE in_flight (key TEXT PRIMARY KEY, job TEXT NOT NULL);
-"""
+)""",
+)
+"""Statements that create the tables, sorted; SQLite stores their text."""
 
 
 def key_of(configuration: Configuration, loaded: Loaded) -> str:
@@ -236,11 +237,12 @@ def _connected(path: Path, writing: bool) -> Iterator[sqlite3.Connection]:
         with closing(sqlite3.connect(uri, timeout=BUSY_S, uri=True)) as connection:
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
             yield connection
-    except sqlite3.DatabaseError as error:
+    # SQLite's message about a damaged schema quotes text that may not be UTF-8.
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
         raise SweepError(_told(error, path, "written" if writing else "read")) from None
 
 
-def _told(error: sqlite3.DatabaseError, path: Path, done: str) -> str:
+def _told(error: Exception, path: Path, done: str) -> str:
     """Format the fault of the file or of its disk, with a fix."""
     # Operational errors concern the disk, except for SQL errors from a damaged schema, and for text
     # that is not UTF-8 (which has no code).
@@ -258,47 +260,32 @@ def _told(error: sqlite3.DatabaseError, path: Path, done: str) -> str:
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     """Create missing tables, and make each commit wait for the disk."""
-    num_tables = _num_tables(connection)
+    is_new = not _schema(connection)
     # A write-ahead log would require shared memory among all nodes of a cluster. Truncated journals
     # are as safe against kills at any moment, and FULL waits for the disk at every commit.
     connection.execute("PRAGMA journal_mode = TRUNCATE")
     connection.execute("PRAGMA synchronous = FULL")
-    if num_tables:
-        _check(connection, path)
-        return
-    connection.executescript(
-        f"BEGIN; PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {FORMAT};"
-        f"{_CREATE} COMMIT;"
-    )
+    if is_new:
+        pragmas = f"PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {FORMAT};"
+        connection.executescript(f"BEGIN; {pragmas} {'; '.join(_TABLES)}; COMMIT;")
+    _check(connection, path)
 
 
 def _check(connection: sqlite3.Connection, path: Path) -> None:
     """Raise SweepError if the database is not a results file."""
-    if not _num_tables(connection):
+    found = _schema(connection)
+    if not found:
         raise SweepError(f"{path}: there are no results yet; --results names another file")
     application = connection.execute("PRAGMA application_id").fetchone()[0]
     version = connection.execute("PRAGMA user_version").fetchone()[0]
-    if application != APPLICATION or version != FORMAT or _schema(connection) != _expected():
+    if (application, version, found) != (APPLICATION, FORMAT, _TABLES):
         raise SweepError(
             f"{path} is a database, but not a results file of this version: move it away, or name "
             "another with --results"
         )
 
 
-def _num_tables(connection: sqlite3.Connection) -> int:
-    try:
-        return int(connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0])
-    except UnicodeDecodeError as error:  # SQLite's message quotes damaged text
-        raise sqlite3.DatabaseError(str(error)) from None
-
-
-def _schema(connection: sqlite3.Connection) -> list[tuple[Any, ...]]:
-    """Return every table, view, index and trigger; a foreign view or trigger could run any code."""
-    rows = connection.execute("SELECT type, name, sql FROM sqlite_master ORDER BY type, name")
-    return rows.fetchall()
-
-
-def _expected() -> list[tuple[Any, ...]]:
-    with closing(sqlite3.connect(":memory:")) as fresh:
-        fresh.executescript(_CREATE)
-        return _schema(fresh)
+def _schema(connection: sqlite3.Connection) -> tuple[str, ...]:
+    """Return the SQL of all tables, views and triggers; foreign ones could run any code."""
+    rows = connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY name")
+    return tuple(sql for (sql,) in rows)

@@ -129,14 +129,6 @@ def test_an_old_sweep_with_measured_costs_loads(
         ("name: x", "the key cluster is missing \\(and 1 more\\)"),
         # What is missing may be what is misspelt.
         ("nmae: x\nmodle: y", "unknown keys nmae, modle; known there: also, .* \\(and 3 more\\)"),
-        (
-            "name: x\nlayers: 8\nvocabulary_size: 9",
-            "it looks like a model file, and this must be a",
-        ),
-        (
-            "forward_us: [1]\nbackward_us: [1]",
-            "it looks like a costs file, and this must be a sweep",
-        ),
     ],
 )
 def test_file_that_is_no_sweep(tmp_path: Path, text: str, message: str) -> None:

@@ -7,6 +7,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -133,34 +134,49 @@ def test_reading_is_no_writing(tmp_path: Path) -> None:
             assert reader.ended() == {"a", "b"}
 
 
-def test_file_that_is_none(tmp_path: Path) -> None:
-    path = tmp_path / "results.db"
-    path.write_text("These are my results, as I remember them. " * 50)
-    damaged = r"results\.db is not a results file, or a damaged one"
-    with pytest.raises(SweepError, match=damaged), open_results(path):
-        pass
-    assert path.read_text().startswith("These are my results")
+def sql(path: Path, *statements: str) -> None:
+    with closing(sqlite3.connect(path)) as connection, connection:
+        for each in statements:
+            connection.execute(each)
 
 
-def test_text_that_is_damaged(tmp_path: Path) -> None:
+DAMAGED = r"results\.db is not a results file, or a damaged one"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.write_text("These are my results. " * 50), DAMAGED),
+        (
+            lambda path: sql(path, "UPDATE results SET key = CAST(x'ff' AS TEXT)"),
+            DAMAGED + r" \(Could not decode to UTF-8",
+        ),
+        (
+            lambda path: path.write_bytes(
+                path.read_bytes().replace(b"PRIMARY KEY", b"PRIMARY \xff\xff\xff")
+            ),
+            DAMAGED,
+        ),
+        (
+            lambda path: sql(path, "DROP TABLE in_flight", "CREATE TABLE books (title TEXT)"),
+            "a database, but not a results file of this version",
+        ),
+        (
+            lambda path: (path.unlink(), path.mkdir()),
+            "cannot be written: unable to open database file",
+        ),
+    ],
+    ids=["text", "damaged text", "damaged schema", "another program's", "folder"],
+)
+def test_file_that_is_none(tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
     path = tmp_path / "results.db"
     with open_results(path) as results:
         results.record("a", "test", RESULT)
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("UPDATE results SET key = CAST(x'ff' AS TEXT)")
-    damaged = r"results\.db is not a results file, or a damaged one \(Could not decode to UTF-8"
-    with pytest.raises(SweepError, match=damaged), open_results(path) as results:
+    damage(path)
+    before = path.read_bytes() if path.is_file() else b""
+    with pytest.raises(SweepError, match=message), open_results(path) as results:
         results.ended()
-
-
-def test_schema_that_is_damaged(tmp_path: Path) -> None:
-    path = tmp_path / "results.db"
-    with open_results(path):
-        pass
-    path.write_bytes(path.read_bytes().replace(b"PRIMARY KEY", b"PRIMARY \xff\xff\xff"))
-    damaged = r"results\.db is not a results file, or a damaged one"
-    with pytest.raises(SweepError, match=damaged), open_results(path):
-        pass
+    assert (path.read_bytes() if path.is_file() else b"") == before
 
 
 @pytest.mark.parametrize(
@@ -184,24 +200,6 @@ def test_disk_that_cannot_be_written_keeps_what_is_there(
         results.record("b", "test", long)
     with open_results(path) as results:
         assert results.read({"a", "b"}) == [RESULT]
-
-
-def test_folder_where_the_file_should_be(tmp_path: Path) -> None:
-    path = tmp_path / "results.db"
-    path.mkdir()
-    refused = pytest.raises(SweepError, match="cannot be written: unable to open database file")
-    with refused, open_results(path):
-        pass
-
-
-def test_database_of_another_program(tmp_path: Path) -> None:
-    path = tmp_path / "results.db"
-    connection = sqlite3.connect(path)
-    connection.execute("CREATE TABLE books (title TEXT)")
-    connection.close()
-    other = "a database, but not a results file of this version"
-    with pytest.raises(SweepError, match=other), open_results(path):
-        pass
 
 
 def test_two_sweeps_do_not_share_a_file(tmp_path: Path) -> None:
