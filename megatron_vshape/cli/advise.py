@@ -2,14 +2,20 @@
 
 import argparse
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_vshape.cli.fetching import fetch_missing
-from megatron_vshape.cli.files import Output, check_installed, check_target, write_all
+from megatron_vshape.cli.files import (
+    Output,
+    check_installed,
+    check_target,
+    report_written,
+    schedule_output,
+    write_all,
+)
 from megatron_vshape.cli.hardware import (
     add_cluster_argument,
     add_headroom_argument,
@@ -40,6 +46,7 @@ from megatron_vshape.tuning.configurations import (
     faults,
     neighbors,
     own_configuration,
+    schedule_flags,
 )
 from megatron_vshape.tuning.counts import Counts
 from megatron_vshape.tuning.machine import Machine
@@ -378,12 +385,11 @@ def _flags(advice: Advice, options: argparse.Namespace, rows: Rows, row: Predict
         if it.schedule == ADAPTIVE:
             keep = "--keep " + ",".join(KEEP)
             target = f"plan.json (written by advise {keep} --export plan.json with these sizes)"
-    words.append(f"--pipeline-schedule {target}")
-    if it.vocab_parallel:
-        words.append("--pipeline-vocab-parallel")
-    if len(set(row.layers)) > 1:
-        words.append(f"--pipeline-layer-split {','.join(map(str, row.layers))}")
-    return words
+    split = ",".join(map(str, row.layers)) if len(set(row.layers)) > 1 else ""
+    return words + [
+        f"{flag} {value}".strip()
+        for flag, value in schedule_flags(target, split, it.vocab_parallel).items()
+    ]
 
 
 def _changes(today: Command, other: Command) -> list[str]:
@@ -437,11 +443,11 @@ def _largest_rank(row: Prediction) -> str:
 
 
 def _write(advice: Advice, options: argparse.Namespace, rows: Rows) -> None:
-    texts: dict[str, tuple[Path, str]] = {}
+    outputs: list[Output] = []
     best = rows["best"]
     if options.export is not None and best is not None and best.schedule is not None:
-        made = replace(best.schedule, name="advised").to_json()
-        texts["--export"] = options.export, made
+        made = replace(best.schedule, name="advised")
+        outputs.append(schedule_output("--export", options.export, made))
     if options.json is not None:
         content = {
             key: _plain(row, advice.predictor.subject)
@@ -449,19 +455,10 @@ def _write(advice: Advice, options: argparse.Namespace, rows: Rows) -> None:
             for key, row in rows.items()
             if row is not None
         }
-        texts["--json"] = options.json, json.dumps(content, indent=1) + os.linesep
-    write_all(
-        [
-            Output(flag, path, lambda file, text=text: _write_text(file, text))  # type: ignore[misc]
-            for flag, (path, text) in texts.items()
-        ]
-    )
-    for path, _ in texts.values():
-        print(f"wrote {path}")
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text)
+        text = json.dumps(content, indent=1) + "\n"
+        outputs.append(Output("--json", options.json, lambda file: file.write_text(text)))
+    write_all(outputs)
+    report_written(outputs)
 
 
 def _plain(row: Prediction, subject: Subject) -> dict[str, Any]:

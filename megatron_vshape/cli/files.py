@@ -20,7 +20,7 @@ class Output:
 
     option: str
     path: Path
-    write: Callable[[Path], None]
+    write: Callable[[Path], object]
 
 
 def check_target(option: str, path: Path, suffixes: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from operator import sub
 
-from megatron_vshape.core.baselines import is_megatrons_own
+from megatron_vshape.core.baselines import is_megatrons_own, why_not_stock
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -20,7 +20,7 @@ from megatron_vshape.mcore.layout.given_layout import layers_in
 from megatron_vshape.rehearsal import accuracy
 from megatron_vshape.rehearsal.simulated import megatrons_name
 from megatron_vshape.tuning import fsdp
-from megatron_vshape.tuning.configurations import ADAPTIVE, Configuration
+from megatron_vshape.tuning.configurations import ADAPTIVE, SCHEDULE, Configuration, count_stages
 from megatron_vshape.tuning.predictor import Prediction, Predictor, named
 
 PLANNED_SHAPES = 3
@@ -101,12 +101,21 @@ class Advice:
 
     def _rows_of(self, grid: Sequence[Prediction]) -> Rows:
         """Return the rows of the comparison for the predictions of a grid."""
-        fitting = list(filter(_fits, grid))
-        stock = [each for each in fitting if is_megatrons_own(each.configuration.schedule)]
+        fitting = [each for each in map(self._as_stock, grid) if each.fits]
+        stock = [each for each in fitting if each.is_stock]
         best = min(fitting, key=step, default=None)
         found: Rows = {"today": self.today(), "stock": min(stock, key=step, default=None)}
         found |= {"best": best, "least": self._least_memory(fitting, best)}
         return found | {"fsdp": fsdp.best(self.predictor, self.own)}
+
+    def _as_stock(self, row: Prediction) -> Prediction:
+        """Predict a schedule of Megatron again, as stock Megatron runs it."""
+        it, ranks = row.configuration, row.configuration.pipeline_parallel
+        own = is_megatrons_own(it.schedule) and not it.vocab_parallel
+        if not own or why_not_stock(it.schedule, ranks, it.num_microbatches):
+            return row
+        name = megatrons_name(count_stages(it.schedule, ranks) // ranks)
+        return self.named(name, it, is_stock=True, layers=row.layers, always=False) or row
 
     def _least_memory(
         self, predictions: Sequence[Prediction], best: Prediction | None
@@ -124,7 +133,7 @@ class Advice:
         Raises:
             ScheduleError: it names a schedule that does not exist, or not for its sizes.
         """
-        given = self.predictor.subject.command.value("--pipeline-schedule")
+        given = self.predictor.subject.command.value(SCHEDULE)
         name, layers = self._megatrons() if given is None else (given, None)
         found = self.named(name, self.own, is_stock=given is None, layers=layers)
         if found is None:

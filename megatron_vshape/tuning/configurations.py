@@ -240,6 +240,19 @@ FLAGS = {
 }
 """Megatron's flags of the sizes."""
 
+SCHEDULE = "--pipeline-schedule"
+
+
+def schedule_flags(schedule: str, split: str = "", vocab_parallel: bool = False) -> dict[str, str]:
+    """Return this package's flags for a schedule, a layer split and vocabulary parallelism."""
+    flags = {SCHEDULE: schedule}
+    if vocab_parallel:
+        flags["--pipeline-vocab-parallel"] = ""
+    if split:
+        flags["--pipeline-layer-split"] = split
+    return flags
+
+
 SIZES = {
     "tensor_parallel": "tp",
     "pipeline_parallel": "pp",

@@ -9,6 +9,7 @@ from megatron_vshape.tuning.configurations import (
     Layout,
     count_stages,
     layers_of_stages,
+    schedule_flags,
 )
 from megatron_vshape.tuning.files import Loaded
 
@@ -26,18 +27,15 @@ def trainer_command(
     `schedule_file` replaces the schedule's name, for planned schedules.
     """
     run, subject = loaded.sweep.run, loaded.subject
-    flags = [*it.command(subject).flags]
-    flags += ["--pipeline-schedule", str(schedule_file or it.schedule)]
-    flags += ["--train-iters", str(run.warmup_steps + run.measured_steps)]
+    split = AUTO_SPLIT if it.layout is Layout.AUTO else ""
     if it.layout is Layout.BALANCED:
         stages = count_stages(it.schedule, it.pipeline_parallel)
         placement = looping(it.pipeline_parallel, stages // it.pipeline_parallel)
-        layers = layers_of_stages(it, subject, placement)
-        flags += ["--pipeline-layer-split", ",".join(map(str, layers))]
-    if it.layout is Layout.AUTO:
-        flags += ["--pipeline-layer-split", AUTO_SPLIT]
-    if it.vocab_parallel:
-        flags.append("--pipeline-vocab-parallel")
+        split = ",".join(map(str, layers_of_stages(it, subject, placement)))
+    flags = [*it.command(subject).flags]
+    for each in schedule_flags(str(schedule_file or it.schedule), split, it.vocab_parallel).items():
+        flags += filter(None, each)
+    flags += ["--train-iters", str(run.warmup_steps + run.measured_steps)]
     link = loaded.cluster.host_link
     if schedule_file is not None and link is not None and link.memory_gib is not None:
         flags += ["--pipeline-host-memory-limit", str(link.memory_gib)]

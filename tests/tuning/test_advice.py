@@ -211,6 +211,9 @@ def test_advise_reads_the_grid_of_an_old_sweep_file(
     assert rows["best"]["step_s"] == best.step_s
     assert f"--pipeline-schedule {best.configuration.schedule}" in rows["best"]["flags"]
     assert rows["stock"]["schedule"] == "1f1b"
+    # Stock Megatron runs this row, so its flags are Megatron's.
+    assert rows["stock"]["is_stock"]
+    assert not any(flag.startswith("--pipeline-schedule") for flag in rows["stock"]["flags"])
     shown = capsys.readouterr().out
     assert shown.startswith("Recommendation")
     assert "Without a pipeline (FSDP2): " in shown.replace("\n", " ")
