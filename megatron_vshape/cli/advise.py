@@ -34,7 +34,7 @@ from megatron_vshape.rehearsal import accuracy, report
 from megatron_vshape.rehearsal.flags import Command
 from megatron_vshape.rehearsal.gpus import GPUS, Gpu
 from megatron_vshape.tuning import fsdp
-from megatron_vshape.tuning.advice import ENDS, LAYOUT, Advice, Rows, step
+from megatron_vshape.tuning.advice import ENDS, LAYOUT, Advice, Rows
 from megatron_vshape.tuning.configurations import (
     ADAPTIVE,
     GIVEN,
@@ -50,7 +50,7 @@ from megatron_vshape.tuning.configurations import (
 )
 from megatron_vshape.tuning.counts import Counts
 from megatron_vshape.tuning.machine import Machine
-from megatron_vshape.tuning.predictor import Prediction, Predictor
+from megatron_vshape.tuning.predictor import Prediction, Predictor, step
 
 MOST_SHAPES = 16
 """Maximum number of configurations next to the command's to estimate."""

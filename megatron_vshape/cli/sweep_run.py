@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         from megatron_vshape.tuning.launcher import dry_run  # imports submitit
 
-        dry_run(loaded, predictor, chosen.run, _results_path(loaded, options).parent, print)
+        dry_run(loaded, chosen.run, _results_path(loaded, options).parent, print)
         return 0
     if not options.predict_only:
         return _launch(loaded, predictor, predictions, chosen, options)
@@ -102,10 +102,7 @@ def _expand(loaded: Loaded, options: argparse.Namespace) -> tuple[Predictor, Exp
         loaded.sweep.post_validation,
         headroom_bytes_of(options.headroom, machine.gpu.memory_bytes),
     )
-    expanded = expand(loaded, machine)
-    if expanded.note:
-        print(expanded.note)
-    return predictor, expanded
+    return predictor, expand(loaded, machine)
 
 
 def _predict(loaded: Loaded, options: argparse.Namespace) -> tuple[Predictor, list[Prediction]]:

@@ -21,7 +21,7 @@ from megatron_vshape.rehearsal import accuracy
 from megatron_vshape.rehearsal.simulated import megatrons_name
 from megatron_vshape.tuning import fsdp
 from megatron_vshape.tuning.configurations import ADAPTIVE, SCHEDULE, Configuration, count_stages
-from megatron_vshape.tuning.predictor import Prediction, Predictor, named
+from megatron_vshape.tuning.predictor import Prediction, Predictor, named, step
 
 PLANNED_SHAPES = 3
 """Maximum number of other configurations to plan for, the best first."""
@@ -294,11 +294,6 @@ class Advice:
         costs = pieces.costs(pieces.balanced(self.layers, looping(ranks, 1)))
         busy_us = costs.busy_us(devices, number, it.num_microbatches)
         return 1e-6 * busy_us * number / ranks
-
-
-def step(prediction: Prediction) -> float:
-    """Return the seconds of a step; infinite if unknown."""
-    return math.inf if prediction.step_s is None else prediction.step_s
 
 
 def _fits(prediction: Prediction) -> bool:

@@ -39,7 +39,6 @@ class Expanded:
 
     possible: tuple[Configuration, ...]
     dropped: tuple[Dropped, ...]
-    note: str = ""  # about changed layouts
 
 
 def expand(loaded: Loaded, machine: Machine | None = None) -> Expanded:
@@ -64,7 +63,6 @@ def expand(loaded: Loaded, machine: Machine | None = None) -> Expanded:
     _check_size(sweep.grid, len(sweep.workloads), loaded)
     possible: dict[Configuration, None] = {}
     dropped: list[Dropped] = []
-    dealt_out: dict[Configuration, None] = {}
     for workload in sweep.workloads:
         every = itertools.chain(
             ((sweep.grid, each) for each in _of_grid(sweep.grid, workload, machine.num_devices)),
@@ -73,7 +71,6 @@ def expand(loaded: Loaded, machine: Machine | None = None) -> Expanded:
         for said, combination in every:
             if "layout" not in said.model_fields_set and _halves_layers(combination, model):
                 combination = replace(combination, layout=Layout.AUTO)
-                dealt_out[combination] = None
             fault = next(faults(combination, model, *sizes, sweep.post_validation), None)
             if fault is None:
                 possible[combination] = None
@@ -84,12 +81,7 @@ def expand(loaded: Loaded, machine: Machine | None = None) -> Expanded:
         raise SweepError(
             f"{loaded.path}: no combination of the grid can run: " + "; ".join(first.values())
         )
-    cut = possible.keys() & dealt_out.keys()
-    note = (
-        f"{model.layers} layers and both ends do not divide among the stages of {len(cut)} "
-        f"combinations: layout {Layout.AUTO} instead of {Layout.BALANCED}"
-    )
-    return Expanded(tuple(possible), tuple(dropped), note if cut else "")
+    return Expanded(tuple(possible), tuple(dropped))
 
 
 def configuration_of(one: Also, workload: Workload) -> Configuration:

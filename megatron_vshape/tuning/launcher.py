@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import submitit
@@ -179,8 +179,9 @@ class Launcher:
         self.say(f"start  {prediction.configuration}")
 
     def _submitted(self, prediction: Prediction, folder: Path) -> "submitit.Job[Outcome]":
+        job = _job_of(self.loaded, prediction, folder)
         try:
-            return self._executor(folder).submit(worker.run_job, self._job(prediction, folder))
+            return self._executor(folder).submit(worker.run_job, job)
         except submitit.core.utils.FailedJobError as error:
             raise _RefusedError(
                 f"no job can be submitted: {str(error).strip()}; what it asks for is the cluster "
@@ -231,10 +232,6 @@ class Launcher:
     def _num_nodes(self) -> int:
         return self.loaded.cluster.nodes
 
-    def _job(self, prediction: Prediction, folder: Path) -> worker.Job:
-        launcher = os.getpid() if self.loaded.sweep.run.executor == "local" else None
-        return replace(_job_of(self.loaded, prediction, folder.resolve()), launcher=launcher)
-
     def _executor(self, folder: Path) -> submitit.Executor:
         run, cluster = self.loaded.sweep.run, self.loaded.cluster
         jobs = folder / _JOB_FOLDER
@@ -269,20 +266,21 @@ class Launcher:
 
 
 def _job_of(loaded: Loaded, prediction: Prediction, folder: Path) -> worker.Job:
-    """Return the settings of a run, wherever it is started."""
-    it = prediction.configuration
-    ordered = max(it.tensor_parallel, it.context_parallel) > 1
-    command = _command(loaded, prediction, folder)
-    return worker.Job(command, folder, loaded.sweep.run, loaded.cluster, is_ordered=ordered)
-
-
-def _command(loaded: Loaded, prediction: Prediction, folder: Path) -> list[str]:
-    """Return the trainer's command; an adaptive plan is passed as a file."""
-    if prediction.schedule is None or prediction.configuration.schedule != ADAPTIVE:
-        return trainer_command(loaded, prediction.configuration)
-    path = (folder / "schedule.json").resolve()
-    path.write_text(prediction.schedule.to_json(), encoding="utf-8")
-    return trainer_command(loaded, prediction.configuration, path)
+    """Return the settings of a run; an adaptive plan is written to its folder."""
+    it, run, plan = prediction.configuration, loaded.sweep.run, None
+    folder = folder.resolve()
+    if it.schedule == ADAPTIVE and prediction.schedule is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        plan = folder / "schedule.json"
+        plan.write_text(prediction.schedule.to_json(), encoding="utf-8")
+    return worker.Job(
+        trainer_command(loaded, it, plan),
+        folder,
+        run,
+        loaded.cluster,
+        launcher=os.getpid() if run.executor == "local" else None,
+        is_ordered=max(it.tensor_parallel, it.context_parallel) > 1,
+    )
 
 
 @contextmanager
@@ -306,7 +304,6 @@ def _cancelled(running: Sequence[_Running]) -> Iterator[None]:
 
 def dry_run(
     loaded: Loaded,
-    predictor: Predictor,
     chosen: Sequence[Prediction],
     folder: Path,
     show: Callable[[str], None],
@@ -320,9 +317,6 @@ def dry_run(
         where = f'--nnodes {nodes} --node-rank "$NODE" --master-addr "$HOST" --master-port '
         where += str(worker.FIRST_PORT)
     for each in chosen:
-        run = folder / key_of(each.configuration, loaded)
-        if each.configuration.schedule == ADAPTIVE:
-            run.mkdir(parents=True, exist_ok=True)
-        job = _job_of(loaded, each, run)
+        job = _job_of(loaded, each, folder / key_of(each.configuration, loaded))
         variables = [f"{name}={shlex.quote(value)}" for name, value in job.environment.items()]
         show(" ".join([*variables, "torchrun", where, shlex.join(job.ranks)]))

@@ -84,6 +84,11 @@ class Prediction:
         return self.verdict is Verdict.RUNS
 
 
+def step(prediction: Prediction) -> float:
+    """Return the seconds of a step; infinite if unknown."""
+    return math.inf if prediction.step_s is None else prediction.step_s
+
+
 @dataclass(frozen=True, slots=True)
 class Predictor:
     """Predict configurations of one model on one machine from counted costs."""
@@ -134,14 +139,14 @@ class Predictor:
                 yield Prediction(it, Verdict.NOT_PLANNED, 0.0, reason=reason)
                 continue
             found = self(it)
-            best[it.workload] = min(fastest, found.step_s or math.inf)
+            best[it.workload] = min(fastest, step(found))
             yield found
 
-    def least_s(self, it: Configuration, placements: Sequence[Placement] = ()) -> float:
+    def least_s(self, it: Configuration) -> float:
         """Return the step time without idle time of the busiest device, on the best placement."""
         least = math.inf
         try:
-            for placement in placements or _placements(it):
+            for placement in _placements(it):
                 costs = self.costs(it, placement)
                 busy_us = costs.busy_us(placement, it.pipeline_parallel, it.num_microbatches)
                 least = min(least, busy_us + self.counts(it).after_us(costs, placement))
@@ -259,7 +264,7 @@ class Predictor:
                 reasons.append(str(error))
         if not found:
             raise SweepError(reasons[0])
-        return min(found, key=lambda each: each.step_s or math.inf)
+        return min(found, key=step)
 
     def _pipeline_us(self, timeline: Timeline) -> float:
         """Return the time of the passes; without a barrier between steps, the maximum per device.

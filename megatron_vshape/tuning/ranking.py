@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_vshape.tuning.files import Pruning
 from megatron_vshape.tuning.grid import Dropped
-from megatron_vshape.tuning.predictor import Prediction
+from megatron_vshape.tuning.predictor import Prediction, step
 
 
 def kendall_tau(
@@ -51,7 +51,7 @@ def prune(predictions: Iterable[Prediction], pruning: Pruning) -> Pruned:
     for each in predictions:
         groups.setdefault(each.configuration.workload, []).append(each)
     for group in groups.values():
-        fitting = sorted((each for each in group if each.fits), key=_step_s)
+        fitting = sorted((each for each in group if each.fits), key=step)
         dropped += [
             Dropped(each.configuration, f"predicted {each.verdict}", each.reason)
             for each in group
@@ -75,14 +75,10 @@ def _beaten(
     better = {other.configuration.schedule for other in fitting[:place]}
     if it.arguments or it.schedule not in better:
         return None
-    slower = _step_s(each) / _step_s(fitting[0]) - 1
+    slower = step(each) / step(fitting[0]) - 1
     if slower > pruning.margin:
         best = fitting[0].configuration
         return f"predicted {100 * slower:.0f} % slower than {best}"
     if pruning.at_most is not None and place >= pruning.at_most:
         return f"predicted only the {place + 1}th best; at most {pruning.at_most} run"
     return None
-
-
-def _step_s(prediction: Prediction) -> float:
-    return prediction.step_s or 0.0

@@ -20,7 +20,7 @@ from megatron_vshape.rehearsal.fits import HEADROOM
 from megatron_vshape.rehearsal.gpus import GIB, GPUS
 from megatron_vshape.rehearsal.shapes import Counted
 from megatron_vshape.rehearsal.step_time import Rates
-from megatron_vshape.tuning.advice import Advice, step
+from megatron_vshape.tuning.advice import Advice
 from megatron_vshape.tuning.configurations import (
     GIVEN,
     NONE,
@@ -32,7 +32,7 @@ from megatron_vshape.tuning.configurations import (
 )
 from megatron_vshape.tuning.grid import expand
 from megatron_vshape.tuning.machine import Machine
-from megatron_vshape.tuning.predictor import Prediction, Predictor
+from megatron_vshape.tuning.predictor import Prediction, Predictor, step
 
 EXPERTS = """pretrain_gpt.py --num-layers 16 --num-attention-heads 8 --num-experts 8
     --micro-batch-size 2 --seq-length 512

@@ -129,10 +129,6 @@ def test_where_the_usual_layout_does_not_divide_auto_deals_layers_out(tmp_path: 
     found = expand(load_sample(tmp_path, model=model, sweep={"grid": grid}))
     layouts = {(each.schedule, each.layout) for each in found.possible}
     assert layouts == {("1f1b", Layout.BALANCED), ("v-half", Layout.AUTO)}
-    assert found.note == (
-        "80 layers and both ends do not divide among the stages of 2 combinations: layout auto "
-        "instead of balanced"
-    )
     asked = {**grid, "layout": ["balanced"]}
     found = expand(load_sample(tmp_path, model=model, sweep={"grid": asked}))
     assert {each.schedule for each in found.possible} == {"1f1b"}
