@@ -62,7 +62,7 @@ def _command_of(text: str) -> Command:
     if not all(line.startswith("-") for line in lines[1:]):
         script = Path("command.sh")  # parsed, never executed
         script.write_text(text)
-        return read_command([str(script)])
+        return read_command([str(script)], sources=False)
     try:
         words = shlex.split(" ".join(lines))
     except ValueError as error:

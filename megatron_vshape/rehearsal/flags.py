@@ -196,13 +196,14 @@ class Command:
         return replace(self, flags=(*left, *flags_of(values)))
 
 
-def read_command(words: Sequence[str]) -> Command:
+def read_command(words: Sequence[str], sources: bool = True) -> Command:
     """Return the command in the words after `--`: as in a shell, or with a file that contains it.
 
     torchrun and python before the script are skipped. The first word can be a file: a YAML file of
     Megatron-LM's functional tests, a saved configuration of Megatron-Bridge (also in checkpoints of
     NeMo-RL), `transformer_config.json` of a checkpoint of verl, a shell script, or flags alone.
-    Flags after the file are added; other words after a shell script are its parameters.
+    Flags after the file are added; other words after a shell script are its parameters. Files that
+    it sources are read if `sources` is true.
 
     Raises:
         ScheduleError: There is no command, or the file has none.
@@ -224,7 +225,8 @@ def read_command(words: Sequence[str]) -> Command:
     else:
         command = Command("pretrain_gpt.py", ())
     if words and not words[0].startswith("-"):
-        command = _of_file(Path(words[0]), command, words[1:])
+        found = _of_file(Path(words[0]), command, words[1:], sources)
+        command = replace(found, script=command.script) if scripts else found
     else:
         command = replace(command, flags=tuple(words))
     _refuse_other_models(command)
@@ -242,10 +244,7 @@ def _of_module(words: Sequence[str]) -> list[str]:
     at = words.index("-m") + 1
     name = words[at].rpartition(".")[2]
     if not name.startswith("pretrain_"):
-        raise ScheduleError(
-            f"-m {words[at]} is not a training script of Megatron-LM. Pass the script with its "
-            "flags (pretrain_gpt.py FLAGS), or the run_config.yaml that Megatron-Bridge saves"
-        )
+        raise ScheduleError(f"-m {words[at]} is no training script of Megatron-LM. {_INSTEAD}")
     return [f"{name}.py", *words[at + 1 :]]
 
 
@@ -264,7 +263,7 @@ def _refuse_other_models(command: Command) -> None:
             )
 
 
-def _of_file(path: Path, command: Command, more: Sequence[str]) -> Command:
+def _of_file(path: Path, command: Command, more: Sequence[str], sources: bool) -> Command:
     try:
         text = path.read_text()
     except OSError as error:
@@ -275,11 +274,25 @@ def _of_file(path: Path, command: Command, more: Sequence[str]) -> Command:
         command = _of_json(path, text, command, more)
     elif path.suffix in (".sh", ".bash", ".sbatch", ".slurm") or text.startswith("#!"):
         given = [*takewhile(lambda word: not word.startswith("-"), more)]  # $1, $2 and so on
-        command = _of_shell(path, text, command, given)
+        command = _of_shell(path, text, command, given, sources)
         more = more[len(given) :]
     else:
         command = replace(command, flags=tuple(shlex.split(text, comments=True)))
+    overrides = [word for word in command.flags if _OVERRIDE.match(word)]
+    if overrides:
+        raise ScheduleError(
+            f"{path} configures its run by {overrides[0]!r:.60} and similar overrides, which are "
+            f"no flags of Megatron-LM. {_INSTEAD}"
+        )
     return replace(command, flags=(*command.flags, *more))
+
+
+_INSTEAD = (
+    "Pass run_config.yaml of a checkpoint that Megatron-Bridge or NeMo-RL saved, "
+    "transformer_config.json of one that verl saved, or pretrain_gpt.py with the model's flags"
+)
+_OVERRIDE = re.compile(r"\+*\w+(\.\w+)+=")
+"""An override of OmegaConf and Hydra, as in `train.global_batch_size=8`."""
 
 
 def _of_yaml(path: Path, text: str, command: Command, more: Sequence[str]) -> Command:
@@ -358,13 +371,20 @@ def _words_of(value: Any) -> list[str]:
     return [text]
 
 
-def _of_shell(path: Path, text: str, command: Command, given: Sequence[str]) -> Command:
+def _of_shell(
+    path: Path, text: str, command: Command, given: Sequence[str], sources: bool
+) -> Command:
     """Return the command of a shell script, without the flags of its launcher."""
     numbered = {str(number): word for number, word in enumerate(given, 1)}
-    read = ShellScript(text, {**command.environment, **numbered})
+    own = {"0": str(path), "BASH_SOURCE": str(path)}
+    variables = {**command.environment, **own, **numbered}
+    read = ShellScript(text, variables, sourced=() if sources else None)
     script, flags = read.command()
     if not any(word.startswith("--") for word in flags):
-        raise ScheduleError(f"{path} has no flags, neither in an array nor after a script's name")
+        raise ScheduleError(
+            f"{path} has no flags of Megatron-LM, neither in an array nor after a script's name. "
+            f"Commands of other libraries, as in megatron sft, are not read. {_INSTEAD}"
+        )
     environment = {
         name: value for name, value in read.variables.items() if name.startswith(VARIABLES)
     }
@@ -396,7 +416,7 @@ def without_files(command: Command, vocabulary: int | None = None) -> list[str]:
 def _absolute(word: str) -> str:
     """Make the path of an existing file absolute: a dry run has a working directory of its own."""
     flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-    return f"{flag}{equals}{Path(value).resolve()}" if Path(value).is_file() else word
+    return f"{flag}{equals}{Path(value).resolve()}" if os.path.isfile(value) else word
 
 
 def _vocabulary(command: Command) -> int:

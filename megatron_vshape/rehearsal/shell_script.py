@@ -1,8 +1,9 @@
 """Reads a training command from a shell script without running the script.
 
-Variables, arrays and the line that starts the training are read, as bash expands them. Of `case`
-and `if`, only the branch that bash takes is read. Where that depends on something else than values
-of variables, such as files, all branches are read in order.
+Variables, arrays and the line that starts the training are read, as bash expands them, also in
+files that the script sources and in functions that it calls. Of `case` and `if`, only the branch
+that bash takes is read. Where that depends on something else than values of variables, such as
+files, all branches are read in order.
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import chain
+from pathlib import Path
+
+from megatron_vshape.core.model.kinds import ScheduleError
 
 _BEGINS = re.compile(
-    r"(?m)^[ \t]*(?:(?P<condition>case|if)\b(?P<rest>.*)|"
+    r"(?m)^[ \t]*(?:(?P<condition>case|if)\b(?P<rest>.*)|(?:source|\.)[ \t]+(?P<file>\S.*)$|"
     r"(?:(?:export|local|readonly|declare(?:[ \t]+-\w+)*)[ \t]+)?(?=\w+\+?=))"
 )
 _OF_IF = re.compile(r"(?m)^[ \t]*(if|elif|else|fi)\b(.*)$")
@@ -42,8 +47,17 @@ _DEFAULT = re.compile(r"\$\{(\w+):?[-=]([^}]*)\}")
 _ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)")
 _PRINTS = re.compile(r"\s*(?:echo|printf|if|elif|test|\[|\[\[|cat|cp|ls)\s")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+_PATH = re.compile(
+    r"\$\((dirname|basename|realpath|readlink -f|cd)\s+(?:--\s+)?[\"']?([^\"'()\s$`]+)[\"']?"
+    r"([^()]*)\)"
+)
+_FUNCTION = re.compile(
+    r"(?ms)^([ \t]*)(?:function[ \t]+(\w+)[ \t]*(?:\(\))?|(\w+)[ \t]*\(\))\s*\{(.*?)^\1\}[ \t]*$"
+)
+_PARAMETER = re.compile(r"\$(?:\{(\d+)(?::?-([^}]*))?\}|(\d)|[@*])")
+_WORD = re.compile(r"""(?:"[^"]*"|'[^']*'|[^\s"'])+""")
 _PART = re.compile(r"""(?P<quoted>"(?:\\.|[^"\\])*"|'[^']*')|(?P<end>(?<=\s)\d?[<>|&]|;)|.""", re.S)
-_STARTS = re.compile(r"([^\s=\"']+\.py)[\"']?(?:[ \t]+(.*))?$", re.M)
+_STARTS = re.compile(r"([^\s=\"'*]+\.py)[\"']?(?:[ \t]+(.*))?$", re.M)
 
 
 _COMPUTED = {
@@ -58,16 +72,36 @@ _COMPUTED = {
 class ShellScript:
     """The variables, the arrays and the command lines of a script."""
 
-    def __init__(self, text: str, given: Mapping[str, str]) -> None:
-        """Read the assignments of a script; `given` are variables of its environment."""
-        self._text = re.sub(r"(?m)(^|\s)#.*$", r"\1", text).replace("\\\n", " ")
+    def __init__(
+        self,
+        text: str,
+        given: Mapping[str, str],
+        arrays: Mapping[str, list[str]] | None = None,
+        sourced: tuple[Path, ...] | None = (),
+    ) -> None:
+        """Read the assignments of a script.
+
+        Args:
+            text: the script.
+            given: variables of its environment; `0` and BASH_SOURCE are its path.
+            arrays: arrays of the script that sources it.
+            sourced: files that are being read; None: read no other file.
+
+        Raises:
+            ScheduleError: An array is unknown, and a sourced file cannot be read.
+        """
+        text = re.sub(r"(?m)(^|\s)#.*$", r"\1", text).replace("\\\n", " ")
+        self._text = _with_bodies(text.replace("{BASH_SOURCE[0]}", "{BASH_SOURCE}"))
         self.variables = dict(given)
-        self._arrays: dict[str, list[str]] = {}
+        self._arrays = dict(arrays or {})
+        self._sourced, self._unreadable = sourced, ""
         self._not_taken: list[tuple[int, int]] = []  # from and to where in the text
         for line in _BEGINS.finditer(self._text):
             if not self._taken(line.start()):
                 continue
-            if line["condition"] is None:
+            if line["file"] is not None:
+                self._source(line["file"])
+            elif line["condition"] is None:
                 self._assign(line.end())
             elif line["condition"] == "case":
                 self._skip(self._of_case(line))
@@ -167,9 +201,26 @@ class ShellScript:
                 return fnmatchcase(left, right)
             case [left, "!=", right]:
                 return not fnmatchcase(left, right)
-            case [left, test, right] if test in _COMPARED and (left + right).isdecimal():
-                return bool(_COMPARED[test](int(left), int(right)))
+            case [left, test, right] if test in _COMPARED:
+                if left.isdecimal() and right.isdecimal():
+                    return bool(_COMPARED[test](int(left), int(right)))
+                return None if left and right else False  # an unset variable is an error in bash
         return None
+
+    def _source(self, words: str) -> None:
+        """Read the variables and arrays of another script."""
+        file = Path(self._fill(_unquoted(words)).partition(" ")[0])
+        if self._sourced is None or file in self._sourced:
+            return
+        try:
+            text = file.read_text()
+        except (OSError, ValueError):
+            self._unreadable = str(file)
+            return
+        own = {name: self.variables.get(name, "") for name in ("0", "BASH_SOURCE")}
+        given = self.variables | {"BASH_SOURCE": str(file)}
+        read = ShellScript(text, given, self._arrays, (*self._sourced, file))
+        self.variables, self._arrays = read.variables | own, read._arrays
 
     def _assign(self, at: int) -> None:
         """Make the assignments that begin here: NAME=VALUE NAME="VALUE" COMMAND."""
@@ -195,6 +246,11 @@ class ShellScript:
         for word in words:
             array = _ALL_OF.fullmatch(word)
             if array:
+                if array[1] not in self._arrays and self._unreadable:
+                    raise ScheduleError(
+                        f"{word} is unknown: a file that the script sources cannot be read: "
+                        f"{self._unreadable}"
+                    )
                 found += self._arrays.get(array[1], [])
             elif word not in ("\\", "$@", "$*"):
                 found.append(self._fill(word))
@@ -221,23 +277,64 @@ class ShellScript:
 
     def _computed(self, found: re.Match[str]) -> str:
         """Compute $((a * b)) of integers; leave it as it is if a variable is unknown."""
-        terms = re.sub(r"\b[A-Za-z_]\w*", lambda name: self._fill(f"${name[0]}"), found[1])
+        terms = re.sub(r"\$?\{?([A-Za-z_]\w*|(?<=[${])\d+)\}?", self._known, found[1])
         try:
-            return str(_integer(ast.parse(self._fill(terms).strip(), mode="eval").body))
+            return str(_integer(ast.parse(terms.strip(), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError):
             return found[0]
+
+    def _known(self, found: re.Match[str]) -> str:
+        """Return the value of a variable, or the text as it is."""
+        name = found[found.lastindex or 0]
+        return self.variables.get(name, os.environ.get(name, found[0]))
 
     def _fill(self, text: str) -> str:
         """Replace variables; unknown ones stay."""
         known = self.variables
         text = _ARITHMETIC.sub(self._computed, text)
         text = _DEFAULT.sub(lambda found: known.get(found[1], found[2]), text)
-        return _VARIABLE.sub(
-            lambda found: known.get(
-                found[1] or found[2], os.environ.get(found[1] or found[2], found[0])
-            ),
-            text,
-        )
+        text = _VARIABLE.sub(self._known, text)
+        while (filled := _PATH.sub(_path, text)) != text:  # from the inside out
+            text = filled
+        return text
+
+
+def _path(found: re.Match[str]) -> str:
+    """Compute $(dirname FILE) and similar commands; leave others as they are."""
+    command, path, more = found[1], Path(found[2]), found[3].strip()
+    if command == "cd":
+        return str(path) if more.endswith(("pwd", "pwd -P")) else found[0]
+    if more:
+        return found[0]
+    parts = {"dirname": str(path.parent), "basename": path.name}
+    return parts.get(command, str(path.absolute()))
+
+
+def _with_bodies(text: str) -> str:
+    """Replace calls of functions by the functions' bodies; functions without a call stay."""
+    for function in _FUNCTION.finditer(text):
+        name, body = function[2] or function[3], function[4]
+        without = text.replace(function[0], "")
+        called = re.compile(rf"(?m)^[ \t]*{name}(?:[ \t]+(.*))?$")
+        if called.search(without):
+            text = called.sub(partial(_called, body), without)
+    return text
+
+
+def _called(body: str, call: re.Match[str]) -> str:
+    """Replace $1, $2 and so on in the body of a function by the words of a call."""
+    words = re.split(r"[;|&>]", call[1] or "")[0]
+    given = [_unquoted(word) for word in _WORD.findall(words)]
+    if "$@" in given:  # the script's own parameters
+        return body
+
+    def parameter(found: re.Match[str]) -> str:
+        number = int(found[1] or found[3] or 0)
+        if not number:
+            return " ".join(given)
+        return given[number - 1] if number <= len(given) else found[2] or ""
+
+    return _PARAMETER.sub(parameter, body)
 
 
 def _apart(word: str) -> list[str]:

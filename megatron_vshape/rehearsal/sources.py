@@ -169,7 +169,8 @@ def find_script(script: str, megatron: Path | None) -> Path:
             return folder / OWN[0]
     raise ScheduleError(
         f"there is no {script} here: give its path, or a checkout of Megatron-LM that has it "
-        "(--megatron DIRECTORY)"
+        "(--megatron DIRECTORY). To estimate the flags of another library's script with that of "
+        "Megatron-LM, name it before the file: -- pretrain_gpt.py FILE.sh"
     )
 
 

@@ -153,6 +153,12 @@ def test_no_script_file_or_module_of_a_command_is_used(command: str, said: str) 
         safe_words(command)
 
 
+def test_a_pasted_script_sources_no_file(tmp_path: Path) -> None:
+    (tmp_path / "more.sh").write_text("TENSOR=8\n")
+    words = safe_words(SCRIPT.replace("TENSOR=2", f"TENSOR=2\nsource {tmp_path}/more.sh"))
+    assert words[words.index("--tensor-model-parallel-size") + 1] == "2"
+
+
 def test_slashes_of_a_pattern_and_paths_of_data_are_allowed() -> None:
     flags = "--hybrid-layer-pattern M*|M-/M/M --load /checkpoints --spec megatron.core.x y"
     assert safe_words(f"pretrain_hybrid.py {flags}")[0] == "pretrain_hybrid.py"

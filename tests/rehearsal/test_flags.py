@@ -107,6 +107,7 @@ def test_variables_with_flags_are_split_into_words(tmp_path: Path) -> None:
         if [ ! -f $SCRIPT ]; then
             echo "pretrain_gpt.py is missing: --get it"
         fi
+        find $FOLDER -name "*.py" -print0 | xargs -0 cp -t copies
         RUN="python -u ${SCRIPT} ${GPT_ARGS} --seq-length ${LENGTH:-4096}"
         srun -l sh -c "${RUN}"
         """,
@@ -165,6 +166,47 @@ def test_the_branch_of_a_script_that_bash_takes_is_read(
     command = read_command([written(tmp_path, "train.sh", BRANCHES), *given])
     assert command.flags == (*flags.split(), *given[2:])
     assert command.environment == {"NVTE_X": "1"}
+
+
+SOURCED = """
+#!/bin/bash
+set -e
+HERE="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
+source "${HERE}/models/dense.sh" $1
+FOLDER=`pwd`
+sizes() {
+    local pipeline=$1
+    PARALLEL="--pipeline-model-parallel-size $pipeline --seq-length ${2:-4096}"
+}
+launch() {
+    torchrun pretrain_gpt.py ${MODEL[@]} $PARALLEL "$@" || exit 1
+}
+if [ $MISSING -ge 1 ]; then
+    sizes 8
+else
+    sizes 4
+fi
+launch --bf16
+"""
+
+
+def test_sourced_files_and_called_functions_are_read(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    written(tmp_path / "models", "dense.sh", "LAYERS=8\nMODEL=(--num-layers $LAYERS)\n")
+    file = written(tmp_path, "train.sh", SOURCED)
+    assert " ".join(read_command([file]).flags) == (
+        "--num-layers 8 --pipeline-model-parallel-size 4 --seq-length 4096 --bf16"
+    )
+    assert read_command(["pretrain_mamba.py", file]).script == "pretrain_mamba.py"
+    (tmp_path / "models" / "dense.sh").unlink()
+    with pytest.raises(ScheduleError, match=r"\$\{MODEL\[@\]\} is unknown: .*dense.sh"):
+        read_command([file])
+
+
+def test_overrides_of_other_libraries_are_rejected(tmp_path: Path) -> None:
+    text = "#!/bin/bash\nuv run run_recipe.py --recipe x train.global_batch_size=8\n"
+    with pytest.raises(ScheduleError, match=r"'train.global_batch_size=8' and similar overrides"):
+        read_command([written(tmp_path, "train.sh", text)])
 
 
 def test_a_file_of_flags_is_read(tmp_path: Path) -> None:
@@ -245,7 +287,7 @@ def test_a_parameter_of_a_script_that_is_not_given_is_named(tmp_path: Path) -> N
 
 
 def test_a_script_without_flags_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ScheduleError, match="has no flags, neither in an array nor"):
+    with pytest.raises(ScheduleError, match="has no flags of Megatron-LM, neither"):
         read_command([written(tmp_path, "a.sh", "echo hello\n")])
 
 
@@ -310,8 +352,8 @@ def test_fill_in_the_middle_is_data() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("python3 -m verl.trainer.main_ppo trainer.nnodes=4", "-m verl.trainer.main_ppo is not a"),
-        ("python3 -m torch.distributed.run", "-m torch.distributed.run is not a training script"),
+        ("python3 -m verl.trainer.main_ppo trainer.nnodes=4", "-m verl.trainer.main_ppo is no"),
+        ("python3 -m torch.distributed.run", "-m torch.distributed.run is no training script"),
     ],
 )
 def test_modules_of_other_programs_are_rejected(words: str, message: str) -> None:
