@@ -13,7 +13,7 @@ from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline
 from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS, make, make_block
-from megatron_vshape.core.planner.vocabulary import is_shared, shared_if_told
+from megatron_vshape.core.planner.vocabulary import shared_if_told
 
 MEGATRONS_OWN = ("1f1b", "interleaved-1f1b")
 """Schedules of stock Megatron."""
@@ -94,9 +94,9 @@ class EvaluatedSchedule(NamedTuple):
 
     @property
     def is_megatrons(self) -> bool:
-        """Return whether a function of Megatron runs it."""
+        """Return whether a function of Megatron runs it: a baseline without further kinds."""
         schedule = self.schedule
-        if self.baseline is None or is_shared(schedule):
+        if self.baseline is None or not schedule.kinds <= {*PARTS, Kind.BW}:
             return False
         return self.baseline.is_megatrons(schedule.num_devices, schedule.num_microbatches)
 
@@ -133,7 +133,7 @@ def baselines_of(
 
 
 def evaluate(schedule: Schedule, costs: Costs) -> EvaluatedSchedule:
-    """Evaluate the schedule at these costs, with vocabulary parallelism if the costs have it."""
+    """Evaluate the schedule at these costs, with all kinds of passes that the costs have."""
     schedule = shared_if_told(schedule, costs)
     return EvaluatedSchedule(schedule, costs, simulate(schedule, costs), peak_held(schedule, costs))
 

@@ -18,7 +18,7 @@ from megatron_vshape.core.baselines import (
 from megatron_vshape.core.check.bounds import each_limit
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.kinds import KINDS, ScheduleError
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.placement import Placement, v_shape
@@ -26,7 +26,6 @@ from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, load_
 from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.core.paper.catalogue import EVERY_NAME, OPTIONS, no_such_schedule
 from megatron_vshape.core.planner.lighter import fitting_layers
-from megatron_vshape.core.planner.vocabulary import tells_shared
 from megatron_vshape.core.program.lowering import lower
 
 AUTO = "auto"
@@ -101,19 +100,20 @@ class PlanRequest:
         """Return the allowed numbers of slices per microbatch.
 
         Raises:
-            ScheduleError: slices are required, but the costs have passes that do not support
-                slices.
+            ScheduleError: slices are required, but the costs have passes that are not of a stage.
         """
         counts = (self.slices,) if isinstance(self.slices, int) else self.slices
         if max(counts) == 1:
             return (1,)
-        if not tells_shared(self.whole()):
+        amounts = self.whole().lists()
+        whole = [kind for kind in KINDS if kind.of and kind.time in amounts]
+        if not whole:
             return counts
         if 1 in counts:
             return (1,)
         raise ScheduleError(
-            "slices do not support a shared vocabulary, which the costs contain: remove --slices, "
-            "or remove the shared vocabulary from the costs"
+            f"slices do not support passes that all ranks share, and the costs contain "
+            f"{', '.join(each.label for each in whole)}: remove --slices, or these costs"
         )
 
     def chunk_counts(self) -> tuple[int, ...]:

@@ -73,7 +73,7 @@ def test_slices_are_planned_and_exported(
         (["--slices", "2,x"], "--slices: "),
         (
             ["--slices", "2", "--vocab-parallel", "--head", "1,1,1"],
-            "slices do not support a shared vocabulary",
+            "slices do not support passes that all ranks share",
         ),
         (["--host", "-1"], "--host -1 must be finite, at least 0"),
     ],

@@ -223,6 +223,6 @@ def test_what_has_no_slices_yet_is_told() -> None:
     pieces = Pieces.estimated(2.0, 2.0)
     costs = shared_pieces(pieces, 2, 0.1, 0.25).costs((2,) * 4)
     asked = PlanRequest(AUTO, 2, 2, costs, limit=4.0, steps=200, slices=2)
-    with pytest.raises(ScheduleError, match="slices do not support a shared vocabulary"):
+    with pytest.raises(ScheduleError, match="slices do not support passes that all ranks share"):
         plan_request(asked)
     assert plan_request(replace(asked, slices=(1, 2))).schedule.slices == 1
