@@ -13,21 +13,16 @@ from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.playground.picture import Facts, Period, Picture
 from megatron_vshape.view.numbers import base_peak
 
-LEAST_SEEN = 4
-"""Minimum microbatches whose passes must repeat; fewer may repeat by chance."""
 
-
-def period_of(timeline: Timeline, microbatches: int | None = None) -> Period | None:
+def period_of(timeline: Timeline, microbatches: int | None) -> Period | None:
     """Return the repeating part in the middle of the steady phase; None if there is none.
 
-    `microbatches` is the number of microbatches in the building block; without a block it is
-    detected. The length is measured at the last stage, because forwards of stage 0 may run ahead.
-    If a schedule with a block is too short to repeat, the length is the work of the busiest device
-    for these microbatches: the block's interval.
+    `microbatches` is the number of microbatches in the building block; None without a block. The
+    length is measured at the last stage, because forwards of stage 0 may run ahead. If the schedule
+    is too short to repeat, the length is the work of the busiest device for these microbatches: the
+    block's interval.
     """
     schedule = timeline.schedule
-    if microbatches is None:
-        microbatches = repeating_microbatches(timeline)
     if microbatches is None:
         return None
     first = (schedule.num_microbatches // 2 // microbatches) * microbatches
@@ -44,29 +39,6 @@ def period_of(timeline: Timeline, microbatches: int | None = None) -> Period | N
     if not _repeats(_all_starts(timeline, both), own, microbatches, length):
         length = timeline.busy * microbatches / schedule.num_microbatches
     return Period(begin[0], length, first, microbatches)
-
-
-def repeating_microbatches(timeline: Timeline) -> int | None:
-    """Return the number of microbatches in the repeating part; None if it repeats too rarely."""
-    schedule = timeline.schedule
-    last, count = schedule.num_stages - 1, schedule.num_microbatches
-    starts = _all_starts(timeline, range(count))
-    turns = {
-        work.microbatch: start
-        for work, start in starts.items()
-        if work.stage == last and Kind.B in work.parts()
-    }
-    for size in range(1, min(count // 4, 2 * schedule.num_devices) + 1):
-        middle = range(count // 4, count - count // 4 - size)
-        if len(middle) < max(2 * size, LEAST_SEEN):
-            return None
-        length = turns[middle[0] + size] - turns[middle[0]]
-        # Check the last stage first: for most orders this fails at once.
-        if all(_same(turns[at + size] - turns[at], length) for at in middle) and _repeats(
-            starts, middle, size, length
-        ):
-            return size
-    return None
 
 
 def _all_starts(timeline: Timeline, microbatches: range) -> dict[Pass, float]:

@@ -12,9 +12,8 @@ from megatron_vshape.core.check.simulate import held_curve, peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.core.paper.catalogue import NAMES, make
-from megatron_vshape.playground.period import period_of, repeating_microbatches, step_pictures
+from megatron_vshape.playground.period import period_of, step_pictures
 from megatron_vshape.playground.picture import KINDS, Picture, encode
 from megatron_vshape.view.numbers import held_steps
 
@@ -76,37 +75,9 @@ def test_the_period_is_the_block_s(name, length):
 @pytest.mark.parametrize("name", ["v-zb", "zb-h1"])
 def test_the_period_of_an_order_that_never_repeats_is_the_block_s_too(name):
     timeline = simulate(make(name, 8, 16))
-    assert repeating_microbatches(timeline) is None
     period = period_of(timeline, 1)
     assert period is not None
     assert period.length == 6
-
-
-@pytest.mark.parametrize(
-    ("name", "microbatches"),
-    [("v-half", 1), ("1f1b", 1), ("interleaved-1f1b", 4), ("grouped-interleaved-1f1b", 4)],
-)
-def test_a_rhythm_is_found_without_its_block(name, microbatches):
-    timeline = simulate(make(name, 4, 32))
-    assert repeating_microbatches(timeline) == microbatches
-    found, known = period_of(timeline), period_of(timeline, microbatches)
-    assert found == known is not None
-
-
-def test_what_is_too_short_has_no_rhythm():
-    assert period_of(simulate(make("interleaved-1f1b", 4, 8))) is None
-
-
-def test_one_pass_out_of_step_and_nothing_repeats():
-    timeline = simulate(make("v-half", 4, 32))
-    starts, ends = [[list(row) for row in rows] for rows in (timeline.starts, timeline.ends)]
-    row = timeline.schedule.order[1]
-    at = next(at for at, work in enumerate(row) if work.kind is Kind.W and work.microbatch == 15)
-    starts[1][at] += 0.25
-    ends[1][at] += 0.25
-    other = Timeline(timeline.schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
-    assert period_of(timeline) is not None
-    assert period_of(other) is None
 
 
 def test_the_steps_end_in_the_catalogue_s_schedule():
