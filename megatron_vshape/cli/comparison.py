@@ -19,7 +19,7 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import FROM_HOST, TO_HOST
 from megatron_vshape.core.model.placement import chunks_of
 from megatron_vshape.core.model.schedule import MemoryStrategy, Timeline
-from megatron_vshape.core.plan import BaselineEstimate, compare
+from megatron_vshape.core.plan import compare
 from megatron_vshape.core.request import PlanRequest, PlanResult
 from megatron_vshape.view.numbers import percent
 
@@ -27,9 +27,6 @@ Text = Callable[[float], str]
 
 HEADING = ["schedule", "chunks per rank", "peak", "step time", "mean idle", ""]
 TIME = HEADING.index("step time")
-ABOVE = "above the limit"
-
-
 RUNNERS_UP = 3
 """Number of rows within the limit below the recommended one."""
 
@@ -72,14 +69,7 @@ def comparison_rows(
     for each in compare(request, result, budget):
         if each.baseline is not None and each.baseline == result.baseline:
             continue
-        value = (
-            each.least
-            if isinstance(each, BaselineEstimate)
-            else request.objective.of(each.timeline)
-        )
-        within = (
-            each.may_fit if isinstance(each, BaselineEstimate) else fits(each.peak, result.limits)
-        )
+        value, within = request.objective.of(each.timeline), fits(each.peak, result.limits)
         cells = _row(each, value, within, result, held, time)
         family = cells[0] if each.baseline is None else each.baseline.name
         rest.append(_TableRow(not within, value, family, cells))
@@ -97,11 +87,7 @@ def _worth_showing(rows: Sequence[_TableRow], best: float) -> list[_TableRow]:
     shown: list[_TableRow] = []
     for each in rows:
         first = each.family not in families
-        if each.out:
-            # A schedule that was not made has no step time, only the fact that it does not fit.
-            helps = first and each.cells[TIME] != "" and each.value < best
-        else:
-            helps = len(shown) < RUNNERS_UP
+        helps = first and each.value < best if each.out else len(shown) < RUNNERS_UP
         if helps or (first and each.family in MEGATRONS_OWN):
             shown.append(each)
             families.add(each.family)
@@ -128,7 +114,7 @@ def _tried_rows(result: PlanResult, time: Text) -> Iterator[_TableRow]:
 
 
 def _row(
-    each: EvaluatedSchedule | BaselineEstimate,
+    each: EvaluatedSchedule,
     value: float,
     within: bool,
     result: PlanResult,
@@ -136,19 +122,11 @@ def _row(
     time: Text,
 ) -> list[str]:
     slower = value / result.plan.value - 1
-    if isinstance(each, BaselineEstimate):
-        devices = max(each.placement) + 1
-        chunks = len(each.placement) // devices
-        # The bound is for schedules within the limit; one above the limit may be faster.
-        least, why = ("", ABOVE)
-        if within:
-            least, why = f">= {time(value)}", f"at least {percent(slower)} slower"
-        return [str(each.baseline), str(chunks), "", least, "", why + _note(each.baseline, result)]
     if within:
         why = f"{percent(slower)} slower" if slower > 1e-9 else "as fast"
     else:
         over = max(peak - limit for peak, limit in zip(each.peak, result.limits, strict=True))
-        why = f"{held(over)} {ABOVE}"
+        why = f"{held(over)} above the limit"
     peak, idle = held(max(each.peak)), percent(each.timeline.mean_idle)
     return [
         str(each.baseline),

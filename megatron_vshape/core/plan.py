@@ -341,11 +341,12 @@ def _evaluate(request: PlanRequest, estimate: BaselineEstimate) -> EvaluatedSche
 
 def compare(
     request: PlanRequest, result: PlanResult, budget: Budget | None = None
-) -> Iterator[EvaluatedSchedule | BaselineEstimate]:
+) -> Iterator[EvaluatedSchedule]:
     """Yield Megatron's and the published schedules for a comparison with the result.
 
-    Schedules that do not fit or cannot be faster are not generated unless Megatron runs them,
-    because that is slow with many stages. After the budget is used up, no schedule is generated.
+    Schedules with optional chunks that do not fit or cannot be faster are omitted unless Megatron
+    runs them, because they are slow to generate. After the budget is used up, no schedule is
+    generated.
     """
     devices, microbatches = request.num_devices, request.num_microbatches
     made = {known.baseline: known for known in result.baselines}
@@ -357,8 +358,6 @@ def compare(
             each.baseline.chunks is None or each.baseline.is_megatrons(devices, microbatches)
         ):
             yield with_fused_backwards(_evaluate(request, each), request.objective)
-        else:
-            yield each
 
 
 def _as_result(
