@@ -30,7 +30,6 @@ NCCL_WARNING = (
     "NCCL 2.30.7: a public report (NVIDIA/jaxpp issue 11) has an 8-GPU pipeline that hangs with it "
     "and finishes with 2.31.2. We have not verified this; if a run hangs, upgrade NCCL."
 )
-FLAG = "--pipeline-schedule"
 MISSING = "not installed"
 DEVELOPERS_EXTRAS = ("browser", "docs", "dev")
 DOES_NOT_FIT = 1
@@ -187,31 +186,6 @@ def _warnings() -> Iterator[str]:
         with contextlib.suppress(RuntimeError, AttributeError):
             if torch.version.cuda is not None and torch.cuda.nccl.version() == HANGING_NCCL:
                 yield NCCL_WARNING
-    for name in _others_with_flag():
-        yield (
-            f"{name} also registers {FLAG}: the two packages conflict in one run. Uninstall one of "
-            "them, or do not call megatron_vshape.register()."
-        )
-
-
-def _others_with_flag() -> Iterator[str]:
-    """Yield installed packages for Megatron that register the same option."""
-    for each in importlib.metadata.distributions():
-        words = " ".join([each.name or "", *(each.requires or ())]).lower()
-        if each.name == DISTRIBUTION or "megatron" not in words:
-            continue
-        for file in each.files or ():
-            if file.suffix == ".py" and _has_flag(Path(str(each.locate_file(file)))):
-                yield f"{each.name} {each.version}"
-                break
-
-
-def _has_flag(path: Path) -> bool:
-    try:
-        text = path.read_text(encoding="utf-8", errors="ignore")
-    except OSError:
-        return False
-    return f'"{FLAG}"' in text or f"'{FLAG}'" in text
 
 
 def _print_hooks(verbose: bool) -> list[str]:

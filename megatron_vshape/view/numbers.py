@@ -12,7 +12,7 @@ from megatron_vshape.core.check.simulate import (
     simulate,
 )
 from megatron_vshape.core.model.costs import Costs, chunk_of
-from megatron_vshape.core.model.kinds import PROCESSOR, Kind
+from megatron_vshape.core.model.kinds import PROCESSOR
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.placement import chunks_of
@@ -99,22 +99,12 @@ def messages_per_microbatch(schedule: Schedule) -> tuple[int, float]:
 
 def prices_told(costs: Costs) -> list[str]:
     """Format the overheads of a pass, and the sources of the costs (measured or assumed)."""
-    exchanges = [
-        sum(costs.exchanges_us(kind, stage) for stage in range(costs.num_stages))
-        for kind in (Kind.F, Kind.B, Kind.BW)
-    ]
-    shown = ", ".join(
-        f"{kind} {fixed(each / 1000)} ms"
-        for kind, each in zip((Kind.F, Kind.B, Kind.BW), exchanges, strict=True)
-    )
-    lines = [
-        f"{fixed(costs.send_us)} us per P2P message, {fixed(costs.host_us)} us of launch overhead "
-        "per pass"
-    ]
-    if any(exchanges):
-        lines.append(f"exposed collectives per microbatch: {shown}")
+    send, host = fixed(costs.send_us), fixed(costs.host_us)
     untold = "the costs file does not name the source of its costs"
-    return [*lines, *(source_lines(costs) or [untold])]
+    return [
+        f"{send} us per P2P message, {host} us of launch overhead per pass",
+        *(source_lines(costs) or [untold]),
+    ]
 
 
 def source_lines(costs: Costs) -> list[str]:

@@ -77,22 +77,12 @@ def test_the_report_is_short_and_names_options() -> None:
     assert "megatron.core.pipeline_parallel" not in run.stdout  # hooks only with --verbose
 
 
-def test_known_problems_are_warned_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_known_problems_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     for version, warned in (((2, 30, 7), True), ((2, 31, 2), False)):
         monkeypatch.setattr(torch.cuda.nccl, "version", lambda version=version: version)
         assert (doctor.NCCL_WARNING in doctor._warnings()) == warned
-    (tmp_path / "other.py").write_text('parser.add_argument("--pipeline-schedule")\n')
-    info = tmp_path / "other_schedules-1.2.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(
-        "Name: other-schedules\nVersion: 1.2\nRequires-Dist: megatron-core"
-    )
-    (info / "RECORD").write_text("other.py,,\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (warning,) = [each for each in doctor._warnings() if "--pipeline-schedule" in each]
-    assert warning.startswith("other-schedules 1.2 also registers --pipeline-schedule")
 
 
 @pytest.mark.slow
