@@ -88,7 +88,7 @@ def pieces_of(
         times = options.cost or UNIT_COST
         pieces = Pieces.estimated(0.0, layers / chunks, times.split)
         layer = replace(pieces.layer, saved_us=times.saved * chunks / layers)
-        pieces = replace(pieces, layer=layer, first=first, last=last)
+        pieces = replace(pieces, layer=layer, first=first, last=last, host_us=options.host or 0.0)
     else:
         layers = float(options.layers or sum(measured.layers or ()))
         _check_measured(options, measured, layers, what)

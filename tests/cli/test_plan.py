@@ -67,6 +67,22 @@ def test_slices_are_planned_and_exported(
 
 
 @pytest.mark.parametrize(
+    "more", ["", "--head 2,2,2 --vocab-parallel", "--layers 4 --layer-split auto"]
+)
+def test_the_overhead_of_a_pass_counts_in_every_plan(
+    more: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    busy = []
+    for host in ("0", "0.5"):
+        sizes = ["--devices", "2", "--microbatches", "4", "--chunks", "2", "--host", host]
+        assert main(["plan", *sizes, *more.split()]) == 0
+        told = re.search(r"^busy time +([0-9.]+) ", capsys.readouterr().out, re.M)
+        assert told is not None
+        busy.append(float(told[1]))
+    assert busy[1] >= busy[0] + 4 * 2 * 0.5  # at least F and BW of one chunk
+
+
+@pytest.mark.parametrize(
     ("given", "said"),
     [
         (["--slices", "0"], "--slices: "),
