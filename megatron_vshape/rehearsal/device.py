@@ -15,6 +15,7 @@ import torch.cuda.nvtx
 import torch.cuda.random
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._device import _device_constructors
 
 from megatron_vshape.mcore import cpu
 from megatron_vshape.mcore.cpu import is_gpu
@@ -38,6 +39,8 @@ def install() -> None:
     Call this before Megatron and Transformer Engine are imported, in a process that does nothing
     else.
     """
+    # The context torch.device("meta") knows factories by identity, and remembers them from now on.
+    _device_constructors()
     cpu.install()
     for owner, name, value in _replacements():
         setattr(owner, name, value)
@@ -312,11 +315,13 @@ def _apply(self: torch.nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool 
     """Replace Module._apply, which would swap parameters; fake tensors do not support this."""
     for child in self.children():
         child._apply(fn)
-    for parameter in self._parameters.values():
+    for name, parameter in self._parameters.items():
         if parameter is not None:
             with torch.no_grad():
                 made = fn(parameter)
-            if made is not parameter:
+            if made.is_meta != parameter.is_meta:  # torch replaces the object, too
+                self._parameters[name] = torch.nn.Parameter(made, parameter.requires_grad)
+            elif made is not parameter:
                 # The parameter object stays: optimizers and hooks refer to it.
                 parameter.data = made
     for key, buffer in self._buffers.items():

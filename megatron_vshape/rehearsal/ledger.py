@@ -107,7 +107,8 @@ class Ledger(TorchDispatchMode):
         """Add the tensor's storage, which must be new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        size = 0 if on_host or self._device == _OUTSIDE else rounded(storage.nbytes())
+        elsewhere = on_host or self._device == _OUTSIDE or tensor.is_meta
+        size = 0 if elsewhere else rounded(storage.nbytes())
         record = self._record(size, tuple(tensor.shape)) if size else None
         self._live[key] = (
             # The allocator frees at the same moment: when the last reference to the storage is

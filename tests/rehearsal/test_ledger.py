@@ -107,6 +107,19 @@ CASES = {
             (1, 4, 0), (1, 4, 1), (1, 2, 1),
         ]
     """,
+    "a model on the meta device has no memory until it is materialized": """
+        from torch import nn
+        with torch.device("meta"):
+            model = nn.Linear(1024, 1024)  # without a device, as Megatron's router
+            weight = torch.empty(MIB, device="meta")
+            layer = torch.empty(MIB, device="cuda")
+        parts = [model.weight, weight, torch.empty_like(weight)]
+        assert [each.is_meta for each in parts] == [True] * 3 and not layer.is_meta
+        assert ledger.now == 4 * MIB, ledger.now
+        model._apply(lambda t: torch.empty_like(t, device="cuda") if t.is_meta else t)
+        assert isinstance(model.weight, nn.Parameter) and not model.weight.is_meta
+        assert ledger.now == 8 * MIB + 4096, ledger.now
+    """,
     "an operation is inferred once, and repeats its results": """
         import torch.utils._pytree as pytree
         inferred, infer = [], ledger._infer
