@@ -177,7 +177,7 @@ def with_fused_backwards(known: EvaluatedSchedule, objective: Objective) -> Eval
     if known.costs.whole_us is None:
         return known
     # Imported here because numba needs a second to import.
-    from megatron_vshape.core.planner.fusing import fuse_backwards
+    from megatron_vshape.core.fusing import fuse_backwards
 
     schedule = fuse_backwards(known.timeline, known.costs, objective)
     return evaluate(schedule, known.costs)._replace(baseline=known.baseline)

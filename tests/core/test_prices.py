@@ -12,6 +12,7 @@ from megatron_vshape.core.baselines import saves
 from megatron_vshape.core.check.bounds import in_passes, lower_bound
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.fusing import fuse_backwards, graph_of, run
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import (
     FROM_HOST,
@@ -40,7 +41,6 @@ from megatron_vshape.core.model.pieces import (
 from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.plan import plan as plan_request
-from megatron_vshape.core.planner.fusing import fuse_backwards, graph_of, run
 from megatron_vshape.core.planner.search import plan
 from megatron_vshape.core.program.lowering import whole_backwards
 from megatron_vshape.core.request import AUTO, PlanRequest
