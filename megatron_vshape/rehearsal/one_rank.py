@@ -199,7 +199,7 @@ class _Run:
         wrap(training, "train_step", self._train_step)
         wrap(training, "get_num_microbatches", self._num_microbatches)
         if hasattr(training, "get_megatron_optimizer"):
-            wrap(training, "get_megatron_optimizer", self._in_phase("optimizer"))
+            wrap(training, "get_megatron_optimizer", self._in_optimizer)
         data: Any = training
         data.build_train_valid_test_data_iterators = self._iterators
         if self.job.check:
@@ -219,12 +219,9 @@ class _Run:
         translate.logger.setLevel(logging.INFO)
         translate.logger.addHandler(handler)
 
-    def _in_phase(self, phase: str) -> Callable[..., Any]:
-        def run(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            with self.ledger.during(phase):
-                return call(*args, **kwargs)
-
-        return run
+    def _in_optimizer(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.ledger.during("optimizer"):
+            return call(*args, **kwargs)
 
     def _setup(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from megatron.training import get_args
@@ -314,11 +311,7 @@ class _Run:
         optimizer: Any = kwargs["optimizer"] if "optimizer" in kwargs else args[3]
         step = optimizer.step
 
-        def stepping(*given: Any, **options: Any) -> Any:
-            with self.ledger.during("optimizer"):
-                return step(*given, **options)
-
-        optimizer.step = stepping
+        optimizer.step = functools.partial(self._in_optimizer, step)
         try:
             return call(*args, **kwargs)
         finally:

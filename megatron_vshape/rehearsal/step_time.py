@@ -142,11 +142,10 @@ def optimizer_s(work: Work, gpu: Gpu, rates: Rates) -> float:
     return work.optimizer_bytes / gpu.memory_rate / rates.memory
 
 
-def data_parallel_s(work: Work, gpu: Gpu, rates: Rates | None = None) -> float:
+def data_parallel_s(work: Work, gpu: Gpu, rates: Rates) -> float:
     """Estimate the seconds of the data-parallel collectives of a step if nothing overlaps them."""
-    reached = rates or rates_of(gpu)
     return sum(
-        _took_s(key, sent, gpu, reached)
+        _took_s(key, sent, gpu, rates)
         for key, sent in work.exchanges.items()
         if _costs_time(key) and is_once(key[1])
     )

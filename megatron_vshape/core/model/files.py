@@ -166,7 +166,7 @@ def read_costs(text: str) -> dict[str, Any]:
         ScheduleError: not JSON, a key is missing or unknown, or a value is not a number.
     """
     data = parse_object(text, "the costs file")
-    layers = _whole_numbers("layers", data.pop("layers")) if "layers" in data else None
+    layers = _layers(data.pop("layers")) if "layers" in data else None
     made: dict[str, Any] = {"layers": layers}
     for name in ("host_us", _DEVICE):
         (made[name],) = _numbers(name, [data.pop(name, 0.0)])
@@ -221,9 +221,8 @@ def _numbers(name: str, values: object) -> tuple[float, ...]:
         raise ScheduleError(f"{name} contains a number too large for a float") from None
 
 
-def _whole_numbers(name: str, values: object) -> tuple[int, ...]:
-    """Parse a list of integers."""
-    for value in values if isinstance(values, list) else [values]:
-        if not isinstance(values, list) or not is_whole(value):
-            raise ScheduleError(f"{name} is {values!r:.60}; it must be a whole number per stage")
-    return tuple(values) if isinstance(values, list) else ()
+def _layers(values: object) -> tuple[int, ...]:
+    """Parse the number of layers of every stage."""
+    if not isinstance(values, list) or not all(map(is_whole, values)):
+        raise ScheduleError(f"layers is {values!r:.60}; it must be a whole number per stage")
+    return tuple(values)

@@ -51,7 +51,7 @@ class Share(NamedTuple):
     state: float
 
     @classmethod
-    def of_stages(cls, layers: Sequence[float], shares: Sequence["Share"] = ()) -> list["Share"]:
+    def of_stages(cls, layers: Sequence[float], shares: Sequence["Share"]) -> list["Share"]:
         """Compute the share of every stage.
 
         Args:

@@ -51,7 +51,7 @@ def _latest(block: BuildingBlock) -> int:
     )
 
 
-def _with_slices(block: BuildingBlock, slices: int, late: int, slots: int = 0) -> BuildingBlock:
+def _with_slices(block: BuildingBlock, slices: int, late: int, slots: int) -> BuildingBlock:
     """Return the block of slices, with B and W delayed by `late` numbers and `slots` slots."""
     passes, within = [], block.num_microbatches
     for (kind, stage, first), start, length in block.passes:

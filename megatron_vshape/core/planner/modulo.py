@@ -380,7 +380,7 @@ def _cyclic_order(
     return CyclicOrder(name, k, tuple(arrays))
 
 
-def sequential(placement: Placement, num_devices: int, slices: int = 1) -> CyclicOrder:
+def sequential(placement: Placement, num_devices: int, slices: int) -> CyclicOrder:
     """Return the order of one microbatch after the other, which needs the minimum memory."""
     rows: list[list[tuple[int, int, int, int]]] = []
     for stages in stages_of(placement, num_devices):

@@ -273,9 +273,9 @@ def _timed(chunks: _Chunks, ranked: np.ndarray) -> _Copies:
     begins, left, returns = (np.full(count, _NEVER) for _ in range(3))
     busy = np.empty((2, 2 * count, 2), np.int64)
     back = ranked[np.argsort(-chunks.due[ranked], kind="stable")]
-    _book(busy[0], 0, back, chunks.due, chunks.back, True, returns)
+    _book(busy[0], back, chunks.due, chunks.back, True, returns)
     out = ranked[np.argsort(chunks.ready[ranked], kind="stable")]
-    _book(busy[1], 0, out, chunks.ready, chunks.out, False, begins)
+    _book(busy[1], out, chunks.ready, chunks.out, False, begins)
     left[ranked] = begins[ranked] + chunks.out[ranked]
     away = np.zeros(count, bool)
     # A copy that would return before it has left is not made, though its link time stays booked.
@@ -286,19 +286,18 @@ def _timed(chunks: _Chunks, ranked: np.ndarray) -> _Copies:
 @compiled
 def _book(
     busy: np.ndarray,
-    count: int,
     ranked: np.ndarray,
     due: np.ndarray,
     ticks: np.ndarray,
     late: bool,
     starts: np.ndarray,
-) -> int:
+) -> None:
     """Book copies one after the other in the free time of a link; set their starts.
 
     With `late` a copy is the last that ends by `due`, else the first that starts from `due` on.
-    `busy` has the sorted starts and ends of the `count` copies on the link. Returns the new count.
+    `busy` has room for the sorted starts and ends of the copies on the link.
     """
-    for chunk in ranked:
+    for count, chunk in enumerate(ranked):
         time, length = due[chunk], ticks[chunk]
         at = count
         while at > 0 and busy[at - 1, 0] >= time:
@@ -320,8 +319,6 @@ def _book(
             busy[after, 0], busy[after, 1] = busy[after - 1, 0], busy[after - 1, 1]
         busy[at, 0], busy[at, 1] = time, time + length
         starts[chunk] = time
-        count += 1
-    return count
 
 
 def _peak(chunks: _Chunks, copies: _Copies, bounds: np.ndarray) -> int:
