@@ -65,6 +65,7 @@ def measure_copies(device: torch.device, num_bytes: int, rounds: int = 5) -> Cop
     ):
         run = _copier(device)
         for at in range(rounds + 1):
+            # Alone, one after the other; then both at once, as in a step.
             found = [outward.submit(run, *out).result(), homeward.submit(run, *back).result()]
             both = outward.submit(run, *out), homeward.submit(run, *back)
             found += [each.result() for each in both]

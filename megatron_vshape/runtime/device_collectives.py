@@ -209,6 +209,7 @@ class DeviceCollectives:
     def _telling(self, text: str) -> Iterator[None]:
         """Register the wait for `tell`, and add the description to an error raised inside."""
         thread, since = threading.get_ident(), time.monotonic()
+        # By thread, because the passes and the jobs may wait at the same time.
         self._waits[thread] = text
         try:
             yield

@@ -30,6 +30,7 @@ def tell(error: BaseException, where: str = "") -> None:
     """Log why this rank fails, and publish it unless another rank has failed before."""
     if getattr(error, "_told_as_cause", False):
         return
+    # The exception may pass several of these handlers on its way up.
     error._told_as_cause = True  # type: ignore[attr-defined]
     cause = f"rank {dist.get_rank()}: {type(error).__name__}: {error!s:.300}{where}"
     logger.critical("%s", cause)

@@ -65,4 +65,5 @@ class GraphMemory:
             return value
         if isinstance(value, list | tuple):
             return [self.kept(each) for each in value]
+        # On the current stream, so before any later replay there overwrites the original.
         return value.clone() if isinstance(value, Tensor) and self.holds(value) else value

@@ -109,6 +109,8 @@ class _CudaClock:
         self._origin_us = 0.0
         if aligned:
             torch.cuda.synchronize()
+            # With nothing before or after the event on the GPU, event and clock are of the same
+            # moment.
             self._origin_us = time.perf_counter() * US
 
     @staticmethod
@@ -135,6 +137,7 @@ def merge(
     clock, as on one host.
     """
     ahead = (0.0,) * len(rows) if ahead_us is None else ahead_us
+    # On the first rank's clock.
     first = min(row[0].start - by for row, by in zip(rows, ahead, strict=True) if row)
     zeros = [first + by for by in ahead]
     starts = tuple(
@@ -160,6 +163,7 @@ def slowdowns(
     for each in timelines:
         took, due = [[0.0] * each.schedule.num_devices for _ in range(2)]
         times = times_in([each])
+        # A pass that each device has (`of`) may include waits for other devices in its collective.
         for key, values in times.items():
             if key in usual and not key[0].of:
                 device = each.schedule.placement[key[1]]
@@ -378,6 +382,7 @@ def _ahead_of_first(everyones: Sequence[Mapping[tuple[int, int], list[float]]]) 
         )
         # The fastest trip waited least, so its middle is the most accurate.
         begun, met, ended = min(trips, key=lambda trip: trip[2] - trip[0])
+        # If both directions take equally long, the message arrives halfway.
         apart[source, target] = met - (begun + ended) / 2
     ahead = {0: 0.0}
     for _ in everyones:  # each round reaches at least one more rank

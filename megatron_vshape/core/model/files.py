@@ -74,6 +74,7 @@ def parse_object(text: str, what: str) -> dict[str, object]:
     Raises:
         ScheduleError: not JSON, not an object, nested too deep, a duplicate key, NaN or infinity.
     """
+    # Before parsing, which would already need the memory.
     if text.count("[") + text.count("{") > MAX_BRACKETS:
         raise ScheduleError(f"{what} contains more than {MAX_BRACKETS} lists and objects")
     try:
@@ -119,6 +120,7 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    # json keeps the last of several equal keys without an error.
     data = dict(pairs)
     if len(data) != len(pairs):
         keys = [key for key, _ in pairs]
@@ -171,6 +173,7 @@ def read_costs(text: str) -> dict[str, Any]:
     for name in ("host_us", _DEVICE):
         (made[name],) = _numbers(name, [data.pop(name, 0.0)])
     made["sources"] = _sources(data.pop("sources", {}))
+    # Only those with a value that changes the result; an empty one is dropped silently.
     former = [name for name in _FORMER if data.pop(name, None)]
     if former:
         logger.warning(
@@ -183,6 +186,7 @@ def read_costs(text: str) -> dict[str, Any]:
     made[_UNLIKE] = tuple((name, _numbers(name, each)) for name, each in shares.items())
     made |= {name: _numbers(name, data.pop(name)) for name in KNOWN_ALONE if name in data}
     others = [name for name in other_amounts(KINDS) if name in data]
+    # Optional names are popped first, so `check_keys` sees only the required ones and unknown ones.
     made["others"] = tuple((name, _numbers(name, data.pop(name))) for name in others)
     check_keys(data, _FIELDS, "the costs file")
     made["send_us"] = _numbers("send_us", [data["send_us"]])[0]

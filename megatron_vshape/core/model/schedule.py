@@ -196,6 +196,7 @@ class Schedule:
             "placement": list(self.placement),
             "order": [self._cells(device) for device in range(self.num_devices)],
         }
+        # Versions without slices then still read schedules without them.
         if self.slices > 1:
             data["slices"] = self.slices
         return json.dumps(data)

@@ -564,7 +564,7 @@ class OffloadSearch(PlacementSearch):
         ample = [limit + problem.in_host for limit in problem.limits]
         is_scarce = level < 1 and any(map(lt, ample, most))
         least = least_memory(problem.costs, problem.placement, devices, slices)
-        # At least the minimum of any schedule, so that `make_problem` finds an order.
+        # At least the minimum of any schedule, or `make_problem` rejects them.
         limits = [
             max(need, limit + level * (max(limit, min(each)) - limit))
             for need, limit, *each in zip(least, problem.limits, most, ample, strict=True)
