@@ -134,6 +134,7 @@ def replaces(stand_in: Function) -> Function:
 
     @functools.wraps(stand_in)
     def unless_idle(session: Session, original: Function, *args: Any, **options: Any) -> Any:
+        # Checked in every call: at installation, the flags have not been parsed yet.
         if session.is_idle:
             return original(*args, **options)
         return stand_in(session, original, *args, **options)

@@ -100,6 +100,7 @@ def initialize_model_parallel(
     session: Session, original: Function, *args: Any, **given: Any
 ) -> Any:
     """Create the embedding group from the ranks of the first and last stage."""
+    # Libraries may initialize process groups before or after they create the config.
     bound = inspect.signature(original).bind(*args, **given)
     with refusing():
         choice = _choice(session, bound.arguments.get("pipeline_model_parallel_size", 1))
@@ -107,6 +108,7 @@ def initialize_model_parallel(
         return original(*args, **given)
     placement = choice.placement
     chunks = len(placement) // (max(placement) + 1)
+    # Megatron asks this number wherever it distinguishes chunks, even if a library has set none.
     bound.arguments["virtual_pipeline_model_parallel_size"] = chunks if chunks > 1 else None
     # If all ranks share the embedding, no rank has a copy of another rank's rows.
     ends = placement[:1] if choice.shares else placement
@@ -152,6 +154,7 @@ def model_init(session: Session, original: Function) -> Function:
         session.is_building = False  # Megatron's constructor queries the position of the rank
         original(*bound.args, **bound.kwargs)
         session.is_building = True
+        # Before DDP and Float16Module wrap the model, which copy its parameters into buffers.
         _build_features(session, pipeline, self, chunk or 0)
         libraries.have_stages_found(session, pipeline)
 

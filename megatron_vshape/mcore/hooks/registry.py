@@ -161,6 +161,8 @@ def install(options: Mapping[str, Any] | None = None) -> None:
     # Read before any replacement: `_swap` finds imports by name through the identity of the
     # original.
     named = [hook.original() for hook in HOOKS if hook.everywhere]
+    # A replacement calls the original with the given arguments until a schedule is chosen, so hooks
+    # can be installed before anything is known about the run.
     for hook in HOOKS:
         _install(hook, session, made)
     # `from module import name` binds the original in the importing module, so replacing it in its

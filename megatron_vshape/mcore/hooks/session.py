@@ -156,6 +156,8 @@ class Session:
         if self.runner is None and self.pipeline is not None:
             self.pipeline = with_messages_of_this_run(self.pipeline)
         assert self.pipeline is not None
+        # Megatron gets a function for training and one per evaluation. All of them use one runner,
+        # with its transport and its plans.
         runner = self.own_runner(self.pipeline)
 
         @functools.wraps(original)
@@ -280,6 +282,7 @@ def get_forward_backward_func(
     if session.pipeline is not None:
         with refusing():
             check_one_module(session.pipeline.choice.name, *args, *options.values())
+        # The function of `step/forward_backward.py`, behind the preparation of the model.
         return session.own_function(original)
     # One of Megatron's own schedules runs. Metering it makes its log lines comparable with ours.
     function = original(*args, **options)
@@ -291,6 +294,7 @@ def get_forward_backward_func(
 @replaces
 def forward_step(session: Session, original: Function, *args: Any, **options: Any) -> Any:
     """Measure a forward pass of Megatron's schedules, if measurement is enabled."""
+    # Stages of this package call it, too (`step/stage.py`); then no timer is set.
     result = _timed(session, original, *args, **options)
     if session.step.census is not None and session.pipeline is None:
         # For our own schedules, the runner counts activation memory itself.
@@ -417,11 +421,13 @@ def validate_result(
 
 def linear_function(session: Session, original: type) -> type:
     """Return the linear function that can defer its weight gradient."""
+    # Megatron looks the class up in its module in every forward, so built layers use this one.
     return make_split_linear(session.step, layers, original)
 
 
 def fused_kernels(session: Session, original: Any) -> Any:
     """Return apex's kernels if installed, else torch's."""
+    # Megatron's own flag: this runs at installation, when nothing has been replaced yet.
     return original if layers._grad_accum_fusion_available else TorchFusedKernels
 
 

@@ -53,9 +53,12 @@ def validate_args(
 ) -> Any:
     """Configure the pipeline before Megatron's checks, and complete it with their results."""
     with refusing():
+        # Used by searches only. It meets at the rendezvous store, because process groups do not
+        # exist yet.
         session.once = configure.one_planner(args)
         # Before Megatron's checks, which reject chunks and layer counts that the schedule sets.
         pipeline = configure.prepare(args, session.library, session.once)
+        # From here on the hooks act. None for both: Megatron runs as without this package.
         session.choose(pipeline, megatrons_own(args))
         session.chosen_by_flags = True
         session.tries_again = getattr(args, "inprocess_restart", False)
@@ -102,6 +105,7 @@ def pretrain(session: Session, original: Function, *args: Any, **options: Any) -
     try:
         return original(*bound.args, **bound.kwargs)
     finally:
+        # Data loaders end with their last reference, and a restarted run must plan again.
         session.forget()
 
 
@@ -160,6 +164,8 @@ def build_virtual_pipeline_stages(
         post_process: Any = None,
         vp_stage: int | None = None,
     ) -> Any:
+        # Megatron derived its values from the rank, as if the last stage were on the last rank. In
+        # a V it is on rank 0, in chunk 1.
         first, last = pipeline.ends(rank, vp_stage)
         return build_model_func(groups, pre_process=first, post_process=last, vp_stage=vp_stage)
 
@@ -181,6 +187,8 @@ def train(session: Session, original: Function, *args: Any, **options: Any) -> A
         with refusing():
             tokens = get_args().seq_length * get_args().micro_batch_size
             # `opening` needs the optimizer: with a memory limit, its state counts as static memory.
+            # The first call creates the communicators, which is collective and slow: not in the
+            # first iteration, whose time is logged.
             session.optimizer = given["optimizer"]
             print_rank_0(session.opening(pipeline, given["model"], tokens, get_num_microbatches()))
             runner = session.own_runner(pipeline)

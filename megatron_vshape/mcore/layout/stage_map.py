@@ -179,6 +179,7 @@ def split_layers(
     Raises:
         ScheduleError: The layers or the costs do not fit the stages.
     """
+    # On every rank alike, without communication: it depends on options and files only.
     layers, measured = given_layers(args, placement, text, costs)
     sizes = _sizes(args)
     if layers is None:

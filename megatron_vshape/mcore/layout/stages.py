@@ -31,6 +31,7 @@ class StageLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
         self.input_data = megatrons_text(stage_map.layers, stage_map.predicting)
         self.pipeline_model_parallel_size = stage_map.num_ranks
         self.virtual_pipeline_model_parallel_size = stage_map.num_chunks
+        # [rank][chunk]: what Megatron looks up to build a chunk, to count layers and to save them.
         self.layout = [
             [stages[stage] for stage in stage_map.stages(rank)]
             for rank in range(stage_map.num_ranks)

@@ -92,6 +92,8 @@ class ScheduleConfig:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Return the pipeline rank of each device of the planned schedule."""
+        # Libraries take the results of the loss from the last pipeline rank, Megatron-LM's trainer
+        # gets them sent there. A V has the loss on device 0, so its devices are renumbered.
         return with_loss_last(self.planned) if self.loss_last else tuple(range(self.num_devices))
 
     @property
@@ -210,6 +212,7 @@ def take_options(
         ScheduleError: An option does not fit the model.
         UnsupportedError: The schedule does not support an option.
     """
+    # First, as it resets the options that it translates: the checks see only those that remain.
     translated = translate(model, choice.placement, options.layer_split)
     check(model, choice.name, choice.placement)
     settings = Settings(model, choice, options, translated.may_offload)
@@ -248,6 +251,7 @@ def check_stages(settings: Settings, stage_map: StageMap, ties_ends: bool) -> No
     """
     for feature in features():
         feature.check_stages(settings, stage_map)
+    # Only Megatron-LM's trainer reads the data on rank 0 for all.
     if not settings.choice.loss_last:
         check_ends(stage_map)
     multi_token.check_ends(stage_map)

@@ -103,6 +103,7 @@ def prepare(
         ScheduleError: The schedule does not exist or does not fit this run.
         UnsupportedError: The schedule does not support an option.
     """
+    # Flags win over `register`, because the command line is the more specific.
     options = options_of(args)
     if options.schedule is None and registered is not None:
         options = registered
@@ -137,6 +138,7 @@ def prepare(
 def _tell_megatron(args: Namespace, pipeline: Pipeline) -> None:
     """Set the stages in Megatron's arguments."""
     stage_map = pipeline.stage_map
+    # Before Megatron's validation, which for example pads the vocabulary.
     for feature in features():
         feature.prepare_arguments(args, pipeline)
     pattern = getattr(args, hybrid.OPTION, None)
@@ -197,13 +199,16 @@ def pipeline_of(
         ScheduleError: The schedule does not exist or does not fit this model.
         UnsupportedError: The schedule does not support an option.
     """
+    # 1. The schedule, and with it the placement: the rank and the chunk of every stage.
     choice = choice_for(options, model.pipeline_model_parallel_size, loss_last)
+    # 2. Options for Megatron's stages are translated to layers per stage, others are rejected.
     choice, translated = take_options(model, choice, options, check)
     tell(translated)
     # Data paired by call number would be paired wrongly in another order of microbatches.
     keeps_order = options.keep_order or _counts_calls(model)
     options = replace(options, layer_split=translated.layer_split, keep_order=keeps_order)
     may_offload = translated.may_offload
+    # 3. The layers of every stage, and the costs of such stages.
     split = _split(model, choice, options)
     stage_map = StageMap(choice.placement, split.layers, multi_token.num_predicting(model))
     # After the split, which defines the stages.
@@ -220,6 +225,7 @@ def pipeline_of(
     # Profiled steps can change the schedule, and graphs can replay only the order of their capture.
     if choice.plans_by_costs and options.profile_steps and captures_graphs(model):
         graphs.capture_late(model, options.checked_steps[1])
+    # 4. The planner: it makes no plan before the number of microbatches is known (`complete`).
     return Pipeline(
         options,
         Planner(choice, once),
@@ -338,6 +344,7 @@ def complete(pipeline: Pipeline | None, args: Namespace) -> None:
         return
     check_derived(args, pipeline.choice.name)
     chunks = pipeline.stage_map.num_chunks
+    # Releases differ in how they derive it from the options that `_tell_megatron` has set.
     args.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
     check_batch_size(pipeline.choice, args)
     # With --step-batch-size-schedule, no step uses the default of --global-batch-size.

@@ -141,6 +141,7 @@ class Planner:
 
         All ranks pass the same values.
         """
+        # Plans made before were for a limit without this memory.
         self.static_bytes = tuple(static_bytes)
         if message_bytes is not None:
             self._message_bytes = message_bytes
@@ -287,6 +288,8 @@ class Planner:
         if program is not None:
             return program
         with no_collection():
+            # Without backwards no memory has to be balanced: all schedules run the F of a placement
+            # alike.
             wave = forward_wave(self.choice.placement, self.choice.num_devices, num_microbatches)
             for feature in features():
                 wave = feature.adapt_evaluation(self.choice, wave)
@@ -314,6 +317,7 @@ class Planner:
     def _costs_of(self, schedule: Schedule) -> Costs | None:
         """Return the costs if they match this schedule's stages, else the estimate."""
         costs = self.costs
+        # A named schedule may have other stages than the costs: its estimates are then relative.
         if costs is None or costs.num_stages != schedule.num_stages:
             costs = self._estimate(schedule)
         return adapted_costs(self.choice, costs, schedule.num_stages)
@@ -349,6 +353,8 @@ class Planner:
         if choice.name in PLUS_NAMES:
             costs = self.costs or choice.estimate
             question = replace(question, costs=costs and self._allowed(costs))
+        # A name or a file ends here: `plan_request` makes its block and repeats it, without a
+        # search.
         if choice.name == AUTO:
             return self._automatic(question)
         return plan_request(question).schedule
@@ -481,9 +487,12 @@ class Agreement:
             ScheduleError: On all ranks, if one has a different program.
         """
         schedule = program.schedule
+        # Plans are kept, so a program that was compared before is the same object. The steps after
+        # the first need no collective.
         if recall(self._agreed, schedule.num_microbatches) is program:
             return
         text = f"{schedule.placement} {program.text()} {sorted((beside or {}).items())}"
+        # A hash, because the text of a program can have megabytes.
         own = hashlib.sha256(text.encode()).hexdigest()
         everyones = [own] * dist.get_world_size()
         dist.all_gather_object(everyones, own)

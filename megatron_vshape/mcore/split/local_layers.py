@@ -108,6 +108,7 @@ def _backward_inputs(
     input, weight = ctx.saved_tensors
     # Since Megatron 0.20 the output dtype of a layer may differ from its compute dtype.
     grad_output = grad_output.to(getattr(ctx, "input_dtype", grad_output.dtype))
+    # The product that the previous layer waits for comes first, as upstream.
     grad_input = grad_output.matmul(weight)
     under_way = None
     if ctx.allreduce_dgrad:

@@ -74,10 +74,12 @@ def install(
     layer: TELayer
     for chunk in chunks:
         for kind in {type(each) for each in chunk.modules()}:
+            # Per class, as all its layers share one forward.
             _accumulate_always(kind)  # unsplit layers need it as well
         for layer in chunk.modules():
             if is_splittable(layer) and layer not in whole:
                 check_protocol(layer.wgrad_store)
+                # TE's backward asks the store of its layer, so no TE function has to be replaced.
                 layer.wgrad_store = JobStore(state, layer, warn_once)
                 _gather_in_w_alone(type(layer))
                 installed += 1
@@ -304,6 +306,7 @@ class JobStore:
         """Defer a job to W. The job retains the tensors that TE passes until it has run."""
         layer = self.layer
         # Only W reads these tensors from now on, and W needs only the column-wise data.
+        # TE calls this in B in place of the wgrad GEMM, with its inputs.
         _drop_rowwise(tensor_list[:2])
         weights, biases = _parameters(layer, self.names, func)
         biases = () if self.biases_in_b else biases
@@ -426,6 +429,7 @@ def _add_parts(parameters: Sequence[nn.Parameter], grad: Tensor) -> None:
 
 def add_gradient(parameter: nn.Parameter, grad: Tensor) -> None:
     """Add to main_grad if the parameter has one (as DDP does), else to grad (as autograd does)."""
+    # Frozen, as the base weights of LoRA: TE computes these gradients all the same.
     if not parameter.requires_grad:
         return
     # A bias gradient of a GEMM into main_grad is fp32; autograd rounds it to the bias's dtype.
@@ -530,4 +534,5 @@ def _gathered(layer: TELayer, func: Gemm) -> int | None:
 
 
 def _runs_backward() -> bool:
+    # -1 outside of any backward. A forward that recomputation repeats counts as backward.
     return torch._C._current_graph_task_id() != -1

@@ -83,6 +83,8 @@ class PipelineRunner:
         self.calls = ForwardCalls(None)  # of the trainer's function, in the last step
         self._agreement = Agreement()
         self.local_ranks: int | None = None  # number of ranks on this host, once known
+        # All features are asked; most return a part that does nothing unless the schedule or the
+        # options use it.
         parts = (feature.in_steps(self) for feature in features())
         self._step_features = [*(each for each in parts if each is not None), FirstStep()]
 
@@ -96,11 +98,13 @@ class PipelineRunner:
         """
         if adjust_tensor_shapes_fn is not None:
             raise ValueError("adjust_tensor_shapes_fn is not supported by --pipeline-schedule")
+        # Megatron calls by keyword. A parameter that a later release adds fails here, by its name.
         context = StepContext(self._state, self.pipeline, **arguments)
         with refusing():
             check_one_module(self.pipeline.choice.name, p2p_communicator, context.pg_collection)
         for each in self._step_features:
             each.check(context)
+        # In every step: scripts and libraries change the config after all checks of arguments.
         check_config(context.config)
         for feature in features():
             feature.check_config(context.config, self.pipeline.options)
@@ -117,6 +121,7 @@ class PipelineRunner:
         chunk = model[0] if isinstance(model, list) else model
         group = parallel_state.get_pipeline_model_parallel_group()
         device = next(chunk.parameters()).device
+        # Any shape will do here: each step announces its own.
         return self._ready_transport(get_model_config(chunk), (1, 1, 1), device, group).summary()
 
     def tell(self) -> str:
@@ -186,6 +191,7 @@ class PipelineRunner:
         self.roll_back()
         self.report.interrupt()
         run = self.prepare(context)
+        # DDP's `no_sync` as in training: Megatron's schedules enter it for evaluation, too.
         with (
             context.gradient_sync.session(),
             context.session(),
@@ -222,6 +228,8 @@ class PipelineRunner:
             self._state.setting(gradient_sync=sync if sync.overlaps else None),
         ):
             with context.session(), checked_late(self._state, self._place) as checks:
+                # All passes and messages of this rank, in program order. It stands where Megatron's
+                # schedules have their loops for warm-up, steady state and cool-down.
                 run.finish()
             self._profiler.end_step(
                 profiled,
@@ -234,6 +242,8 @@ class PipelineRunner:
         # Before the gradients are final: a feature may still reject the step here.
         for each in self._step_features:
             each.end(context)
+        # It waits for the data-parallel reductions, and sums gradients of tied embeddings and of
+        # norms.
         if context.config.finalize_model_grads_func is not None:
             self._finalize(context)
         # After finalize, so that the host launches it without waiting for the passes.
@@ -259,6 +269,7 @@ class PipelineRunner:
         config = context.config
         # The paged stash records the order of the passes, so it has to see the final one.
         _begin_paged_stash(config, not context.forward_only and self._profiler.order_is_last)
+        # Callers may pass their own groups; the default is that of Megatron's schedules.
         given = context.pg_collection
         context.groups = _default_groups() if given is None else given
         pipeline_group = context.groups.pp
@@ -270,8 +281,10 @@ class PipelineRunner:
             config, context.shape, context.torch_device, pipeline_group
         )
         context.local_ranks = self.local_ranks
+        # Before planning, which a parameter all-gather can overlap with.
         context.gradient_sync = _gradient_sync(context)
         context.program, context.beside = self._program(context, hides)
+        # After planning: reordering microbatches needs the plan.
         self._read(context)
         if cut is not None:
             context.program = cut(context.program)
@@ -351,6 +364,7 @@ class PipelineRunner:
         pipeline_group: dist.ProcessGroup,
     ) -> Transport:
         dtype = config.pipeline_dtype
+        # One transport for all steps: each edge has its own communicator, which is slow to create.
         if self._transport is None:
             self.local_ranks = ranks_of_this_host()
             kind: type[Transport] = Transport
@@ -389,6 +403,7 @@ class PipelineRunner:
         if self.overlaps_steps and inspect.unwrap(finalize) is finalize_model_grads:
             loss_rank = self.pipeline.stage_map.loss_rank
             # An all-reduce over the pipeline would make its ranks wait for each other.
+            # Without the tokens, Megatron's function reduces only; the division follows below.
             tokens = self._courier.bring_tokens(context.num_tokens, loss_rank, groups.pp)
             finalize(context.chunks, None, **options)
             divide_by_tokens(context.chunks, tokens, groups)
@@ -486,6 +501,7 @@ def _release_inputs(chunks: Sequence[nn.Module]) -> None:
 
 def _all_pipelines(pipeline_group: dist.ProcessGroup) -> list[list[int]]:
     """Return the ranks of every pipeline of the world, in the same order on every rank."""
+    # Every rank has to take part in the creation of every process group, so it needs them all.
     own = dist.get_process_group_ranks(pipeline_group)
     everyones: list[list[int]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyones, own)
@@ -495,6 +511,7 @@ def _all_pipelines(pipeline_group: dist.ProcessGroup) -> list[list[int]]:
 def _default_groups() -> ProcessGroupCollection:
     """Return the process groups that Megatron's schedules use if the trainer passes none."""
     state = parallel_state
+    # Those that finalize_model_grads and the schedules read, under the same names.
     groups = ProcessGroupCollection()
     groups.tp = state.get_tensor_model_parallel_group()
     groups.cp = state.get_context_parallel_group()

@@ -58,6 +58,7 @@ class GradientSync:
         self._disables_hooks = wants and not forward_only
         self.overlaps = self._disables_hooks and not _accumulates(model)
         self._splits_last = not pipeline.choice.keeps_backward_whole
+        # By chunk: its last W, and not that of the step, completes the gradients of its buckets.
         self._left = [num_microbatches] * len(model)
         self._closed: set[int] = set()
         self._force_all_reduce = bool(force_all_reduce)
@@ -80,6 +81,7 @@ class GradientSync:
         with contextlib.ExitStack() as stack:
             no_sync = self._config.no_sync_func
             if no_sync is not None:
+                # With several chunks, Megatron's trainer sets one context per chunk.
                 for enter in self._per_chunk(no_sync) if isinstance(no_sync, list) else [no_sync]:
                     stack.enter_context(enter())
             if self._disables_hooks:

@@ -169,6 +169,7 @@ class StepContext:
 
     def __post_init__(self) -> None:
         """Set the chunks and their config."""
+        # Megatron passes a list only if there are several chunks.
         self.chunks = self.model if isinstance(self.model, list) else [self.model]
         self.config = get_model_config(self.chunks[0])
 
@@ -270,6 +271,7 @@ class MegatronStage:
     def forward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
         """Run F; afterwards only the caller owns the memory of the output."""
         begun = self._begun(microbatch, received)
+        # While it runs, "is this the first stage?" in the model is about this chunk.
         with self._running(microbatch):
             output, num_tokens, _ = self._run(self.step.config, begun, None)
         return self._ended(begun, output, num_tokens)
@@ -318,6 +320,8 @@ class MegatronStage:
         found = self.step.beside.get(Pass(Kind.B, self.stage, microbatch))
         if found is not None and self.step.state.census is None:
             beside = found.weights[1:], found.share
+        # Autograd runs as usual. Linear layers find the open bucket and add their weight gradient
+        # to it as a job, which W runs.
         with self.step.state.jobs.collect((self.stage, microbatch), *beside):
             gradient = self._backward(microbatch, received)
         self._count(Pass(Kind.B, self.stage, microbatch))
@@ -337,6 +341,8 @@ class MegatronStage:
 
     def backward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
         """Run B and W as one backward, which is upstream's."""
+        # The last backward of a chunk is split even here: its buckets can then be reduced one by
+        # one.
         if self.step.gradient_sync.splits(self.chunk):
             gradient = self.backward_inputs(microbatch, received)
             self.backward_weights(microbatch)
@@ -381,6 +387,8 @@ class MegatronStage:
         if received is not None and not step.forward_only:
             # B sends the gradient of this tensor to the previous stage.
             received.requires_grad_()
+        # Megatron's is_first_microbatch, with which TE casts weights to FP8 once per step. A chunk
+        # may start with any microbatch, so its own first F counts.
         is_first = schedules.check_first_val_step(
             step.first_val_step, step.forward_only, not self._has_run
         )
@@ -398,6 +406,7 @@ class MegatronStage:
             collect_non_loss_data=step.collect_non_loss_data,
             is_first=is_first,
             microbatch=microbatch,
+            # As Megatron: no vp_stage without virtual stages.
             chunk=self.chunk if self.has_chunks else None,
             context_parallel_size=step.groups.cp.size(),
             makes_loss=self._makes_loss,
@@ -411,6 +420,7 @@ class MegatronStage:
             output = part.output(self.is_last, microbatch, output)
         if step.forward_only:
             return None if self.is_last else output.detach()
+        # By number, not in a queue as in Megatron: B may run in another order than F.
         self._inputs[microbatch], self._outputs[microbatch] = begun.received, output
         self._count(Pass(Kind.F, self.stage, microbatch), output)
         for part in step.parts:
@@ -466,6 +476,9 @@ def run_alone(config: Any, forward: Forward | None, backward: Backward | None) -
     """Run an F, or a B, as Megatron's schedules do."""
     output = num_tokens = gradient = None
     if forward is not None:
+        # It sets the received tensor as the input of the model, calls the trainer's function and,
+        # at the end of the model, its loss function. The None stands for partial activation
+        # checkpointing.
         output, num_tokens = schedules.forward_step(
             forward.forward_step_func,
             forward.data_iterator,
@@ -484,6 +497,7 @@ def run_alone(config: Any, forward: Forward | None, backward: Backward | None) -
         )
     if backward is not None:
         read = backward.received, backward.output, backward.gradient
+        # Megatron's custom_backward: torch's would reject an output without its data (`_ended`).
         gradient = schedules.backward_step(*read, config)
     return Made(output, num_tokens, gradient)
 
