@@ -21,14 +21,12 @@ from megatron_vshape.core.baselines import baselines_of, evaluate_baseline
 from megatron_vshape.core.check.bounds import fits, least_memory
 from megatron_vshape.core.check.simulate import peak_held, peak_shared, simulate
 from megatron_vshape.core.model.costs import Costs, chunk_of, with_copies_of
-from megatron_vshape.core.model.kinds import (
-    Kind,
-    ScheduleError,
-)
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.layers import recut
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Schedule, Timeline
+from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.plan import plan as plan_request
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.core.program.lowering import (
@@ -39,7 +37,7 @@ from megatron_vshape.core.program.lowering import (
     pair_adjacent,
     whole_backwards,
 )
-from megatron_vshape.core.request import AUTO, PLUS_NAMES, PlanRequest, limits_of
+from megatron_vshape.core.request import AUTO, PlanRequest, limits_of
 from megatron_vshape.mcore.setup.choice import GIB, ScheduleConfig
 from megatron_vshape.mcore.setup.features import adapted_costs, adapted_schedule, features
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
@@ -343,31 +341,31 @@ class Planner:
                 f"microbatches, this run has {num_microbatches} in a step: make "
                 "--global-batch-size / (--micro-batch-size x data-parallel size) fit"
             )
-        question = PlanRequest(
-            file or choice.name,
+        if file is not None:
+            return file
+        # Until costs are measured, auto runs a schedule by name, too. No search: the name's block
+        # of one microbatch is repeated.
+        if not choice.plans_by_costs or (choice.name == AUTO and self.costs is None):
+            assert isinstance(choice.slices, int)  # only auto chooses, and not while it measures
+            name = START if choice.name == AUTO else choice.name
+            made = make(name, choice.num_devices, num_microbatches, slices=choice.slices)
+            # F and B of a published pair overlap only in Megatron's layer plans.
+            return made if choice.may_overlap else made.split_overlapped()
+        request = PlanRequest(
+            choice.name,
             choice.num_devices,
             num_microbatches,
             overlapped=choice.may_overlap,
             slices=choice.slices,
         )
-        if choice.name in PLUS_NAMES:
-            costs = self.costs or choice.estimate
-            question = replace(question, costs=costs and self._allowed(costs))
-        # A name or a file ends here: `plan_request` makes its block and repeats it, without a
-        # search.
         if choice.name == AUTO:
-            return self._automatic(question)
-        return plan_request(question).schedule
+            return replace(plan_request(self._asked(request)).schedule, name=AUTO)
+        costs = self.costs or choice.estimate
+        return plan_request(replace(request, costs=costs and self._allowed(costs))).schedule
 
     def _allowed(self, costs: Costs) -> Costs:
         """Return costs without passes that the run adds later or does not support."""
         return adapted_costs(self.choice, costs, costs.num_stages) or costs
-
-    def _automatic(self, question: PlanRequest) -> Schedule:
-        """Return the best schedule within the limit; without costs, a start schedule."""
-        if self.costs is None:
-            return plan_request(replace(question, name=START)).schedule
-        return replace(plan_request(self._asked(question)).schedule, name=AUTO)
 
     def _asked(self, question: PlanRequest) -> PlanRequest:
         """Return the plan request of the best schedule at the current costs within the limit."""
