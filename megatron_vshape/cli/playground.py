@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 
 PORT = 8765
 COSTS = Path("configs") / "costs"
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_EVERY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Wildcard addresses, with an address to open."""
+ADDRESS = "127.0.0.1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,19 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"Port; 0: any free port (default: {PORT})",
     )
-    parser.add_argument(
-        "--host",
-        default=_LOOPBACK[0],
-        metavar="ADDRESS",
-        help=f"Address to listen on (default: {_LOOPBACK[0]}, this machine only)",
-    )
-    parser.add_argument(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME[:PORT]",
-        help="Further host name that browsers may use, for example through a tunnel",
-    )
     parser.add_argument("--open", action="store_true", help="Open the page in the browser")
 
 
@@ -57,39 +42,28 @@ def run(options: argparse.Namespace) -> int:
     from megatron_vshape.playground.given import read_given, read_presets
 
     given = [*read_given(options.files), *read_presets(COSTS)]
-    listener = _listen(options.host, options.port)
-    address, port = listener.getsockname()[:2]
-    host = _EVERY.get(address, options.host)
-    url = f"http://{_in_url(host)}:{port}/"
+    listener = _listen(options.port)
+    port = listener.getsockname()[1]
+    url = f"http://{ADDRESS}:{port}/"
     print(f"the playground is at {url}  (Ctrl-C ends it)", flush=True)
-    if address in _EVERY and not options.allow_host:
-        print("other machines need --allow-host NAME, the name they call this one by", flush=True)
-    elif address in _EVERY:
-        names = ", ".join(options.allow_host)
-        print(f"every machine that reaches this one as {names} can use it", flush=True)
-    elif host not in _LOOPBACK:
-        print("every machine that reaches this address can use it", flush=True)
     if options.open:
         import webbrowser
 
         webbrowser.open(url)
-    _serve(listener, given, _hosts(host, port), _tunnels(options.allow_host, port))
+    _serve(listener, given, port)
     return 0
 
 
-def _serve(
-    listener: socket.socket, given: "Sequence[Given]", hosts: Sequence[str], tunnels: Sequence[str]
-) -> None:
+def _serve(listener: socket.socket, given: "Sequence[Given]", port: int) -> None:
     import uvicorn
 
-    from megatron_vshape.playground.server import make_app
+    from megatron_vshape.playground.server import loopback_hosts, make_app
     from megatron_vshape.rehearsal.gpus import GPUS
 
-    # An estimate uses many cores and gigabytes: for the users of this machine only.
-    is_local = listener.getsockname()[0] in _LOOPBACK and not tunnels
-    gpus = {name: gpu.memory_bytes for name, gpu in GPUS.items()} if is_local else {}
     config = uvicorn.Config(
-        make_app(hosts, given, tunnels, gpus),
+        make_app(
+            loopback_hosts(port), given, {name: gpu.memory_bytes for name, gpu in GPUS.items()}
+        ),
         access_log=False,
         log_level="warning",
         server_header=False,
@@ -101,43 +75,24 @@ def _serve(
     uvicorn.Server(config).run(sockets=[listener])
 
 
-def _hosts(host: str, port: int) -> Sequence[str]:
-    from megatron_vshape.playground.server import hosts_at, loopback_hosts
-
-    return loopback_hosts(port) + hosts_at(port, _in_url(host))
-
-
-def _tunnels(names: Sequence[str], port: int) -> list[str]:
-    """Return the host names of a tunnel to the server, with the server's port and without."""
-    found = []
-    for name in names:
-        found += [name] if ":" in name.rpartition("]")[2] else [name, f"{name}:{port}"]
-    return found
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket.
+def _listen(port: int) -> socket.socket:
+    """Return a socket that listens on this machine only.
 
     Raises:
-        ScheduleError: the address or port cannot be used.
+        ScheduleError: the port cannot be used.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket()
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
+        listener.bind((ADDRESS, port))
         listener.listen()
-    except (OSError, UnicodeError, TypeError) as error:  # a name that cannot be asked for
+    except OSError as error:
         listener.close()
-        reason = getattr(error, "strerror", None) or error
         raise ScheduleError(
-            f"--host {host} --port {port}: cannot listen there: {reason}; --port 0 uses a free one"
+            f"--port {port}: cannot listen there: {error.strerror or error}; --port 0 uses a free "
+            "one"
         ) from None
     return listener
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def _port(text: str) -> int:

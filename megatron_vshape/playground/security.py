@@ -30,18 +30,12 @@ _READS = ("GET", "HEAD")
 
 
 class Guard:
-    """Reject foreign hosts, foreign pages, other methods and large bodies.
+    """Reject hosts other than the server's, foreign pages, other methods and large bodies."""
 
-    `hosts` are the server's addresses, `tunnels` the addresses of a tunnel or proxy in front of it,
-    which may use HTTPS.
-    """
-
-    def __init__(self, app: ASGIApp, hosts: Collection[str], tunnels: Collection[str] = ()) -> None:
+    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
         self.app = app
-        tunnels = {each.lower() for each in tunnels}
-        self.hosts = {each.lower() for each in hosts} | tunnels
+        self.hosts = {each.lower() for each in hosts}
         self.origins = {f"http://{host}" for host in self.hosts}
-        self.origins |= {f"https://{host}" for host in tunnels}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

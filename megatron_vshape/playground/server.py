@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from types import MappingProxyType
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -33,26 +34,24 @@ class _TooLarge(Exception):
 
 
 def loopback_hosts(port: int) -> tuple[str, ...]:
-    """Return the addresses of this server for browsers on this machine."""
-    return hosts_at(port, "127.0.0.1", "localhost", "[::1]")
-
-
-def hosts_at(port: int, *names: str) -> tuple[str, ...]:
-    """Return the Host headers of browsers for these names; they omit port 80."""
+    """Return the Host headers of browsers on this machine; they omit port 80."""
+    names = ("127.0.0.1", "localhost")
     return tuple(f"{name}:{port}" for name in names) + (names if port == 80 else ())
 
 
 def make_app(
     hosts: Collection[str],
     given: Sequence[Given] = (),
-    tunnels: Collection[str] = (),
-    gpus: Mapping[str, int] | None = None,
+    gpus: Mapping[str, int] = MappingProxyType({}),
 ) -> Starlette:
-    """Return the application; it offers the files `given` and accepts `hosts` and `tunnels`.
+    """Return the application.
 
-    Only a tunnel may use HTTPS. Without `gpus`, by name with their bytes, it estimates no commands.
+    Args:
+        hosts: accepted Host headers.
+        given: files to offer.
+        gpus: memory in bytes of each GPU type that commands can be estimated for.
     """
-    page = _Site(given, gpus or {})
+    page = _Site(given, gpus)
     routes = [
         Route("/", page.index, methods=["GET"]),
         Route("/static/{name}", page.static, methods=["GET"]),
@@ -62,7 +61,7 @@ def make_app(
     ]
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, hosts=hosts, tunnels=tunnels)],
+        middleware=[Middleware(Guard, hosts=hosts)],
         lifespan=page.lifespan,
         exception_handlers={404: _not_found},
     )
@@ -111,7 +110,8 @@ class _Site:
         return Response(content, headers={"content-type": media_type})
 
     async def offers(self, request: HttpRequest) -> Response:
-        return JSONResponse({**offers([each.offer() for each in self.given]), "gpus": self.gpus})
+        files = [each.offer() for each in self.given]
+        return JSONResponse({**offers(files), "gpus": dict(self.gpus)})
 
     async def make(self, request: HttpRequest) -> Response:
         return await _answered(

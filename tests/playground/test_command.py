@@ -74,56 +74,19 @@ def test_what_is_no_port(capsys, port):
     assert "is not a port" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "url", "told"),
-    [
-        (["--host", "0.0.0.0"], "http://127.0.0.1:", "other machines need --allow-host NAME"),
-        (["--host", ""], "http://127.0.0.1:", "other machines need --allow-host NAME"),
-        (
-            ["--host", "0.0.0.0", "--allow-host", "desk"],
-            "http://127.0.0.1:",
-            "every machine that reaches this one as desk can use it",
-        ),
-        (["--host", "127.0.0.2"], "http://127.0.0.2:", "every machine that reaches this address"),
-        (["--host", "localhost"], "http://localhost:", None),
-    ],
-)
-def test_the_address_that_is_told_is_answered(capsys, monkeypatch, options, url, told):
+def test_the_address_that_is_told_is_answered(capsys, monkeypatch):
     served = []
-    monkeypatch.setattr(
-        playground, "_serve", lambda listener, given, hosts, _: served.extend(hosts)
-    )
-    assert main(["playground", "--port", "0", *options]) == 0
-    said = capsys.readouterr().out
-    address = re.search(r"at (http://\S+)/ ", said)[1]
-    assert address.startswith(url)
-    assert address.removeprefix("http://") in served
-    assert ("machine" in said) == (told is not None)
-    assert (told or "") in said
-    assert not any(host.startswith("0.0.0.0") for host in served)
+    monkeypatch.setattr(playground, "_serve", lambda listener, given, port: served.append(port))
+    assert main(["playground", "--port", "0"]) == 0
+    told = re.search(r"at http://127\.0\.0\.1:(\d+)/ ", capsys.readouterr().out)
+    assert [int(told[1])] == served
 
 
 def test_a_browser_leaves_port_80_out():
-    assert {"desk", "desk:80", "localhost", "127.0.0.1:80"} <= set(playground._hosts("desk", 80))
-    assert "desk" not in playground._hosts("desk", 8080)
+    from megatron_vshape.playground.server import loopback_hosts
 
-
-def test_a_tunnel_may_speak_https():
-    from starlette.testclient import TestClient
-
-    from megatron_vshape.playground.server import loopback_hosts, make_app
-
-    app = make_app(loopback_hosts(8765), tunnels=playground._tunnels(["desk.example"], 8765))
-    with TestClient(app, base_url="http://desk.example") as client:
-        for origin, status in (
-            ("https://desk.example", 422),  # let through, and no request
-            ("http://desk.example:8765", 422),
-            ("https://desk.example:1", 403),
-            ("https://127.0.0.1:8765", 403),
-        ):
-            assert (
-                client.post("/api/make", json={}, headers={"origin": origin}).status_code == status
-            )
+    assert {"localhost", "127.0.0.1:80"} <= set(loopback_hosts(80))
+    assert "localhost" not in loopback_hosts(8080)
 
 
 def test_ctrl_c_ends_the_workers_without_a_word(mortal_server):
