@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from operator import sub
-from typing import NamedTuple
 
 from megatron_vshape.core.baselines import (
     SAME,
@@ -31,6 +30,7 @@ from megatron_vshape.core.model.costs import without_copies
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement, default_placements
 from megatron_vshape.core.model.schedule import Objective, Plan
+from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.core.planner.vocabulary import (
     WAITING,
     most_logits_bytes,
@@ -93,9 +93,7 @@ def plan(request: PlanRequest, budget: Budget | None = None) -> PlanResult:
 
 def _plan_at_memory_of(baseline: BaselineSpec, request: PlanRequest, budget: Budget) -> PlanResult:
     """Plan with the memory and placement of a schedule; at worst, return that schedule."""
-    known = evaluate_baseline(
-        baseline, request.num_devices, request.num_microbatches, request.costs_of
-    )
+    known = _evaluated(request, baseline)
     request = replace(
         request,
         costs=known.costs,
@@ -298,45 +296,38 @@ _least = lru_cache(maxsize=256)(bound_at)
 """Bounds of placements, cached because they are required before and after a search."""
 
 
-class BaselineEstimate(NamedTuple):
-    """A published schedule that has not been generated: its placement and lower bound."""
-
-    baseline: BaselineSpec
-    placement: Placement
-    may_fit: bool
-    least: float  # of the objective
-
-
 def _baselines(request: PlanRequest, value: float, budget: Budget) -> Iterator[EvaluatedSchedule]:
     """Yield the evaluated schedules that may be better than a plan of this value.
 
     Schedules that cannot be better or cannot fit are not generated.
     """
-    for each in _possible(request, limits_of(request)):
+    limits, microbatches = limits_of(request), request.num_microbatches
+    for baseline, block in _blocks(request):
         if value < math.inf and budget.stopped():
             return
-        if request.allows(each.placement) and each.may_fit and each.least <= value * (1 + SAME):
-            yield _evaluate(request, each)
-
-
-def _possible(request: PlanRequest, limits: tuple[float, ...]) -> Iterator[BaselineEstimate]:
-    """Yield the published schedules of these sizes for which there are costs."""
-    devices, microbatches = request.num_devices, request.num_microbatches
-    counts = request.chunk_counts(), request.slice_counts()
-    for baseline, block in baselines_of(devices, microbatches, *counts):
         try:
             costs = request.costs_of(block.placement, str(baseline))
         except ScheduleError:  # the costs do not have its stages
             continue
         slices, placement, alone = baseline.slices, block.placement, without_copies(costs)
-        possible = may_fit(block, costs.sliced(slices), slices * microbatches, limits)
+        if not request.allows(placement) or not may_fit(
+            block, costs.sliced(slices), slices * microbatches, limits
+        ):
+            continue
         least = _least(alone, placement, microbatches, limits, request.objective, slices)
-        yield BaselineEstimate(baseline, placement, possible, least)
+        if least <= value * (1 + SAME):
+            yield _evaluated(request, baseline)
 
 
-def _evaluate(request: PlanRequest, estimate: BaselineEstimate) -> EvaluatedSchedule:
+def _blocks(request: PlanRequest) -> Iterator[tuple[BaselineSpec, BuildingBlock]]:
+    """Yield the published schedules of these sizes with their blocks."""
+    chunks, slices = request.chunk_counts(), request.slice_counts()
+    return baselines_of(request.num_devices, request.num_microbatches, chunks, slices)
+
+
+def _evaluated(request: PlanRequest, baseline: BaselineSpec) -> EvaluatedSchedule:
     devices, microbatches = request.num_devices, request.num_microbatches
-    return evaluate_baseline(estimate.baseline, devices, microbatches, request.costs_of)
+    return evaluate_baseline(baseline, devices, microbatches, request.costs_of)
 
 
 def compare(
@@ -348,16 +339,19 @@ def compare(
     runs them, because they are slow to generate. After the budget is used up, no schedule is
     generated.
     """
-    devices, microbatches = request.num_devices, request.num_microbatches
     made = {known.baseline: known for known in result.baselines}
-    for each in _possible(request, result.limits):
-        late = budget is not None and budget.stopped()
-        if each.baseline in made:
-            yield made[each.baseline]
-        elif not late and (
-            each.baseline.chunks is None or each.baseline.is_megatrons(devices, microbatches)
-        ):
-            yield with_fused_backwards(_evaluate(request, each), request.objective)
+    for baseline, _ in _blocks(request):
+        own = baseline.is_megatrons(request.num_devices, request.num_microbatches)
+        if baseline in made:
+            yield made[baseline]
+        elif baseline.chunks is None or own:
+            if budget is not None and budget.stopped():
+                continue
+            try:
+                known = _evaluated(request, baseline)
+            except ScheduleError:  # the costs do not have its stages
+                continue
+            yield with_fused_backwards(known, request.objective)
 
 
 def _as_result(
