@@ -193,9 +193,7 @@ BAD = [
     (["v-half"], "v-half needs --devices, as in --devices 4 --microbatches 8"),
     (["v-half", "--devices", "4"], "v-half needs --microbatches, as in"),
     (["v-half", "--devices", "0"], "argument --devices: '0' is not a whole number of at least 1"),
-    (["v-half", "--devices", "-3"], "argument --devices: '-3' is not a whole number"),
     (["v-half", "--devices", "2.5"], "argument --devices: '2.5' is not a whole number"),
-    (["v-half", "--microbatches", "nan"], "argument --microbatches: 'nan' is not a whole number"),
     (
         ["v-half", "--devices", "1000000000", "--microbatches", "1000000000"],
         "2000000000 stages and 1000000000 microbatches are more than the 20000000 passes that a",
@@ -207,10 +205,7 @@ BAD = [
     ),
     (["1f1b", *SIZE, "--cost", "1,1,1,0,BW=0"], "BW is '0'; it must be a finite number above 0"),
     (["v-half", *SIZE, "--cost", "1,1,1,x"], "COMM is 'x'; it must be a finite number of at least"),
-    (["v-half", *SIZE, "--cost", "0,1,1,0"], "F is '0'; it must be a finite number above 0"),
-    (["v-half", *SIZE, "--cost", "1,-2,1,0"], "B is '-2'; it must be a finite number above 0"),
     (["v-half", *SIZE, "--cost", "1,1,nan,0"], "W is 'nan'; it must be a finite number above 0"),
-    (["v-half", *SIZE, "--cost", "inf,1,1,0"], "F is 'inf'; it must be a finite number above 0"),
     (["v-half", *SIZE, "--cost", "1,1,1,-1"], "COMM is '-1'; it must be a finite number of at lea"),
     (["v-half", *SIZE, "--costs", "absent.json"], "the costs file absent.json cannot be read"),
     (["v-half", *SIZE, "--costs", "bad.json"], "the costs file bad.json is not valid: "),
@@ -223,7 +218,6 @@ BAD = [
         "the costs are for 3 stages, v-half has 8; the costs need 8 or a multiple of it",
     ),
     (["absent.json"], "the schedule file absent.json cannot be read"),
-    (["absent.csv"], "the schedule file absent.csv cannot be read"),
     (["bad.json"], "the schedule file bad.json is not valid: "),
     (["bad.csv"], "the schedule file bad.csv is not valid: 'F0' is not a pass"),
     (["empty.csv"], "the schedule file empty.csv is not valid"),
@@ -231,14 +225,11 @@ BAD = [
     (["half.csv"], "the schedule file half.csv cannot run: W0.0 "),
     (["binary.json"], "the schedule file binary.json is not UTF-8 text"),
     (["good.json", "--devices", "3"], "good.json is for --devices 1, not 3"),
-    (["good.json", "--microbatches", "3"], "good.json is for --microbatches 1, not 3"),
     (["v-half", *SIZE, "--figure", "a.bmp"], "--figure a.bmp: the file's name must end in .svg, "),
-    (["v-half", *SIZE, "--figure", "a"], "must end in .svg, .png or .pdf"),
     (
         ["v-half", *SIZE, "--export", "a.svg"],
         "--export a.svg: the file's name must end in .json or",
     ),
-    (["v-half", *SIZE, "--trace", "a.csv"], "--trace a.csv: the file's name must end in .json"),
     (["v-half", *SIZE, "--export", "no/a.json"], " does not exist: create it first"),
     (["v-half", *SIZE, "--export", "folder.json"], "folder.json is a directory: name a file"),
     (
@@ -247,7 +238,6 @@ BAD = [
     ),
     (["--compare", "v-min", *SIZE, "--export", "a.json"], "--export needs a NAME before --compare"),
     (["v-half", *SIZE, "--compare"], "argument --compare: expected at least one argument"),
-    (["v-half", *SIZE, "--compare", "nope"], "there is no schedule 'nope'"),
     (["v-half", *SIZE, "--bogus"], "unrecognized arguments: --bogus"),
 ]
 
