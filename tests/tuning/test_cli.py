@@ -35,9 +35,13 @@ def call(*arguments: object) -> int:
     return sweep.run(parser.parse_args([str(each) for each in arguments]))
 
 
-def test_predict_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It needs no trainer and no submitit."""
+    monkeypatch.setitem(sys.modules, "submitit", None)
     table = tmp_path / "all.csv"
-    path = write_sweep(tmp_path)
+    path = write_sweep(tmp_path, sweep={"run": {**SWEEP["run"], "script": "gone.py"}})
     assert call(path, "--predict-only", "--csv", table) == 0
     out = capsys.readouterr().out
     assert "V-Half" in out
@@ -95,16 +99,6 @@ def test_a_dry_run_for_several_nodes_says_what_each_needs(
     assert ' torchrun --nnodes 2 --node-rank "$NODE" --master-addr "$HOST" --master-port ' in shown
 
 
-def test_a_slurm_that_is_not_there_is_told_before_predicting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write_sweep(tmp_path, sweep={"run": {**SWEEP["run"], "executor": "slurm"}})
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.setattr(sweep_run, "_predict", None)
-    with pytest.raises(ScheduleError, match="executor is slurm, but sbatch and srun cannot be fou"):
-        call(path, "--results", tmp_path / "results.db")
-
-
 def test_cluster_that_nothing_fits(tmp_path: Path) -> None:
     device = {
         "name": "thing",
@@ -148,31 +142,23 @@ def test_sbatch_script(tmp_path: Path) -> None:
     assert "#SBATCH --open-mode=append" in options  # else a requeued sweep begins its log anew
 
 
-def test_what_was_measured_is_shown_whatever_the_sweep_is_called(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A renamed sweep that would choose less runs nothing again and hides nothing."""
-    results = ("--results", tmp_path / "results.db")
-    assert call(write_sweep(tmp_path), *results) == 0
-    renamed = {"name": "renamed", "pruning": {"margin": 0.0, "at_most": 1}}
-    capsys.readouterr()
-    assert call(write_sweep(tmp_path, sweep=renamed), *results) == 0
-    shown = capsys.readouterr().out
-    assert "2 of 2 runs were made before" in shown
-    with (tmp_path / "results.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["verdict"] for row in rows] == ["ok"] * 4
-
-
-def test_the_report_of_a_sweep_that_runs(
+def test_results_are_reported_and_no_run_is_repeated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has ended is shown with what was predicted of it; nothing is planned or started."""
-    path, database = write_sweep(tmp_path), tmp_path / "results.db"
+    """Also if the sweep has another name and would choose fewer runs."""
+    database = tmp_path / "results.db"
+    path = write_sweep(tmp_path, sweep={"run": {**SWEEP["run"], "at_once": 4}})
     with pytest.raises(ScheduleError, match=r"results\.db: there are no results yet"):
         call(path, "--results", database, "--report")
     assert call(path, "--results", database) == 0
     table = capsys.readouterr().out.partition("small on two")[2].partition("results: ")[0]
+    then = (tmp_path / "results.csv").read_text()
+    assert [row["verdict"] for row in csv.DictReader(then.splitlines())] == ["ok"] * 4
+    renamed = {"name": "renamed", "pruning": {"margin": 0.0, "at_most": 1}}
+    assert call(write_sweep(tmp_path, sweep=renamed), "--results", database) == 0
+    assert "2 of 2 runs were made before" in capsys.readouterr().out
+    again = (tmp_path / "results.csv").read_text()
+    assert sorted(again.splitlines()) == sorted(then.splitlines())
     monkeypatch.setattr(sweep_run, "_predict", None)
     monkeypatch.setitem(sys.modules, "submitit", None)
     with open_results(database) as results:
@@ -180,11 +166,13 @@ def test_the_report_of_a_sweep_that_runs(
         assert call(path, "--results", database, "--report", "--csv", tmp_path / "now.csv") == 0
     shown, last = capsys.readouterr().out.partition("small on two")[2].rsplit("\n", 2)[:2]
     assert last == f"4 runs have ended, 1 are in flight: {database}"
-    assert sorted(shown.split("\n")) == sorted(table.strip("\n").split("\n"))
-    now, then = ((tmp_path / f"{name}.csv").read_text() for name in ("now", "results"))
-    # ... but what each rank was to need, which is not kept
-    rows = ([line.rsplit(",", 4)[0] for line in text.splitlines()] for text in (now, then))
-    assert len({tuple(sorted(each)) for each in rows}) == 1
+    assert shown.strip("\n").split("\n") == table.strip("\n").split("\n")
+    # ... except the prediction for each rank, which the results file does not contain
+    now, then = (
+        [line.rsplit(",", 4)[0] for line in sorted(text.splitlines())]
+        for text in ((tmp_path / "now.csv").read_text(), then)
+    )
+    assert now == then
 
 
 def test_a_failed_run_is_run_again_when_asked(
@@ -209,55 +197,48 @@ def test_a_failed_run_is_run_again_when_asked(
     assert "ok     1f1b" in shown
 
 
-def test_a_csv_that_cannot_be_written_is_refused_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_sweep(tmp_path)
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(ScheduleError, match="all.csv is not writable: choose another"):
-        call(path, "--predict-only", "--csv", tmp_path / "all.csv")
-    assert capsys.readouterr().out == ""
-
-
-def test_a_trainer_that_is_not_there_is_told_before_predicting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write_sweep(tmp_path, sweep={"run": {**SWEEP["run"], "script": "gone.py"}})
-    assert call(path, "--predict-only") == 0
-    monkeypatch.setattr(sweep_run, "_predict", None)
-    for more in ([], ["--dry-run"]):
-        with pytest.raises(
-            ScheduleError, match=r"run\.script gone\.py is no file in .*: start the"
-        ):
-            call(path, "--results", tmp_path / "results.db", *more)
-
-
-def test_launching_without_submitit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "submitit", None)
-    path = write_sweep(tmp_path)
-    assert call(path, "--predict-only") == 0
-    with pytest.raises(ScheduleError, match="a sweep needs submitit, which is not installed"):
-        call(path, "--dry-run")
-
-
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("run", "arguments", "patched", "text"),
     [
-        (["--csv", "nodir/x.csv"], r"--csv nodir/x\.csv: directory .*nodir does not exist"),
-        (["--csv", "x.txt"], r"--csv x\.txt: the file's name must end in \.csv"),
+        (
+            {"executor": "slurm"},
+            [],
+            {"shutil.which": lambda name: None},
+            "executor is slurm, but sbatch and srun cannot be found",
+        ),
+        ({"script": "gone.py"}, [], {}, r"run\.script gone\.py is no file in .*: start the"),
+        ({"script": "gone.py"}, ["--dry-run"], {}, r"run\.script gone\.py is no file in "),
+        (
+            {},
+            ["--dry-run"],
+            {"megatron_vshape.cli.files.is_installed": lambda name: name != "submitit"},
+            "a sweep needs submitit, which is not installed",
+        ),
+        ({}, ["--csv", "nodir/x.csv"], {}, r"--csv nodir/x\.csv: directory .*nodir does not exist"),
+        ({}, ["--csv", "x.txt"], {}, r"--csv x\.txt: the file's name must end in \.csv"),
+        (
+            {},
+            ["--csv", "all.csv"],
+            {"os.access": lambda *_: False},
+            "all.csv is not writable: choose another",
+        ),
     ],
 )
-def test_files_that_cannot_be_written_are_told_before_predicting(
+def test_faults_are_reported_before_predicting(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
+    run: dict[str, str],
     arguments: list[str],
+    patched: dict[str, object],
     text: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sweep_run, "_predict", None)
+    for name, value in patched.items():
+        monkeypatch.setattr(name, value)
     with pytest.raises(ScheduleError, match=text):
-        call(write_sweep(tmp_path), "--predict-only", *arguments)
+        call(write_sweep(tmp_path, sweep={"run": {**SWEEP["run"], **run}}), *arguments)
     assert capsys.readouterr().out == ""
 
 

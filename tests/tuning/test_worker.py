@@ -32,21 +32,15 @@ def steps(*bubbles: float | None) -> list[dict[str, float | None]]:
 ALLOCATED = {"allocated_bytes": [512, 1024]}
 
 
-def test_median_after_the_warm_up() -> None:
-    found = outcome_of("", steps(), 0, job())
-    assert (found.status, found.step_s) == (Status.OK, pytest.approx(0.2))
-    assert outcome_of("", steps(), 0, job(statistic="fastest")).step_s == pytest.approx(0.1)
-
-
-def test_the_bubble_of_the_measured_steps() -> None:
+def test_the_measured_steps_follow_the_warm_up() -> None:
     measured = steps(0.6, 0.105, 0.125, 0.115)
-    assert outcome_of("", measured, 0, job()).bubble == pytest.approx(0.115)
-    assert outcome_of("", measured, 0, job(statistic="fastest")).bubble == pytest.approx(0.105)
-    assert outcome_of("", steps(), 0, job()).bubble is None
-
-
-def test_peak_that_the_run_reports() -> None:
-    assert outcome_of("", [*steps(), ALLOCATED], 0, job()).peak_bytes == 1024
+    median, fastest = (
+        outcome_of("", measured, 0, job(statistic=it)) for it in ("median", "fastest")
+    )
+    assert (median.step_s, median.bubble) == (pytest.approx(0.2), pytest.approx(0.115))
+    assert (fastest.step_s, fastest.bubble) == (pytest.approx(0.1), pytest.approx(0.105))
+    plain = outcome_of("", [*steps(), ALLOCATED], 0, job())
+    assert (plain.status, plain.bubble, plain.peak_bytes) == (Status.OK, None, 1024)
 
 
 def test_peak_of_several_nodes() -> None:
@@ -71,33 +65,15 @@ def test_figures_are_read_as_they_are_told(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_memory_of_the_host_is_not_a_gpus() -> None:
-    text = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
-    assert outcome_of(text, [], 1, job(backend="nccl")).peak_bytes is None
-    assert outcome_of(text, [], 1, job()).peak_bytes is not None
+    assert outcome_of(CUDA_MEMORY, [], 1, job(backend="nccl")).peak_bytes is None
+    assert outcome_of(CUDA_MEMORY, [], 1, job()).peak_bytes is not None
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
-        "RuntimeError: [enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate "
-        "memory: you tried to allocate 1 bytes",
-    ],
+CUDA_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
+HOST_MEMORY = (
+    "RuntimeError: [enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: "
+    "you tried to allocate 1 bytes"
 )
-def test_out_of_memory(text: str) -> None:
-    found = outcome_of(text, [], 1, job())
-    assert found.status is Status.OUT_OF_MEMORY
-    assert found.log_tail == text
-
-
-def test_failure_keeps_the_first_fault() -> None:
-    text = "\n".join(["noise"] * 30 + ["ValueError: layers", "RuntimeError: peer closed"])
-    found = outcome_of(text, [], 1, job())
-    assert found.status is Status.FAILED
-    assert found.log_tail.splitlines()[-1] == "ValueError: layers"
-    assert len(found.log_tail.splitlines()) <= 12
-
-
 FOOTER = """\
 E1124 12:31:29.733000 1 torch/distributed/elastic/multiprocessing/api.py:974] failed (exitcode: 1)
 Traceback (most recent call last):
@@ -107,28 +83,35 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 Root Cause (first observed failure):
   rank      : 1 (local_rank: 1)
 ============================================================"""
+FAULT = "ValueError: layers"
 
 
 @pytest.mark.parametrize(
-    "said",
-    ["megatron-vshape: 18 layers do not divide", "AssertionError", "a last word of the script"],
+    ("text", "code", "status", "last"),
+    [
+        (CUDA_MEMORY, 1, Status.OUT_OF_MEMORY, CUDA_MEMORY),
+        (HOST_MEMORY, 1, Status.OUT_OF_MEMORY, HOST_MEMORY),
+        # The first fault is the reason, and later ones follow from it.
+        ("noise\n" * 30 + f"{FAULT}\nRuntimeError: peer closed", 1, Status.FAILED, FAULT),
+        # The report of torchrun is no reason.
+        *(
+            (f"noise\n{text}\n{FOOTER}", 1, Status.FAILED, text)
+            for text in ("megatron-vshape: 18 layers do not divide", "AssertionError", "last words")
+        ),
+        ("noise", None, Status.FAILED, "ended after 60 s, the time limit of a run"),
+        ("noise", 0, Status.FAILED, "ended after 0 steps"),
+        ("", -15, Status.FAILED, "ended by signal 15 (Terminated)"),
+        ("", 3, Status.FAILED, "ended with exit code 3, without a word"),
+    ],
 )
-def test_the_reason_is_a_ranks_own_and_not_torchruns(said: str) -> None:
-    found = outcome_of(f"noise\n{said}\n{FOOTER}", [], 1, job())
-    assert found.log_tail.splitlines()[-1] == said
-
-
-def test_time_up_and_too_few_steps() -> None:
-    assert "ended after 60 s" in outcome_of("noise", [], None, job()).log_tail
-    few = outcome_of("", steps()[:1], 0, job())
-    assert few.status is Status.FAILED
-    assert "ended after 1 steps" in few.log_tail
-
-
-def test_a_run_that_said_nothing_has_a_reason() -> None:
-    said = outcome_of("", [], -15, job()).log_tail.strip()
-    assert said == "ended by signal 15 (Terminated)"
-    assert outcome_of("", [], 3, job()).log_tail == "ended with exit code 3, without a word"
+def test_a_run_without_a_result_has_a_reason(
+    text: str, code: int | None, status: Status, last: str
+) -> None:
+    found = outcome_of(text, [], code, job())
+    assert found.status is status
+    *before, end = found.log_tail.splitlines()
+    assert end == last
+    assert len(before) < 12
 
 
 def test_nodes_are_merged(tmp_path: Path) -> None:
