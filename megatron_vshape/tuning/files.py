@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 MAX_FILE_BYTES = 2**16
 """Larger than any sweep, model or cluster file; PyYAML reads about 50 kB per second."""
 
+MOST_NAMED = 5
+"""Maximum number of unknown keys in a message."""
+
 MAX_COUNT = 10**9
 """Maximum of any size or count; products of a few are still exact enough as floats."""
 
@@ -51,7 +54,21 @@ Format = Literal["given", "bf16", "fp8", "fp8-delayed", "fp8-blockwise", "mxfp8"
 
 
 class _File(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, data: Any) -> Any:
+        """Reject unknown keys before missing ones, because a missing key may be misspelled."""
+        unknown = (
+            [key for key in data if key not in cls.model_fields] if isinstance(data, dict) else []
+        )
+        if unknown:
+            names = ", ".join(f"{key:.60}" for key in map(str, unknown[:MOST_NAMED]))
+            more = f" and {len(unknown) - MOST_NAMED} more" * (len(unknown) > MOST_NAMED)
+            known = ", ".join(sorted(cls.model_fields))
+            raise ValueError(f"unknown key{'s' * (len(unknown) > 1)} {names}{more}; known: {known}")
+        return data
 
 
 class ExpertsPart(_File):
@@ -371,7 +388,7 @@ def load(path: Path, kind: type[Kind]) -> Kind:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        raise SweepError(f"{path}: {_first_of(error, kind)}") from None
+        raise SweepError(f"{path}: {_first_of(error)}") from None
 
 
 class _NotReadError(Exception):
@@ -412,20 +429,11 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         return super().construct_mapping(node, deep)
 
 
-def _first_of(error: ValidationError, kind: type[BaseModel]) -> str:
+def _first_of(error: ValidationError) -> str:
     """Format the first fault as one sentence with the key's path and the value."""
-    # Report unknown keys first, because a missing key may be misspelled.
-    faults = sorted(error.errors(include_url=False), key=lambda each: each["type"] != _UNKNOWN)
-    fault = faults[0]
-    above = fault["loc"][:-1]
-    beside = [each for each in faults if (each["type"], each["loc"][:-1]) == (_UNKNOWN, above)]
-    others = len(faults) - max(1, len(beside))
-    key = ".".join(str(part) for part in fault["loc"]) or "the file"
-    more = f" (and {others} more)" if others else ""
-    if fault["type"] == _UNKNOWN:
-        names = [".".join(map(str, each["loc"])) for each in beside]
-        keys = f"{_short_list(names)}; known there: {', '.join(_keys_at(kind, fault['loc']))}"
-        return f"unknown {'key' if len(names) == 1 else 'keys'} {keys}{more}"
+    fault, *others = error.errors(include_url=False)
+    more = f" (and {len(others)} more)" if others else ""
+    key = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "missing":
         return f"the key {key} is missing{more}"
     if fault["type"] == "too_short":
@@ -433,40 +441,8 @@ def _first_of(error: ValidationError, kind: type[BaseModel]) -> str:
     message = fault["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     if fault["type"] == "value_error":
-        return f"{key}: {message}{more}"
-    return f"{key} is {_short(fault['input'])}: {message}{more}"
-
-
-_UNKNOWN = "extra_forbidden"
-
-
-def _short_list(names: list[str], most: int = 5) -> str:
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(name[:60] for name in names[:most]) + rest
-
-
-def _keys_at(kind: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
-    """Return the allowed keys of the mapping that contains the last key of `location`."""
-    fields = kind.model_fields
-    for part in location[:-1]:
-        if isinstance(part, int):
-            continue
-        inner = _model_in(fields[part].annotation) if part in fields else None
-        if inner is None:
-            break
-        fields = inner.model_fields
-    return sorted(fields)
-
-
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the model that is, or is contained in, a field's type."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for inner in getattr(annotation, "__args__", ()):
-        found = _model_in(inner)
-        if found is not None:
-            return found
-    return None
+        return f"{key}: {message}{more}" if key else f"{message}{more}"
+    return f"{key or 'the file'} is {_short(fault['input'])}: {message}{more}"
 
 
 def _short(value: object) -> str:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
@@ -11,7 +11,7 @@ from tuning.samples import CLUSTER, ROOT, SWEEP, load_sample, write_sweep
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.tuning.configurations import SweepError
-from megatron_vshape.tuning.files import Cluster, ModelFile, Sweep, _model_in, load, load_sweep
+from megatron_vshape.tuning.files import Cluster, ModelFile, Sweep, load, load_sweep
 from megatron_vshape.tuning.grid import expand
 from megatron_vshape.tuning.machine import Machine
 
@@ -53,9 +53,9 @@ def keys_of(kind: type[BaseModel]) -> Iterator[str]:
     """Yield every key that a file of this kind may have."""
     for name, field in kind.model_fields.items():
         yield name
-        inner = _model_in(field.annotation)
-        if inner is not None:
-            yield from keys_of(inner)
+        for inner in (field.annotation, *get_args(field.annotation)):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                yield from keys_of(inner)
 
 
 def grid(**over: Any) -> dict[str, Any]:
@@ -69,8 +69,8 @@ def run(**over: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("over", "text"),
     [
-        ({"colour": 1}, r"sweep\.yaml: unknown key colour; known there: also, cluster, grid, "),
-        (grid(tensor=[1]), r"unknown key grid\.tensor; known there: context_parallel, data_par"),
+        ({"colour": 1}, r"sweep\.yaml: unknown key colour; known: also, cluster, grid, "),
+        (grid(tensor=[1]), r"grid: unknown key tensor; known: context_parallel, data_par"),
         (grid(schedule=[]), r"grid\.schedule is empty; it needs at least one value"),
         (grid(microbatch_size=[0]), r"grid\.microbatch_size\.0 is 0: .*greater than 0"),
         (grid(microbatch_size=["two"]), r"grid\.microbatch_size\.0 is 'two': .*valid integer"),
@@ -128,7 +128,7 @@ def test_an_old_sweep_with_measured_costs_loads(
         ("grid: {a: 1, a: 1}", "the key a occurs twice, in lines 1 and 1"),
         ("name: x", "the key cluster is missing \\(and 1 more\\)"),
         # What is missing may be what is misspelt.
-        ("nmae: x\nmodle: y", "unknown keys nmae, modle; known there: also, .* \\(and 3 more\\)"),
+        ("nmae: x\nmodle: y", "unknown keys nmae, modle; known: also, "),
     ],
 )
 def test_file_that_is_no_sweep(tmp_path: Path, text: str, message: str) -> None:
