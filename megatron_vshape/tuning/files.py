@@ -15,7 +15,15 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, 
 
 from megatron_vshape.core.model.files import fault_of, read_text
 from megatron_vshape.rehearsal.flags import Command, flags_of
-from megatron_vshape.tuning.configurations import GIVEN, NONE, Layout, Subject, SweepError
+from megatron_vshape.tuning.configurations import (
+    FLAGS,
+    GIVEN,
+    NONE,
+    Layout,
+    Subject,
+    SweepError,
+    own_configuration,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -335,20 +343,12 @@ def _filled(sweep: Sweep, subject: Subject, path: Path) -> Sweep:
         if not sweep.workloads:
             raise SweepError(f"{path}: workloads is missing: sequence_length, global_batch_size")
         return sweep
-    command, grid = subject.command, sweep.grid
-    number = command.number
-    own: dict[str, Any] = {
-        "tensor_parallel": number("--tensor-model-parallel-size", 1),
-        "context_parallel": number("--context-parallel-size", 1),
-        "expert_parallel": number("--expert-model-parallel-size", 1),
-        "microbatch_size": number("--micro-batch-size", 1),
-        "recompute": GIVEN,
-    }
-    left = {name: [value] for name, value in own.items() if name not in grid.model_fields_set}
+    grid, own = sweep.grid, own_configuration(subject, 1)
+    sizes = {name: [getattr(own, name)] for name in FLAGS} | {"recompute": [GIVEN]}
+    left = {name: value for name, value in sizes.items() if name not in grid.model_fields_set}
     workloads = sweep.workloads or [
         Workload(
-            sequence_length=number("--seq-length", 1),
-            global_batch_size=number("--global-batch-size", 1),
+            sequence_length=max(1, own.sequence_length), global_batch_size=own.global_batch_size
         )
     ]
     made = {"grid": grid.model_copy(update=left), "workloads": workloads}
