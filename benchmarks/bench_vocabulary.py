@@ -106,7 +106,7 @@ def run_rank(arguments: list[str]) -> None:
 
     from megatron_vshape.core.model.kinds import KINDS, PROCESSOR, VOCABULARY
     from megatron_vshape.mcore.features.vocabulary.step import SharedVocabulary
-    from megatron_vshape.mcore.observe.static_memory import static_memory
+    from megatron_vshape.mcore.observe.report import static_memory
     from megatron_vshape.mcore.step.stage import MegatronStage
     from megatron_vshape.runtime.device_collectives import DeviceCollectives
 

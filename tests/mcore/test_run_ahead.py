@@ -11,7 +11,7 @@ pytest.importorskip("megatron.training")
 
 from megatron_vshape.mcore.features.post_validation import rollback
 from megatron_vshape.mcore.features.post_validation.rollback import Backup, RandomState
-from megatron_vshape.mcore.observe.static_memory import static_memory
+from megatron_vshape.mcore.observe.report import static_memory
 
 
 class Tracker:

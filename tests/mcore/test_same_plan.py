@@ -12,8 +12,8 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.program.lowering import Beside, lower
 from megatron_vshape.mcore.observe.profiling import Profiler
-from megatron_vshape.mcore.observe.report import RunReport
-from megatron_vshape.mcore.observe.static_memory import (
+from megatron_vshape.mcore.observe.report import (
+    RunReport,
     StaticMemory,
     most_of_replicas,
     static_memory,

@@ -22,12 +22,8 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.mcore.hook import Function, Hook, Replaced, replaces
 from megatron_vshape.mcore.hooks import libraries
 from megatron_vshape.mcore.layout.stages import streams_of
-from megatron_vshape.mcore.observe import report, static_memory
-from megatron_vshape.mcore.observe.bubble import (
-    MeteredSchedule,
-    count_backward,
-    count_forward,
-)
+from megatron_vshape.mcore.observe import report
+from megatron_vshape.mcore.observe.bubble import MeteredSchedule, count_backward, count_forward
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import (
     UnsupportedError,
@@ -240,16 +236,16 @@ class Session:
             # P2P buffers are outside the activation memory of passes, so the limit has to reserve
             # them too.
             message_bytes = tokens * width_bytes // shards
-            own = static_memory.static_memory(
+            own = report.static_memory(
                 model, self.optimizer, self.own_runner(pipeline).overlaps_steps
             )
             group = parallel_state.get_pipeline_model_parallel_group()
             # All data-parallel replicas need one plan, so the replica with the most static memory
             # decides.
-            everyones = static_memory.most_of_replicas(own, group, lambda each: each.total)
+            everyones = report.most_of_replicas(own, group, lambda each: each.total)
             planner.reserve([each.total for each in everyones], message_bytes)
             planner.training(num_microbatches)  # determines the maximum number of P2P buffers
-            lines.append(static_memory.table(everyones, planner.reserved_bytes, limit))
+            lines.append(report.memory_table(everyones, planner.reserved_bytes, limit))
         local_ranks = self.own_runner(pipeline).local_ranks
         lines.append(report.opening_lines(pipeline, num_microbatches, local_ranks))
         return "\n".join(lines)

@@ -30,10 +30,10 @@ from megatron_vshape.mcore.observe.report import (
     Checked,
     PredictedStep,
     RunReport,
+    most_of_replicas,
     shares_processors,
     with_allocated,
 )
-from megatron_vshape.mcore.observe.static_memory import most_of_replicas
 from megatron_vshape.mcore.refusals import refusing
 from megatron_vshape.mcore.setup.choice import GIB
 from megatron_vshape.mcore.setup.configure import Pipeline

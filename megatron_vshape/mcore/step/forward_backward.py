@@ -27,12 +27,7 @@ from megatron_vshape.mcore.layout.stages import streams_of
 from megatron_vshape.mcore.observe.bubble import BubbleMeter, Logs
 from megatron_vshape.mcore.observe.profiling import Profiler
 from megatron_vshape.mcore.observe.report import RunReport
-from megatron_vshape.mcore.refusals import (
-    check_config,
-    check_one_module,
-    refusing,
-    uses_stash,
-)
+from megatron_vshape.mcore.refusals import check_config, check_one_module, refusing, uses_stash
 from megatron_vshape.mcore.setup.configure import Pipeline
 from megatron_vshape.mcore.setup.features import features
 from megatron_vshape.mcore.setup.plans import Agreement
