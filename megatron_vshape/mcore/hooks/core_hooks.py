@@ -38,15 +38,10 @@ from megatron_vshape.mcore.setup.translate import tell, translate
 logger = logging.getLogger(__name__)
 
 
-def options_of(session: Session) -> Options | None:
-    """Return the options of a library's run; None if flags decide or no schedule is requested."""
-    return session.library if session.is_librarys else None
-
-
 @replaces_always
 def config_post_init(session: Session, original: Function, config: Any) -> None:
     """Choose the stages and set them on a pipeline config before the config checks itself."""
-    options = options_of(session)
+    options = session.library_options
     if options is not None and config.pipeline_model_parallel_size > 1:
         with refusing():
             _choose(session, options, config)
@@ -118,7 +113,7 @@ def initialize_model_parallel(
 
 def _choice(session: Session, ranks: int) -> ScheduleConfig | None:
     """Return the schedule for `ranks` pipeline ranks, or None if Megatron's schedule runs."""
-    pipeline, options = session.pipeline, options_of(session)
+    pipeline, options = session.pipeline, session.library_options
     if pipeline is not None and pipeline.stage_map.num_ranks == ranks:
         return pipeline.choice
     return None if options is None or ranks == 1 else choice_for(options, ranks, loss_last=True)
@@ -175,6 +170,7 @@ def _build_features(session: Session, pipeline: Pipeline, model: Any, chunk: int
         patch=session.patch_once,
     )
     with refusing():
+        # Only a feature whose option is given changes the chunk.
         for feature in features():
             feature.build_chunk(built)
 

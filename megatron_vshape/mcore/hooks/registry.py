@@ -1,4 +1,9 @@
-"""All attributes of Megatron that this package replaces, with reasons, and their removal."""
+"""All attributes of Megatron that this package replaces, with reasons, and their removal.
+
+Each table stands behind its functions. A function marked with `replaces` gets the session, the
+original and the arguments of a call; until a schedule is chosen, only the original runs. One marked
+with `replaces_always` runs from the installation on.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +57,7 @@ HOOKS = (
     *STEP_HOOKS,
     *(hook for feature in features() for hook in feature.hooks()),
 )
-"""All hooks. Each table stands behind the functions that it names."""
+"""All hooks."""
 
 PROBES = (
     Dependency(

@@ -180,6 +180,7 @@ class Session:
             self._check_model(self.pipeline, model)
             given_iterators(call["data_iterator"], len(model))
             chunks = [unwrapped(chunk) for chunk in model]  # names without wrapper prefixes
+            # A feature changes layers only if the schedule has its passes.
             for feature in features():
                 feature.prepare_layers(self.step, chunks, self.pipeline.choice)
             prepare_layers(self.step, chunks, self.pipeline.splits_graphs)
@@ -257,9 +258,9 @@ class Session:
         return self.runner
 
     @property
-    def is_librarys(self) -> bool:
-        """Return whether a library's trainer runs with the options of `register`."""
-        return self.library is not None and not self.chosen_by_flags
+    def library_options(self) -> Options | None:
+        """The options of `register`; None without them, or if flags decide."""
+        return None if self.chosen_by_flags else self.library
 
     def logs(self, ahead: int) -> bool:
         """Return whether Megatron's trainer logs the step `ahead` steps after the current one."""

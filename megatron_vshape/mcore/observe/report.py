@@ -180,6 +180,7 @@ class RunReport:
         if self._memory is not None:
             yield
             return
+        # In the first step, and again after `remeasure`: activations are counted after each pass.
         census, before = ActivationTracker(persistent(model)), torch.cuda.memory_allocated()
         with self.state.setting(census=census):
             yield

@@ -158,6 +158,7 @@ def choice_for(options: Options, num_devices: int, loss_last: bool = False) -> S
 
 def _configured(choice: ScheduleConfig, options: Options) -> ScheduleConfig:
     """Return the choice with the options of all features."""
+    # A feature changes only its own fields; without its option, none.
     for feature in features():
         choice = feature.configure(choice, options)
     return choice
@@ -216,6 +217,7 @@ def take_options(
     translated = translate(model, choice.placement, options.layer_split)
     check(model, choice.name, choice.placement)
     settings = Settings(model, choice, options, translated.may_offload)
+    # Without their options, features accept everything; `fitted` then returns the same choice.
     for feature in features():
         feature.check(settings)
     choice = fitted(settings)
@@ -249,6 +251,7 @@ def check_stages(settings: Settings, stage_map: StageMap, ties_ends: bool) -> No
             feature does not support the stages.
         UnsupportedError: A feature does not support an option of the model.
     """
+    # As above: each feature checks the stages only if the run uses it.
     for feature in features():
         feature.check_stages(settings, stage_map)
     # Only Megatron-LM's trainer reads the data on rank 0 for all.

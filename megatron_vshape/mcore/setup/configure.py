@@ -230,6 +230,7 @@ def pipeline_of(
         options,
         Planner(choice, once),
         stage_map,
+        # The same in Megatron's form, which it reads from the TransformerConfig.
         StageLayout(stage_map),
         bool(getattr(model, "overlap_grad_reduce", False)),
         choice.may_overlap,
@@ -299,7 +300,9 @@ def _of_model(
             if choice.plans_by_costs or splits_graphs
             else _whole_stages(model, stage_map)
         ),
-        hides=model.tensor_model_parallel_size > 1 and _is_local(model),
+        # Only in Megatron's own layers: TE's wait inside TE's code, where no other job can run.
+        hides=model.tensor_model_parallel_size > 1
+        and getattr(model, "transformer_impl", "transformer_engine") == "local",
         may_overlap=bool(getattr(model, OVERLAP_OPTION, False)),
     )
 
@@ -308,14 +311,6 @@ def _whole_stages(model: Any, stage_map: StageMap) -> frozenset[int]:
     """Return the stages covered by CUDA graphs: all but the one with the output layer, or none."""
     covers = graphs.cover_whole_layers(model)
     return frozenset(range(stage_map.last_stage)) if covers else frozenset()
-
-
-def _is_local(model: Any) -> bool:
-    """Return whether the layers are Megatron's own.
-
-    Transformer Engine's layers wait inside TE's code, where no other job can run.
-    """
-    return getattr(model, "transformer_impl", "transformer_engine") == "local"
 
 
 def recomputed_inputs(model: Any) -> tuple[str, ...]:

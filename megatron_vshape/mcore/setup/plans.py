@@ -197,6 +197,7 @@ class Planner:
 
     def _plan(self, num_microbatches: int) -> PlannedStep:
         """Return the step that the name, the file or a search defines."""
+        # Every rank makes it for itself: the result depends on the options only.
         if not self.choice.plans_by_costs:
             with no_collection():
                 return self._build_step(self._schedule(num_microbatches))

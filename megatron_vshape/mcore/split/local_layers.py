@@ -132,6 +132,8 @@ def _backward_inputs(
     if torch.is_autocast_enabled(device):  # W must compute in the same dtype
         compute = torch.autocast(device, torch.get_autocast_dtype(device))(compute)
     job = GatheringJob(compute, [input, grad_output], sources)
+    # Into the bucket that this B has opened. The job counts as pending for the data-parallel
+    # reduction of the weight's bucket.
     state.defer(job, [parameter])
     if under_way is not None:
         run_beside()

@@ -34,19 +34,15 @@ ForwardStep = Callable[..., Any]
 
 
 class Forward(NamedTuple):
-    """Megatron's arguments for the F of a microbatch."""
+    """The F of a microbatch."""
 
-    forward_step_func: Callable[..., Any]
-    data_iterator: Any
-    model: nn.Module
-    num_microbatches: int
-    received: Tensor | None  # [s, b, h], None on the first stage
-    loss_store: list[Any]
-    collect_non_loss_data: bool
-    is_first: bool
+    step: StepContext
+    chunk: int
+    vp_stage: int | None  # None if the rank has one chunk
     microbatch: int
-    chunk: int | None  # None if the rank has one chunk
-    context_parallel_size: int
+    forward_step: ForwardStep  # the trainer's function, or its replacement by features
+    received: Tensor | None  # [s, b, h], None on the first stage
+    is_first: bool  # the first F of the chunk in this step
     makes_loss: bool  # whether F ends with the loss
 
 
@@ -397,18 +393,14 @@ class MegatronStage:
         for part in step.parts:
             forward_step = part.forward(self.stage, self.is_last, microbatch, forward_step)
         return Forward(
-            forward_step_func=forward_step,
-            data_iterator=step.iterators[self.chunk],
-            model=self.model,
-            num_microbatches=step.num_microbatches,
-            received=received,
-            loss_store=step.loss_store,
-            collect_non_loss_data=step.collect_non_loss_data,
-            is_first=is_first,
-            microbatch=microbatch,
+            step=step,
+            chunk=self.chunk,
             # As Megatron: no vp_stage without virtual stages.
-            chunk=self.chunk if self.has_chunks else None,
-            context_parallel_size=step.groups.cp.size(),
+            vp_stage=self.chunk if self.has_chunks else None,
+            microbatch=microbatch,
+            forward_step=forward_step,
+            received=received,
+            is_first=is_first,
             makes_loss=self._makes_loss,
         )
 
@@ -476,23 +468,24 @@ def run_alone(config: Any, forward: Forward | None, backward: Backward | None) -
     """Run an F, or a B, as Megatron's schedules do."""
     output = num_tokens = gradient = None
     if forward is not None:
+        step = forward.step
         # It sets the received tensor as the input of the model, calls the trainer's function and,
         # at the end of the model, its loss function. The None stands for partial activation
         # checkpointing.
         output, num_tokens = schedules.forward_step(
-            forward.forward_step_func,
-            forward.data_iterator,
-            forward.model,
-            forward.num_microbatches,
+            forward.forward_step,
+            step.iterators[forward.chunk],
+            step.chunks[forward.chunk],
+            step.num_microbatches,
             forward.received,
-            forward.loss_store,
+            step.loss_store,
             config,
-            forward.context_parallel_size,
-            forward.collect_non_loss_data,
+            step.groups.cp.size(),
+            step.collect_non_loss_data,
             None,
             forward.is_first,
             forward.microbatch,
-            forward.chunk,
+            forward.vp_stage,
             forward.makes_loss,
         )
     if backward is not None:

@@ -53,19 +53,19 @@ def run_by_layers(config: Any, forward: Forward | None, backward: Backward | Non
                 _run_weights_in_place(node, backward.whole)
     f, b = forward, backward
     output, num_tokens, gradient = combined_1f1b.combined_forward_backward_step(
-        None if f is None else partial(_planned, f.forward_step_func),
-        None if f is None else f.data_iterator,
-        None if f is None else f.model,
-        None if f is None else f.num_microbatches,
+        None if f is None else partial(_planned, f.forward_step),
+        None if f is None else f.step.iterators[f.chunk],
+        None if f is None else f.step.chunks[f.chunk],
+        None if f is None else f.step.num_microbatches,
         None if f is None else f.received,
-        None if f is None else f.loss_store,
+        None if f is None else f.step.loss_store,
         None if b is None else b.model,
         None if b is None else b.received,
         None if b is None else b.output,
         None if b is None else b.gradient,
         config,
-        f_model_chunk_id=None if f is None else f.chunk,
-        collect_non_loss_data=f is not None and f.collect_non_loss_data,
+        f_model_chunk_id=None if f is None else f.vp_stage,
+        collect_non_loss_data=f is not None and f.step.collect_non_loss_data,
         is_first_microbatch=f is not None and f.is_first,
         current_microbatch=None if f is None else f.microbatch,
     )
