@@ -190,8 +190,6 @@ class Profiler:
         timer: PassTimer | None,
         program: Program,
         transport: Transport,
-        message: torch.Tensor,
-        held: Held,
         group: dist.ProcessGroup,
     ) -> None:
         """Store the times of a step; after the last one, compute costs or check the prediction."""
@@ -206,15 +204,15 @@ class Profiler:
         spent = [(each, gather_slots(row, group)) for each, row in self._spent]
         self._rows.clear()
         self._spent.clear()
+        message = transport.blank()
         ahead_us = _clocks_ahead_us(program, transport, message, group)
         timelines = [merge(each.schedule, rows, ahead_us) for each, rows in gathered]
         # First the costs for a prediction; the second group of steps checks this prediction.
         if self._prediction is None:
             send_us = measure_send_us(program, group.rank(), transport, message)
-            costs = self._agreed_costs(timelines, send_us, held, group)
+            costs = self._agreed_costs(timelines, send_us, self.report.held, group)
             if self.report.moved:
-                moved = self.report.moved
-                costs = with_copies(costs, moved, message.device)
+                costs = with_copies(costs, self.report.moved, message.device)
             self._costs = costs
             self._rest_us = _rest_us([rows for _, rows in gathered], timelines)
             self._keep_free(group)

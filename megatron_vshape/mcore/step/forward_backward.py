@@ -66,14 +66,10 @@ class PipelineRunner:
         self._transport: Transport | None = None
         self._place = Place()
         rank = parallel_state.get_pipeline_model_parallel_rank()
-        self.report = RunReport(
-            state,
-            pipeline.choice.name,
-            pipeline.stage_map.stages(rank),
-            pipeline.planner.training,
-        )
+        planner, stages = pipeline.planner, pipeline.stage_map.stages(rank)
+        self.report = RunReport(state, pipeline.choice.name, stages, planner.training)
         self._profiler = Profiler(pipeline, self.report)
-        self.meter = BubbleMeter(logs, pipeline.planner.predicted_bubble)
+        self.meter = BubbleMeter(logs, planner.predicted_bubble)
         self._courier = LossGatherer()
         self.calls = ForwardCalls(None)  # of the trainer's function, in the last step
         self._agreement = Agreement()
@@ -213,10 +209,7 @@ class PipelineRunner:
         sync = context.gradient_sync
         with (
             self.report.training_step(
-                context.chunks,
-                context.num_microbatches,
-                tokens,
-                context.passes_per_microbatch,
+                context.chunks, context.num_microbatches, tokens, context.passes_per_microbatch
             ),
             # DDP's own reductions are off: autograd ends before the W that complete the gradients.
             sync.session(),
@@ -226,14 +219,7 @@ class PipelineRunner:
                 # All passes and messages of this rank, in program order. It stands where Megatron's
                 # schedules have their loops for warm-up, steady state and cool-down.
                 run.finish()
-            self._profiler.end_step(
-                profiled,
-                context.program,
-                context.transport,
-                context.transport.blank(),
-                self.report.held,
-                context.groups.pp,
-            )
+            self._profiler.end_step(profiled, context.program, context.transport, context.groups.pp)
         # Before the gradients are final: a feature may still reject the step here.
         for each in self._step_features:
             each.end(context)
