@@ -37,6 +37,12 @@ def changed(options: argparse.Namespace) -> bool:
     return options.vocab_parallel is not None
 
 
+def check_without(options: argparse.Namespace, flag: str) -> None:
+    """Raise ScheduleError if an option is set that needs the costs of single layers."""
+    if changed(options):
+        raise ScheduleError(f"{flag} does not support --vocab-parallel: remove {flag}")
+
+
 def shares(options: argparse.Namespace, measured: Costs | None) -> bool:
     """Return whether the options, not the costs file, enable vocabulary parallelism."""
     told = measured is not None and tells_shared(measured)

@@ -408,8 +408,8 @@ def _check(options: argparse.Namespace) -> None:
             "--offload and --costs exclude each other, because a costs file contains the copy "
             "times: remove one of them"
         )
-    if options.offload is not None and heavy_ends.changed(options):
-        raise ScheduleError("--offload does not support --vocab-parallel: remove --offload")
+    if options.offload is not None:
+        heavy_ends.check_without(options, "--offload")
     if options.host is not None and (options.costs or not 0 <= options.host < math.inf):
         raise ScheduleError(
             f"--host {options.host:g} must be finite, at least 0, and without --costs FILE, which "
