@@ -5,16 +5,13 @@ import contextlib
 import importlib.metadata
 import platform
 import re
-import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_vshape import __version__
 from megatron_vshape.cli.files import is_installed
-from megatron_vshape.cli.help import OUTPUT, PROGRAM, group
-from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.cli.help import OUTPUT, group
 from megatron_vshape.rehearsal.saved_config import silence
 
 if TYPE_CHECKING:
@@ -43,23 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Print all hooks, and the options that each feature rejects",
     )
-    program = group(parser, PROGRAM)
-    program.add_argument(
-        "--megatron",
-        type=Path,
-        metavar="CHECKOUT",
-        help="Megatron-LM checkout (default: the installed megatron-core)",
-    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report; return 0, or 1 if a hook does not fit.
-
-    Raises:
-        ScheduleError: the directory of --megatron contains no Megatron.
-    """
-    if options.megatron is not None:
-        _take_checkout(options.megatron)
+    """Print the report; return 0, or 1 if a hook does not fit."""
     print(f"{DISTRIBUTION} {__version__}")
     print(_section("versions", _two_columns([*_versions(), *_extras()])))
     warnings = list(_warnings())
@@ -81,12 +65,6 @@ def run(options: argparse.Namespace) -> int:
     ready = "ready to train" if is_installed("megatron.core") else "ready to plan and draw"
     print(f"\n{ready}")
     return 0
-
-
-def _take_checkout(checkout: Path) -> None:
-    if not (checkout / "megatron" / "core").is_dir():
-        raise ScheduleError(f"--megatron {checkout} has no folder megatron/core")
-    sys.path.insert(0, str(checkout.resolve()))  # as for a script that lies in it
 
 
 def _section(title: str, text: str) -> str:
