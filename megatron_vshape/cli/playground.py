@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from megatron_vshape.playground.given import Given
 
 PORT = 8765
-COSTS = Path("configs") / "costs"
 ADDRESS = "127.0.0.1"
 
 
@@ -39,9 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C and return 0."""
     check_installed("the playground", "playground", "starlette", "uvicorn")
-    from megatron_vshape.playground.given import read_given, read_presets
+    from megatron_vshape.playground.given import read_given
 
-    given = [*read_given(options.files), *read_presets(COSTS)]
+    given = read_given(options.files)
     listener = _listen(options.port)
     port = listener.getsockname()[1]
     url = f"http://{ADDRESS}:{port}/"

@@ -1,4 +1,4 @@
-"""Files that the playground offers: from the command line, presets and an example.
+"""Files that the playground offers: from the command line, and an example.
 
 They are read once at the start, and identified by keys instead of paths.
 """
@@ -39,8 +39,6 @@ class Given:
     sort: Sort
     detail: dict[str, object]
     file: FileText
-    preset: bool = False
-    """Whether it is a preset rather than a user's file."""
 
     def offer(self) -> dict[str, object]:
         """Return the description of the file that the playground needs."""
@@ -48,7 +46,6 @@ class Given:
             "key": self.key,
             "sort": self.sort,
             "name": self.file.name,
-            "preset": self.preset,
             "example": self.key == EXAMPLE,
             **self.detail,
         }
@@ -61,28 +58,6 @@ def read_given(paths: Iterable[str | Path]) -> list[Given]:
         ScheduleError: a file cannot be read, or is not a schedule, costs or a trace.
     """
     return [_read(f"{at}-{Path(path).name}", Path(path)) for at, path in enumerate(paths)]
-
-
-def read_presets(folder: Path) -> list[Given]:
-    """Read and check the costs files in a folder, which may be missing.
-
-    `NAME.about.json` documents the measurement of NAME.json and is skipped.
-
-    Raises:
-        ScheduleError: a file cannot be read, or does not contain costs.
-    """
-    presets = []
-    for path in sorted(folder.glob("*.json")):
-        if path.name.endswith(".about.json"):
-            continue
-        given = _read(f"preset-{path.name}", path)
-        if given.sort is not Sort.COSTS:
-            raise ScheduleError(
-                f"the file {path} is a {given.sort}, and {folder} is for costs; give it on the "
-                "command line instead"
-            )
-        presets.append(replace(given, preset=True))
-    return presets
 
 
 def _read(key: str, path: Path) -> Given:

@@ -141,14 +141,13 @@ function sizeFields(state, change) {
 
 function costFields(state, offers, change) {
   const group = element("fieldset", {}, element("legend", {}, "Costs of a chunk"));
-  const given = (preset) =>
-    offers.files
-      .filter((file) => file.sort === "costs" && file.preset === preset)
-      .map(({ key, name, stages }) => [`!${key}`, `${name}, ${stages} stages`]);
+  const given = offers.files
+    .filter((file) => file.sort === "costs")
+    .map(({ key, name, stages }) => [`!${key}`, `${name}, ${stages} stages`]);
   const presets = offers.presets.map(({ key, title }) => [key, title]);
   const options = [
-    optionGroup("Presets", [...presets, ...given(true)]),
-    optionGroup("Files", given(false)),
+    optionGroup("Presets", presets),
+    optionGroup("Files", given),
     state.costsFile?.text ? element("option", { value: "@" }, state.costsFile.name) : null,
     element("option", { value: "own" }, "My own"),
   ];
