@@ -155,10 +155,8 @@ def recommended(result: PlanResult) -> str:
         return f"recommended: {name}; no plan within the limit is faster"
     if known is not None:
         return f"recommended: {known}, as published; no plan within the limit is faster"
-    slices = result.schedule.slices
-    cut = f" and {slices} slices per microbatch" if slices > 1 else ""
     each = "chunk" if chunks == 1 else "chunks"
-    return f"recommended: the plan, with {chunks} {each} per rank{cut}"
+    return f"recommended: the plan, with {chunks} {each} per rank"
 
 
 def way_text(way: MemoryStrategy) -> str:

@@ -218,7 +218,7 @@ def _is_of_another(need: Pass, work: Pass) -> bool:
 
 
 def _check_shared(schedule: Schedule) -> None:
-    """Raise ScheduleError unless each device has every vocabulary-parallel pass once."""
+    """Raise ScheduleError unless every pass that is not of a stage exists once per device."""
     shared = [kind for kind in KINDS if kind in schedule.kinds and kind.of]
     count = Counter(
         (work.kind, device, work.microbatch)
@@ -256,7 +256,7 @@ def _check_rows(schedule: Schedule) -> None:
         places = _places(row, len(microbatches))
         if plain and all(_stands_behind(schedule, each, places, len(row)) for each in places):
             continue  # fast path: several times faster, and covers nearly all rows
-        # Slow path: slices, vocabulary parallelism, or an error, whose first pass is to be found.
+        # Slow path: slices, passes not of a stage, or an error, whose first pass is to be found.
         laws = {
             each: [
                 (places[need], later, slices, need[0] in each[0].does)

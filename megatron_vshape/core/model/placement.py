@@ -25,7 +25,8 @@ def v_shape(num_devices: int) -> Placement:
 def default_placements(num_devices: int, num_stages: int, trades: bool = False) -> list[Placement]:
     """Return the placements to plan for with costs of `num_stages` stages.
 
-    With `trades` (time for memory by offloading), they include the loop of two chunks.
+    With `trades` (copies may reduce memory), they include the loop of two chunks: the first chunk
+    of each device has the longest lifespan, so copies of it are worth most.
 
     Raises:
         ScheduleError: the stages cannot be distributed over the devices.
@@ -38,7 +39,6 @@ def default_placements(num_devices: int, num_stages: int, trades: bool = False) 
     loop = looping(num_devices, chunks)
     if chunks % 2:
         return [loop]
-    # In a loop of two, the chunk to offload, each device's first, has the longest lifespan.
     two = [looping(num_devices, 2)] if trades and chunks > 2 else []
     # With four chunks, the unit of memory is half as large, and the loop is often better than a V.
     return [v_shape(num_devices), *two, loop]

@@ -453,7 +453,7 @@ class Timeline:
     def _column(self) -> float:
         """Return the length of the shortest pass that is not much shorter than most.
 
-        Otherwise vocabulary collectives or stages without layers would stretch all other passes.
+        Otherwise short collectives or stages without layers would stretch all other passes.
         """
         flat = chain.from_iterable
         # Of F, B and W only, if there are any: these set the scale that a reader expects.
