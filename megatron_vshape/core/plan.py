@@ -82,12 +82,11 @@ def plan(request: PlanRequest, budget: Budget | None = None) -> PlanResult:
     if isinstance(name, str):
         own = (with_chunks(name) or BaselineSpec(name))._replace(slices=slices)
         block = own.block(request.num_devices, request.num_microbatches)
-        made = own.make(request.num_devices, request.num_microbatches)
+        # F and B of a published pair overlap only in Megatron's layer plans.
+        made = own.make(request.num_devices, request.num_microbatches).split_overlapped()
         # The name includes the chunks, to distinguish several schedules of one name.
         name = made if own.chunks is None else replace(made, name=name)
     costs = request.costs_of(name.placement, name.name)
-    if block is not None and not request.overlapped:
-        name = name.split_overlapped()
     return PlanResult(shared_if_told(name, costs), costs, block)
 
 

@@ -69,7 +69,6 @@ class PlanRequest:
     objective: Objective = Objective.MAKESPAN
     placements: tuple[Placement, ...] = ()  # allowed for AUTO; (): any
     chunks: tuple[int, ...] = ()  # stages per device for AUTO; (): up to the stages of `costs`
-    overlapped: bool = False  # keep F&B pairs of a named schedule
     slices: int | tuple[int, ...] = 1  # per microbatch; AUTO chooses from several
     baselines: tuple[EvaluatedSchedule, ...] = ()  # a plan is no worse than those that fit
     steps: int | None = None  # search steps; None: the default of `search.plan`

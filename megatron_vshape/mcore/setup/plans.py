@@ -353,11 +353,7 @@ class Planner:
             # F and B of a published pair overlap only in Megatron's layer plans.
             return made if choice.may_overlap else made.split_overlapped()
         request = PlanRequest(
-            choice.name,
-            choice.num_devices,
-            num_microbatches,
-            overlapped=choice.may_overlap,
-            slices=choice.slices,
+            choice.name, choice.num_devices, num_microbatches, slices=choice.slices
         )
         if choice.name == AUTO:
             return replace(plan_request(self._asked(request)).schedule, name=AUTO)
