@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -54,7 +54,7 @@ from megatron_vshape.core.model.costs import Costs, chunk_of, with_copies
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.layers import AUTO_SPLIT, Pieces
 from megatron_vshape.core.model.placement import looping
-from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, check_size
+from megatron_vshape.core.model.schedule import Objective, Schedule, check_size
 from megatron_vshape.core.paper.catalogue import EVERY_NAME
 from megatron_vshape.core.plan import no_worse_than_published, plan
 from megatron_vshape.core.request import (
@@ -95,6 +95,31 @@ LAST_LIMIT_S = 30.0
 """Seconds for the search of a frontier's current limit to end after Ctrl-C."""
 
 _TARGETS = {"export": SUFFIXES, "html": (".html",), "frontier": FIGURE_SUFFIXES}
+
+
+@dataclass(frozen=True, slots=True)
+class _Units:
+    """Formats times and memory: in ms and GiB with a costs file, otherwise in those of --cost."""
+
+    chunk: float  # memory of a chunk, in the unit of the costs
+    in_bytes: bool
+    has_states: bool  # memory includes all tensors, so that chunks do not measure it
+
+    @classmethod
+    def of(cls, costs: Costs, options: argparse.Namespace) -> "_Units":
+        chunk, in_bytes = chunk_of(costs, options.devices), options.costs is not None
+        return cls(chunk, in_bytes, costs.state_bytes is not None)
+
+    def time(self, value: float) -> str:
+        """Format a time."""
+        return time_text(value, self.in_bytes)
+
+    def held(self, value: float, number: Callable[[float], str] = fixed) -> str:
+        """Format memory."""
+        chunks = f"{number(value / self.chunk)} chunks"
+        if not self.in_bytes:
+            return chunks
+        return f"{number(value / GIB)} GiB" + ("" if self.has_states else f" ({chunks})")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -245,19 +270,18 @@ def run(options: argparse.Namespace) -> int:
         return _run_frontier(options, costs, measured)
     request = _request(options, costs, measured)
     limit = _limit(options, request, measured is not None)
-    held = _held_text(costs, options.devices, measured is not None)
-    time = partial(time_text, in_us=measured is not None)
+    units = _Units.of(costs, options)
     request = replace(request, limit=limit)
-    with told(time) as progress, _limits_told(costs, options.devices, measured is not None):
+    with told(units.time) as progress, _limits_told(units):
         budget = Budget(options.seconds, progress.search)
 
         def tell(best: PlanResult | None) -> None:
             what = "none yet"
             if best is not None:
-                what = f"{time(best.plan.value)}, peak {held(max(best.plan.peak))}"
+                what = f"{units.time(best.plan.value)}, peak {units.held(max(best.plan.peak))}"
             progress.line(f"interrupted; the best so far: {what}")
 
-        work = partial(_searched, request, budget, held, time, options.all)
+        work = partial(_searched, request, budget, units, options.all)
         # The search runs in a thread: None means that the time limit or Ctrl-C stopped it early.
         searched = budget.run(work, tell)
         result, compared = searched or _cut_short(request, budget)
@@ -265,9 +289,9 @@ def run(options: argparse.Namespace) -> int:
         if searched and budget.stopped():
             result = no_worse_than_published(request, result) or result
     # Files first: if one cannot be written, nothing has been printed.
-    outputs = _outputs(options, result, limit)
+    outputs = _outputs(options, result, limit, units)
     write_all(outputs)
-    _print(request, result, limit, measured is not None)
+    _print(request, result, limit, units)
     print(f"\n{compared}\n")
     print(recommended(result) if searched else _so_far(result))
     report_written(outputs)
@@ -279,29 +303,25 @@ def _so_far(result: PlanResult) -> str:
     return f"best so far: {name}; more time may find a better plan"
 
 
-def _outputs(options: argparse.Namespace, result: PlanResult, limit: float) -> list[Output]:
+def _outputs(
+    options: argparse.Namespace, result: PlanResult, limit: float, units: _Units
+) -> list[Output]:
     outputs = []
     if options.export is not None:
         outputs.append(schedule_output("--export", options.export, result.schedule))
     if options.html is not None:
-        page = partial(
-            _write_html, made=result.plan, own=result.costs, limit=limit, options=options
-        )
+        page = partial(_write_html, result=result, limit=limit, units=units, words=options.words)
         outputs.append(Output("--html", options.html, page))
     return outputs
 
 
 def _searched(
-    request: PlanRequest,
-    budget: Budget,
-    held: Callable[[float], str],
-    time: Callable[[float], str],
-    every: bool,
+    request: PlanRequest, budget: Budget, units: _Units, every: bool
 ) -> tuple[PlanResult, str]:
     """Search for the best plan; return it with its comparison table."""
     result = plan(request, budget)
     budget.found(lambda: result)
-    rows, others = comparison_rows(request, result, budget, held, time, every)
+    rows, others = comparison_rows(request, result, budget, units.held, units.time, every)
     compared = table(rows)
     if others:
         compared += f"\n{others} more rows with --all: slower, or above the limit and not faster"
@@ -512,36 +532,31 @@ def _in_host(options: argparse.Namespace, request: PlanRequest) -> float:
 
 
 @contextmanager
-def _limits_told(costs: Costs, devices: int, in_bytes: bool) -> Iterator[None]:
+def _limits_told(units: _Units) -> Iterator[None]:
     """Format errors about limits that nothing fits in the units of the options."""
     try:
         yield
     except LimitError as error:
-        raise ScheduleError(error.told(_held_text(costs, devices, in_bytes, enough))) from None
+        raise ScheduleError(error.told(partial(units.held, number=enough))) from None
 
 
 def _write_html(
-    path: Path, *, made: Plan, own: Costs, limit: float, options: argparse.Namespace
+    path: Path, *, result: PlanResult, limit: float, units: _Units, words: Sequence[str]
 ) -> None:
     from megatron_vshape.playground.html import plain_facts, write_html
 
-    devices, in_bytes = made.schedule.num_devices, options.costs is not None
-    timeline = simulate(made.schedule, own)
+    made, costs = result.plan, result.costs
+    timeline = simulate(made.schedule, costs)
+    base = base_peak(made.schedule.num_devices, costs)
     facts = replace(
-        plain_facts(timeline, in_bytes=in_bytes, base_peak=base_peak(devices, own)),
+        plain_facts(timeline, in_bytes=units.in_bytes, base_peak=base),
         limit=limit,
         lower_bound=made.lower_bound,
         bounded=str(made.objective),
-        title=f"Plan within {_short_limit(limit, own, devices, in_bytes)}",
-        recipe=_recipe(options.words),
+        title=f"Plan within {units.held(limit)}",
+        recipe=_recipe(words),
     )
-    write_html(path, timeline, own, facts)
-
-
-def _short_limit(limit: float, costs: Costs, devices: int, in_bytes: bool) -> str:
-    if in_bytes:
-        return f"{fixed(limit / GIB)} GiB"
-    return f"{fixed(limit / chunk_of(costs, devices))} chunks"
+    write_html(path, timeline, costs, facts)
 
 
 def _recipe(words: Sequence[str]) -> str:
@@ -560,32 +575,27 @@ def _split_text(schedule: Schedule) -> str:
     return f"{100 * split / len(kinds):.0f} % of the backward passes"
 
 
-def _print(request: PlanRequest, result: PlanResult, limit: float, in_bytes: bool) -> None:
+def _print(request: PlanRequest, result: PlanResult, limit: float, units: _Units) -> None:
     made, slices = result.plan, result.schedule.slices
     timeline = simulate(made.schedule, result.costs)
     if made.schedule.num_devices * made.schedule.num_microbatches <= 256:
         print(picture(timeline, columns(), wants_colour(sys.stdout)) + "\n")
-    held = _held_text(request.whole(), made.schedule.num_devices, in_bytes)
-    peaks = max(made.peak), limit
-    time, unit = partial(time_text, in_us=in_bytes), "" if in_bytes else " in --cost units"
+    time, held, unit = units.time, units.held, "" if units.in_bytes else " in --cost units"
     lines = [
         (str(made.objective), f"{time(made.value)}{unit}"),
         ("busy time", f"{time(made.busy)} (busiest rank)"),
         ("bubble", f"{percent(made.bubble)} ({time(made.overhead)})"),
         *labelled("idle", idle_told(timeline, result.costs)),
-        (
-            "lower bound",
-            f"{time(made.lower_bound)} for this placement",
-        ),
+        ("lower bound", f"{time(made.lower_bound)} for this placement"),
         ("optimality gap", _gap_text(result)),
         ("placement", placement_text(made.schedule)),
         *([("slices", f"{slices} per microbatch")] if slices > 1 else []),
-        ("peak memory", f"{held(peaks[0])}, limit {held(peaks[1])}"),
+        ("peak memory", f"{held(max(made.peak))}, limit {held(limit)}"),
         *labelled("per rank", peaks_told(made.schedule, result.costs)),
         ("split backward", _split_text(made.schedule)),
         *trades_told(timeline, result.costs, held),
     ]
-    if in_bytes:
+    if units.in_bytes:
         lines += labelled("costs", prices_told(result.costs))
     lines += _layers_told(request, result)
     for label, value in lines:
@@ -603,37 +613,21 @@ def _gap_text(result: PlanResult) -> str:
     )
 
 
-def _held_text(
-    costs: Costs, devices: int, in_bytes: bool, number: Callable[[float], str] = fixed
-) -> Callable[[float], str]:
-    chunk = chunk_of(costs, devices)
-
-    def text(held: float) -> str:
-        chunks = f"{number(held / chunk)} chunks"
-        if not in_bytes:
-            return chunks
-        return f"{number(held / GIB)} GiB" + (f" ({chunks})" if costs.state_bytes is None else "")
-
-    return text
-
-
 def _run_frontier(options: argparse.Namespace, costs: Costs, measured: Costs | None) -> int:
     """Plan at every whole number of chunks up to 1F1B's, print the table and write the files."""
     from megatron_vshape.view.figure import save
     from megatron_vshape.view.frontier import frontier_figure
 
-    devices = options.devices
-    chunk = chunk_of(costs, devices)
-    limits = [chunk * chunks for chunks in range(2, 2 * devices + 1)]
+    units = _Units.of(costs, options)
+    limits = [units.chunk * chunks for chunks in range(2, 2 * options.devices + 1)]
     request = _request(options, costs, measured)
     if options.seconds is not None:
         request = replace(request, seconds=options.seconds / len(limits))
-    time = partial(time_text, in_us=measured is not None)
-    with told(time) as progress, _limits_told(costs, devices, measured is not None):
-        points = _followed(request, limits, chunk, progress)
+    with told(units.time) as progress, _limits_told(units):
+        points = _followed(request, limits, units.chunk, progress)
         others = list(published(request))
-    rows = _frontier_rows(points, others, chunk, in_us=measured is not None)
-    unit, size = ("chunks", chunk) if measured is None else ("GiB", GIB)
+    rows = _frontier_rows(points, others, units)
+    unit, size = ("GiB", GIB) if units.in_bytes else ("chunks", units.chunk)
     drawn = frontier_figure(points, others, f"memory limit, {unit}", 1 / size)
     outputs = [
         Output("--frontier", options.frontier, partial(save, drawn)),
@@ -666,14 +660,14 @@ def _followed(
 
 
 def _frontier_rows(
-    points: Sequence[Point], others: Sequence[Point], chunk: float, in_us: bool
+    points: Sequence[Point], others: Sequence[Point], units: _Units
 ) -> list[list[str]]:
     """Return a heading, a row per limit, and a row per published schedule, by memory.
 
     Numbers have the format of spreadsheets.
     """
     fastest = min(point.value for point in (*points, *others))
-    unit, times = (", ms", 1000.0) if in_us else ("", 1.0)
+    unit, times = (", ms", 1000.0) if units.in_bytes else ("", 1.0)
     heading = ["schedule", "limit, chunks", "peak, chunks", f"step time{unit}", "above the fastest"]
     rows = [[*heading, f"lower bound{unit}"]]
 
@@ -682,8 +676,8 @@ def _frontier_rows(
 
     for point in sorted([*points, *others], key=lambda each: (each.limit, each.value)):
         bound = "" if point.plan is None else number(point.plan.lower_bound / times, 6)
-        limit = "" if point.plan is None else number(point.limit / chunk)
-        held, value = number(point.peak / chunk), number(point.value / times, 6)
+        limit = "" if point.plan is None else number(point.limit / units.chunk)
+        held, value = number(point.peak / units.chunk), number(point.value / times, 6)
         name, slower = plain(point.schedule.name), percent(point.value / fastest - 1)
         rows.append([name, limit, held, value, slower, bound])
     return rows
