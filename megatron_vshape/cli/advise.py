@@ -11,7 +11,7 @@ from megatron_vshape.cli.fetching import fetch_missing
 from megatron_vshape.cli.files import (
     Output,
     check_installed,
-    check_target,
+    check_targets,
     report_written,
     schedule_output,
     write_all,
@@ -176,9 +176,7 @@ def _check(options: argparse.Namespace) -> None:
             "time of training relative to a full step, such as 0.3"
         )
     check_installed("advise", "estimate", "torch")
-    for flag, path in (("--export", options.export), ("--json", options.json)):
-        if path is not None:
-            check_target(flag, path, (".json",))
+    check_targets(options, {"export": (".json",), "json": (".json",)})
 
 
 def _kept(text: str) -> list[str]:

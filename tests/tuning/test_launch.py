@@ -21,7 +21,8 @@ from megatron_vshape.tuning.configurations import SweepError
 from megatron_vshape.tuning.files import Cluster, RunPart
 from megatron_vshape.tuning.grid import expand
 from megatron_vshape.tuning.launcher import Launcher
-from megatron_vshape.tuning.results import Outcome, Result, Status, key_of, open_results
+from megatron_vshape.tuning.predictor import Prediction
+from megatron_vshape.tuning.results import Outcome, Result, Results, Status, open_results
 from megatron_vshape.tuning.worker import write_outcome
 
 
@@ -33,18 +34,25 @@ def unseen(text: str) -> None:
     """The log of a sweep that nobody looks at."""
 
 
-def launch(folder: Path, sweep: dict[str, Any]) -> list[Result]:
-    """Launch the sweep, and return the results of its new runs."""
+def launcher_of(
+    folder: Path, sweep: dict[str, Any], results: Results, say: Callable[[str], None] = unseen
+) -> tuple[Launcher, list[Prediction]]:
+    """Return a launcher of the sweep, and the predictions of its runs."""
     loaded = load_sample(folder, sweep=sweep)
     predictor = predictor_of(loaded)
-    said: list[str] = []
+    chosen = [predictor(each) for each in expand(loaded).possible]
+    return Launcher(loaded, predictor, results, folder / "runs", say), chosen
+
+
+def launch(
+    folder: Path, sweep: dict[str, Any], say: Callable[[str], None] = unseen
+) -> list[Result]:
+    """Launch the sweep, and return the results of its new runs."""
     with open_results(folder / "results.db") as results:
-        chosen = [predictor(each) for each in expand(loaded).possible]
+        launcher, chosen = launcher_of(folder, sweep, results, say)
         before = results.ended()
-        Launcher(loaded, predictor, results, folder / "runs", said.append).run(chosen)
-        found = results.read(results.ended() - before)
-    assert sum(line.startswith(("ok", "OOM", "failed")) for line in said) == len(found)
-    return found
+        launcher.run(chosen)
+        return results.read(results.ended() - before)
 
 
 def test_statuses_and_no_run_twice(tmp_path: Path) -> None:
@@ -58,7 +66,9 @@ def test_statuses_and_no_run_twice(tmp_path: Path) -> None:
         "also": also,
         **run_over(at_once=4, arguments=["--log-starts", str(starts)]),
     }
-    found = {str(each.configuration): each for each in launch(tmp_path, sweep)}
+    said: list[str] = []
+    found = {str(each.configuration): each for each in launch(tmp_path, sweep, said.append)}
+    assert sum(line.startswith(("ok", "OOM", "failed")) for line in said) == 4
     assert [each.outcome.status for _, each in sorted(found.items())] == [
         Status.OK,
         Status.OK,
@@ -111,22 +121,20 @@ def test_what_sbatch_refuses_is_told(tmp_path: Path, tools: Callable[..., None])
 
 
 def test_an_order_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the prediction was made for is what runs; it is not even simulated again."""
+    """The plan of the prediction runs; it is not even simulated again."""
     simulated = []
     simulate = predicting.simulate
     monkeypatch.setattr(predicting, "simulate", lambda *it: simulated.append(it) or simulate(*it))
     grid = {**SWEEP["grid"], "schedule": ["adaptive"], "microbatch_size": [1]}
-    loaded = load_sample(tmp_path, sweep={"grid": grid})
-    predictor = predictor_of(loaded)
-    (chosen,) = [predictor(each) for each in expand(loaded).possible]
-    assert len(simulated) == 2  # the best order on the V, and that in a loop
-    monkeypatch.setattr(predicting, "plan_adaptive", None)
     with open_results(tmp_path / "results.db") as results:
-        Launcher(loaded, predictor, results, tmp_path / "runs", unseen).run([chosen])
+        launcher, chosen = launcher_of(tmp_path, {"grid": grid}, results)
+        assert len(simulated) == 2  # the best order on the V, and that in a loop
+        monkeypatch.setattr(predicting, "plan_adaptive", None)
+        launcher.run(chosen)
         (result,) = results.read(results.ended())
     assert result.outcome.status is Status.OK
     (file,) = (tmp_path / "runs").glob("*/schedule.json")
-    assert Schedule.from_json(file.read_text()) == chosen.schedule
+    assert Schedule.from_json(file.read_text()) == chosen[0].schedule
 
 
 PICKLED = cloudpickle.dumps(("success", Outcome(Status.OK, 0.5)))
@@ -144,11 +152,6 @@ def slurm(tmp_path: Path, tools: Callable[..., None], states: None) -> Callable[
     """Return what sweeps one run, whose jobs 42, 43, ... end in the given states, all but the last
     without a result, and returns its result.
     """
-    loaded = load_sample(tmp_path, sweep=ONE | run_over(executor="slurm"))
-    predictor = predictor_of(loaded)
-    (chosen,) = [predictor(each) for each in expand(loaded).possible]
-    key = key_of(chosen.configuration, loaded)
-    folder = tmp_path / "runs" / key
 
     def sweep(*states: str, stopped: bool = False) -> Result:
         last = 41 + len(states)
@@ -157,15 +160,15 @@ def slurm(tmp_path: Path, tools: Callable[..., None], states: None) -> Callable[
         (tmp_path / "states").write_text(f"JobID|State|NodeList\n{rows}")
         tools(
             sacct="cat states",
-            sbatch="echo >> jobs\njob=$((41 + $(wc -l < jobs)))\n"
-            f"if [ $job = {last} ]; then cp result.pkl {folder}/job/${{job}}_0_result.pkl\n"
-            f"{f'else touch {folder}/stopped' * stopped}\nfi\n"
+            sbatch="echo >> jobs\njob=$((41 + $(wc -l < jobs)))\nfolder=$(echo runs/*)\n"
+            f"if [ $job = {last} ]; then cp result.pkl $folder/job/${{job}}_0_result.pkl\n"
+            f"{'else touch $folder/stopped' * stopped}\nfi\n"
             "echo Submitted batch job $job",
         )
+        (result,) = launch(tmp_path, ONE | run_over(executor="slurm"))
+        (folder,) = (tmp_path / "runs").iterdir()
         with open_results(tmp_path / "results.db") as results:
-            Launcher(loaded, predictor, results, tmp_path / "runs", unseen).run([chosen])
-            assert results.job_in_flight(key) is None
-            (result,) = results.read({key})
+            assert results.job_in_flight(folder.name) is None
         return result
 
     return sweep
@@ -205,15 +208,7 @@ def test_a_run_goes_back_so_often_and_no_more(
     assert outcome.log_tail.startswith("its job was ended 2 times before it had a result")
 
 
-def launch_on(tmp_path: Path, say: Callable[[str], None]) -> list[Result]:
-    """Sweep two runs, both at once, and return their results."""
-    two = {"grid": {**SWEEP["grid"], "schedule": ["1f1b"]}}
-    loaded = load_sample(tmp_path, sweep=two | run_over(executor="slurm", at_once=2))
-    predictor = predictor_of(loaded)
-    chosen = [predictor(each) for each in expand(loaded).possible]
-    with open_results(tmp_path / "results.db") as results:
-        Launcher(loaded, predictor, results, tmp_path / "runs", say).run(chosen)
-        return results.read(results.ended())
+TWO = {"grid": {**SWEEP["grid"], "schedule": ["1f1b"]}} | run_over(executor="slurm", at_once=2)
 
 
 @pytest.mark.usefixtures("states")
@@ -233,7 +228,7 @@ def test_a_refused_job_waits_for_those_that_run(
         "2) cp result.pkl $first/42_0_result.pkl; echo QOSMaxSubmitJobPerUserLimit >&2; exit 1;;\n"
         "*) cp result.pkl $(dirname $1)/43_0_result.pkl; echo Submitted batch job 43\nesac",
     )
-    assert [each.outcome.step_s for each in launch_on(tmp_path, unseen)] == [0.5, 0.5]
+    assert [each.outcome.step_s for each in launch(tmp_path, TWO)] == [0.5, 0.5]
     assert len((tmp_path / "asked").read_text().splitlines()) == 3
     assert not (tmp_path / "cancelled").exists()
 
@@ -264,13 +259,13 @@ def test_only_an_interrupted_sweep_cancels_its_jobs(
         "echo Submitted batch job $job",
     )
     with pytest.raises(error):
-        launch_on(tmp_path, stops(error))
+        launch(tmp_path, TWO, stops(error))
     assert (tmp_path / "cancelled").exists() == (error is KeyboardInterrupt)
     (folder,) = (tmp_path / "runs").iterdir()
     if error is not KeyboardInterrupt:
         (folder / "job" / "42_0_result.pkl").write_bytes(PICKLED)
         write_outcome(folder / "node0.json", Outcome(Status.OK, 0.25))
-    found = sorted(each.outcome.step_s or 0 for each in launch_on(tmp_path, unseen))
+    found = sorted(each.outcome.step_s or 0 for each in launch(tmp_path, TWO))
     assert found == ([0.5, 0.5] if error is KeyboardInterrupt else [0.25, 0.5])
 
 
@@ -289,8 +284,8 @@ def test_a_cancelled_job_that_still_ends_is_run_again(
         "echo Submitted batch job $job",
     )
     with pytest.raises(KeyboardInterrupt):
-        launch_on(tmp_path, stops(KeyboardInterrupt))
-    found = launch_on(tmp_path, unseen)
+        launch(tmp_path, TWO, stops(KeyboardInterrupt))
+    found = launch(tmp_path, TWO)
     assert [each.outcome.step_s for each in found] == [0.5, 0.5]
 
 
@@ -298,7 +293,7 @@ def test_a_cancelled_job_that_still_ends_is_run_again(
 def test_an_answer_of_sbatch_without_a_job(tmp_path: Path, tools: Callable[..., None]) -> None:
     tools(sbatch="echo hello")
     with pytest.raises(SweepError, match="no job can be submitted: Could not make sense of"):
-        launch_on(tmp_path, unseen)
+        launch(tmp_path, TWO)
 
 
 def test_a_suspended_job_has_not_ended() -> None:
@@ -311,23 +306,21 @@ def test_a_suspended_job_has_not_ended() -> None:
 def test_job_that_a_killed_launcher_left_is_taken_over(
     tmp_path: Path, tools: Callable[..., None]
 ) -> None:
-    loaded = load_sample(tmp_path, sweep=ONE | run_over(executor="slurm"))
-    predictor = predictor_of(loaded)
-    (chosen,) = [predictor(each) for each in expand(loaded).possible]
-    key = key_of(chosen.configuration, loaded)
-    folder = tmp_path / "runs" / key / "job"
-    folder.mkdir(parents=True)
-    # The job ends after the first look at it.
-    (tmp_path / "result.pkl").write_bytes(cloudpickle.dumps(("success", Outcome(Status.OK, 0.5))))
-    tools(
-        sbatch="exit 1",
-        sacct=f"[ -e {folder}/42_0_result.pkl ] && state=COMPLETED || state=RUNNING\n"
-        f"cp result.pkl {folder}/42_0_result.pkl\n"
-        'printf "JobID|State|NodeList\\n42|$state|n1\\n"',
-    )
     with open_results(tmp_path / "results.db") as results:
+        launcher, chosen = launcher_of(tmp_path, ONE | run_over(executor="slurm"), results)
+        key = launcher._key(chosen[0])
+        folder = tmp_path / "runs" / key / "job"
+        folder.mkdir(parents=True)
+        # The job ends after the first look at it.
+        (tmp_path / "result.pkl").write_bytes(PICKLED)
+        tools(
+            sbatch="exit 1",
+            sacct=f"[ -e {folder}/42_0_result.pkl ] && state=COMPLETED || state=RUNNING\n"
+            f"cp result.pkl {folder}/42_0_result.pkl\n"
+            'printf "JobID|State|NodeList\\n42|$state|n1\\n"',
+        )
         results.start(key, "42")
-        Launcher(loaded, predictor, results, tmp_path / "runs", unseen).run([chosen])
+        launcher.run(chosen)
         (result,) = results.read({key})
     assert result.outcome == Outcome(Status.OK, 0.5)
 
