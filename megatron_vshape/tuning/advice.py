@@ -11,7 +11,6 @@ from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Pieces, even_layers, even_with_ends
-from megatron_vshape.core.model.pieces import under_megatron
 from megatron_vshape.core.model.placement import Placement, looping, v_shape
 from megatron_vshape.core.plan import plan
 from megatron_vshape.core.request import AUTO, MEMORY_NAMES, PlanRequest
@@ -21,7 +20,7 @@ from megatron_vshape.rehearsal import accuracy
 from megatron_vshape.rehearsal.simulated import megatrons_name
 from megatron_vshape.tuning import fsdp
 from megatron_vshape.tuning.configurations import ADAPTIVE, SCHEDULE, Configuration, count_stages
-from megatron_vshape.tuning.predictor import Prediction, Predictor, named, step
+from megatron_vshape.tuning.predictor import Prediction, Predictor, step
 
 PLANNED_SHAPES = 3
 """Maximum number of other configurations to plan for, the best first."""
@@ -214,13 +213,10 @@ class Advice:
         """
         it, ranks = replace(it, schedule=name), it.pipeline_parallel
         try:
-            schedule = named(name, ranks, it.num_microbatches)
-            stages = len(schedule.placement)
+            stages = count_stages(name, ranks)
             if layers is None or len(layers) != stages:
                 layers = self._splits(it, looping(ranks, stages // ranks))[0]
-            costs = self.predictor.costs(it, schedule.placement, layers)
-            costs = under_megatron(costs) if is_stock else costs
-            return self.predictor.evaluated(it, schedule, costs, always=always, is_stock=is_stock)
+            return self.predictor.named(it, layers, is_stock, always)
         except ScheduleError:
             return None
 

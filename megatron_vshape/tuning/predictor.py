@@ -15,6 +15,7 @@ from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.pieces import under_megatron
 from megatron_vshape.core.model.placement import Placement, default_placements
 from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline
 from megatron_vshape.core.paper.catalogue import EVERY_NAME
@@ -107,16 +108,27 @@ class Predictor:
     def __call__(self, it: Configuration) -> Prediction:
         """Predict the configuration."""
         try:
-            if it.schedule == ADAPTIVE:
-                return self._planned(it)
-            schedule = named(it.schedule, it.pipeline_parallel, it.num_microbatches)
-            costs = self.costs(it, schedule.placement)
+            return self._planned(it) if it.schedule == ADAPTIVE else self.named(it)
         except SweepError as error:
             return Prediction(it, Verdict.NO_PLAN, 0.0, reason=str(error))
-        try:
-            return self.evaluated(it, schedule, costs)
         except ScheduleError as error:
             raise SweepError(f"{it}: {error}") from None
+
+    def named(
+        self,
+        it: Configuration,
+        layers: Sequence[int] | None = None,
+        is_stock: bool = False,
+        always: bool = False,
+    ) -> Prediction:
+        """Predict the configuration's published schedule, for these layers or the layout's.
+
+        Its times too if it does not fit with `always`; with `is_stock` as stock Megatron runs it.
+        """
+        schedule = named(it.schedule, it.pipeline_parallel, it.num_microbatches)
+        costs = self.costs(it, schedule.placement, layers)
+        costs = under_megatron(costs) if is_stock else costs
+        return self.evaluated(it, schedule, costs, always=always, is_stock=is_stock)
 
     def survey(
         self, configurations: Iterable[Configuration], margin: float
