@@ -5,10 +5,10 @@ Unknown keys are rejected, since an ignored misspelled key would silently give a
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import yaml  # type: ignore[import-untyped]
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
@@ -63,16 +63,21 @@ Format = Literal["given", "bf16", "fp8", "fp8-delayed", "fp8-blockwise", "mxfp8"
 
 class _File(BaseModel):
     model_config = ConfigDict(frozen=True)
+    REMOVED: ClassVar[Mapping[str, str]] = {}
+    """Keys of earlier versions that are ignored, and the reasons."""
 
     @model_validator(mode="before")
     @classmethod
     def _known_keys(cls, data: Any) -> Any:
         """Reject unknown keys before missing ones, because a missing key may be misspelled."""
-        unknown = (
-            [key for key in data if key not in cls.model_fields] if isinstance(data, dict) else []
-        )
-        if unknown:
-            names = ", ".join(f"{key:.60}" for key in map(str, unknown[:MOST_NAMED]))
+        if not isinstance(data, dict):
+            return data
+        for name, reason in cls.REMOVED.items():
+            if data.get(name):
+                logger.warning("%s is ignored: %s", name, reason)
+        data = {key: value for key, value in data.items() if key not in cls.REMOVED}
+        if unknown := [str(key) for key in data if key not in cls.model_fields]:
+            names = ", ".join(f"{key:.60}" for key in unknown[:MOST_NAMED])
             more = f" and {len(unknown) - MOST_NAMED} more" * (len(unknown) > MOST_NAMED)
             known = ", ".join(sorted(cls.model_fields))
             raise ValueError(f"unknown key{'s' * (len(unknown) > 1)} {names}{more}; known: {known}")
@@ -158,6 +163,7 @@ class HostLink(_File):
 class Cluster(_File):
     """Nodes of equal devices; rates are in GB/s (10^9) per device and direction."""
 
+    REMOVED = {"shared_processors": "every device is assumed to have processors of its own."}
     name: Title
     nodes: Positive
     devices_per_node: Positive
@@ -166,8 +172,6 @@ class Cluster(_File):
     between_nodes_gb_per_s: Rate
     host_link: HostLink | None = None  # None: no offloading
     backend: Literal["nccl", "gloo"] = "nccl"
-    # Processors that all devices of a node share, such as ranks on a laptop; None: not shared.
-    shared_processors: Positive | None = None
     # Rates that differ from those fitted for the GPU; add the source as a comment.
     assumptions: dict[str, Rate] = Field(default_factory=dict)
 
@@ -267,6 +271,10 @@ class Sweep(_File):
     given directly. Workloads default to the command's.
     """
 
+    REMOVED = {
+        "measured_costs": "sweep counts the work of every configuration. Use plan --costs to plan "
+        "for measured costs."
+    }
     name: Name
     model: FilePath | None = None
     cluster: FilePath
@@ -277,16 +285,6 @@ class Sweep(_File):
     post_validation: bool = False
     pruning: Pruning = Pruning()
     run: RunPart = RunPart()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_removed_keys(cls, data: dict[Any, Any]) -> dict[Any, Any]:
-        if data.get("measured_costs"):
-            logger.warning(
-                "measured_costs is ignored: sweep counts the work of every configuration. Use "
-                "plan --costs to plan for measured costs."
-            )
-        return {key: value for key, value in data.items() if key != "measured_costs"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,6 @@ class Machine:
     known: bool = True  # whether the rates are for this GPU
     copies: bool = False  # whether plans offload activations to the hosts
     in_host_bytes: float = math.inf  # host memory per device for them
-    shared_processors: int | None = None  # that all devices share, such as ranks on a laptop
 
     @classmethod
     def of(cls, cluster: "Cluster") -> "Machine":
@@ -77,7 +76,6 @@ class Machine:
             bool(named),
             link is not None,
             math.inf if most is None else filled(most * GIB),
-            cluster.shared_processors,
         )
 
     def copied(self, costs: Costs) -> Costs:

@@ -241,8 +241,10 @@ class Predictor:
                 return found
         timeline = timeline or simulate(schedule, costs)
         after_us = self.counts(it).after_us(costs, schedule.placement)
-        step_s = 1e-6 * (self._pipeline_us(timeline) + after_us)
-        bubble = timeline.span_bubble if self.post_validation else timeline.bubble
+        passes_us, bubble = timeline.makespan, timeline.bubble
+        if self.post_validation:  # no barrier between steps
+            passes_us, bubble = timeline.span, timeline.span_bubble
+        step_s = 1e-6 * (passes_us + after_us)
         return replace(found, step_s=step_s, mfu=self.mfu(it, step_s), bubble=bubble)
 
     def mfu(self, it: Configuration, step_s: float) -> float:
@@ -277,20 +279,6 @@ class Predictor:
         if not found:
             raise SweepError(reasons[0])
         return min(found, key=step)
-
-    def _pipeline_us(self, timeline: Timeline) -> float:
-        """Return the time of the passes; without a barrier between steps, the maximum per device.
-
-        With processors shared among devices, this is at least the work divided by the processors.
-        """
-        passes = timeline.span if self.post_validation else timeline.makespan
-        shared = self.machine.shared_processors
-        if shared is None:
-            return passes
-        rows = zip(timeline.starts, timeline.ends, strict=True)
-        work = sum(sum(ends) - sum(starts) for starts, ends in rows)
-        replicas = self.machine.num_devices / timeline.schedule.num_devices
-        return max(passes, work * replicas / shared)
 
 
 def _placements(it: Configuration) -> Sequence[Placement]:

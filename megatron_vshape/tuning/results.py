@@ -79,8 +79,10 @@ _TABLES = (
 def key_of(configuration: Configuration, loaded: Loaded) -> str:
     """Return the identity of a run: a different command or plan is a different run."""
     run = loaded.sweep.run
-    # Defaults of fields that older files lack must not change the keys of existing runs.
-    unset = {"host_link"} if loaded.cluster.host_link is None else set[str]()
+    # Keys of existing runs must not change: older files lack some fields, others were removed.
+    cluster = loaded.cluster.model_dump(mode="json") | {"shared_processors": None}
+    if cluster["host_link"] is None:
+        del cluster["host_link"]
     it = asdict(configuration)
     if it["expert_parallel"] == 1:
         del it["expert_parallel"]
@@ -89,7 +91,7 @@ def key_of(configuration: Configuration, loaded: Loaded) -> str:
     what = {
         "combination": it,
         "model": loaded.subject.identity,
-        "cluster": loaded.cluster.model_dump(mode="json", exclude=unset),
+        "cluster": cluster,
         "costs": None,  # earlier versions planned for measured costs
         "post_validation": loaded.sweep.post_validation,
         "steps": [run.warmup_steps, run.measured_steps, run.statistic],

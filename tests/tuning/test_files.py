@@ -99,13 +99,15 @@ def test_wrong_sweep(tmp_path: Path, over: dict[str, Any], text: str) -> None:
         expand(load_sample(tmp_path, sweep=over))
 
 
-def test_an_old_sweep_with_measured_costs_loads(
+def test_removed_keys_of_old_files_are_ignored_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     entry = {"costs": "costs.json", "layers_per_stage": 2, "sequence_length": 64}
-    found = load_sample(tmp_path, sweep={"measured_costs": [entry]})
+    old = {"sweep": {"measured_costs": [entry]}, "cluster": {"shared_processors": 1}}
+    found, plain = load_sample(tmp_path, **old), load_sample(tmp_path)
+    assert (found.sweep, found.cluster) == (plain.sweep, plain.cluster)
     assert "measured_costs is ignored: sweep counts the work" in caplog.text
-    assert found.sweep == load_sample(tmp_path).sweep
+    assert "shared_processors is ignored: every device" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -53,16 +53,6 @@ def test_more_of_what_should_slow_a_step_slows_it(tmp_path: Path) -> None:
     assert predict(again).peak_bytes < predict(one).peak_bytes
 
 
-def test_shared_processors_make_bubbles_free(tmp_path: Path) -> None:
-    alone = load_sample(tmp_path)
-    shared = load_sample(tmp_path, cluster={"shared_processors": 1})
-    it = expand(alone).possible[0]
-    found, slower = predictor_of(alone)(it).step_s, predictor_of(shared)(it).step_s
-    assert found is not None
-    assert slower is not None
-    assert 1.5 * found < slower < 2 * found
-
-
 def test_an_adaptive_plan_is_on_its_placement(tmp_path: Path) -> None:
     (it,) = expand(load_sample(tmp_path, sweep={"grid": ADAPTIVE_GRID})).possible
     costs = Costs.uniform(2, 4, 1.0, 1.0, 1.0, 0.0)

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tuning.samples import CLUSTER, SWEEP, load_sample
+from tuning.samples import CLUSTER, ROOT, SWEEP, load_sample
 
 from megatron_vshape.tuning.configurations import Configuration, Layout, SweepError
+from megatron_vshape.tuning.files import load_sweep
 from megatron_vshape.tuning.grid import expand
 from megatron_vshape.tuning.results import (
     Outcome,
@@ -236,6 +237,12 @@ def test_no_write_ahead_log_which_network_file_systems_cannot_have(tmp_path: Pat
         assert results.ended() == {"a", "b"}
         results.record("c", "test", RESULT)
         assert not copy.with_name("copy.db-wal").exists()
+
+
+def test_the_key_of_a_run_is_that_of_earlier_versions() -> None:
+    """A sweep that an earlier version started is resumed, so the key must not change."""
+    loaded = load_sweep(ROOT / "configs" / "sweeps" / "laptop.yaml")
+    assert key_of(expand(loaded).possible[0], loaded) == "9b4b21fe510a196d"
 
 
 @pytest.mark.parametrize(
