@@ -395,7 +395,7 @@ def grid_search() -> Iterator[str]:
     yield wrap(
         "Source: arXiv 2405.15362, best MFU of each method in percent. Each row is predicted at "
         "the configuration that was published as the best. `bash scripts/reproduce_grid_search.sh` "
-        "prints the configurations that are *predicted* to be the best, and all assumptions."
+        "compares the configurations that are *predicted* to be the best."
     )
     head = ["sequence", "schedule", "DP TP PP microbatch", "published", "predicted", "ratio"]
     yield "\n" + table([head, *cells], text_columns=3)

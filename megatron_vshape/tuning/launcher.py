@@ -309,13 +309,12 @@ def dry_run(
     show: Callable[[str], None],
 ) -> None:
     """Show the command of every run, for a shell on a node, instead of running it."""
-    nodes, where = loaded.cluster.nodes, "--standalone"
+    nodes = loaded.cluster.nodes
+    where = " ".join(worker.rendezvous(nodes, '"$NODE"', '"$HOST"'))
     if nodes > 1:
         show(
             f"# on each of {nodes} nodes, with its number as NODE and the first one's name as HOST"
         )
-        where = f'--nnodes {nodes} --node-rank "$NODE" --master-addr "$HOST" --master-port '
-        where += str(worker.FIRST_PORT)
     for each in chosen:
         job = _job_of(loaded, each, folder / key_of(each.configuration, loaded))
         variables = [f"{name}={shlex.quote(value)}" for name, value in job.environment.items()]

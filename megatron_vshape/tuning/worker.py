@@ -129,12 +129,20 @@ def _told_to_end(folder: Path) -> Iterator[list[int]]:
 def _this_node(num_nodes: int) -> tuple[int, tuple[str, ...]]:
     """Return this node's index in the job, and torchrun's rendezvous flags."""
     if num_nodes == 1:
-        return 0, ("--standalone",)
+        return 0, rendezvous(1)
     environment = submitit.JobEnvironment()
-    node, first_host = environment.node, environment.hostnames[0]
-    port = FIRST_PORT + int(environment.raw_job_id) % NUM_PORTS
-    return node, (
-        *("--nnodes", str(num_nodes), "--node-rank", str(node)),
+    node, port = environment.node, FIRST_PORT + int(environment.raw_job_id) % NUM_PORTS
+    return node, rendezvous(num_nodes, str(node), environment.hostnames[0], port)
+
+
+def rendezvous(
+    num_nodes: int, node: str = "", first_host: str = "", port: int = FIRST_PORT
+) -> tuple[str, ...]:
+    """Return torchrun's flags for the ranks of a node to find those of the others."""
+    if num_nodes == 1:
+        return ("--standalone",)
+    return (
+        *("--nnodes", str(num_nodes), "--node-rank", node),
         *("--master-addr", first_host, "--master-port", str(port)),
     )
 
