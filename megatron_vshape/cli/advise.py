@@ -39,6 +39,7 @@ from megatron_vshape.tuning.configurations import (
     ADAPTIVE,
     GIVEN,
     NONE,
+    POST_VALIDATION,
     SIZES,
     Configuration,
     Subject,
@@ -129,18 +130,7 @@ def _advice(
     options: argparse.Namespace, subject: Subject, keep: Sequence[str]
 ) -> tuple[Advice, list[str]]:
     """Count the configurations to compare, and list those left out with their reasons."""
-    grid: list[Configuration] = []
-    if options.grid is None:
-        machine = machine_of(options)
-    else:
-        check_installed("--grid", "sweep", "pydantic", "yaml")
-        from megatron_vshape.tuning.files import load_sweep
-        from megatron_vshape.tuning.grid import expand
-
-        loaded = load_sweep(options.grid, options.command)
-        given = options.gpus is not None or options.cluster is not None
-        machine = machine_of(options) if given else Machine.of(loaded.cluster)
-        grid = list(expand(loaded, machine).possible)
+    machine, grid, post_validation = _grid(options, subject)
     gpu, own = machine.gpu, own_configuration(subject, machine.num_devices)
     left_out, others = [], []
     for it in () if grid else neighbors(own, subject, machine.num_devices, keep):
@@ -151,7 +141,7 @@ def _advice(
             others.append(it)
     counts = Counts(subject, machine, lambda: dry_run_config(options, subject.command, gpu))
     headroom_bytes = headroom_bytes_of(options.headroom, gpu.memory_bytes)
-    predictor = Predictor(subject, machine, counts, headroom_bytes=headroom_bytes)
+    predictor = Predictor(subject, machine, counts, post_validation, headroom_bytes)
     case = _case_of(subject.command, gpu)
     advice = Advice(predictor, own, case, options.seconds, grid=grid)
     with told(lambda us: f"{us * 1e-6:.1f} s"):
@@ -167,6 +157,35 @@ def _advice(
         except SweepError as error:
             left_out.append(f"{_sizes(it, subject)}: {error}")
     return advice, left_out
+
+
+def _grid(
+    options: argparse.Namespace, subject: Subject
+) -> tuple[Machine, list[Configuration], bool]:
+    """Return the GPUs, the configurations of --grid, and whether they use post-validation.
+
+    Raises:
+        ScheduleError: --grid has other workloads than the command.
+    """
+    if options.grid is None:
+        return machine_of(options), [], False
+    check_installed("--grid", "sweep", "pydantic", "yaml")
+    from megatron_vshape.tuning.files import load_sweep
+    from megatron_vshape.tuning.grid import expand
+
+    loaded = load_sweep(options.grid, options.command)
+    given = options.gpus is not None or options.cluster is not None
+    machine = machine_of(options) if given else Machine.of(loaded.cluster)
+    # Step times of other sequence lengths or batches are not comparable with that of the command.
+    sequence, batch = workload = own_configuration(subject, machine.num_devices).workload
+    grid = [it for it in expand(loaded, machine).possible if it.workload == workload]
+    if not grid:
+        raise ScheduleError(
+            f"--grid {options.grid} has no configuration for the workload of the command "
+            f"({sequence} tokens, batch {batch}): remove workloads from the file, or set "
+            "--seq-length and --global-batch-size to one of them"
+        )
+    return machine, grid, loaded.sweep.post_validation
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -383,6 +402,8 @@ def _flags(advice: Advice, options: argparse.Namespace, rows: Rows, row: Predict
         if it.schedule == ADAPTIVE:
             keep = "--keep " + ",".join(KEEP)
             target = f"plan.json (written by advise {keep} --export plan.json with these sizes)"
+    if advice.predictor.post_validation:
+        words += POST_VALIDATION
     split = ",".join(map(str, row.layers)) if len(set(row.layers)) > 1 else ""
     return words + [
         f"{flag} {value}".strip()

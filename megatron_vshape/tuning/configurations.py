@@ -242,6 +242,9 @@ FLAGS = {
 
 SCHEDULE = "--pipeline-schedule"
 
+POST_VALIDATION = ("--optimizer-post-validation", "--rerun-mode disabled")
+"""Flags of runs with post-validation: Megatron's rerun check would synchronize all ranks."""
+
 
 def schedule_flags(schedule: str, split: str = "", vocab_parallel: bool = False) -> dict[str, str]:
     """Return this package's flags for a schedule, a layer split and vocabulary parallelism."""

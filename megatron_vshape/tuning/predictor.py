@@ -242,7 +242,7 @@ class Predictor:
         timeline = timeline or simulate(schedule, costs)
         after_us = self.counts(it).after_us(costs, schedule.placement)
         passes_us, bubble = timeline.makespan, timeline.bubble
-        if self.post_validation:  # no barrier between steps
+        if self.post_validation and not is_stock:  # no barrier between steps
             passes_us, bubble = timeline.span, timeline.span_bubble
         step_s = 1e-6 * (passes_us + after_us)
         return replace(found, step_s=step_s, mfu=self.mfu(it, step_s), bubble=bubble)

@@ -5,6 +5,7 @@ from pathlib import Path
 from megatron_vshape.core.model.layers import AUTO_SPLIT
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.tuning.configurations import (
+    POST_VALIDATION,
     Configuration,
     Layout,
     count_stages,
@@ -40,8 +41,7 @@ def trainer_command(
     if schedule_file is not None and link is not None and link.memory_gib is not None:
         flags += ["--pipeline-host-memory-limit", str(link.memory_gib)]
     if loaded.sweep.post_validation:
-        # Megatron's rerun check would synchronize all ranks, as the gradient norm does.
-        flags += "--optimizer-post-validation --rerun-mode disabled".split()
+        flags += " ".join(POST_VALIDATION).split()
     if subject.translated:
         flags += _TRAINING
     return [run.script, *flags, *run.arguments, *it.arguments]

@@ -217,3 +217,33 @@ def test_advise_reads_the_grid_of_an_old_sweep_file(
     shown = capsys.readouterr().out
     assert shown.startswith("Recommendation")
     assert "Without a pipeline (FSDP2): " in shown.replace("\n", " ")
+
+
+def test_a_grid_is_compared_for_the_workload_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step of a shorter sequence is no faster configuration; post-validation is a flag."""
+    monkeypatch.setattr("megatron_vshape.cli.advise.Counts", Fake)
+    workloads = [{"sequence_length": length, "global_batch_size": 8} for length in (16, 64)]
+    file = tmp_path / "advice.json"
+
+    def advise(**sweep: Any) -> int:
+        path = write_sweep(tmp_path, sweep=sweep)
+        command = ["advise", "--grid", str(path), "--json", str(file), "--headroom", "0"]
+        return main([*command, "--", "pretrain_gpt.py", *SMALL.split()])
+
+    found = {}
+    for name, sweep in {
+        "one": {},
+        "two": {"workloads": workloads},
+        "post-validated": {"post_validation": True},
+    }.items():
+        assert advise(**sweep) == 0
+        found[name] = json.loads(file.read_text())
+    assert found["one"] == found["two"]
+    assert found["post-validated"]["stock"] == found["one"]["stock"]
+    assert "--optimizer-post-validation" in found["post-validated"]["best"]["flags"]
+    assert found["post-validated"]["best"]["step_s"] <= found["one"]["best"]["step_s"]
+    capsys.readouterr()
+    assert advise(workloads=workloads[:1]) == 2
+    assert "has no configuration for the workload of the command (64" in capsys.readouterr().err
