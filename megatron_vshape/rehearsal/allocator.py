@@ -162,7 +162,11 @@ class _Pool:
 
 
 class Allocator:
-    """State of the allocator; `reserved` is the memory that it has from the GPU, in bytes."""
+    """State of the allocator in bytes.
+
+    `reserved` is the memory from the GPU, and `allocated` the sum of the blocks in use: with
+    cudaMalloc, a block can be up to 1 MiB larger than its request.
+    """
 
     def __init__(self, settings: AllocatorSettings, memory_bytes: int = _NO_LIMIT) -> None:
         """Start with no reserved memory.
@@ -172,7 +176,7 @@ class Allocator:
             memory_bytes: memory of the GPU that the allocator can reserve.
         """
         self.settings, self.memory_bytes = settings, memory_bytes
-        self.reserved = self.most_reserved = 0
+        self.reserved = self.most_reserved = self.allocated = self.most_allocated = 0
         self.next_address = _GAP  # of cudaMalloc; the driver's own choice is not documented
         self._pools: dict[tuple[bool, int], _Pool] = {}
         self._ranges = 0
@@ -196,11 +200,14 @@ class Allocator:
         if self._splits(block, size):
             pool.add(block.cut(size))
         block.is_free = False
+        self.allocated += block.size
+        self.most_allocated = max(self.most_allocated, self.allocated)
         return block
 
     def free(self, block: Block) -> None:
         """Return a block to its pool."""
         block.is_free = True
+        self.allocated -= block.size
         block.pool.add(block.pool.merged(block))
 
     def empty_cache(self) -> None:
@@ -331,19 +338,29 @@ class Lifetime(NamedTuple):
     died: int | None  # None: never
 
 
-def reserved_bytes(
+class Replayed(NamedTuple):
+    """Result of a replay in bytes; allocated memory is that of torch.cuda.memory_allocated."""
+
+    reserved: int  # peak
+    allocated: int  # peak
+    unsplit: int  # at the end: blocks in use beyond the rounded requests
+
+
+def replay(
     lives: Sequence[Lifetime], emptied: Sequence[int], last_step: int, settings: AllocatorSettings
-) -> int:
-    """Compute the peak of the reserved memory of a dry run.
+) -> Replayed:
+    """Replay the allocations of a dry run.
 
     Args:
         lives: storages of the run, in the order of their allocation.
         emptied: clock of each call of `torch.cuda.empty_cache`.
-        last_step: clock at the start of the last step, which is repeated.
+        last_step: clock at the start of the last step, which is repeated for the reserved memory.
         settings: settings of torch's allocator.
     """
     allocator = Allocator(settings)
     _replay(allocator, lives, emptied)
+    allocated, held = allocator.most_allocated, allocator.allocated
+    unsplit = held - sum(settings.rounded(each.size) for each in lives if each.died is None)
     # Without storages that stay: a repeated step would allocate them again.
     step = [each for each in lives if each.born >= last_step and each.died is not None]
     for _ in range(MOST_REPEATS):
@@ -351,7 +368,7 @@ def reserved_bytes(
         _replay(allocator, step, ())
         if allocator.most_reserved == before:
             break
-    return allocator.most_reserved
+    return Replayed(allocator.most_reserved, allocated, unsplit)
 
 
 def _replay(allocator: Allocator, lives: Sequence[Lifetime], emptied: Sequence[int]) -> None:

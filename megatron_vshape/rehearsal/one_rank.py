@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_vshape.mcore.refusals import captures_graphs
 from megatron_vshape.rehearsal import adjustments, exchanges, ours, repeats, routing
 from megatron_vshape.rehearsal.adjustments import wrap
-from megatron_vshape.rehearsal.allocator import AllocatorSettings, Lifetime, reserved_bytes
+from megatron_vshape.rehearsal.allocator import AllocatorSettings, Lifetime, Replayed, replay
 from megatron_vshape.rehearsal.device import Current, on_host
 from megatron_vshape.rehearsal.gpus import GPUS, Gpu
 from megatron_vshape.rehearsal.graph_pools import GraphPool
@@ -340,19 +340,21 @@ class _Run:
         at_peak = ledger.held_at(ledger.peak_at)
         parameters = [_parameters(chunk) for chunk in self.chunks]
         graphs = None if self.pool is None else self.pool.peaks()
+        replayed = self._replayed()
+        peak = max(ledger.peak, replayed.allocated)
         return RankReport(
             name=self.job.name,
             rank=self.job.rank,
             stage=self.job.stage,
-            peak_bytes=ledger.peak,
+            peak_bytes=peak,
             graph_bytes=graphs,
             communicators=len({key[1:] for key in work.exchanges if key[2] > 1}),
-            reserved_bytes=self._reserved(0 if graphs is None else graphs.pool + graphs.inputs),
-            held_bytes=self.held[-1],
+            reserved_bytes=replayed.reserved + (graphs.pool + graphs.inputs if graphs else 0),
+            held_bytes=self.held[-1] + replayed.unsplit,
             held_parts=self.held_parts,
             first_step_held_bytes=self.held[0],
             after_setup_bytes=self.after_setup,
-            parts=_parts(at_peak, ledger.peak),
+            parts=_parts(at_peak, peak),
             when=PeakMoment(ledger.peak_phase, ledger.peak_place),
             holders=_holders(at_peak),
             time=step_time(work, self.job.hardware, scale),
@@ -379,8 +381,8 @@ class _Run:
             host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )
 
-    def _reserved(self, graph_bytes: int) -> int:
-        """Compute the reserved memory with the allocator's settings of the run."""
+    def _replayed(self) -> Replayed:
+        """Replay the allocations outside of CUDA graphs with the allocator settings of the run."""
         lives = [
             Lifetime(each.size, each.born, None if each.died == NEVER else each.died)
             for each in self.ledger.records
@@ -391,8 +393,7 @@ class _Run:
         registers = bool(getattr(self.args, "nccl_ub", False))
         settings = AllocatorSettings.of_run(os.environ, self.job.schedule, registers)
         ledger = self.ledger
-        found = reserved_bytes(lives, ledger.emptied, ledger.step_start, settings)
-        return found + graph_bytes
+        return replay(lives, ledger.emptied, ledger.step_start, settings)
 
     def _sizes(self) -> ParallelSizes:
         args = self.args

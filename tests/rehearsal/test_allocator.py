@@ -8,7 +8,7 @@ from megatron_vshape.rehearsal.allocator import (
     AllocatorSettings,
     Lifetime,
     OutOfMemoryError,
-    reserved_bytes,
+    replay,
 )
 
 FIXED, EXPANDABLE = AllocatorSettings(), AllocatorSettings(expandable_segments=True)
@@ -121,6 +121,12 @@ def test_blocks_of_other_streams_are_not_reused() -> None:
 def test_the_last_step_is_repeated_and_fragments_memory() -> None:
     """A longer-lived small tensor splits the block of the large one in the next step."""
     lives = [Lifetime(100 * MIB, 1, 3), Lifetime(40 * MIB, 4, None), Lifetime(100 * MIB, 5, 6)]
-    assert reserved_bytes(lives, [], 5, FIXED) == 200 * MIB
-    assert reserved_bytes(lives, [4], 5, FIXED) == 140 * MIB  # the cache is emptied before
-    assert reserved_bytes(lives, [], 5, EXPANDABLE) == 140 * MIB
+    assert replay(lives, [], 5, FIXED).reserved == 200 * MIB
+    assert replay(lives, [4], 5, FIXED).reserved == 140 * MIB  # the cache is emptied before
+    assert replay(lives, [], 5, EXPANDABLE).reserved == 140 * MIB
+
+
+def test_a_rest_of_a_block_that_is_not_split_counts_as_allocated() -> None:
+    lives = [Lifetime(11 * MIB + MIB // 2, 1, None), Lifetime(2 * MIB, 2, 3)]
+    assert replay(lives, [], 1, FIXED)[1:] == (14 * MIB, MIB // 2)  # torch reserves even MiB
+    assert replay(lives, [], 1, EXPANDABLE)[1:] == (13 * MIB + MIB // 2, 0)
