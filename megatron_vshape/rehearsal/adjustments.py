@@ -27,6 +27,7 @@ def install() -> None:
     _keep_meshes_real()
     _trust_other_ranks()
     _let_offload_take_fake_tensors()
+    _use_one_memory_pool()
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -114,3 +115,18 @@ def _let_offload_take_fake_tensors() -> None:
             kind._can_manage_tensor_for_offload = staticmethod(
                 lambda tensor: not isinstance(tensor, torch.nn.Parameter)
             )
+
+
+def _use_one_memory_pool() -> None:
+    """Allocate --use-nccl-ub's buffers as others: their pool is an extension, built on a GPU."""
+    with suppress(ImportError):
+        allocator = importlib.import_module("megatron.core.nccl_allocator")
+        for name in (
+            "init",
+            "create_nccl_mem_pool",
+            "register_mem_pool",
+            "nccl_mem",
+            "MultiGroupMemPoolAllocator",
+            "MemPoolAllocatorWithoutRegistration",
+        ):
+            setattr(allocator, name, _Nothing)

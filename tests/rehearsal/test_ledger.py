@@ -16,7 +16,7 @@ import json, sys, traceback
 from dataclasses import asdict
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from megatron_vshape.rehearsal import device, mamba, routing, te_kernels, values
+from megatron_vshape.rehearsal import adjustments, device, mamba, routing, te_kernels, values
 from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.ledger import Ledger, fused
 device.install()
@@ -389,6 +389,17 @@ CASES = {
         plain, clipped = [(128, 2, 4, 64), (2, 4, 128, 1), (2,)], (2, 4, 128, 1)
         assert attention() == attention(False) == attention(False, True) == plain
         assert attention(True) == attention(True, False) == [*plain[:2], clipped, *plain[2:]]
+    """,
+    "buffers in NCCL's memory pool count as others": """
+        from functools import partial
+        from megatron.core import nccl_allocator
+        adjustments._use_one_memory_pool()
+        nccl_allocator.init()
+        pool = nccl_allocator.create_nccl_mem_pool(symmetric=True)
+        context = partial(nccl_allocator.nccl_mem, pool, group=None, symmetric=True)
+        with context():
+            buffer = gpu(MIB)
+        assert ledger.now == 4 * MIB
     """,
     "a transformer engine product returns its shape": """
         product = te_kernels.functions()["generic_gemm"]
