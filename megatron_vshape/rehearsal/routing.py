@@ -21,13 +21,16 @@ class Routing:
     experts = 1
     imbalance = 1.0
     capacity_factor: float | None = None  # of an expert's tokens, beyond which they are dropped
+    multiple = 1  # of an expert's tokens, to which they are padded
+    padded = 0  # number of counts that are padded
+    unit = 1  # of the padded rows
 
     @classmethod
     def sent(cls, tokens: int, pads: bool = False) -> int:
         """Return the rows of a rank's tokens for all experts; `pads` up to the capacity."""
         rows = tokens * cls.topk
         if cls.capacity_factor is None:
-            return rows
+            return cls._padded(rows)
         most = math.ceil(rows / cls.experts * cls.capacity_factor) * cls.experts
         return most if pads else min(rows, most)
 
@@ -35,23 +38,41 @@ class Routing:
     def received(cls, tokens: int) -> int:
         """Return the rows of this rank's experts, if all ranks of the group have these tokens."""
         rows = int(tokens * cls.topk * cls.imbalance)
-        return rows if cls.capacity_factor is None else min(rows, cls.sent(tokens, pads=True))
+        if cls.capacity_factor is None:
+            return cls._padded(rows)
+        return min(rows, cls.sent(tokens, pads=True))
 
-    @staticmethod
-    def counts(rows: int, local: int) -> Tensor:
+    @classmethod
+    def _padded(cls, rows: int) -> int:
+        """Add the mean padding, half a multiple for each count, as counts are random."""
+        if cls.multiple == 1:
+            return rows
+        return round((rows + cls.padded * (cls.multiple - 1) / 2) / cls.unit) * cls.unit
+
+    @classmethod
+    def counts(cls, rows: int, local: int) -> Tensor:
         """Return the tokens of each local expert as a tensor with known values."""
-        each = rows // local
+        each = rows // (local * cls.multiple) * cls.multiple
         with on_host():
             return known([each] * (local - 1) + [rows - each * (local - 1)])
 
 
 def install(args: Any, imbalance: float) -> None:
     """Make Megatron's dispatchers use these counts instead of the router's."""
-    from megatron.core.transformer.moe import token_dispatcher
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     Routing.topk, Routing.experts = args.moe_router_topk, args.num_experts
     Routing.imbalance = imbalance
     Routing.capacity_factor = getattr(args, "moe_expert_capacity_factor", None)
+    if any(getattr(args, name, False) for name in _PADS):
+        align: Any = moe_utils
+        Routing.multiple = align.get_align_size_for_quantization(args)
+        ranks = args.expert_model_parallel_size
+        if args.moe_token_dispatcher_type == "flex":  # pads tokens of its experts on arrival
+            Routing.padded, Routing.unit = args.num_experts // ranks, Routing.multiple
+        else:  # each rank pads its tokens of all experts
+            Routing.padded = args.num_experts
+            Routing.unit = Routing.multiple * ranks * args.expert_tensor_parallel_size
     dispatchers: Any = token_dispatcher
     dispatchers.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _exchanged
     gather = dispatchers.MoEAllGatherTokenDispatcher.dispatch_postprocess
@@ -67,10 +88,14 @@ def install(args: Any, imbalance: float) -> None:
     if getattr(dispatchers, "fused_dispatch", None) is not None:
         wrap(dispatchers, "fused_dispatch", _dispatched)
         dispatchers._DeepepManager._indices_to_multihot = _multihot
+        dispatchers._DeepepManager._pad_routing_map = lambda self, *padded: padded
     if hasattr(dispatchers, "_HybridEPManager"):
         wrap(dispatchers._HybridEPManager, "setup_metadata", _padded)
     tensor: Any = Tensor
     tensor.masked_select = _routed
+
+
+_PADS = "moe_router_padding_for_quantization", "moe_router_padding_for_fp8"
 
 
 def _exchanged(self: Any, point: Any, tokens_per_expert: Any = None) -> Tensor:
@@ -80,7 +105,7 @@ def _exchanged(self: Any, point: Any, tokens_per_expert: Any = None) -> Tensor:
         rows = Routing.sent(self.routing_map.shape[0], pads=True)
         return Routing.counts(rows * shards, local)
     tokens = Routing.sent(self.routing_map.shape[0])
-    unit = ranks * local * shards
+    unit = ranks * shards * (local if Routing.multiple == 1 else Routing.multiple)
     if isinstance(getattr(self, "num_out_tokens", None), Tensor):
         self.num_out_tokens = tokens
     got = Routing.received(self.routing_map.shape[0]) if ranks > 1 else tokens
@@ -126,6 +151,11 @@ def _permuted(call: Callable[..., Any], tokens: Tensor, routing_map: Tensor, **o
     counts = options.get("tokens_per_expert")
     known_counts = None if counts is None else values_of(counts)
     if known_counts is not None:
+        align = options.pop("align_size", 0) if options.get("fused") else 0
+        if align:  # the kernel that also pads reads the number of padded rows
+            known_counts = [-(-each // align) * align for each in known_counts]
+            with on_host():
+                options["tokens_per_expert"] = known(known_counts)
         options["num_out_tokens"] = sum(known_counts)
     elif not options.get("num_out_tokens", 1):
         options["num_out_tokens"] = _rows_of(routing_map, routing_map.shape[1])

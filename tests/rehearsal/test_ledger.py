@@ -308,8 +308,29 @@ CASES = {
         given.moe_expert_capacity_factor = None
         routing.install(given, 1.0)
     """,
+    "padding of each expert to a multiple adds half a multiple on average": """
+        import argparse
+        given = argparse.Namespace(
+            moe_router_topk=2, num_experts=8, moe_router_padding_for_quantization=True,
+            expert_model_parallel_size=4, expert_tensor_parallel_size=1, fp8="hybrid",
+            fp8_recipe="mxfp8", fp4=None, use_transformer_engine_op_fuser=False,
+            moe_token_dispatcher_type="alltoall",
+        )
+        routing.install(given, 1.0)
+        routed = routing.Routing
+        assert routed.sent(1024) == 2048 + 128  # 8 experts x 15.5 is 124
+        assert routed.received(1024) == 2048 + 128
+        assert routed.counts(2176, 2).tolist() == [1088, 1088]  # multiples of 32
+        assert routed.counts(2208, 2).tolist() == [1088, 1120]
+        given.moe_token_dispatcher_type = "flex"  # pads the two experts of this rank
+        routing.install(given, 1.0)
+        assert routed.received(1024) == 2048 + 32
+        routed.multiple = 1
+        assert routed.received(1024) == 2048
+    """,
     "experts get the rows that routing sends to them": """
-        routing.Routing.topk, routing.Routing.experts = 2, 8
+        routed = routing.Routing
+        routed.topk, routed.experts = 2, 8
         tokens, mine = gpu(64, 16), gpu(64, 4, dtype=torch.bool)
         rows = []
         def permute(tokens, routing_map, num_out_tokens):
@@ -317,6 +338,11 @@ CASES = {
         routing._permuted(permute, tokens, mine, num_out_tokens=mine.sum().item())
         routing._permuted(permute, tokens, mine, num_out_tokens=24)
         assert rows == [64, 24]
+        options = dict(tokens_per_expert=routed.counts(72, 4), num_out_tokens=72, fused=True)
+        def padded(tokens, routing_map, num_out_tokens, tokens_per_expert, **fused):
+            return num_out_tokens, tokens_per_expert.tolist(), fused
+        found = routing._permuted(padded, tokens, mine, **options, align_size=16)
+        assert found == (128, [32] * 4, {"fused": True}), found
         assert routing._routed(gpu(4, 64), mine.t()).shape == (64,)
         assert values.KnownNumbers([8, 8]).T.ravel().tolist() == [8, 8]
     """,
