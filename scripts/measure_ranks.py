@@ -184,8 +184,7 @@ def rehearse(args: argparse.Namespace) -> int:
 
 def rehearsal(each: Mapping[str, Any], gpu: str, name: str) -> dict[str, Any]:
     """Return the job that rehearses what was measured."""
-    from megatron_vshape.rehearsal.flags import Command, environment_of, without_files
-    from megatron_vshape.rehearsal.ranks import SCHEDULE
+    from megatron_vshape.rehearsal.flags import SCHEDULE, Command, environment_of, without_files
 
     command = Command(str(SCRIPT), tuple(each["flags"].split()))
     return {

@@ -33,8 +33,9 @@ from megatron_vshape.mcore.layout.sizes import shares_of_dense_layers
 from megatron_vshape.rehearsal import accuracy, report
 from megatron_vshape.rehearsal.flags import Command
 from megatron_vshape.rehearsal.gpus import GPUS, Gpu
+from megatron_vshape.rehearsal.saved_config import LAYOUT
 from megatron_vshape.tuning import fsdp
-from megatron_vshape.tuning.advice import ENDS, LAYOUT, Advice, Rows
+from megatron_vshape.tuning.advice import ENDS, Advice, Rows
 from megatron_vshape.tuning.configurations import (
     ADAPTIVE,
     GIVEN,

@@ -27,6 +27,7 @@ from megatron_vshape.rehearsal import counted, measured, report, shapes
 from megatron_vshape.rehearsal.counting import count_all
 from megatron_vshape.rehearsal.fits import allocatable_bytes, fit_of
 from megatron_vshape.rehearsal.flags import (
+    SCHEDULE,
     Command,
     Sizes,
     ranks_asked_for,
@@ -35,7 +36,7 @@ from megatron_vshape.rehearsal.flags import (
 )
 from megatron_vshape.rehearsal.gpus import GPUS, Gpu
 from megatron_vshape.rehearsal.rank_report import FailedRank, RankReport
-from megatron_vshape.rehearsal.ranks import SCHEDULE, DryRunConfig, check_all, rehearse_all
+from megatron_vshape.rehearsal.ranks import DryRunConfig, check_all, rehearse_all
 from megatron_vshape.rehearsal.remedies import in_order, remedies
 from megatron_vshape.rehearsal.simulated import StepTime, step_of
 from megatron_vshape.view.numbers import source_lines

@@ -67,6 +67,8 @@ VOCABULARIES = {
 }
 """Usual vocabulary sizes of tokenizers; --vocabulary overrides them."""
 
+SCHEDULE = "--pipeline-schedule"
+
 _CHUNKS = ("--num-layers-per-virtual", "--num-virtual", "--pipeline-model-parallel-layout")
 
 _OTHER_MODELS = {

@@ -14,12 +14,17 @@ from typing import Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal import sources
-from megatron_vshape.rehearsal.flags import Command, Sizes, environment_of, without_files
+from megatron_vshape.rehearsal.flags import (
+    SCHEDULE,
+    Command,
+    Sizes,
+    environment_of,
+    without_files,
+)
 from megatron_vshape.rehearsal.gpus import Gpu
 from megatron_vshape.rehearsal.rank_report import CheckedRank, FailedRank, RankReport
 from megatron_vshape.rehearsal.sources import MissingSourceError, PythonSource
 
-SCHEDULE = "--pipeline-schedule"
 PER_RANK = 4
 """Maximum microbatches per pipeline rank in a dry run of this package's schedules."""
 

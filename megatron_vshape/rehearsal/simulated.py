@@ -12,12 +12,11 @@ from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.request import PlanRequest, evaluate_named
 from megatron_vshape.rehearsal.counted import pass_times
-from megatron_vshape.rehearsal.flags import Command
+from megatron_vshape.rehearsal.flags import SCHEDULE, Command
 from megatron_vshape.rehearsal.gpus import Gpu
 from megatron_vshape.rehearsal.rank_report import RankReport
 from megatron_vshape.rehearsal.step_time import pass_us, send_us
 
-SCHEDULE = "--pipeline-schedule"
 _PLAIN = {Kind.F, Kind.B, Kind.W, Kind.BW}
 MOST_PASSES = 200_000
 

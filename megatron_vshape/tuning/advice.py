@@ -17,9 +17,11 @@ from megatron_vshape.core.request import AUTO, MEMORY_NAMES, PlanRequest
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.given_layout import layers_in
 from megatron_vshape.rehearsal import accuracy
+from megatron_vshape.rehearsal.flags import SCHEDULE
+from megatron_vshape.rehearsal.saved_config import LAYOUT
 from megatron_vshape.rehearsal.simulated import megatrons_name
 from megatron_vshape.tuning import fsdp
-from megatron_vshape.tuning.configurations import ADAPTIVE, SCHEDULE, Configuration, count_stages
+from megatron_vshape.tuning.configurations import ADAPTIVE, Configuration, count_stages
 from megatron_vshape.tuning.predictor import Prediction, Predictor, step
 
 PLANNED_SHAPES = 3
@@ -34,7 +36,6 @@ NEAR = 0.02
 MOST_SHARED = 4_000
 """Maximum forward passes per step for which vocabulary parallelism is evaluated (minutes above)."""
 
-LAYOUT = "--pipeline-model-parallel-layout"
 ENDS = ("embedding", "loss")
 
 Rows = dict[str, Prediction | None]

@@ -21,7 +21,7 @@ from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.plan import plan
 from megatron_vshape.core.request import PlanRequest
 from megatron_vshape.mcore.layout.sizes import ModelSizes, sizes_of, widths_of
-from megatron_vshape.rehearsal.flags import VOCABULARIES, Command, read_command
+from megatron_vshape.rehearsal.flags import SCHEDULE, VOCABULARIES, Command, read_command
 
 ADAPTIVE = "adaptive"
 """Method that plans for the costs and the memory of each configuration."""
@@ -239,8 +239,6 @@ FLAGS = {
     "microbatch_size": "--micro-batch-size",
 }
 """Megatron's flags of the sizes."""
-
-SCHEDULE = "--pipeline-schedule"
 
 POST_VALIDATION = ("--optimizer-post-validation", "--rerun-mode disabled")
 """Flags of runs with post-validation: Megatron's rerun check would synchronize all ranks."""
