@@ -195,6 +195,11 @@ def _check(options: argparse.Namespace) -> None:
             f"--training-share {options.training_share:g} is not above 0 and at most 1: give the "
             "time of training relative to a full step, such as 0.3"
         )
+    if options.grid is not None and options.keep:
+        raise ScheduleError(
+            f"--keep {options.keep:.60} does not work with --grid, whose file lists the "
+            "configurations: remove --keep, or give the file one value for the setting"
+        )
     check_installed("advise", "estimate", "torch")
     check_targets(options, {"export": (".json",), "json": (".json",)})
 
@@ -398,7 +403,8 @@ def _flags(advice: Advice, options: argparse.Namespace, rows: Rows, row: Predict
     if row.is_stock:
         return words + changes_megatron(row, subject.command)
     target = str(options.export or "plan.json (written by --export plan.json)")
-    if row is not rows["best"] or options.grid is not None:
+    # --export writes the best row; the named schedules of a grid need no file.
+    if row is not rows["best"] or (options.grid is not None and it.schedule != ADAPTIVE):
         target = it.schedule
         if it.schedule == ADAPTIVE:
             keep = "--keep " + ",".join(KEEP)

@@ -247,3 +247,22 @@ def test_a_grid_is_compared_for_the_workload_of_the_command(
     capsys.readouterr()
     assert advise(workloads=workloads[:1]) == 2
     assert "has no configuration for the workload of the command (64" in capsys.readouterr().err
+
+
+def test_the_plan_of_a_grid_is_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megatron_vshape.cli.advise.Counts", Fake)
+    grid = {"schedule": ["adaptive"], "pipeline_parallel": [2], "layout": ["even"]}
+    path, plan, file = (
+        write_sweep(tmp_path, sweep={"grid": grid}),
+        tmp_path / "plan.json",
+        tmp_path / "advice.json",
+    )
+    command = ["advise", "--grid", str(path), "--headroom", "0"]
+    training = ["--", "pretrain_gpt.py", *SMALL.split()]
+    assert main([*command, "--export", str(plan), "--json", str(file), *training]) == 0
+    assert f"--pipeline-schedule {plan}" in json.loads(file.read_text())["best"]["flags"]
+    assert Schedule.from_json(plan.read_text()).num_devices == 2
+    assert main([*command, "--keep", "tp", *training]) == 2
+    assert "--keep tp does not work with --grid" in capsys.readouterr().err
