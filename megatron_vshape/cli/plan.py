@@ -437,10 +437,10 @@ def _check(options: argparse.Namespace) -> None:
         )
     if options.frontier is not None:
         check_can_draw("--frontier")
-    if options.frontier is not None and (options.memory_limit or options.export or options.html):
-        raise ScheduleError(
-            "--frontier plans at every limit: remove --memory-limit, --export and --html"
-        )
+    for name in ("memory_limit", "headroom", "export", "html", "all"):
+        if options.frontier is not None and getattr(options, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise ScheduleError(f"--frontier plans at every limit: remove {flag}")
 
 
 def _costs(options: argparse.Namespace, measured: Costs | None) -> Costs:

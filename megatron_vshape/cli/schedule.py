@@ -101,7 +101,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     schedule.add_argument(
         "--slices",
         type=count,
-        default=1,
         metavar="K",
         help="Sequence slices per microbatch (default: 1)",
     )
@@ -169,17 +168,18 @@ def _requests(
     for name, each in found.items():
         if isinstance(each, Schedule):
             own = {"--devices": each.num_devices, "--microbatches": each.whole_microbatches}
-            for option, wanted in sizes.items():
+            own["--slices"] = each.slices
+            for option, wanted in (*sizes.items(), ("--slices", options.slices)):
                 if wanted not in (None, own[option]):
                     raise ScheduleError(f"{name} is for {option} {own[option]}, not {wanted}")
-            sizes = own
+            sizes = {option: own[option] for option in sizes}
     for option, size in sizes.items():
         if size is None:
             raise ScheduleError(f"{names[0]} needs {option}, as in --devices 4 --microbatches 8")
     devices, microbatches = sizes.values()
     cut = cut_of(devices, options.cost, measured, ends=ends_of(options))
     return [
-        PlanRequest(each, devices, microbatches, measured, cut, slices=options.slices)
+        PlanRequest(each, devices, microbatches, measured, cut, slices=options.slices or 1)
         for each in found.values()
     ]
 

@@ -297,6 +297,7 @@ REJECTIONS = {
     "--seconds 0": "--seconds",
     "--export plan.txt": "--export plan.txt",
     "--frontier f.svg --memory-limit 4": "remove --memory-limit",
+    "--frontier f.svg --headroom 5%": "remove --headroom",
 }
 
 

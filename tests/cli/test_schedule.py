@@ -225,6 +225,7 @@ BAD = [
     (["half.csv"], "the schedule file half.csv cannot run: W0.0 "),
     (["binary.json"], "the schedule file binary.json is not UTF-8 text"),
     (["good.json", "--devices", "3"], "good.json is for --devices 1, not 3"),
+    (["good.json", "--slices", "2"], "good.json is for --slices 1, not 2"),
     (["v-half", *SIZE, "--figure", "a.bmp"], "--figure a.bmp: the file's name must end in .svg, "),
     (
         ["v-half", *SIZE, "--export", "a.svg"],

@@ -164,4 +164,4 @@ def test_a_plan_as_one_file(tmp_path: Path, capsys):
     assert "steps" not in data["answers"]
     with_frontier = ["--frontier", str(tmp_path / "f.svg"), "--html", str(path)]
     assert main(["plan", *size, *with_frontier]) == 2
-    assert "remove --memory-limit, --export and --html" in capsys.readouterr().err
+    assert "remove --html" in capsys.readouterr().err
