@@ -49,14 +49,13 @@ from megatron_vshape.cli.progress import Progress, told
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.simulate import filled, simulate
-from megatron_vshape.core.frontier import Point, frontier, published
 from megatron_vshape.core.model.costs import Costs, chunk_of, with_copies
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.layers import AUTO_SPLIT, Pieces
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Objective, Schedule, check_size
 from megatron_vshape.core.paper.catalogue import EVERY_NAME
-from megatron_vshape.core.plan import no_worse_than_published, plan
+from megatron_vshape.core.plan import Point, frontier, no_worse_than_published, plan, published
 from megatron_vshape.core.request import (
     AUTO,
     SLICES,

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import least_limit
-from megatron_vshape.core.frontier import Point, frontier
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import default_placements
 from megatron_vshape.core.paper.catalogue import NAMES
+from megatron_vshape.core.plan import Point, frontier
 from megatron_vshape.core.request import AUTO, PlanRequest, evaluate_named
 from megatron_vshape.playground.request import MOST_CHUNKS, FieldError, Request
 from megatron_vshape.playground.schedules import Report

@@ -7,8 +7,8 @@ from types import MappingProxyType
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from megatron_vshape.core.frontier import Point
 from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.plan import Point
 from megatron_vshape.view.labels import Mark, name_marks
 from megatron_vshape.view.names import HELD_COLOUR, display_name
 

@@ -225,7 +225,7 @@ def test_ctrl_c_ends_a_frontier_with_what_is_done(
                 time.sleep(0.01)
         return plan_request(question, budget)
 
-    monkeypatch.setattr("megatron_vshape.core.frontier.plan", interrupted)
+    monkeypatch.setattr("megatron_vshape.core.plan.plan", interrupted)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup has it ignored
     path = tmp_path / "frontier.svg"
     assert main(["plan", *SMALL, *COST, "--frontier", str(path)]) == 0

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_vshape.core import frontier as core_frontier
+from megatron_vshape.core import plan as planning
 from megatron_vshape.core.check.bounds import lower_bound
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
-from megatron_vshape.core.frontier import frontier, published
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.plan import frontier, published
 from megatron_vshape.core.plan import plan as plan_request
 from megatron_vshape.core.planner import search
 from megatron_vshape.core.planner.orders import Candidate, PlacementSearch, Run
@@ -75,7 +75,7 @@ def test_a_plan_carried_to_a_higher_limit_has_a_bound_that_holds_there(
         made = tight if question.limit == 3 else worse
         return PlanResult(made.schedule, costs, searched=made)
 
-    monkeypatch.setattr(core_frontier, "plan", answered)
+    monkeypatch.setattr(planning, "plan", answered)
     first, second = frontier(PlanRequest(AUTO, 3, 4, costs), (3, 6))
     assert second.schedule is first.schedule
     assert first.plan == tight
