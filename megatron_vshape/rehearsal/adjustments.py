@@ -28,6 +28,8 @@ def install() -> None:
     _trust_other_ranks()
     _let_offload_take_fake_tensors()
     _use_one_memory_pool()
+    communicator: Any = importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
+    communicator.P2PCommunicator._communicate_shapes = _shapes_of_neighbors
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -130,3 +132,22 @@ def _use_one_memory_pool() -> None:
             "MemPoolAllocatorWithoutRegistration",
         ):
             setattr(allocator, name, _Nothing)
+
+
+def _shapes_of_neighbors(self: Any, send_next: Any, *_: Any) -> tuple[list[int], list[int]]:
+    """Return the shapes that the neighbors would send if their number of tokens can vary.
+
+    Stages after multi-token prediction receive its outputs, too, one after the other.
+    """
+    from megatron.training import get_args
+
+    args = get_args()
+    layout = getattr(self.config, "pipeline_model_parallel_layout", None)
+    before = getattr(layout, "layout", ())[: self.pp_group.rank()]
+    predicting = sum(layer.name == "mtp" for rank in before for chunk in rank for layer in chunk)
+    shards = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    length = args.seq_length // (shards * args.context_parallel_size) * (1 + predicting)
+    received = [length, args.micro_batch_size, args.hidden_size]
+    if send_next is not None:
+        self.sent_shape = list(send_next.size())
+    return received, getattr(self, "sent_shape", received)

@@ -416,6 +416,23 @@ CASES = {
         assert attention() == attention(False) == attention(False, True) == plain
         assert attention(True) == attention(True, False) == [*plain[:2], clipped, *plain[2:]]
     """,
+    "stages after multi-token prediction receive its outputs, too": """
+        from types import SimpleNamespace
+        from megatron.core.transformer.enums import LayerType
+        from megatron.training import global_vars
+        global_vars._GLOBAL_ARGS = SimpleNamespace(
+            tensor_model_parallel_size=2, sequence_parallel=True, context_parallel_size=1,
+            seq_length=64, micro_batch_size=3, hidden_size=16,
+        )
+        layers = [[[LayerType.decoder]], [[LayerType.mtp]], [[LayerType.loss]]]
+        def shapes(rank, sent):
+            config = SimpleNamespace(pipeline_model_parallel_layout=SimpleNamespace(layout=layers))
+            group = SimpleNamespace(rank=lambda: rank)
+            neighbor = SimpleNamespace(config=config, pp_group=group)
+            return adjustments._shapes_of_neighbors(neighbor, sent, None, True, True)
+        assert shapes(1, gpu(64, 3, 16)) == ([32, 3, 16], [64, 3, 16])
+        assert shapes(2, None)[0] == [64, 3, 16]
+    """,
     "buffers in NCCL's memory pool count as others": """
         from functools import partial
         from megatron.core import nccl_allocator
