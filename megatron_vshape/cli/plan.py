@@ -324,6 +324,8 @@ def _searched(
     compared = table(rows)
     if others:
         compared += f"\n{others} more rows with --all: slower, or above the limit and not faster"
+    if budget.stopped():
+        compared += "\nfurther rows skipped (time limit)"
     return result, compared
 
 
