@@ -117,12 +117,11 @@ def _exchanged(self: Any, point: Any, tokens_per_expert: Any = None) -> Tensor:
     total = got * shards
     if local > 1:
         each = total // (shards * ranks * local)
-        with on_host():
-            self.num_global_tokens_per_local_expert = torch.full((shards * ranks, local), each)
-        if not self.config.moe_permute_fusion:
-            self.num_global_tokens_per_local_expert = KnownNumbers(
-                [each] * (local * shards * ranks)
-            )
+        if self.config.moe_permute_fusion:  # its kernel reads them on the GPU
+            counts: Any = torch.full((shards * ranks, local), each, device="cuda")
+        else:
+            counts = KnownNumbers([each] * (local * shards * ranks))
+        self.num_global_tokens_per_local_expert = counts
     return Routing.counts(total, local)
 
 

@@ -295,7 +295,9 @@ CASES = {
                 drop_and_pad=pads, config=SimpleNamespace(moe_permute_fusion=True),
                 num_out_tokens=gpu(1).sum(), input_splits=None,
             )
-            return routing._exchanged(sizes, "").tolist(), sizes.input_splits
+            counts = routing._exchanged(sizes, "").tolist()
+            assert pads or sizes.num_global_tokens_per_local_expert.is_cuda  # between steps, too
+            return counts, sizes.input_splits
         for factor, padded, rows in ((None, None, 128), (0.5, 64, 64), (1.5, 192, 128)):
             given.moe_expert_capacity_factor = factor
             routing.install(given, 1.0)
