@@ -19,7 +19,7 @@ from megatron_vshape.core.program.lowering import fuse
 NONE = -1
 
 
-class Graph(NamedTuple):
+class WaitGraph(NamedTuple):
     """Passes of a schedule, numbered queue by queue, and what each waits for."""
 
     begin: np.ndarray  # [queue + 1] number of the queue's first pass
@@ -76,7 +76,9 @@ def _fusable(schedule: Schedule, costs: Costs) -> Iterator[Pass]:
             yield work
 
 
-def graph_of(schedule: Schedule, passes: Sequence[Pass], costs: Costs) -> tuple[Graph, np.ndarray]:
+def graph_of(
+    schedule: Schedule, passes: Sequence[Pass], costs: Costs
+) -> tuple[WaitGraph, np.ndarray]:
     """Return the graph of the passes, and whether each is an F&B pair with the next."""
     lanes, pairs = schedule.lanes(), schedule.overlapped_pairs()
     table = NeedTable(schedule.num_stages, [kind for kind in KINDS if kind in schedule.kinds])
@@ -100,7 +102,7 @@ def graph_of(schedule: Schedule, passes: Sequence[Pass], costs: Costs) -> tuple[
     begin = np.cumsum([0, *(len(lane.passes) for lane in lanes)])
     device = np.array([lane.device for lane in lanes])
     joined = np.array([work in pairs for work in passes], np.bool_)
-    return Graph(begin, device, before, delay_us, time_us), joined
+    return WaitGraph(begin, device, before, delay_us, time_us), joined
 
 
 def _times_us(costs: Costs, passes: Iterable[Pass]) -> Iterator[float]:
@@ -112,7 +114,7 @@ def _times_us(costs: Costs, passes: Iterable[Pass]) -> Iterator[float]:
 
 
 @compiled
-def run(graph: Graph, joined: np.ndarray, is_span: bool) -> float:
+def run(graph: WaitGraph, joined: np.ndarray, is_span: bool) -> float:
     """Return the time of a step as `simulate` does: of all devices, or the longest of one.
 
     A pass in `joined` runs together with the next of its queue, once the inputs of both are ready.
@@ -142,7 +144,7 @@ def run(graph: Graph, joined: np.ndarray, is_span: bool) -> float:
 
 
 @compiled
-def _start_us(graph: Graph, number: int, after: int, end: np.ndarray, start: float) -> float:
+def _start_us(graph: WaitGraph, number: int, after: int, end: np.ndarray, start: float) -> float:
     """Return when the passes `number` to `after` can start; infinite if an input has not run."""
     for reader in range(number, after):
         for way in range(graph.before.shape[1]):

@@ -32,7 +32,6 @@ BEYOND = {
     "core/model/pieces.py",
     "core/planner/job_shop.py",
     "mcore/observe/report.py",
-    "view/frontier.py",
 }
 
 
