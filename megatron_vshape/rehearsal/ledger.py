@@ -87,7 +87,6 @@ class Ledger(TorchDispatchMode):
         self.seconds: Callable[[Work], float] = lambda work: 0.0
         self.work = Work()
         self.phase = self.place = ""
-        self.operations = 0
         self.graphed = False  # whether allocations now go to the pool of CUDA graphs
         self.pool = self.pool_peak = self.other_peak = 0
         self._has_logits = False
@@ -319,7 +318,6 @@ class Ledger(TorchDispatchMode):
             # Modes are off inside their dispatch function.
             with self:
                 return wrapped.__torch_dispatch__(func, types, args, kwargs or {})
-        self.operations += 1
         key = key_of(func, args, kwargs)
         # Without a key, an argument such as `out` or a constant matters: torch infers each call.
         known = self._known.get(key) if key is not None else None

@@ -163,7 +163,6 @@ class _Run:
         self.held: list[int] = []
         self.held_parts: Bytes = {}
         self.peaks: list[int] = []  # before each step
-        self.after_setup = 0
         self.few = self.many = self.traced = 0
         self.args: Any = None
         self.chunks: list[Any] = []
@@ -239,8 +238,6 @@ class _Run:
         self.passes.know(self.chunks)
         if captures_graphs(self.args):
             self.pool = GraphPool(self.ledger, self.chunks)
-        gc.collect()
-        self.after_setup = self.ledger.now
         return model, optimizer, scheduler
 
     def _name(self, optimizer: Any) -> None:
@@ -352,8 +349,6 @@ class _Run:
             reserved_bytes=replayed.reserved + (graphs.pool + graphs.inputs if graphs else 0),
             held_bytes=self.held[-1] + replayed.unsplit,
             held_parts=self.held_parts,
-            first_step_held_bytes=self.held[0],
-            after_setup_bytes=self.after_setup,
             parts=_parts(at_peak, peak),
             when=PeakMoment(ledger.peak_phase, ledger.peak_place),
             holders=_holders(at_peak),
@@ -375,7 +370,6 @@ class _Run:
             held_between_passes_bytes=_held_between(ledger.passes),
             megatron=_megatron_version(),
             transformer_engine=getattr(sys.modules.get("transformer_engine"), "__version__", ""),
-            operations=ledger.operations,
             work=work,
             seconds=seconds,
             host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

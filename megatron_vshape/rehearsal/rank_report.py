@@ -99,8 +99,6 @@ class RankReport:
     reserved_bytes: int  # of torch's allocator, CUDA graphs included
     held_bytes: float  # between steps
     held_parts: Bytes
-    first_step_held_bytes: int  # before the first step
-    after_setup_bytes: int
     parts: Bytes  # at the peak
     when: PeakMoment
     holders: Sequence[Holder]  # the largest at the peak
@@ -122,7 +120,6 @@ class RankReport:
     held_between_passes_bytes: int
     megatron: str  # version
     transformer_engine: str  # version
-    operations: int  # traced
     work: Work  # of the traced microbatches
     seconds: float  # duration of the dry run
     host_bytes: int  # peak of its process
