@@ -176,8 +176,8 @@ class _Simulation:
             # An F&B pair waits for the inputs of both passes, and has its own measured cost.
             beside = passes[len(ends) + 1] if work in self.overlapped else None
             if beside is not None and start is not None:
-                # If only the partner must wait, the queue resumes at this F and recomputes its
-                # start.
+                # If only the partner must wait, the queue resumes at this F, and its start is
+                # computed again.
                 start = self._start(at, beside, start)
                 length_us = self.overlapped_us(work.stage, beside.kind, beside.stage)
             elif self.costs.by_microbatch:

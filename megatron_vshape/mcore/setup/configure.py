@@ -138,7 +138,7 @@ def prepare(
 def _tell_megatron(args: Namespace, pipeline: Pipeline) -> None:
     """Set the stages in Megatron's arguments."""
     stage_map = pipeline.stage_map
-    # Before Megatron's validation, which for example pads the vocabulary.
+    # Before Megatron's validation, which computes further arguments from these.
     for feature in features():
         feature.prepare_arguments(args, pipeline)
     pattern = getattr(args, hybrid.OPTION, None)
