@@ -32,7 +32,7 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.building_block import BuildingBlock
-from megatron_vshape.core.paper.catalogue import EVERY_NAME
+from megatron_vshape.core.paper.catalogue import EVERY_NAME, OPTIONS
 from megatron_vshape.core.plan import plan
 from megatron_vshape.core.request import PLUS_NAMES, SCHEDULE_NAMES, SUFFIXES, PlanRequest, find
 from megatron_vshape.view.chrome_trace import write_trace
@@ -98,6 +98,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="Further schedules for one table, and with --figure one figure",
     )
+    # Of 0.2.0, for one release: now part of the name.
+    schedule.add_argument("--chunks", type=count, metavar="C", help=argparse.SUPPRESS)
     schedule.add_argument(
         "--slices",
         type=count,
@@ -119,6 +121,8 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     measured = None if options.costs is None else Costs.load(options.costs)
     names = list(dict.fromkeys([*filter(None, [options.name]), *options.compare]))
+    if options.chunks is not None:
+        names = [f"{each}:{options.chunks}" if each in OPTIONS else each for each in names]
     time = partial(time_text, in_us=measured is not None)
     with told(time) as progress:
         requests = _requests(names, options, measured)

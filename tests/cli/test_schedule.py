@@ -372,6 +372,7 @@ def test_stages_a_device_may_stand_in_the_name(capsys):
     named = printed(capsys, "interleaved-1f1b:2", *sizes)
     assert named.startswith("interleaved-1f1b:2, 4 ranks, 8 microbatches")
     assert named.splitlines()[1:] == two.splitlines()[1:]
+    assert printed(capsys, "interleaved-1f1b", *sizes, "--chunks", "2") == named  # as in 0.2.0
     assert "14 P2P messages" in two
     assert "22 P2P messages" in printed(capsys, "interleaved-1f1b:3", *sizes)
     compared = ["interleaved-1f1b:2", "interleaved-1f1b:4"]
