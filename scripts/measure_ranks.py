@@ -8,9 +8,9 @@
 Megatron's trainer without the other ranks. Memory is that of torch's allocator. NCCL's buffers,
 waits and communication are not measured. Transformer Engine must be installed.
 
-`rehearse` needs no GPU: it adds what a rehearsal of the same flags counts. Use the torch of the
-measurement: with 2.15 instead of 2.11, the 7B ranks count 136 MiB less. The figures of an H200 are in
-benchmarks/evidence/h200.json; `benchmarks/measured_table.py` prints them.
+`rehearse` needs no GPU: it adds what a rehearsal of the same flags counts. The figures of an H200
+are in benchmarks/evidence/h200.json; `benchmarks/measured_table.py` prints them. They were measured
+and estimated with torch 2.11; with torch 2.15 the 7B ranks are estimated 136 MiB lower.
 """
 
 from __future__ import annotations
