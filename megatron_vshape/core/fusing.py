@@ -20,7 +20,7 @@ NONE = -1
 
 
 class WaitGraph(NamedTuple):
-    """Passes of a schedule, numbered queue by queue, and what each waits for."""
+    """Passes of a schedule, numbered queue by queue, with their inputs."""
 
     begin: np.ndarray  # [queue + 1] number of the queue's first pass
     device: np.ndarray  # [queue]

@@ -51,7 +51,7 @@ def test_other_checkpoints_may_not_tell(
 ) -> None:
     assert saved_layers(saved(**changed)) is None
     check_layers(None, LOOPING, "/folder")
-    assert "does not tell which rank had which layers" in caplog.text
+    assert "does not state which rank had which layers" in caplog.text
 
 
 def test_the_error_names_a_difference() -> None:

@@ -106,7 +106,7 @@ def check_layers(saved: Layers | None, here: Layers | None, folder: str) -> None
         return
     if saved is None:
         logger.warning(
-            "the checkpoint in %s does not tell which rank had which layers: make sure that this "
+            "the checkpoint in %s does not state which rank had which layers: make sure that this "
             "run has the same pipeline schedule and layer split",
             folder,
         )

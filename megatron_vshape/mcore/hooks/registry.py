@@ -1,6 +1,6 @@
 """All attributes of Megatron that this package replaces, with reasons, and their removal.
 
-Each table stands behind its functions. A function marked with `replaces` gets the session, the
+Each table follows its functions. A function marked with `replaces` gets the session, the
 original and the arguments of a call; until a schedule is chosen, only the original runs. One marked
 with `replaces_always` runs from the installation on.
 """

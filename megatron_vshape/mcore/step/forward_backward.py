@@ -216,7 +216,7 @@ class PipelineRunner:
             self._state.setting(gradient_sync=sync if sync.overlaps else None),
         ):
             with context.session(), checked_late(self._state, self._place) as checks:
-                # All passes and messages of this rank, in program order. It stands where Megatron's
+                # All passes and messages of this rank, in program order. It is where Megatron's
                 # schedules have their loops for warm-up, steady state and cool-down.
                 run.finish()
             self._profiler.end_step(profiled, context.program, context.transport, context.groups.pp)

@@ -470,7 +470,7 @@ def run_alone(config: Any, forward: Forward | None, backward: Backward | None) -
     if forward is not None:
         step = forward.step
         # It sets the received tensor as the input of the model, calls the trainer's function and,
-        # at the end of the model, its loss function. The None stands for partial activation
+        # at the end of the model, its loss function. The None is for partial activation
         # checkpointing.
         output, num_tokens = schedules.forward_step(
             forward.forward_step,
