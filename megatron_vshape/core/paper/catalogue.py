@@ -1,7 +1,7 @@
 """Schedules by name, each made from its block in the four steps of arXiv 2405.15362."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import lru_cache
@@ -124,26 +124,9 @@ def make_block(
             "out, or choose another"
         )
     given = {"num_chunks": num_chunks, "group_size": group_size}
-    for option, value in given.items():
-        if value is not None and option not in OPTIONS.get(name, ()):
-            takers = " and ".join(each for each in OPTIONS if option in OPTIONS[each])
-            raise ScheduleError(f"{name} has no option {option}, an option of {takers}")
-    counts = {
-        "num_devices": num_devices,
-        "num_microbatches": num_microbatches,
-        "slices": slices,
-        **given,
-    }
-    for what, count in counts.items():
-        if count is not None and (not is_whole(count) or count < 1):
-            raise ScheduleError(
-                f"{what} of {name} is {count!r:.40}; it must be a whole number of at least 1"
-            )
-    if num_chunks is not None and num_chunks > MOST_STAGES_A_DEVICE:
-        raise ScheduleError(
-            f"num_chunks of {name} is {num_chunks}; "
-            f"a device may hold up to {MOST_STAGES_A_DEVICE} stages"
-        )
+    counts = {"num_devices": num_devices, "num_microbatches": num_microbatches, "slices": slices}
+    _check_options(name, given)
+    _check_counts(name, counts | given)
     # From here on, blocks count slices as microbatches.
     numbers = num_microbatches * slices
     sizes = {
@@ -156,6 +139,27 @@ def make_block(
     check_size((num_chunks or usual_chunks(name)) * num_devices, numbers)
     block = _BLOCKS[name](**{each: sizes[each] for each in signature(_BLOCKS[name]).parameters})
     return blocks.sliced(block, slices)
+
+
+def _check_options(name: str, given: Mapping[str, int | None]) -> None:
+    for option, value in given.items():
+        if value is not None and option not in OPTIONS.get(name, ()):
+            takers = " and ".join(each for each in OPTIONS if option in OPTIONS[each])
+            raise ScheduleError(f"{name} has no option {option}, an option of {takers}")
+
+
+def _check_counts(name: str, counts: Mapping[str, int | None]) -> None:
+    for what, count in counts.items():
+        if count is not None and (not is_whole(count) or count < 1):
+            raise ScheduleError(
+                f"{what} of {name} is {count!r:.40}; it must be a whole number of at least 1"
+            )
+    num_chunks = counts["num_chunks"]
+    if num_chunks is not None and num_chunks > MOST_STAGES_A_DEVICE:
+        raise ScheduleError(
+            f"num_chunks of {name} is {num_chunks}; "
+            f"a device may hold up to {MOST_STAGES_A_DEVICE} stages"
+        )
 
 
 @lru_cache
