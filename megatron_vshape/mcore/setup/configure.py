@@ -207,12 +207,10 @@ def pipeline_of(
     # Data paired by call number would be paired wrongly in another order of microbatches.
     keeps_order = options.keep_order or _counts_calls(model)
     options = replace(options, layer_split=translated.layer_split, keep_order=keeps_order)
-    may_offload = translated.may_offload
     # 3. The layers of every stage, and the costs of such stages.
     split = _split(model, choice, options)
     stage_map = StageMap(choice.placement, split.layers, multi_token.num_predicting(model))
-    # After the split, which defines the stages.
-    settings = Settings(model, choice, options, may_offload)
+    settings = Settings(model, choice, options, translated.may_offload)
     check_stages(settings, stage_map, ties_ends is True)
     splits_graphs = _splits_graphs(model, options)
     choice = replace(
@@ -220,7 +218,7 @@ def pipeline_of(
         # If unknown, assume tied embeddings: the restrictive case.
         ties_ends=ties_ends is not False,
         kernels=kernels,
-        may_offload=may_offload,
+        may_offload=translated.may_offload,
     )
     # Profiled steps can change the schedule, and graphs can replay only the order of their capture.
     if choice.plans_by_costs and options.profile_steps and captures_graphs(model):
