@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import repeat
 from types import FunctionType
 from typing import Any
 
@@ -134,7 +135,9 @@ def _use_one_memory_pool() -> None:
             setattr(allocator, name, _Nothing)
 
 
-def _shapes_of_neighbors(self: Any, send_next: Any, *_: Any) -> tuple[list[int], list[int]]:
+def _shapes_of_neighbors(
+    self: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool
+) -> list[list[int]]:
     """Return the shapes that the neighbors would send if their number of tokens can vary.
 
     Stages after multi-token prediction receive its outputs, too, one after the other.
@@ -143,11 +146,34 @@ def _shapes_of_neighbors(self: Any, send_next: Any, *_: Any) -> tuple[list[int],
 
     args = get_args()
     layout = getattr(self.config, "pipeline_model_parallel_layout", None)
-    before = getattr(layout, "layout", ())[: self.pp_group.rank()]
-    predicting = sum(layer.name == "mtp" for rank in before for chunk in rank for layer in chunk)
+    layers = layout.layout if layout else [[[]]] * self.pp_group.size()
+    stages = [each[chunk] for chunk in range(len(layers[0])) for each in layers]
+    if not hasattr(self, "received_chunks"):  # a step has its own communicator
+        self.received_chunks = _received_chunks(self, len(layers[0]))
     shards = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    length = args.seq_length // (shards * args.context_parallel_size) * (1 + predicting)
-    received = [length, args.micro_batch_size, args.hidden_size]
-    if send_next is not None:
-        self.sent_shape = list(send_next.size())
-    return received, getattr(self, "sent_shape", received)
+    length = args.seq_length // (shards * args.context_parallel_size)
+    shapes = []
+    for own, is_received in enumerate((recv_prev, recv_next)):
+        chunk = next(self.received_chunks[own]) if is_received else 0
+        # An activation has the outputs of all stages before, its gradient also this stage's.
+        end = chunk * len(layers) + self.pp_group.rank() + own
+        predicting = sum(layer.name == "mtp" for stage in stages[:end] for layer in stage)
+        shapes.append([length * (1 + predicting), args.micro_batch_size, args.hidden_size])
+    return shapes
+
+
+def _received_chunks(self: Any, chunks: int) -> tuple[Iterator[int], Iterator[int]]:
+    """Return the chunks of a step's received activations and gradients, in their order."""
+    if chunks == 1:
+        return repeat(0), repeat(0)
+    from megatron.core.pipeline_parallel.schedules import get_schedule_table
+    from megatron.training import training
+
+    group = self.config.microbatch_group_size_per_vp_stage
+    table = get_schedule_table(training.get_num_microbatches(), chunks, group)
+    order, rank = [chunk for _, chunk in table], self.pp_group.rank()
+    # The first stage receives no activations, and the last no gradients.
+    activations = (chunk for chunk in order if rank or chunk)
+    is_last = rank == self.pp_group.size() - 1
+    gradients = (chunks - 1 - chunk for chunk in order if chunk or not is_last)
+    return activations, gradients

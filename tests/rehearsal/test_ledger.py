@@ -421,19 +421,32 @@ CASES = {
     "stages after multi-token prediction receive its outputs, too": """
         from types import SimpleNamespace
         from megatron.core.transformer.enums import LayerType
-        from megatron.training import global_vars
+        from megatron.training import global_vars, training
         global_vars._GLOBAL_ARGS = SimpleNamespace(
             tensor_model_parallel_size=2, sequence_parallel=True, context_parallel_size=1,
             seq_length=64, micro_batch_size=3, hidden_size=16,
         )
-        layers = [[[LayerType.decoder]], [[LayerType.mtp]], [[LayerType.loss]]]
-        def shapes(rank, sent):
-            config = SimpleNamespace(pipeline_model_parallel_layout=SimpleNamespace(layout=layers))
-            group = SimpleNamespace(rank=lambda: rank)
-            neighbor = SimpleNamespace(config=config, pp_group=group)
-            return adjustments._shapes_of_neighbors(neighbor, sent, None, True, True)
-        assert shapes(1, gpu(64, 3, 16)) == ([32, 3, 16], [64, 3, 16])
-        assert shapes(2, None)[0] == [64, 3, 16]
+        training.get_num_microbatches = lambda: 3
+        decoder, predicting, loss = [LayerType.decoder], [LayerType.mtp], [LayerType.loss]
+        def neighbor(rank, *layers):
+            group = SimpleNamespace(rank=lambda: rank, size=lambda: len(layers))
+            layout = SimpleNamespace(layout=layers)
+            config = SimpleNamespace(
+                pipeline_model_parallel_layout=layout, microbatch_group_size_per_vp_stage=3
+            )
+            return SimpleNamespace(config=config, pp_group=group)
+        def lengths(of, *received):
+            shapes = adjustments._shapes_of_neighbors(of, None, None, *received)
+            assert all(shape[1:] == [3, 16] for shape in shapes)
+            return [shape[0] for shape, is_received in zip(shapes, received) if is_received]
+        one_chunk = [decoder], [predicting], [loss]
+        assert lengths(neighbor(1, *one_chunk), True, True) == [32, 64]
+        assert lengths(neighbor(2, *one_chunk), True, False) == [64]
+        two_chunks = [decoder, decoder], [decoder, predicting], [decoder, loss]
+        last = neighbor(2, *two_chunks)
+        assert [lengths(last, True, False) for _ in range(6)] == [[32]] * 3 + [[64]] * 3
+        own = neighbor(1, *two_chunks)
+        assert [lengths(own, True, True) for _ in range(6)] == [[32, 64]] * 3 + [[32, 32]] * 3
     """,
     "buffers in NCCL's memory pool count as others": """
         from functools import partial
