@@ -43,6 +43,11 @@ class Gpu:
         """Return whether the host's CPU is Grace instead of x86."""
         return self.name.startswith("gb")
 
+    @property
+    def per_host(self) -> int:
+        """Number of GPUs of a host, which torchrun starts together: 4 with Grace CPUs."""
+        return min(4, self.node) if self.on_grace else self.node
+
     def to_json(self) -> dict[str, Any]:
         """Return the GPU as plain values."""
         return asdict(self)

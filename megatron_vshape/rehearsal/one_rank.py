@@ -131,11 +131,12 @@ def rehearse(job: RankJob) -> RankReport | CheckedRank:
 
 
 def _set_environment(job: RankJob) -> None:
+    per_host = min(job.hardware.per_host, job.world)
     own = {
         "RANK": job.rank,
         "WORLD_SIZE": job.world,
-        "LOCAL_RANK": job.rank % min(8, job.world),
-        "LOCAL_WORLD_SIZE": min(8, job.world),
+        "LOCAL_RANK": job.rank % per_host,
+        "LOCAL_WORLD_SIZE": per_host,
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": 1,
     }

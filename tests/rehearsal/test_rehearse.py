@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -237,6 +238,21 @@ def test_fused_rope_of_local_layers_has_a_flag_that_helps(warm: Warm, tmp_path: 
     ran = warm(tmp_path, "rehearse", "--ranks", "last", "--", "pretrain_gpt.py", *flags)
     assert ran.returncode == 2
     assert "Please install TE >= 1.4. Or add --no-rope-fusion: without it" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("gpu", "world", "ranks"), [("h100", 16, 8), ("h100", 2, 2), ("gb200", 16, 4), ("gb300", 2, 2)]
+)
+def test_a_host_has_as_many_ranks_as_gpus(
+    monkeypatch: pytest.MonkeyPatch, gpu: str, world: int, ranks: int
+) -> None:
+    """A Grace host has four, although NVLink connects 72."""
+    from megatron_vshape.rehearsal.one_rank import RankJob, _set_environment
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    _set_environment(RankJob("", [], gpu, world, world - 1))
+    assert os.environ["LOCAL_WORLD_SIZE"] == str(ranks)
+    assert os.environ["LOCAL_RANK"] == str(ranks - 1)
 
 
 def test_a_run_of_two_steps_is_rehearsed(warm: Warm, tmp_path: Path) -> None:
