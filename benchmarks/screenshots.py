@@ -64,7 +64,6 @@ SHOTS = (
     Shot("playground-dark", f"d=8&m=24&s=plan:10:makespan:&{REAL}&f=9&t=dark"),
     Shot("playground-steps", "tab=steps&d=6&m=10&s=v-half&t=light", height=1250),
     Shot("playground-compare", f"tab=compare&d=8&m=24&s=1f1b~v-min~v-half~v-zb&{REAL}&t=light"),
-    Shot("playground-frontier", f"tab=frontier&d=8&m=24&s=v-half&p=1&{REAL}&t=light", height=700),
     Shot("playground-measured", f"tab=measured&trace=!0-{TRACE}&t=light", height=1000),
     Shot("playground-large", "d=64&m=1024&s=v-half&w=300,420&t=light", height=1000),
     Shot("playground-estimate", "tab=estimate&t=light", command=LLAMA_3_8B),

@@ -7,7 +7,6 @@ from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.request import PLUS_NAMES
-from megatron_vshape.playground.frontier import points
 from megatron_vshape.playground.period import period_of, step_pictures
 from megatron_vshape.playground.picture import Facts, Picture, encode, size_note, trace_text
 from megatron_vshape.playground.request import (
@@ -37,8 +36,7 @@ def make_answer(request: Request, report: Report) -> bytes:
     choice = request.schedule
     if request.trace is not None:
         return encode(measured_pictures(request.trace, pricing))
-    if choice is None:
-        return encode([], {"points": list(points(request, pricing, report))})
+    assert choice is not None  # every other request has a schedule
     if request.want is Want.STEPS:
         return encode(list(_steps(request, choice, report)))
     picture = _picture(request, choice, pricing, report)

@@ -6,7 +6,7 @@
 import io
 import json
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -89,9 +89,9 @@ class Picture:
     late: tuple[tuple[float, ...], ...] | None = None
 
 
-def encode(pictures: Sequence[Picture], more: Mapping[str, object] | None = None) -> bytes:
+def encode(pictures: Sequence[Picture]) -> bytes:
     """Encode pictures: the header's length, the header and all arrays."""
-    header = {**(more or {}), "timelines": [_header(each) for each in pictures]}
+    header = {"timelines": [_header(each) for each in pictures]}
     text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
     text += b" " * (-(len(text) + 4) % 8)
     parts = [struct.pack("<I", len(text)), text]

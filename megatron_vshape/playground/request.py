@@ -47,7 +47,6 @@ class Want(StrEnum):
 
     TIMELINE = "timeline"
     STEPS = "steps"
-    FRONTIER = "frontier"
     MEASURED = "measured"
     SCHEDULE_FILE = "schedule-file"
     TRACE_FILE = "trace-file"
@@ -133,10 +132,8 @@ class Request:
     devices: int
     microbatches: int
     costs: CostChoice
-    schedule: ScheduleChoice | None = None  # None: for the frontier or a measured trace
+    schedule: ScheduleChoice | None = None  # None: for a measured trace
     trace: FileText | None = None  # a measured trace
-    plans: bool = False
-    """Whether the frontier has plans in addition to the published schedules."""
 
 
 Files = Mapping[str, FileText]
@@ -150,22 +147,19 @@ def parse_request(data: object, files: Files) -> Request:
         FieldError: a value is missing or invalid; names the field.
     """
     body = _object(data, "request")
-    _known(body, ("want", "devices", "microbatches", "costs", "schedule", "trace", "plans"))
+    _known(body, ("want", "devices", "microbatches", "costs", "schedule", "trace"))
     want = _choice(body.get("want"), tuple(Want), "want")
     devices = _whole(body.get("devices"), "devices", MAX_DEVICES)
     microbatches = _whole(body.get("microbatches"), "microbatches", MAX_MICROBATCHES)
     costs = _costs(body.get("costs"), files)
     schedule = trace = None
-    if want not in (Want.FRONTIER, Want.MEASURED):
+    if want != Want.MEASURED:
         schedule = _schedule(body.get("schedule"), files)
         if not isinstance(schedule, FileChoice):
             _check_passes(devices, _chunks_of(schedule), microbatches)
-    elif want == Want.MEASURED:
+    else:
         trace = _file(body.get("trace"), files, "trace")
-    plans = _flag(body, "plans", "plans")
-    if want == Want.FRONTIER:
-        _check_passes(devices, MOST_CHUNKS if plans else 2, microbatches)
-    return Request(Want(want), devices, microbatches, costs, schedule, trace, plans)
+    return Request(Want(want), devices, microbatches, costs, schedule, trace)
 
 
 def _schedule(data: object, files: Files) -> ScheduleChoice:

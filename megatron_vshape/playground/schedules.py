@@ -25,7 +25,7 @@ from megatron_vshape.playground.stage_costs import Pricing
 from megatron_vshape.view.numbers import GIB, enough
 
 Report = Callable[[dict[str, object]], None]
-"""Progress callback: phase of the work, best value, point."""
+"""Progress callback: phase of the work, best value."""
 
 
 def make_choice(

@@ -30,7 +30,7 @@ MOST_MEMORY = 6 * 2**30
 """Bytes of address space; a hostile file ends its request, not the machine."""
 
 _QUIET = 0.1
-"""Minimum seconds between two progress frames of the same phase without a point."""
+"""Minimum seconds between two progress frames of the same phase."""
 
 
 class Frame(StrEnum):
@@ -68,7 +68,7 @@ def answer(request: Request, progress: BinaryIO) -> bytes:
     def report(known: dict[str, object]) -> None:
         nonlocal last, doing
         now = time.monotonic()
-        if "point" in known or known["doing"] != doing or now - last > _QUIET:
+        if known["doing"] != doing or now - last > _QUIET:
             last, doing = now, known["doing"]
             _write(progress, frame(Frame.PROGRESS, json.dumps(known).encode()))
 

@@ -21,7 +21,7 @@ def request(want: str = "timeline", **more: Any) -> dict[str, Any]:
         "costs": {},
         "schedule": {"source": "name", "name": "v-half"},
     }
-    if want in ("frontier", "measured"):
+    if want == "measured":
         del body["schedule"]
     return {**body, **more}
 

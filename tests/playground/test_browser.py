@@ -316,25 +316,6 @@ def test_compare_up_to_six(page, server):
     assert len(page.query_selector_all("canvas.track")) == 5
 
 
-def test_the_frontier_s_points_lead_to_timelines(page, server):
-    load(page, server, "tab=frontier&d=4&m=8")
-    assert len(page.query_selector_all(".point")) >= 12
-    page.click('.point[data-name="v-min"] circle')
-    settled(page)
-    assert page.inner_text("figcaption h2") == "V-Min"
-    assert page.get_attribute('.point[data-name="v-min"]', "data-chosen") == "true"
-    page.focus('.point[data-name="zb-h1"]')
-    page.keyboard.press("Enter")
-    settled(page)
-    assert page.inner_text("figcaption h2") == "ZB-H1"
-    front = {
-        each.get_attribute("data-name")
-        for each in page.query_selector_all('.point[data-front="true"]')
-    }
-    assert "gpipe" not in front
-    assert front
-
-
 def test_a_long_plan_shows_progress_and_can_be_cancelled(page, server):
     pytest.importorskip("numba", reason="without numba a plan takes minutes")
     load(page, server, "d=4&m=8")
@@ -368,7 +349,7 @@ def test_the_url_brings_everything_back(page, server):
     other.close()
 
 
-@pytest.mark.parametrize("tab", ["timeline", "steps", "compare", "frontier", "measured"])
+@pytest.mark.parametrize("tab", ["timeline", "steps", "compare", "measured"])
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_narrow_and_wide_light_and_dark(page, server, tab, theme):
     for width in (1280, 390):

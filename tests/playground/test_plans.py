@@ -120,25 +120,6 @@ def test_the_command_has_every_digit():
     )
 
 
-def test_the_frontier_s_plans_are_those_that_choosing_a_point_makes():
-    body = request("frontier", devices=3, microbatches=5, costs=COST, plans=True)
-    told: list[dict[str, Any]] = []
-    header, _ = read_payload(make_answer(parse_request(body, {}), told.append))
-    plans = [point for point in header["points"] if point["source"] == "plan"]
-    assert len(plans) >= 3
-    searched = next(at for at, known in enumerate(told) if "value" in known)
-    found = next(at for at, known in enumerate(told) if known.get("point") == plans[0])
-    assert searched < found  # it is told of while it is looked for
-    makespans = [point["makespan"] for point in plans]
-    assert makespans == sorted(set(makespans), reverse=True)
-    for point in plans[:2]:
-        schedule = {"source": "plan", "limit": point["limit"]}
-        body = request(devices=3, microbatches=5, costs=COST, schedule=schedule)
-        _, (found,) = read_payload(make_answer(parse_request(body, {}), lambda _: None))
-        assert found["numbers"]["makespan"] == point["makespan"]
-        assert max(found["numbers"]["peaks"]) == point["peak"] <= point["limit"]
-
-
 def test_a_plan_as_one_file(tmp_path: Path, capsys):
     path = tmp_path / "plan.html"
     size = ["--devices", "3", "--microbatches", "9", "--cost", "1,1.15,.85,.05"]

@@ -61,16 +61,6 @@ def test_a_request():
         ({"schedule": {"source": "plan", "limit": 8, "chunks": 3}}, "chunks"),
         ({"schedule": {"source": "plan", "limit": 8, "chunks": "4"}}, "chunks"),
         ({"schedule": {"source": "name", "name": "interleaved-1f1b", "chunks": 0}}, "chunks"),
-        (
-            {
-                "want": "frontier",
-                "schedule": None,
-                "devices": 256,
-                "microbatches": 600,
-                "plans": True,
-            },
-            "microbatches",
-        ),
         ({"want": "everything"}, "want"),
         ({"more": 1}, "request"),
     ],
@@ -117,7 +107,7 @@ def test_anything_at_all(data):
 def test_a_request_with_anything_in_one_place(data):
     body = json.loads(json.dumps(request(costs={"forward": 1, "head": [0, 0, 0]})))
     where = data.draw(st.sampled_from([body, body["costs"], body["schedule"]]))
-    keys = [*where, "file", "limit", "trace", "plans", "seconds", "chunks", "embedding"]
+    keys = [*where, "file", "limit", "trace", "seconds", "chunks", "embedding"]
     where[data.draw(st.sampled_from(keys))] = data.draw(JSON)
     _parsed(body)
 

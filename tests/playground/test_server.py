@@ -15,7 +15,7 @@ from playground.answers import answer, frames, read_payload, refusal, request
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.schedule import Schedule
-from megatron_vshape.core.paper.catalogue import EVERY_NAME, NAMES, make
+from megatron_vshape.core.paper.catalogue import EVERY_NAME, make
 from megatron_vshape.core.request import PLUS_NAMES
 from megatron_vshape.playground.html import static_files
 from megatron_vshape.playground.request import parse_request
@@ -133,14 +133,6 @@ def test_the_files_to_take_away(client):
     assert Schedule.from_json(text) == make("v-half", 4, 8)
     events = json.loads(answer(client, request("trace-file")))["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == 3 * 8 * 8
-
-
-def test_the_frontier(client):
-    response = client.post("/api/make", json=request("frontier"))
-    got = frames(response.content)
-    header, _ = read_payload(got[-1][1])
-    assert {point["name"] for point in header["points"]} == set(NAMES)
-    assert sum("point" in json.loads(body) for kind, body in got if kind == "P") == len(NAMES)
 
 
 def test_the_steps(client):

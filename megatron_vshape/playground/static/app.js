@@ -2,7 +2,7 @@
 
 import { Refusal, loadOffers } from "./api.js";
 import { showStatus } from "./asking.js";
-import { showCompared, showFrontier } from "./compare.js";
+import { showCompared } from "./compare.js";
 import { byId } from "./dom.js";
 import { embeddedPage } from "./embedded.js";
 import { drawEntries, drawTabs, openFiles } from "./entries.js";
@@ -18,12 +18,11 @@ const SHOWS = {
   timeline: showTimeline,
   steps: showSteps,
   compare: showCompared,
-  frontier: showFrontier,
   measured: showMeasured,
   estimate: showEstimate,
 };
 
-const ASKING = new Set(["frontier", "measured", "estimate"]); // their panel contains the choices
+const ASKING = new Set(["measured", "estimate"]); // their panel contains the choices
 
 /** Display the complete state: form, tabs and pictures. */
 async function render() {

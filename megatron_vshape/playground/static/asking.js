@@ -19,7 +19,7 @@ export function requestOf(want, more = {}) {
 }
 
 /** Return the units at the selected costs. */
-export function unitsAsked() {
+function unitsAsked() {
   const measured = app.state.costsFile !== null;
   return unitsFor({ in_us: measured, in_bytes: measured }, app.state.unit);
 }
@@ -30,17 +30,9 @@ export function timelineRequest(entry) {
 }
 
 /** Send a request; if it is slow, show its progress and a cancel button. */
-export async function ask(request, signal, onProgress = () => {}) {
+export async function ask(request, signal) {
   if (app.embedded) return app.embedded.answer(request.want);
-  return withProgress((say) =>
-    makeAnswer(request, {
-      signal,
-      onProgress: (news) => {
-        say(news);
-        onProgress(news);
-      },
-    }),
-  );
+  return withProgress((onProgress) => makeAnswer(request, { signal, onProgress }));
 }
 
 /** Start work that reports its progress to a callback; if it is slow, show that and a cancel button. */
@@ -63,8 +55,7 @@ function showProgress(known, seconds) {
   const { time, timeName } = unitsAsked();
   const words = [`${capital(known.doing ?? "working")} …`];
   if (known.value) words.push(`best ${time(known.value)}`, `bound ${time(known.bound)} ${timeName}`);
-  if (known.of) words.push(`${known.done} of ${known.of}`);
-  const progress = element("progress", known.of ? { max: known.of, value: known.done } : {});
+  const progress = element("progress", {});
   if (status.hidden || status.dataset.busy !== "true") {
     const cancel = element("button", { type: "button", class: "button", click: cancelWork }, "Cancel");
     const clock = element("span", { "aria-hidden": "true" }); // not read out at every tick
@@ -73,7 +64,6 @@ function showProgress(known, seconds) {
     status.dataset.wrong = "false";
     status.hidden = false;
   }
-  status.firstChild.replaceWith(progress);
   const [said, text] = [status.querySelector("p"), words.join("   ")];
   if (said.textContent !== text) said.textContent = text;
   status.querySelector("span").textContent = `${seconds.toFixed(1)} s`;

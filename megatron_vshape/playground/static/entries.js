@@ -9,7 +9,6 @@ const TAB_TITLES = {
   timeline: "Timeline",
   steps: "Four steps",
   compare: "Compare",
-  frontier: "Frontier",
   measured: "Measured",
   estimate: "Estimate",
 };
@@ -18,7 +17,6 @@ const ABOUT = {
   timeline: "Every row is a device: what it runs when, F, B and W of each microbatch, where it waits, and below it the activations that it holds meanwhile.",
   steps: "How the paper makes a schedule: a building block, its copies, without the gaps, with passes moved into idle time.",
   compare: "Schedules on one time axis: a shorter picture is a faster step, a lower purple one takes less memory.",
-  frontier: "Memory against step time: what lies on the line is beaten by nothing else. Choose a point to see its timeline.",
   measured: "A trace that training wrote with --pipeline-trace, beside what was planned. Passes that ran late by more than a tenth of their time, through no fault of what they waited for, are marked.",
   estimate: "Peak memory per rank and step time of a training command, estimated by megatron-vshape rehearse on this machine, without a GPU. The script of the command is not executed, and no file that the command names is read.",
 };

@@ -18,7 +18,7 @@ export async function showTimeline(signal) {
 }
 
 /** Show a timeline with its key figures. */
-export function showOne(timeline, entry) {
+function showOne(timeline, entry) {
   byId("numbers").replaceChildren(...numberCards(timeline, shared.unitsOf(timeline), app.state.gibPerChunk));
   setPictures([captioned(timeline)]);
   drawShare(timeline, entry);
