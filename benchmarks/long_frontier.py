@@ -50,10 +50,15 @@ def drawn(devices: int, microbatches: int, steps: int | None, folder: Path) -> l
     best = [min(each, key=_value) for each in at.values() if each]
     label, scale = "memory limit, share of what 1F1B holds", 1 / (2 * devices)
     others = list(published(asked["order alone"]))
-    save(
-        frontier_figure(best, others, label, scale, found),
-        folder / f"long-frontier-{microbatches}.svg",
-    )
+    figure = frontier_figure(best, others, label, scale)
+    fastest = min(each.value for each in (*best, *others))
+    for name, points in found.items():
+        memory = [each.limit * scale for each in points]
+        slower = [100 * (each.value / fastest - 1) for each in points]
+        figure.axes[0].plot(memory, slower, drawstyle="steps-post", label=name)
+    figure.legends.clear()
+    figure.legend(frameon=False, fontsize=7, loc="outside right upper")
+    save(figure, folder / f"long-frontier-{microbatches}.svg")
     costs = replace(asked["order alone"].whole(), host_us=0.0)
     own = costs.busy_us(looping(devices, costs.num_stages // devices), devices, microbatches)
     return [
