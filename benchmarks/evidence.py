@@ -83,7 +83,8 @@ PARITY = """\
 `python scripts/loss_parity.py` trains a small GPT with Megatron's trainer on four pipeline ranks.
 The text is the documentation of Python. Weights and data are the same for every schedule:
 Megatron's 1F1B, V-Half, V-ZB, and `auto`, which measures its costs in steps 10 to 13 and then uses
-its plan.
+its plan. Embeddings are untied: a V-shaped schedule sums both gradients of a tied embedding on one
+rank, in another order than 1F1B.
 
 Without clipping, every loss equals that of 1F1B bit for bit: passes compute the same values, and
 gradients of microbatches are added in the same order. The gradient norm is summed over other
