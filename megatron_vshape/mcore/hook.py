@@ -11,7 +11,7 @@ import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 ABSENT = object()
 """Marks an attribute that the object itself did not have."""
@@ -26,6 +26,10 @@ class Replaced:
     def __bool__(self) -> bool:
         """Return whether anything is replaced now."""
         return bool(self._originals)
+
+    def has(self, owner: Any, name: str) -> bool:
+        """Return whether `owner.name` is replaced now."""
+        return any(each[0] is owner and each[1] == name for each in self._originals)
 
     def put(self, owner: Any, name: str, value: Any) -> None:
         """Set `owner.name` to `value`; for an instance, only on this object."""
@@ -44,11 +48,25 @@ class Replaced:
                 setattr(owner, name, original)
         return undone
 
-    def __enter__(self) -> Replaced:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.undo()
+
+
+class Switched(Replaced):
+    """Replacements that are all in place or none: `values` lists owner, name and value of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[tuple[Any, str, Any]] = []
+
+    def switch(self, is_on: bool) -> None:
+        """Put all replacements in place, or restore the originals."""
+        self.undo()
+        for each in self.values if is_on else ():
+            self.put(*each)
 
 
 Function = Callable[..., Any]
@@ -112,7 +130,7 @@ class Hook(Target):
     until: Release = (999, 0)
     optional: bool = False  # depends on another package
     everywhere: bool = False  # replaced also in modules that have imported it by name
-    chosen: bool = False  # replaced only while a schedule of this package is chosen
+    only_with_pipeline: bool = False  # replaced only while a schedule of this package is chosen
 
 
 def replaces_always(stand_in: Function) -> Function:

@@ -280,15 +280,15 @@ OPTIONS: dict[str, Option] = {each.name: each.metadata["option"] for each in fie
 """All options by keyword."""
 
 
-def add_arguments(parser: ArgumentParser, hear: Callable[[str], str] = str) -> ArgumentParser:
-    """Add the flags to `parser` and return it; `hear` is called with the given schedule name."""
+def add_arguments(parser: ArgumentParser, record: Callable[[str], str] = str) -> ArgumentParser:
+    """Add the flags to `parser` and return it; `record` is called with the given schedule name."""
     group = parser.add_argument_group("pipeline schedules (megatron-vshape)")
     for name, option in OPTIONS.items():
         if not option.flag:
             continue
         how: dict[str, Any] = {"action": "store_true"}
         if option.metavar:
-            read = hear if name == "schedule" else option.values.of_text
+            read = record if name == "schedule" else option.values.of_text
             how = {"metavar": option.metavar, "type": read}
         # Options that are not given leave no attribute in the arguments.
         group.add_argument(option.flag, default=SUPPRESS, help=option.help, **how)

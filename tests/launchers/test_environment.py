@@ -255,15 +255,16 @@ class Process:
         self._patch.setattr(os, "environ", environ)
         self.environ = environ
         pipeline: Any = Namespace(choice=Namespace(name="v-half", kernels=kernels))
-        self.made = ready.complete_environment(asked, pipeline)
+        self.made = ready.Environment()
+        self.made.complete(asked, pipeline)
         return environ
 
     def again(self, asked: Namespace, kernels: bool = True) -> None:
         """Do so for a run that is tried again in this process."""
-        from megatron_vshape.mcore.setup import ready
-
         pipeline: Any = Namespace(choice=Namespace(name="v-half", kernels=kernels))
-        assert ready.complete_environment(asked, pipeline, already=self.made) == frozenset()
+        before = self.made.made
+        self.made.complete(asked, pipeline)
+        assert self.made.made == before
 
 
 @pytest.fixture
@@ -314,7 +315,7 @@ def test_a_librarys_buffers_that_nccl_registers_keep_the_allocator_as_it_is(
         post_init(Namespace(nccl_ub=False))
         if comes_first:
             post_init(Namespace(nccl_ub=True))
-        core_hooks._choose(session, Namespace(), config)
+        core_hooks._set_stages(session, Namespace(), config)
         post_init(Namespace(nccl_ub=True))
         post_init(Namespace(nccl_ub=True))
         assert environ == {LOADING: "EAGER"}
@@ -330,7 +331,7 @@ def test_an_engine_that_the_trainer_starts_does_not_inherit_the_loading_mode(
     from megatron_vshape.mcore.hooks.session import Session
 
     environ = process.complete(options())
-    session: Any = Session(megatrons_own="interleaved-1f1b", set_variables=process.made)
+    session: Any = Session(megatrons_own="interleaved-1f1b", environment=process.made)
     make = core_hooks.get_megatron_optimizer(session, lambda *_: "an optimizer")
     assert make() == "an optimizer"
     assert environ == {LOADING: "EAGER"}  # CUDA has not started
@@ -338,7 +339,7 @@ def test_an_engine_that_the_trainer_starts_does_not_inherit_the_loading_mode(
     assert make() == "an optimizer"
     assert environ == {}
     environ[LOADING] = "LAZY"  # of the user
-    session.set_variables = frozenset()
+    session.environment.made = frozenset()
     make()
     assert environ == {LOADING: "LAZY"}
 

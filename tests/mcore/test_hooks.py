@@ -45,7 +45,7 @@ def test_every_attribute_is_replaced_and_restored() -> None:
     before = current()
     megatron_vshape.register()
     names = [f"{owner}.{name}" for owner, name in targets()]
-    waiting = {hook.name for hook in registry.HOOKS if hook.chosen}
+    waiting = {hook.name for hook in registry.HOOKS if hook.only_with_pipeline}
     for name, old, new in zip(names, before, current(), strict=True):
         assert (new is not old) == (name.rpartition(".")[2] not in waiting), name
     megatron_vshape.unregister()
@@ -58,7 +58,7 @@ def session() -> Iterator[Session]:
     """Return a session whose hooks that a schedule brings wait to be put in place."""
     made = Session()
     for hook in registry.HOOKS:
-        if hook.chosen:
+        if hook.only_with_pipeline:
             registry._install(hook, made, {})
     yield made
     made.choose(None, None)
@@ -66,7 +66,7 @@ def session() -> Iterator[Session]:
 
 def test_what_a_schedule_alone_brings_comes_and_goes_with_it(session: Session) -> None:
     """Without apex Megatron's own schedules are told of no kernels, and layers refuse fusion."""
-    before, chosen = current(), [hook for hook in registry.HOOKS if hook.chosen]
+    before, chosen = current(), [hook for hook in registry.HOOKS if hook.only_with_pipeline]
     assert not layers._grad_accum_fusion_available, "apex is installed here"
     for pipeline in (None, object()):
         session.choose(pipeline, "1f1b" if pipeline is None else None)  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ LISTENING = {"add_megatron_arguments", "validate_args", "pretrain", "train"}
 PASSING = [
     hook
     for hook in registry.HOOKS
-    if not hook.chosen and hook.name not in LISTENING and hook.original() is not ABSENT
+    if not hook.only_with_pipeline and hook.name not in LISTENING and hook.original() is not ABSENT
 ]
 
 
@@ -159,7 +159,7 @@ def test_the_parser_leaves_no_trace_of_flags_that_are_not_given() -> None:
     session = Session()
     made = training.add_megatron_arguments(session, lambda parser: parser)(ArgumentParser())
     assert vars(made.parse_args(["--pipeline-schedule", "v-min"])) == {"pipeline_schedule": "v-min"}
-    assert session.is_named
+    assert session.names_schedule
 
 
 def everything() -> dict[str, Any]:

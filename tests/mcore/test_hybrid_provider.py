@@ -45,7 +45,7 @@ def test_it_is_shown_none_and_its_model_is_told(monkeypatch: pytest.MonkeyPatch)
         assert config.provide(True, False, vp_stage=0).seen == (True, False, 0, 2)
         assert config.provide(False, False, vp_stage=1).seen == (False, True, 1, 2)
         assert config.virtual_pipeline_model_parallel_size == 2
-        assert session.provided_chunk is None
+        assert session.build.provided_chunk is None
     finally:
         session.replaced.undo()
     assert Provider.provide is original

@@ -71,7 +71,7 @@ def test_it_is_made_good_before_any_pipeline_is_known(folder: Path, named: bool)
     """
     (folder / TRACKER).touch()
     session = Session()
-    session.is_named = named
+    session.names_schedule = named
 
     def upstream(tracker_filename: str) -> str:
         return Path(tracker_filename).read_text()

@@ -26,7 +26,7 @@ GIB = 2**30
 class FakePlanner:
     """Keeps the schedule that the next step runs; this process decides alone."""
 
-    once = None
+    rank_zero = None
     training: Callable[[int], Any]
     best_by_name: Callable[[Any], Any]
 

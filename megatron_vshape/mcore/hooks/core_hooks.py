@@ -28,11 +28,6 @@ from megatron_vshape.mcore.setup import configure
 from megatron_vshape.mcore.setup.choice import ScheduleConfig, choice_for
 from megatron_vshape.mcore.setup.configure import Pipeline
 from megatron_vshape.mcore.setup.features import BuiltChunk, features
-from megatron_vshape.mcore.setup.ready import (
-    complete_environment,
-    leave_allocator,
-    withdraw_loading_mode,
-)
 from megatron_vshape.mcore.setup.translate import tell, translate
 
 logger = logging.getLogger(__name__)
@@ -44,7 +39,7 @@ def config_post_init(session: Session, original: Function, config: Any) -> None:
     options = session.library_options
     if options is not None and config.pipeline_model_parallel_size > 1:
         with refusing():
-            _choose(session, options, config)
+            _set_stages(session, options, config)
         libraries.have_chunks_provided(session, config)
         if session.pipeline is not None and session.pipeline.stage_map.num_chunks > 1:
             libraries.keep_all_chunks(session)
@@ -59,12 +54,11 @@ def data_parallel_config_post_init(session: Session, original: Function, config:
     combination.
     """
     if getattr(config, "nccl_ub", False):
-        session.registers = True
-        session.set_variables -= leave_allocator(session.set_variables)
+        session.environment.register_buffers()
     original(config)
 
 
-def _choose(session: Session, options: Options, config: Any) -> None:
+def _set_stages(session: Session, options: Options, config: Any) -> None:
     """Set the pipeline's stages on the config; the first config determines them.
 
     Raises:
@@ -77,7 +71,7 @@ def _choose(session: Session, options: Options, config: Any) -> None:
     if pipeline is None:
         pipeline = configure.prepare_config(config, options)
         session.choose(pipeline, None)
-        session.set_variables = complete_environment(config, pipeline, session.registers)
+        session.environment.complete(config, pipeline)
         return
     sizes = config.pipeline_model_parallel_size, config.num_layers
     known = pipeline.stage_map.num_ranks, sum(pipeline.stage_map.layers)
@@ -98,7 +92,7 @@ def initialize_model_parallel(
     # Libraries may initialize process groups before or after they create the config.
     bound = inspect.signature(original).bind(*args, **given)
     with refusing():
-        choice = _choice(session, bound.arguments.get("pipeline_model_parallel_size", 1))
+        choice = _choice_for(session, bound.arguments.get("pipeline_model_parallel_size", 1))
     if choice is None:
         return original(*args, **given)
     placement = choice.placement
@@ -111,7 +105,7 @@ def initialize_model_parallel(
     return original(*bound.args, **bound.kwargs)
 
 
-def _choice(session: Session, ranks: int) -> ScheduleConfig | None:
+def _choice_for(session: Session, ranks: int) -> ScheduleConfig | None:
     """Return the schedule for `ranks` pipeline ranks, or None if Megatron's schedule runs."""
     pipeline, options = session.pipeline, session.library_options
     if pipeline is not None and pipeline.stage_map.num_ranks == ranks:
@@ -132,8 +126,8 @@ def model_init(session: Session, original: Function) -> Function:
         # By name: releases differ in the order of the constructor's parameters.
         bound = signature.bind(self, *args, **options)
         chunk = bound.arguments.get("vp_stage")
-        if chunk is None and session.provided_chunk is not None:
-            chunk = bound.arguments["vp_stage"] = session.provided_chunk
+        if chunk is None and session.build.provided_chunk is not None:
+            chunk = bound.arguments["vp_stage"] = session.build.provided_chunk
             config = bound.arguments["config"]
             config.virtual_pipeline_model_parallel_size = pipeline.stage_map.num_chunks
         if chunk is None and pipeline.stage_map.num_chunks > 1:
@@ -146,9 +140,10 @@ def model_init(session: Session, original: Function) -> Function:
         first, last = pipeline.ends(rank, chunk)
         # The caller derived both from the position of the rank, which is wrong for a V placement.
         bound.arguments["pre_process"], bound.arguments["post_process"] = first, last
-        session.is_building = False  # Megatron's constructor queries the position of the rank
+        # Megatron's constructor queries the position of the rank.
+        session.build.is_extensible = False
         original(*bound.args, **bound.kwargs)
-        session.is_building = True
+        session.build.is_extensible = True
         # Before DDP and Float16Module wrap the model, which copy its parameters into buffers.
         _build_features(session, pipeline, self, chunk or 0)
         libraries.have_stages_found(session, pipeline)
@@ -159,11 +154,11 @@ def model_init(session: Session, original: Function) -> Function:
 def _build_features(session: Session, pipeline: Pipeline, model: Any, chunk: int) -> None:
     """Let features change a chunk, before the library wraps it."""
     if chunk == 0:
-        session.first_chunk = ref(model)
+        session.build.first_chunk = ref(model)
     built = BuiltChunk(
         pipeline=pipeline,
         state=session.step,
-        first=session.first_chunk(),
+        first=session.build.first_chunk(),
         model=model,
         chunk=chunk,
         rank=parallel_state.get_pipeline_model_parallel_rank(),
@@ -184,7 +179,8 @@ def setup_embeddings(session: Session, original: Function, model: Any) -> None:
     embedding calls this function again (Megatron-Bridge for Gemma 3). Megatron would then set the
     weight of the last stage to zero, as a copy to be filled, but here it is the embedding itself.
     """
-    pipeline, first = session.pipeline, session.joined.get(model)
+    pipeline, build = session.pipeline, session.build
+    first = build.tied_to.get(model)
     if pipeline is not None:
         with refusing():
             if any(each.owns_embeddings(pipeline, model) for each in features()):
@@ -200,10 +196,10 @@ def setup_embeddings(session: Session, original: Function, model: Any) -> None:
     if ties:
         check_tied_embeddings(stage_map)
     if stage_map.ends_meet and model.pre_process:
-        session.embedding_end = model
-    elif session.embedding_end is not None:
-        session.joined[model], session.embedding_end = session.embedding_end, None
-        _join(session.joined[model], model)
+        build.embedding_chunk = model
+    elif build.embedding_chunk is not None:
+        build.tied_to[model], build.embedding_chunk = build.embedding_chunk, None
+        _join(build.tied_to[model], model)
     elif ties and predicts and model.post_process:
         model.output_layer.weight = None  # never read, and checkpoints cannot be saved with it
 
@@ -229,7 +225,7 @@ def _is_end(session: Session, end: int, chunk: int | None) -> bool | None:
         return None
     if step.running_chunk is not None:
         chunk = step.running_chunk
-    elif not session.is_building or chunk is None:
+    elif not session.build.is_extensible or chunk is None:
         return None
     return pipeline.ends(parallel_state.get_pipeline_model_parallel_rank(), chunk)[end]
 
@@ -245,7 +241,7 @@ def is_end_of_chunks(end: int) -> Function:
     def is_end(
         session: Session, original: Function, vp_stage: int | None, vp_size: int | None
     ) -> bool:
-        chunk = session.provided_chunk if vp_stage is None else vp_stage
+        chunk = session.build.provided_chunk if vp_stage is None else vp_stage
         found = _is_end(session, end, chunk)
         return bool(original(vp_stage, vp_size)) if found is None else found
 
@@ -260,10 +256,10 @@ def is_end_of_ranks(end: int) -> Function:
 
     @replaces
     def is_end(session: Session, original: Function, pp_group: Any) -> bool:
-        found = _is_end(session, end, session.provided_chunk)
+        found = _is_end(session, end, session.build.provided_chunk)
         if found is not None:
             return found
-        return has_end(session, end) if session.is_building else bool(original(pp_group))
+        return has_end(session, end) if session.build.is_extensible else bool(original(pp_group))
 
     return is_end
 
@@ -275,12 +271,12 @@ def get_megatron_optimizer(session: Session, original: Function, *args: Any, **o
     The models are complete at this call. Options of the optimizer config that conflict with the
     schedule are logged and turned off.
     """
-    session.is_building = False
+    session.build.is_extensible = False
     if session.pipeline is not None:
         config = inspect.signature(original).bind(*args, **options).arguments["config"]
         tell(translate(config, session.pipeline.stage_map.placement))
     session.optimizer = made = original(*args, **options)
-    withdraw_loading_mode(session.set_variables)  # the model is on its device by now
+    session.environment.withdraw_loading_mode()  # the model is on its device by now
     return made
 
 
@@ -355,7 +351,7 @@ def is_pipeline_end(end: int) -> Function:
         # With one chunk per rank, callers pass no vp_stage; chunk 0 is the only candidate.
         if pipeline is not None and not ignore_virtual and pipeline.stage_map.num_chunks == 1:
             chunk = 0
-        if chunk is None and session.is_building and pipeline is not None:
+        if chunk is None and session.build.is_extensible and pipeline is not None:
             return has_end(session, end)
         if pipeline is None or chunk is None:
             return bool(original(ignore_virtual=ignore_virtual, vp_stage=vp_stage))

@@ -141,9 +141,8 @@ def have_stages_found(session: Session, pipeline: Pipeline) -> None:
     weight. The patch applies only if mcore_adapter builds the model.
     """
     converter = getattr(sys.modules.get(_CONVERTER), "DistConverter", None)
-    if converter is None or converter in session.providers:
+    if converter is None or session.replaced.has(converter, "_get_layer_info"):
         return
-    session.providers.append(converter)
     stage_map, is_here = pipeline.stage_map, converter.is_on_this_rank
 
     def layer_info(self: Any, layer: int) -> tuple[int, int, int]:
@@ -173,10 +172,8 @@ def have_stages_found(session: Session, pipeline: Pipeline) -> None:
 def have_chunks_provided(session: Session, config: Any) -> None:
     """Patch a library's provider of hybrid models, which is its config, to build several chunks."""
     owner: Any = next((each for each in type(config).__mro__ if "provide" in vars(each)), None)
-    if not getattr(config, "is_hybrid_model", False) or owner in (None, *session.providers):
-        return
-    session.providers.append(owner)
-    session.replaced.put(owner, "provide", provide_hybrid(session, owner.provide))
+    if owner is not None and getattr(config, "is_hybrid_model", False):
+        session.patch_once(owner, lambda: {"provide": provide_hybrid(session, owner.provide)})
 
 
 @replaces
@@ -195,14 +192,14 @@ def provide_hybrid(
     """
     if session.pipeline is None or vp_stage is None:
         return original(config, pre_process, post_process, vp_stage)
-    session.provided_chunk = vp_stage
+    session.build.provided_chunk = vp_stage
     try:
         with Replaced() as replaced:
             # The provider raises if the config has virtual stages.
             replaced.put(config, "virtual_pipeline_model_parallel_size", None)
             return original(config, pre_process, post_process)
     finally:
-        session.provided_chunk = None
+        session.build.provided_chunk = None
 
 
 _WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
@@ -351,11 +348,12 @@ def keep_all_chunks(session: Session) -> None:
     _check_value_worker(session)
     worker, setup = sys.modules.get(_WORKER), sys.modules.get(_SETUP)
     bridge: Any = getattr(setup, "AutoBridge", None)
-    if worker is None or setup is None or bridge is None or bridge in session.providers:
+    if worker is None or setup is None or bridge is None:
+        return
+    if session.replaced.has(setup, "get_model"):  # set by the last lines of this function
         return
     if not all(hasattr(worker, name) for name in (*_LISTS[_WORKER], "setup_model_and_optimizer")):
         return
-    session.providers.append(bridge)
     owners = {worker: _LISTS[_WORKER], setup: _LISTS[_SETUP], bridge: _EXPORTS}
     for owner, names in owners.items():
         for name in names:

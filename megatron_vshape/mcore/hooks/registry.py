@@ -1,8 +1,7 @@
 """All attributes of Megatron that this package replaces, with reasons, and their removal.
 
-Each table follows its functions. A function marked with `replaces` gets the session, the
-original and the arguments of a call; until a schedule is chosen, only the original runs. One marked
-with `replaces_always` runs from the installation on.
+Each module of hooks ends with its table `HOOKS`. The functions in it are marked with `replaces` or
+`replaces_always` (`mcore.hook`), and share one `Session`.
 """
 
 from __future__ import annotations
@@ -131,23 +130,23 @@ PROBES = (
     ),
 )
 
-# Megatron's modules are process-wide, so the record of their original attributes is too.
-_replaced = Replaced()
-_chosen = Replaced()  # hooks that are active only while a schedule is chosen
+# Megatron's modules are process-wide, so the session with their original attributes is too.
+_session: Session | None = None
 
 
 def install(options: Mapping[str, Any] | None = None) -> None:
     """Replace the attributes in `HOOKS`, also in modules that have imported them by name.
 
-    Until a schedule is chosen, every replacement behaves as the original; hooks with `chosen` are
-    installed only then. A second call does nothing. `options` are those of
-    `megatron_vshape.register` or of the environment variable.
+    Until a schedule is chosen, every replacement behaves as the original; hooks with
+    `only_with_pipeline` are installed only then (`Session.choose`). A second call does nothing.
+    `options` are those of `megatron_vshape.register` or of the environment variable.
 
     Raises:
         HookError: A target is missing or has another signature. Nothing is replaced in this case.
         UnsupportedError: An option does not exist.
     """
-    if _replaced:
+    global _session
+    if _session is not None:
         return
     # Validated before the trainer is looked for: the error about an option is the more useful one.
     given = options_from(dict(options)) if options else None
@@ -161,7 +160,7 @@ def install(options: Mapping[str, Any] | None = None) -> None:
     faults = [each.fault for each in examine() if each.fault is not None]
     if faults:
         raise HookError(faults[0])
-    session = Session(library=given, replaced=_replaced, chosen=_chosen)
+    _session = session = Session(library=given)
     made: dict[int, Any] = {}  # names of one object get one replacement
     # Read before any replacement: `_swap` finds imports by name through the identity of the
     # original.
@@ -172,12 +171,17 @@ def install(options: Mapping[str, Any] | None = None) -> None:
         _install(hook, session, made)
     # `from module import name` binds the original in the importing module, so replacing it in its
     # own module is not enough.
-    _swap({id(each): (each, made[id(each)]) for each in named if each is not ABSENT}, _replaced)
+    pairs = {id(each): (each, made[id(each)]) for each in named if each is not ABSENT}
+    _swap(pairs, session.replaced)
 
 
 def uninstall() -> None:
     """Restore all attributes that `install` replaced, also in modules that imported them."""
-    undone = _chosen.undo() + _replaced.undo()
+    global _session
+    if _session is None:
+        return
+    undone = _session.with_pipeline.undo() + _session.replaced.undo()
+    _session = None
     replacements = {id(value): (value, original) for value, original in undone}
     # Only functions have an identity to search for: a value such as True is shared by everything.
     made = {key: pair for key, pair in replacements.items() if inspect.isfunction(pair[1])}
@@ -219,10 +223,10 @@ def _install(hook: Hook, session: Session, made: dict[int, Any]) -> None:
     # One object under two names must get one replacement. Plain values can be equal by chance.
     if not hook.expects or id(original) not in made:
         made[id(original)] = hook.replacement(session, original)
-    if hook.chosen:
-        session.on_choice.append((owner, hook.name, made[id(original)]))
+    if hook.only_with_pipeline:
+        session.with_pipeline.values.append((owner, hook.name, made[id(original)]))
     else:
-        _replaced.put(owner, hook.name, made[id(original)])
+        session.replaced.put(owner, hook.name, made[id(original)])
 
 
 def _examine(record: Target) -> Finding:

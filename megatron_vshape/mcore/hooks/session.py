@@ -19,7 +19,7 @@ from torch import nn
 
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.mcore.hook import Function, Hook, Replaced, replaces
+from megatron_vshape.mcore.hook import Function, Hook, Replaced, Switched, replaces
 from megatron_vshape.mcore.hooks import libraries
 from megatron_vshape.mcore.layout.stages import streams_of
 from megatron_vshape.mcore.observe import report
@@ -31,11 +31,11 @@ from megatron_vshape.mcore.refusals import (
     refusing,
     refusing_together,
 )
-from megatron_vshape.mcore.setup.configure import Pipeline, with_messages_of_this_run
+from megatron_vshape.mcore.setup.configure import Pipeline, with_backend_of_run
 from megatron_vshape.mcore.setup.features import features
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.plans import Planner
-from megatron_vshape.mcore.setup.ready import withdraw_loading_mode
+from megatron_vshape.mcore.setup.ready import Environment
 from megatron_vshape.mcore.split import graphs
 from megatron_vshape.mcore.split.graphs import capture_order, covered, passes_of
 from megatron_vshape.mcore.split.local_layers import TorchFusedKernels, make_split_linear
@@ -53,63 +53,62 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
+class BuildState:
+    """The chunks of this rank while they are built (`core_hooks`)."""
+
+    # True from the end of a chunk's constructor until the optimizer or the first step. A library
+    # may extend the model then, and query which chunks are the first and the last stage.
+    is_extensible: bool = False
+    first_chunk: Callable[[], Any] = lambda: None  # weak reference to this rank's first chunk
+    provided_chunk: int | None = None  # chunk in construction by a provider without vp_stage
+    embedding_chunk: nn.Module | None = None  # with the embedding, until the last one is built
+    # Last chunk -> first chunk of the same rank, whose embedding weights it shares.
+    tied_to: WeakKeyDictionary[nn.Module, nn.Module] = field(default_factory=WeakKeyDictionary)
+
+
+@dataclass(slots=True)
 class Session:
-    """State shared by the hooks of one `hooks.install`.
+    """State shared by the hooks, from `registry.install` to `registry.uninstall`.
 
     `pipeline` is None while Megatron's schedules run; then every hook behaves as upstream.
     """
 
+    # The schedule: of this package, or Megatron's own if the user has named one.
     pipeline: Pipeline | None = None
-    megatrons_own: str | None = None  # Megatron's own schedule, if the user has named one
-    # The step function of the trainer; created before training starts, or in the first step of
-    # a library.
-    runner: PipelineRunner | MeteredSchedule | None = None
-    iteration_log: IterationLog | None = None  # set while Megatron's trainer runs
-    step: StepState = field(default_factory=StepState)
-    tries_again: bool = False  # restart in this process after a failure (--inprocess-restart)
-    # For libraries with their own configuration and trainer:
+    megatrons_own: str | None = None
     library: Options | None = None  # the options of `register`
     chosen_by_flags: bool = False  # Megatron's parser has run; its flags override `library`
-    once: RankZeroPlanner | None = (
-        None  # the rendezvous for planning; some ranks may still be in it
-    )
-    is_named: bool = False  # the flags name a schedule, even if it is rejected later
+    names_schedule: bool = False  # the flags name a schedule, even if it is rejected later
+    # Keeps the store of the ranks' rendezvous open: some ranks may still read a plan from it.
+    rank_zero: RankZeroPlanner | None = None
+    environment: Environment = field(default_factory=Environment)
+    # Build and checkpoint.
+    build: BuildState = field(default_factory=BuildState)
     optimizer: Any = None
-    registers: bool = False  # NCCL registers buffers (nccl_ub of the data-parallel config)
-    set_variables: frozenset[str] = frozenset()  # environment variables set for the schedule
-    has_opened: bool = False  # the schedule has been printed
-    captures: bool = False  # Transformer Engine is capturing CUDA graphs
-    loads: Any = None  # the model whose checkpoint is being loaded
-    first_chunk: Callable[[], Any] = lambda: None  # weak reference to this rank's first chunk
-    embedding_end: nn.Module | None = None  # chunk with the embedding, until the last is built
-    # Last chunk -> first chunk of the same rank, whose embedding weights it shares.
-    joined: WeakKeyDictionary[nn.Module, nn.Module] = field(default_factory=WeakKeyDictionary)
-    # True from the end of a chunk's constructor until the optimizer or the first step. A library
-    # may extend the model then, and query which chunks are the first and the last stage.
-    is_building: bool = False
-    provided_chunk: int | None = None  # chunk in construction by a provider without vp_stage
-    providers: list[type] = field(default_factory=list)  # classes that are already patched
-    replaced: Replaced = field(default_factory=Replaced)  # undone by `hooks.uninstall`
-    chosen: Replaced = field(default_factory=Replaced)  # undone also when the choice changes
-    on_choice: list[tuple[Any, str, Any]] = field(default_factory=list)  # applied on a choice
-    ready: WeakSet[nn.Module] = field(default_factory=WeakSet)  # first chunks of prepared models
+    loading: Any = None  # the model whose checkpoint is being loaded
+    # Steps. The runner is the step function of the trainer; it is created before training starts,
+    # or in the first step of a library.
+    runner: PipelineRunner | MeteredSchedule | None = None
+    prepared: WeakSet[nn.Module] = field(default_factory=WeakSet)  # first chunks of models
+    step: StepState = field(default_factory=StepState)
+    iteration_log: IterationLog | None = None  # set while Megatron's trainer runs
+    is_capturing: bool = False  # Transformer Engine is capturing CUDA graphs
+    # Replaced attributes of Megatron and libraries.
+    replaced: Replaced = field(default_factory=Replaced)
+    with_pipeline: Switched = field(default_factory=Switched)
 
     def choose(self, pipeline: Pipeline | None, megatrons_own: str | None) -> None:
         """Apply the schedule that the flags request, and reset the state of a previous run."""
         self.pipeline, self.megatrons_own, self.runner = pipeline, megatrons_own, None
-        self.has_opened = self.is_building = False
+        self.build.is_extensible = False
         self.step.splits_backward = pipeline is not None
-        # Hooks with `chosen` replace classes and flags, which cannot pass a call to the original.
-        # So they are active only while a schedule of this package is chosen.
-        self.chosen.undo()
-        for each in self.on_choice if pipeline is not None else ():
-            self.chosen.put(*each)
+        # These hooks replace classes and flags, which cannot pass a call to the original.
+        self.with_pipeline.switch(pipeline is not None)
 
     def patch_once(self, owner: type, make: Callable[[], Mapping[str, Any]]) -> None:
-        """Set attributes of a library's class, which `make` returns, until `hooks.uninstall`."""
-        if owner not in self.providers:
-            self.providers.append(owner)
-            for name, value in make().items():
+        """Set attributes of a library's class, which `make` returns, until `uninstall`."""
+        for name, value in make().items():
+            if not self.replaced.has(owner, name):
                 self.replaced.put(owner, name, value)
 
     @property
@@ -117,22 +116,22 @@ class Session:
         """Return whether no schedule is requested; then Megatron runs as without hooks."""
         return self.pipeline is None and self.megatrons_own is None
 
-    def forget(self) -> None:
+    def forget(self, restarts: bool = False) -> None:
         """Free all state of a run that has ended or failed.
 
-        The choice from the flags stays, for another run in this process (Megatron's
+        The choice from the flags stays, for another run in this process (`restarts`, Megatron's
         --inprocess-restart). That run plans again: after a failure, only some ranks may have
         measured costs or agreed on a program.
         """
         if isinstance(self.runner, PipelineRunner):
-            self.runner.forget_data(quietly=self.tries_again)
+            self.runner.forget_data(quietly=restarts)
         self.runner = self.iteration_log = self.optimizer = None
-        self.embedding_end, self.has_opened, self.is_building = None, False, False
+        self.build = BuildState()
         if self.pipeline is not None:
-            planner = Planner(self.pipeline.choice, self.pipeline.planner.once)
+            planner = Planner(self.pipeline.choice, self.pipeline.planner.rank_zero)
             self.pipeline = replace(self.pipeline, planner=planner)
 
-    def own_runner(self, pipeline: Pipeline) -> PipelineRunner:
+    def pipeline_runner(self, pipeline: Pipeline) -> PipelineRunner:
         """Return the runner of this package's schedule; creates it at the first call."""
         runner = self.runner or PipelineRunner(self.step, pipeline, self.logs)
         if not isinstance(runner, PipelineRunner):
@@ -142,29 +141,7 @@ class Session:
         self.runner = runner
         return runner
 
-    def own_function(self, original: Callable[..., Any]) -> Any:
-        """Return the replacement of Megatron's step function, which first prepares the model.
-
-        Preparation waits until then because the library may add modules to the model before.
-        """
-        self.is_building = False
-        # A library registers before it initializes process groups, so the P2P backend was a guess.
-        if self.runner is None and self.pipeline is not None:
-            self.pipeline = with_messages_of_this_run(self.pipeline)
-        assert self.pipeline is not None
-        # Megatron gets a function for training and one per evaluation. All of them use one runner,
-        # with its transport and its plans.
-        runner = self.own_runner(self.pipeline)
-
-        @functools.wraps(original)
-        def run(**call: Any) -> Any:
-            self.is_building = False  # a second model may have been built since
-            self._prepare(call)
-            return runner(**call)
-
-        return run
-
-    def _prepare(self, call: Mapping[str, Any]) -> None:
+    def prepare_model(self, call: Mapping[str, Any]) -> None:
         """Prepare a model before its first step.
 
         Ranks differ in layers, stages and data, so a single rank may find an unsupported feature.
@@ -172,7 +149,7 @@ class Session:
         """
         model = call["model"] if isinstance(call["model"], list) else [call["model"]]
         # By model, not once: RL libraries run an actor, a critic and a reference in one process.
-        if model[0] in self.ready or self.pipeline is None:
+        if model[0] in self.prepared or self.pipeline is None:
             return
         # Without the agreement, the other ranks would wait for the failed rank in their first
         # receive.
@@ -185,13 +162,14 @@ class Session:
                 feature.prepare_layers(self.step, chunks, self.pipeline.choice)
             prepare_layers(self.step, chunks, self.pipeline.splits_graphs)
         with refusing():
-            if not self.has_opened:
+            # Megatron-LM's `train` hook has done this before, because it knows the optimizer.
+            if not self.pipeline_runner(self.pipeline).is_connected:
                 tokens = call["seq_length"] * call["micro_batch_size"]
-                text = self.opening(self.pipeline, model, tokens, call["num_microbatches"])
+                text = self.connect(self.pipeline, model, tokens, call["num_microbatches"])
                 level = logging.DEBUG if dist.get_rank() else logging.INFO
                 logger.log(level, "%s", text)
-        withdraw_loading_mode(self.set_variables)
-        self.ready.add(model[0])
+        self.environment.withdraw_loading_mode()
+        self.prepared.add(model[0])
 
     def _check_model(self, pipeline: Pipeline, model: Sequence[nn.Module]) -> None:
         """Raise UnsupportedError unless `model` has the chunks of this rank as they were built."""
@@ -206,10 +184,10 @@ class Session:
         for feature in features():
             feature.check_chunks(pipeline, rank, [unwrapped(each) for each in model])
 
-    def opening(
+    def connect(
         self, pipeline: Pipeline, model: Sequence[nn.Module], tokens: int, num_microbatches: int
     ) -> str:
-        """Return the log lines of the schedule, its P2P backend and, with a limit, its memory.
+        """Connect the ranks, reserve static memory in a memory limit, and return the log lines.
 
         All ranks call it before the first step. `tokens` is the number of tokens per microbatch.
 
@@ -217,39 +195,38 @@ class Session:
             ScheduleError: No schedule fits the memory limit.
             UnsupportedError: There is a limit, but no optimizer with known memory.
         """
-        self.has_opened = True
-        planner, limit, lines = pipeline.planner, pipeline.choice.limit_bytes, []
-        carrier = self.own_runner(pipeline).connect(model)
-        if carrier is not None:
-            lines.append(carrier)
+        runner, limit = self.pipeline_runner(pipeline), pipeline.choice.limit_bytes
+        lines = [runner.connect(model)]
         if limit is not None:
-            if self.optimizer is None:
-                raise UnsupportedError(
-                    "a memory limit requires an optimizer from megatron.core.optimizer, whose "
-                    "state it includes. Create the optimizer there, or remove the limit"
-                )
-            config = get_model_config(model[0])
-            shards = config.context_parallel_size * (
-                config.tensor_model_parallel_size if config.sequence_parallel else 1
+            message_bytes = _message_bytes(get_model_config(model[0]), tokens)
+            everyones = self._reserve_memory(pipeline, model, message_bytes, num_microbatches)
+            lines.append(report.memory_table(everyones, pipeline.planner.reserved_bytes, limit))
+        lines.append(report.opening_lines(pipeline, num_microbatches, runner.local_ranks))
+        return "\n".join(line for line in lines if line is not None)
+
+    def _reserve_memory(
+        self,
+        pipeline: Pipeline,
+        model: Sequence[nn.Module],
+        message_bytes: int,
+        num_microbatches: int,
+    ) -> list[report.StaticMemory]:
+        """Reserve static memory and P2P buffers in the limit; return the memory of each rank."""
+        if self.optimizer is None:
+            raise UnsupportedError(
+                "a memory limit requires an optimizer from megatron.core.optimizer, whose "
+                "state it includes. Create the optimizer there, or remove the limit"
             )
-            width = config.hidden_size * streams_of(config)
-            width_bytes = width * config.pipeline_dtype.itemsize
-            # P2P buffers are outside the activation memory of passes, so the limit has to reserve
-            # them too.
-            message_bytes = tokens * width_bytes // shards
-            own = report.static_memory(
-                model, self.optimizer, self.own_runner(pipeline).overlaps_steps
-            )
-            group = parallel_state.get_pipeline_model_parallel_group()
-            # All data-parallel replicas need one plan, so the replica with the most static memory
-            # decides.
-            everyones = report.most_of_replicas(own, group, lambda each: each.total)
-            planner.reserve([each.total for each in everyones], message_bytes)
-            planner.training(num_microbatches)  # determines the maximum number of P2P buffers
-            lines.append(report.memory_table(everyones, planner.reserved_bytes, limit))
-        local_ranks = self.own_runner(pipeline).local_ranks
-        lines.append(report.opening_lines(pipeline, num_microbatches, local_ranks))
-        return "\n".join(lines)
+        overlaps = self.pipeline_runner(pipeline).overlaps_steps
+        own = report.static_memory(model, self.optimizer, overlaps)
+        group = parallel_state.get_pipeline_model_parallel_group()
+        # All data-parallel replicas need one plan, so the replica with the most static memory
+        # decides.
+        everyones = report.most_of_replicas(own, group, lambda each: each.total)
+        pipeline.planner.reserve([each.total for each in everyones], message_bytes)
+        # Determines the maximum number of P2P buffers, which are outside the memory of passes.
+        pipeline.planner.training(num_microbatches)
+        return everyones
 
     def metered_runner(self, function: Callable[..., Any], name: str) -> Any:
         """Return Megatron's `function` with a meter; creates it at the first call."""
@@ -267,6 +244,15 @@ class Session:
         return self.iteration_log is not None and self.iteration_log.has(ahead)
 
 
+def _message_bytes(config: Any, tokens: int) -> int:
+    """Return the size of a P2P message for a microbatch with this number of tokens."""
+    shards = config.context_parallel_size * (
+        config.tensor_model_parallel_size if config.sequence_parallel else 1
+    )
+    width_bytes = config.hidden_size * streams_of(config) * config.pipeline_dtype.itemsize
+    return int(tokens * width_bytes // shards)
+
+
 # The timer needs a pass, but for Megatron's schedules only durations count, not the pass.
 _SOME_PASS = Pass(Kind.F, 0, 0)
 
@@ -276,23 +262,38 @@ def get_forward_backward_func(
     session: Session, original: Function, *args: Any, **options: Any
 ) -> Any:
     """Return this package's step function, or Megatron's with a meter if the user named it."""
-    if session.pipeline is not None:
-        with refusing():
-            check_one_module(session.pipeline.choice.name, *args, *options.values())
-        # The function of `step/forward_backward.py`, behind the preparation of the model.
-        return session.own_function(original)
-    # One of Megatron's own schedules runs. Metering it makes its log lines comparable with ours.
-    function = original(*args, **options)
-    if session.megatrons_own is None:
-        return function
-    return session.metered_runner(function, session.megatrons_own)
+    pipeline = session.pipeline
+    if pipeline is None:
+        # One of Megatron's own schedules runs. A meter makes its log lines comparable with ours.
+        function = original(*args, **options)
+        if session.megatrons_own is None:
+            return function
+        return session.metered_runner(function, session.megatrons_own)
+    with refusing():
+        check_one_module(pipeline.choice.name, *args, *options.values())
+    session.build.is_extensible = False
+    # A library registers before it initializes process groups, so the P2P backend was a guess.
+    if session.runner is None:
+        session.pipeline = pipeline = with_backend_of_run(pipeline)
+    # Megatron gets a function for training and one per evaluation. All of them use one runner
+    # (`step/forward_backward.py`), with its transport and its plans.
+    runner = session.pipeline_runner(pipeline)
+
+    @functools.wraps(original)
+    def run(**call: Any) -> Any:
+        session.build.is_extensible = False  # a second model may have been built since
+        # Not earlier: a library may add modules to the model until its first step.
+        session.prepare_model(call)
+        return runner(**call)
+
+    return run
 
 
 @replaces
 def forward_step(session: Session, original: Function, *args: Any, **options: Any) -> Any:
     """Measure a forward pass of Megatron's schedules, if measurement is enabled."""
     # Stages of this package call it, too (`step/stage.py`); then no timer is set.
-    result = _timed(session, original, *args, **options)
+    result = _time_pass(session, original, *args, **options)
     if session.step.census is not None and session.pipeline is None:
         # For our own schedules, the runner counts activation memory itself.
         chunk = inspect.signature(original).bind(*args, **options).arguments.get("vp_stage")
@@ -303,13 +304,13 @@ def forward_step(session: Session, original: Function, *args: Any, **options: An
 @replaces
 def backward_step(session: Session, original: Function, *args: Any, **options: Any) -> Any:
     """Measure a backward pass of Megatron's schedules, if measurement is enabled."""
-    result = _timed(session, original, *args, **options)
+    result = _time_pass(session, original, *args, **options)
     if session.step.census is not None and session.pipeline is None:
         count_backward(session.step.census)
     return result
 
 
-def _timed(session: Session, original: Function, *args: Any, **options: Any) -> Any:
+def _time_pass(session: Session, original: Function, *args: Any, **options: Any) -> Any:
     """Record the duration of a pass of Megatron's schedules while a timer is active."""
     timer = session.step.timer
     if timer is None:
@@ -343,15 +344,15 @@ def create_cudagraphs(session: Session, original: Function, helper: Any) -> None
     if pipeline is None:
         original(helper)
         return
-    session.own_runner(pipeline).rest()
+    session.pipeline_runner(pipeline).rest()
     capture = _capture_of_weights(pipeline, helper) if pipeline.splits_graphs else None
     # So that `get_schedule_table` does not reject the call that the capture makes.
-    session.captures = True
+    session.is_capturing = True
     try:
         with graphs.capturing(helper, capture, session.step):
             original(helper)
     finally:
-        session.captures = False
+        session.is_capturing = False
 
 
 def _capture_of_weights(pipeline: Pipeline, helper: Any) -> graphs.Capture:
@@ -383,7 +384,7 @@ def get_schedule_table(
     all ranks.
     """
     # Transformer Engine's capture uses only the number of passes in the table.
-    if session.pipeline is None or session.captures or num_model_chunks == 1:
+    if session.pipeline is None or session.is_capturing or num_model_chunks == 1:
         return original(num_microbatches, num_model_chunks, *args, **options)
     libraries.gather_by_placement(session)
     return libraries.schedule_table(session, num_microbatches, num_model_chunks)
@@ -519,7 +520,7 @@ HOOKS = (
         ),
         "lets W run later than B",
         linear_function,
-        chosen=True,
+        only_with_pipeline=True,
     ),
     Hook(
         _LAYERS,
@@ -528,7 +529,7 @@ HOOKS = (
         "gradient accumulation fusion by torch where apex is missing",
         fused_kernels,
         optional=True,
-        chosen=True,
+        only_with_pipeline=True,
     ),
     Hook(
         _LAYERS,
@@ -536,7 +537,7 @@ HOOKS = (
         (),
         "gradient accumulation fusion by torch where apex is missing",
         fusion_available,
-        chosen=True,
+        only_with_pipeline=True,
     ),
 )
 """The functions of megatron.core that run a step, for every trainer."""

@@ -27,7 +27,6 @@ from megatron_vshape.mcore.refusals import RefusedError, check_one_module, refus
 from megatron_vshape.mcore.setup import configure
 from megatron_vshape.mcore.setup.configure import Pipeline
 from megatron_vshape.mcore.setup.megatron_schedules import megatrons_own
-from megatron_vshape.mcore.setup.ready import complete_environment
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 from megatron_vshape.runtime.watch import last_words
 
@@ -40,11 +39,11 @@ def add_megatron_arguments(
 ) -> ArgumentParser:
     """Add this package's flags after Megatron's."""
 
-    def hear(name: str) -> str:
-        session.is_named = True
+    def record(name: str) -> str:
+        session.names_schedule = True
         return name
 
-    return add_arguments(original(parser), hear)
+    return add_arguments(original(parser), record)
 
 
 @replaces_always
@@ -55,16 +54,15 @@ def validate_args(
     with refusing():
         # Used by searches only. It meets at the rendezvous store, because process groups do not
         # exist yet.
-        session.once = configure.one_planner(args)
+        session.rank_zero = configure.rank_zero_planner(args)
         # Before Megatron's checks, which reject chunks and layer counts that the schedule sets.
-        pipeline = configure.prepare(args, session.library, session.once)
+        pipeline = configure.prepare(args, session.library, session.rank_zero)
         # From here on the hooks act. None for both: Megatron runs as without this package.
         session.choose(pipeline, megatrons_own(args))
         session.chosen_by_flags = True
-        session.tries_again = getattr(args, "inprocess_restart", False)
     if pipeline is not None:
         # Before the original: Megatron's checks initialize CUDA, which reads the environment.
-        session.set_variables |= complete_environment(args, pipeline, already=session.set_variables)
+        session.environment.complete(args, pipeline)
     validated = original(args, *rest, **options)
     # After them: the number of microbatches and some sizes are known only now.
     with refusing():
@@ -106,7 +104,8 @@ def pretrain(session: Session, original: Function, *args: Any, **options: Any) -
         return original(*bound.args, **bound.kwargs)
     finally:
         # Data loaders end with their last reference, and a restarted run must plan again.
-        session.forget()
+        restarts = session.runner is not None and getattr(get_args(), "inprocess_restart", False)
+        session.forget(restarts)
 
 
 def _model_provider(session: Session, provider: Function) -> Function:
@@ -186,12 +185,12 @@ def train(session: Session, original: Function, *args: Any, **options: Any) -> A
     if pipeline is not None:
         with refusing():
             tokens = get_args().seq_length * get_args().micro_batch_size
-            # `opening` needs the optimizer: with a memory limit, its state counts as static memory.
-            # The first call creates the communicators, which is collective and slow: not in the
-            # first iteration, whose time is logged.
+            # With a memory limit, the optimizer's state counts as static memory.
             session.optimizer = given["optimizer"]
-            print_rank_0(session.opening(pipeline, given["model"], tokens, get_num_microbatches()))
-            runner = session.own_runner(pipeline)
+            # Creating communicators is collective and slow: not in the first iteration, whose time
+            # is logged.
+            print_rank_0(session.connect(pipeline, given["model"], tokens, get_num_microbatches()))
+            runner = session.pipeline_runner(pipeline)
             for line in runner.begin_training(given["optimizer"], get_args()):
                 print_rank_0(line)
     elif session.megatrons_own is None:
@@ -200,14 +199,14 @@ def train(session: Session, original: Function, *args: Any, **options: Any) -> A
         session.iteration_log = IterationLog()
         _print_if_any(why_no_mfu())
     try:
-        result = _told_at_failure(session, lambda: original(*args, **options))
+        result = _log_failure(session, lambda: original(*args, **options))
     # RefusedError is a SystemExit, too, but a rejected run has no results to print.
     except RefusedError:
         raise
     except SystemExit:  # --exit-interval and similar: all ranks exit after a barrier
-        _tell_end(session)
+        _print_results(session)
         raise
-    _tell_end(session)
+    _print_results(session)
     return result
 
 
@@ -245,22 +244,22 @@ def _refuse_what_was_not_seen(args: Namespace) -> None:
         )
 
 
-def _told_at_failure(session: Session, train: Callable[[], Any]) -> Any:
+def _log_failure(session: Session, train: Callable[[], Any]) -> Any:
     """Run `train`; on an exception or SIGTERM, log the iteration and the pass of this rank."""
     if session.pipeline is None:
         return train()
-    with last_words(lambda: _whereabouts(session)):
+    with last_words(lambda: _position(session)):
         try:
             return train()
         except Exception as error:
-            where = _whereabouts(session)
+            where = _position(session)
             # Log now: the launcher may kill this process before Python prints the traceback.
             logger.critical("%s: %s", where, type(error).__name__)
             error.add_note(where)
             raise
 
 
-def _whereabouts(session: Session) -> str:
+def _position(session: Session) -> str:
     """Describe the current iteration of this rank and the pass or receive it is in."""
     iteration = f"in iteration {getattr(get_args(), 'curr_iteration', 0) + 1}"
     if isinstance(session.runner, PipelineRunner):
@@ -297,7 +296,7 @@ def report_theoretical_memory(
         original(*args, **options)
 
 
-def _tell_end(session: Session) -> None:
+def _print_results(session: Session) -> None:
     if isinstance(session.runner, PipelineRunner):
         for line in session.runner.end_training():
             print_rank_0(line)

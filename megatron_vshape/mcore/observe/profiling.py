@@ -108,8 +108,8 @@ class Trial:
         if self._steps < len(RUNS):
             self._planner.run(self._schedules[RUNS[self._steps]])
             return None
-        once = self._planner.once
-        return self._keep(self._faster() if once is None else once(self._faster))
+        rank_zero = self._planner.rank_zero
+        return self._keep(self._faster() if rank_zero is None else rank_zero(self._faster))
 
     def _faster(self) -> int:
         """Compare the measured steps; the plan wins if evaluations left nothing to compare."""

@@ -81,7 +81,7 @@ class Pipeline:
         return stage == 0, stage == self.stage_map.last_stage
 
 
-def one_planner(args: Namespace) -> RankZeroPlanner:
+def rank_zero_planner(args: Namespace) -> RankZeroPlanner:
     """Return the planner that runs on one rank for all, with the timeout of Megatron."""
     asked = options_of(args)
     names = ("pipeline_model_parallel_size", "num_layers", "global_batch_size", "micro_batch_size")
@@ -91,13 +91,13 @@ def one_planner(args: Namespace) -> RankZeroPlanner:
 
 
 def prepare(
-    args: Namespace, registered: Options | None = None, once: RankZeroPlanner | None = None
+    args: Namespace, registered: Options | None = None, rank_zero: RankZeroPlanner | None = None
 ) -> Pipeline | None:
     """Return the pipeline that the flags request, or None if Megatron runs its own schedule.
 
     Called before Megatron validates its arguments; sets the number of chunks per rank in them.
-    Without a schedule in the flags, the options of `register` apply. `once` plans on one rank for
-    all.
+    Without a schedule in the flags, the options of `register` apply. `rank_zero` plans for all
+    ranks.
 
     Raises:
         ScheduleError: The schedule does not exist or does not fit this run.
@@ -110,9 +110,9 @@ def prepare(
     if options.schedule is not None or "pipeline_timeout" in args:
         _check_values(args, options)
     name, ranks = options.schedule, args.pipeline_model_parallel_size
-    once = once or one_planner(args)
+    rank_zero = rank_zero or rank_zero_planner(args)
     # Before `pipeline_of`, which resets options that Megatron's schedule needs.
-    baseline = megatrons_if_best(args, options, once) if name == AUTO else None
+    baseline = megatrons_if_best(args, options, rank_zero) if name == AUTO else None
     if baseline is not None:
         run_megatrons(args, baseline)
         return None
@@ -126,7 +126,7 @@ def prepare(
     pipeline = pipeline_of(
         args,
         options,
-        once,
+        rank_zero,
         check=check_arguments,
         ties_ends=not args.untie_embeddings_and_output_weights,
         kernels=args.distributed_backend == "nccl",
@@ -176,7 +176,7 @@ def _tell_what_does_nothing(options: Options) -> None:
 def pipeline_of(
     model: Any,
     options: Options,
-    once: RankZeroPlanner,
+    rank_zero: RankZeroPlanner,
     *,
     check: Check,
     ties_ends: bool | None,
@@ -189,7 +189,7 @@ def pipeline_of(
         model: Megatron's arguments or a library's config. All names read here exist in both.
             Translated options are logged and reset in this object.
         options: The options of this package.
-        once: Plans on one rank for all.
+        rank_zero: Plans for all ranks.
         check: Rejects unsupported options of `model`.
         ties_ends: Whether the embeddings are tied; None if only the built model knows.
         kernels: Whether P2P messages are GPU kernels (NCCL).
@@ -226,7 +226,7 @@ def pipeline_of(
     # 4. The planner: it makes no plan before the number of microbatches is known (`complete`).
     return Pipeline(
         options,
-        Planner(choice, once),
+        Planner(choice, rank_zero),
         stage_map,
         # The same in Megatron's form, which it reads from the TransformerConfig.
         StageLayout(stage_map),
@@ -394,13 +394,13 @@ def tell_config(config: Any, stage_map: StageMap) -> None:
         config.overlap_p2p_comm = True  # required by Megatron for chunks on two ranks
 
 
-def with_messages_of_this_run(pipeline: Pipeline) -> Pipeline:
+def with_backend_of_run(pipeline: Pipeline) -> Pipeline:
     """Update the pipeline for the P2P backend of the run, known once process groups exist."""
     choice = replace(pipeline.choice, kernels=_messages_are_kernels())
     return (
         pipeline
         if choice == pipeline.choice
-        else replace(pipeline, planner=Planner(choice, pipeline.planner.once))
+        else replace(pipeline, planner=Planner(choice, pipeline.planner.rank_zero))
     )
 
 

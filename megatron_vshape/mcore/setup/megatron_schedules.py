@@ -170,7 +170,7 @@ MOST_CHUNKS = 12
 
 
 def megatrons_if_best(
-    args: Namespace, options: Options, once: RankZeroPlanner
+    args: Namespace, options: Options, rank_zero: RankZeroPlanner
 ) -> BaselineSpec | None:
     """Under auto, return the best of Megatron's schedules if no plan is faster, else None.
 
@@ -227,7 +227,7 @@ def megatrons_if_best(
         best = answer.baseline if answer.is_megatrons else None
         return best if best is not None and evaluates(best) else None
 
-    return once(compare)
+    return rank_zero(compare)
 
 
 def _megatrons(

@@ -107,13 +107,13 @@ class Planner:
     order. Everything else is deterministic, so every rank computes it for itself.
     """
 
-    def __init__(self, choice: ScheduleConfig, once: RankZeroPlanner | None = None) -> None:
+    def __init__(self, choice: ScheduleConfig, rank_zero: RankZeroPlanner | None = None) -> None:
         """Set the choice; costs, memory and P2P sizes of the run follow later.
 
-        Without `once` the process searches for itself.
+        Without `rank_zero` the process searches for itself.
         """
         self.choice = choice
-        self.once = once
+        self.rank_zero = rank_zero
         self.costs = choice.costs  # until `adopt` replaces them
         # Memory per device other than activations.
         self.static_bytes = (0.0,) * choice.num_devices
@@ -201,10 +201,10 @@ class Planner:
         if not self.choice.plans_by_costs:
             with no_collection():
                 return self._build_step(self._schedule(num_microbatches))
-        if self.once is not None:
+        if self.rank_zero is not None:
             # Searches end by time and differ between ranks, so rank 0 searches for all. The rest is
             # deterministic, and cheaper to repeat than to send.
-            return self._build_step(self.once(lambda: self._schedule(num_microbatches)))
+            return self._build_step(self.rank_zero(lambda: self._schedule(num_microbatches)))
         return self._build_step(self._schedule(num_microbatches))
 
     def _build_step(self, schedule: Schedule) -> PlannedStep:
@@ -243,7 +243,7 @@ class Planner:
             return list(self._known(count))
 
         # As in `_plan`, rank 0 makes the schedules for all ranks.
-        known = schedules() if self.once is None else self.once(schedules)
+        known = schedules() if self.rank_zero is None else self.rank_zero(schedules)
         limits = limits_of(self._asked(PlanRequest(AUTO, self.choice.num_devices, count)))
         # Limits are per device of the planned numbering, programs per rank.
         by_rank = [limit for _, limit in sorted(zip(self.choice.ranks, limits, strict=True))]

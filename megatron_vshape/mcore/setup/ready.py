@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,22 +32,50 @@ logger = logging.getLogger(__name__)
 REGISTERS = "NCCL_GRAPH_REGISTER"
 
 
-def complete_environment(
-    options: Any, pipeline: Pipeline, registers: bool = False, already: Collection[str] = ()
+@dataclass(slots=True)
+class Environment:
+    """The settings that schedules have made in this process."""
+
+    made: frozenset[str] = frozenset()  # names of variables, without those that the user has set
+    registers: bool = False  # NCCL registers buffers (nccl_ub of the data-parallel config)
+
+    def complete(self, options: Any, pipeline: Pipeline) -> None:
+        """Set the variables and the allocator for a schedule, and log them in one line.
+
+        `options` are Megatron's arguments or a config. Variables that the user has set stay
+        unchanged, and so does the allocator if its variable is set. CUDA reads variables only when
+        it starts. If it has started, a warning names them instead.
+        """
+        self.made |= _complete(options, pipeline, self.registers, self.made)
+
+    def withdraw_loading_mode(self) -> None:
+        """Remove CUDA_MODULE_LOADING once CUDA has read it, so that children do not inherit it.
+
+        A trainer with rollouts may start an inference engine from this process, which would load
+        all its kernels. The other variables stay: Megatron reads CUDA_DEVICE_MAX_CONNECTIONS in
+        every step and requires its users to set it, and NCCL reads its variable when graphs are
+        captured.
+        """
+        if LOADING in self.made and torch.cuda.is_initialized():
+            os.environ.pop(LOADING, None)
+
+    def register_buffers(self) -> None:
+        """Undo the allocator settings, because NCCL registers buffers."""
+        self.registers = True
+        undone = frozenset({*ALLOCATOR, REGISTERS}.intersection(self.made))
+        self.made -= undone
+        if undone:
+            _set_allocator(SEGMENTS.replace("True", "False"))
+            if REGISTERS in undone:
+                os.environ.pop(REGISTERS, None)
+            if os.environ.get("RANK", "0") == "0":
+                logger.info("expandable segments are off again, as NCCL registers buffers")
+
+
+def _complete(
+    options: Any, pipeline: Pipeline, registers: bool, already: Collection[str]
 ) -> frozenset[str]:
-    """Set the variables and the allocator for a schedule, and log them in one line.
-
-    Variables that the user has set stay unchanged, and so does the allocator if its variable is
-    set. CUDA reads variables only when it starts. If it has started, a warning names them instead.
-
-    Args:
-        options: Megatron's arguments or a config.
-        registers: Whether NCCL registers buffers according to a config other than `options`.
-        already: The result of an earlier call in this process.
-
-    Returns:
-        The names of the settings that were made.
-    """
+    """Make the settings that are not made already, and return their names."""
     sizes = options.tensor_model_parallel_size, options.context_parallel_size
     needed = settings(
         kernels=pipeline.choice.kernels,
@@ -73,20 +102,6 @@ def complete_environment(
     return frozenset(made)
 
 
-def withdraw_loading_mode(made: Collection[str]) -> None:
-    """Remove CUDA_MODULE_LOADING once CUDA has read it, so that child processes do not inherit it.
-
-    A trainer with rollouts may start an inference engine from this process, which would load all
-    its kernels. The other variables stay: Megatron reads CUDA_DEVICE_MAX_CONNECTIONS in every step
-    and requires its users to set it, and NCCL reads its variable when graphs are captured.
-
-    Args:
-        made: The result of `complete_environment`; a variable of the user is not in it.
-    """
-    if LOADING in made and torch.cuda.is_initialized():
-        os.environ.pop(LOADING, None)
-
-
 def _log(schedule: str, made: dict[str, Setting], late: dict[str, Setting]) -> None:
     # Both names of the allocator's variable are one setting, for which no variable was set.
     shown = {name: each for name, each in made.items() if name not in ALLOCATOR}
@@ -106,18 +121,3 @@ def _set_allocator(setting: str) -> None:
     """Change torch's CUDA allocator settings; works before and after CUDA has started."""
     current = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     (current or torch.cuda.memory._set_allocator_settings)(setting)
-
-
-def leave_allocator(names: Collection[str]) -> frozenset[str]:
-    """Undo the allocator settings among `names`, because NCCL registers buffers.
-
-    Returns the names that were undone.
-    """
-    undone = frozenset({*ALLOCATOR, REGISTERS}.intersection(names))
-    if undone:
-        _set_allocator(SEGMENTS.replace("True", "False"))
-        if REGISTERS in undone:
-            os.environ.pop(REGISTERS, None)
-        if os.environ.get("RANK", "0") == "0":
-            logger.info("expandable segments are off again, as NCCL registers buffers")
-    return undone

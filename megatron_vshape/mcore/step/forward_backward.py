@@ -115,6 +115,11 @@ class PipelineRunner:
         # Any shape will do here: each step announces its own.
         return self._ready_transport(get_model_config(chunk), (1, 1, 1), device, group).summary()
 
+    @property
+    def is_connected(self) -> bool:
+        """Return whether the ranks have P2P connections."""
+        return self._transport is not None
+
     def tell(self) -> str:
         """Describe the current pass or wait of this rank; can be called from any thread."""
         if self._transport is None:

@@ -274,6 +274,6 @@ HOOKS = (
         ("tensor", "shifts", "dims"),
         "tokens behind the end of a slice are those of the next",
         roll_tensor,
-        chosen=True,
+        only_with_pipeline=True,
     ),
 )
