@@ -1,8 +1,8 @@
 """Replacement of Megatron's attributes: for good (`Hook`), or within a context (`Replaced`).
 
 A function marked with `replaces` gets the session, the original function and the arguments of a
-call. Until a schedule is requested, only the original runs, with unchanged arguments. A function
-marked with `replaces_always` runs even then, because it detects the request or runs before it.
+call. Until a schedule is requested, only the original runs. A function marked with
+`replaces_always` runs even then, because it detects the request or runs before it.
 """
 
 from __future__ import annotations

@@ -194,20 +194,20 @@ class ProgramRun:
     handlers: Mapping[Kind, Handler] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._watcher = self.observer or _Silent()
+        self._observer = self.observer or _Silent()
         self._place = self.place or Place()
         self._row = self.program.instructions[self.device]
         schedule = self.program.schedule
         self._local = _Local(schedule, self.device)
-        others = any(kind.resource != PROCESSOR for kind in schedule.kinds)
-        self._beside = _Beside(schedule, self.handlers) if others else None
+        has_others = any(kind.resource != PROCESSOR for kind in schedule.kinds)
+        self._others = _OtherResources(schedule, self.handlers) if has_others else None
         self._at = 0
 
     def finish(self) -> None:
         """Run the remaining instructions and complete all sends. Raises as `run_program`."""
         self.advance(len(self._row))
-        if self._beside is not None:
-            self._beside.finish()
+        if self._others is not None:
+            self._others.finish()
         self.transport.drain()
         self._place.instruction = None
 
@@ -260,10 +260,10 @@ class ProgramRun:
         # The passes empty this list, so that only their stages keep references to the inputs: an
         # argument would stay alive until the call returns.
         handed = [self._input_of(each, received, alone=len(works) == 1) for each in works]
-        if self._beside is None:
+        if self._others is None:
             made = self._run(works, handed)
         else:
-            made = self._beside.run(works, partial(self._run, works, handed))
+            made = self._others.run(works, partial(self._run, works, handed))
         # A result that this rank reads itself needs no message.
         return {
             result_of(work): result
@@ -290,7 +290,7 @@ class ProgramRun:
             if handler is not None and handler.join is not None:
                 with label(_WAIT, works[0]):
                     handler.join(works[0])
-            self._watcher.begins(*works)
+            self._observer.begins(*works)
             with label(_name_of, works):
                 if handler is None:
                     results = _call_stages(self.stages, works, handed)
@@ -300,7 +300,7 @@ class ProgramRun:
         except Exception as error:
             error.add_note(f"device {self.device} raised this in {describe(*works)}")
             raise
-        self._watcher.ends(*works)
+        self._observer.ends(*works)
         return results
 
 
@@ -405,7 +405,7 @@ class _Local:
         return None if left is None else left.pop(microbatch, None)
 
 
-class _Beside:
+class _OtherResources:
     """Passes of resources other than the processor: one thread per resource, in program order."""
 
     def __init__(self, schedule: Schedule, handlers: Mapping[Kind, Handler]) -> None:

@@ -63,7 +63,7 @@ def start(rank: int, given: object) -> None:
             planner: Planner = self.pipeline.planner
             like = planner.training(context.num_microbatches).schedule
             plan = planner._build_step(drawn(like, steps))
-            planner.run(plan)
+            planner.use(plan)
             print(f"order {zlib.crc32(repr(plan.program.schedule.order).encode()):x} runs")
             steps += 1
         return original(self, context, hides)

@@ -61,7 +61,7 @@ def test_each_bucket_starts_after_the_job_that_completes_it() -> None:
     log: list[str] = []
     chunk = chunk_of("b", log, experts=1)
     sync, jobs = sync_of([chunk]), jobs_of(chunk)
-    with sync.session():
+    with sync.without_ddp():
         assert not chunk.ddp_config.overlap_grad_reduce  # DDP's hooks are to be quiet
         for _ in range(2):
             for parameters in jobs:
@@ -118,7 +118,7 @@ def test_a_chunk_that_is_not_in_megatrons_ddp_is_refused_where_it_trains() -> No
     with pytest.raises(UnsupportedError, match="Remove --overlap-grad-reduce"):
         sync_of([torch.nn.Linear(2, 2)])
     evaluates = sync_of([torch.nn.Linear(2, 2)], forward_only=True)  # as with --skip-train
-    with evaluates.session():
+    with evaluates.without_ddp():
         assert not evaluates.overlaps
 
 
@@ -129,7 +129,7 @@ def test_the_caller_who_accumulates_over_several_calls_reduces_itself() -> None:
     for group in chunk.bucket_groups:
         group.is_last_microbatch = False  # as within no_sync
     sync = sync_of([chunk])
-    with sync.session():
+    with sync.without_ddp():
         assert not chunk.ddp_config.overlap_grad_reduce  # DDP's hooks expect a gradient in every B
         for _ in range(2):
             run_w(sync, log, 0, [])

@@ -30,7 +30,7 @@ class FakePlanner:
     training: Callable[[int], Any]
     best_by_name: Callable[[Any], Any]
 
-    def run(self, step: Any) -> None:
+    def use(self, step: Any) -> None:
         self.runs = step
 
 
@@ -104,7 +104,7 @@ def test_the_order_is_final_after_the_trial(
         options=SimpleNamespace(profile_steps=(2, 2), checked_steps=(4, 4), trace_folder=None),
         choice=SimpleNamespace(plans_by_costs=True),
         planner=planner,
-        tries=True,
+        has_trial=True,
     )
     report = SimpleNamespace(last_step_s=None, remeasure=lambda: None)
     profiler = Profiler(pipeline, report)  # type: ignore[arg-type]

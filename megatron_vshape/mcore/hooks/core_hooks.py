@@ -28,7 +28,7 @@ from megatron_vshape.mcore.setup import configure
 from megatron_vshape.mcore.setup.choice import ScheduleConfig, choice_for
 from megatron_vshape.mcore.setup.configure import Pipeline
 from megatron_vshape.mcore.setup.features import BuiltChunk, features
-from megatron_vshape.mcore.setup.translate import tell, translate
+from megatron_vshape.mcore.setup.translate import log_translated, translate
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def _set_stages(session: Session, options: Options, config: Any) -> None:
             f"{options.schedule!r} is made for {known[1]} on {known[0]}: one process can have one "
             "schedule"
         )
-    configure.tell_config(config, pipeline.stage_map)
+    configure.set_stages_in_config(config, pipeline.stage_map)
 
 
 @replaces_always
@@ -212,7 +212,7 @@ def _join(first: Any, last: Any) -> None:
         stages.tie_embeddings(first, last)
 
 
-def _is_end(session: Session, end: int, chunk: int | None) -> bool | None:
+def _chunk_is_end(session: Session, end: int, chunk: int | None) -> bool | None:
     """Return whether a stage is the model's first (`end` 0) or last (`end` 1).
 
     The stage is the running one or, while models are built, that of `chunk`. None if there is no
@@ -242,7 +242,7 @@ def is_end_of_chunks(end: int) -> Function:
         session: Session, original: Function, vp_stage: int | None, vp_size: int | None
     ) -> bool:
         chunk = session.build.provided_chunk if vp_stage is None else vp_stage
-        found = _is_end(session, end, chunk)
+        found = _chunk_is_end(session, end, chunk)
         return bool(original(vp_stage, vp_size)) if found is None else found
 
     return is_end
@@ -256,10 +256,10 @@ def is_end_of_ranks(end: int) -> Function:
 
     @replaces
     def is_end(session: Session, original: Function, pp_group: Any) -> bool:
-        found = _is_end(session, end, session.build.provided_chunk)
-        if found is not None:
-            return found
-        return has_end(session, end) if session.build.is_extensible else bool(original(pp_group))
+        found = _chunk_is_end(session, end, session.build.provided_chunk)
+        if found is None and session.build.is_extensible:
+            found = rank_has_end(session, end)
+        return bool(original(pp_group)) if found is None else found
 
     return is_end
 
@@ -274,7 +274,7 @@ def get_megatron_optimizer(session: Session, original: Function, *args: Any, **o
     session.build.is_extensible = False
     if session.pipeline is not None:
         config = inspect.signature(original).bind(*args, **options).arguments["config"]
-        tell(translate(config, session.pipeline.stage_map.placement))
+        log_translated(translate(config, session.pipeline.stage_map.placement))
     session.optimizer = made = original(*args, **options)
     session.environment.withdraw_loading_mode()  # the model is on its device by now
     return made
@@ -320,7 +320,7 @@ def several_stacks_init(
     original(model, *args, **options)
 
 
-def has_end(session: Session, end: int) -> bool:
+def rank_has_end(session: Session, end: int) -> bool:
     """Return whether a chunk of this rank is the model's first (`end` 0) or last (1) stage."""
     assert session.pipeline is not None
     rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -352,7 +352,7 @@ def is_pipeline_end(end: int) -> Function:
         if pipeline is not None and not ignore_virtual and pipeline.stage_map.num_chunks == 1:
             chunk = 0
         if chunk is None and session.build.is_extensible and pipeline is not None:
-            return has_end(session, end)
+            return rank_has_end(session, end)
         if pipeline is None or chunk is None:
             return bool(original(ignore_virtual=ignore_virtual, vp_stage=vp_stage))
         return pipeline.ends(parallel_state.get_pipeline_model_parallel_rank(), chunk)[end]

@@ -228,12 +228,6 @@ class Session:
         pipeline.planner.training(num_microbatches)
         return everyones
 
-    def metered_runner(self, function: Callable[..., Any], name: str) -> Any:
-        """Return Megatron's `function` with a meter; creates it at the first call."""
-        if self.runner is None:
-            self.runner = MeteredSchedule(self.step, self.logs, function, name)
-        return self.runner
-
     @property
     def library_options(self) -> Options | None:
         """The options of `register`; None without them, or if flags decide."""
@@ -265,10 +259,13 @@ def get_forward_backward_func(
     pipeline = session.pipeline
     if pipeline is None:
         # One of Megatron's own schedules runs. A meter makes its log lines comparable with ours.
-        function = original(*args, **options)
-        if session.megatrons_own is None:
+        function, name = original(*args, **options), session.megatrons_own
+        if name is None:
             return function
-        return session.metered_runner(function, session.megatrons_own)
+        session.runner = session.runner or MeteredSchedule(
+            session.step, session.logs, function, name
+        )
+        return session.runner
     with refusing():
         check_one_module(pipeline.choice.name, *args, *options.values())
     session.build.is_extensible = False

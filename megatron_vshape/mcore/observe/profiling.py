@@ -90,7 +90,7 @@ class Trial:
         self._schedules = plan, named
         self._times_s: tuple[list[float], list[float]] = [], []
         self._steps = 0
-        planner.run(plan)
+        planner.use(plan)
 
     def end_step(self, previous_s: float | None, num_microbatches: int) -> int | None:
         """Count a step and choose the schedule of the next one.
@@ -106,7 +106,7 @@ class Trial:
             self._times_s[RUNS[before]].append(previous_s)
         self._steps += 1
         if self._steps < len(RUNS):
-            self._planner.run(self._schedules[RUNS[self._steps]])
+            self._planner.use(self._schedules[RUNS[self._steps]])
             return None
         rank_zero = self._planner.rank_zero
         return self._keep(self._faster() if rank_zero is None else rank_zero(self._faster))
@@ -124,7 +124,7 @@ class Trial:
         return faster
 
     def _keep(self, winner: int) -> int:
-        self._planner.run(self._schedules[winner])
+        self._planner.use(self._schedules[winner])
         return winner
 
 
@@ -172,7 +172,7 @@ class Profiler:
         options = self.pipeline.options
         if not (self.pipeline.choice.plans_by_costs and options.profile_steps):
             return True
-        if self.pipeline.tries:
+        if self.pipeline.has_trial:
             # The two schedules of a trial alternate until it ends.
             return self._is_tried and self._trial is None
         return self._steps > self._checked[1]
@@ -252,7 +252,7 @@ class Profiler:
     def _try_named(self, ran: Schedule) -> None:
         """Start the trial of the plan against the best named schedule, once per run."""
         planner = self.pipeline.planner
-        if self._is_tried or not self.pipeline.tries:
+        if self._is_tried or not self.pipeline.has_trial:
             return
         self._is_tried = True
         with refusing():

@@ -53,7 +53,7 @@ class ScheduleConfig:
     layer_shares: tuple[Share, ...] = ()  # share of each layer, if layers are not identical
     keeps_backward_whole: bool = False  # no B is split
     whole_stages: frozenset[int] = frozenset()  # stages whose B is not split
-    hides: bool = False  # a B that waits for tensor-parallel ranks runs jobs of the next W
+    fills_waits: bool = False  # a B that waits for tensor-parallel ranks runs jobs of the next W
     ties_ends: bool = False  # the first and the last stage add to one gradient
     shares: bool = False  # all ranks share the embedding and the output layer
     kernels: bool = False  # P2P messages are GPU kernels (NCCL)
@@ -87,17 +87,19 @@ class ScheduleConfig:
     @property
     def placement(self) -> Placement:
         """Return the pipeline rank of every stage, equal for any number of microbatches."""
-        return tuple(self.ranks[device] for device in self.planned)
+        return tuple(self.ranks[device] for device in self.stage_devices)
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Return the pipeline rank of each device of the planned schedule."""
         # Libraries take the results of the loss from the last pipeline rank, Megatron-LM's trainer
         # gets them sent there. A V has the loss on device 0, so its devices are renumbered.
-        return with_loss_last(self.planned) if self.loss_last else tuple(range(self.num_devices))
+        return (
+            with_loss_last(self.stage_devices) if self.loss_last else tuple(range(self.num_devices))
+        )
 
     @property
-    def planned(self) -> Placement:
+    def stage_devices(self) -> Placement:
         """Return the device of every stage in the schedule's own numbering."""
         if self.from_file is not None:
             return self.from_file.placement
@@ -139,7 +141,11 @@ def choice_of(
     found = find(name, schedule_names())
     if isinstance(found, str):
         return ScheduleConfig(num_devices, name, costs=costs)
-    _check_file(name, found, num_devices)
+    if found.num_devices != num_devices:
+        raise ScheduleError(
+            f"the schedule file {name} is for {found.num_devices} devices, this run has "
+            f"{num_devices} pipeline ranks: make --pipeline-model-parallel-size fit"
+        )
     return _configured(ScheduleConfig(num_devices, name, found, costs), Options())
 
 
@@ -186,14 +192,6 @@ def _check_adaptive(
         raise ScheduleError(
             "--pipeline-schedule auto needs costs: give --pipeline-costs FILE, or "
             "--pipeline-profile-iterations A:B to measure them"
-        )
-
-
-def _check_file(name: str, schedule: Schedule, num_devices: int) -> None:
-    if schedule.num_devices != num_devices:
-        raise ScheduleError(
-            f"the schedule file {name} is for {schedule.num_devices} devices, this run has "
-            f"{num_devices} pipeline ranks: make --pipeline-model-parallel-size fit"
         )
 
 

@@ -50,7 +50,7 @@ from megatron_vshape.mcore.setup.megatron_schedules import (
 )
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.plans import Planner
-from megatron_vshape.mcore.setup.translate import tell
+from megatron_vshape.mcore.setup.translate import log_translated
 from megatron_vshape.mcore.split import graphs
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Pipeline:
     layout: StageLayout
     overlaps_grad_reduce: bool
     by_layers: bool = False  # training passes run by Megatron's layer plans, some overlapped
-    tries: bool = False  # once costs are measured, compare the plan with a named schedule
+    has_trial: bool = False  # once costs are measured, compare the plan with a named schedule
     recomputed_inputs: tuple[str, ...] = ()  # modules whose results B recomputes and W retains
     splits_graphs: bool = False  # capture CUDA graphs of F, B and W instead of F and BW
 
@@ -121,7 +121,7 @@ def prepare(
         return None
     if ranks == 1:  # nothing to schedule, but the options must be valid
         choice_for(options, ranks)
-        _tell_what_does_nothing(options)
+        _warn_of_unused_flags(options)
         return None
     pipeline = pipeline_of(
         args,
@@ -131,11 +131,11 @@ def prepare(
         ties_ends=not args.untie_embeddings_and_output_weights,
         kernels=args.distributed_backend == "nccl",
     )
-    _tell_megatron(args, pipeline)
+    _set_stages(args, pipeline)
     return pipeline
 
 
-def _tell_megatron(args: Namespace, pipeline: Pipeline) -> None:
+def _set_stages(args: Namespace, pipeline: Pipeline) -> None:
     """Set the stages in Megatron's arguments."""
     stage_map = pipeline.stage_map
     # Before Megatron's validation, which computes further arguments from these.
@@ -164,7 +164,7 @@ def _check_values(args: Namespace, options: Options) -> None:
         )
 
 
-def _tell_what_does_nothing(options: Options) -> None:
+def _warn_of_unused_flags(options: Options) -> None:
     """Log flags without effect in a run with one pipeline rank."""
     flags = options.flags_for_ours()
     if options.post_validates:
@@ -203,7 +203,7 @@ def pipeline_of(
     choice = choice_for(options, model.pipeline_model_parallel_size, loss_last)
     # 2. Options for Megatron's stages are translated to layers per stage, others are rejected.
     choice, translated = take_options(model, choice, options, check)
-    tell(translated)
+    log_translated(translated)
     # Data paired by call number would be paired wrongly in another order of microbatches.
     keeps_order = options.keep_order or _counts_calls(model)
     options = replace(options, layer_split=translated.layer_split, keep_order=keeps_order)
@@ -224,17 +224,18 @@ def pipeline_of(
     if choice.plans_by_costs and options.profile_steps and captures_graphs(model):
         graphs.capture_late(model, options.checked_steps[1])
     # 4. The planner: it makes no plan before the number of microbatches is known (`complete`).
+    measures = choice.name == AUTO and options.profile_steps is not None
     return Pipeline(
         options,
-        Planner(choice, rank_zero),
-        stage_map,
+        planner=Planner(choice, rank_zero),
+        stage_map=stage_map,
         # The same in Megatron's form, which it reads from the TransformerConfig.
-        StageLayout(stage_map),
-        bool(getattr(model, "overlap_grad_reduce", False)),
-        choice.may_overlap,
-        choice.name == AUTO and options.profile_steps is not None and not captures_graphs(model),
-        recomputed_inputs(model),
-        splits_graphs,
+        layout=StageLayout(stage_map),
+        overlaps_grad_reduce=bool(getattr(model, "overlap_grad_reduce", False)),
+        by_layers=choice.may_overlap,
+        has_trial=measures and not captures_graphs(model),
+        recomputed_inputs=recomputed_inputs(model),
+        splits_graphs=splits_graphs,
     )
 
 
@@ -284,6 +285,9 @@ def _of_model(
     choice: ScheduleConfig, model: Any, split: Split, stage_map: StageMap, splits_graphs: bool
 ) -> ScheduleConfig:
     """Return the choice with the model's options and the layers of its stages."""
+    # Graphs of full layers cover all stages but the last. If costs determine the schedule, they
+    # include how short these W are, and `lower` fuses them with their B.
+    fuses = not (choice.plans_by_costs or splits_graphs) and graphs.cover_whole_layers(model)
     return replace(
         choice,
         costs=split.costs,
@@ -291,24 +295,12 @@ def _of_model(
         num_layers=sum(split.layers),
         layer_shares=split.shares,
         keeps_backward_whole=getattr(model, "recompute_granularity", None) == "full",
-        # If costs determine the schedule, they include how short these W are, and `lower` fuses
-        # them with their B.
-        whole_stages=(
-            frozenset()
-            if choice.plans_by_costs or splits_graphs
-            else _whole_stages(model, stage_map)
-        ),
+        whole_stages=frozenset(range(stage_map.last_stage)) if fuses else frozenset(),
         # Only in Megatron's own layers: TE's wait inside TE's code, where no other job can run.
-        hides=model.tensor_model_parallel_size > 1
+        fills_waits=model.tensor_model_parallel_size > 1
         and getattr(model, "transformer_impl", "transformer_engine") == "local",
         may_overlap=bool(getattr(model, OVERLAP_OPTION, False)),
     )
-
-
-def _whole_stages(model: Any, stage_map: StageMap) -> frozenset[int]:
-    """Return the stages covered by CUDA graphs: all but the one with the output layer, or none."""
-    covers = graphs.cover_whole_layers(model)
-    return frozenset(range(stage_map.last_stage)) if covers else frozenset()
 
 
 def recomputed_inputs(model: Any) -> tuple[str, ...]:
@@ -337,7 +329,7 @@ def complete(pipeline: Pipeline | None, args: Namespace) -> None:
         return
     check_derived(args, pipeline.choice.name)
     chunks = pipeline.stage_map.num_chunks
-    # Releases differ in how they derive it from the options that `_tell_megatron` has set.
+    # Releases differ in how they derive it from the options that `_set_stages` has set.
     args.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
     check_batch_size(pipeline.choice, args)
     # With --step-batch-size-schedule, no step uses the default of --global-batch-size.
@@ -345,7 +337,9 @@ def complete(pipeline: Pipeline | None, args: Namespace) -> None:
     # Make the schedule now: an error then stops the run before the model is built. The planner
     # keeps it for the steps. auto first needs the model's memory.
     if pipeline.choice.name != AUTO and not varies:
-        pipeline.planner.training(_num_microbatches(args))
+        copies = args.data_parallel_size * (getattr(args, "gtp_weight_remat_size", None) or 1)
+        microbatches = args.global_batch_size // (args.micro_batch_size * copies)
+        pipeline.planner.training(max(microbatches, 1))
 
 
 def check_changing(pipeline: Pipeline | None, args: Namespace) -> None:
@@ -362,12 +356,6 @@ def check_changing(pipeline: Pipeline | None, args: Namespace) -> None:
             pipeline.planner.training(count.number)
 
 
-def _num_microbatches(args: Namespace) -> int:
-    copies = args.data_parallel_size * (getattr(args, "gtp_weight_remat_size", None) or 1)
-    microbatches: int = args.global_batch_size // (args.micro_batch_size * copies)
-    return max(microbatches, 1)
-
-
 def prepare_config(config: Any, options: Options) -> Pipeline:
     """Return the pipeline for a TransformerConfig, and set its stages on the config.
 
@@ -382,11 +370,11 @@ def prepare_config(config: Any, options: Options) -> Pipeline:
         kernels=_messages_are_kernels(),
         loss_last=True,
     )
-    tell_config(config, pipeline.stage_map)
+    set_stages_in_config(config, pipeline.stage_map)
     return pipeline
 
 
-def tell_config(config: Any, stage_map: StageMap) -> None:
+def set_stages_in_config(config: Any, stage_map: StageMap) -> None:
     """Set the stages on a config; with a layout, Megatron does not compute layer counts itself."""
     config.pipeline_model_parallel_layout = StageLayout(stage_map)
     if stage_map.num_chunks > 1:

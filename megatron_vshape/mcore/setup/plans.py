@@ -119,7 +119,7 @@ class Planner:
         self.static_bytes = (0.0,) * choice.num_devices
         self._message_bytes = 0.0  # per P2P message, sent or received
         self._messages = MESSAGES
-        self._takes = False  # message lengths are known only on arrival
+        self._any_length = False  # message lengths are known only on arrival
         self._training: dict[int, PlannedStep] = {}
         self._evaluation: dict[int, Program] = {}
         self._bubbles: dict[tuple[int, Costs], float] = {}
@@ -158,8 +158,8 @@ class Planner:
 
     def expect_any_length(self) -> None:
         """Make programs for messages whose length is known only on arrival from now on."""
-        if not self._takes:
-            self._takes = True
+        if not self._any_length:
+            self._any_length = True
             self._training.clear()
             self._evaluation.clear()
 
@@ -224,11 +224,11 @@ class Planner:
         # 4. Times. P2P messages are posted in the order in which this timeline expects them.
         timeline = simulate(schedule, costs)
         # 5. Programs of all ranks, which `lower` proves free of deadlocks.
-        program = lower(schedule, timeline, kernels=self.choice.kernels, takes=self._takes)
+        program = lower(schedule, timeline, kernels=self.choice.kernels, takes=self._any_length)
         return PlannedStep(schedule, timeline, program, costs, self._beside(program, costs))
 
-    def run(self, plan: PlannedStep) -> None:
-        """Run this plan in all later steps with its number of microbatches; all ranks call this."""
+    def use(self, plan: PlannedStep) -> None:
+        """Use this plan in all later steps with its number of microbatches; all ranks call this."""
         self._training[plan.schedule.num_microbatches] = plan
 
     def best_by_name(self, plan: PlannedStep) -> PlannedStep | None:
@@ -264,9 +264,9 @@ class Planner:
         """Yield the published schedules with the placement of the model."""
         choice, costs = self.choice, self._allowed(self._known_costs)
         devices = choice.num_devices
-        chunks = (len(choice.planned) // devices,)
+        chunks = (len(choice.stage_devices) // devices,)
         for baseline, block in baselines_of(devices, num_microbatches, chunks):
-            if block.placement == choice.planned and costs.num_stages == len(block.placement):
+            if block.placement == choice.stage_devices and costs.num_stages == len(block.placement):
                 known = evaluate_baseline(baseline, devices, num_microbatches, lambda *_: costs)
                 yield replace(known.schedule, name=baseline.name).renumbered(choice.ranks)
 
@@ -292,7 +292,7 @@ class Planner:
             wave = forward_wave(self.choice.placement, self.choice.num_devices, num_microbatches)
             for feature in features():
                 wave = feature.adapt_evaluation(self.choice, wave)
-            program = lower(wave, kernels=self.choice.kernels, takes=self._takes)
+            program = lower(wave, kernels=self.choice.kernels, takes=self._any_length)
         keep(self._evaluation, num_microbatches, program)
         return program
 
@@ -309,7 +309,7 @@ class Planner:
 
     def _beside(self, program: Program, costs: Costs | None) -> Mapping[Pass, Beside]:
         # Only Megatron's local layers expose a wait in B that other jobs can fill.
-        if not self.choice.hides:
+        if not self.choice.fills_waits:
             return {}
         return deferred_weight_overlap(simulate(program.schedule, costs), self.choice.ties_ends)
 
@@ -374,7 +374,7 @@ class Planner:
         if left is not None:
             # The limit is per rank, but a plan request numbers the devices.
             limit = tuple(left[rank] for rank in self.choice.ranks)
-        placements = (self.choice.planned,)
+        placements = (self.choice.stage_devices,)
 
         def cut(num_stages: int, name: str) -> Costs:
             shares = self.choice.layer_shares

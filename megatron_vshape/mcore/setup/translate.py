@@ -433,7 +433,7 @@ def check_splits_nothing_else(args: Namespace, schedule: str) -> None:
             )
 
 
-def tell(translated: Translated) -> None:
+def log_translated(translated: Translated) -> None:
     """Log a line for every option and every warning, on rank 0."""
     if os.environ.get("RANK", "0") == "0":
         for notice in translated.notices:

@@ -70,7 +70,7 @@ class PipelineRunner:
         self.report = RunReport(state, pipeline.choice.name, stages, planner.training)
         self._profiler = Profiler(pipeline, self.report)
         self.meter = BubbleMeter(logs, planner.predicted_bubble)
-        self._courier = LossGatherer()
+        self._gatherer = LossGatherer()
         self.calls = ForwardCalls(None)  # of the trainer's function, in the last step
         self._agreement = Agreement()
         self.local_ranks: int | None = None  # number of ranks on this host, once known
@@ -186,11 +186,11 @@ class PipelineRunner:
         # messages belong to the next training step.
         self.roll_back()
         self.report.interrupt()
-        run = self.prepare(context)
+        run = self.prepare_step(context)
         # DDP's `no_sync` as in training: Megatron's schedules enter it for evaluation, too.
         with (
-            context.gradient_sync.session(),
-            context.session(),
+            context.gradient_sync.without_ddp(),
+            context.around_passes(),
             checked_late(self._state, self._place) as checks,
         ):
             run.finish()
@@ -200,7 +200,7 @@ class PipelineRunner:
 
     def _train(self, context: StepContext) -> list[Any]:
         # Buffers of the last step's losses were kept while a slower rank could still receive them.
-        self._courier.forget()
+        self._gatherer.forget()
         profiled = self._profiler.begin_step(context.torch_device)
         timer = self.meter.begin_step(context.num_microbatches, context.torch_device, profiled)
         # A feature may have run the first passes of this step already, at the end of the last one.
@@ -208,7 +208,7 @@ class PipelineRunner:
         context, run = next(filter(None, started), None) or (
             context,
             # Measured costs must be those of separate passes, so a profiled B runs no jobs of a W.
-            self.prepare(context, timer, hides=profiled is None),
+            self.prepare_step(context, timer, hides=profiled is None),
         )
         tokens = context.num_microbatches * context.micro_batch_size * context.seq_length
         sync = context.gradient_sync
@@ -217,10 +217,10 @@ class PipelineRunner:
                 context.chunks, context.num_microbatches, tokens, context.passes_per_microbatch
             ),
             # DDP's own reductions are off: autograd ends before the W that complete the gradients.
-            sync.session(),
+            sync.without_ddp(),
             self._state.setting(gradient_sync=sync if sync.overlaps else None),
         ):
-            with context.session(), checked_late(self._state, self._place) as checks:
+            with context.around_passes(), checked_late(self._state, self._place) as checks:
                 # All passes and messages of this rank, in program order. It is where Megatron's
                 # schedules have their loops for warm-up, steady state and cool-down.
                 run.finish()
@@ -237,7 +237,7 @@ class PipelineRunner:
         _release_inputs(context.chunks)
         return self._reports(context)
 
-    def prepare(
+    def prepare_step(
         self,
         context: StepContext,
         timer: Observer | None = None,
@@ -260,7 +260,8 @@ class PipelineRunner:
         context.groups = _default_groups() if given is None else given
         pipeline_group = context.groups.pp
         # Before the transport, because the parts of a microbatch have smaller messages.
-        context.passes_per_microbatch = self._passes_per_microbatch(context)
+        passes = (each.passes_per_microbatch(context) for each in self._step_features)
+        context.passes_per_microbatch = 1 if context.forward_only else math.prod(passes)
         context.shape = _message_shape(context)
         # The message shape can change between steps: evaluation runs every microbatch in one pass.
         context.transport = self._ready_transport(
@@ -271,7 +272,7 @@ class PipelineRunner:
         context.gradient_sync = _gradient_sync(context)
         context.program, context.beside = self._program(context, hides)
         # After planning: reordering microbatches needs the plan.
-        self._read(context)
+        self._set_iterators(context)
         if cut is not None:
             context.program = cut(context.program)
         # A new object per step: a library reads it after the step, for the order of its records.
@@ -296,13 +297,7 @@ class PipelineRunner:
             handlers=context.handlers(),
         )
 
-    def _passes_per_microbatch(self, context: StepContext) -> int:
-        """Return the number of F passes of a microbatch in a stage."""
-        if context.forward_only:
-            return 1
-        return math.prod(each.passes_per_microbatch(context) for each in self._step_features)
-
-    def _read(self, context: StepContext) -> None:
+    def _set_iterators(self, context: StepContext) -> None:
         """Set the data iterator of each chunk, and the order of the microbatches."""
         context.iterators = given_iterators(context.data_iterator, len(context.chunks))
         context.order = context.again = None
@@ -332,14 +327,14 @@ class PipelineRunner:
     def _reports(self, context: StepContext) -> list[Any]:
         """Return the losses on the ranks where the trainer reads them."""
         # Megatron reads losses on the last pipeline rank; in a V, the last stage is on rank 0.
-        reports = self._courier.send_to_last_rank(
+        reports = self._gatherer.send_to_last_rank(
             in_given_order(context.loss_store, context.order),
             self.pipeline.stage_map.loss_rank,
             context.groups.pp,
             context.torch_device,
         )
         if not self.overlaps_steps:
-            self._courier.forget()
+            self._gatherer.forget()
         return reports
 
     def _ready_transport(
@@ -390,7 +385,7 @@ class PipelineRunner:
             loss_rank = self.pipeline.stage_map.loss_rank
             # An all-reduce over the pipeline would make its ranks wait for each other.
             # Without the tokens, Megatron's function reduces only; the division follows below.
-            tokens = self._courier.bring_tokens(context.num_tokens, loss_rank, groups.pp)
+            tokens = self._gatherer.bring_tokens(context.num_tokens, loss_rank, groups.pp)
             finalize(context.chunks, None, **options)
             divide_by_tokens(context.chunks, tokens, groups)
             return

@@ -76,8 +76,8 @@ class GradientSync:
                 sync(chunk.parameters())
 
     @contextlib.contextmanager
-    def session(self) -> Iterator[None]:
-        """Disable DDP's reductions during a step."""
+    def without_ddp(self) -> Iterator[None]:
+        """Disable DDP's own reductions during a step."""
         with contextlib.ExitStack() as stack:
             no_sync = self._config.no_sync_func
             if no_sync is not None:

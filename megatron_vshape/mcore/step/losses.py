@@ -33,7 +33,7 @@ from megatron_vshape.runtime.program_runner import Place
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Placeholder:
     """Placeholder of a tensor in a nested structure: its index, dtype and shape."""
 
     at: int
@@ -152,16 +152,16 @@ def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:
     """Replace the tensors in a nested structure by placeholders, and append them to `tensors`."""
     if isinstance(value, Tensor):
         tensors.append(value)
-        return _Place(len(tensors) - 1, value.dtype, tuple(value.shape))
+        return _Placeholder(len(tensors) - 1, value.dtype, tuple(value.shape))
     return _mapped(value, lambda each: _without_tensors(each, tensors))
 
 
 def _with_tensors(nest: Any, values: Tensor) -> Any:
     """Replace the placeholders in a nested structure by tensors, which are views of `values`."""
-    places: list[_Place] = []
+    places: list[_Placeholder] = []
 
     def find(value: Any) -> Any:
-        return places.append(value) if isinstance(value, _Place) else _mapped(value, find)
+        return places.append(value) if isinstance(value, _Placeholder) else _mapped(value, find)
 
     find(nest)
     starts, end = {}, 0
@@ -169,7 +169,7 @@ def _with_tensors(nest: Any, values: Tensor) -> Any:
         starts[place.at], end = end, end + place.num_bytes
 
     def filled(value: Any) -> Any:
-        if not isinstance(value, _Place):
+        if not isinstance(value, _Placeholder):
             return _mapped(value, filled)
         own = values[starts[value.at] : starts[value.at] + value.num_bytes]
         return own.view(value.dtype).reshape(value.shape)

@@ -82,7 +82,7 @@ class StepHook:
         """Return the functions that run this part's kinds of passes."""
         return {}
 
-    def session(self) -> AbstractContextManager[None]:
+    def around_passes(self) -> AbstractContextManager[None]:
         """Return the context manager for the passes of the step."""
         return nullcontext()
 
@@ -126,7 +126,7 @@ class StepContext:
 
     Two steps are equal if the trainer's arguments are, as in all training steps of a run: a step
     that was started early is then the one that the trainer asks for. Fields without a default are
-    set by `PipelineRunner.prepare`.
+    set by `PipelineRunner.prepare_step`.
     """
 
     state: StepState = field(compare=False)
@@ -160,6 +160,8 @@ class StepContext:
     again: Any = _unset()  # second reader of the last chunk's data, if a feature reads it again
     local_ranks: int | None = _unset()  # number of ranks on this host
     num_tokens: Tensor = _unset()  # of this rank's microbatches; only the last stage counts them
+    # Of the features in `features()` that act in this step: without options, none, and `FirstStep`
+    # in the first one.
     parts: list[StepHook] = field(default_factory=list, init=False, compare=False)
     loss_store: list[Any] = field(default_factory=list, init=False, compare=False)
 
@@ -184,14 +186,14 @@ class StepContext:
         return {kind: each for part in self.parts for kind, each in part.handlers().items()}
 
     @contextmanager
-    def session(self) -> Iterator[None]:
+    def around_passes(self) -> Iterator[None]:
         """Enter the contexts of all parts around the passes."""
         with ExitStack() as stack:
             # Parts may reference this object. Such a cycle would keep the trainer's data iterators
             # alive, whose processes then outlive the trainer.
             stack.callback(self.parts.clear)
             for part in self.parts:
-                stack.enter_context(part.session())
+                stack.enter_context(part.around_passes())
             yield
 
 
@@ -266,11 +268,11 @@ class MegatronStage:
 
     def forward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
         """Run F; afterwards only the caller owns the memory of the output."""
-        begun = self._begun(microbatch, received)
+        given = self._forward_arguments(microbatch, received)
         # While it runs, "is this the first stage?" in the model is about this chunk.
         with self._running(microbatch):
-            output, num_tokens, _ = self._run(self.step.config, begun, None)
-        return self._ended(begun, output, num_tokens)
+            output, num_tokens, _ = self._run(self.step.config, given, None)
+        return self._finish_forward(given, output, num_tokens)
 
     def forward_overlapped(
         self,
@@ -293,19 +295,19 @@ class MegatronStage:
             return sent, getattr(other, work.kind.method)(work.microbatch, gradient)
         # A BW runs its weight gradients inside, unless gradient reductions need a separate W.
         whole = work.kind is Kind.BW and not other.step.gradient_sync.splits(other.chunk)
-        begun = self._begun(microbatch, received)
+        given = self._forward_arguments(microbatch, received)
         jobs, key = self.step.state.jobs, (other.stage, work.microbatch)
         with (
             self.step.state.setting(running_chunk=self.chunk),
             contextlib.nullcontext() if whole else jobs.collect(key),
         ):
-            backward = other.taken(work.microbatch, gradient, whole)
-            output, num_tokens, gradient = run(self.step.config, begun, backward)
+            backward = other.backward_arguments(work.microbatch, gradient, whole)
+            output, num_tokens, gradient = run(self.step.config, given, backward)
         if whole:
             self.step.gradient_sync.weights_done(other.chunk)
         elif work.kind is Kind.BW:
             other.backward_weights(work.microbatch)
-        return self._ended(begun, output, num_tokens), gradient
+        return self._finish_forward(given, output, num_tokens), gradient
 
     def backward_inputs(self, microbatch: int, received: Tensor | None) -> Tensor | None:
         """Run B; linear layers defer their weight gradients as jobs.
@@ -365,7 +367,7 @@ class MegatronStage:
             own = part.tokens_of(microbatch) or own
         return self.step.state.setting(running_chunk=self.chunk, tokens=own)
 
-    def taken(self, microbatch: int, received: Tensor | None, whole: bool) -> Backward:
+    def backward_arguments(self, microbatch: int, received: Tensor | None, whole: bool) -> Backward:
         """Return the arguments of a B, and drop the stage's references to them."""
         # Dropped before B runs, so that autograd can free each activation as soon as it is used.
         inputs, outputs = self._inputs.pop(microbatch), self._outputs.pop(microbatch)
@@ -377,7 +379,7 @@ class MegatronStage:
             whole=self.step.state.jobs if whole else None,
         )
 
-    def _begun(self, microbatch: int, received: Tensor | None) -> Forward:
+    def _forward_arguments(self, microbatch: int, received: Tensor | None) -> Forward:
         """Return the arguments of an F."""
         step = self.step
         if received is not None and not step.forward_only:
@@ -404,20 +406,20 @@ class MegatronStage:
             makes_loss=self._makes_loss,
         )
 
-    def _ended(self, begun: Forward, output: Tensor, num_tokens: Tensor) -> Tensor | None:
+    def _finish_forward(self, given: Forward, output: Tensor, num_tokens: Tensor) -> Tensor | None:
         """Store the tensors of an F that B needs; return the tensor for the next stage."""
-        step, microbatch = self.step, begun.microbatch
+        step, microbatch = self.step, given.microbatch
         step.num_tokens += num_tokens
         for part in step.parts:
             output = part.output(self.is_last, microbatch, output)
         if step.forward_only:
             return None if self.is_last else output.detach()
         # By number, not in a queue as in Megatron: B may run in another order than F.
-        self._inputs[microbatch], self._outputs[microbatch] = begun.received, output
+        self._inputs[microbatch], self._outputs[microbatch] = given.received, output
         self._count(Pass(Kind.F, self.stage, microbatch), output)
         for part in step.parts:
             part.ends_forward(self.stage, microbatch, output)
-        if begun.makes_loss:
+        if given.makes_loss:
             return None
         # From here on only grad_fn of the output is needed; the alias owns its memory.
         sent: Tensor = output.detach()
@@ -436,7 +438,7 @@ class MegatronStage:
             part.begins(work)
             received = part.gradient(self.is_last, microbatch, received)
         with self._running(microbatch):
-            backward = self.taken(microbatch, received, kind is Kind.BW)
+            backward = self.backward_arguments(microbatch, received, kind is Kind.BW)
             gradient = self._run(self.step.config, None, backward).gradient
         # A gradient in graph memory needs a copy: the next replay overwrites it during the send.
         kept: Tensor | None = self.step.state.graph_memory.kept(gradient)
@@ -449,7 +451,7 @@ class MegatronStage:
 
     @property
     def _run(self) -> PassRunner:
-        return self._overlapping or run_alone
+        return self._overlapping or run_by_megatron
 
     def _count(self, work: Pass, output: Tensor | None = None) -> None:
         census = self.step.state.census
@@ -464,14 +466,14 @@ class MegatronStage:
         census.ends(work)
 
 
-def run_alone(config: Any, forward: Forward | None, backward: Backward | None) -> Made:
+def run_by_megatron(config: Any, forward: Forward | None, backward: Backward | None) -> Made:
     """Run an F, or a B, as Megatron's schedules do."""
     output = num_tokens = gradient = None
     if forward is not None:
         step = forward.step
         # It sets the received tensor as the input of the model, calls the trainer's function and,
-        # at the end of the model, its loss function. The None is for partial activation
-        # checkpointing.
+        # at the end of the model, its loss function. The hook on it (`hooks/session.py`) measures
+        # Megatron's schedules only. The None is for partial activation checkpointing.
         output, num_tokens = schedules.forward_step(
             forward.forward_step,
             step.iterators[forward.chunk],
@@ -490,7 +492,8 @@ def run_alone(config: Any, forward: Forward | None, backward: Backward | None) -
         )
     if backward is not None:
         read = backward.received, backward.output, backward.gradient
-        # Megatron's custom_backward: torch's would reject an output without its data (`_ended`).
+        # Megatron's custom_backward: torch's would reject the output, whose data
+        # `_finish_forward` has freed.
         gradient = schedules.backward_step(*read, config)
     return Made(output, num_tokens, gradient)
 

@@ -72,7 +72,7 @@ class EarlyStart(StepFeature):
         # Early forwards consume data and random numbers; both must be restored on a rollback.
         random = RandomState.now()
         context = replace(self._last)
-        run = self._runner.prepare(context, cut=self._prefix)
+        run = self._runner.prepare_step(context, cut=self._prefix)
         assert self._cut is not None
         _, ends = self._cut[1]
         self._ahead = _Ahead(context, run, ends, random)

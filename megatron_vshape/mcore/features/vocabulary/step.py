@@ -184,7 +184,7 @@ class SharedVocabulary(StepHook):
         }
 
     @contextmanager
-    def session(self) -> Iterator[None]:
+    def around_passes(self) -> Iterator[None]:
         """Set this object in the shared state; if a pass fails, close the collectives."""
         with self.state.setting(shared_ends=self):
             try:
