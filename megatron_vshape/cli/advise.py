@@ -95,9 +95,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     search.add_argument(
         "--seconds",
         type=float,
-        default=12.0,
+        default=6.0,
         metavar="S",
-        help="Time limit in seconds of the search for schedules (default: 12)",
+        help="Time limit in seconds of the search for schedules (default: 6)",
     )
     group(parser, OUTPUT).add_argument(
         "--export",

@@ -24,7 +24,7 @@ from megatron_vshape.core.baselines import (
     with_fused_backwards,
 )
 from megatron_vshape.core.budget import Budget
-from megatron_vshape.core.check.bounds import LimitError, bound_at, fits
+from megatron_vshape.core.check.bounds import ENOUGH, LimitError, bound_at, fits
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import without_copies
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -120,11 +120,14 @@ def _plan_auto(request: PlanRequest, budget: Budget) -> PlanResult:
     )
     found: list[PlanResult] = []
     rejected: ScheduleError | None = None
+    bounds = {each: _bound(request, each) for each in placements}
     # Placements with separate costs need separate searches.
     searches = _by_costs(request, placements)
     for each in searches:
-        if found and budget.stopped():
-            break
+        value = min((one.plan.value for one in found), default=math.inf)
+        least = min(map(bounds.__getitem__, each.placements or placements))
+        if found and (budget.stopped() or least * (1 + ENOUGH) >= value):
+            continue
         try:
             found.append(_search(each, budget))
             budget.found(partial(found.__getitem__, len(found) - 1))
@@ -142,8 +145,7 @@ def _plan_auto(request: PlanRequest, budget: Budget) -> PlanResult:
         raise rejected or ScheduleError("nothing fits")
     best = min(found, key=_rank)
     verify(best.schedule, limits, best.costs)
-    bounds = [_bound(request, placement) for placement in placements]
-    bound = min(best.plan.value, best.plan.lower_bound, *bounds)
+    bound = min(best.plan.value, best.plan.lower_bound, *bounds.values())
     return replace(best, baselines=tuple(baselines), searched_bound=bound)
 
 

@@ -1,15 +1,19 @@
 """The adaptive scheduler from outside: what it promises, whatever is inside."""
 
+import time
 from dataclasses import replace
 
 import pytest
 
 from megatron_vshape.core import plan as planning
-from megatron_vshape.core.check.bounds import lower_bound
+from megatron_vshape.core.budget import Budget
+from megatron_vshape.core.check.bounds import ENOUGH, lower_bound
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.plan import frontier, published
 from megatron_vshape.core.plan import plan as plan_request
@@ -151,3 +155,23 @@ def test_a_name_with_a_plus_is_a_plan_at_its_memory(name: str) -> None:
     assert made.name == name + PLUS
     assert max(peak_held(made, costs)) <= max(peak_held(base, costs))
     assert simulate(made, costs).makespan <= simulate(base, costs).makespan
+
+
+def test_a_search_ends_near_its_bound_and_skips_placements_that_gain_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searched, search_one = [], planning._search
+
+    def counted(question: PlanRequest, budget: Budget) -> PlanResult:
+        searched.append(question.placements)
+        return search_one(question, budget)
+
+    monkeypatch.setattr(planning, "_search", counted)
+    layer = Piece(1.0, 1.0, 1.0, 1.0, 0.5)
+    pieces = Pieces(layer, layer.times(0), layer.times(0), 0.0)
+    begun, costs = time.monotonic(), pieces.costs((1,) * 8)
+    request = PlanRequest(AUTO, 4, 64, costs, 1e9, layers=(pieces, 8), seconds=60)
+    made = plan_request(request).plan
+    assert made.value <= made.lower_bound * (1 + ENOUGH)
+    assert len(searched) == 1
+    assert time.monotonic() - begun < 30

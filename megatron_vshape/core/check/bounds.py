@@ -27,6 +27,9 @@ from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.placement import Placement, check_placement, stages_of
 from megatron_vshape.core.model.schedule import Objective
 
+ENOUGH = 0.001
+"""Gap to the lower bound below which a search ends."""
+
 _ROUNDING = 1e-9
 
 

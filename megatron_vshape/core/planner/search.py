@@ -27,7 +27,13 @@ from dataclasses import replace
 from itertools import count, product
 from math import inf
 
-from megatron_vshape.core.check.bounds import LimitError, bound_at, each_limit, never_split
+from megatron_vshape.core.check.bounds import (
+    ENOUGH,
+    LimitError,
+    bound_at,
+    each_limit,
+    never_split,
+)
 from megatron_vshape.core.compiling import CORES, say_if_slow
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.pieces import regroup
@@ -62,10 +68,10 @@ LONGER = 24
 TURNS_OF_TRADES = 8
 """Number of turns with offloading, whose search space is larger; only the first has new orders."""
 
-NEAR, ENOUGH = 0.003, 0.001
-"""Gap to the bound below which no further turn starts, and below which a turn ends.
+NEAR = 0.003
+"""Gap to the bound below which no further turn starts in the default budget.
 
-They apply to the default budget. At d=8, m=64, 1/1.15/.85/.05, 10 chunks, a long turn spends a
+A turn ends below `ENOUGH`. At d=8, m=64, 1/1.15/.85/.05, 10 chunks, a long turn spends a
 third of a plan's time on the last 0.04%: 400.55 and 400.4, where the bound is 400.15. With 0.002 it
 ended at 400.875, a quarter of a second earlier, and missed useful offloads.
 """
@@ -222,8 +228,8 @@ class _Race:
             budget = max(default_steps(search.problem) for search in self.searches)
         turns = TURNS_OF_TRADES if self.trades else TURNS
         last = 1 if steps is not None and ends is None else turns
-        if steps is None and ends is None:
-            # Given steps or seconds are used in full, unless the order is optimal.
+        if steps is None:
+            # Given steps are used in full, unless the order is optimal.
             self.enough = ENOUGH
         stayed: list[_Runner] = []
         try:
@@ -237,7 +243,8 @@ class _Race:
                         kept = [] if again else stayed
                         share = budget * LONGER if again and not self.trades else budget
                         stayed = kept + self._turn(live, share, ends, progress, pool)
-                        if self._closed() or (ends is not None and time.monotonic() >= ends):
+                        is_over = ends is not None and time.monotonic() >= ends
+                        if is_over or self._closed(self.enough):
                             return
                         if ends is None and (turn == last or self._closed(NEAR)):
                             return
