@@ -51,7 +51,8 @@ def safe_words(text: str) -> list[str]:
             f"Estimate it {IN_TERMINAL}"
         )
     set_before = [f"{name}={value}" for name, value in variables.items()]
-    return [*set_before, name, *command.flags]
+    launched = [word for pair in command.launched.items() for word in pair]
+    return [*set_before, *launched, name, *command.flags]
 
 
 def _command_of(text: str) -> Command:

@@ -30,6 +30,7 @@ from megatron_vshape.rehearsal.flags import (
     SCHEDULE,
     Command,
     Sizes,
+    launched_gpus,
     ranks_asked_for,
     read_command,
     sizes_of,
@@ -65,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus",
         type=_positive,
         metavar="N",
-        help="Number of GPUs of the run (default: the minimum for the parallel sizes)",
+        help="Number of GPUs (default: as torchrun starts, or the minimum for the parallel sizes)",
     )
     model.add_argument(
         "--ranks",
@@ -155,7 +156,10 @@ def run(options: argparse.Namespace) -> int:
     if options.cluster is not None:
         gpu = of_cluster(options.cluster).gpu
     headroom_bytes = headroom_bytes_of(options.headroom, gpu.memory_bytes)
-    sizes = sizes_of(command, options.gpus)
+    gpus, unknown = launched_gpus(command)
+    if options.gpus is None and unknown:
+        print(report.wrapped(unknown))
+    sizes = sizes_of(command, options.gpus or gpus)
     stages = ranks_asked_for(options.ranks, sizes.pipeline)
     config = dry_run_config(options, command, gpu)
     if options.check:

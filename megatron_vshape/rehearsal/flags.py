@@ -8,7 +8,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from math import lcm
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,7 @@ class Command:
     script: str
     flags: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+    launched: Mapping[str, str] = field(default_factory=dict)  # torchrun's nodes and processes
 
     def value(self, flag: str, default: str | None = None) -> str | None:
         """Return the value of the last occurrence of a flag."""
@@ -111,12 +112,7 @@ class Command:
         try:
             return int(text)
         except ValueError:
-            unset = (
-                ": a variable that the script does not set. Set it in the environment; $1, $2 and "
-                "so on are the words after the script's name"
-            )
-            why = unset if text.startswith("$") else " is no whole number"
-            raise ScheduleError(f"{flag} {text!r:.40}{why}") from None
+            raise ScheduleError(f"{flag} {text!r:.40} is no whole number") from None
 
     @property
     def pattern(self) -> str | None:
@@ -222,7 +218,7 @@ def read_command(words: Sequence[str], sources: bool = True) -> Command:
     if scripts:
         at = scripts[0]
         before = {name: value for name, value in map(_assignment, words[:at]) if name}
-        command = Command(words[at], (), before)
+        command = Command(words[at], (), before, _launched(words[:at]))
         words = words[at + 1 :]
     else:
         command = Command("pretrain_gpt.py", ())
@@ -232,9 +228,58 @@ def read_command(words: Sequence[str], sources: bool = True) -> Command:
     else:
         command = replace(command, flags=tuple(words))
     _refuse_other_models(command)
+    _check_variables(command)
     if not scripts and command.pattern and command.script == "pretrain_gpt.py":
         return replace(command, script="pretrain_hybrid.py")
     return command
+
+
+_NODES, _PROCESSES = "--nnodes", "--nproc-per-node"
+
+
+def _launched(words: Sequence[str]) -> dict[str, str]:
+    """Return torchrun's numbers of nodes and of processes per node, as given."""
+    found = {}
+    for word, after in pairwise((*words, "")):
+        name, equals, value = word.partition("=")
+        found[name.replace("_", "-")] = value if equals else after
+    return {name: found[name] for name in (_NODES, _PROCESSES) if name in found}
+
+
+def launched_gpus(command: Command) -> tuple[int | None, str]:
+    """Return the number of GPUs that torchrun starts, or None and a message if it is not known.
+
+    The message is empty if torchrun's flags are not given at all.
+    """
+    given = command.launched
+    nodes, each = given.get(_NODES, "1"), given.get(_PROCESSES, "")
+    if nodes.isdigit() and each.isdigit():
+        return int(nodes) * int(each), ""
+    if not given:
+        return None, ""
+    shown = " ".join(f"{name} {value}" for name, value in given.items())
+    return None, (
+        f"The number of GPUs is not known from {shown}: the minimum for the parallel sizes is "
+        "assumed. Set it with --gpus."
+    )
+
+
+_UNKNOWN = re.compile(r"\$\{?(\w+|[@*#?])[^\s}]*\}?|\$\([^)]*\)?|`[^`]*`?")
+"""A variable or command substitution of a shell."""
+
+
+def _check_variables(command: Command) -> None:
+    """Raise ScheduleError if the flags still have variables of a shell."""
+    kept = command.without(FILES.__contains__).flags
+    values = [value for name, value in command.environment.items() if name.startswith(VARIABLES)]
+    found = [each for word in (*kept, *values) for each in _UNKNOWN.finditer(word)]
+    names = dict.fromkeys(f"${each[1]}" if each[1] else each[0] for each in found)
+    if names:
+        raise ScheduleError(
+            f"the command has variables without a value: {', '.join(names)}. Neither the script "
+            "nor the environment sets them. Export them; $1, $2 and so on are the words after the "
+            "script's name; replace $(...) by its output"
+        )
 
 
 def _of_module(words: Sequence[str]) -> list[str]:
@@ -381,7 +426,7 @@ def _of_shell(
     own = {"0": str(path), "BASH_SOURCE": str(path)}
     variables = {**command.environment, **own, **numbered}
     read = ShellScript(text, variables, sourced=() if sources else None)
-    script, flags = read.command()
+    script, flags, launcher = read.command()
     if not any(word.startswith("--") for word in flags):
         raise ScheduleError(
             f"{path} has no flags of Megatron-LM, neither in an array nor after a script's name. "
@@ -390,7 +435,8 @@ def _of_shell(
     environment = {
         name: value for name, value in read.variables.items() if name.startswith(VARIABLES)
     }
-    made = Command(script or command.script, tuple(flags), environment)
+    launched = _launched([*flags, *launcher])
+    made = Command(script or command.script, tuple(flags), environment, launched)
     return made.without(lambda flag: flag.startswith(_LAUNCHER))
 
 
@@ -472,7 +518,7 @@ def sizes_of(command: Command, gpus: int | None) -> Sizes:
     if world % least:
         raise ScheduleError(
             f"{world} GPUs do not divide among TP {tensor} x CP {context} x PP {pipeline} and "
-            f"EP {experts} x ETP {expert_tensor}: a multiple of {least} would"
+            f"EP {experts} x ETP {expert_tensor}: a multiple of {least} would, as in --gpus {least}"
         )
     _check_batch(command, world // (tensor * context * pipeline))
     return Sizes(world, tensor, context, pipeline, command.has("--use-tp-pp-dp-mapping"))

@@ -108,21 +108,25 @@ class ShellScript:
             else:
                 self._skip(self._of_if(line))
 
-    def command(self) -> tuple[str | None, list[str]]:
-        """Return the training script, None if the script has none, and its flags.
+    def command(self) -> tuple[str | None, list[str], list[str]]:
+        """Return the training script, None if the script has none, its flags, and the launcher's.
 
         If the line that starts the training names no array, the flags of all arrays are added, for
         scripts that pass them on in other ways.
         """
-        script, found, uses_arrays = None, list[list[str]](), False
+        script, found, launcher, uses_arrays = None, list[list[str]](), list[str](), False
         for line in self._lines():
             script = self._fill(line[1])
+            before = line.string[: line.start()]
+            known = [each for each in _ALL_OF.findall(before) if each in self._arrays]
+            launcher += chain.from_iterable(map(self._arrays.__getitem__, known))
+            launcher += self._words(_ALL_OF.sub("", before))
             flags = self._words(line[2] or "", ends=True)
             found += [flags] if flags not in found else []  # a variable, and the line that uses it
             uses_arrays |= bool(_ALL_OF.search(line[2] or ""))
         if not uses_arrays:
             found = [*self._arrays.values(), *found]
-        return script, [*chain.from_iterable(found)]
+        return script, [*chain.from_iterable(found)], launcher
 
     def _lines(self) -> list[re.Match[str]]:
         """Find the command lines: with a script of Megatron, else with any Python file."""

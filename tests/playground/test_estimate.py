@@ -17,7 +17,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.gpus import GPUS
 
 SIZES = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --micro-batch-size 1"
-GPT = f"""torchrun --nproc-per-node 8 /opt/Megatron-LM/pretrain_gpt.py {SIZES} \\
+GPT = f"""torchrun --nproc-per-node 2 /opt/Megatron-LM/pretrain_gpt.py {SIZES} \\
     --seq-length 16 --max-position-embeddings 16 --global-batch-size 2 --data-path /data/corpus \\
     --transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion \\
     --no-persist-layer-norm --no-rope-fusion --bf16"""
@@ -111,14 +111,14 @@ def test_other_pages_get_none(client: Any) -> None:
 
 def test_the_script_of_a_command_is_replaced(empty_folder: Path) -> None:
     words = safe_words(f"PYTHONPATH=/opt/Megatron-LM NVTE_FLASH_ATTN=0 {GPT}")
-    assert words[:2] == ["NVTE_FLASH_ATTN=0", "pretrain_gpt.py"]
-    assert words[2:6] == SIZES.split()[:4]
+    assert words[:4] == ["NVTE_FLASH_ATTN=0", "--nproc-per-node", "2", "pretrain_gpt.py"]
+    assert words[4:8] == SIZES.split()[:4]
     assert list(empty_folder.iterdir()) == []
 
 
 def test_a_shell_script_is_parsed() -> None:
     words = safe_words(SCRIPT)
-    assert words[0] == "pretrain_gpt.py"
+    assert words[:3] == ["--nproc-per-node", "8", "pretrain_gpt.py"]
     assert words[words.index("--tensor-model-parallel-size") + 1] == "2"
     assert words[words.index("--pipeline-model-parallel-layout") + 1] == "Et*3|m|L"
 

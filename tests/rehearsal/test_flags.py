@@ -11,6 +11,7 @@ from megatron_vshape.rehearsal.flags import (
     Command,
     environment_of,
     flags_of,
+    launched_gpus,
     ranks_asked_for,
     read_command,
     sizes_of,
@@ -30,7 +31,35 @@ def written(folder: Path, name: str, text: str) -> str:
 def test_a_command_is_read_as_it_stands_in_a_script() -> None:
     words = "NVTE_FUSED_ATTN=0 torchrun --nproc-per-node 8 train/pretrain_gpt.py".split()
     command = read_command([*words, *FLAGS])
-    assert command == Command("train/pretrain_gpt.py", FLAGS, {"NVTE_FUSED_ATTN": "0"})
+    environment, launched = {"NVTE_FUSED_ATTN": "0"}, {"--nproc-per-node": "8"}
+    assert command == Command("train/pretrain_gpt.py", FLAGS, environment, launched)
+    assert launched_gpus(command) == (8, "")
+
+
+@pytest.mark.parametrize(
+    ("script", "gpus", "message"),
+    [
+        ("torchrun --nproc_per_node=8 --nnodes 4 pretrain_gpt.py --bf16", 32, ""),
+        ("N=(--nproc_per_node 8 --nnodes 2)\ntorchrun ${N[@]} pretrain_gpt.py ${A[@]}", 16, ""),
+        ("torchrun $WORDS pretrain_gpt.py --bf16", 64, ""),
+        ('CALL="torchrun $WORDS pretrain_gpt.py --bf16"\n$CALL', 64, ""),
+        ("python pretrain_gpt.py --bf16", None, ""),
+        ("torchrun ${OTHER[@]} pretrain_gpt.py --bf16", None, ""),
+        ("torchrun --nproc-per-node 8 --nnodes $NOT_SET pretrain_gpt.py --bf16", None,
+         "not known from --nnodes $NOT_SET --nproc-per-node 8: the minimum .* Set it with --gpus"),
+        ("torchrun --nnodes 2 pretrain_gpt.py --bf16", None, "not known from --nnodes 2: "),
+    ],
+)  # fmt: skip
+def test_the_gpus_of_a_script_are_those_that_torchrun_starts(
+    tmp_path: Path, script: str, gpus: int | None, message: str
+) -> None:
+    before = 'A=(--bf16)\nWORDS="--nproc-per-node=64"\n'
+    command = read_command([written(tmp_path, "a.sh", f"{before}{script}\n")])
+    found, why = launched_gpus(command)
+    assert found == gpus
+    assert bool(why) == bool(message)
+    assert re.search(message.replace("$", r"\$"), why)
+    assert not any("nodes" in flag for flag in command.flags)
 
 
 def test_flags_alone_are_those_of_a_gpt() -> None:
@@ -279,11 +308,20 @@ def test_what_is_no_command_is_told(words: list[str], wrong: str) -> None:
         read_command(words)
 
 
-def test_a_parameter_of_a_script_that_is_not_given_is_named(tmp_path: Path) -> None:
-    script = written(tmp_path, "a.sh", "TP=$1\ntorchrun pretrain_gpt.py --tensor-size $TP\n")
-    assert read_command([script, "2"]).number("--tensor-size", 1) == 2
-    with pytest.raises(ScheduleError, match="--tensor-size '\\$1': a variable .* Set it in"):
-        read_command([script]).number("--tensor-size", 1)
+def test_variables_without_a_value_are_named(tmp_path: Path) -> None:
+    script = written(
+        tmp_path,
+        "a.sh",
+        "TP=$1\nexport NVTE_A=$SM\ntorchrun pretrain_gpt.py --tensor-size $TP --data-path $DATA "
+        '--lr ${LR} --seq-length "$SEQ" --num-layers "$(cat layers)" $LR\n',
+    )
+    message = "variables without a value: $1, $LR, $SEQ, $(cat layers), $SM. Neither the script"
+    with pytest.raises(ScheduleError, match=re.escape(message)):
+        read_command([script])
+    plain = written(tmp_path, "b.sh", "TP=$1\ntorchrun pretrain_gpt.py --tensor-size $TP\n")
+    assert read_command([plain, "2"]).number("--tensor-size", 1) == 2
+    with pytest.raises(ScheduleError, match=r"without a value: \$TP\. .* Export them"):
+        read_command(["pretrain_gpt.py", "--tensor-size", "$TP"])
 
 
 def test_a_script_without_flags_is_told(tmp_path: Path) -> None:
