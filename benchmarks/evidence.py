@@ -280,7 +280,7 @@ def _kept(ranks: Ranks | str) -> Any:
 
 
 _KEPT = """stage sizes kinds held_bytes held_parts chunk_parameters chunk_layers chunk_dummy_bytes
-    message_bytes work scale shards_optimizer communicators""".split()
+    message_bytes work scale shards_optimizer communicators replaced_bytes""".split()
 
 
 class Kept(Counts):

@@ -29,7 +29,6 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import even_with_ends
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.given_layout import layout_of
-from megatron_vshape.mcore.layout.sizes import shares_of_dense_layers
 from megatron_vshape.rehearsal import accuracy, report
 from megatron_vshape.rehearsal.flags import Command
 from megatron_vshape.rehearsal.gpus import GPUS, Gpu
@@ -297,20 +296,9 @@ def _print(
         "megatron-vshape rehearse --measure on one GPU.",
         "rehearse runs all layers, advise one layer per stage: peaks and step times differ by "
         "about 1%.",
-        *_dense_layers(command),
         *(["Not evaluated: " + "; ".join(left_out)] if left_out else []),
     ):
         print(report.wrapped(text))
-
-
-def _dense_layers(command: Command) -> list[str]:
-    """Return a sentence about the error of dense layers in a model with experts, if it has any."""
-    if not shares_of_dense_layers(command.option):
-        return []
-    return [
-        "Dense layers are estimated from the counted MoE layer by their sizes; the peaks of their "
-        "ranks can be 10% off. rehearse computes them."
-    ]
 
 
 def _shown(advice: Advice, rows: Rows) -> list[tuple[str, Prediction]]:

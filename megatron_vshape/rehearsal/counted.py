@@ -64,32 +64,38 @@ def counted_costs(
         for kind in (Kind.F, Kind.B, Kind.W, Kind.BW)
     }
     # One value for all devices: the memory that every rank has, and the largest need of graphs.
-    beside, first = min(map(_beside, found)) + max(map(_unshared, found)), found[0]
-    # Every stage but the first receives its input.
-    received = (0.0,) + (float(first.message_bytes),) * (len(stages) - 1)
-    held, left = zip(*map(_held, *(passes[kind] for kind in PARTS), received), strict=True)
+    every, first = min(map(always_bytes, found)), found[0]
+    # Every stage but the first receives its input, and every one but the last a gradient.
+    message = float(first.message_bytes)
+    received = (0.0,) + (message,) * (len(stages) - 1)
+    held = tuple(map(_held, passes[Kind.F], passes[Kind.BW], received))
     least = max(held) * 1e-6
     amounts: dict[str, Any] = {
         "held_after_forward_bytes": tuple(max(each, least) for each in held),
-        "held_after_backward_bytes": left,
-        "state_bytes": tuple(_state(found[rank], chunk) for rank, chunk in stages),
+        "held_after_backward_bytes": tuple(max(0.0, -w.adds_bytes) for w in passes[Kind.W]),
+        "state_bytes": tuple(
+            _state(found[rank], chunk) + chunk * (always_bytes(found[rank]) - every)
+            for rank, chunk in stages
+        ),
     }
     dummies = tuple(float(found[rank].chunk_dummy_bytes[chunk]) for rank, chunk in stages)
     if any(dummies):
         amounts["dummy_bytes"] = dummies
     amounts |= _times(passes)
     for kind, ran in passes.items():
-        # The model of costs allocates F's activations at its start; only more than that is
-        # workspace.
-        takes = held if kind is Kind.F else (0.0,) * len(ran)
-        amounts[kind.works] = tuple(map(_works, ran, takes))
+        # Before a pass, its message has been received. The model of costs allocates F's activations
+        # with the message at its start; only more than that is workspace.
+        none = (0.0,) * len(ran)
+        before = {Kind.F: received, Kind.W: none}.get(kind, received[::-1])
+        takes = held if kind is Kind.F else none
+        amounts[kind.works] = tuple(map(_works, ran, before, takes))
     made = Costs(
         **amounts,
         send_us=send_us(float(first.message_bytes), gpu, apart, rates),
         # Measured for F with BW; a separate W is charged, too, which is conservative.
         host_us=pass_us(gpu, first.scale, rates) / 2,
         layers=tuple(found[rank].chunk_layers[chunk] for rank, chunk in stages),
-        device_bytes=beside,
+        device_bytes=every + max(map(_unshared, found)),
     )
     text = f"{COUNTED} by a rehearsal, priced by kernel efficiencies on {gpu.name.upper()}"
     missing = devices - len(ranks)
@@ -219,37 +225,38 @@ def _computes_us(ran: PassReport) -> float:
     return max(1.0, 1e6 * (ran.seconds - ran.waited_seconds))
 
 
-def _held(
-    forward: PassReport, backward: PassReport, weight: PassReport, received: float
-) -> tuple[float, float]:
-    """Return the bytes of a stage after F, and after B.
+def _held(forward: PassReport, backward: PassReport, received: float) -> float:
+    """Return the bytes of a stage after F.
 
     F's result includes the output, which is freed once it is sent, but not the received input,
-    which stays until B. Both have the same size, except in the first stage, which receives none:
-    its F allocates more than its backward frees. With full recomputation the input of a layer is
-    all that it keeps.
+    which stays until the backward. Both have the same size, except in the first stage, which
+    receives none: its F allocates more than its backward frees. With full recomputation the input
+    of a layer is all that it keeps. In a full backward, the gradient that is received and the one
+    that is sent are not included either; a split one frees the received gradient in W.
     """
-    # B and W add negative amounts.
-    adds, freed, last = (float(each.adds_bytes) for each in (forward, backward, weight))
-    # The backward allocates a gradient of the input, which is freed once it is sent.
-    held = max(min(adds, received - freed - last), received)
-    held += float(forward.static_bytes or 0)  # of CUDA graphs, until B
-    return held, max(0.0, -last)
+    # A backward adds a negative amount.
+    held = max(min(float(forward.adds_bytes), received - float(backward.adds_bytes)), received)
+    return held + float(forward.static_bytes or 0)  # of CUDA graphs, until the backward
 
 
-def _works(ran: PassReport, takes: float) -> float:
+def _works(ran: PassReport, received: float, takes: float) -> float:
     """Return the temporary bytes of a pass beyond `takes`, the bytes allocated at its start."""
-    return max(0.0, float(ran.meanwhile_bytes) - max(0.0, takes))
+    return max(0.0, float(ran.meanwhile_bytes) + received - takes)
 
 
 def _state(rank: RankReport, chunk: int) -> float:
-    """Return the stage's part of its rank's memory between steps, in proportion to parameters."""
+    """Return the bytes of a stage between steps: its part of the parameters' and its layers'."""
     own = rank.chunk_parameters
-    return _states(rank) * float(own[chunk] / sum(own))
+    part = float(own[chunk] / sum(own))
+    kept, inputs = part * rank.replaced_bytes, rank.chunk_layers[chunk] * rank.message_bytes
+    # With full recomputation, experts keep the input of their layer and its gradient until the next
+    # forward. At the peak of the last layer's backward, the others have freed their checkpoints.
+    return part * _states(rank) + (kept - inputs if kept > inputs else kept)
 
 
-def _beside(rank: RankReport) -> float:
-    return float(rank.held_bytes) - _states(rank)
+def always_bytes(rank: RankReport) -> float:
+    """Return the bytes that a rank has at all times, whatever its layers are."""
+    return float(rank.held_bytes) - _states(rank) - rank.replaced_bytes
 
 
 def _unshared(rank: RankReport) -> float:

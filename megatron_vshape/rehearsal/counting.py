@@ -16,7 +16,7 @@ from megatron_vshape.rehearsal import sources
 from megatron_vshape.rehearsal.flags import Command, environment_of, without_files
 from megatron_vshape.rehearsal.rank_report import FailedRank, RankReport
 from megatron_vshape.rehearsal.ranks import DryRunConfig, rehearse_all
-from megatron_vshape.rehearsal.shapes import PIPELINE, RANKS, counting, least_of
+from megatron_vshape.rehearsal.shapes import PIPELINE, counted_ranks, counting, least_of
 
 _OURS = "core/**/*.py", "mcore/**/*.py", "rehearsal/*.py", "runtime/*.py"
 _THEIRS = "megatron/core/**/*.py", "megatron/training/**/*.py", "transformer_engine/pytorch/**/*.py"
@@ -65,7 +65,7 @@ def _counted(
         jobs = [
             asked.job(put(few, sizes), sizes, stage, key)
             for key, (few, sizes) in least.items()
-            for stage in range(RANKS)
+            for stage in counted_ranks(few)
         ]
         for done, each in enumerate(rehearse_all(asked.programs, jobs), start=1):
             tell(done, len(jobs))

@@ -350,6 +350,7 @@ class _Run:
             reserved_bytes=replayed.reserved + (graphs.pool + graphs.inputs if graphs else 0),
             held_bytes=self.held[-1] + replayed.unsplit,
             held_parts=self.held_parts,
+            replaced_bytes=_replaced_bytes(ledger),
             parts=_parts(at_peak, peak),
             when=PeakMoment(ledger.peak_phase, ledger.peak_place),
             holders=_holders(at_peak),
@@ -478,6 +479,19 @@ def _held_between(passes: list[PassRecord]) -> int:
     """Return the peak at the end of a pass, relative to the start of the first."""
     ran = [each for each in passes if len(each.phase.split()) == 3]
     return max(each.after_bytes for each in ran) - ran[0].before_bytes if ran else 0
+
+
+def _replaced_bytes(ledger: Ledger) -> int:
+    """Return the bytes that stay allocated between steps until the next step allocates them again.
+
+    Workspaces and dummy gradients stay for all steps.
+    """
+    return sum(
+        each.size
+        for each in ledger.records
+        if each.born < ledger.step_start <= each.died < NEVER
+        and _part_of(each) in ("activations", "rest")
+    )
 
 
 def _part_of(record: Record) -> str:

@@ -99,6 +99,7 @@ class RankReport:
     reserved_bytes: int  # of torch's allocator, CUDA graphs included
     held_bytes: float  # between steps
     held_parts: Bytes
+    replaced_bytes: int  # of these, allocated again in the next step
     parts: Bytes  # at the peak
     when: PeakMoment
     holders: Sequence[Holder]  # the largest at the peak

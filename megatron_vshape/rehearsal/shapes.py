@@ -1,9 +1,9 @@
-"""Costs of a parallel configuration from two counted ranks.
+"""Costs of a parallel configuration from two or three counted ranks.
 
-A configuration is counted with one layer per stage in the V placement, on two ranks. The first rank
-has the embedding and the output layer, the second only layers. A stage with more layers costs
-proportionally more. The pipeline length and the number of replicas are not counted: costs once per
-step follow from them.
+A configuration is counted with one layer per stage in the V placement. The first rank has the
+embedding and the output layer, the second only layers, and a third the dense layers of a model with
+experts. A stage with more layers costs proportionally more. The pipeline length and the number of
+replicas are not counted: costs once per step follow from them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import WORKS
 from megatron_vshape.core.model.layers import Pieces, Share
+from megatron_vshape.core.model.pieces import Piece, pieces_from_costs
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.mcore.layout import hybrid, sizes
-from megatron_vshape.rehearsal.counted import both_backwards, counted_costs
+from megatron_vshape.rehearsal.counted import always_bytes, both_backwards, counted_costs
 from megatron_vshape.rehearsal.flags import Command, Sizes, sizes_of
 from megatron_vshape.rehearsal.gpus import Gpu
 from megatron_vshape.rehearsal.rank_report import RankReport
@@ -31,10 +33,17 @@ from megatron_vshape.rehearsal.step_time import (
     rates_of,
 )
 
-PIPELINE, RANKS = 4, 2
-"""Pipeline size in which a configuration is counted, and the number of its first ranks that are
-counted. In a shorter pipeline, the second rank would have the turn of the V, and send
-activations to itself."""
+PIPELINE = 4
+"""Pipeline size in which a configuration is counted. In a shorter pipeline, the second rank would
+have the turn of the V, and send activations to itself."""
+
+_THIRD_DENSE = "([1,1,0]*2+[1,1])"
+"""--moe-layer-freq with which both stages of the third rank have a dense layer."""
+
+
+def counted_ranks(command: Command) -> range:
+    """Return the ranks that are counted, of a result of `least_of`."""
+    return range(3 if command.value("--moe-layer-freq") == _THIRD_DENSE else 2)
 
 
 def least_of(command: Command) -> tuple[Command, Sizes]:
@@ -66,7 +75,7 @@ def least_of(command: Command) -> tuple[Command, Sizes]:
             account_for_loss_in_pipeline_split=None,
             decoder_first_pipeline_num_layers=None,
             decoder_last_pipeline_num_layers=None,
-            moe_layer_freq=1 if command.has("--moe-layer-freq") else None,
+            moe_layer_freq=_THIRD_DENSE if sizes.has_dense_layers(command.option) else None,
         )
     )
     return few, sizes_of(few, 2 * sizes_of(few, None).world)
@@ -120,6 +129,8 @@ class Counted:
     ends_flops: float
     state_bytes_per_parameter: float = 18.0  # of weights, gradients and optimizer on a rank
     communicators: int = 0  # of a rank
+    message_bytes: float = 0.0  # of P2P
+    dense: Piece | None = None  # a dense layer of a model with experts
 
     def after_us(self, costs: Costs, placement: Placement) -> float:
         """Estimate the time after the passes: gradient reduction, optimizer, parameter gathering.
@@ -148,7 +159,7 @@ def counted(
     reached = rates or rates_of(gpu)
     apart = world // pipeline
     ratio = apart * PIPELINE / ranks[0].sizes.world
-    first, second = (_spread(each, ratio) for each in ranks)
+    first, second, *dense = (_spread(each, ratio) for each in ranks)
     costs = counted_costs((first, second), gpu, PIPELINE, apart, rates)
     step = second.work.spread(ratio, second.shards_optimizer)
     state = sum(second.held_parts[part] for part in ("weights", "gradients", "optimizer"))
@@ -157,14 +168,34 @@ def counted(
     pieces = Pieces.of(replace(costs, layers=None), (1,) * costs.num_stages)
     once = optimizer_s(step, gpu, reached) / state, data_parallel_s(step, gpu, reached) / state
     each = state / sum(second.chunk_parameters)
-    communicators = max(each.communicators for each in ranks)
-    return Counted(pieces, *once, reached, of_layer, ends, each, communicators)
+    return Counted(
+        pieces,
+        *once,
+        reached,
+        of_layer,
+        ends,
+        each,
+        communicators=max(each.communicators for each in ranks),
+        message_bytes=float(second.message_bytes),
+        dense=_dense_layer(first, dense[0], costs, gpu, rates) if dense else None,
+    )
+
+
+def _dense_layer(
+    first: RankReport, rank: RankReport, costs: Costs, gpu: Gpu, rates: Rates | None
+) -> Piece:
+    """Return a layer of a rank with dense ones, in a run whose other layers have these costs."""
+    own = counted_costs((first, replace(rank, stage=1)), gpu, PIPELINE, PIPELINE, rates)
+    layer = pieces_from_costs(own)[1]
+    # Dummy gradients and workspaces for the sizes of its weights, beyond those of other layers.
+    more = max(0.0, always_bytes(rank) - costs.device_bytes)
+    return replace(layer, **{name: getattr(layer, name) + more for name in WORKS})
 
 
 def of_unlike_layers(found: Counted, command: Command, world: int) -> Counted:
     """Estimate layers unlike the counted one, in hybrid models and MoE models with dense layers.
 
-    Their costs relative to each other follow from their GEMMs and sizes.
+    In a hybrid model, their costs relative to each other follow from their GEMMs and sizes.
 
     Raises:
         ScheduleError: --moe-layer-freq cannot be read.
@@ -173,9 +204,10 @@ def of_unlike_layers(found: Counted, command: Command, world: int) -> Counted:
     def option(name: str) -> Any:
         return world if name == "world_size" else command.option(name)
 
+    if found.dense is not None:
+        return replace(found, pieces=_with_dense(found.pieces, found.dense, option))
     if not command.pattern:
-        shares = sizes.shares_of_dense_layers(option)
-        return replace(found, pieces=replace(found.pieces, shares=shares))
+        return found
     shares = sizes.sizes_of(option, 0).shares
     symbols = hybrid.without_stages(command.pattern.partition(hybrid.BEGINS_MTP)[0])
     of_symbol = dict(zip(symbols, shares, strict=True))
@@ -183,6 +215,19 @@ def of_unlike_layers(found: Counted, command: Command, world: int) -> Counted:
     layer = stage.inverse().of(found.pieces.layer)
     pieces = replace(found.pieces, layer=layer, shares=shares)
     return replace(found, pieces=pieces, layer_flops=found.layer_flops / stage.time)
+
+
+def _with_dense(pieces: Pieces, dense: Piece, option: sizes.Options) -> Pieces:
+    """Set the shares of dense layers; the workspace of the leading ones is in the first stage."""
+    names = "time_us", "held_after_forward_bytes", "state_bytes"
+    share = Share(*(getattr(dense, name) / getattr(pieces.layer, name) for name in names))
+    layers = sizes.layers_with_experts(option)
+    first = pieces.first
+    if not layers[0]:
+        works = {name: max(getattr(first, name), getattr(dense, name)) for name in WORKS}
+        first = replace(first, **works)
+    shares = tuple(Share(1.0, 1.0, 1.0) if each else share for each in layers)
+    return replace(pieces, first=first, shares=shares)
 
 
 def _spread(rank: RankReport, ratio: float) -> RankReport:

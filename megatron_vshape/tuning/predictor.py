@@ -127,7 +127,7 @@ class Predictor:
         """
         schedule = named(it.schedule, it.pipeline_parallel, it.num_microbatches)
         costs = self.costs(it, schedule.placement, layers)
-        costs = under_megatron(costs) if is_stock else costs
+        costs = under_megatron(costs, self.counts(it).message_bytes) if is_stock else costs
         return self.evaluated(it, schedule, costs, always=always, is_stock=is_stock)
 
     def survey(

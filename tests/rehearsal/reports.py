@@ -23,6 +23,7 @@ _EMPTY = RankReport(
     reserved_bytes=0,
     held_bytes=0,
     held_parts=dict.fromkeys(PARTS, 0),
+    replaced_bytes=0,
     parts=dict.fromkeys(PARTS, 0),
     when=PeakMoment("F 0 0", ""),
     holders=[],

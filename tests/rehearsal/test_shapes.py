@@ -1,13 +1,24 @@
 """Counted ranks, and what of them depends on where they run."""
 
 import pytest
+from rehearsal.reports import pass_of, report_of
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Pieces
-from megatron_vshape.core.model.pieces import Piece
+from megatron_vshape.core.model.pieces import Piece, under_megatron
+from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.mcore.layout.sizes import layers_with_experts
+from megatron_vshape.rehearsal.counted import counted_costs
 from megatron_vshape.rehearsal.flags import read_command
-from megatron_vshape.rehearsal.shapes import Counted, least_of, of_unlike_layers
+from megatron_vshape.rehearsal.gpus import GPUS
+from megatron_vshape.rehearsal.rank_report import RankReport
+from megatron_vshape.rehearsal.shapes import (
+    PIPELINE,
+    Counted,
+    counted_ranks,
+    least_of,
+    of_unlike_layers,
+)
 from megatron_vshape.rehearsal.step_time import Rates
 from megatron_vshape.rehearsal.work import Work
 
@@ -67,29 +78,63 @@ def test_an_expression_for_moe_layers_that_is_no_list_is_rejected(frequency: str
         layers_with_experts(EXPERTS.having(moe_layer_freq=frequency).option)
 
 
-@pytest.mark.parametrize(("sharded", "state"), [(False, 1.0), (True, 49152 / 55705.6)])
-def test_dense_layers_of_a_model_with_experts_have_costs_of_their_own(
-    sharded: bool, state: float
-) -> None:
-    """They were estimated as MoE layers: a rank with only dense ones had twice its memory."""
-    command = EXPERTS.having(
-        hidden_size=64,
-        ffn_hidden_size=256,
-        moe_ffn_hidden_size=64,
-        moe_layer_freq="([0]*3+[1]*13)",
-        use_distributed_optimizer=sharded or None,
-    )
-    layer, nothing = Piece(*(8.0,) * 5), Piece(0.0, 0.0, 0.0, 0.0, 0.0)
-    counted = Counted(Pieces(layer, nothing, nothing, 0.0), 0.0, 0.0, Rates(), 8.0, 0.0)
-    shares = of_unlike_layers(counted, command, 32).pieces.shares
-    assert shares[3:] == ((1.0, 1.0, 1.0),) * 13
-    (dense,) = {*shares[:3]}
-    assert dense.time == 1.5  # 4 h^2 of attention and 8 h^2, beside 4 h^2 of two experts
-    assert dense.held == 1.0  # full recomputation keeps the input of any layer
-    # Two experts per rank without tensor parallelism, whose optimizer 4 ranks share, not 8.
-    assert dense.state == pytest.approx(state)
-    every = of_unlike_layers(counted, command.having(moe_layer_freq=1), 32).pieces
-    assert every.shares == ()
+def test_dense_layers_of_a_model_with_experts_are_counted_too() -> None:
+    """They were estimated by their sizes: a rank with only dense ones needed 9% more memory."""
+    command = EXPERTS.having(moe_layer_freq="([0]*3+[1]*13)")
+    few, _ = least_of(command)
+    assert counted_ranks(few) == range(3)
+    dense = [not each for each in layers_with_experts(few.option)]
+    assert dense == [rank == 2 for rank in v_shape(PIPELINE)]
+    every, _ = least_of(command.having(moe_layer_freq=1))
+    assert counted_ranks(every) == range(2)
+
+    layer, nothing = Piece(*(8.0,) * 5, state_bytes=8.0), Piece(0.0, 0.0, 0.0, 0.0, 0.0)
+    pieces = Pieces(layer, nothing, nothing, 0.0)
+    one = Piece(4.0, 4.0, 4.0, 24.0, 8.0, state_bytes=16.0, backward_work_bytes=7.0)
+    counted = Counted(pieces, 0.0, 0.0, Rates(), 8.0, 0.0, dense=one)
+    costs = of_unlike_layers(counted, command, 32).pieces.costs((3, 13))
+    assert costs.forward_us == (3 * 4.0, 13 * 8.0)
+    assert costs.held_after_forward_bytes == (3 * 24.0, 13 * 8.0)
+    assert costs.state_bytes == (3 * 16.0, 13 * 8.0)
+    assert costs.lists()["backward_work_bytes"] == (7.0, 0.0)
+
+
+def test_messages_and_replaced_memory_are_in_the_costs() -> None:
+    """Each was missing: up to 1.3% of the peak of a hybrid model, 1.1% with full recompute."""
+    message = 8
+
+    def rank(stage: int, always: int) -> RankReport:
+        amounts = {"F": (100, 130), "BW": (-90, 20), "B": (-60, 30), "W": (-40, 0)}
+        kinds = [
+            pass_of(kind, chunk=chunk, adds_bytes=adds, meanwhile_bytes=most)
+            for kind, (adds, most) in amounts.items()
+            for chunk in (0, 1)
+        ]
+        parts = {"weights": 2000, "gradients": 0, "optimizer": 0}
+        return report_of(
+            stage=stage,
+            kinds=kinds,
+            held_parts=parts,
+            held_bytes=2000 + always + 40,
+            replaced_bytes=40,
+            chunk_parameters=[1, 1],
+            chunk_layers=[1, 1],
+            chunk_dummy_bytes=[0, 0],
+            message_bytes=message,
+        )
+
+    costs = counted_costs((rank(0, 12), rank(1, 5)), GPUS["h100"], 4, 1)
+    # Of the first stage, the backward frees all but the output, which is sent.
+    assert costs.held_after_forward_bytes == (90, *(90 + message,) * 7)
+    works = costs.lists()
+    assert works["forward_work_bytes"] == (130 - 90, *(130 - 90,) * 7)
+    assert works["whole_work_bytes"] == (*(20 + message,) * 7, 20)
+    # A layer keeps 20 bytes until its next forward, but the others have freed their inputs by then.
+    assert costs.device_bytes == 5
+    assert costs.state_bytes == (*(1000 + 20 - message,) * 7, 1000 + 20 - message + 12 - 5)
+    theirs = under_megatron(costs, message).lists()
+    assert theirs["forward_work_bytes"] == (40, *(40 + 2 * message,) * 7)
+    assert theirs["whole_work_bytes"] == (28, *(28 + message,) * 6, 28)
 
 
 def test_what_a_step_has_once_is_spread_over_replicas() -> None:

@@ -162,16 +162,27 @@ def with_pieces(costs: Costs, stages: Sequence[Piece]) -> Costs:
     return costs.having(**own)
 
 
-def under_megatron(costs: Costs) -> Costs:
+def under_megatron(costs: Costs, message_bytes: float = 0.0) -> Costs:
     """Return the costs under Megatron's schedules rather than those of this package.
 
     Megatron's full backward allocates a dummy gradient for a weight with a fused accumulation,
-    because DDP's overlap waits for a gradient, and never frees it.
+    because DDP's overlap waits for a gradient, and never frees it. Its schedules refer to the input
+    gradient of a backward until the next one ends, and to the input itself until the next forward
+    ends; `message_bytes` is the size of each.
     """
-    if costs.state_bytes is None or costs.dummy_bytes is None:
+    if costs.state_bytes is not None and costs.dummy_bytes is not None:
+        state = tuple(map(add, costs.state_bytes, costs.dummy_bytes))
+        costs = replace(costs, state_bytes=state, dummy_bytes=None)
+    if not message_bytes:
         return costs
-    state = tuple(map(add, costs.state_bytes, costs.dummy_bytes))
-    return replace(costs, state_bytes=state, dummy_bytes=None)
+    messages = {Kind.F.works: 2 * message_bytes, Kind.BW.works: message_bytes}
+    amounts = costs.lists()
+    works = {
+        name: (amounts[name][0], *(each + more for each in amounts[name][1:]))
+        for name, more in messages.items()
+        if name in amounts
+    }
+    return costs.having(**works)
 
 
 def of_no_stage(costs: Costs) -> tuple[tuple[str, float], ...]:

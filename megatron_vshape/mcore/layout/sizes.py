@@ -141,17 +141,13 @@ def sizes_of(option: Options, vocabulary: int, sequence: int | None = None) -> M
     )
 
 
-def shares_of_dense_layers(option: Options) -> tuple[Share, ...]:
-    """Return each layer's share of an MoE layer in a GPT that also has dense layers; else nothing.
+def has_dense_layers(option: Options) -> bool:
+    """Return whether a GPT with experts also has dense layers.
 
     Raises:
         ScheduleError: as `layers_with_experts`.
     """
-    if not option("num_experts") or all(have_experts := layers_with_experts(option)):
-        return ()
-    table = costs_of_symbols(option, widths_of(option, 0))
-    dense, experts = (Share.total([table["*"], table[symbol]]) for symbol in "-E")
-    return tuple((experts if each else dense).over(experts) for each in have_experts)
+    return bool(option("num_experts")) and not all(layers_with_experts(option))
 
 
 def costs_of_symbols(option: Options, widths: Widths) -> Mapping[str, Share]:
