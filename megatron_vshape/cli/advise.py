@@ -118,21 +118,19 @@ def run(options: argparse.Namespace) -> int:
             "the command has no pipeline, and advise compares pipeline schedules: set "
             "--pipeline-model-parallel-size to 2 or more, or estimate its memory with rehearse"
         )
-    advice, left_out = _advice(options, subject, keep)
+    advice = _advice(options, subject, keep)
     with told(lambda us: f"{us * 1e-6:.1f} s"):
         rows = advice.rows()
-    _print(advice, options, rows, left_out)
+    _print(advice, options, rows)
     _write(advice, options, rows)
     return 0
 
 
-def _advice(
-    options: argparse.Namespace, subject: Subject, keep: Sequence[str]
-) -> tuple[Advice, list[str]]:
+def _advice(options: argparse.Namespace, subject: Subject, keep: Sequence[str]) -> Advice:
     """Count the configurations to compare, and list those left out with their reasons."""
-    machine, grid, post_validation = _grid(options, subject)
+    machine, grid, left_out, post_validation = _grid(options, subject)
     gpu, own = machine.gpu, own_configuration(subject, machine.num_devices)
-    left_out, others = [], []
+    others = []
     for it in () if grid else neighbors(own, subject, machine.num_devices, keep):
         _, why = next(faults(it, subject, machine.num_devices, gpu.node), ("", ""))
         if why:
@@ -143,7 +141,7 @@ def _advice(
     headroom_bytes = headroom_bytes_of(options.headroom, gpu.memory_bytes)
     predictor = Predictor(subject, machine, counts, post_validation, headroom_bytes)
     case = _case_of(subject.command, gpu)
-    advice = Advice(predictor, own, case, options.seconds, grid=grid)
+    advice = Advice(predictor, own, case, options.seconds, grid=grid, left_out=left_out)
     with told(lambda us: f"{us * 1e-6:.1f} s"):
         counts.count([own, *grid, *others[: MOST_SHAPES - 1]], lambda *_: None)
     try:
@@ -156,36 +154,44 @@ def _advice(
             advice.others.append(it)
         except SweepError as error:
             left_out.append(f"{_sizes(it, subject)}: {error}")
-    return advice, left_out
+    return advice
 
 
 def _grid(
     options: argparse.Namespace, subject: Subject
-) -> tuple[Machine, list[Configuration], bool]:
+) -> tuple[Machine, list[Configuration], list[str], bool]:
     """Return the GPUs, the configurations of --grid, and whether they use post-validation.
+
+    The third value lists the impossible ones with the reasons, one of each kind.
 
     Raises:
         ScheduleError: --grid has other workloads than the command.
     """
     if options.grid is None:
-        return machine_of(options), [], False
+        return machine_of(options), [], [], False
     check_installed("--grid", "sweep", "pydantic", "yaml")
     from megatron_vshape.tuning.files import load_sweep
-    from megatron_vshape.tuning.grid import expand
+    from megatron_vshape.tuning.grid import by_kind, expand
 
     loaded = load_sweep(options.grid, options.command)
     given = options.gpus is not None or options.cluster is not None
     machine = machine_of(options) if given else Machine.of(loaded.cluster)
     # Step times of other sequence lengths or batches are not comparable with that of the command.
     sequence, batch = workload = own_configuration(subject, machine.num_devices).workload
-    grid = [it for it in expand(loaded, machine).possible if it.workload == workload]
+    expanded = expand(loaded, machine)
+    grid = [it for it in expanded.possible if it.workload == workload]
+    dropped = [each for each in expanded.dropped if each.configuration.workload == workload]
+    impossible = [
+        f"{len(members)} impossible, such as {members[0].configuration}: {members[0].reason}"
+        for members in by_kind(dropped).values()
+    ]
     if not grid:
         raise ScheduleError(
             f"--grid {options.grid} has no configuration for the workload of the command "
             f"({sequence} tokens, batch {batch}): remove workloads from the file, or set "
             "--seq-length and --global-batch-size to one of them"
         )
-    return machine, grid, loaded.sweep.post_validation
+    return machine, grid, impossible, loaded.sweep.post_validation
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -267,9 +273,7 @@ NAMES = {
 """Names of the rows, by the keys of --json."""
 
 
-def _print(
-    advice: Advice, options: argparse.Namespace, rows: Rows, left_out: Sequence[str]
-) -> None:
+def _print(advice: Advice, options: argparse.Namespace, rows: Rows) -> None:
     today, machine = rows["today"], advice.predictor.machine
     assert today is not None
     texts = _verdict(advice, options, rows)
@@ -294,9 +298,9 @@ def _print(
         *accuracy.sentences(advice.case, machine.gpu),
         "The cost of splitting the backward is not in these errors; measure it with "
         "megatron-vshape rehearse --measure on one GPU.",
-        "rehearse runs all layers, advise one layer per stage: peaks and step times differ by "
-        "about 1%.",
-        *(["Not evaluated: " + "; ".join(left_out)] if left_out else []),
+        "rehearse runs all layers, advise one layer per stage: peaks and step times differ by less "
+        "than 1%, peaks of virtual stages by up to 2% because Megatron keeps messages of each.",
+        *(["Not evaluated: " + "; ".join(advice.left_out)] if advice.left_out else []),
     ):
         print(report.wrapped(text))
 

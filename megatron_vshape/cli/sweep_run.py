@@ -18,7 +18,7 @@ from megatron_vshape.tuning import counts as counting
 from megatron_vshape.tuning.configurations import Configuration
 from megatron_vshape.tuning.counts import key_of_count
 from megatron_vshape.tuning.files import Loaded, load_sweep
-from megatron_vshape.tuning.grid import Dropped, Expanded, expand
+from megatron_vshape.tuning.grid import Dropped, Expanded, by_kind, expand
 from megatron_vshape.tuning.machine import Machine
 from megatron_vshape.tuning.predictor import Prediction, Predictor
 from megatron_vshape.tuning.ranking import Pruned, prune
@@ -144,10 +144,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _print_dropped(dropped: Sequence[Dropped], what: str, verbose: bool) -> None:
-    kinds: dict[str, list[Dropped]] = {}
-    for each in dropped:
-        kinds.setdefault(each.kind, []).append(each)
-    for kind, members in kinds.items():
+    for kind, members in by_kind(dropped).items():
         print(f"{len(members)} combinations are {what}: {kind}")
         for each in members if verbose else members[:1]:
             print(f"    {'' if verbose else 'such as '}{each.configuration}: {each.reason}")

@@ -22,7 +22,7 @@ from megatron_vshape.rehearsal.saved_config import LAYOUT
 from megatron_vshape.rehearsal.simulated import megatrons_name
 from megatron_vshape.tuning import fsdp
 from megatron_vshape.tuning.configurations import ADAPTIVE, Configuration, count_stages
-from megatron_vshape.tuning.predictor import Prediction, Predictor, step
+from megatron_vshape.tuning.predictor import TIME_LIMIT, Prediction, Predictor, step
 
 PLANNED_SHAPES = 3
 """Maximum number of other configurations to plan for, the best first."""
@@ -55,6 +55,7 @@ class Advice:
     seconds: float
     others: list[Configuration] = field(default_factory=list)
     grid: list[Configuration] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)  # not evaluated, with the reasons
 
     @property
     def layers(self) -> int:
@@ -64,7 +65,10 @@ class Advice:
     def rows(self) -> Rows:
         """Return the rows of the comparison."""
         if self.grid:
-            return self._rows_of(list(self.predictor.survey(self.grid, NEAR)))
+            found = list(self.predictor.survey(self.grid, NEAR, Budget(self.seconds)))
+            late = sum(each.reason == TIME_LIMIT for each in found)
+            self.left_out += [f"{late} {ADAPTIVE} configurations: {TIME_LIMIT}"] * bool(late)
+            return self._rows_of(found)
         # Its dry runs are other processes, which can run during the search.
         with ThreadPoolExecutor(1) as dry_runs:
             without_pipeline = dry_runs.submit(fsdp.best, self.predictor, self.own)

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -31,6 +31,14 @@ class Dropped:
     configuration: Configuration
     kind: str
     reason: str
+
+
+def by_kind(dropped: Sequence[Dropped]) -> dict[str, list[Dropped]]:
+    """Group configurations by the kind of their reasons."""
+    kinds: dict[str, list[Dropped]] = {}
+    for each in dropped:
+        kinds.setdefault(each.kind, []).append(each)
+    return kinds
 
 
 @dataclass(frozen=True, slots=True)

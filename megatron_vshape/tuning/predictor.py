@@ -10,6 +10,7 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import NamedTuple
 
+from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
@@ -34,6 +35,8 @@ from megatron_vshape.tuning.configurations import (
 )
 from megatron_vshape.tuning.machine import Machine
 from megatron_vshape.view.numbers import GIB, enough
+
+TIME_LIMIT = "the time limit (--seconds) has passed"
 
 
 class Verdict(StrEnum):
@@ -105,10 +108,10 @@ class Predictor:
         communicators = self.counts(it).communicators
         return allocatable_bytes(self.machine.gpu, communicators, self.headroom_bytes)
 
-    def __call__(self, it: Configuration) -> Prediction:
-        """Predict the configuration."""
+    def __call__(self, it: Configuration, budget: Budget | None = None) -> Prediction:
+        """Predict the configuration; a search ends with the budget."""
         try:
-            return self._planned(it) if it.schedule == ADAPTIVE else self.named(it)
+            return self._planned(it, budget) if it.schedule == ADAPTIVE else self.named(it)
         except SweepError as error:
             return Prediction(it, Verdict.NO_PLAN, 0.0, reason=str(error))
         except ScheduleError as error:
@@ -131,13 +134,14 @@ class Predictor:
         return self.evaluated(it, schedule, costs, always=always, is_stock=is_stock)
 
     def survey(
-        self, configurations: Iterable[Configuration], margin: float
+        self, configurations: Iterable[Configuration], margin: float, budget: Budget | None = None
     ) -> Iterator[Prediction]:
         """Yield every configuration's prediction; those that need planning come last.
 
         Planning needs seconds. So an adaptive configuration is planned only if it could come within
         `margin` of the best of its workload without any bubble, or if it has additional arguments.
-        The most promising come first, because they exclude most others.
+        The most promising come first, because they exclude most others. The rest is not planned
+        once the budget is used up.
         """
         best: dict[tuple[int, int], float] = {}
         least_s = [
@@ -145,12 +149,15 @@ class Predictor:
         ]
         for least, it in sorted(least_s, key=lambda each: each[0]):
             fastest = best.get(it.workload, math.inf)
+            if it.schedule == ADAPTIVE and budget is not None and budget.stopped():
+                yield Prediction(it, Verdict.NOT_PLANNED, 0.0, reason=TIME_LIMIT)
+                continue
             if least > fastest * (1 + margin) and not it.arguments:
                 slower = f"even without a bubble {100 * (least / fastest - 1):.0f} % slower"
                 reason = f"{slower} than the best"
                 yield Prediction(it, Verdict.NOT_PLANNED, 0.0, reason=reason)
                 continue
-            found = self(it)
+            found = self(it, budget)
             best[it.workload] = min(fastest, step(found))
             yield found
 
@@ -256,7 +263,7 @@ class Predictor:
             flops = 3 * microbatch * it.num_microbatches * ranks
         return flops / (step_s * self.machine.gpu.bf16_flops * it.num_devices)
 
-    def _planned(self, it: Configuration) -> Prediction:
+    def _planned(self, it: Configuration, budget: Budget | None) -> Prediction:
         """Predict the best plan over all placements.
 
         The memory left by the parameters depends on the placement: in a V, the embedding and the
@@ -272,7 +279,7 @@ class Predictor:
         for placement in _placements(it):
             costs = self.costs(it, placement)
             try:
-                timeline = plan_adaptive(it, placement, costs, limits, objective, in_host)
+                timeline = plan_adaptive(it, placement, costs, limits, objective, in_host, budget)
                 found.append(self.evaluated(it, timeline.schedule, costs, timeline))
             except SweepError as error:
                 reasons.append(str(error))
@@ -293,10 +300,12 @@ def plan_adaptive(
     limits_bytes: Sequence[float],
     objective: Objective,
     in_host_bytes: float = math.inf,
+    budget: Budget | None = None,
 ) -> Timeline:
     """Plan for a placement with at most `limits_bytes` on each device.
 
-    At most `in_host_bytes` of each device are offloaded, if the costs have offloading.
+    At most `in_host_bytes` of each device are offloaded, if the costs have offloading. The search
+    ends with the budget.
 
     Raises:
         SweepError: the limits are infeasible.
@@ -316,7 +325,7 @@ def plan_adaptive(
         placements=(placement,),
     )
     try:
-        schedule = plan(request).schedule
+        schedule = plan(request, budget).schedule
     except LimitError as error:
         raise SweepError(error.told(lambda held: f"{enough(held / GIB)} GiB")) from None
     except ScheduleError as error:

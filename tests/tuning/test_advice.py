@@ -249,6 +249,25 @@ def test_a_grid_is_compared_for_the_workload_of_the_command(
     assert "has no configuration for the workload of the command (64" in capsys.readouterr().err
 
 
+def test_what_of_a_grid_is_not_evaluated_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--seconds was ignored, and impossible configurations were left out without a word."""
+    monkeypatch.setattr("megatron_vshape.cli.advise.Counts", Fake)
+    grid = {"schedule": ["1f1b", "adaptive"], "pipeline_parallel": [2, 16], "layout": ["even"]}
+    path = write_sweep(tmp_path, sweep={"grid": grid})
+    shown = {}
+    for seconds in ("0", "60"):
+        command = ["advise", "--grid", str(path), "--headroom", "0", "--seconds", seconds]
+        assert main([*command, "--", "pretrain_gpt.py", *SMALL.split()]) == 0
+        shown[seconds] = " ".join(capsys.readouterr().out.split())
+    for text in shown.values():
+        assert "Not evaluated: 2 impossible, such as 1f1b" in text
+    late = "1 adaptive configurations: the time limit (--seconds) has passed"
+    assert [late in text for text in shown.values()] == [True, False]
+    assert ["planned schedule" in text for text in shown.values()] == [False, True]
+
+
 def test_the_plan_of_a_grid_is_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
