@@ -8,7 +8,6 @@ them.
 """
 
 import argparse
-import random
 import re
 import shutil
 import subprocess
@@ -23,19 +22,11 @@ from typing import Any
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from megatron_vshape.core.check.simulate import simulate
-from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.model.schedule import Timeline
-from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.view.chrome_trace import write_trace
-
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync"
 ).split()
-TRACE = "step.trace.json"
 REAL = "c=1,1.15,0.85,0.05"
 LLAMA_3_8B = """torchrun --nproc-per-node 8 --nnodes 4 pretrain_gpt.py \\
     --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 \\
@@ -64,7 +55,6 @@ SHOTS = (
     Shot("playground-dark", f"d=8&m=24&s=plan:10:makespan:&{REAL}&f=9&t=dark"),
     Shot("playground-steps", "tab=steps&d=6&m=10&s=v-half&t=light", height=1250),
     Shot("playground-compare", f"tab=compare&d=8&m=24&s=1f1b~v-min~v-half~v-zb&{REAL}&t=light"),
-    Shot("playground-measured", f"tab=measured&trace=!0-{TRACE}&t=light", height=1000),
     Shot("playground-large", "d=64&m=1024&s=v-half&w=300,420&t=light", height=1000),
     Shot("playground-estimate", "tab=estimate&t=light", command=LLAMA_3_8B),
     Shot("playground-narrow", f"d=8&m=24&s=v-half&{REAL}&t=light", width=390, height=1100),
@@ -86,7 +76,7 @@ def main() -> None:
     wanted = [shot for shot in SHOTS if not options.names or shot.name in options.names]
     with (
         tempfile.TemporaryDirectory() as folder,
-        served(Path(folder)) as url,
+        served() as url,
         browser(path, folder) as page,
     ):
         for shot in wanted:
@@ -95,12 +85,10 @@ def main() -> None:
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[str]:
-    """Serve the playground with a trace that looks measured; yields its address."""
-    with (folder / TRACE).open("w", encoding="utf-8") as stream:
-        write_trace(measured(), stream)
+def served() -> Iterator[str]:
+    """Serve the playground; yields its address."""
     command = [sys.executable, "-m", "megatron_vshape.cli.main", "playground", "--port", "0"]
-    process = subprocess.Popen([*command, str(folder / TRACE)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         found = re.search(r"http://\S+", process.stdout.readline() if process.stdout else "")
         if found is None:
@@ -109,29 +97,6 @@ def served(folder: Path) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(20)
-
-
-def measured() -> Timeline:
-    """Return a step of V-Half whose passes vary by a few per cent, one device stumbling twice."""
-    draw = random.Random(7)
-    costs = Costs((9250.0,) * 16, (9050.0,) * 16, (4650.0,) * 16, 600.0, (1.0,) * 16, (1.0,) * 16)
-    plan = simulate(make("v-half", 8, 24), costs)
-    order, placement = plan.schedule.order, plan.schedule.placement
-    slots = sorted((slot.start, device, slot) for device in range(8) for slot in plan.slots(device))
-    ends: dict[Pass, float] = {}
-    rows: list[tuple[list[float], list[float]]] = [([], []) for _ in order]
-    for _, device, (work, start, end) in slots:
-        there = [
-            ends[need] + costs.send_us * (placement[need.stage] != device)
-            for need in work.needs(len(placement))
-        ]
-        begin = max([*there, *rows[device][1][-1:], 0.0])
-        stumble = 14_000.0 if device == 3 and len(rows[device][0]) in (50, 96) else 0.0
-        ends[work] = begin + (end - start) * draw.uniform(0.97, 1.06) + stumble
-        rows[device][0].append(begin)
-        rows[device][1].append(ends[work])
-    starts, stops = zip(*rows, strict=True)
-    return Timeline(plan.schedule, tuple(map(tuple, starts)), tuple(map(tuple, stops)))
 
 
 @contextmanager

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         type=Path,
         metavar="FILE",
-        help="Schedule, costs and trace files to offer; the server reads no other file",
+        help="Schedule and costs files to offer; the server reads no other file",
     )
     parser.add_argument(
         "--port",

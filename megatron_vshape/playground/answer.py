@@ -21,7 +21,6 @@ from megatron_vshape.playground.request import (
 )
 from megatron_vshape.playground.schedules import Report, make_choice, make_named
 from megatron_vshape.playground.stage_costs import Pricing
-from megatron_vshape.playground.traces import measured_pictures
 from megatron_vshape.view.names import display_name
 from megatron_vshape.view.numbers import argument
 
@@ -34,9 +33,6 @@ def make_answer(request: Request, report: Report) -> bytes:
     """
     pricing = Pricing(request.costs)
     choice = request.schedule
-    if request.trace is not None:
-        return encode(measured_pictures(request.trace, pricing))
-    assert choice is not None  # every other request has a schedule
     if request.want is Want.STEPS:
         return encode(list(_steps(request, choice, report)))
     picture = _picture(request, choice, pricing, report)

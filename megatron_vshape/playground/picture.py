@@ -28,7 +28,6 @@ ARRAYS = (
     ("start", "<f8"),
     ("end", "<f8"),
     ("held", "<f4"),
-    ("late", "<f4"),
     ("microbatch", "<u4"),
     ("stage", "<u2"),
     ("kind", "u1"),
@@ -81,12 +80,11 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A timeline with its costs and facts; `late` is the delay of each pass, if known."""
+    """A timeline with its costs and facts."""
 
     timeline: Timeline
     costs: Costs
     facts: Facts = field(default_factory=Facts)
-    late: tuple[tuple[float, ...], ...] | None = None
 
 
 def encode(pictures: Sequence[Picture]) -> bytes:
@@ -114,7 +112,6 @@ def _columns(picture: Picture) -> Iterable[np.ndarray]:
     yield _flat(timeline.ends)[drawn]
     curves = [held_curve(timeline.schedule, picture.costs, device) for device in devices]
     yield _flat(curves)[drawn]
-    yield np.zeros(size) if picture.late is None else _flat(picture.late)[drawn]
     yield np.fromiter((work.microbatch for work in passes), np.uint32, size)
     yield np.fromiter((work.stage for work in passes), np.uint16, size)
     yield np.fromiter((place[work.kind] for work in passes), np.uint8, size)
@@ -139,7 +136,6 @@ def _header(picture: Picture) -> dict[str, object]:
         "parts": [table.parts_of[kind] for kind in KINDS],
         "held_after_forward": costs.held_after_forward_bytes,
         "send": costs.send_us,
-        "has_late": picture.late is not None,
         "numbers": _numbers(picture),
         "facts": asdict(picture.facts),
     }

@@ -47,7 +47,6 @@ class Want(StrEnum):
 
     TIMELINE = "timeline"
     STEPS = "steps"
-    MEASURED = "measured"
     SCHEDULE_FILE = "schedule-file"
     TRACE_FILE = "trace-file"
 
@@ -132,8 +131,7 @@ class Request:
     devices: int
     microbatches: int
     costs: CostChoice
-    schedule: ScheduleChoice | None = None  # None: for a measured trace
-    trace: FileText | None = None  # a measured trace
+    schedule: ScheduleChoice
 
 
 Files = Mapping[str, FileText]
@@ -147,19 +145,15 @@ def parse_request(data: object, files: Files) -> Request:
         FieldError: a value is missing or invalid; names the field.
     """
     body = _object(data, "request")
-    _known(body, ("want", "devices", "microbatches", "costs", "schedule", "trace"))
+    _known(body, ("want", "devices", "microbatches", "costs", "schedule"))
     want = _choice(body.get("want"), tuple(Want), "want")
     devices = _whole(body.get("devices"), "devices", MAX_DEVICES)
     microbatches = _whole(body.get("microbatches"), "microbatches", MAX_MICROBATCHES)
     costs = _costs(body.get("costs"), files)
-    schedule = trace = None
-    if want != Want.MEASURED:
-        schedule = _schedule(body.get("schedule"), files)
-        if not isinstance(schedule, FileChoice):
-            _check_passes(devices, _chunks_of(schedule), microbatches)
-    else:
-        trace = _file(body.get("trace"), files, "trace")
-    return Request(Want(want), devices, microbatches, costs, schedule, trace)
+    schedule = _schedule(body.get("schedule"), files)
+    if not isinstance(schedule, FileChoice):
+        _check_passes(devices, _chunks_of(schedule), microbatches)
+    return Request(Want(want), devices, microbatches, costs, schedule)
 
 
 def _schedule(data: object, files: Files) -> ScheduleChoice:
@@ -242,7 +236,7 @@ def _file(data: object, files: Files, field: str) -> FileText:
     if not isinstance(name, str) or len(name) > 200 or not name.isprintable():
         raise FieldError(field, "the file's name must be printable and of up to 200 characters")
     if not isinstance(text, str) or not text:
-        raise FieldError(field, "the file is empty; choose one with a schedule, costs or a trace")
+        raise FieldError(field, "the file is empty; choose one with a schedule or costs")
     if len(text) > MAX_TEXT:
         raise FieldError(field, f"the file is larger than {MAX_TEXT // 2**20} MiB")
     return FileText(name, text)

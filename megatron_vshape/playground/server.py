@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from megatron_vshape.playground.estimate import Estimator, parse_estimate
-from megatron_vshape.playground.given import Given, example_trace
+from megatron_vshape.playground.given import Given
 from megatron_vshape.playground.html import static_files
 from megatron_vshape.playground.offers import offers
 from megatron_vshape.playground.request import FieldError, parse_request
@@ -82,7 +82,7 @@ class _Site:
 
     def __init__(self, given: Sequence[Given], gpus: Mapping[str, int]) -> None:
         self.static_files = static_files()
-        self.given = (*given, example_trace())
+        self.given = given
         self.files = {each.key: each.file for each in self.given}
         self.pool = Pool()
         self.gpus = gpus

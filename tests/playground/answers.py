@@ -21,8 +21,6 @@ def request(want: str = "timeline", **more: Any) -> dict[str, Any]:
         "costs": {},
         "schedule": {"source": "name", "name": "v-half"},
     }
-    if want == "measured":
-        del body["schedule"]
     return {**body, **more}
 
 

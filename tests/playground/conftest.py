@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.playground.given import read_given
-from megatron_vshape.view.chrome_trace import write_trace
 
 BASE = "http://127.0.0.1:8765"
 
@@ -33,14 +31,12 @@ def _need(*modules: str) -> None:
 
 @pytest.fixture(scope="session")
 def given_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """A schedule, costs and a trace, as the command line would be given them."""
+    """A schedule and costs, as the command line would be given them."""
     folder = tmp_path_factory.mktemp("given")
     schedule = make("v-min", 4, 8)
     costs = Costs((900.0,) * 8, (1000.0,) * 8, (800.0,) * 8, 40.0, (2.0**30,) * 8, (2.0**29,) * 8)
     (folder / "mine.json").write_text(schedule.to_json())
     (folder / "measured_costs.json").write_text(costs.to_json())
-    with (folder / "step.trace.json").open("w") as stream:
-        write_trace(simulate(schedule, costs), stream)
     return sorted(folder.iterdir())
 
 

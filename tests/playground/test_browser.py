@@ -196,7 +196,7 @@ def test_files_given_and_opened(page, server, given_files, tmp_path):
     nothing.write_text("{}")
     page.set_input_files("#file", str(nothing))
     page.wait_for_selector("#wrong-file")
-    assert page.inner_text("#wrong-file") == "nothing.json: no schedule, no costs and no trace."
+    assert page.inner_text("#wrong-file") == "nothing.json: no schedule and no costs."
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ def test_the_url_brings_everything_back(page, server):
     other.close()
 
 
-@pytest.mark.parametrize("tab", ["timeline", "steps", "compare", "measured"])
+@pytest.mark.parametrize("tab", ["timeline", "steps", "compare"])
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_narrow_and_wide_light_and_dark(page, server, tab, theme):
     for width in (1280, 390):

@@ -228,7 +228,7 @@ def test_a_bad_file_among_good_ones_is_told(page, server, tmp_path):
     page.set_input_files("#file", [str(bad), str(good)])
     page.wait_for_selector("figcaption p >> text=2 devices, 4 microbatches")
     settled(page)
-    assert page.inner_text("#wrong-file") == "bad.json: no schedule, no costs and no trace."
+    assert page.inner_text("#wrong-file") == "bad.json: no schedule and no costs."
     typed(page, "devices", "5")
     page.keyboard.press("Tab")
     settled(page)

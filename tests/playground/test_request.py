@@ -107,7 +107,7 @@ def test_anything_at_all(data):
 def test_a_request_with_anything_in_one_place(data):
     body = json.loads(json.dumps(request(costs={"forward": 1, "head": [0, 0, 0]})))
     where = data.draw(st.sampled_from([body, body["costs"], body["schedule"]]))
-    keys = [*where, "file", "limit", "trace", "seconds", "chunks", "embedding"]
+    keys = [*where, "file", "limit", "seconds", "chunks", "embedding"]
     where[data.draw(st.sampled_from(keys))] = data.draw(JSON)
     _parsed(body)
 

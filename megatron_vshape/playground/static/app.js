@@ -8,7 +8,6 @@ import { embeddedPage } from "./embedded.js";
 import { drawEntries, drawTabs, openFiles } from "./entries.js";
 import { showEstimate } from "./estimate.js";
 import { fillForm, markField } from "./form.js";
-import { showMeasured } from "./measured.js";
 import { app, change, connect, readUrl } from "./page.js";
 import { clearPictures, dressAll, redrawAll, shared } from "./pictures.js";
 import { showSteps, showTimeline } from "./single.js";
@@ -18,11 +17,8 @@ const SHOWS = {
   timeline: showTimeline,
   steps: showSteps,
   compare: showCompared,
-  measured: showMeasured,
   estimate: showEstimate,
 };
-
-const ASKING = new Set(["measured", "estimate"]); // their panel contains the choices
 
 /** Display the complete state: form, tabs and pictures. */
 async function render() {
@@ -50,7 +46,7 @@ async function render() {
 /** Clear the display of the earlier state and show the error; rethrow an unexpected one. */
 function showFailure(error) {
   clearPictures();
-  if (!ASKING.has(app.state.tab)) byId("lead").replaceChildren();
+  if (app.state.tab !== "estimate") byId("lead").replaceChildren();
   showWrong(error);
   if (!(error instanceof Refusal)) throw error;
 }

@@ -9,7 +9,6 @@ const TAB_TITLES = {
   timeline: "Timeline",
   steps: "Four steps",
   compare: "Compare",
-  measured: "Measured",
   estimate: "Estimate",
 };
 
@@ -17,23 +16,21 @@ const ABOUT = {
   timeline: "Every row is a device: what it runs when, F, B and W of each microbatch, where it waits, and below it the activations that it holds meanwhile.",
   steps: "How the paper makes a schedule: a building block, its copies, without the gaps, with passes moved into idle time.",
   compare: "Schedules on one time axis: a shorter picture is a faster step, a lower purple one takes less memory.",
-  measured: "A trace that training wrote with --pipeline-trace, beside what was planned. Passes that ran late by more than a tenth of their time, through no fault of what they waited for, are marked.",
   estimate: "Peak memory per rank and step time of a training command, estimated by megatron-vshape rehearse on this machine, without a GPU. The script of the command is not executed, and no file that the command names is read.",
 };
 
-/** Load the user's files; their keys identify schedules, costs and traces. */
+/** Load the user's files; their keys identify schedules and costs. */
 export async function openFiles(files) {
   const wrong = [];
   for (const file of files) {
     const opened = { name: file.name, text: await file.text() };
     const sort = sortOf(opened);
     if (sort === "costs") change(fileCosts(app.state, opened));
-    else if (sort === "trace") change({ trace: opened, tab: "measured" });
     else if (sort === "schedule") addEntry({ source: "file", file: opened });
     else wrong.push(file.name);
   }
   if (!wrong.length) return;
-  app.complaint = `${wrong.join(", ")}: no schedule, no costs and no trace.`;
+  app.complaint = `${wrong.join(", ")}: no schedule and no costs.`;
   showAgain();
 }
 
@@ -41,7 +38,6 @@ function sortOf({ name, text }) {
   if (name.endsWith(".csv")) return "schedule";
   try {
     const data = JSON.parse(text);
-    if (data.traceEvents) return "trace";
     if (data.forward_us) return "costs";
     return data.order ? "schedule" : null;
   } catch {
@@ -102,7 +98,7 @@ export function entryTitle(entry) {
 /** Draw the compared schedules. */
 export function drawEntries() {
   const { state } = app;
-  if (app.embedded || ["measured", "estimate"].includes(state.tab)) return refill(byId("entries"));
+  if (app.embedded || state.tab === "estimate") return refill(byId("entries"));
   const chips = state.entries.map((entry, at) => {
     const title = entryTitle(entry);
     const parts = [element("button", { type: "button", id: `entry-${at}`, "aria-pressed": String(at === state.active), click: () => change({ active: at, window: null, range: null }) }, title)];

@@ -51,7 +51,6 @@ function* svgTrack(track, number) {
     yield `<rect ${box} height="${geometry.rowInner}" fill="url(#idle)"/>`;
   }
   yield* svgPasses(track);
-  if (timeline.meta.has_late) yield svgLate(track);
   if (geometry.heldRow) yield* svgHeld(track);
   yield "</g>";
   if (geometry.heldRow) yield* svgHeldFrame(track);
@@ -95,23 +94,6 @@ function svgPass(track, at, top, paths, numbers) {
   numbers.push(
     `<text x="${x}" y="${y}" text-anchor="middle" style="font-size:${size}px;fill:${ink}">${text}</text>`,
   );
-}
-
-function svgLate(track) {
-  const { timeline, geometry, view, skin } = track;
-  let path = "";
-  for (let device = 0; device < timeline.devices; device++) {
-    const [low, high] = timeline.range(device, view.start, view.end);
-    for (let at = low; at < high; at++) {
-      if (timeline.late[at] <= 0) continue;
-      const left = track.xOf(timeline.start[at]);
-      const wide = short(Math.max(track.xOf(timeline.end[at]) - left, 1.5));
-      for (const top of [geometry.top(device) - 1, geometry.top(device) + geometry.rowInner - 2]) {
-        path += `M${short(left)} ${top}h${wide}v3h-${wide}z`;
-      }
-    }
-  }
-  return `<path class="late" fill="${skin.late}" d="${path}"/>`;
 }
 
 function* svgHeldFrame(track) {

@@ -255,7 +255,7 @@ function fileFields(change) {
     "fieldset",
     {},
     element("legend", {}, "Open a file"),
-    element("label", { class: "field" }, element("span", {}, "Schedule, costs or measured trace"), button),
+    element("label", { class: "field" }, element("span", {}, "Schedule or costs"), button),
   );
 }
 

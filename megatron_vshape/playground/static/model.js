@@ -11,7 +11,6 @@ const ARRAYS = [
   ["start", Float64Array],
   ["end", Float64Array],
   ["held", Float32Array],
-  ["late", Float32Array],
   ["microbatch", Uint32Array],
   ["stage", Uint16Array],
   ["kind", Uint8Array],

@@ -276,6 +276,5 @@ export function describePass(timeline, at, units) {
     lines.push(`waited for ${timeline.nameOf(cause.maker)}${where}, there at ${ready}`);
   }
   lines.push(`device holds ${units.held(timeline.held[at])} ${units.heldName}`);
-  if (timeline.late[at] > 0) lines.push(`late by ${units.time(timeline.late[at])} ${units.timeName}`);
   return { name: timeline.nameOf(at), lines };
 }

@@ -36,7 +36,6 @@ export function paintTile(context, timeline, geometry, time0, scale, width, skin
   } else {
     paintLines(context, timeline, geometry, time0, scale, width, skin);
   }
-  if (timeline.meta.has_late) paintLate(context, timeline, geometry, time0, scale, width, skin);
   if (geometry.heldRow) paintHeld(context, timeline, geometry, time0, scale, width, skin);
 }
 
@@ -191,24 +190,6 @@ function mixRow(timeline, device, time0, scale, columns, mixing, mixed) {
       mixed[to + 1] += share * mixing[colour + 1];
       mixed[to + 2] += share * mixing[colour + 2];
       mixed[to + 3] += share;
-    }
-  }
-}
-
-function paintLate(context, timeline, geometry, time0, scale, width, skin) {
-  context.fillStyle = skin.late;
-  for (let device = 0; device < timeline.devices; device++) {
-    const [low, high] = timeline.range(device, time0, time0 + width / scale);
-    const top = geometry.top(device);
-    let painted = -1;
-    for (let at = low; at < high; at++) {
-      if (timeline.late[at] <= 0) continue;
-      const left = (timeline.start[at] - time0) * scale;
-      const right = Math.max((timeline.end[at] - time0) * scale, left + 1.5);
-      if (right <= painted) continue;
-      painted = right;
-      context.fillRect(left, top - 1, right - left, 3);
-      context.fillRect(left, top + geometry.rowInner - 2, right - left, 3);
     }
   }
 }

@@ -1,7 +1,7 @@
 // State of the page and its URL form: all inputs of a picture.
 
 export const MOST_ENTRIES = 6;
-const TABS = ["timeline", "steps", "compare", "measured", "estimate"];
+const TABS = ["timeline", "steps", "compare", "estimate"];
 const MOST_URL = 60_000; // characters; some programs truncate longer links
 
 /** Return the initial state. */
@@ -18,7 +18,6 @@ export function firstState() {
     gibPerChunk: null,
     entries: [{ source: "name", name: "v-half" }],
     active: 0,
-    trace: null,
     step: 0,
     block: true,
     follow: null,
@@ -47,7 +46,6 @@ export async function writeState(state) {
   put("gib", state.gibPerChunk, null);
   put("s", state.entries.map((entry) => writeEntry(entry, loaded)).join("~"), "");
   put("a", state.active, 0);
-  put("trace", writeFile(state.trace, loaded), null);
   put("step", state.step, 0);
   put("b", state.block ? 1 : 0, 1);
   put("f", state.follow, null);
@@ -112,7 +110,6 @@ export async function readState(text) {
   const good = entries.filter((each) => each !== null).slice(0, MOST_ENTRIES);
   if (good.length) state.entries = good;
   state.active = Math.min(Math.max(Math.trunc(number("a", 0)), 0), state.entries.length - 1);
-  state.trace = file(given.get("trace"));
   state.step = Math.min(Math.max(Math.trunc(number("step", 0)), 0), 4);
   state.block = given.get("b") !== "0";
   state.follow = number("f", null);
