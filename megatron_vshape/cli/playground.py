@@ -2,15 +2,9 @@
 
 import argparse
 import socket
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_vshape.cli.files import check_installed
 from megatron_vshape.core.model.kinds import ScheduleError
-
-if TYPE_CHECKING:
-    from megatron_vshape.playground.given import Given
 
 PORT = 8765
 ADDRESS = "127.0.0.1"
@@ -18,13 +12,6 @@ ADDRESS = "127.0.0.1"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument(
-        "files",
-        nargs="*",
-        type=Path,
-        metavar="FILE",
-        help="Schedule and costs files to offer; the server reads no other file",
-    )
     parser.add_argument(
         "--port",
         type=_port,
@@ -38,9 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C and return 0."""
     check_installed("the playground", "playground", "starlette", "uvicorn")
-    from megatron_vshape.playground.given import read_given
-
-    given = read_given(options.files)
     listener = _listen(options.port)
     port = listener.getsockname()[1]
     url = f"http://{ADDRESS}:{port}/"
@@ -49,20 +33,18 @@ def run(options: argparse.Namespace) -> int:
         import webbrowser
 
         webbrowser.open(url)
-    _serve(listener, given, port)
+    _serve(listener, port)
     return 0
 
 
-def _serve(listener: socket.socket, given: "Sequence[Given]", port: int) -> None:
+def _serve(listener: socket.socket, port: int) -> None:
     import uvicorn
 
     from megatron_vshape.playground.server import loopback_hosts, make_app
     from megatron_vshape.rehearsal.gpus import GPUS
 
     config = uvicorn.Config(
-        make_app(
-            loopback_hosts(port), given, {name: gpu.memory_bytes for name, gpu in GPUS.items()}
-        ),
+        make_app(loopback_hosts(port), {name: gpu.memory_bytes for name, gpu in GPUS.items()}),
         access_log=False,
         log_level="warning",
         server_header=False,

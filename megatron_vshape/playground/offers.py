@@ -1,7 +1,5 @@
 """Choices that the playground offers: schedules, costs and colors."""
 
-from collections.abc import Sequence
-
 from megatron_vshape.core.paper.catalogue import OPTIONS
 from megatron_vshape.core.request import PLUS_NAMES, SCHEDULE_NAMES
 from megatron_vshape.playground.picture import palette
@@ -28,12 +26,8 @@ PRESETS: tuple[dict[str, object], ...] = (
 )
 
 
-def offers(files: Sequence[dict[str, object]] = ()) -> dict[str, object]:
-    """Return all data that the playground needs before the first choice.
-
-    Args:
-        files: descriptions of the offered files.
-    """
+def offers() -> dict[str, object]:
+    """Return all data that the playground needs before the first choice."""
     return {
         "schedules": [
             {
@@ -45,7 +39,6 @@ def offers(files: Sequence[dict[str, object]] = ()) -> dict[str, object]:
             for name in SCHEDULE_NAMES
         ],
         "presets": PRESETS,
-        "files": list(files),
         "palette": palette(),
         "plan_chunks": sorted(PLAN_CHUNKS, reverse=True),
     }

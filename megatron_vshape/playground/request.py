@@ -3,7 +3,7 @@
 import math
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -61,17 +61,15 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FileText:
-    """A file opened in the playground, or given on the command line."""
+    """A file opened in the playground."""
 
     name: str
     text: str
-    path: str = ""
-    """Path on the command line; empty for a file opened in the playground."""
 
     @property
     def argument(self) -> str:
-        """Shell argument that names the file in the server's folder."""
-        return shlex.quote(self.path or self.name)
+        """Shell argument that names the file."""
+        return shlex.quote(self.name)
 
 
 Times = tuple[float, ...]
@@ -134,11 +132,7 @@ class Request:
     schedule: ScheduleChoice
 
 
-Files = Mapping[str, FileText]
-"""Files given on the command line, by the playground's keys."""
-
-
-def parse_request(data: object, files: Files) -> Request:
+def parse_request(data: object) -> Request:
     """Parse and validate a request from decoded JSON.
 
     Raises:
@@ -149,14 +143,14 @@ def parse_request(data: object, files: Files) -> Request:
     want = _choice(body.get("want"), tuple(Want), "want")
     devices = _whole(body.get("devices"), "devices", MAX_DEVICES)
     microbatches = _whole(body.get("microbatches"), "microbatches", MAX_MICROBATCHES)
-    costs = _costs(body.get("costs"), files)
-    schedule = _schedule(body.get("schedule"), files)
+    costs = _costs(body.get("costs"))
+    schedule = _schedule(body.get("schedule"))
     if not isinstance(schedule, FileChoice):
         _check_passes(devices, _chunks_of(schedule), microbatches)
     return Request(Want(want), devices, microbatches, costs, schedule)
 
 
-def _schedule(data: object, files: Files) -> ScheduleChoice:
+def _schedule(data: object) -> ScheduleChoice:
     body = _object(data, "schedule")
     _known(
         body,
@@ -164,7 +158,7 @@ def _schedule(data: object, files: Files) -> ScheduleChoice:
     )
     source = Source(_choice(body.get("source"), tuple(Source), "schedule"))
     if source is Source.FILE:
-        return FileChoice(_file(body.get("file"), files, "schedule"))
+        return FileChoice(_file(body.get("file"), "schedule"))
     if source is Source.PLAN:
         return _plan(body)
     named = body.get("name")
@@ -199,11 +193,11 @@ def _plan(body: dict[str, object]) -> PlanChoice:
     return PlanChoice(limit, in_gib, objective, seconds, chunks)
 
 
-def _costs(data: object, files: Files) -> CostChoice:
+def _costs(data: object) -> CostChoice:
     body = _object(data, "costs")
     _known(body, ("forward", "backward", "weight", "send", "embedding", "head", "file"))
     if body.get("file") is not None:
-        return CostChoice(file=_file(body["file"], files, "costs"))
+        return CostChoice(file=_file(body["file"], "costs"))
     return CostChoice(
         _number(body.get("forward", 1.0), "forward", above=0.0),
         _number(body.get("backward", 1.0), "backward", above=0.0),
@@ -223,15 +217,10 @@ def _extra(data: object, field: str) -> Times:
     return tuple(_number(v, f"{field}_{n}") for n, v in zip(names, data, strict=True))
 
 
-def _file(data: object, files: Files, field: str) -> FileText:
-    """Return a file by the key of one given at the start, or by its text; never by its path."""
+def _file(data: object, field: str) -> FileText:
+    """Return a file with its text; the server reads none by its path."""
     body = _object(data, field)
-    _known(body, ("key", "name", "text"), field)
-    key = body.get("key")
-    if key is not None:
-        if not isinstance(key, str) or key not in files:
-            raise FieldError(field, f"there is no file {key!r:.60} among those given at the start")
-        return files[key]
+    _known(body, ("name", "text"), field)
     name, text = body.get("name", "file.json"), body.get("text")
     if not isinstance(name, str) or len(name) > 200 or not name.isprintable():
         raise FieldError(field, "the file's name must be printable and of up to 200 characters")

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import aclosing, asynccontextmanager
 from types import MappingProxyType
 
@@ -15,7 +15,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from megatron_vshape.playground.estimate import Estimator, parse_estimate
-from megatron_vshape.playground.given import Given
 from megatron_vshape.playground.html import static_files
 from megatron_vshape.playground.offers import offers
 from megatron_vshape.playground.request import FieldError, parse_request
@@ -39,19 +38,14 @@ def loopback_hosts(port: int) -> tuple[str, ...]:
     return tuple(f"{name}:{port}" for name in names) + (names if port == 80 else ())
 
 
-def make_app(
-    hosts: Collection[str],
-    given: Sequence[Given] = (),
-    gpus: Mapping[str, int] = MappingProxyType({}),
-) -> Starlette:
+def make_app(hosts: Collection[str], gpus: Mapping[str, int] = MappingProxyType({})) -> Starlette:
     """Return the application.
 
     Args:
         hosts: accepted Host headers.
-        given: files to offer.
         gpus: memory in bytes of each GPU type that commands can be estimated for.
     """
-    page = _Site(given, gpus)
+    page = _Site(gpus)
     routes = [
         Route("/", page.index, methods=["GET"]),
         Route("/static/{name}", page.static, methods=["GET"]),
@@ -80,10 +74,8 @@ def _refused(status: int, text: str) -> Response:
 class _Site:
     """Request handlers and their shared state."""
 
-    def __init__(self, given: Sequence[Given], gpus: Mapping[str, int]) -> None:
+    def __init__(self, gpus: Mapping[str, int]) -> None:
         self.static_files = static_files()
-        self.given = given
-        self.files = {each.key: each.file for each in self.given}
         self.pool = Pool()
         self.gpus = gpus
         self.estimator = Estimator()
@@ -110,13 +102,10 @@ class _Site:
         return Response(content, headers={"content-type": media_type})
 
     async def offers(self, request: HttpRequest) -> Response:
-        files = [each.offer() for each in self.given]
-        return JSONResponse({**offers(files), "gpus": dict(self.gpus)})
+        return JSONResponse({**offers(), "gpus": dict(self.gpus)})
 
     async def make(self, request: HttpRequest) -> Response:
-        return await _answered(
-            request, lambda data: self.pool.answer(parse_request(data, self.files))
-        )
+        return await _answered(request, lambda data: self.pool.answer(parse_request(data)))
 
     async def estimate(self, request: HttpRequest) -> Response:
         return await _answered(

@@ -70,7 +70,7 @@ def test_the_playgrounds_plan_trains_from_its_file(train: Train, tmp_path: Path)
         "schedule": {"source": "plan", "limit": 3},
     }
     path = tmp_path / "plan-within-3-chunks-d2-m8.json"
-    path.write_bytes(make_answer(parse_request(body, {}), lambda _: None))
+    path.write_bytes(make_answer(parse_request(body), lambda _: None))
     assert load_schedule(path).num_chunks == 4
     theirs = train(2, "--pipeline-schedule", "1f1b", *EIGHT)
     ours = train(2, "--pipeline-schedule", str(path), *EIGHT)

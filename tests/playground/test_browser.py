@@ -173,12 +173,11 @@ def test_every_control_changes_the_numbers_or_the_picture(page, server):
     wait_for_url(page, "grouped-interleaved-1f1b:c3")
 
 
-def test_files_given_and_opened(page, server, given_files, tmp_path):
+def test_files_are_opened(page, server, tmp_path):
     load(page, server, "d=4&m=8")
-    page.select_option("#in-schedule", label="mine.json")
-    settled(page)
-    assert page.inner_text("figcaption h2") == "V-Min"
-    page.select_option("#in-costs", label="measured_costs.json, 8 stages")
+    costs = Costs((900.0,) * 8, (1000.0,) * 8, (800.0,) * 8, 40.0, (2.0**30,) * 8, (2.0**29,) * 8)
+    (tmp_path / "costs.json").write_text(costs.to_json())
+    page.set_input_files("#file", str(tmp_path / "costs.json"))
     settled(page)
     assert "GiB" in numbers(page)["Peak memory"]
     opened = tmp_path / "own.csv"

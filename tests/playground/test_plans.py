@@ -39,7 +39,7 @@ def planned(want: str = "timeline", costs: dict[str, Any] | None = None, **plan:
 
 @functools.cache
 def answered(body: str) -> bytes:
-    return make_answer(parse_request(json.loads(body), {}), lambda _: None)
+    return make_answer(parse_request(json.loads(body)), lambda _: None)
 
 
 def shown(**more: Any) -> dict[str, Any]:

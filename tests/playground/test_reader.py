@@ -167,19 +167,6 @@ def test_back_leads_to_the_state_before_a_pasted_address(page, server):
     page.wait_for_selector("figcaption p >> text=5 devices, 10 microbatches")
 
 
-def test_files_of_any_name_are_in_the_address(page, server):
-    load(page, server)
-    found = page.evaluate("""async () => {
-      const { firstState, readState, writeState } = await import("/static/state.js");
-      const keys = ["0-a~b%7E%25é.json", "1-100 %.csv"];
-      const entries = keys.map((key) => ({ source: "file", file: { key } }));
-      const given = { ...firstState(), entries, costsFile: { key: keys[0] } };
-      const state = await readState((await writeState(given)).text);
-      return JSON.stringify(state) === JSON.stringify(given);
-    }""")
-    assert found
-
-
 def test_the_chosen_schedule_stays_chosen(page, server, tmp_path):
     load(page, server, "d=4&m=8&s=v-half~v-min~v-zb~zb-h1~zb-h2&a=1")
     page.click("#add-entry")

@@ -9,13 +9,10 @@ from playground.answers import request
 
 from megatron_vshape.playground.request import (
     FieldError,
-    FileText,
     Request,
     Want,
     parse_request,
 )
-
-FILES = {"0-mine.json": FileText("mine.json", "{}")}
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
 JSON = st.recursive(
@@ -28,7 +25,7 @@ JSON = st.recursive(
 
 
 def test_a_request():
-    found = parse_request(request(costs={"backward": 2, "head": [1, 2, 3]}), {})
+    found = parse_request(request(costs={"backward": 2, "head": [1, 2, 3]}))
     assert found.want is Want.TIMELINE
     assert found.costs.backward == 2.0
     assert found.costs.head == (1.0, 2.0, 3.0)
@@ -67,30 +64,23 @@ def test_a_request():
 )
 def test_what_is_wrong_names_its_field(change, field):
     with pytest.raises(FieldError) as caught:
-        parse_request(request(**change), FILES)
+        parse_request(request(**change))
     assert caught.value.field == field
 
 
 def test_a_schedule_is_drawn_up_to_the_passes_that_it_has():
     """1,100 microbatches on 256 devices: one stage of 1F1B each, and two of a V."""
     sizes = {"devices": 256, "microbatches": 1_100}
-    assert parse_request(request(**sizes, schedule={"source": "name", "name": "1f1b"}), {})
+    assert parse_request(request(**sizes, schedule={"source": "name", "name": "1f1b"}))
     with pytest.raises(FieldError, match="1,689,600 passes"):
-        parse_request(request(**sizes, schedule={"source": "name", "name": "v-half+"}), {})
-
-
-def test_a_file_goes_by_its_key():
-    schedule = {"source": "file", "file": {"key": "0-mine.json"}}
-    found = parse_request(request(schedule=schedule), FILES)
-    assert found.schedule is not None
-    assert found.schedule.file == FILES["0-mine.json"]
+        parse_request(request(**sizes, schedule={"source": "name", "name": "v-half+"}))
 
 
 def _parsed(data: object) -> Request | None:
     """Return the request; None if it is refused with a field and a sentence."""
     refused = None
     try:
-        return parse_request(data, FILES)
+        return parse_request(data)
     except FieldError as error:
         refused = error
     assert refused.field

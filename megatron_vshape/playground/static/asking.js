@@ -11,9 +11,8 @@ const PATIENCE_MS = 250; // no progress message for faster answers
 /** Return the request for the current state. */
 export function requestOf(want, more = {}) {
   const { state } = app;
-  const file = state.costsFile;
-  const costs = file
-    ? { file: file.key ? { key: file.key } : file }
+  const costs = state.costsFile
+    ? { file: state.costsFile }
     : { ...state.cost, embedding: state.embedding, head: state.head };
   return { want, devices: state.devices, microbatches: state.microbatches, costs, ...more };
 }

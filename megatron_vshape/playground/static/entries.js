@@ -90,7 +90,7 @@ export function entryTitle(entry) {
     const stages = few ? `, ${entry.chunks} chunks per rank` : "";
     return `Plan ≤ ${entry.limit} ${entry.limit_in_gib ? "GiB" : "chunks"}${stages}`;
   }
-  if (entry.source === "file") return entry.file.name ?? entry.file.key.replace(/^\d+-/, "");
+  if (entry.source === "file") return entry.file.name;
   const title = app.offers.schedules.find(({ name }) => name === entry.name)?.title ?? entry.name;
   return entry.chunks ? `${title}:${entry.chunks}` : title;
 }

@@ -44,7 +44,7 @@ function scheduleFields(state, offers, change) {
   const options = [
     optionGroup("Published", named(false)),
     optionGroup("Adaptive", [[PLAN, "Plan within a memory limit"], ...named(true)]),
-    optionGroup("Files", scheduleFiles(state, offers)),
+    optionGroup("Files", scheduleFiles(state)),
   ];
   group.append(picker("schedule", "Order of the passes", options, entryKey(entry, state.active), choose));
   const edit = (patch) => change({ entries: replaced(state, { ...entry, ...patch }) });
@@ -62,24 +62,18 @@ function optionGroup(label, pairs) {
   return element("optgroup", { label }, ...options);
 }
 
-function scheduleFiles(state, offers) {
-  const given = offers.files.filter(({ sort }) => sort === "schedule");
-  const pairs = given.map(({ key, name }) => [`!${key}`, name]);
-  state.entries.forEach((entry, at) => {
-    if (entry.source === "file" && entry.file.text) pairs.push([`@${at}`, entry.file.name]);
-  });
-  return pairs;
+function scheduleFiles(state) {
+  return state.entries.flatMap((entry, at) => (entry.source === "file" ? [[`@${at}`, entry.file.name]] : []));
 }
 
 function entryKey(entry, at) {
   if (entry.source === PLAN) return PLAN;
   if (entry.source === "name") return entry.name;
-  return entry.file.key ? `!${entry.file.key}` : `@${at}`;
+  return `@${at}`;
 }
 
 function chosenEntry(event, state, offers) {
   const value = event.target.value;
-  if (value.startsWith("!")) return { source: "file", file: { key: value.slice(1) } };
   if (value.startsWith("@")) return state.entries[Number(value.slice(1))];
   if (value !== PLAN) return { source: "name", name: value };
   const inBytes = state.costsFile !== null;
@@ -141,14 +135,10 @@ function sizeFields(state, change) {
 
 function costFields(state, offers, change) {
   const group = element("fieldset", {}, element("legend", {}, "Costs of a chunk"));
-  const given = offers.files
-    .filter((file) => file.sort === "costs")
-    .map(({ key, name, stages }) => [`!${key}`, `${name}, ${stages} stages`]);
   const presets = offers.presets.map(({ key, title }) => [key, title]);
   const options = [
     optionGroup("Presets", presets),
-    optionGroup("Files", given),
-    state.costsFile?.text ? element("option", { value: "@" }, state.costsFile.name) : null,
+    state.costsFile ? element("option", { value: "@" }, state.costsFile.name) : null,
     element("option", { value: "own" }, "My own"),
   ];
   const choose = (event) => change(chosenCosts(event.target.value, state, offers));
@@ -158,7 +148,7 @@ function costFields(state, offers, change) {
 }
 
 function costsKey(state, offers) {
-  if (state.costsFile !== null) return state.costsFile.key ? `!${state.costsFile.key}` : "@";
+  if (state.costsFile !== null) return "@";
   const { forward, backward, weight, send } = state.cost;
   const extras = [...state.embedding, ...state.head].some((value) => value !== 0);
   const same = (preset) => preset.cost.join() === [forward, backward, weight, send].join();
@@ -166,7 +156,6 @@ function costsKey(state, offers) {
 }
 
 function chosenCosts(value, state, offers) {
-  if (value.startsWith("!")) return fileCosts(state, { key: value.slice(1) });
   const preset = offers.presets.find(({ key }) => key === value);
   if (!preset) return { ...chunkLimits(state), costsFile: null };
   const [forward, backward, weight, send] = preset.cost;

@@ -65,7 +65,6 @@ async function addFiles(given, loaded) {
 
 function writeFile(file, loaded) {
   if (file === null) return null;
-  if (file.key) return `!${file.key.replaceAll("%", "%25").replaceAll("~", "%7E")}`;
   let place = loaded.findIndex((each) => each.name === file.name && each.text === file.text);
   if (place < 0) place = loaded.push({ name: file.name, text: file.text }) - 1;
   return `@${place}`;
@@ -131,15 +130,11 @@ function numbers(text, count) {
 }
 
 function readFile(text, loaded) {
-  if (!text) return null;
-  if (text.startsWith("!")) {
-    return { key: text.slice(1).replaceAll("%7E", "~").replaceAll("%25", "%") };
-  }
-  return text.startsWith("@") ? (loaded[Number(text.slice(1))] ?? null) : null;
+  return text?.startsWith("@") ? (loaded[Number(text.slice(1))] ?? null) : null;
 }
 
 function readEntry(text, loaded) {
-  if (/^[!@]/.test(text)) {
+  if (text.startsWith("@")) {
     const file = readFile(text, loaded);
     return file && { source: "file", file };
   }
