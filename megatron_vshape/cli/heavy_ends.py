@@ -4,7 +4,7 @@ import argparse
 import math
 from dataclasses import replace
 
-from megatron_vshape.cli.help import SCHEDULE, add_option
+from megatron_vshape.cli.help import SCHEDULE, group
 from megatron_vshape.cli.options import UNIT_COST, ends_of, time_of_0
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -17,15 +17,12 @@ from megatron_vshape.view.names import plain
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --vocab-parallel."""
-    add_option(
-        parser,
-        SCHEDULE,
+    group(parser, SCHEDULE).add_argument(
         "--vocab-parallel",
         nargs="?",
         type=time_of_0,
         const=math.nan,
         metavar="T",
-        brief="Use vocabulary parallelism; needs --head or --costs",
         help="Use vocabulary parallelism: all ranks share embedding and output layer, whose times "
         "are in --costs or --embedding and --head; T: time of an all-reduce in cost units "
         f"(default: {SUM:g} F). Costs files with such passes need no flag",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_vshape.cli.help import MODEL, REQUIRED, add_option, group
+from megatron_vshape.cli.help import MODEL, REQUIRED, group
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import even_layers, recut
@@ -59,15 +59,12 @@ def add_size_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --cost and --costs, which are mutually exclusive, --embedding and --head."""
-    either = group(parser, MODEL).add_mutually_exclusive_group()
-    add_option(
-        parser,
-        MODEL,
+    model = group(parser, MODEL)
+    either = model.add_mutually_exclusive_group()
+    either.add_argument(
         "--cost",
         type=cost,
         metavar="F,B,W,COMM",
-        among=either,
-        brief="Relative times of a chunk (1/(2D) of the model) and of a message (default: 1,1,1,0)",
         help="Relative times of a chunk (1/(2D) of the model) and of a P2P message (default: "
         "1,1,1,0). F,B,W,COMM,BW=X: X is the time of an unsplit backward (default: B + W). F,BW: "
         "short for B = W = BW/2, COMM = 0",
@@ -79,9 +76,7 @@ def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
         ("--embedding", "first", ""),
         ("--head", "last", "; plan also accepts one number: time in layers of --layers"),
     ):
-        add_option(
-            parser,
-            MODEL,
+        model.add_argument(
             name,
             type=end,
             metavar="F,B,W",

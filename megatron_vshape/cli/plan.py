@@ -29,7 +29,6 @@ from megatron_vshape.cli.help import (
     OUTPUT,
     SCHEDULE,
     SEARCH,
-    add_option,
     group,
 )
 from megatron_vshape.cli.options import (
@@ -136,12 +135,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_memory(parser: argparse.ArgumentParser) -> None:
-    add = partial(add_option, parser, MEMORY)
+    add = group(parser, MEMORY).add_argument
     add(
         "--memory-limit",
         metavar="LIMIT",
-        brief="Limit per rank: chunks (1F1B needs 2D), XGiB with --costs, or peak of a schedule "
-        "(default: 1f1b)",
         help="Memory limit per rank: chunks of 1/(2D) of a microbatch's activations (1F1B needs "
         "2D); GiB with --costs, as in 12.5GiB, of all tensors if the file has state_bytes; or the "
         "peak of a schedule, as in interleaved-1f1b:4 (default: 1f1b)",
@@ -149,14 +146,12 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     add(
         "--headroom",
         metavar="SHARE",
-        brief="Part of the limit to keep free (default: 0)",
         help="Part of the limit to keep free: 5%%, 0.05 or 2GiB (default: 0)",
     )
     add(
         "--offload",
         type=_copy_time,
         metavar="T",
-        brief="Allow offloading; time to copy a chunk, in F",
         help="Allow offloading to host memory: time to copy the activations of a stage in one "
         "direction, while others are copied back, in F (a costs file contains it)",
     )
@@ -168,25 +163,22 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
-    add = partial(add_option, parser, SCHEDULE)
+    add = group(parser, SCHEDULE).add_argument
     add(
         "--chunks",
         type=chunks,
         metavar="N",
-        brief="Maximum chunks per rank (default: by the layers)",
         help=f"Maximum chunks per rank (default: by the number of layers, at most {MOST_CHUNKS})",
     )
     add(
         "--layer-split",
         choices=(AUTO_SPLIT,),
-        brief="Balance the layers of the stages; needs --layers",
         help="Balance the work of the stages by moving layers; needs --layers or --costs",
     )
     add(
         "--slices",
         type=_slice_counts,
         metavar="K|auto",
-        brief="Sequence slices per microbatch (default: 1)",
         help="Sequence slices per microbatch, or several numbers to choose from, as in 1,2,4; "
         f"auto: {', '.join(map(str, SLICES))} (default: 1)",
     )
@@ -224,12 +216,11 @@ def _copy_time(text: str) -> float:
 
 
 def _add_search(parser: argparse.ArgumentParser) -> None:
-    add = partial(add_option, parser, SEARCH)
+    add = group(parser, SEARCH).add_argument
     add(
         "--seconds",
         type=number_of("a number of seconds above 0", ABOVE_0),
         metavar="S",
-        brief="Total time limit in seconds (default: none)",
         help="Total time limit in seconds, including the comparison; Ctrl-C returns the best so "
         "far (default: none)",
     )
@@ -243,13 +234,10 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--html", type=Path, metavar="FILE", help="Interactive page to write (.html)"
     )
-    add_option(
-        parser,
-        OUTPUT,
+    output.add_argument(
         "--frontier",
         type=Path,
         metavar="FILE",
-        brief="Figure of step time at every memory limit",
         help="Figure of the step time at every memory limit up to 1F1B's to write (.svg, .png, "
         ".pdf), with its table (.csv)",
     )

@@ -39,16 +39,6 @@ def test_help_fits_a_terminal(capsys, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "80")
     lines = help_of(capsys, command, "--help").splitlines()
     assert all(len(line) <= 80 for line in lines if not line.startswith("usage:"))
-    if command == "plan":
-        assert len(lines) <= 40
-
-
-def test_help_all_adds_rare_options_and_details(capsys):
-    brief, full = (help_of(capsys, "plan", flag) for flag in ("--help", "--help-all"))
-    assert "--objective" not in brief
-    assert "--objective" in full
-    assert "(required)" in brief
-    assert "BW=X" in full
 
 
 @pytest.mark.parametrize(
