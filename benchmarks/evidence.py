@@ -266,7 +266,7 @@ _NOT_KEPT: dict[str, Any] = {
     "when": {"pass": "", "place": ""},
     "graph_bytes": None,
     "chunk_dummy_bytes": (0, 0),
-    **dict.fromkeys(("holders", "curve", "passes"), ()),
+    **dict.fromkeys(("holders", "curve"), ()),
 }
 """In place of values of a dry run that no cost needs, and that the file does not have."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_vshape.cli.fetching import add_source_arguments, fetch_missing
 from megatron_vshape.cli.files import (
+    FIGURE_SUFFIXES,
     Output,
     check_can_draw,
     check_installed,
@@ -41,9 +42,7 @@ from megatron_vshape.rehearsal.ranks import DryRunConfig, check_all, rehearse_al
 from megatron_vshape.rehearsal.remedies import in_order, remedies
 from megatron_vshape.rehearsal.simulated import StepTime, step_of
 from megatron_vshape.view.numbers import source_lines
-from megatron_vshape.view.rank_trace import write_memory_trace
 
-_PICTURES = (".svg", ".png", ".pdf")
 VOCABULARY = "--pipeline-vocab-parallel"
 MOST_TRIED = 3
 """Remedies that are estimated in full, until one of them starts."""
@@ -103,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--save",
         type=Path,
         metavar="FILE",
-        help="Memory over time: figure (.svg, .png, .pdf) or trace (.json) to write",
+        help="Figure of memory over time to write (.svg, .png or .pdf)",
     )
     add_program_arguments(parser)
 
@@ -188,9 +187,8 @@ def _check_files(options: argparse.Namespace) -> None:
         if path is not None:
             check_target(flag, path, (".json",))
     if options.save is not None:
-        check_target("--save", options.save, (*_PICTURES, ".json"))
-        if options.save.suffix in _PICTURES:
-            check_can_draw("--save")
+        check_target("--save", options.save, FIGURE_SUFFIXES)
+        check_can_draw("--save")
     check_installed("rehearse", "estimate", "torch")
     if options.measure and options.costs is None:
         raise ScheduleError("--measure writes a costs file: add --costs FILE.json")
@@ -441,17 +439,8 @@ def _rank(found: RankReport) -> dict[str, Any]:
 
 
 def _timeline(mine: Sequence[RankReport], path: Path, limit_bytes: int) -> Output:
+    from megatron_vshape.view.rank_memory import memory_figure
+
     curves = {f"rank {each.stage}": each.curve for each in mine}
-    passes = {f"rank {each.stage}": each.passes for each in mine}
-
-    def write(target: Path) -> None:
-        if path.suffix == ".json":
-            with target.open("w") as stream:
-                write_memory_trace(curves, passes, stream)
-        else:
-            from megatron_vshape.view.rank_memory import memory_figure
-
-            title = "estimated memory of a step; dashed: memory of the GPU"
-            memory_figure(curves, limit_bytes, title).savefig(target, format=path.suffix[1:])
-
-    return Output("--save", path, write)
+    figure = memory_figure(curves, limit_bytes)
+    return Output("--save", path, lambda target: figure.savefig(target, format=path.suffix[1:]))

@@ -367,7 +367,6 @@ class _Run:
             sizes=self._sizes(),
             first_peak_bytes=self.peaks[-1],
             curve=_over_time(ledger.records, ledger.curve[:CURVE_POINTS]),
-            passes=[each[:3] for each in ledger.passes[:CURVE_POINTS]],
             kinds=self._by_kind(ran, keys),
             held_between_passes_bytes=_held_between(ledger.passes),
             megatron=_megatron_version(),

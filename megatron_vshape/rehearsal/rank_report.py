@@ -116,7 +116,6 @@ class RankReport:
     sizes: ParallelSizes
     first_peak_bytes: int  # of the first step
     curve: Sequence[tuple[float, int, Mapping[str, float]]]  # (s, bytes, bytes by owner)
-    passes: Sequence[tuple[str, float, float]]  # (phase, start in s, end in s)
     kinds: Sequence[PassReport]
     held_between_passes_bytes: int
     megatron: str  # version
@@ -152,14 +151,13 @@ class RankReport:
             "scale": Scale(1, 1, 1, 1, **given["scale"]),
             "sizes": ParallelSizes(**given["sizes"]),
             "curve": [tuple(each) for each in given["curve"]],
-            "passes": [tuple(each) for each in given["passes"]],
             "work": Work.of(given["work"]),
         }
         return cls(**given)
 
     def without_timeline(self) -> RankReport:
         """Return the report for a cache: without its longest lists."""
-        return replace(self, curve=[], passes=[], holders=[])
+        return replace(self, curve=[], holders=[])
 
 
 @dataclass(frozen=True, slots=True)

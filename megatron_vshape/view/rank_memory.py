@@ -23,7 +23,7 @@ WORDS = {
 """Label and colour of each owner."""
 
 
-def memory_figure(curves: Mapping[str, Sequence[Point]], limit_bytes: float, title: str) -> Figure:
+def memory_figure(curves: Mapping[str, Sequence[Point]], limit_bytes: float) -> Figure:
     """Draw a panel per rank: memory by owner over the rank's work, and the GPU's memory limit."""
     figure = Figure(figsize=(7.2, 1.4 + 1.3 * len(curves)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -40,5 +40,5 @@ def memory_figure(curves: Mapping[str, Sequence[Point]], limit_bytes: float, tit
         axes.spines[["top", "right"]].set_visible(False)
     panels[-1].set_xlabel("seconds of work per rank in a step, counted")
     figure.legend(handles=layers, loc="outside lower center", ncols=3, fontsize=7, frameon=False)
-    figure.suptitle(title, fontsize=9)
+    figure.suptitle("estimated memory of a step; dashed: memory of the GPU", fontsize=9)
     return figure

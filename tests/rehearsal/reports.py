@@ -40,7 +40,6 @@ _EMPTY = RankReport(
     sizes=ParallelSizes(1, 1, 1, 1, 1),
     first_peak_bytes=0,
     curve=[],
-    passes=[],
     kinds=[],
     held_between_passes_bytes=0,
     megatron="",

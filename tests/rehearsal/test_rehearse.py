@@ -84,7 +84,7 @@ def v_half(
 ) -> tuple[str, dict[str, Any], Path]:
     """Return what a rehearsal under V-Half prints and finds, and its picture."""
     folder = tmp_path_factory.mktemp("v-half")
-    saved = folder / "memory.json"
+    saved = folder / "memory.svg"
     flags = [*TINY, "--pipeline-schedule", "v-half"]
     return *rehearse(warm, folder, flags, "--save", str(saved)), saved
 
@@ -101,8 +101,7 @@ def test_a_v_is_rehearsed_beside_megatrons_own(
     schedule = make("v-half", 2, first["microbatches"])
     off = off_the_plan(schedule, found["ranks"])
     assert max(map(abs, off.values())) < 0.03  # messages are not in the plan
-    events = json.loads(saved.read_text())["traceEvents"]
-    assert {event["ph"] for event in events} == {"M", "X", "C"}
+    assert saved.read_text().count("GiB") == 2  # a panel per rank
     for rank in (first, last):
         assert all(max(held[who] for _, _, held in rank["curve"]) > 0 for who in "FB")
 
