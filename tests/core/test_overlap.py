@@ -1,6 +1,5 @@
 """Joint passes: written, proved, timed as an independent replay has them, lowered and drawn."""
 
-import io
 import json
 from dataclasses import replace
 
@@ -180,16 +179,3 @@ def test_a_pair_is_drawn_as_one_box_of_two_colours() -> None:
     assert [time for time, _ in steps] == sorted(time for time, _ in steps)
     assert max(held for _, held in steps) == peak_held(timeline.schedule, COSTS)[0]
     assert steps[-1][1] == 0.0
-
-
-def test_a_trace_of_pairs_is_read_back() -> None:
-    from megatron_vshape.playground.request import FileText
-    from megatron_vshape.playground.traces import _read
-    from megatron_vshape.view.chrome_trace import write_trace
-
-    timeline = simulate(Schedule.from_csv(PAIRED), COSTS)
-    written = io.StringIO()
-    write_trace(timeline, written, COSTS)
-    _, again = _read(FileText("trace.json", written.getvalue()))
-    assert again.schedule.order == timeline.schedule.order
-    assert again.schedule.overlapped == timeline.schedule.overlapped
