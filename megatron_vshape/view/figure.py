@@ -5,43 +5,35 @@ no global state, and equal input gives equal bytes.
 """
 
 import io
+import math
 import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
-from matplotlib.patches import Rectangle
-from matplotlib.textpath import TextPath
+from matplotlib.legend_handler import HandlerTuple
+from matplotlib.patches import Patch, PathPatch
+from matplotlib.path import Path as Outline
 
 from megatron_vshape.core.check.simulate import peak_held, unit_costs
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import KINDS, ScheduleError
-from megatron_vshape.core.model.placement import chunks_of
+from megatron_vshape.core.model.kinds import KINDS, PROCESSOR, Kind, ScheduleError
+from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.placement import chunks_of, stages_of
 from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.core.paper.building_block import BuildingBlock
-from megatron_vshape.view.names import display_name, plain, shade
-from megatron_vshape.view.panels import (
-    LINE,
-    QUIET,
-    PointScale,
-    bars_of,
-    draw_block,
-    draw_held,
-    draw_idle,
-    draw_passes,
-    lifespan_notes,
-    number_passes,
-    number_rows,
-    typical_length,
-)
+from megatron_vshape.view.names import HELD_COLOUR, display_name, ink, plain, shade
+from megatron_vshape.view.numbers import held_steps
 
 FORMATS = (".svg", ".png", ".pdf")
 """File suffixes that `save` supports."""
@@ -61,6 +53,16 @@ _STYLE: dict[Any, Any] = {
     "xtick.major.width": 0.5,
     "xtick.major.size": 2.5,
     "xtick.labelsize": 7,
+    "ytick.labelsize": 6.5,
+    "ytick.major.size": 0,
+    "axes.titlesize": 8,
+    "axes.labelsize": 7,
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "legend.fontsize": 7,
+    "legend.title_fontsize": 7,
+    "legend.frameon": False,
     "text.parse_math": False,  # a schedule file's name may contain a dollar sign
 }
 _METADATA: dict[str, dict[str, str | None]] = {
@@ -70,17 +72,29 @@ _METADATA: dict[str, dict[str, str | None]] = {
 }
 
 # All lengths are points, 1/72 inch.
-_LEFT, _RIGHT = 30.0, 34.0
 _NARROWEST, _WIDEST = 430.0, 1150.0
 _PASS_WIDTH = 8.2  # of a typical pass, unless the figure becomes too wide
-_HEADING = 15.0
-_GAP = 9.0
-_AXIS = 26.0
-_LOWEST_NOTED = 7.0  # lower rows have no space for a note
 _HELD_ROW = 1.4  # height of a memory row, in rows of passes
+_CELL = 13.0  # largest width of a slot of the building block
+_SMALLEST_TEXT, _LARGEST_TEXT = 4.0, 7.0  # smaller numbers are illegible and omitted
+_DIGIT = 0.64  # width of a digit in units of the font size
+
+_IDLE, _LINE, _QUIET, _LIMIT = "#ececec", "#1a1a1a", "#6b6b6b", "#b3001b"
+_TOP, _BOTTOM = 0.06, 0.94  # of a row
+
+Box = tuple[float, float, float, float]
+"""A rectangle in the units of the axes: left, right, top, bottom."""
 
 
-_LIFESPANS = "lifespans / T bound the stored chunks"
+class Bar(NamedTuple):
+    """A pass to draw, with time and row in the units of the axes."""
+
+    work: Pass
+    row: int
+    start: float
+    end: float
+    top: float = _TOP  # within its row
+    bottom: float = _BOTTOM
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,17 +136,19 @@ def schedule_figure(
     <Figure size ...>
     """
     costs = unit_costs(timeline.schedule) if costs is None else costs
+    name = display_name(title or timeline.schedule.name)
+    heights = [1.0] * (block is not None) + [1.0, _HELD_ROW]
     with _style():
-        page = _Page(timeline.makespan * units.time_scale, [timeline], units)
-        name = display_name(title or timeline.schedule.name)
-        page.heading(name, note)
-        page.legend(timeline.schedule.num_chunks, beside=name)
+        figure, panels = _panels([timeline], heights, units)
+        _draw_schedule(panels[-2], timeline, units, "Schedule" if block else name, note)
+        _draw_held(panels[-1], timeline, costs, limit, units)
         if block is not None:
-            page.block(block)
-        page.schedule(timeline, "Schedule" if block is not None else "")
-        page.held(timeline, costs, limit)
-        page.time_axis()
-        return page.figure()
+            _draw_block(panels[0], block, f"{name}: building block")
+            figure.draw_without_rendering()  # places the panels
+            letters = [each.work.kind + "0" * (block.num_microbatches > 1) for each in block.passes]
+            _write_in(panels[0], _bars_of_block(block), letters, chunks_of(block.placement))
+        _number_passes(figure, panels[-2:-1], [timeline], units)
+        return figure
 
 
 def comparison_figure(
@@ -143,13 +159,14 @@ def comparison_figure(
 ) -> Figure:
     """Draw schedules one above the other on a common time axis, each with its note."""
     with _style():
-        longest = max(each.makespan for each in timelines) * units.time_scale
-        page = _Page(longest, timelines, units)
-        page.legend(max(each.schedule.num_chunks for each in timelines))
-        for timeline, title, note in zip(timelines, titles, notes, strict=True):
-            page.schedule(timeline, display_name(title), note, end=True)
-        page.time_axis()
-        return page.figure()
+        figure, panels = _panels(timelines, [1.0] * len(timelines), units)
+        for axes, timeline, title, note in zip(panels, timelines, titles, notes, strict=True):
+            _draw_schedule(axes, timeline, units, display_name(title), note)
+            length = timeline.makespan * units.time_scale
+            axes.axvline(length, color=_LINE, lw=0.7)
+            _note(axes, f"{length:.4g}", (length, 0.5))
+        _number_passes(figure, panels, timelines, units)
+        return figure
 
 
 def save(figure: Figure, path: str | Path) -> None:
@@ -200,192 +217,266 @@ def _style() -> Iterator[None]:
         yield
 
 
-class _Page:
-    """Stack panels from top to bottom; all lengths are in points."""
-
-    def __init__(self, end: float, timelines: Sequence[Timeline], units: Units) -> None:
-        self.end = end
-        self.units = units
-        lengths = [
-            (stop - start) * units.time_scale
-            for timeline in timelines
-            for starts, stops in zip(timeline.starts, timeline.ends, strict=True)
-            for start, stop in zip(starts, stops, strict=True)
-            if stop > start
-        ]
-        drawn = {kind for each in timelines for kind in each.schedule.kinds}
-        self.kinds = [kind for kind in KINDS if kind in drawn]
-        wanted = _PASS_WIDTH * end / typical_length(lengths)
-        self.width = min(max(wanted, _NARROWEST), _WIDEST)
-        devices = max(timeline.schedule.num_devices for timeline in timelines)
-        self.row = min(15.0, max(5.0, 120.0 / devices))
-        self.depth = 6.0
-        self.items: list[tuple[Axes, float, float, float]] = []
-        self._figure = Figure()
-        FigureCanvasAgg(self._figure)
-
-    def figure(self) -> Figure:
-        """Return the figure with all panels in their positions."""
-        width, height = self.width + _LEFT + _RIGHT, self.depth + 4
-        self._figure.set_size_inches(width / 72, height / 72)
-        for axes, depth, wide, high in self.items:
-            bottom = (height - depth - high) / height
-            axes.set_position((_LEFT / width, bottom, wide / width, high / height))
-        return self._figure
-
-    def heading(self, title: str, note: str) -> None:
-        """Write the title and a note below."""
-        axes = self._panel(self.width, 26.0, (0, self.width), 26.0)
-        axes.text(-_LEFT + 6, 6, title, size=11, weight="bold", va="center_baseline")
-        axes.text(-_LEFT + 6, 20, note, size=7, color=QUIET, va="center_baseline")
-        self.depth += 3
-
-    def legend(self, num_chunks: int, beside: str = "") -> None:
-        """Draw a labeled swatch per kind and shade, to the right of the title `beside` if it fits.
-
-        Otherwise the legend has a separate row.
-        """
-        note = f"chunk 0 dark to chunk {num_chunks - 1} light:" if num_chunks > 1 else ""
-        swatches = 8 * num_chunks + 3 + 12
-        length = sum(_text_width(kind.label, 7) + swatches for kind in self.kinds)
-        length += _text_width(note, 7)
-        fits = _text_width(beside, 11, bold=True) + 30 + length < self.width + _LEFT + _RIGHT
-        overlap = bool(beside) and fits
-        axes = self._panel(self.width, 12.0, (0, self.width), 12.0, overlap=overlap)
-        at = self.width + _RIGHT - 8
-        for kind in reversed(self.kinds):
-            at -= _text_width(kind.label, 7)
-            axes.text(at, 6, kind.label, size=7, va="center_baseline", color=LINE)
-            at -= 3
-            for chunk in reversed(range(num_chunks)):
-                at -= 8
-                high = 7.6 / len(kind.does)  # stacked, as in the figure
-                for place, part in enumerate(kind.does):
-                    colour = shade(part, chunk, num_chunks)
-                    box = Rectangle((at, 2.2 + place * high), 8, high, facecolor=colour)
-                    axes.add_patch(box)
-                    box.set_clip_on(False)
-            at -= 12
-        axes.text(at + 4, 6, note, size=7, ha="right", va="center_baseline", color=QUIET)
-
-    def block(self, block: BuildingBlock) -> None:
-        """Draw the building block, with lifespans and bounds to the right of its rows."""
-        slots = max(each.end for each in block.passes)
-        notes = lifespan_notes(block)
-        room = max(_text_width(text, 6.5) for text in (*notes, _LIFESPANS)) + 8
-        if room > self.width / 2:
-            room, notes = _RIGHT, []
-        cell = min(13.0, (self.width + _RIGHT - room) / slots)
-        self._section("Building block")
-        self.depth += 8  # for the interval's arrow
-        rows = block.num_devices
-        axes = self._panel(cell * slots, rows * self.row, (0, slots), rows)
-        draw_block(axes, block, PointScale(cell, self.row))
-        if notes and self.row >= _LOWEST_NOTED:
-            _note_rows(axes, notes, [_LIFESPANS], self.row)
-        self.depth += _GAP
-
-    def schedule(self, timeline: Timeline, title: str, note: str = "", end: bool = False) -> None:
-        """Draw the passes of every device; `end` marks the end of the last pass."""
-        if title:
-            self._section(title, note)
-        rows = timeline.schedule.num_devices
-        axes = self._panel(self.width, rows * self.row, (0, self.end), rows)
-        scale = PointScale(self.width / self.end, self.row)
-        chunks = chunks_of(timeline.schedule.placement)
-        bars = bars_of(timeline, self.units.time_scale)
-        length = timeline.makespan * self.units.time_scale
-        draw_idle(axes, rows, length, self.row)
-        draw_passes(axes, bars, chunks, scale)
-        number_passes(axes, bars, timeline.schedule, scale)
-        if end:
-            axes.axvline(length, color=LINE, lw=0.7)
-            _note_rows(axes, [f"{length:.4g}"], [], self.row, at=length)
-        self.depth += _GAP
-
-    def held(self, timeline: Timeline, costs: Costs, limit: Limit | None) -> None:
-        """Draw the memory of every device, with its peak at the right."""
-        peaks = [peak * self.units.held_scale for peak in peak_held(timeline.schedule, costs)]
-        reach = None if limit is None else limit.held * self.units.held_scale
-        top = max([*peaks, reach or 0.0]) or 1.0  # rows need a height even without memory
-        label = self.units.held_label
-        note = f"{label}, every row as high as {top:.4g}"
-        if limit is not None and reach is not None:
-            note = f"{label}; broken line: {reach:.4g}, {plain(limit.label)}"
-        self._section("Activations held", note)
-        rows, row = timeline.schedule.num_devices, self.row * _HELD_ROW
-        axes = self._panel(self.width, rows * row, (0, self.end), rows)
-        number_rows(axes, rows, row)
-        draw_held(
-            axes,
-            timeline,
-            costs,
-            top / self.units.held_scale,
-            self.units.time_scale,
-            None if limit is None else limit.held,
-        )
-        if row >= _LOWEST_NOTED:
-            _note_rows(axes, [f"{peak:.4g}" for peak in peaks], ["peak"], row)
-        self.depth += 4
-
-    def time_axis(self) -> None:
-        """Draw the time axis of the panels above."""
-        axes = self._panel(self.width, 1.0, (0, self.end), 1)
-        axes.axis("on")
-        axes.patch.set_visible(False)
-        axes.yaxis.set_visible(False)
-        for side in ("left", "right", "top"):
-            axes.spines[side].set_visible(False)
-        axes.set_xlabel(self.units.time_label, size=7, labelpad=1.5)
-        self.depth += _AXIS
-
-    def _section(self, title: str, note: str = "") -> None:
-        axes = self._panel(self.width, _HEADING, (0, self.width), _HEADING)
-        axes.text(-_LEFT + 6, 7, title, size=8, weight="bold", va="center_baseline")
-        offset = _text_width(title, 8, bold=True) + 8
-        axes.text(-_LEFT + 6 + offset, 7, note, size=7, color=QUIET, va="center_baseline")
-
-    def _panel(
-        self,
-        width: float,
-        height: float,
-        across: tuple[float, float],
-        rows: float,
-        overlap: bool = False,
-    ) -> Axes:
-        """Add axes without decoration at the current depth, y downward from 0 to `rows`."""
-        axes = self._figure.add_axes((0, 0, 1, 1), label=str(len(self.items)))
-        axes.axis("off")
-        axes.set_xlim(*across)
-        axes.set_ylim(rows, 0)
-        depth = 6.0 if overlap else self.depth
-        self.items.append((axes, depth, width, height))
-        if not overlap:
-            self.depth += height
-        return axes
+def _panels(
+    timelines: Sequence[Timeline], heights: Sequence[float], units: Units
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure with a legend, and its panels on a common time axis."""
+    end = max(each.makespan for each in timelines) * units.time_scale
+    devices = max(each.schedule.num_devices for each in timelines)
+    bars = [bar for each in timelines for bar in bars_of(each, units)]
+    wanted = _PASS_WIDTH * end / _typical_length(bars)
+    row = min(15.0, max(5.0, 120.0 / devices))
+    high = sum(heights) * devices * row + 26 * len(heights) + 44
+    width = min(max(wanted, _NARROWEST), _WIDEST) + 64
+    figure = Figure(figsize=(width / 72, high / 72), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
+    for axes in panels:
+        axes.set(xlim=(0, end), ylim=(devices, 0))
+        axes.xaxis.set_visible(axes is panels[-1])
+        axes.spines["bottom"].set_visible(axes is panels[-1])
+        every = max(1, math.ceil(7.0 / row))
+        rows = range(0, devices, every)
+        axes.set_yticks([at + 0.5 for at in rows], [str(at) for at in rows], color=_QUIET)
+    panels[-1].set_xlabel(units.time_label)
+    _add_legend(figure, timelines)
+    return figure, list(panels)
 
 
-def _text_width(text: str, size: float, bold: bool = False) -> float:
-    if not text:
-        return 0.0
-    font = FontProperties(size=size, weight="bold" if bold else "normal")
-    return float(TextPath((0, 0), text, size=size, prop=font).get_extents().width)
+def _add_legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
+    """Draw a labeled swatch per kind and shade; those of a full backward are its parts'."""
+    drawn = {kind for each in timelines for kind in each.schedule.kinds}
+    kinds = [kind for kind in KINDS if kind in drawn]
+    chunks = max(each.schedule.num_chunks for each in timelines)
+    swatches: list[Any] = [
+        tuple(Patch(color=shade(p, c, chunks)) for c in range(chunks) for p in kind.does)
+        for kind in kinds
+    ]
+    figure.legend(
+        swatches,
+        [kind.label for kind in kinds],
+        title=f"chunk 0 dark to chunk {chunks - 1} light" if chunks > 1 else None,
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+        loc="outside lower center",
+        ncols=len(kinds),
+    )
 
 
-def _note_rows(
-    axes: Axes, notes: Sequence[str], heading: Sequence[str], row: float, at: float | None = None
+def _draw_schedule(axes: Axes, timeline: Timeline, units: Units, title: str, note: str) -> None:
+    """Draw the passes of every device over the color of idle time."""
+    _set_title(axes, title, note)
+    length = timeline.makespan * units.time_scale
+    rows = range(timeline.schedule.num_devices)
+    idle = _outline([(0.0, length, row + _TOP, row + _BOTTOM) for row in rows])
+    axes.add_patch(PathPatch(idle, facecolor=_IDLE, edgecolor="none", gid="idle"))
+    _draw_passes(axes, bars_of(timeline, units), chunks_of(timeline.schedule.placement))
+
+
+def bars_of(timeline: Timeline, units: Units = CHUNKS) -> list[Bar]:
+    """Return the timeline's passes, starting at 0."""
+    first = timeline.first_start
+    lanes = timeline.schedule.lanes()
+    heights = {
+        device: _heights([lane.resource for lane in lanes if lane.device == device])
+        for device in range(timeline.schedule.num_devices)
+    }
+    pairs = timeline.schedule.overlapped_pairs().items()
+    lower_part = {half: place for pair in pairs for place, half in enumerate(pair)}
+
+    def height(device: int, work: Pass) -> tuple[float, float]:
+        """Return the vertical extent of a pass; in an F&B pair, F has the upper half."""
+        top, bottom = heights[device][work.kind.resource]
+        if work not in lower_part:
+            return top, bottom
+        middle = (top + bottom) / 2
+        return (middle, bottom) if lower_part[work] else (top, middle)
+
+    scale = units.time_scale
+    return [
+        Bar(work, device, (start - first) * scale, (end - first) * scale, *height(device, work))
+        for device in heights
+        for work, start, end in timeline.slots(device)
+        if end > start
+    ]
+
+
+def _heights(resources: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """Return the vertical extent of each resource of a device.
+
+    The processor has the complete row, or two thirds if there are other resources.
+    """
+    upper = _BOTTOM if len(resources) == 1 else _TOP + (_BOTTOM - _TOP) * 2 / 3
+    others = [resource for resource in resources if resource != PROCESSOR]
+    levels = np.linspace(upper, _BOTTOM, len(others) + 1).tolist()
+    return {PROCESSOR: (_TOP, upper)} | dict(zip(others, pairwise(levels), strict=True))
+
+
+def _draw_passes(
+    axes: Axes, bars: Sequence[Bar], chunks: Sequence[int], faint: bool = False
 ) -> None:
-    """Write a note to the right of every row, or of `at`, and a heading above them."""
-    place = axes.get_xlim()[1] if at is None else at
-    lines = [*((-0.35, text) for text in heading), *((i + 0.5, t) for i, t in enumerate(notes))]
-    for y, text in lines:
-        axes.annotate(
-            text,
-            (place, y),
-            xytext=(4, 0),
-            textcoords="offset points",
-            size=min(6.5, row * 0.6),
-            va="center_baseline",
-            color=QUIET,
-            annotation_clip=False,
-        )
+    """Draw the bars in their colors; the parts of a full backward are stacked.
+
+    `chunks[stage]` decides the shade. Passes of one color form one path, so that figures with tens
+    of thousands of passes stay fast and small.
+    """
+    if not bars:
+        return
+    x = _width(axes) / axes.get_xlim()[1]  # points per unit, approximately
+    edge = min(0.6, 0.12 * _typical_length(bars) * x)
+    boxes: dict[tuple[str, Kind, int], list[Box]] = {}
+    for (kind, stage, _), row, start, end, top, bottom in bars:
+        levels = np.linspace(row + top, row + bottom, len(kind.does) + 1).tolist()
+        # Stacked parts have no edge, which would cut the number in two, but smaller boxes.
+        group, gap = ("passes", 0.0) if len(kind.does) == 1 else ("whole", edge / 2 / x)
+        for part, (above, below) in zip(kind.does, pairwise(levels), strict=True):
+            box = (start + gap, end - gap, above, below)
+            boxes.setdefault((group, part, chunks[stage]), []).append(box)
+    for (group, kind, chunk), mine in sorted(boxes.items()):
+        width = edge if group == "passes" else 0.0
+        patch = PathPatch(_outline(mine), edgecolor="white", linewidth=width)
+        patch.set_facecolor(shade(kind, chunk, max(chunks) + 1))
+        patch.set_gid(f"{'copies-' if faint else ''}{group}-{kind}-chunk{chunk}")
+        patch.set_alpha(0.22 if faint else None)
+        axes.add_patch(patch)
+
+
+def _number_passes(
+    figure: Figure, panels: Sequence[Axes], timelines: Sequence[Timeline], units: Units
+) -> None:
+    """Write the position, as 3 or 3/1, into every pass of the processor that is wide enough."""
+    figure.draw_without_rendering()  # places the panels
+    figure.set_layout_engine("none")  # a second layout would move them a little
+    for axes, timeline in zip(panels, timelines, strict=True):
+        schedule = timeline.schedule
+        own = [bar for bar in bars_of(timeline, units) if bar.work.kind.resource == PROCESSOR]
+        texts = ["/".join(map(str, schedule.position(bar.work).values())) for bar in own]
+        _write_in(axes, own, texts, chunks_of(schedule.placement))
+
+
+def _write_in(axes: Axes, bars: Sequence[Bar], texts: Sequence[str], chunks: Sequence[int]) -> None:
+    """Write a text into every bar that is wide enough; nothing if most bars are too small."""
+    extent = axes.get_window_extent()
+    x = 72 / axes.figure.dpi * extent.width / axes.get_xlim()[1]  # points per unit
+    row = 72 / axes.figure.dpi * extent.height / axes.get_ylim()[0]
+    wide = max(map(len, texts)) * _DIGIT
+    size = min(_LARGEST_TEXT, 0.62 * row, 0.86 * _typical_length(bars) * x / wide)
+    if size < _SMALLEST_TEXT:
+        return
+    for bar, text in zip(bars, texts, strict=True):
+        own = round(min(size, size * (bar.bottom - bar.top) / (_BOTTOM - _TOP) * 1.6), 1)
+        if len(text) * _DIGIT * own <= (bar.end - bar.start) * x:
+            axes.text(
+                (bar.start + bar.end) / 2,
+                bar.row + (bar.top + bar.bottom) / 2,
+                text,
+                size=own,
+                ha="center",
+                va="center_baseline",
+                color=ink(shade(bar.work.parts()[0], chunks[bar.work.stage], max(chunks) + 1)),
+                in_layout=False,
+            )
+
+
+def _typical_length(bars: Sequence[Bar]) -> float:
+    """Return the 25th percentile of the lengths, because short passes must be readable too."""
+    return float(np.percentile([bar.end - bar.start for bar in bars], 25))
+
+
+def _bars_of_block(block: BuildingBlock) -> list[Bar]:
+    return [
+        Bar(each.work, block.placement[each.work.stage], each.start, each.end)
+        for each in block.passes
+    ]
+
+
+def _draw_block(axes: Axes, block: BuildingBlock, title: str) -> None:
+    """Draw one block, faint repeats behind it, the interval, and lifespans with bounds."""
+    _set_title(axes, title, "lifespans / T bound the stored chunks", pad=12)
+    bars, chunks = _bars_of_block(block), chunks_of(block.placement)
+    end = max(bar.end for bar in bars)
+    axes.set_xlim(0, max(end, _width(axes) / _CELL))
+    copies = [
+        bar._replace(start=bar.start + shift, end=bar.end + shift)
+        for shift in range(block.interval, int(end), block.interval)
+        for bar in bars
+        if bar.end + shift <= end
+    ]
+    _draw_passes(axes, copies, chunks, faint=True)
+    _draw_passes(axes, bars, chunks)
+    first = min(bar.start for bar in bars if bar.row == 0)
+    last = first + block.interval
+    arrow = {"arrowstyle": "<->", "lw": 0.6, "color": _QUIET, "shrinkA": 0, "shrinkB": 0}
+    axes.annotate("", (first, -0.3), (last, -0.3), arrowprops=arrow, annotation_clip=False)
+    _note(axes, f"T = {block.interval}", (last, -0.3))
+    for row, text in enumerate(lifespan_notes(block)):
+        if row in axes.get_yticks() - 0.5:
+            _note(axes, text, (end, row + 0.5))
+
+
+def lifespan_notes(block: BuildingBlock) -> list[str]:
+    """Format, for every device, its lifespans in intervals and the resulting bound in chunks."""
+    chunks_a_stage = Fraction(2 * block.num_devices, len(block.placement))
+    lives, bounds = block.lives(), block.peak_bounds()
+    notes = []
+    for device, stages in enumerate(stages_of(block.placement, block.num_devices)):
+        spans = [
+            lives[stage, microbatch][1] - lives[stage, microbatch][0]
+            for stage in stages
+            for microbatch in range(block.num_microbatches)
+        ]
+        text = " + ".join(f"⌈{span}/{block.interval}⌉" for span in spans)
+        if chunks_a_stage != 1:
+            text = f"{chunks_a_stage} × " + (f"({text})" if len(spans) > 1 else text)
+        notes.append(f"{text} = {float(chunks_a_stage * bounds[device]):.4g}")
+    return notes
+
+
+def _draw_held(
+    axes: Axes, timeline: Timeline, costs: Costs, limit: Limit | None, units: Units
+) -> None:
+    """Draw each device's memory as an area in its row, with the limit as a dashed line."""
+    peaks = peak_held(timeline.schedule, costs)
+    top = max([*peaks, limit.held if limit else 0.0]) or 1.0  # rows need a height without memory
+    note = f"{units.held_label}, every row as high as {top * units.held_scale:.4g}"
+    if limit is not None:
+        reach = limit.held * units.held_scale
+        note = f"{units.held_label}; broken line: {reach:.4g}, {plain(limit.label)}"
+    _set_title(axes, "Activations held", note)
+    room, first = (_BOTTOM - _TOP) / top, timeline.first_start
+    for device, peak in enumerate(peaks):
+        base = device + _BOTTOM
+        steps = held_steps(timeline, costs, device)
+        times = [(time - first) * units.time_scale for time, _ in steps]
+        levels = [base - room * held for _, held in steps]
+        axes.fill_between(times, base, levels, step="post", color=HELD_COLOUR, lw=0, gid="held")
+        axes.axhline(base, color=_QUIET, lw=0.4)
+        if limit is not None:
+            axes.axhline(base - room * limit.held, color=_LIMIT, lw=0.6, ls=(0, (4, 2)))
+        if device in axes.get_yticks() - 0.5:  # rows are high enough for a note
+            _note(axes, f"{peak * units.held_scale:.4g}", (axes.get_xlim()[1], device + 0.5))
+
+
+def _width(axes: Axes) -> float:
+    """Return the width of the figure in points."""
+    return 72 * axes.figure.bbox.width / axes.figure.dpi
+
+
+def _set_title(axes: Axes, title: str, note: str, pad: float = 4.0) -> None:
+    axes.set_title(title, loc="left", weight="bold", pad=pad)
+    axes.set_title(note, loc="right", size=7, color=_QUIET, pad=pad)
+
+
+def _note(axes: Axes, text: str, place: tuple[float, float]) -> None:
+    """Write a small note to the right of a place in the units of the axes."""
+    style: dict[str, Any] = {"size": 6.5, "color": _QUIET, "va": "center_baseline"}
+    axes.annotate(
+        text, place, xytext=(4, 0), textcoords="offset points", annotation_clip=False, **style
+    )
+
+
+def _outline(boxes: Sequence[Box]) -> Outline:
+    """Return one path of all boxes."""
+    left, right, top, bottom = np.array(boxes).T
+    x = np.stack([left, right, right, left], axis=1)
+    y = np.stack([top, top, bottom, bottom], axis=1)
+    return Outline.make_compound_path_from_polys(np.stack([x, y], axis=2))

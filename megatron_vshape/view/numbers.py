@@ -15,7 +15,6 @@ from megatron_vshape.core.model.costs import Costs, chunk_of
 from megatron_vshape.core.model.kinds import PROCESSOR
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.pieces import regroup
-from megatron_vshape.core.model.placement import chunks_of
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.program.lowering import fuse
@@ -262,17 +261,3 @@ def held_steps(timeline: Timeline, costs: Costs, device: int) -> list[tuple[floa
         new = costs.changes(work.kind)[0][work.stage] + costs.works(work.kind)[work.stage]
         step(slot.end, during[at + 1] - new)
     return steps
-
-
-def costs_up_to(timeline: Timeline, costs: Costs, chunk: int) -> Costs:
-    """Return the costs with the memory of the chunks up to `chunk` only."""
-    chunks = chunks_of(timeline.schedule.placement)
-    costs = costs_of(timeline.schedule, costs)
-
-    def early(values: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(
-            value if mine <= chunk else 0.0 for value, mine in zip(values, chunks, strict=True)
-        )
-
-    held = {name: early(each) for name, each in costs.lists().items() if not name.endswith("_us")}
-    return costs.having(**held)

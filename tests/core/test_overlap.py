@@ -21,8 +21,8 @@ from megatron_vshape.core.program.instructions import Await, Message, Program, R
 from megatron_vshape.core.program.kernels import deadlocks_under_device_sync
 from megatron_vshape.core.program.lowering import fuse, lower
 from megatron_vshape.view.chrome_trace import events
+from megatron_vshape.view.figure import bars_of
 from megatron_vshape.view.numbers import held_steps
-from megatron_vshape.view.panels import bars_of
 
 HEALTHY = list(HealthCheck)
 

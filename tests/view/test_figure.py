@@ -64,7 +64,7 @@ def test_every_pass_is_a_box_in_its_kinds_colour(tmp_path, name):
         halves = count(schedule, "BW") if kind != "F" else 0
         assert picture.boxes(f"whole-{kind}-chunk.*") == halves
     assert picture.boxes("idle") == 4
-    assert picture.boxes("held-chunk.*") == 4 * schedule.num_chunks
+    assert picture.boxes("held") == 4
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -85,7 +85,7 @@ def test_numbers_too_small_to_read_are_left_out(tmp_path):
 def test_chunks_are_told_apart_and_only_where_there_are_two(tmp_path):
     two = draw(tmp_path, schedule_figure(simulate(make("v-half", 4, 8))))
     assert two.boxes("passes-F-chunk0") == two.boxes("passes-F-chunk1") == 4 * 8
-    assert "chunk 0 dark to chunk 1 light:" in two.texts
+    assert "chunk 0 dark to chunk 1 light" in two.texts
     one = draw(tmp_path, schedule_figure(simulate(make("1f1b", 4, 8))))
     assert not any("light" in text for text in one.texts)
 
@@ -99,7 +99,7 @@ def test_texts_say_what_is_drawn(tmp_path):
     assert "bubble 5.9 %" in texts
     assert "chunks; broken line: 8, as 1F1B holds" in texts
     assert "time, in passes of one chunk" in texts
-    assert {"forward", "input gradient", "weight gradient", "peak"} <= set(texts)
+    assert {"forward", "input gradient", "weight gradient"} <= set(texts)
     assert "whole backward" not in texts
     whole = draw(tmp_path, schedule_figure(simulate(make("1f1b", 4, 8)))).texts
     assert "whole backward" in whole

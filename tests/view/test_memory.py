@@ -6,7 +6,7 @@ from megatron_vshape.core.check.simulate import peak_held, simulate, unit_costs
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.core.paper.catalogue import NAMES, make
-from megatron_vshape.view.numbers import costs_up_to, held_steps
+from megatron_vshape.view.numbers import held_steps
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -40,11 +40,3 @@ def test_a_pause_holds_no_activations_of_the_next_forward():
     )
     # device 1 runs F BW F BW with pauses: it is empty between the first BW and the second F
     assert [held for _, held in held_steps(late, unit_costs(schedule), 1)] == [2, 0, 2, 0]
-
-
-def test_chunks_add_up():
-    schedule = make("v-half", 4, 8)
-    timeline, costs = simulate(schedule), unit_costs(schedule)
-    assert costs_up_to(timeline, costs, 1) == costs
-    first = dict(held_steps(timeline, costs_up_to(timeline, costs, 0), 0))
-    assert 0 < max(first.values()) < max(held for _, held in held_steps(timeline, costs, 0))
