@@ -42,7 +42,6 @@ class PassTimer:
         self._passes: list[Pass] = []
         self._starts: list[object] = []
         self._ends: list[object] = []
-        self._spent: list[tuple[float, float]] = []  # CPU time of the thread, before and after
         self._open: dict[int, list[int]] = {}  # by thread: indices of its running passes
         self._lock = Lock()  # one pass has the same index in all lists
         self._made = self._clock.stamp()
@@ -51,19 +50,17 @@ class PassTimer:
         """Record the start."""
         with self._lock:
             # The end of a pass is found by its thread: one thread runs one pass at a time.
-            first, spent = len(self._passes), time.thread_time()
+            first = len(self._passes)
             self._open[get_ident()] = [*range(first, first + len(works))]
             self._passes += works
             self._ends += [None] * len(works)
-            self._spent += [(spent, 0.0)] * len(works)
             self._starts += [self._clock.stamp()] * len(works)
 
     def ends(self, *works: Pass) -> None:
         """Record the end."""
-        end, spent = self._clock.stamp(), time.thread_time()
+        end = self._clock.stamp()
         for at in self._open[get_ident()]:
             self._ends[at] = end
-            self._spent[at] = (self._spent[at][0], spent)
 
     def busy_and_whole(self) -> tuple[float, float]:
         """Return the processor's busy time and the time from creation to the last end, in us."""
@@ -78,15 +75,6 @@ class PassTimer:
         """Return every pass with its times, in us on this process's clock; synchronizes the GPU."""
         starts, ends = self._clock.read(self._starts), self._clock.read(self._ends)
         return list(map(Slot, self._passes, starts, ends))
-
-    def processor_slots(self) -> list[Slot]:
-        """Return every pass with its CPU time, in us; waiting does not count.
-
-        Only durations are meaningful. For passes on a GPU they are launch times; for passes with
-        several threads they include only the first.
-        """
-        times = [(start * US, end * US) for start, end in self._spent]
-        return [Slot(work, *pair) for work, pair in zip(self._passes, times, strict=True)]
 
 
 class _HostClock:

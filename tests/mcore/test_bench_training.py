@@ -54,12 +54,12 @@ def test_the_closing_table() -> None:
 def test_the_verdict_of_the_closing_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
     prediction = PredictedStep("v-half", 4, 1.5e6, 1e5, 0.1, (2.0**30, 2.0**29))
-    checked = Checked(prediction, 3e6, 0.5, processor_bubble=0.062)
+    checked = Checked(prediction, 3e6, 0.5, comparable=False)
     lines = closing_table(checked, 3.2e6, [2.0**30, 1.25 * 2.0**29]).splitlines()
     memory, _, timing = lines[-1].partition("; ")
     assert memory == "activation memory +25 % compared with the prediction"
     assert timing.startswith("timing is not comparable: 1000 ranks share ")
     assert not any("ms" in line or "bubble" in line for line in lines[1:])
-    alone = closing_table(checked._replace(processor_bubble=None), 3.2e6, [2.0**30, 2.0**29])
+    alone = closing_table(checked._replace(comparable=True), 3.2e6, [2.0**30, 2.0**29])
     last = "step time +100 % compared with the prediction; activation memory as predicted"
     assert alone.splitlines()[-1] == last

@@ -151,8 +151,6 @@ class Profiler:
     _named: PlannedStep | None = None  # the best named schedule, in a trial
     _is_tried: bool = False
     _rows: list[tuple[Program, list[Slot]]] = field(default_factory=list)
-    # as `_rows`, in CPU time
-    _spent: list[tuple[Program, list[Slot]]] = field(default_factory=list)
     _prediction: PredictedStep | None = None
     _costs: Costs | None = None
 
@@ -197,13 +195,10 @@ class Profiler:
         if timer is None:
             return
         self._rows.append((program, timer.slots()))
-        self._spent.append((program, timer.processor_slots()))
         if self._steps not in (self._profiled[1], self._checked[1]):
             return
         gathered = [(each, gather_slots(row, group)) for each, row in self._rows]
-        spent = [(each, gather_slots(row, group)) for each, row in self._spent]
         self._rows.clear()
-        self._spent.clear()
         message = transport.blank()
         ahead_us = _clocks_ahead_us(program, transport, message, group)
         timelines = [merge(each.schedule, rows, ahead_us) for each, rows in gathered]
@@ -218,8 +213,7 @@ class Profiler:
             self._keep_free(group)
             self._prediction = self._predict(program, self._costs, self._rest_us)
         else:
-            alone = [merge(each.schedule, rows) for each, rows in spent]
-            self._compare(self._prediction, timelines, alone)
+            self._compare(self._prediction, timelines)
             self._try_named(program.schedule)
         self._write_trace(timelines[-1])
 
@@ -289,22 +283,15 @@ class Profiler:
         except OSError as error:
             logger.warning("--pipeline-trace %s: %s", folder, error)
 
-    def _compare(
-        self, prediction: PredictedStep, timelines: Sequence[Timeline], alone: Sequence[Timeline]
-    ) -> None:
-        """Compare measured steps with the prediction; `alone` has the same steps in CPU time."""
+    def _compare(self, prediction: PredictedStep, timelines: Sequence[Timeline]) -> None:
+        """Compare measured steps with the prediction."""
         wanted = prediction.num_microbatches
         timelines = [each for each in timelines if each.schedule.num_microbatches == wanted]
-        alone = [each for each in alone if each.schedule.num_microbatches == wanted]
         if not timelines:  # the number of microbatches has changed since
             return
         makespan_us = median(each.makespan for each in timelines)
         bubble = median(each.bubble for each in timelines)
-        checked = Checked(prediction, makespan_us, bubble)
-        if shares_processors() and self._costs is not None:
-            # The bubble if every pass took only its own CPU time.
-            own = simulate(alone[0].schedule, _costs_of(alone, self._costs))
-            checked = checked._replace(processor_bubble=own.bubble)
+        checked = Checked(prediction, makespan_us, bubble, not shares_processors())
         self.report.compare(checked)
         self._tell("%s, in %d steps", comparison(checked), len(timelines))
 
@@ -361,16 +348,6 @@ def _source(text: str, report: RunReport, step: Timeline) -> str:
     today = datetime.now().astimezone().date().isoformat()
     count = step.schedule.num_microbatches
     return f"{text}, {today}, {machine}, {count} microbatches, {report.tokens} tokens a step"
-
-
-def _costs_of(timelines: Sequence[Timeline], measured: Costs) -> Costs:
-    """Return costs with the pass times of these steps and all other values of `measured`."""
-    held = {
-        stage: (piece.held_after_forward_bytes, piece.held_after_backward_bytes)
-        for stage, piece in enumerate(pieces_from_costs(measured))
-    }
-    costs = measured_costs(timelines, measured.send_us, held)
-    return costs.having(**dict(measured.others))
 
 
 def _clocks_ahead_us(

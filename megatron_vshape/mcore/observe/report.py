@@ -91,7 +91,7 @@ class Checked(NamedTuple):
     prediction: PredictedStep
     makespan_us: float
     bubble: float
-    processor_bubble: float | None = None  # in CPU time, if ranks share CPU cores
+    comparable: bool = True  # no ranks share CPU cores
 
 
 @dataclass(eq=False)
@@ -246,7 +246,7 @@ def closing_table(checked: Checked, step_us: float, peak_bytes: Sequence[float])
 
     If ranks share CPU cores, times are omitted because they are not comparable with the prediction.
     """
-    predicted, comparable = checked.prediction, checked.processor_bubble is None
+    predicted, comparable = checked.prediction, checked.comparable
     rest_us = step_us - checked.makespan_us
     times = [
         ("step, ms", predicted.step_us / 1e3, step_us / 1e3),
