@@ -441,7 +441,7 @@ def with_copies(costs: Costs, moved: Mapping[int, int], device: torch.device) ->
 
 
 def write_trace_files(folder: Path, planned: Timeline, measured: Timeline, costs: Costs) -> None:
-    """Write trace.json (Perfetto), costs.json and, if matplotlib is installed, timeline.svg.
+    """Write trace.json (Perfetto) and costs.json.
 
     Write errors are logged and do not stop the run.
     """
@@ -452,19 +452,5 @@ def write_trace_files(folder: Path, planned: Timeline, measured: Timeline, costs
         with (folder / "trace.json").open("w", encoding="utf-8") as stream:
             write_planned_and_measured(planned, measured, stream, costs)
         (folder / "costs.json").write_text(costs.to_json(), encoding="utf-8")
-        _draw(folder / "timeline.svg", {"planned": planned, "measured": measured})
     except OSError as error:
         logger.warning("--pipeline-trace %s: %s", folder, error)
-
-
-def _draw(path: Path, timelines: Mapping[str, Timeline]) -> None:
-    try:
-        from megatron_vshape.view import figure
-    except ImportError:
-        logger.warning("no picture in %s: matplotlib is not installed", path.parent)
-        return
-    notes = [f"bubble {100 * each.bubble:.1f} %" for each in timelines.values()]
-    units = figure.MILLISECONDS_AND_GIB
-    figure.save(
-        figure.comparison_figure(list(timelines.values()), list(timelines), notes, units), path
-    )
