@@ -158,7 +158,7 @@ def may_fit(
     block: BuildingBlock, costs: Costs, num_microbatches: int, limits: Sequence[float]
 ) -> bool:
     """Return whether the block's schedule may fit; False if its steady phase exceeds the limits."""
-    if num_microbatches < 2 * block.num_devices:  # it may have no steady phase
+    if num_microbatches * costs.slices < 2 * block.num_devices:  # it may have no steady phase
         return True
     held = list(map(min, costs.held_after_forward_bytes, costs.held_after_backward_bytes))
     rows = zip(block.peaks(), stages_of(block.placement, block.num_devices), strict=True)

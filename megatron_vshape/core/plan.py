@@ -25,6 +25,7 @@ from megatron_vshape.core.baselines import (
 )
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import ENOUGH, LimitError, bound_at, fits
+from megatron_vshape.core.check.simulate import costs_of
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import without_copies
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -289,9 +290,10 @@ def _search_with_logits(
 
 def _bound(request: PlanRequest, placement: Placement) -> float:
     costs, limits = request.costs_of(placement, "a plan"), limits_of(request)
+    microbatches = request.num_microbatches
     return min(
-        _least(costs, placement, request.num_microbatches, limits, request.objective, slices)
-        for slices in request.slice_counts()
+        _least(costs.sliced(each), placement, microbatches, limits, request.objective)
+        for each in request.slice_counts()
     )
 
 
@@ -309,15 +311,13 @@ def _baselines(request: PlanRequest, value: float, budget: Budget) -> Iterator[E
         if value < math.inf and budget.stopped():
             return
         try:
-            costs = request.costs_of(block.placement, str(baseline))
+            costs = request.costs_of(block.placement, str(baseline)).sliced(baseline.slices)
         except ScheduleError:  # the costs do not have its stages
             continue
-        slices, placement, alone = baseline.slices, block.placement, without_copies(costs)
-        if not request.allows(placement) or not may_fit(
-            block, costs.sliced(slices), slices * microbatches, limits
-        ):
+        placement, alone = block.placement, without_copies(costs)
+        if not request.allows(placement) or not may_fit(block, costs, microbatches, limits):
             continue
-        least = _least(alone, placement, microbatches, limits, request.objective, slices)
+        least = _least(alone, placement, microbatches, limits, request.objective)
         if least <= value * (1 + SAME):
             yield _evaluated(request, baseline)
 
@@ -382,9 +382,8 @@ def _as_plan(
     """Convert an evaluated schedule to the result of a search."""
     schedule, value = known.schedule, objective.of(known.timeline)
     microbatches = schedule.whole_microbatches
-    bound = bound_at(
-        known.costs, schedule.placement, microbatches, limits, objective, schedule.slices
-    )
+    costs = costs_of(schedule, known.costs)
+    bound = bound_at(costs, schedule.placement, microbatches, limits, objective)
     return Plan(
         replace(schedule, name="plan"),
         objective,

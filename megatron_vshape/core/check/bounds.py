@@ -75,14 +75,11 @@ def room_in(
     return costs.without_state(), tuple(map(sub, limits, fixed))
 
 
-def least_memory(
-    costs: Costs, placement: Placement, num_devices: int, slices: int = 1
-) -> tuple[float, ...]:
+def least_memory(costs: Costs, placement: Placement, num_devices: int) -> tuple[float, ...]:
     """Return the memory of each device if microbatches run one after the other.
 
     This is the minimum for split backwards: before the first B of a microbatch on a device, all its
-    F there have run, for all of its `slices` (`costs` are per slice). W may run when nothing else
-    is allocated.
+    F there have run, for all of its slices. W may run when nothing else is allocated.
     """
     costs = of_largest(costs)
     fixed = costs.fixed_bytes(placement, num_devices)
@@ -97,11 +94,11 @@ def least_memory(
                 costs.held_after_backward_bytes[stage],
                 costs.held_after_forward_bytes[stage],
             )
-            after += slices * held
+            after += costs.slices * held
             # During the stage's last F or first B; after that B: the other slices, and its part for
             # W.
             with_all = after + max(forward[stage], backward[stage])
-            others = before + (slices - 1) * held + kept
+            others = before + (costs.slices - 1) * held + kept
             worst = max(worst, with_all, others, fixed[len(least)] + kept + weight[stage])
             before = after
         least.append(worst)
@@ -113,11 +110,8 @@ def check_limits(
     placement: Placement,
     num_devices: int,
     limits: Sequence[float],
-    slices: int = 1,
 ) -> None:
     """Raise LimitError unless one microbatch alone fits on every device.
-
-    A microbatch has `slices` slices, and `costs` are per slice.
 
     Raises:
         LimitError: one microbatch alone exceeds the limit of a device.
@@ -129,7 +123,7 @@ def check_limits(
         raise ScheduleError(
             f"the costs are for {costs.num_stages} stages, the placement has {len(placement)}"
         )
-    needs = least_memory(costs, placement, num_devices, slices)
+    needs = least_memory(costs, placement, num_devices)
     for device, (need, limit) in enumerate(zip(needs, limits, strict=True)):
         if not need <= limit * (1 + _ROUNDING):  # negated, so that nan is rejected
             raise LimitError(device, limit, need, max(needs))
@@ -157,19 +151,17 @@ def bound_at(
     num_microbatches: int,
     limits: Sequence[float],
     goal: Objective,
-    slices: int = 1,
 ) -> float:
     """Return a lower bound for this placement, over all choices that the costs allow.
 
-    `costs` are per microbatch; each microbatch has `slices` slices.
+    With costs of a slice, `num_microbatches` still counts microbatches with all their slices.
     """
     costs, limits = room_in(costs, placement, limits)
-    costs, span = costs.sliced(slices), goal is Objective.SPAN
     if costs.copies:
         # A copied microbatch may leave the device's memory at any time, so memory bounds nothing.
         limits = (inf,) * len(limits)
-    count = num_microbatches * slices
-    return lower_bound(costs, placement, len(limits), count, limits, span, slices)
+    count = num_microbatches * costs.slices
+    return lower_bound(costs, placement, len(limits), count, limits, goal is Objective.SPAN)
 
 
 def lower_bound(
@@ -179,23 +171,22 @@ def lower_bound(
     num_microbatches: int,
     limits: Sequence[float],
     span: bool = False,
-    slices: int = 1,
 ) -> float:
     """Return a lower bound over all schedules within the limits, which exclude state.
 
     For the span, each device's first start is subtracted: the earliest arrival of the first
     microbatch. A schedule that does not delay any pass starts then.
 
-    With `slices`, `costs` are per slice and `num_microbatches` counts slices. The n-th B of a stage
-    comes after its n-th F, so bounds for that number of microbatches apply. They are stronger,
-    because the first B of a microbatch waits for its last F (`_apart`).
+    With costs of a slice, `num_microbatches` counts slices. The n-th B of a stage comes after its
+    n-th F, so bounds for that number of microbatches apply. They are stronger, because the first B
+    of a microbatch waits for its last F (`_apart`).
     """
     # Imported here because it requires numpy, which `import megatron_vshape` must not load.
     from megatron_vshape.core.check.ends import end_with_idle, ways_of
 
     costs = split_no_slower(costs)
     paths = ways_of(costs, placement)
-    apart = _apart(costs, slices)
+    apart = _apart(costs)
     # Half of `apart`, because the bound from memory needs the mean over all slices.
     held_us = [trip + more / 2 for trip, more in zip(paths.round_trip, apart, strict=True)]
     # The first microbatch alone: from F of stage 0 to its B and W.
@@ -224,14 +215,14 @@ def _work_us(costs: Costs, stage: int) -> float:
     return costs.forward_us[stage] + costs.backward_us[stage] + costs.weight_us[stage]
 
 
-def _apart(costs: Costs, slices: int) -> list[float]:
+def _apart(costs: Costs) -> list[float]:
     """Return the extra time between F and B of a microbatch's first slice, for each stage.
 
     In between, some later stage runs F of all other slices, and one runs their B, in descending
     order. The mean over all slices is half of that.
     """
     return [
-        (slices - 1) * (max(costs.forward_us[stage:]) + max(costs.backward_us[stage:]))
+        (costs.slices - 1) * (max(costs.forward_us[stage:]) + max(costs.backward_us[stage:]))
         for stage in range(costs.num_stages)
     ]
 

@@ -57,8 +57,8 @@ def costs_of(schedule: Schedule, costs: Costs | None = None) -> Costs:
     if costs is None:
         return unit_costs(schedule).sliced(schedule.slices)
     check_costs(costs, schedule.num_stages)
-    # `by_microbatch` has a factor per microbatch, not per slice.
-    whole = schedule.whole_microbatches
+    # `by_microbatch` of whole microbatches has a factor per microbatch, not per slice.
+    whole = schedule.whole_microbatches * costs.slices
     for name, shares in costs.by_microbatch:
         if len(shares) != whole:
             raise ScheduleError(

@@ -21,9 +21,9 @@ from megatron_vshape.core.model.kinds import (
     ScheduleError,
     find_kind,
 )
-from megatron_vshape.core.model.passes import Pass, can_overlap, turned
+from megatron_vshape.core.model.passes import Pass, can_overlap
 from megatron_vshape.core.model.placement import check_placement
-from megatron_vshape.core.model.schedule import Schedule, check_slices
+from megatron_vshape.core.model.schedule import Schedule
 
 ROWS, COLUMNS = 2, 3
 """Devices above and below the invalid pass in a picture, and passes before and after it."""
@@ -50,16 +50,7 @@ def verify(
     Raises:
         ScheduleError: what is wrong and a picture of where; for a deadlock the cycle of waits.
     """
-    if len(schedule.order) != schedule.num_devices:
-        raise ScheduleError(
-            f"the schedule has orders for {len(schedule.order)} devices and "
-            f"num_devices {schedule.num_devices}; the two must be equal"
-        )
-    if schedule.num_microbatches < 1:
-        raise ScheduleError(
-            f"num_microbatches is {schedule.num_microbatches}; it must be at least 1"
-        )
-    check_slices(schedule.slices, schedule.num_microbatches)
+    schedule.check_counts()
     check_placement(schedule.placement, schedule.num_devices)
     # The order matters: each check assumes the earlier ones, and the simulation needs every pass.
     _check_places(schedule)
@@ -246,46 +237,34 @@ def _check_rows(schedule: Schedule) -> None:
     """Raise ScheduleError unless every pass comes after the passes that it reads on its device.
 
     This applies to all microbatches and resources: a device starts a copy, or enters a collective,
-    at the position of the pass in its order. F of a microbatch's slices ascend, because a slice
-    reads the keys and values of earlier slices. B descend, because a slice owes them their
-    gradients.
+    at the position of the pass in its order.
     """
     microbatches = range(schedule.num_microbatches)
-    plain = schedule.slices == 1 and not any(kind.of for kind in schedule.kinds)
+    plain = len(microbatches) == schedule.whole_microbatches
+    plain = plain and not any(kind.of for kind in schedule.kinds)
     for device, row in enumerate(schedule.order):
         places = _places(row, len(microbatches))
         if plain and all(_stands_behind(schedule, each, places, len(row)) for each in places):
             continue  # fast path: several times faster, and covers nearly all rows
-        # Slow path: slices, passes not of a stage, or an error, whose first pass is to be found.
+        # Slow path: a microbatch has several passes of a kind, or passes that are not of a stage;
+        # or there is an error, whose first pass is to be found.
         laws = {
             each: [
-                (places[need], later, slices, need[0] in each[0].does)
-                for need, later, slices in _laws(schedule, *each)
+                (places[need], later, descends, need[0] in each[0].does)
+                for need, later, descends in _laws(schedule, *each)
                 if need in places
             ]
             for each in {(kind, stage) for kind, stage, _ in row}
         }
         for at, (kind, stage, microbatch) in enumerate(row):
-            for there, later, slices, is_turn in laws[kind, stage]:
-                # Descending slices count in execution order: convert to it, shift, and convert
-                # back.
-                other = turned(turned(microbatch, slices) + later, slices)
+            for there, later, descends, is_turn in laws[kind, stage]:
+                other = schedule.in_turn(microbatch, later, descends)
                 if other in microbatches and there[other] > at:
-                    why = _turns(schedule, kind) if is_turn else f"{kind} needs its result"
+                    why = schedule.turns_text(kind) if is_turn else f"{kind} needs its result"
                     raise ScheduleError(
                         f"{row[at]} runs before {row[there[other]]} on device {device}, and must "
                         f"run behind it: {why}\n" + excerpt(schedule, device, at)
                     )
-
-
-def _turns(schedule: Schedule, kind: Kind) -> str:
-    """Format the rule for the order in which a stage runs the passes of one kind."""
-    text = f"each stage runs its {kind} passes in the order of the microbatches, 0, 1, 2, ..."
-    if schedule.slices == 1:
-        return f"{text}, in which the trainer reads them"
-    descends = any(part.descends for part in kind.does)
-    ends = "the last to the first" if descends else "the first to the last"
-    return f"{text}, and the slices of a microbatch from {ends}"
 
 
 def _places(row: Sequence[Pass], num_microbatches: int) -> dict[tuple[Kind, int], list[int]]:
@@ -309,7 +288,10 @@ def _stands_behind(
     places: Mapping[tuple[Kind, int], Sequence[int]],
     end: int,
 ) -> bool:
-    """Return whether this part of all microbatches (one slice each) comes after its inputs."""
+    """Return whether this part of all microbatches comes after its inputs.
+
+    Each microbatch has one pass of a kind and stage.
+    """
     own = places[part]
     if min(own) < 0:  # a missing pass counts as last
         own = [end if at < 0 else at for at in own]
@@ -332,24 +314,23 @@ def _part_of(kind: Kind, stage: int) -> tuple[Kind, int]:
 
 def _laws(
     schedule: Schedule, kind: Kind, stage: int
-) -> Iterator[tuple[tuple[Kind, int], int, int]]:
-    """Yield the parts before this pass on the same device, the microbatch offset, and the slices.
+) -> Iterator[tuple[tuple[Kind, int], int, bool]]:
+    """Yield the parts before this pass on the same device, with the microbatch offset.
 
-    The offset counts in execution order, in which that number of slices descends. Parts on the same
-    resource are omitted if the simulation enforces them.
+    The offset counts in execution order; the last value is whether that descends (see
+    `Schedule.in_turn`). Parts on the same resource are omitted if the simulation enforces them.
     """
     for part in kind.does:
-        slices = schedule.slices if part.descends else 1
         for read in (*part.reads, *part.follows):
             need = find_kind(read.kind)
             # The simulation proves waits for data and the order within a resource, not between
             # resources.
             if read.later or need.of == DEVICE or need.resource != part.resource:
                 for other in read.stages(stage, schedule.num_stages):
-                    yield _part_of(need, other), read.later, slices
+                    yield _part_of(need, other), read.later, part.descends
         for need in schedule.kinds:
             if part in need.before:
-                yield _part_of(need, stage), 0, 1
+                yield _part_of(need, stage), 0, False
 
 
 def _place_of(schedule: Schedule, culprit: Pass) -> tuple[int, int]:

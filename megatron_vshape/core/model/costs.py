@@ -83,6 +83,7 @@ class Costs:
     by_microbatch: tuple[tuple[str, Amounts], ...] = ()
     more_send_us: Amounts = ()  # added to send_us, per boundary behind each stage
     device_bytes: float = 0.0  # of every device: workspaces, message buffers
+    slices: int = 1  # of a microbatch, if these are the costs of a slice; not in files
 
     def __post_init__(self) -> None:
         """Sort `others` in the table's order, so that equal costs compare equal.
@@ -224,9 +225,10 @@ class Costs:
         """Return the costs of one slice of a microbatch along its sequence.
 
         Time, memory and message time are divided by `slices`; the launch overhead is constant.
-        Attention of later slices covers more keys; these costs use the mean.
+        Attention of later slices covers more keys; these costs use the mean. Costs of a slice are
+        returned unchanged.
         """
-        if slices == 1:
+        if slices == 1 or self.slices > 1:
             return self
         amounts = {
             # Weights and their gradients do not shrink with the sequence.
@@ -235,6 +237,7 @@ class Costs:
         }
         return self.having(
             **amounts,
+            slices=slices,
             send_us=self.send_us / slices,
             more_send_us=tuple(each / slices for each in self.more_send_us),
             by_microbatch=tuple(
@@ -318,7 +321,8 @@ class Costs:
 
     def to_json(self) -> str:
         """Return the text of the costs file."""
-        return text_of({each.name: getattr(self, each.name) for each in fields(self)})
+        names = (each.name for each in fields(self) if each.name != "slices")
+        return text_of({name: getattr(self, name) for name in names})
 
     @classmethod
     def from_json(cls, text: str) -> "Costs":

@@ -63,11 +63,6 @@ class Pass(NamedTuple):
                 yield Pass(find_kind(read.kind), stage, self.microbatch)
 
 
-def turned(number: int, slices: int) -> int:
-    """Return the slice in the mirrored position of its microbatch, for descending order."""
-    return number + slices - 1 - 2 * (number % slices)
-
-
 def parse_step(text: str) -> tuple[Pass, ...]:
     """Parse a pass, or an overlapped forward-backward (F&B) pair such as `F0.3&B7.1`.
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 from itertools import chain
 from operator import attrgetter, sub
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_vshape.core.model.files import check_keys, is_whole, parse_object, read_text
 from megatron_vshape.core.model.kinds import (
@@ -108,6 +108,39 @@ class Schedule:
     def whole_microbatches(self) -> int:
         """Number of microbatches, each with all its slices."""
         return self.num_microbatches // self.slices
+
+    def in_turn(self, number: int, later: int, descends: bool) -> int:
+        """Return the microbatch that is `later` positions behind another in execution order.
+
+        F of a microbatch's slices ascend, because a slice reads the keys and values of earlier
+        slices. B descend, because a slice owes them their gradients.
+        """
+        if self.slices == 1 or not descends:
+            return number + later
+        there: int = turned(turned(number, self.slices) + later, self.slices)
+        return there
+
+    def turns_text(self, kind: Kind) -> str:
+        """Format the rule for the order in which a stage runs the passes of one kind."""
+        text = f"each stage runs its {kind} passes in the order of the microbatches, 0, 1, 2, ..."
+        if self.slices == 1:
+            return f"{text}, in which the trainer reads them"
+        descends = any(part.descends for part in kind.does)
+        ends = "the last to the first" if descends else "the first to the last"
+        return f"{text}, and the slices of a microbatch from {ends}"
+
+    def check_counts(self) -> None:
+        """Raise ScheduleError unless the numbers of devices, microbatches and slices are valid."""
+        if len(self.order) != self.num_devices:
+            raise ScheduleError(
+                f"the schedule has orders for {len(self.order)} devices and "
+                f"num_devices {self.num_devices}; the two must be equal"
+            )
+        if self.num_microbatches < 1:
+            raise ScheduleError(
+                f"num_microbatches is {self.num_microbatches}; it must be at least 1"
+            )
+        check_slices(self.slices, self.num_microbatches)
 
     def position(self, work: Pass) -> dict[str, int]:
         """Return the microbatch of a pass, and its slice if there are several."""
@@ -287,6 +320,14 @@ def check_size(num_stages: int, num_microbatches: int) -> None:
             f"{num_stages} stages and {num_microbatches} microbatches are more than the "
             f"{MAX_PASSES} passes that a schedule may have"
         )
+
+
+def turned(number: Any, slices: int) -> Any:
+    """Return the slice in the mirrored position of its microbatch, for descending order.
+
+    `number` is an integer or an array.
+    """
+    return number + slices - 1 - 2 * (number % slices)
 
 
 def check_slices(slices: int, num_microbatches: int) -> None:

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
-from megatron_vshape.core.model.passes import Pass, turned
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, linear, looping, v_shape
+from megatron_vshape.core.model.schedule import turned
 from megatron_vshape.core.paper.building_block import BlockPass, BuildingBlock
 
 WORK = 3

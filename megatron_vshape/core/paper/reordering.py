@@ -90,7 +90,7 @@ def _order_of(schedule: Schedule, max_held: int) -> "Order":
         limit=[max_held] * schedule.num_devices,
         lag=0,
         num_microbatches=schedule.num_microbatches,
-        slices=1,  # the numbers are those of slices, whose order does not change
+        ranks=list(range(schedule.num_microbatches)),  # passes keep their numbers
         strict=False,
     )
 
@@ -133,7 +133,7 @@ class Sorts(NamedTuple):
     ticks: Numbers
     needs: Lists  # pass types of the inputs, without inputs of these inputs
     away: Numbers  # of an input: whether it is on another device
-    turns: Numbers  # of an input: whether its slices have the opposite order
+    turns: Numbers  # of an input: whether its kind runs the passes of a microbatch in reverse
     wakes: Lists  # other lanes that may go on after it
     most: Numbers  # maximum increase of a lane's memory while such a pass runs
     change: Numbers  # and after it has run
@@ -154,7 +154,7 @@ class Order(NamedTuple):
     limit: Numbers  # memory limit of a lane
     lag: int  # ticks of a message to another device
     num_microbatches: int
-    slices: int  # per microbatch; kinds with descending slices are numbered in execution order
+    ranks: Numbers  # of a microbatch: its number for inputs that `turns`
     strict: bool  # whether passes without memory may only overtake passes that still fit
     delay: int = 0  # maximum delay of overtaken passes, in eighths of the time of a pass
 
@@ -304,10 +304,8 @@ def ready(order: Order, run: Refill, place: int, start: int) -> int:
     """Return the start time of a pass, at least `start`; LATE if an input has not run."""
     needs, sort, microbatch = order.sorts.needs, order.sort[place], order.microbatch[place]
     for at in range(needs.begin[sort], needs.begin[sort + 1]):
-        own = microbatch
-        if order.slices > 1 and order.sorts.turns[at]:
-            # As `turned`: the slices of this input are numbered in the opposite order.
-            own += order.slices - 1 - 2 * (microbatch % order.slices)
+        # All kinds are numbered in execution order.
+        own = order.ranks[microbatch] if order.sorts.turns[at] else microbatch
         need = order.place_of[needs.of[at] * order.num_microbatches + own]
         if need == WITHOUT:
             continue

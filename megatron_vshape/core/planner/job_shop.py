@@ -22,9 +22,9 @@ from megatron_vshape.core.model.kinds import (
     ScheduleError,
 )
 from megatron_vshape.core.model.numbering import Lists
-from megatron_vshape.core.model.passes import Pass, turned
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, stages_of
-from megatron_vshape.core.model.schedule import Objective, check_size
+from megatron_vshape.core.model.schedule import Objective, check_size, turned
 from megatron_vshape.core.paper.reordering import Sorts, make_sorts
 from megatron_vshape.core.planner import improve
 from megatron_vshape.core.planner.improve import NONE
@@ -41,7 +41,6 @@ class Problem:
     placement: Placement
     num_devices: int
     num_microbatches: int  # times the number of slices
-    slices: int  # per microbatch
     limits: tuple[float, ...]  # without static memory, in the costs' unit
     fixed: tuple[float, ...]  # static memory per device, in the costs' unit
     objective: Objective
@@ -58,6 +57,16 @@ class Problem:
         """Return the ticks of a P2P message between stages of two devices."""
         return round(self.costs.message_us(stage, other) * self.ticks_per_us)
 
+    def turned(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the numbers of these passes in kinds that run them in the opposite order."""
+        made: np.ndarray = turned(numbers, self.costs.slices)
+        return made
+
+    @property
+    def most_useful(self) -> int:
+        """Number of passes whose activations 1F1B has in memory; more cannot shorten the order."""
+        return self.num_devices + self.costs.slices - 1
+
     @property
     def room_in_host(self) -> float:
         """Return the host memory limit per device, in units of memory."""
@@ -73,13 +82,12 @@ def make_problem(
     placement: Placement,
     kinds: tuple[Kind, ...] = PARTS,
     in_host: float = math.inf,
-    slices: int = 1,
 ) -> Problem:
     """Convert the costs and limits of one placement to integer ticks and units of memory.
 
     Args:
-        costs: costs of a slice.
-        num_microbatches: microbatches per step, times `slices`.
+        costs: costs of a microbatch or of a slice.
+        num_microbatches: microbatches per step, times the slices of each.
         kinds: kinds of passes that a stage and microbatch may have, in the table's order.
         in_host: host memory limit per device, in the costs' unit.
 
@@ -91,7 +99,7 @@ def make_problem(
         if count < 1:
             raise ScheduleError(f"a plan needs at least 1 of {what}, not {count}")
     limits = bounds.each_limit(limit, num_devices)
-    bounds.check_limits(costs, placement, num_devices, proven_limits(kinds, limits), slices)
+    bounds.check_limits(costs, placement, num_devices, proven_limits(kinds, limits))
     fixed = costs.fixed_bytes(placement, num_devices)
     costs, limits = bounds.room_in(costs, placement, limits)
     check_size(len(placement), num_microbatches)
@@ -113,7 +121,6 @@ def make_problem(
         placement=placement,
         num_devices=num_devices,
         num_microbatches=num_microbatches,
-        slices=slices,
         limits=limits,
         fixed=fixed,
         objective=objective,
@@ -217,7 +224,7 @@ def make_shop(problem: Problem, num_microbatches: int) -> improve.JobShop:
     sorts, m = problem.sorts, num_microbatches
     lane, change, most = (np.asarray(each) for each in (sorts.lane, sorts.change, sorts.most))
     count = len(lane)
-    before, after, behind = (_Ways(count, problem.slices) for _ in range(3))
+    before, after, behind = (_Ways(count) for _ in range(3))
     for sort in range(count):
         for at in range(sorts.needs.begin[sort], sorts.needs.begin[sort + 1]):
             # A message between devices arrives later; results on the same device are available at
@@ -228,10 +235,11 @@ def make_shop(problem: Problem, num_microbatches: int) -> improve.JobShop:
             turns = bool(sorts.turns[at])
             before.add(sort, need, lag, turns)
             (after if lane[need] != lane[sort] else behind).add(need, sort, lag, turns)
+    ranks = problem.turned(np.arange(m))
     return improve.JobShop(
-        *before.of_passes(m),
-        *after.of_passes(m),
-        behind.of_passes(m)[0],
+        *before.of_passes(ranks),
+        *after.of_passes(ranks),
+        behind.of_passes(ranks)[0],
         ticks=np.repeat(np.asarray(sorts.ticks), m),
         lane=np.repeat(lane, m).astype(np.int32),
         sort=np.repeat(np.arange(count), m).astype(np.int32),
@@ -262,8 +270,8 @@ def _in_host(problem: Problem, num_microbatches: int) -> dict[str, Any]:
         moved[out] = most[reload]
         passes = np.arange(count * num_microbatches).reshape(count, num_microbatches)
         forward, backward = (passes[end] for end in ends)
-        ranks = [turned(each, problem.slices) for each in range(num_microbatches)]
-        # Copies out are numbered as F; B of the same slice has the mirrored number.
+        ranks = problem.turned(np.arange(num_microbatches))
+        # Copies out are numbered as F, and B in the opposite order.
         stay[out] = np.stack([forward, backward[:, ranks]], axis=2)
     room = int(min(problem.room_in_host, num_microbatches * float(moved.sum())))
     return {"host": host, "stay": stay.reshape(-1, 2), "moved": moved, "room": room}
@@ -354,22 +362,24 @@ def in_one_row(problem: Problem, shop: improve.JobShop, row: np.ndarray) -> list
 class _Ways:
     """The sorts that each sort reads, or that read it, with the lag of the result."""
 
-    def __init__(self, num_sorts: int, slices: int) -> None:
+    def __init__(self, num_sorts: int) -> None:
         self.ways: list[list[tuple[int, int, bool]]] = [[] for _ in range(num_sorts)]
-        self.slices = slices
 
     def add(self, sort: int, other: int, lag: int, turns: bool) -> None:
         self.ways[sort].append((other, lag, turns))
 
-    def of_passes(self, num_microbatches: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the passes and the lags as [pass, index], padded with NONE."""
+    def of_passes(self, ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the passes and the lags as [pass, index], padded with NONE.
+
+        `ranks` has the number of each microbatch in kinds of the opposite order.
+        """
+        num_microbatches = len(ranks)
         width = max(1, *map(len, self.ways))
         none = [(improve.NONE, 0, False)]
         table = np.array([own + none * (width - len(own)) for own in self.ways])
         each = np.repeat(table, num_microbatches, axis=0)
         sorts, lags, turns = (each[:, :, at] for at in range(3))
         microbatch = np.tile(np.arange(num_microbatches), len(self.ways))[:, None]
-        ranks = np.array([turned(each, self.slices) for each in range(num_microbatches)])
         microbatch = np.where(turns, ranks[microbatch], microbatch)
         passes = np.where(sorts >= 0, sorts * num_microbatches + microbatch, improve.NONE)
         return passes.astype(np.int32), np.ascontiguousarray(lags)

@@ -29,8 +29,9 @@ import numpy as np
 from megatron_vshape.core.check.bounds import check_limits, each_limit
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import PARTS, Kind
-from megatron_vshape.core.model.passes import Pass, turned
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, chunks_of, stages_of
+from megatron_vshape.core.model.schedule import turned
 from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.core.planner.job_shop import Codec
 from megatron_vshape.core.planner.modulo_graph import (

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_vshape.core.check.bounds import bound_at, least_memory
+from megatron_vshape.core.check.bounds import least_memory
 from megatron_vshape.core.compiling import compiled
 from megatron_vshape.core.model.kinds import (
     COPY_BACK,
@@ -38,7 +38,6 @@ from megatron_vshape.core.model.kinds import (
     Kind,
     ScheduleError,
 )
-from megatron_vshape.core.model.passes import turned
 from megatron_vshape.core.model.placement import Placement, chunks_of, stages_of
 from megatron_vshape.core.model.schedule import ORDER_ALONE, MemoryStrategy
 from megatron_vshape.core.planner.improve import NONE, JobShop, run_rows
@@ -243,9 +242,8 @@ def _chunks_of(
 ) -> _Chunks:
     m, sorts = problem.num_microbatches, problem.sorts
     stage, microbatch = np.repeat(stages, m), np.tile(np.arange(m), len(stages))
-    ranks = np.array([turned(each, problem.slices) for each in range(m)])
     forward, backward, _ = range(len(PARTS))
-    rank = ranks[microbatch]  # of what comes from the last slice to the first
+    rank = problem.turned(microbatch)  # in kinds of the opposite order
     every = np.arange(len(problem.placement) * len(problem.kinds))
     of = partial(_of, problem, stage=stage)
     return _Chunks(
@@ -511,7 +509,7 @@ class _Base(NamedTuple):
 
 
 Bases = dict[tuple[Placement, int], list[_Base]]
-"""Orders that copies are inserted into, by placement and slices."""
+"""Orders that copies are inserted into, by placement and passes of a kind and stage."""
 
 
 def ways_to_save(copies: bool, placement: Placement) -> Iterator[MemoryStrategy]:
@@ -537,15 +535,10 @@ class OffloadSearch(PlacementSearch):
         super().__init__(problem, seed, way)
         self.bases: Bases = {} if bases is None else bases
 
-    def _bound(self) -> float:
-        problem = self.problem
-        count, limits = problem.num_microbatches, problem.limits
-        return bound_at(problem.costs, problem.placement, count, limits, problem.objective)
-
     def begin(self, budget: int, run: Run) -> list[Candidate]:
         """Return the orders to improve: orders planned for more memory, with copies inserted."""
         self._parts_shop()
-        own = self.problem.placement, self.problem.slices
+        own = self.problem.placement, self.problem.num_microbatches
         if own not in self.bases:
             made = (self._bases(level, count, budget // STEADY, run) for level, count in LEVELS)
             self.bases[own] = [base for some in made for base in some]
@@ -557,13 +550,12 @@ class OffloadSearch(PlacementSearch):
     def _bases(self, level: float, count: int, budget: int, run: Run) -> Iterator[_Base]:
         """Yield orders planned for more memory than the limit."""
         problem, held = self.problem, self.problem.costs.held_after_forward_bytes
-        devices, slices = problem.num_devices, problem.slices
+        devices = problem.num_devices
         stages = stages_of(problem.placement, devices)
-        # Activation memory of 1F1B: more cannot shorten the order.
-        most = [(devices + slices - 1) * sum(held[stage] for stage in own) for own in stages]
+        most = [problem.most_useful * sum(held[stage] for stage in own) for own in stages]
         ample = [limit + problem.in_host for limit in problem.limits]
         is_scarce = level < 1 and any(map(lt, ample, most))
-        least = least_memory(problem.costs, problem.placement, devices, slices)
+        least = least_memory(problem.costs, problem.placement, devices)
         # At least the minimum of any schedule, or `make_problem` rejects them.
         limits = [
             max(need, limit + level * (max(limit, min(each)) - limit))
@@ -577,7 +569,6 @@ class OffloadSearch(PlacementSearch):
             problem.objective,
             problem.placement,
             PARTS,
-            slices=slices,
         )
         search = PlacementSearch(asked, self.seed)
         for each in best_of(search.begin(budget if is_scarce else 0, run), count, VALUE):

@@ -146,7 +146,6 @@ class PlacementSearch:
             problem.num_microbatches,
             proven_limits(problem.kinds, problem.limits),
             span=problem.objective is Objective.SPAN,
-            slices=problem.slices,
         )
 
     def begin(self, budget: int, run: Run) -> list[Candidate]:
@@ -185,7 +184,7 @@ class PlacementSearch:
     def _makers(self, budget: int) -> list[Callable[[], list[CyclicOrder]]]:
         """Return independent functions that create cyclic orders."""
         problem = self.problem
-        devices, slices = problem.num_devices, problem.slices
+        devices, slices = problem.num_devices, problem.costs.slices
 
         def known() -> list[CyclicOrder]:
             found = published_blocks(problem.placement, devices)
@@ -194,7 +193,8 @@ class PlacementSearch:
 
         if len(problem.placement) > 2 * devices:
             return [known]  # published loops are near the optimum; annealing would use their budget
-        costs = problem.costs.of_activations()
+        # Steady orders schedule each slice like a microbatch.
+        costs = replace(problem.costs.of_activations(), slices=1)
         least = bounds.least_memory(costs, problem.placement, devices)
         stages = stages_of(problem.placement, devices)
         # annealing ignores workspaces: the largest one is reserved
@@ -233,7 +233,7 @@ class PlacementSearch:
         problem, m, k = self.problem, self.problem.num_microbatches, cyclic.microbatches
         least, most = cyclic.reach()
         # Complete periods of the shortened order, besides its warm-up and cool-down.
-        full = max(-(-8 // problem.slices), problem.num_devices // k, 2)
+        full = max(-(-8 // problem.costs.slices), problem.num_devices // k, 2)
         short = most - least + (full + 1) * k
         # The rest is then a multiple of the period, as `splice` requires.
         short += (m - short) % k
@@ -250,7 +250,7 @@ class PlacementSearch:
             starts[name + ", filled throughout"] = throughout
             if throughout is not None:
                 starts[name + ", filled throughout" + DEALT] = refill(problem, throughout)
-        if problem.slices > 1:
+        if problem.costs.slices > 1:
             # If a group has as many slices as devices, messages leave gaps shorter than a pass in
             # every round, which the local search does not close.
             starts[name + ", filled at once"] = fill(problem, row, m, delay=EIGHTHS)
@@ -360,12 +360,11 @@ class PlacementSearch:
         problem = self.problem
         _, row, source = self._found()
         schedule = self._schedule(row)
-        counted = replace(schedule, slices=1)  # the problem's costs are those of a slice
-        timeline = simulate(counted, problem.costs)
-        value = problem.objective.of(timeline)
         costs, devices = problem.costs, problem.num_devices
+        timeline = simulate(schedule, costs)
+        value = problem.objective.of(timeline)
         busy = costs.busy_us(problem.placement, devices, problem.num_microbatches)
-        held = peak_held(counted, costs)
+        held = peak_held(schedule, costs)
         if self.parts is not problem:
             verify(schedule)
             if not bounds.fits(held, problem.limits):
@@ -389,6 +388,6 @@ class PlacementSearch:
         """Convert an order to a schedule, with the lanes of each device merged."""
         problem, m = self.problem, self.problem.num_microbatches
         rows = in_one_row(problem, self._shop(m), row)
-        order = Codec(m, problem.kinds, problem.slices).order(rows)
-        devices, placement = problem.num_devices, problem.placement
-        return Schedule("plan", devices, m, placement, order, slices=problem.slices)
+        slices, devices = problem.costs.slices, problem.num_devices
+        order = Codec(m, problem.kinds, slices).order(rows)
+        return Schedule("plan", devices, m, problem.placement, order, slices=slices)

@@ -94,7 +94,7 @@ def _order_of(problem: Problem, row: np.ndarray, num_microbatches: int) -> tuple
         limit=problem.room,
         lag=problem.send,
         num_microbatches=m,
-        slices=problem.slices,
+        ranks=problem.turned(np.arange(m)),
         strict=True,
     )
     return order, flat

@@ -34,6 +34,7 @@ from megatron_vshape.core.check.bounds import (
     each_limit,
     never_split,
 )
+from megatron_vshape.core.check.simulate import costs_of
 from megatron_vshape.core.compiling import CORES, say_if_slow
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.pieces import regroup
@@ -146,7 +147,7 @@ def plan(
         return made
     own, limits = made.schedule.placement, each_limit(limit, num_devices)
     # A search's bound covers its strategy alone, and this one all strategies of the placement.
-    bound = bound_at(dict(owns)[own], own, num_microbatches, limits, goal, made.schedule.slices)
+    bound = bound_at(costs_of(made.schedule, dict(owns)[own]), own, num_microbatches, limits, goal)
     return replace(made, lower_bound=min(bound, made.value))
 
 
@@ -175,7 +176,7 @@ def _searches(
             kinds = (OffloadSearch if way.copies else PlacementSearch).kinds
             try:
                 problem = make_problem(
-                    priced, devices, microbatches * cut, limit, goal, placement, kinds, in_host, cut
+                    priced, devices, microbatches * cut, limit, goal, placement, kinds, in_host
                 )
             except LimitError as error:
                 refused.append(error)
