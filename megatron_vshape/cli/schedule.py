@@ -246,7 +246,7 @@ def _draw(path: Path, results: Sequence[_Result]) -> None:
             first.timeline,
             first.costs,
             block=_drawn_block(first),
-            note=f"{_size(first)} · {note(first.numbers)}",
+            note=f"{first.schedule.size_text} · {note(first.numbers)}",
             limit=figure.Limit(base, "peak of 1F1B"),
             units=units,
         )
@@ -261,19 +261,11 @@ def _drawn_block(result: _Result) -> BuildingBlock | None:
     return block
 
 
-def _size(result: _Result) -> str:
-    schedule = result.schedule
-    counts = {"rank": schedule.num_devices, "microbatch": schedule.whole_microbatches}
-    plural = {"rank": "ranks", "microbatch": "microbatches"}
-    told = ", ".join(f"{n} {word if n == 1 else plural[word]}" for word, n in counts.items())
-    return told if schedule.slices == 1 else f"{told} of {schedule.slices} slices"
-
-
 def _print(result: _Result) -> None:
     """Print the picture and the numbers."""
     colour = wants_colour(sys.stdout)
     unit = ", times in --cost units" if result.measured is None else ""
-    print(f"{plain(result.schedule.name)}, {_size(result)}{unit}\n")
+    print(f"{plain(result.schedule.name)}, {result.schedule.size_text}{unit}\n")
     print(picture(result.timeline, columns(), colour))
     print()
     for label, value in _lines(result):

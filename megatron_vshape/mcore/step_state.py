@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -80,6 +80,8 @@ class StepState:
     tokens: TokenRange | None = None  # set while a pass of a part of a microbatch runs
     # One dict per layer: keys and values of the microbatches in flight, if passes share them.
     kept: list[dict[int, Any]] = field(default_factory=list)
+    # Each returns tensors that several passes of a microbatch read.
+    shared_by_passes: list[Callable[[], Iterable[Tensor]]] = field(default_factory=list)
 
     @property
     def running_tokens(self) -> TokenRange:

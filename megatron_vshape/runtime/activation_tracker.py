@@ -54,7 +54,7 @@ class ActivationTracker:
                     self.add(tensor)
 
     def shares(self, chunk: int, sizes_bytes: tuple[int, int]) -> None:
-        """Add the bytes that slices of a microbatch share in a layer, and the bytes they owe."""
+        """Add the bytes that a layer's passes of one microbatch share, and the bytes they owe."""
         both = zip(self.shared.get(chunk, (0, 0)), sizes_bytes, strict=True)
         kept, owed = map(sum, both)
         self.shared[chunk] = kept, owed
@@ -70,24 +70,24 @@ class ActivationTracker:
         self._held = held
         self.peak_bytes = max(self.peak_bytes, held)
 
-    def held_bytes(self, stage: int, slices: int = 1) -> tuple[float, float]:
-        """Return the bytes of a microbatch and stage after F, and after B.
+    def held_bytes(self, stage: int, passes: int = 1) -> tuple[float, float]:
+        """Return the bytes of a microbatch and stage after its passes F, and after its passes B.
 
         Medians over the microbatches. If no separate B ran, the bytes after B equal the bytes after
         F.
         """
         # Without B, `added_bytes` is 0 and both results are equal.
-        after_forward = self.added_bytes(Kind.F, stage, slices)
-        return after_forward, max(after_forward + self.added_bytes(Kind.B, stage, slices), 0.0)
+        after_forward = self.added_bytes(Kind.F, stage, passes)
+        return after_forward, max(after_forward + self.added_bytes(Kind.B, stage, passes), 0.0)
 
-    def added_bytes(self, kind: Kind, stage: int, slices: int = 1) -> float:
-        """Return the bytes that these passes of a microbatch add (median over microbatches)."""
+    def added_bytes(self, kind: Kind, stage: int, passes: int = 1) -> float:
+        """Return the bytes that the `passes` of a microbatch add (median over microbatches)."""
         added = self._added.get((kind, stage), [0])
-        # Slices that ran as BW are missing from B's list, so it has no groups by microbatch.
-        if slices > 1 and kind is not Kind.F:
-            return slices * fmean(added)
-        starts = range(0, len(added), slices)
-        return float(median(sum(added[start : start + slices]) for start in starts))
+        # Passes that ran as BW are missing from B's list, so it has no groups by microbatch.
+        if passes > 1 and kind is not Kind.F:
+            return passes * fmean(added)
+        starts = range(0, len(added), passes)
+        return float(median(sum(added[start : start + passes]) for start in starts))
 
 
 def size_now(reference: StorageWeakRef) -> int:

@@ -80,7 +80,7 @@ class _Activations:
     output: int  # key of the storage of F's output, which belongs to its reader
     made: Moment
     stays: bool  # not offloaded: shared storages are not known yet
-    shared: frozenset[int]  # keys of storages that other slices read
+    shared: frozenset[int]  # keys of storages that other passes F read
     # The remaining fields are set as the passes D, L, R and H run.
     at: _At = _At.MADE
     storages: list[tuple[UntypedStorage, int]] = field(default_factory=list)  # with bytes

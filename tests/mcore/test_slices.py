@@ -7,6 +7,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -393,7 +394,7 @@ def test_auto_has_what_the_sequence_and_the_model_allow(
     parts = {"sequence_parallel": True, "tensor_model_parallel_size": 2}
     assert fitted(Settings(Namespace(seq_length=24, **parts), choice, given)).slices == (1, 2, 4)
     planner = Planner(fitted(Settings(Namespace(), choice, given)))
-    planner.choose_slices((1, 2))
+    planner.configure(replace(planner.choice, slices=(1, 2)))
     assert planner.training(2).schedule.slices == 2
     caplog.set_level("INFO")
     assert fitted(Settings(Namespace(context_parallel_size=2), choice, given)).slices == 1

@@ -288,10 +288,7 @@ def _stands_behind(
     places: Mapping[tuple[Kind, int], Sequence[int]],
     end: int,
 ) -> bool:
-    """Return whether this part of all microbatches comes after its inputs.
-
-    Each microbatch has one pass of a kind and stage.
-    """
+    """Return whether this part of all microbatches (one pass each) comes after its inputs."""
     own = places[part]
     if min(own) < 0:  # a missing pass counts as last
         own = [end if at < 0 else at for at in own]

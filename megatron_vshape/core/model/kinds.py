@@ -86,7 +86,7 @@ class Kind(str):
     receives: bool  # whether it reads a result of another stage
     does: tuple["Kind", ...]  # simple kinds; for a simple kind, itself
     before: tuple[str, ...]  # kinds of the same stage and microbatch that wait for it if it exists
-    descends: bool  # whether the slices of a microbatch run in descending order
+    descends: bool  # whether several passes of one microbatch and stage run from last to first
     everywhere: bool  # whether it is mandatory for every stage and microbatch
     of: str  # FIRST, LAST or DEVICE: where each microbatch has one pass, if used at all
     is_collective: bool  # whether no device ends such a pass before all have reached theirs
@@ -106,8 +106,9 @@ class Kind(str):
 
     @property
     def by_rank(self) -> bool:
-        """Return whether slices are numbered in execution order: it descends, or reads a kind that
-        does.
+        """Return whether passes have their number in execution order, not that of their microbatch.
+
+        They have if the kind descends, or reads a kind that does.
         """
         return any(
             each.descends or any(find_kind(read.kind).descends for read in each.reads)
@@ -228,7 +229,7 @@ Kind.B = define(
     words="the backward pass for the inputs",
     method="backward_inputs",
     reads=[Read("F"), Read("B", +1), Read("B", later=-1)],
-    descends=True,  # a slice owes those before it the gradients of their keys and values
+    descends=True,  # later parts of a microbatch read the keys and values of earlier parts
     everywhere=True,
     time="backward_us",
     exchange="backward_exchange_us",

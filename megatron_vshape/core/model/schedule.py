@@ -109,6 +109,13 @@ class Schedule:
         """Number of microbatches, each with all its slices."""
         return self.num_microbatches // self.slices
 
+    @property
+    def size_text(self) -> str:
+        """Size in words, as in `4 ranks, 8 microbatches of 2 slices`."""
+        ranks, count = self.num_devices, self.whole_microbatches
+        text = f"{ranks} rank{'s' * (ranks > 1)}, {count} microbatch{'es' * (count > 1)}"
+        return text if self.slices == 1 else f"{text} of {self.slices} slices"
+
     def in_turn(self, number: int, later: int, descends: bool) -> int:
         """Return the microbatch that is `later` positions behind another in execution order.
 

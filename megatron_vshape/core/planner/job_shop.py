@@ -369,10 +369,7 @@ class _Ways:
         self.ways[sort].append((other, lag, turns))
 
     def of_passes(self, ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the passes and the lags as [pass, index], padded with NONE.
-
-        `ranks` has the number of each microbatch in kinds of the opposite order.
-        """
+        """Return passes and lags as [pass, index], padded; `ranks` are as in `Problem.turned`."""
         num_microbatches = len(ranks)
         width = max(1, *map(len, self.ways))
         none = [(improve.NONE, 0, False)]

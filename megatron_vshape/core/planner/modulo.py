@@ -252,15 +252,15 @@ def _found(problem: _Problem, orders: Orders, scratch: Scratch, period: int) -> 
 def _draw_starts(problem: _Problem, scratch: Scratch, tries: int) -> list[Orders]:
     graph = problem.graph
     periods = np.full(STARTS, NEVER, np.int64)
-    slices = np.zeros(STARTS, np.int64)
+    intervals = np.zeros(STARTS, np.int64)
     times = np.zeros((STARTS, len(graph.work)), np.int64)
     orders = empty_orders(graph)
-    sample(graph, orders, scratch, problem.busy, tries, periods, slices, times)
+    sample(graph, orders, scratch, problem.busy, tries, periods, intervals, times)
     starts = []
-    for period, slice_, start in zip(periods, slices, times, strict=True):
+    for period, interval, start in zip(periods, intervals, times, strict=True):
         if period < NEVER:
             orders = empty_orders(graph)
-            lay(graph, orders, start, int(slice_))
+            lay(graph, orders, start, int(interval))
             # The block's start times are good initial potentials for the longest paths.
             orders.x[:] = start
             starts.append(orders)

@@ -501,9 +501,9 @@ def draw_block(
 @compiled
 def sample(
     graph: Graph, orders: Orders, scratch: Scratch, busy: int, tries: int,
-    periods: Ints, slices: Ints, times: Ints,
+    periods: Ints, intervals: Ints, times: Ints,
 ) -> None:  # fmt: skip
-    """Fill `periods`, `slices` and `times` with the best of `tries` random blocks.
+    """Fill `periods`, `intervals` and `times` with the best of `tries` random blocks.
 
     The interval between blocks grows until their orders fit the memory; the period is then the
     minimum for these orders. All kept periods differ.
@@ -512,12 +512,12 @@ def sample(
     last = len(periods) - 1
     for attempt in range(tries):
         draw_block(graph, scratch.random, busy, block, attempt == 0)
-        slice_ = busy + draw(scratch.random, busy // 8)
-        lay(graph, orders, block, slice_)
+        interval = busy + draw(scratch.random, busy // 8)
+        lay(graph, orders, block, interval)
         # an interval longer than the block has one microbatch at a time: the minimum memory
-        while not all_fit(graph, orders) and slice_ <= block.max():
-            slice_ += slice_ // 24
-            lay(graph, orders, block, slice_)
+        while not all_fit(graph, orders) and interval <= block.max():
+            interval += interval // 24
+            lay(graph, orders, block, interval)
         if not all_fit(graph, orders):
             continue
         orders.x[:] = block
@@ -527,8 +527,8 @@ def sample(
             continue
         place = last
         while place > 0 and periods[place - 1] > period:
-            periods[place], slices[place] = periods[place - 1], slices[place - 1]
+            periods[place], intervals[place] = periods[place - 1], intervals[place - 1]
             times[place] = times[place - 1]
             place -= 1
-        periods[place], slices[place] = period, slice_
+        periods[place], intervals[place] = period, interval
         times[place] = block

@@ -305,11 +305,10 @@ def opening_lines(pipeline: Pipeline, num_microbatches: int, local_ranks: int | 
             "\nbackward passes are not split (BW) except on the last stage: CUDA graphs cover all "
             "their layers"
         )
-    cut = f" of {schedule.slices} slices" if schedule.slices > 1 else ""
     return (
-        f"pipeline schedule {schedule.name}, {schedule.num_devices} ranks, {num_microbatches} "
-        f"microbatches{cut}: estimated bubble {100 * plan.timeline.bubble:.1f} %, "
-        f"{_peak_told(plan)}; costs: {_costs_told(pipeline)}{notes}\n"
+        f"pipeline schedule {schedule.name}, {schedule.size_text}: estimated bubble "
+        f"{100 * plan.timeline.bubble:.1f} %, {_peak_told(plan)}; costs: "
+        f"{_costs_told(pipeline)}{notes}\n"
         f"passes (upper case: even chunks; one row per rank):\n{plan.timeline.draw(COLUMNS)}"
     )
 

@@ -67,6 +67,15 @@ class ScheduleConfig:
         """Return whether the adaptive scheduler makes the schedule from costs."""
         return self.name == AUTO or self.name in PLUS_NAMES
 
+    def request(self, num_microbatches: int) -> PlanRequest:
+        """Return the plan request of a step, without costs and limits."""
+        return PlanRequest(self.name, self.num_devices, num_microbatches, slices=self.slices)
+
+    def published(self, name: str, num_microbatches: int) -> Schedule:
+        """Make the catalogue's schedule `name` for a step of this run."""
+        assert isinstance(self.slices, int)  # only auto chooses, and not while it measures
+        return make(name, self.num_devices, num_microbatches, slices=self.slices)
+
     @property
     def copies(self) -> bool:
         """Return whether the schedule offloads activations, or may according to the costs."""

@@ -19,7 +19,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import check_layers, recut
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.plan import plan
-from megatron_vshape.core.request import AUTO, PlanRequest, with_chunks
+from megatron_vshape.core.request import PlanRequest, with_chunks
 from megatron_vshape.mcore.layout import hybrid, stages
 from megatron_vshape.mcore.layout.multi_token import num_predicting
 from megatron_vshape.mcore.layout.sizes import options_of as sizes_in
@@ -200,16 +200,13 @@ def megatrons_if_best(
     def cut(num_stages: int, name: str) -> Costs:
         return recut(measured, num_stages, ranks, name, layers, sizes.shares)
 
-    question = PlanRequest(
-        AUTO,
-        ranks,
-        microbatches,
-        measured,
-        cut,
-        choice.limit_of,
-        choice.in_host_bytes,
+    question = replace(
+        choice.request(microbatches),
+        costs=measured,
+        cut=cut,
+        limit=choice.limit_of,
+        in_host=choice.in_host_bytes,
         placements=(choice.placement,),
-        slices=choice.slices,
     )
     overlaps = getattr(args, "overlap_p2p_comm", False)
 

@@ -26,7 +26,6 @@ from megatron_vshape.core.model.layers import recut
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Schedule, Timeline
-from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.plan import plan as plan_request
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.core.program.lowering import (
@@ -92,7 +91,7 @@ class PlannedStep:
     ) -> tuple[float, ...]:
         """Return the peak activation memory of every device for stages with the bytes of `costs`.
 
-        `shared` has, per stage, the bytes that slices of a microbatch share and those of their
+        `shared` has, per stage, the bytes that the passes of a microbatch share and those of their
         gradients.
         """
         if not shared:
@@ -150,10 +149,10 @@ class Planner:
         """Return the reserved memory per device: static memory and P2P messages."""
         return tuple(each + self._messages * self._message_bytes for each in self.static_bytes)
 
-    def choose_slices(self, counts: tuple[int, ...]) -> None:
-        """Choose from these numbers of slices from now on."""
-        if counts != self.choice.slices:
-            self.choice = replace(self.choice, slices=counts)
+    def configure(self, choice: ScheduleConfig) -> None:
+        """Plan with this choice from now on."""
+        if choice != self.choice:
+            self.choice = choice
             self._training.clear()
 
     def expect_any_length(self) -> None:
@@ -336,7 +335,7 @@ class Planner:
         """Return the schedule in the device numbering of its name or file."""
         choice = self.choice
         file = choice.from_file
-        if file is not None and file.num_microbatches != num_microbatches * file.slices:
+        if file is not None and file.whole_microbatches != num_microbatches:
             raise ScheduleError(
                 f"the schedule file {choice.name} is for {file.whole_microbatches} "
                 f"microbatches, this run has {num_microbatches} in a step: make "
@@ -347,14 +346,10 @@ class Planner:
         # Until costs are measured, auto runs a schedule by name, too. No search: the name's block
         # of one microbatch is repeated.
         if not choice.plans_by_costs or (choice.name == AUTO and self.costs is None):
-            assert isinstance(choice.slices, int)  # only auto chooses, and not while it measures
-            name = START if choice.name == AUTO else choice.name
-            made = make(name, choice.num_devices, num_microbatches, slices=choice.slices)
+            made = choice.published(START if choice.name == AUTO else choice.name, num_microbatches)
             # F and B of a published pair overlap only in Megatron's layer plans.
             return made if choice.may_overlap else made.split_overlapped()
-        request = PlanRequest(
-            choice.name, choice.num_devices, num_microbatches, slices=choice.slices
-        )
+        request = choice.request(num_microbatches)
         if choice.name == AUTO:
             return replace(plan_request(self._asked(request)).schedule, name=AUTO)
         costs = self.costs or choice.estimate

@@ -179,10 +179,10 @@ def _accumulate_always(layer: type[nn.Module]) -> None:
 
     With `is_first_microbatch` TE casts the weights to FP8 in this forward, and keeps the flag for
     this pass's backward, which then overwrites main_grad instead of adding to it. That is right
-    only if the backward is the layer's first of the step. It is not with sequence slices (they run
-    backward from last to first), with weight gradients in W, or if a layer runs twice per
-    microbatch. Megatron zeroes main_grad, so adding is always right. So the forward gets the flag,
-    and the backward reads it as false.
+    only if the backward is the layer's first of the step. It is not if a stage runs several
+    backwards per microbatch, which run from last to first, if weight gradients are computed in W,
+    or if a layer runs twice per microbatch. Megatron zeroes main_grad, so adding is always right.
+    So the forward gets the flag, and the backward reads it as false.
     """
     for base in layer.__mro__:
         original = vars(base).get("forward")

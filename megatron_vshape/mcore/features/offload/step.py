@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 
 from torch import Tensor
 
 from megatron_vshape.core.model.kinds import RELEASE, RELOAD, Kind
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.mcore.features.slices.attention import KeysValues
 from megatron_vshape.mcore.observe.report import RunReport, persistent
 from megatron_vshape.mcore.step.stage import StepContext, StepFeature, StepHook, counted
 from megatron_vshape.mcore.step_state import StepState
@@ -30,14 +30,8 @@ class Waiting(StepHook):
         return found | markers
 
     def ends_forward(self, stage: int, number: int, output: Tensor) -> None:
-        """Register the activations of an F; keys and values that slices share are not offloaded."""
-        shared = (
-            tensor
-            for by_microbatch in self._state.kept
-            for each in by_microbatch.values()
-            if isinstance(each, KeysValues)
-            for tensor in each.whole
-        )
+        """Register the activations of an F; tensors that other passes read are not offloaded."""
+        shared = chain.from_iterable(tensors() for tensors in self._state.shared_by_passes)
         self._offload.ends_forward(stage, number, output, shared)
 
     def begins(self, work: Pass) -> None:

@@ -125,12 +125,17 @@ def install(state: StepState, chunks: Sequence[nn.Module]) -> None:
                 _check(module, core)
                 kept: dict[int, KeysValues] = {}
                 state.kept.append(kept)
+                state.shared_by_passes.append(partial(_tensors_of, kept))
                 core.forward = _sliced(state, core, kept)
             elif type(module).__name__ in ("MambaMixer", "GatedDeltaNet"):
                 raise UnsupportedError(
                     f"--pipeline-slices does not work with {type(module).__name__} layers: "
                     "their state is not passed from slice to slice. Remove --pipeline-slices"
                 )
+
+
+def _tensors_of(kept: dict[int, KeysValues]) -> list[Tensor]:
+    return [tensor for each in kept.values() for tensor in each.whole]
 
 
 def _check(attention: nn.Module, core: nn.Module) -> None:

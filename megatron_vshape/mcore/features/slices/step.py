@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -149,7 +149,7 @@ class Slicing(StepFeature):
         planner = self._pipeline.planner
         if not isinstance(planner.choice.slices, int):
             fine = even_slices(planner.choice.slices, context.seq_length, context.config)
-            planner.choose_slices(fine)
+            planner.configure(replace(planner.choice, slices=fine))
             return planner.training(context.num_microbatches).schedule.slices
         with refusing():
             check_sequence(planner.choice.slices, context.seq_length, context.config)
