@@ -65,10 +65,10 @@ class Advice:
     def rows(self) -> Rows:
         """Return the rows of the comparison."""
         if self.grid:
-            found = list(self.predictor.survey(self.grid, NEAR, Budget(self.seconds)))
-            late = sum(each.reason == TIME_LIMIT for each in found)
+            survey = list(self.predictor.survey(self.grid, NEAR, Budget(self.seconds)))
+            late = sum(each.reason == TIME_LIMIT for each in survey)
             self.left_out += [f"{late} {ADAPTIVE} configurations: {TIME_LIMIT}"] * bool(late)
-            return self._rows_of(found)
+            return self._rows_of(survey)
         # Its dry runs are other processes, which can run during the search.
         with ThreadPoolExecutor(1) as dry_runs:
             without_pipeline = dry_runs.submit(fsdp.best, self.predictor, self.own)
