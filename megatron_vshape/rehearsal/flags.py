@@ -557,9 +557,10 @@ def ranks_asked_for(text: str, pipeline: int) -> list[int]:
     return sorted(set(found))
 
 
-VARIABLES = ("NVTE_", "CUBLAS_", "CUDA_DEVICE_", "PYTORCH_", "NCCL_ALGO")
-"""Prefixes of the environment variables that affect the allocations of a command, or that Megatron
-checks: --deterministic-mode requires NCCL_ALGO in some versions."""
+_CHECKED = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_GRAPH_REGISTER", "CUDA_GRAPHS_USE_NODE_PRIORITY")
+VARIABLES = ("NVTE_", "CUBLAS_", "CUDA_DEVICE_", "PYTORCH_", *_CHECKED)
+"""Prefixes of the environment variables that affect the allocations of a command, and those that
+Megatron checks, such as NCCL_GRAPH_REGISTER with CUDA graphs and expandable segments."""
 
 
 def environment_of(command: Command, known: Iterable[str] = VARIABLES) -> dict[str, str]:

@@ -269,6 +269,14 @@ def test_deterministic_mode_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment_of(command)["NCCL_ALGO"] == "Ring"
 
 
+def test_variables_that_megatron_checks_stay() -> None:
+    """Two cases of Megatron-LM ended in its check of NCCL_GRAPH_REGISTER, which they set."""
+    given = {"NCCL_GRAPH_REGISTER": "0", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    command = Command("pretrain_gpt.py", (), {**given, "NCCL_NVLS_ENABLE": "0"})
+    assert environment_of(command).items() >= given.items()
+    assert "NCCL_NVLS_ENABLE" not in environment_of(command)
+
+
 def test_a_mapping_becomes_flags() -> None:
     assert flags_of({"num_layers": 8, "--bf16": True, "--fp16": False, "--b": [1, 2]}) == (
         ["--num-layers", "8", "--bf16", "--b", "1", "2"]
