@@ -223,7 +223,6 @@ def _write_html(path: Path, result: _Result) -> None:
         result.timeline,
         in_bytes=result.measured is not None,
         base_peak=max(peaks) / result.numbers.relative_peak,
-        microbatches=None if result.block is None else result.block.num_microbatches,
     )
     write_html(path, result.timeline, result.costs, facts)
 

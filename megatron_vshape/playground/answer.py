@@ -7,7 +7,6 @@ from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.request import PLUS_NAMES
-from megatron_vshape.playground.period import period_of, step_pictures
 from megatron_vshape.playground.picture import Facts, Picture, encode, size_note, trace_text
 from megatron_vshape.playground.request import (
     MOST_CHUNKS,
@@ -21,6 +20,7 @@ from megatron_vshape.playground.request import (
 )
 from megatron_vshape.playground.schedules import Report, make_choice, make_named
 from megatron_vshape.playground.stage_costs import Pricing
+from megatron_vshape.playground.steps import step_pictures
 from megatron_vshape.view.names import display_name
 from megatron_vshape.view.numbers import argument
 
@@ -52,7 +52,6 @@ def _picture(request: Request, choice: ScheduleChoice, pricing: Pricing, report:
         in_bytes=pricing.in_bytes,
         in_us=pricing.in_bytes,
         base_peak=pricing.base_peak(schedule.num_devices),
-        period=period_of(timeline, made.block.num_microbatches if made.block else None),
         title=_title(choice, schedule),
         note=size_note(schedule),
         recipe=_recipe(choice, request, pricing),

@@ -17,8 +17,8 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.catalogue import make_block
 from megatron_vshape.playground.offers import offers
-from megatron_vshape.playground.period import catalogue_name, period_of, step_pictures
 from megatron_vshape.playground.picture import Facts, Picture, encode, size_note, trace_text
+from megatron_vshape.playground.steps import catalogue_name, step_pictures
 from megatron_vshape.view.names import display_name
 
 MOST_TRACED = 30_000
@@ -63,7 +63,6 @@ def plain_facts(
     *,
     in_bytes: bool = False,
     base_peak: float | None = None,
-    microbatches: int | None = None,
 ) -> Facts:
     """Return the context of any timeline.
 
@@ -71,14 +70,12 @@ def plain_facts(
         timeline: the timeline.
         in_bytes: memory is in bytes and time in microseconds, as from a costs file.
         base_peak: peak of 1F1B, in the same unit.
-        microbatches: microbatches per building block, if there is one.
     """
     schedule = timeline.schedule
     return Facts(
         in_bytes=in_bytes,
         in_us=in_bytes,
         base_peak=base_peak,
-        period=period_of(timeline, microbatches),
         title=display_name(schedule.name),
         note=size_note(schedule),
         train=catalogue_name(schedule),

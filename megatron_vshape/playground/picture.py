@@ -36,16 +36,6 @@ ARRAYS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Period:
-    """Start and length of one repeat of the building block, and its microbatches."""
-
-    start: float
-    length: float
-    first_microbatch: int
-    microbatches: int
-
-
-@dataclass(frozen=True, slots=True)
 class Facts:
     """Context of a timeline that does not follow from it."""
 
@@ -68,7 +58,6 @@ class Facts:
     bounded: str = "makespan"
     """Objective of the lower bound."""
 
-    period: Period | None = None
     title: str = ""
     note: str = ""
     recipe: str = ""

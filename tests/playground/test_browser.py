@@ -45,7 +45,7 @@ def x_of(time: float, timeline: Timeline, width: float) -> float:
 @pytest.mark.parametrize("name", ["v-half", "1f1b", "zb-h1", "interleaved-1f1b"])
 def test_every_pass_and_every_bubble_is_drawn(page, server, name):
     schedule = make(name, 4, 8)
-    load(page, server, f"d=4&m=8&s={name}&b=0&t=light")
+    load(page, server, f"d=4&m=8&s={name}&t=light")
     check_drawn(page, simulate(schedule))
 
 
@@ -81,7 +81,7 @@ def test_a_plan_of_four_stages_a_device_is_drawn(page, server):
     costs = Costs.uniform(4, 16, 1, 1.15, 0.85, 0.05)
     schedule = plan(costs, 4, 8, 6).schedule
     assert schedule.num_chunks == 4
-    load(page, server, "d=4&m=8&c=1,1.15,0.85,0.05&s=plan:6:makespan:&b=0&t=light")
+    load(page, server, "d=4&m=8&c=1,1.15,0.85,0.05&s=plan:6:makespan:&t=light")
     check_drawn(page, simulate(schedule, costs))
     assert page.inner_text("figcaption p").endswith("4 chunks per rank, looping")
     assert "dark: chunk 0, light: chunk 3" in page.inner_text("#bar")
@@ -336,7 +336,7 @@ def test_a_long_plan_shows_progress_and_can_be_cancelled(page, server):
 def test_the_url_brings_everything_back(page, server):
     state = (
         "tab=timeline&d=4&m=12&c=1,1.15,0.85,0.05&u=ms&e=0.5,0,0,1&h=0,1,0,0&gib=0.25"
-        "&s=v-min~zb-h1~interleaved-1f1b:c3&a=2&f=3&w=10,40&t=dark&b=0"
+        "&s=v-min~zb-h1~interleaved-1f1b:c3&a=2&f=3&w=10,40&t=dark"
     )
     load(page, server, state)
     first = (url(page), numbers(page), picture(page))

@@ -3,7 +3,6 @@
 import itertools
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from playground.answers import read_payload
@@ -13,8 +12,8 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.paper.catalogue import NAMES, make
-from megatron_vshape.playground.period import period_of, step_pictures
 from megatron_vshape.playground.picture import KINDS, Picture, encode
+from megatron_vshape.playground.steps import step_pictures
 from megatron_vshape.view.numbers import held_steps
 
 TIMES = st.floats(0.125, 8)
@@ -60,24 +59,6 @@ def test_the_memory_between_passes_follows_from_the_header(name, devices, microb
                 steps = held_steps(timeline, costs, device)
                 assert after == [held for begin, held in steps if begin <= time][-1]
         at += size
-
-
-@pytest.mark.parametrize(
-    ("name", "length"), [("v-half", 6), ("v-zb", 6), ("1f1b", 6), ("v-two-thirds", 12)]
-)
-def test_the_period_is_the_block_s(name, length):
-    timeline = simulate(make(name, 4, 32))
-    period = period_of(timeline, 2 if name == "v-two-thirds" else 1)
-    assert period is not None
-    assert period.length == length
-
-
-@pytest.mark.parametrize("name", ["v-zb", "zb-h1"])
-def test_the_period_of_an_order_that_never_repeats_is_the_block_s_too(name):
-    timeline = simulate(make(name, 8, 16))
-    period = period_of(timeline, 1)
-    assert period is not None
-    assert period.length == 6
 
 
 def test_the_steps_end_in_the_catalogue_s_schedule():

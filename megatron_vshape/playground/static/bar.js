@@ -1,4 +1,4 @@
-// Tool bar above the pictures: zoom, block interval, followed microbatch, legend.
+// Tool bar above the pictures: zoom, followed microbatch, legend.
 
 import { element } from "./dom.js";
 
@@ -11,7 +11,7 @@ const LEGEND = [
 ];
 
 /** Return the elements of the tool bar. */
-export function barParts({ state, view, chunkCount, kinds, palette, hasPeriod, seek, change }) {
+export function barParts({ state, view, chunkCount, kinds, palette, seek, change }) {
   const button = (id, text, title, act, pressed) =>
     element("button", { type: "button", class: "button", id, title, "aria-label": text.length < 4 ? title : null, "aria-pressed": pressed, click: act }, text);
   const parts = [
@@ -25,11 +25,6 @@ export function barParts({ state, view, chunkCount, kinds, palette, hasPeriod, s
       button("later", "›", "Later", () => view.pan(view.span * 0.25)),
     ),
   ];
-  if (hasPeriod) {
-    const on = state.block && state.follow === null && state.range === null; // these hide the block
-    parts.push(button("block", "Block's repeat", "Mark the building block's repeat", () =>
-      change({ block: !on, follow: null, range: null }), String(on)));
-  }
   if (state.follow !== null) {
     parts.push(button("let-go", `Following microbatch ${state.follow}  ×`, "Let it go", () => change({ follow: null }), "true"));
   }

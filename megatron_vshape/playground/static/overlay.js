@@ -1,4 +1,4 @@
-// Overlays on the passes: axis, device names, block interval, followed microbatch, selected pass.
+// Overlays on the passes: axis, device names, followed microbatch, selected pass.
 
 import { decimal } from "./dom.js";
 import { MARGIN, numberSize, ticksOf } from "./geometry.js";
@@ -111,43 +111,6 @@ function drawAxis(pen, track) {
   pen.textAlign = "left";
   pen.fillText(units.timeName, MARGIN.left + width + 8, y + 8);
   pen.textBaseline = "middle";
-}
-
-/** Mark one interval of the building block: outlined passes, and its length above the rows. */
-export function drawPeriod(pen, track) {
-  const period = track.timeline.meta.facts.period;
-  if (period === null) return;
-  const { skin, units } = track;
-  const left = track.xOf(period.start);
-  const right = track.xOf(period.start + period.length);
-  clipPlot(pen, track, 0);
-  pen.strokeStyle = skin.ink;
-  pen.fillStyle = skin.ink;
-  pen.lineWidth = 1;
-  const y = MARGIN.top - 7.5;
-  pen.beginPath();
-  for (const x of [left, right]) {
-    pen.moveTo(x, y - 4);
-    pen.lineTo(x, y + 4);
-  }
-  pen.moveTo(left, y);
-  pen.lineTo(right, y);
-  pen.stroke();
-  pen.font = fontOf(10.5);
-  pen.textAlign = "left";
-  pen.fillText(`T = ${units.time(period.length)}`, right + 5, y + 0.5);
-  if (track.timeline.typical * track.scale >= 5) outlineBlock(pen, track, period);
-  pen.restore();
-}
-
-function outlineBlock(pen, track, period) {
-  const { timeline, geometry, skin } = track;
-  pen.strokeStyle = skin.ink;
-  pen.lineWidth = 1.2;
-  for (let each = 0; each < period.microbatches; each++) {
-    const { path, rest } = timeline.passesOf(period.first_microbatch + each);
-    for (const at of [...path, ...rest]) strokePass(pen, track, at, geometry.rowInner);
-  }
 }
 
 function strokePass(pen, track, at, high) {

@@ -5,8 +5,8 @@ import { afterPress } from "./press.js";
 import { readState, writeState } from "./state.js";
 import { View } from "./view.js";
 
-const VIEW_ONLY = new Set(["follow", "block", "window", "range", "theme", "step", "tab", "active"]);
-const REDRAWN = new Set(["follow", "block", "range", "theme"]); // require no new schedule
+const VIEW_ONLY = new Set(["follow", "window", "range", "theme", "step", "tab", "active"]);
+const REDRAWN = new Set(["follow", "range", "theme"]); // require no new schedule
 
 export const app = {
   state: null,

@@ -18,7 +18,6 @@ export const shared = {
   theme: themeColours,
   unitsOf: (timeline) => unitsFor(timeline.meta.facts, app.state.unit),
   follow: () => app.state.follow,
-  showsBlock: () => app.state.block,
   onFollow: (microbatch) => change({ follow: microbatch }),
   range: () => drawnRange ?? app.state.range,
   onRange,
@@ -120,7 +119,6 @@ function drawBar() {
     chunkCount: Math.max(...timelines.map((timeline) => timeline.chunkCount)),
     kinds: new Set(timelines.flatMap((timeline) => [...timeline.kinds])),
     seek,
-    hasPeriod: timelines.some((timeline) => timeline.meta.facts.period !== null),
     change,
   });
   refill(byId("bar"), ...parts);

@@ -19,7 +19,6 @@ export function firstState() {
     entries: [{ source: "name", name: "v-half" }],
     active: 0,
     step: 0,
-    block: true,
     follow: null,
     window: null,
     range: null,
@@ -47,7 +46,6 @@ export async function writeState(state) {
   put("s", state.entries.map((entry) => writeEntry(entry, loaded)).join("~"), "");
   put("a", state.active, 0);
   put("step", state.step, 0);
-  put("b", state.block ? 1 : 0, 1);
   put("f", state.follow, null);
   put("w", state.window?.join() ?? null, null);
   put("r", state.range?.join() ?? null, null);
@@ -110,7 +108,6 @@ export async function readState(text) {
   if (good.length) state.entries = good;
   state.active = Math.min(Math.max(Math.trunc(number("a", 0)), 0), state.entries.length - 1);
   state.step = Math.min(Math.max(Math.trunc(number("step", 0)), 0), 4);
-  state.block = given.get("b") !== "0";
   state.follow = number("f", null);
   state.window = stretch(given.get("w"));
   state.range = stretch(given.get("r"));

@@ -2,7 +2,7 @@
 
 import { element } from "./dom.js";
 import { MARGIN, layOut } from "./geometry.js";
-import { describePass, drawChosen, drawFollowed, drawFrame, drawPeriod, drawRange } from "./overlay.js";
+import { describePass, drawChosen, drawFollowed, drawFrame, drawRange } from "./overlay.js";
 import { coloursOf, isBoxed, makeHatch, mixingTable, paintTile } from "./paint.js";
 import { listenTo } from "./pointer.js";
 
@@ -139,7 +139,6 @@ export class Track {
     const follow = this.shared.follow();
     const range = this.shared.range();
     if (follow !== null) drawFollowed(pen, this, follow);
-    else if (range === null && this.shared.showsBlock()) drawPeriod(pen, this);
     if (range !== null) drawRange(pen, this, range);
     if (this.chosen >= 0) drawChosen(pen, this, this.chosen);
     drawFrame(pen, this);
