@@ -9,12 +9,16 @@ from clients.on_cpu import make_data, make_model
 python_of("swift")
 
 LORA = ["--tuner_type", "lora", "--lora_rank", "4", "--target_modules", "all-linear"]
+# The norm of gradients is summed over the ranks in another order. Clipping by it changes the last
+# bit of gradients, and Adam divides small ones by their own size: norms of the third step of DPO
+# differed by 2.3e-5. Without clipping, all weights are equal bit by bit.
+UNCLIPPED_DPO = ["--rlhf_type", "dpo", "--clip_grad", "0"]
 SHAPES = {
     "SFT": {},
     "SFT, two replicas": {"pipeline": 2},
     "SFT, packed": {"options": ["--padding_free", "true"]},
-    "DPO": {"prefers": True, "options": ["--rlhf_type", "dpo"]},
-    "DPO, two replicas": {"prefers": True, "pipeline": 2, "options": ["--rlhf_type", "dpo"]},
+    "DPO": {"prefers": True, "options": UNCLIPPED_DPO},
+    "DPO, two replicas": {"prefers": True, "pipeline": 2, "options": UNCLIPPED_DPO},
 }
 MATRIX = [case for case in matrix(SHAPES) if SHARED not in case]  # whose rows it does not convert
 SAVES = ("stock", "v-half")
@@ -49,10 +53,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.mark.parametrize(("shape", "schedule"), [*MATRIX, ("LoRA", "v-half")])
 def test_what_is_logged_and_saved_is_ms_swifts_own(runs: Runs, shape: str, schedule: str) -> None:
     """Losses, norms and evaluations as the user reads them, and the weights."""
-    # The norm for clipping is summed in another order over the ranks. Adam divides small gradients
-    # of DPO by their own size, so the third step's norm differed by 2.3e-5 on one of two CPUs.
-    most = 5e-5 if shape == "DPO" else most_of(schedule)
-    runs.compare(f"{shape}: {schedule}", f"{shape}: stock", most)
+    runs.compare(f"{shape}: {schedule}", f"{shape}: stock", most_of(schedule))
     assert len(runs.of(f"{shape}: {schedule}")[-1]["logged"]) >= 4  # three steps, an evaluation
 
 
