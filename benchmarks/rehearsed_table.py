@@ -54,9 +54,9 @@ golden values contain the allocated memory of the last rank (torch.cuda.memory_s
 peak, and the memory between steps (*states*). Flags and environment are those of the tests on
 main; golden values are up to half a year older. Assumptions: balanced routing, and fused attention
 unless the flags exclude it. Nothing is fitted. The allocator can leave up to 1 MiB of a block
-unused, which is estimated for cases under moe/ only (0 to 16 MiB of the states). \\*: the number of
-GPUs is not published and was chosen so that the states agree; only the peak is a prediction. +:
-assumed to run on one node. `python benchmarks/rehearse_rows.py` computes the estimates.
+unused, which is estimated (0 to 16 MiB of the states). \\*: the number of GPUs is not published and
+was chosen so that the states agree; only the peak is a prediction. +: assumed to run on one node.
+`python benchmarks/rehearse_rows.py` computes the estimates.
 """
 
 
