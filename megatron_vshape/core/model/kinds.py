@@ -157,40 +157,44 @@ def define(
             exist, or a kind of another resource allocates memory.
     """
     kind = Kind(name)
-    if name in _ROWS or not (name.isascii() and name.isalpha() and name.isupper()):
-        raise ScheduleError(f"a kind cannot be called {name!r:.40}: new capital letters are wanted")
     # `reads` are data of the same microbatch, so the simulator waits for them. `follows` only
     # constrain the row: the device's pass order already implies the wait.
     every, kind.before = tuple(reads), tuple(before)
     kind.reads = tuple(read for read in every if not read.later)
     kind.follows = tuple(read for read in every if read.later)
-    # `follows` are not checked: S follows C, whose row comes later in the table.
-    for other in (*(read.kind for read in kind.reads), *kind.before):
-        if other != name and other not in _ROWS:
-            raise ScheduleError(f"{name} names {other!r:.40}, which is no kind: {', '.join(_ROWS)}")
-    # Peaks are computed from the row order alone. With memory on a concurrent resource, they would
-    # depend on measured copy times.
-    if resource != PROCESSOR and (held := takes or keeps or frees or works):
-        raise ScheduleError(
-            f"{name} runs on {resource} and holds {held}; only a kind that runs "
-            f"on the {PROCESSOR} may hold something or let go of it"
-        )
     kind.label, kind.words, kind.method = label, words or f"the {label}", method
     kind.receives = any(read.step for read in kind.reads)
     # A simple kind includes itself, so that callers treat BW and B in the same way.
     kind.does = tuple(does) or (kind,)
-    kind.everywhere, kind.of, kind.is_collective, kind.resource = (
-        everywhere,
-        of,
-        is_collective,
-        resource,
-    )
-    kind.descends = descends
+    kind.everywhere, kind.of, kind.descends = everywhere, of, descends
+    kind.is_collective, kind.resource = is_collective, resource
     kind.time, kind.exchange = time, exchange
     kind.takes, kind.keeps, kind.frees, kind.works = takes, keeps, frees, works
     kind.colour, kind.terminal = colour, terminal
+    _check_row(kind)
     _ROWS[name] = kind
     return kind
+
+
+def _check_row(kind: Kind) -> None:
+    """Raise ScheduleError unless the kind is a valid new row of the table."""
+    if kind in _ROWS or not (kind.isascii() and kind.isalpha() and kind.isupper()):
+        raise ScheduleError(
+            f"{str(kind)!r:.40} cannot be the name of a kind: a name has capital letters only, and "
+            "no other kind has it. Choose another name"
+        )
+    # `follows` are not checked: S follows C, whose row comes later in the table.
+    for other in (*(read.kind for read in kind.reads), *kind.before):
+        if other != kind and other not in _ROWS:
+            raise ScheduleError(f"{kind} names {other!r:.40}, which is no kind: {', '.join(_ROWS)}")
+    # Peaks are computed from the row order alone. With memory on a concurrent resource, they would
+    # depend on measured copy times.
+    amount = kind.takes or kind.keeps or kind.frees or kind.works
+    if kind.resource != PROCESSOR and amount:
+        raise ScheduleError(
+            f"{kind} runs on {kind.resource} and has the memory {amount}: only kinds that run on "
+            f"the {PROCESSOR} can have memory. Remove {amount}"
+        )
 
 
 def remove(kind: Kind) -> None:

@@ -133,10 +133,7 @@ def plan(
     say_if_slow()
     sizes = num_devices, num_microbatches, limit, (goal := Objective(objective))
     counts = (slices,) if isinstance(slices, int) else tuple(slices)
-    owns = [
-        (placement, regroup(costs, len(placement), f"a placement of {len(placement)} stages"))
-        for placement in placements or default_placements(num_devices, costs.num_stages, trades)
-    ]
+    owns = _placed(costs, placements or default_placements(num_devices, costs.num_stages, trades))
     searches = _searches(owns, sizes, counts, whole, trades, in_host, seed)
     race = _Race(_worth_racing(searches) if trades or counts[1:] else searches, trades)
     if begun is not None:
@@ -149,6 +146,14 @@ def plan(
     # A search's bound covers its strategy alone, and this one all strategies of the placement.
     bound = bound_at(costs_of(made.schedule, dict(owns)[own]), own, num_microbatches, limits, goal)
     return replace(made, lower_bound=min(bound, made.value))
+
+
+def _placed(costs: Costs, placements: Sequence[Placement]) -> list[tuple[Placement, Costs]]:
+    """Return the placements with the costs of their stages."""
+    return [
+        (each, regroup(costs, len(each), f"a placement of {len(each)} stages"))
+        for each in placements
+    ]
 
 
 def _searches(

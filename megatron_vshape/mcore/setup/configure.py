@@ -204,7 +204,6 @@ def pipeline_of(
     # 2. Options for Megatron's stages are translated to layers per stage, others are rejected.
     choice, translated = take_options(model, choice, options, check)
     log_translated(translated)
-    # Data paired by call number would be paired wrongly in another order of microbatches.
     keeps_order = options.keep_order or _counts_calls(model)
     options = replace(options, layer_split=translated.layer_split, keep_order=keeps_order)
     # 3. The layers of every stage, and the costs of such stages.
@@ -220,23 +219,29 @@ def pipeline_of(
         kernels=kernels,
         may_offload=translated.may_offload,
     )
-    # Profiled steps can change the schedule, and graphs can replay only the order of their capture.
-    if choice.plans_by_costs and options.profile_steps and captures_graphs(model):
-        graphs.capture_late(model, options.checked_steps[1])
+    _capture_after_profile(model, choice, options)
     # 4. The planner: it makes no plan before the number of microbatches is known (`complete`).
     measures = choice.name == AUTO and options.profile_steps is not None
     return Pipeline(
         options,
         planner=Planner(choice, rank_zero),
         stage_map=stage_map,
-        # The same in Megatron's form, which it reads from the TransformerConfig.
-        layout=StageLayout(stage_map),
+        layout=StageLayout(stage_map),  # the same, as Megatron reads it from its config
         overlaps_grad_reduce=bool(getattr(model, "overlap_grad_reduce", False)),
         by_layers=choice.may_overlap,
         has_trial=measures and not captures_graphs(model),
         recomputed_inputs=recomputed_inputs(model),
         splits_graphs=splits_graphs,
     )
+
+
+def _capture_after_profile(model: Any, choice: ScheduleConfig, options: Options) -> None:
+    """Make Megatron capture CUDA graphs after profiled steps, which can change the schedule.
+
+    Graphs can replay only the order of their capture.
+    """
+    if choice.plans_by_costs and options.profile_steps and captures_graphs(model):
+        graphs.capture_late(model, options.checked_steps[1])
 
 
 def _counts_calls(model: Any) -> bool:
