@@ -212,7 +212,7 @@ def _check(given: Any, choice: ScheduleConfig, own: Options) -> None:
     stage_map = StageMap(choice.placement, layers, multi_token.num_predicting(given))
     ties = not getattr(given, "untie_embeddings_and_output_weights", True)
     ties = getattr(given, "share_embeddings_and_output_weights", ties)
-    check_stages(Settings(given, choice, own, translated.may_offload), stage_map, ties)
+    check_stages(Settings(given, choice, own), stage_map, ties)
     check_batch_size(choice, given)
 
 

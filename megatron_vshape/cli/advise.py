@@ -25,7 +25,7 @@ from megatron_vshape.cli.hardware import (
 from megatron_vshape.cli.help import MODEL, OUTPUT, SEARCH, group
 from megatron_vshape.cli.progress import told
 from megatron_vshape.cli.rehearse import add_program_arguments, dry_run_config
-from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.kinds import MOVING_NAME, ScheduleError
 from megatron_vshape.core.model.layers import even_with_ends
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.given_layout import layout_of
@@ -244,7 +244,7 @@ def _name(row: Prediction) -> str:
     it, schedule = row.configuration, row.schedule
     if it.schedule != ADAPTIVE:
         return it.schedule
-    return PLANNED + " with offloading" * bool(schedule and schedule.copies)
+    return PLANNED + f" with {MOVING_NAME}" * bool(schedule and schedule.copies)
 
 
 def _title(row: Prediction, subject: Subject) -> str:

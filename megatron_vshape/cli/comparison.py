@@ -14,11 +14,11 @@ from megatron_vshape.core.baselines import (
 )
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import fits
-from megatron_vshape.core.check.simulate import peak_in_host, simulate
+from megatron_vshape.core.check.simulate import peak_moved, simulate
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import FROM_HOST, TO_HOST
+from megatron_vshape.core.model.kinds import FROM_HOST, MOVING_NAME, TO_HOST
 from megatron_vshape.core.model.placement import chunks_of
-from megatron_vshape.core.model.schedule import MemoryStrategy, Timeline
+from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.core.plan import compare
 from megatron_vshape.core.request import PlanRequest, PlanResult
 from megatron_vshape.view.numbers import percent
@@ -99,7 +99,7 @@ def _tried_rows(result: PlanResult, time: Text) -> Iterator[_TableRow]:
     best = result.plan
     by_words: dict[str, tuple[float, bool]] = {}
     for way, value, bound in best.tried:
-        words = f"plan: {way_text(way)}"
+        words = f"plan: {way.text}"
         found = (bound, True) if value is None else (value, False)
         by_words[words] = min(found, by_words.get(words, found))
     for words, (value, least) in by_words.items():
@@ -159,17 +159,10 @@ def recommended(result: PlanResult) -> str:
     return f"recommended: the plan, with {chunks} {each} per rank"
 
 
-def way_text(way: MemoryStrategy) -> str:
-    """Describe a strategy to save memory, such as `offload all of chunk 0`."""
-    if way.copies:
-        return "offload all of chunk 0" if way.throughout else "offload"
-    return "schedule only"
-
-
 def trades_told(
     timeline: Timeline, costs: Costs, held: Callable[[float], str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield a label and a line about offloading, if the costs have it; `held` formats memory."""
+    """Yield a label and a line about moved memory, if the costs have it; `held` formats memory."""
     schedule = timeline.schedule
     if costs.copies:
         copied = Counter(work.stage for work in schedule.copied())
@@ -183,10 +176,10 @@ def trades_told(
             f"{percent(by_chunk[c] / of_chunk)} of chunk {c}" for c in sorted(by_chunk)
         )
         busy = percent(link_share(timeline))
-        most = held(max(peak_in_host(schedule, costs)))
+        most = held(max(peak_moved(schedule, costs)))
         line = f"{percent(share)} of the activations ({each}); at most {most} of host memory per "
         line += f"rank; host link busy {busy}"
-        yield "offloading", line if copied else "none (no gain)"
+        yield MOVING_NAME, line if copied else "none (no gain)"
 
 
 def link_share(timeline: Timeline) -> float:

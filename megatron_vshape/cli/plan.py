@@ -23,14 +23,7 @@ from megatron_vshape.cli.files import (
     schedule_output,
     write_all,
 )
-from megatron_vshape.cli.help import (
-    MEMORY,
-    MODEL,
-    OUTPUT,
-    SCHEDULE,
-    SEARCH,
-    group,
-)
+from megatron_vshape.cli.help import MEMORY, MODEL, OUTPUT, SCHEDULE, SEARCH, group
 from megatron_vshape.cli.options import (
     ABOVE_0,
     UNITS,
@@ -374,7 +367,7 @@ def _request(
         seconds=None if options.seconds is None else options.seconds * FIRST_SHARE,
         layers=_pieces(options, measured),
     )
-    return replace(request, in_host=_in_host(options, request))
+    return replace(request, moved_limit=_in_host(options, request))
 
 
 def _cut(options: argparse.Namespace, measured: Costs | None) -> Cut:

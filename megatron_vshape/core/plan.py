@@ -206,7 +206,7 @@ def _search(request: PlanRequest, budget: Budget) -> PlanResult:
         seconds=None if request.seconds is None else request.seconds / (1 + chooses),
         progress=budget.progress,
         trades=costs.copies,
-        in_host=request.in_host,
+        in_host=request.moved_limit,
     )
 
     def result_of(made: Plan) -> PlanResult:
@@ -246,9 +246,9 @@ def _search_shared(request: PlanRequest, budget: Budget) -> PlanResult:
     )
     requests = [_on(request, each, 1 / len(placements)) for each in placements]
     if whole.copies:
-        alone = [without_copies(each.whole()) for each in requests]
-        pairs = zip(requests, alone, strict=True)
-        requests = [*requests, *(replace(each, costs=own, cut=None) for each, own in pairs)]
+        requests += [
+            replace(each, costs=without_copies(each.whole()), cut=None) for each in requests
+        ]
     for each in requests:
         fitting: list[tuple[EvaluatedSchedule, Plan]] = []
         for waiting in sorted(WAITING, reverse=True):

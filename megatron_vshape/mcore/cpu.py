@@ -165,7 +165,7 @@ def _tensors() -> Iterator[_Replacement]:
     yield torch.Tensor, "to", _moved_to_cpu(torch.Tensor.to)
     yield torch.Tensor, "type", _typed_as_on_gpu(torch.Tensor.type)
     yield torch.Tensor, "cuda", lambda self, *args, **kwargs: self
-    # a copy, as on a GPU: offloading frees the storage that it was made from
+    # A copy, as on a GPU: the storage that it was made from may be freed.
     yield torch.Tensor, "pin_memory", lambda self, device=None: self.clone()
     yield torch.Tensor, "record_stream", _no_op()
 

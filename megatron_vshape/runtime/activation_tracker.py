@@ -64,7 +64,7 @@ class ActivationTracker:
         dead = [key for key, reference in self._known.items() if reference.expired()]
         for key in dead:
             del self._known[key]
-        # Current sizes: offloading changes the size of a living storage.
+        # Current sizes: a living storage may have been emptied.
         held = sum(map(size_now, self._known.values()))
         self._added.setdefault((work.kind, work.stage), []).append(held - self._held)
         self._held = held
@@ -91,7 +91,7 @@ class ActivationTracker:
 
 
 def size_now(reference: StorageWeakRef) -> int:
-    """Return the current size of a storage in bytes; offloading may have emptied or refilled it."""
+    """Return the current size of a storage in bytes, which may have been emptied or refilled."""
     storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
     return 0 if storage is None else storage.nbytes()
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vshape.core.model.costs import Costs, with_copies_of
+from megatron_vshape.core.model.files import MEASURED
 from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, FROM_HOST, RELEASE, TO_HOST
 from megatron_vshape.runtime.program_runner import on_stream_of
 
@@ -45,6 +47,24 @@ def priced(costs: Costs, stages: Sequence[Copies], source: str) -> Costs:
     moved = tuple(float(each.num_bytes) for each in stages)
     costs = with_copies_of(costs, out_us, moved, back_us)
     return costs.with_source(source, COPY_OUT.time, RELEASE.frees, COPY_BACK.time)
+
+
+def with_copies(costs: Costs, moved: Mapping[int, int], device: torch.device) -> Costs:
+    """Add the cost of copies, measured on all ranks at the same time.
+
+    `moved` has the bytes per stage of this rank. All ranks of the world call this.
+    """
+    own = measure_copies(device, max(moved.values()))
+    mine = {stage: own.of(size) for stage, size in moved.items()}
+    everyones = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    found = [
+        Copies(
+            *map(median, zip(*(each[stage] for each in everyones if stage in each), strict=True))
+        )
+        for stage in range(costs.num_stages)
+    ]
+    return priced(costs, found, f"{MEASURED} on {dist.get_world_size()} ranks at once")
 
 
 def measure_copies(device: torch.device, num_bytes: int, rounds: int = 5) -> Copies:

@@ -92,6 +92,8 @@ class _Activations:
 class Offload:
     """Offloaded activations of this rank's stages, by stage and microbatch."""
 
+    name = "host memory"
+
     def __init__(
         self, device: torch.device, most_bytes: float = math.inf, ranks: int | None = None
     ) -> None:

@@ -180,6 +180,12 @@ class Cluster(_File):
         """Number of devices."""
         return self.nodes * self.devices_per_node
 
+    @property
+    def flags_of_plans(self) -> list[str]:
+        """The trainer's flags for planned schedules."""
+        limit_gib = None if self.host_link is None else self.host_link.memory_gib
+        return [] if limit_gib is None else ["--pipeline-host-memory-limit", str(limit_gib)]
+
 
 class Workload(_File):
     """One row of the result: sequence length, and sequences per step."""

@@ -26,7 +26,7 @@ class Machine:
     num_devices: int
     known: bool = True  # whether the rates are for this GPU
     copies: bool = False  # whether plans offload activations to the hosts
-    in_host_bytes: float = math.inf  # host memory per device for them
+    moved_limit_bytes: float = math.inf  # host memory per device for them
 
     @classmethod
     def of(cls, cluster: "Cluster") -> "Machine":

@@ -275,11 +275,11 @@ class Predictor:
         found, reasons = [], []
         limits = [self.allocatable_bytes(it)] * it.pipeline_parallel
         objective = Objective.SPAN if self.post_validation else Objective.MAKESPAN
-        in_host = self.machine.in_host_bytes
+        most = self.machine.moved_limit_bytes
         for placement in _placements(it):
             costs = self.costs(it, placement)
             try:
-                timeline = plan_adaptive(it, placement, costs, limits, objective, in_host, budget)
+                timeline = plan_adaptive(it, placement, costs, limits, objective, most, budget)
                 found.append(self.evaluated(it, timeline.schedule, costs, timeline))
             except SweepError as error:
                 reasons.append(str(error))
@@ -299,13 +299,13 @@ def plan_adaptive(
     costs: Costs,
     limits_bytes: Sequence[float],
     objective: Objective,
-    in_host_bytes: float = math.inf,
+    moved_limit_bytes: float = math.inf,
     budget: Budget | None = None,
 ) -> Timeline:
     """Plan for a placement with at most `limits_bytes` on each device.
 
-    At most `in_host_bytes` of each device are offloaded, if the costs have offloading. The search
-    ends with the budget.
+    The plan moves at most `moved_limit_bytes` off each device, if the costs have such passes. The
+    search ends with the budget.
 
     Raises:
         SweepError: the limits are infeasible.
@@ -320,7 +320,7 @@ def plan_adaptive(
         it.num_microbatches,
         costs,
         limit=limits_bytes,
-        in_host=in_host_bytes,
+        moved_limit=moved_limit_bytes,
         objective=objective,
         placements=(placement,),
     )

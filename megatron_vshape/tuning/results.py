@@ -80,9 +80,8 @@ def key_of(configuration: Configuration, loaded: Loaded) -> str:
     """Return the identity of a run: a different command or plan is a different run."""
     run = loaded.sweep.run
     # Keys of existing runs must not change: older files lack some fields, others were removed.
-    cluster = loaded.cluster.model_dump(mode="json") | {"shared_processors": None}
-    if cluster["host_link"] is None:
-        del cluster["host_link"]
+    cluster = loaded.cluster.model_dump(mode="json").items()
+    given = {name: value for name, value in cluster if value is not None}
     it = asdict(configuration)
     if it["expert_parallel"] == 1:
         del it["expert_parallel"]
@@ -91,7 +90,7 @@ def key_of(configuration: Configuration, loaded: Loaded) -> str:
     what = {
         "combination": it,
         "model": loaded.subject.identity,
-        "cluster": cluster,
+        "cluster": given | {"shared_processors": None},
         "costs": None,  # earlier versions planned for measured costs
         "post_validation": loaded.sweep.post_validation,
         "steps": [run.warmup_steps, run.measured_steps, run.statistic],

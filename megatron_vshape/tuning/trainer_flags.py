@@ -37,9 +37,7 @@ def trainer_command(
     for each in schedule_flags(str(schedule_file or it.schedule), split, it.vocab_parallel).items():
         flags += filter(None, each)
     flags += ["--train-iters", str(run.warmup_steps + run.measured_steps)]
-    link = loaded.cluster.host_link
-    if schedule_file is not None and link is not None and link.memory_gib is not None:
-        flags += ["--pipeline-host-memory-limit", str(link.memory_gib)]
+    flags += loaded.cluster.flags_of_plans if schedule_file is not None else []
     if loaded.sweep.post_validation:
         flags += " ".join(POST_VALIDATION).split()
     if subject.translated:

@@ -8,7 +8,8 @@ from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.planner.search import Objective, plan
+from megatron_vshape.core.model.schedule import Objective
+from megatron_vshape.core.planner.search import plan
 
 pytest.importorskip("ortools")
 from exact import _make_model, prove

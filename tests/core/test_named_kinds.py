@@ -27,10 +27,6 @@ HOMES = {
 }
 
 BEYOND = {
-    "core/check/simulate.py",
-    "core/model/costs.py",
-    "core/model/pieces.py",
-    "core/planner/job_shop.py",
     "mcore/observe/report.py",
 }
 

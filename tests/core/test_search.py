@@ -15,9 +15,10 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import PARTS, ScheduleError
 from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.placement import default_placements, linear, looping, v_shape
+from megatron_vshape.core.model.schedule import Objective, Plan
 from megatron_vshape.core.plan import frontier
 from megatron_vshape.core.planner import search
-from megatron_vshape.core.planner.search import Objective, Plan, plan
+from megatron_vshape.core.planner.search import plan
 from megatron_vshape.core.request import AUTO, PlanRequest
 
 REAL = (1.0, 1.15, 0.85, 0.05)

@@ -13,7 +13,7 @@ import pytest
 from link_replay import Found, Prices, replay
 
 from megatron_vshape.core.check.bounds import LimitError, bound_at
-from megatron_vshape.core.check.simulate import peak_in_host, simulate
+from megatron_vshape.core.check.simulate import peak_moved, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs, with_copies, without_copies
 from megatron_vshape.core.model.kinds import (
@@ -29,7 +29,7 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import looping, v_shape
 from megatron_vshape.core.model.schedule import MemoryStrategy, Objective, Plan, Schedule, Timeline
 from megatron_vshape.core.planner import improve, job_shop
-from megatron_vshape.core.planner.offloading import OffloadSearch
+from megatron_vshape.core.planner.offloading import OffloadSearch, ways_to_save
 from megatron_vshape.core.planner.search import plan
 
 REAL = (1.0, 1.15, 0.85, 0.05)
@@ -79,7 +79,8 @@ def test_no_worse_than_order_alone_or_the_first_chunk(limit: float) -> None:
     made = plan(costs, 4, 12, limit, trades=True, steps=60_000)
     judged(made, costs, limit)
     ways = {each.way: each for each in made.tried}
-    first = MemoryStrategy(copies=True, throughout=(0, 1, 2, 3))
+    _, first, _ = ways_to_save(True, v_shape(4))
+    assert first.throughout == (0, 1, 2, 3)
     assert {MemoryStrategy(), first} <= set(ways)
     for each in made.tried:
         assert (each.value or each.lower_bound) >= made.value * (1 - 1e-6)
@@ -109,7 +110,7 @@ def test_host_memory_has_a_limit() -> None:
         made = plan(costs, 4, 12, 3.0, trades=True, in_host=room, steps=40_000)
         judged(made, costs, 3.0)
         values.append(made.value)
-        peaks = peak_in_host(made.schedule, costs)
+        peaks = peak_moved(made.schedule, costs)
         assert max(peaks) <= room
         for t in (0.5, 0.1, 2.0):  # however fast copies are
             timeline = simulate(made.schedule, costs_of(4, t))
@@ -252,7 +253,7 @@ def test_slices_wait_too(slices: int, limit: float, in_host: float) -> None:
     costs, asked = costs_of(2, 1.0), {"trades": True, "steps": 3000, "in_host": in_host}
     made = plan(costs, 2, 4, limit, placements=[v_shape(2)], slices=slices, **asked)
     assert judged(made, costs, limit).copied
-    assert max(peak_in_host(made.schedule, costs)) <= in_host
+    assert max(peak_moved(made.schedule, costs)) <= in_host
     asked |= {"placements": [v_shape(2)], "slices": slices, "whole": True}
     assert plan(replace(costs, host_us=0.01), 2, 4, limit, **asked).schedule.slices == slices
     with pytest.raises(LimitError):

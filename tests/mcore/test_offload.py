@@ -14,7 +14,7 @@ from mcore.test_composition import EXPERT_PARALLEL, SEQUENCE
 from mcore.test_memory import figures
 from offloaded import every, every_third, offloaded
 
-from megatron_vshape.core.check.simulate import HOST_BLOCKS, peak_in_host
+from megatron_vshape.core.check.simulate import HOST_BLOCKS, peak_moved
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
@@ -211,7 +211,7 @@ def test_auto_keeps_the_limit_of_host_memory(tmp_path: Path) -> None:
         limit = chunks * LARGE * (1 + 1 / HOST_BLOCKS) / GIB
         options = Options("auto", 60.0, str(file), "v-min", limit)
         schedule = Planner(choice_for(options, 2)).training(16).schedule
-        peaks.append(max(peak_in_host(schedule, costs)))
+        peaks.append(max(peak_moved(schedule, costs)))
     assert 0 < peaks[0] <= 3 * LARGE * (1 + 1e-9) < peaks[1]
 
 

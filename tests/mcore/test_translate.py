@@ -274,12 +274,12 @@ class TestTheRest:
         name = "fine_grained_activation_offloading"
         options = Namespace(**{name: True}, offload_modules=["core_attn"])
         translated = translate(options, v_shape(4))
-        assert translated.may_offload
+        assert "offload" in translated.enabled
         (notice,) = translated.notices
         assert str(notice).startswith(f"{name}: translated to offloading of whole stages")
         assert notice.outcome == Treatment.TRANSLATED
         assert getattr(options, name) is False
-        assert not translate(options, v_shape(4)).may_offload
+        assert not translate(options, v_shape(4)).enabled
 
     @pytest.mark.parametrize("overlaps", [True, False])
     def test_userbuffers_hide_nothing_behind_a_weight_gradient(self, overlaps: bool) -> None:

@@ -146,7 +146,7 @@ def test_copies_take_the_time_of_the_link_to_the_host(tmp_path: Path) -> None:
     for kind in (COPY_OUT, COPY_BACK):
         assert [made.time_us(kind, stage) for stage in (0, 1)] == pytest.approx((100, 200))
     without = Machine.of(load_sample(tmp_path).cluster)
-    assert (without.copied(costs), without.in_host_bytes) == (costs, math.inf)
+    assert (without.copied(costs), without.moved_limit_bytes) == (costs, math.inf)
 
 
 def test_adaptive_has_activations_wait_where_the_cluster_file_has_a_link(tmp_path: Path) -> None:

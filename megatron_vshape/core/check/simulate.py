@@ -7,13 +7,12 @@ from itertools import chain
 from operator import add
 
 from megatron_vshape.core.model.costs import Costs, factor_of, more_us
-from megatron_vshape.core.model.kinds import HELD, KINDS, RELEASE, TO_HOST, Kind, ScheduleError
+from megatron_vshape.core.model.kinds import HELD, KINDS, Kind, ScheduleError
 from megatron_vshape.core.model.passes import NeedTable, Pass
 from megatron_vshape.core.model.schedule import Lane, Schedule, Timeline
 
 HOST_BLOCKS = 16
-"""Minimum number of blocks of host memory for offloaded activations, to limit the unused part of
-the last block."""
+"""Minimum number of blocks of a pool of host memory, to limit the unused part of the last block."""
 
 Rows = tuple[tuple[float, ...], ...]
 
@@ -339,14 +338,15 @@ def _shared_curve(
             beyond[work.stage, microbatch] = later + sums
 
 
-def peak_in_host(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
-    """Return the peak host memory of each device, in the unit of the costs' memory.
+def peak_moved(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
+    """Return the peak memory that passes have moved off each device, in the costs' unit.
 
     A microbatch counts from the position of its copy in the device's pass order until its backward.
     So slower copies never increase the peak, as for device memory.
     """
-    moved = costs_of(schedule, costs).held(RELEASE)[2]
-    return tuple(_peak_in_host(passes, moved) for passes in schedule.order)
+    costs = costs_of(schedule, costs)
+    moved = {kind: costs.amounts(kind.moves) or () for kind in schedule.kinds if kind.moves}
+    return tuple(_peak_moved(passes, moved) for passes in schedule.order)
 
 
 def filled(num_bytes: float) -> float:
@@ -354,13 +354,13 @@ def filled(num_bytes: float) -> float:
     return num_bytes / (1 + 1 / HOST_BLOCKS)
 
 
-def _peak_in_host(passes: Sequence[Pass], moved: Sequence[float]) -> float:
+def _peak_moved(passes: Sequence[Pass], moved: Mapping[Kind, Sequence[float]]) -> float:
     held, peak = dict[tuple[int, int], float](), 0.0
     for work in passes:
-        if work.kind.resource == TO_HOST:
-            held[work[1:]] = moved[work.stage]
+        if work.kind in moved:
+            held[work[1:]] = moved[work.kind][work.stage]
             peak = max(peak, sum(held.values()))
-        # The copy back ends before this B, which reads it: only then the host block is free.
+        # The copy back ends before this B, which reads it: only then the block is free.
         elif Kind.B in work.kind.does:
             held.pop(work[1:], None)
     return peak

@@ -9,18 +9,15 @@ from typing import Any, Self
 
 from megatron_vshape.core.model.files import read_costs, read_text, text_of
 from megatron_vshape.core.model.kinds import (
-    COPY_BACK,
-    COPY_OUT,
     DEVICE,
     DUMMY,
     EXCHANGES,
     HELD,
     KINDS,
     KNOWN_ALONE,
-    OFFLOAD,
+    MOVING,
     PARTS,
     PROCESSOR,
-    RELEASE,
     STATE,
     TIMES,
     Kind,
@@ -249,8 +246,8 @@ class Costs:
 
     @property
     def copies(self) -> bool:
-        """Whether the costs have offloading."""
-        return dict(self.others).keys() >= set(other_amounts(OFFLOAD))
+        """Whether the costs have all kinds of passes that move memory off a device."""
+        return dict(self.others).keys() >= set(other_amounts(MOVING))
 
     def changes(self, kind: Kind) -> tuple[Sequence[float], Sequence[float]]:
         """Return, by stage, the change of memory at the start and at the end of such a pass."""
@@ -447,7 +444,7 @@ def reordered(costs: Costs, order: Sequence[int]) -> Costs:
 
 
 def with_copies(costs: Costs, forwards: float) -> Costs:
-    """Make all activations of a stage offloadable; a copy one way costs `forwards` times F.
+    """Make all activations of a stage movable; a copy one way costs `forwards` times F.
 
     F is that of an inner stage, because the embedding and output layer add time without
     activations.
@@ -461,11 +458,11 @@ def with_copies(costs: Costs, forwards: float) -> Costs:
 
 
 def with_copies_of(costs: Costs, out_us: Amounts, moved_bytes: Amounts, back_us: Amounts) -> Costs:
-    """Make these bytes of every stage offloadable, with copy times for each direction."""
-    copies = {COPY_OUT.time: out_us, RELEASE.frees: moved_bytes, COPY_BACK.time: back_us}
-    return costs.having(**copies)
+    """Make these bytes of every stage movable, with copy times for each direction."""
+    amounts = zip(other_amounts(MOVING), (out_us, moved_bytes, back_us), strict=True)
+    return costs.having(**dict(amounts))
 
 
 def without_copies(costs: Costs) -> Costs:
-    """Return the costs without offloading."""
-    return costs.having(**dict.fromkeys(other_amounts(OFFLOAD)))
+    """Return the costs without kinds of passes that move memory off a device."""
+    return costs.having(**dict.fromkeys(other_amounts(MOVING)))

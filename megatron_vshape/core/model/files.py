@@ -143,7 +143,8 @@ logger = logging.getLogger(__name__)
 _FIELDS = (*TIMES, "send_us", *HELD)
 _DEVICE = "device_bytes"
 _ALONE = ("layers", "host_us", "sources", _DEVICE)
-_FORMER = ("recompute", "joint", "hidden_share", "half_duplex")
+FORMER = "half_duplex"  # in schedule files, too: a shared host link, in the order of the passes
+_FORMER = ("recompute", "joint", "hidden_share", FORMER)
 """Recomputation, overlapped passes and shared host links in files of 0.2.0; they are ignored."""
 _UNLIKE, _MORE = "by_microbatch", "more_send_us"
 

@@ -69,6 +69,7 @@ class Kind(str):
     * takes: memory allocated at the start.
     * keeps: memory retained from the end on.
     * frees: memory freed at the end.
+    * moves: memory moved off the device, from the pass until the backward.
     * works: workspace during the pass; for a kind that `does` others, the maximum of theirs unless
       the costs specify it.
     """
@@ -96,6 +97,7 @@ class Kind(str):
     takes: str
     keeps: str
     frees: str
+    moves: str
     works: str
     colour: str  # of chunk 0, `#rrggbb`
     terminal: tuple[int, int]  # nearest of a terminal's 256 colors; upper and lower case
@@ -146,6 +148,7 @@ def define(
     takes: str = "",
     keeps: str = "",
     frees: str = "",
+    moves: str = "",
     works: str = "",
     colour: str = "#6b6b6b",
     terminal: tuple[int, int] = (241, 250),
@@ -168,7 +171,7 @@ def define(
     kind.does = tuple(does) or (kind,)
     kind.everywhere, kind.of, kind.descends = everywhere, of, descends
     kind.is_collective, kind.resource = is_collective, resource
-    kind.time, kind.exchange = time, exchange
+    kind.time, kind.exchange, kind.moves = time, exchange, moves
     kind.takes, kind.keeps, kind.frees, kind.works = takes, keeps, frees, works
     kind.colour, kind.terminal = colour, terminal
     _check_row(kind)
@@ -283,6 +286,7 @@ COPY_OUT = define(
     reads=[Read("F")],
     resource=TO_HOST,
     time="copy_out_us",
+    moves="offloaded_bytes",
     colour="#6b4fa0",
     terminal=(61, 146),
 )
@@ -411,6 +415,12 @@ VOCABULARY = (LOOKUP, LOOKED_UP, LOGITS, LOSS, HEAD_WEIGHT, LOOKUP_WEIGHT)
 
 ALL_OR_NONE = (OFFLOAD, VOCABULARY)
 """Groups of kinds: a microbatch has all of a group (on its stage or on every device), or none."""
+
+MOVING = tuple(k for group in ALL_OR_NONE if any(each.moves for each in group) for k in group)
+"""Kinds of the groups that move memory off a device."""
+
+MOVING_NAME = "offloading"
+"""Name of these passes in tables."""
 
 
 def simple_kinds(kinds: Iterable[Kind]) -> tuple[Kind, ...]:

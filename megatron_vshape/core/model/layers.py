@@ -13,9 +13,11 @@ from typing import Any, NamedTuple, TypeVar
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import (
     DUMMY,
+    MOVING,
     STATE,
     WORKS,
     ScheduleError,
+    other_amounts,
 )
 from megatron_vshape.core.model.pieces import (
     Piece,
@@ -84,14 +86,15 @@ class Share(NamedTuple):
         made = piece.times(self.time)
         if self.time == self.held == self.state:
             return made
+        # Times of other kinds of passes are proportional to their memory.
+        others = tuple((name, value * self.held) for name, value in piece.others)
         for each in fields(piece):
             name, value = each.name, getattr(piece, each.name)
             if name in (STATE, DUMMY):
                 made = replace(made, **{name: value * self.state})
-            elif name.startswith("copy_") or not (name.endswith("_us") or name in WORKS):
-                # Copy times are proportional to the copied bytes.
+            elif name != "others" and not (name.endswith("_us") or name in WORKS):
                 made = replace(made, **{name: value * self.held})
-        return made
+        return replace(made, others=others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +189,10 @@ class Pieces:
         return costs_from_pieces(stages, self.send_us, layers, self.host_us, self.sources, **others)
 
     def with_copies(self, forwards: float) -> "Pieces":
-        """Make all activations of a layer offloadable; a copy one way costs `forwards` times F."""
+        """Make all activations of a layer movable; a copy one way costs `forwards` times F."""
         time, held = forwards * self.layer.forward_us, self.layer.held_after_forward_bytes
-        layer = replace(self.layer, copy_out_us=time, copy_back_us=time, offloaded_bytes=held)
-        return replace(self, layer=layer)
+        others = tuple((n, time if n.endswith("_us") else held) for n in other_amounts(MOVING))
+        return replace(self, layer=replace(self.layer, others=others))
 
     def predicting(
         self, count: int, merging_in_layers: float = MERGING, each: Share | None = None
@@ -281,14 +284,11 @@ def recut(
 
 
 def without_ends(pieces: Pieces) -> Pieces:
-    """Return the pieces without embedding and output layer, for vocabulary parallelism.
-
-    Offloading is removed: with vocabulary parallelism, only costs files contain its times.
-    """
-    nothing = pieces.layer.times(0.0)
-    layer = replace(pieces.layer, copy_out_us=0.0, copy_back_us=0.0, offloaded_bytes=0.0)
-    alone = replace(pieces, layer=layer)
-    return replace(alone, first=nothing, last=nothing, others=())
+    """Return the pieces without embedding, output layer and other kinds of passes."""
+    # Only a costs file has times of other kinds for stages that lack both ends.
+    layer = replace(pieces.layer, others=())
+    nothing = layer.times(0.0)
+    return replace(pieces, layer=layer, first=nothing, last=nothing, others=())
 
 
 def with_predicting(head: AnyPiece, layer: AnyPiece, count: int, merging: float) -> AnyPiece:

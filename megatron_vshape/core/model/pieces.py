@@ -9,13 +9,10 @@ from typing import Any, Self
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import (
-    COPY_BACK,
-    COPY_OUT,
     DUMMY,
     EXCHANGES,
     HELD,
     KINDS,
-    OFFLOAD,
     STATE,
     TIMES,
     WORKS,
@@ -38,15 +35,13 @@ class Piece:
     forward_exchange_us: float = 0.0  # time of F's collectives, beside forward_us
     backward_exchange_us: float = 0.0  # time of B's collectives
     hidden_exchange_us: float = 0.0  # of B's collectives, in a full backward
-    copy_out_us: float = 0.0  # to the host, of the activations that can be offloaded
-    offloaded_bytes: float = 0.0
-    copy_back_us: float = 0.0
     state_bytes: float = 0.0
     forward_work_bytes: float = 0.0  # workspace of F
     backward_work_bytes: float = 0.0
     weight_work_bytes: float = 0.0
     whole_work_bytes: float = 0.0
     dummy_bytes: float = 0.0  # left allocated by Megatron's own backward
+    others: tuple[tuple[str, float], ...] = ()  # amounts of other kinds of passes, by name
 
     @property
     def time_us(self) -> float:
@@ -56,34 +51,41 @@ class Piece:
 
     def times(self, factor: float) -> Self:
         """Scale the piece; the workspace does not scale, because layers run one after another."""
-        own = {name: getattr(self, name) if factor else 0.0 for name in WORKS}
-        return replace(type(self)(*(factor * value for value in self._values())), **own)
+        own: dict[str, Any] = {n: getattr(self, n) if factor else 0.0 for n in WORKS}
+        return replace(self._made(lambda value: factor * value, self), **own)
 
     def plus(self, other: "Piece") -> Self:
         """Add up both pieces; the workspace is the maximum, because they run in sequence."""
-        most = {name: max(getattr(self, name), getattr(other, name)) for name in WORKS}
-        return replace(type(self)(*map(add, self._values(), other._values())), **most)
+        most: dict[str, Any] = {n: max(getattr(self, n), getattr(other, n)) for n in WORKS}
+        return replace(self._made(add, self, other), **most)
 
     def over(self, other: "Piece") -> Self:
         """Subtract the other piece, down to 0; a greater workspace counts in full."""
         # `plus` uses the maximum, which has no inverse: only a greater workspace is certain.
-        beyond = map(sub, self._values(), other._values())
-        made = type(self)(*(max(0.0, each) for each in beyond))
-        own = {name: getattr(self, name) if getattr(made, name) else 0.0 for name in WORKS}
+        made = self._made(lambda own, less: max(0.0, own - less), self, other)
+        own: dict[str, Any] = {n: getattr(self, n) if getattr(made, n) else 0.0 for n in WORKS}
         return replace(made, **own)
 
     @classmethod
     def middle(cls, pieces: Iterable[Self]) -> Self:
         """Return the medians of several pieces."""
-        return cls(*map(median, zip(*(each._values() for each in pieces), strict=True)))
+        return cls._made(lambda *values: median(values), *pieces)
 
     def at_least(self, time_us: float) -> Self:
         """Set a minimum time per pass, since even a stage without layers has kernels."""
-        names = (*TIMES, COPY_OUT.time, COPY_BACK.time)
-        return replace(self, **{name: max(time_us, getattr(self, name)) for name in names})
+        least: dict[str, Any] = {name: max(time_us, getattr(self, name)) for name in TIMES}
+        others = ((n, max(time_us, us) if n.endswith("_us") else us) for n, us in self.others)
+        return replace(self, **least, others=tuple(others))
 
-    def _values(self) -> Iterator[float]:
-        return (getattr(self, each.name) for each in fields(self))
+    @classmethod
+    def _made(cls, of: Callable[..., float], *pieces: "Piece") -> Self:
+        """Combine the amounts of the same name."""
+        names = [each.name for each in fields(cls) if each.name != "others"]
+        made: dict[str, Any] = {n: of(*(getattr(each, n) for each in pieces)) for n in names}
+        tables = [dict(each.others) for each in pieces]
+        others = dict.fromkeys(name for table in tables for name in table)
+        combined = ((n, of(*(table.get(n, 0.0) for table in tables))) for n in others)
+        return cls(**made, others=tuple(combined))
 
 
 def costs_from_pieces(
@@ -94,9 +96,9 @@ def costs_from_pieces(
     sources: tuple[tuple[str, str], ...] = (),
     **more: Any,
 ) -> Costs:
-    """Make the costs of these stages, in model order; with offloading if any stage supports it.
+    """Make the costs of these stages, in model order; `more` are further fields.
 
-    A stage without offloadable memory then still needs copy times. `more` are further fields.
+    Other kinds of passes are included if they have memory on any stage.
     """
 
     def given(*names: str) -> dict[str, Any]:
@@ -114,8 +116,10 @@ def costs_from_pieces(
     if any(stage.hidden_exchange_us > 0 for stage in stages):
         left = (s.backward_exchange_us - s.hidden_exchange_us for s in stages)
         each["whole_exchange_us"] = tuple(max(0.0, exposed) for exposed in left)
-    if any(stage.offloaded_bytes > 0 for stage in stages):
-        more |= given(*other_amounts(OFFLOAD))
+    tables = [dict(stage.others) for stage in stages]
+    others = {name: tuple(table[name] for table in tables) for name in tables[0]}
+    if any(any(values) for name, values in others.items() if not name.endswith("_us")):
+        more |= others
     each["layers"] = None if layers is None else tuple(layers)
     made = Costs(send_us=send_us, host_us=host_us, sources=sources, **each)
     return made.having(**more) if more else made
@@ -129,8 +133,9 @@ def pieces_from_costs(costs: Costs) -> list[Piece]:
         [costs.exchanges_us(kind, stage) for stage in stages] for kind in (Kind.F, Kind.B, Kind.BW)
     )
     amounts = costs.lists()
-    nothing = (0.0,) * costs.num_stages
-    names = (*other_amounts(OFFLOAD), STATE, *WORKS, DUMMY)
+    nothing, single = (0.0,) * costs.num_stages, dict(of_no_stage(costs))
+    names = (STATE, *WORKS, DUMMY)
+    others = {name: values for name, values in costs.others if name not in single}
     return list(
         # Positional, in the order of Piece's fields: `saved_us` follows HELD, and the hidden
         # collectives follow those of F and B.
@@ -142,6 +147,7 @@ def pieces_from_costs(costs: Costs) -> list[Piece]:
             backward,
             map(sub, backward, whole),
             *(amounts.get(name, nothing) for name in names),
+            (tuple((n, values[stage]) for n, values in others.items()) for stage in stages),
         )
     )
 
@@ -156,7 +162,7 @@ def with_ends(costs: Costs, first: Piece, last: Piece) -> Costs:
 def with_pieces(costs: Costs, stages: Sequence[Piece]) -> Costs:
     """Return the costs with these stages; other fields do not change."""
     made = costs_from_pieces(stages, costs.send_us)
-    rest = {name: each for name, each in costs.others if name not in other_amounts(OFFLOAD)}
+    rest = {name: each for name, each in costs.others if name in dict(of_no_stage(costs))}
     # None removes an amount that all new stages lack.
     own = dict.fromkeys(costs.lists()) | made.lists() | rest
     return costs.having(**own)

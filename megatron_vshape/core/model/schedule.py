@@ -13,16 +13,8 @@ from operator import attrgetter, sub
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_vshape.core.model.files import check_keys, is_whole, parse_object, read_text
-from megatron_vshape.core.model.kinds import (
-    KINDS,
-    PAIR_SIGN,
-    PARTS,
-    PROCESSOR,
-    TO_HOST,
-    Kind,
-    ScheduleError,
-)
+from megatron_vshape.core.model.files import FORMER, check_keys, is_whole, parse_object, read_text
+from megatron_vshape.core.model.kinds import KINDS, PAIR_SIGN, PARTS, PROCESSOR, Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass, parse_step
 from megatron_vshape.core.model.placement import Placement, check_placement, chunks_of
 
@@ -168,12 +160,12 @@ class Schedule:
 
     @property
     def copies(self) -> bool:
-        """Whether some activations are offloaded to host memory."""
-        return any(kind.resource == TO_HOST for kind in self.kinds)
+        """Whether passes move memory off the devices."""
+        return any(kind.moves for kind in self.kinds)
 
     def copied(self) -> Iterator[Pass]:
-        """Yield the passes that copy to the host, device by device."""
-        return (each for row in self.order for each in row if each.kind.resource == TO_HOST)
+        """Yield the passes that move memory off their device, device by device."""
+        return (each for row in self.order for each in row if each.kind.moves)
 
     @property
     def splits_backward(self) -> bool:
@@ -264,7 +256,7 @@ class Schedule:
                 f"the format is {data.get('format')!r:.40}; this version reads {FORMAT}"
             )
         _check_recompute(data.pop("recompute", []))
-        data.pop("half_duplex", None)  # of 0.2.0: a shared host link, in the order of the passes
+        data.pop(FORMER, None)
         slices = _count("slices", data.pop("slices", 1))
         check_keys(data, ("format", *_KEYS), "the schedule file")
         name, devices, microbatches, placement, order = (data[key] for key in _KEYS)
@@ -563,12 +555,13 @@ class Objective(StrEnum):
 class MemoryStrategy(NamedTuple):
     """How a plan saves memory, besides the pass order.
 
-    With `copies`, activations of some microbatches are offloaded to host memory; those of the
-    stages `throughout` of every microbatch, if any.
+    With `copies`, activations of some microbatches are moved off the device; those of the stages
+    `throughout` of every microbatch, if any.
     """
 
     copies: bool = False
     throughout: tuple[int, ...] = ()
+    text: str = "schedule only"
 
 
 ORDER_ALONE = MemoryStrategy()

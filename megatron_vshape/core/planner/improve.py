@@ -52,10 +52,10 @@ class JobShop(NamedTuple):
     length: np.ndarray  # [lane] number of passes
     limit: np.ndarray  # [lane] memory limit
     due: np.ndarray  # [lane] added to its last end: for the span, minus its device's first start
-    host: np.ndarray  # [lane] offload lane of the device if host memory is limited, else NONE
-    stay: np.ndarray  # [pass, 2] F and B between which an offload occupies host memory, else NONE
-    moved: np.ndarray  # [sort] memory that is offloaded
-    room: int  # host memory limit per device
+    link: np.ndarray  # [lane] lane of the device that moves memory, if that is limited, else NONE
+    stay: np.ndarray  # [pass, 2] F and B between which its memory stays moved, else NONE
+    moved: np.ndarray  # [sort] memory that is moved off the device
+    room: int  # limit of the moved memory per device
 
 
 class State(NamedTuple):
@@ -204,7 +204,7 @@ def settle(shop: JobShop, state: State) -> bool:
             state.held[lane, place] = held
             fits = fits and held + shop.over[shop.sort[work]] <= shop.limit[lane]
     for lane in range(len(state.row)):
-        fits = fits and _fits_host(shop, state, lane)
+        fits = fits and _fits_moved(shop, state, lane)
     order = run_rows(shop, state.row, state.place, state.head)
     if len(order) < len(shop.sort):
         return False
@@ -215,9 +215,9 @@ def settle(shop: JobShop, state: State) -> bool:
 
 
 @compiled
-def _fits_host(shop: JobShop, state: State, lane: int) -> bool:
-    """Return whether the offloads of this lane's device fit in host memory."""
-    link = shop.host[lane]
+def _fits_moved(shop: JobShop, state: State, lane: int) -> bool:
+    """Return whether the moved memory of this lane's device is within its limit."""
+    link = shop.link[lane]
     if link == NONE:
         return True
     change, place = np.zeros(state.row.shape[1], np.int64), 0
@@ -526,7 +526,7 @@ def _decide(shop: JobShop, state: State, lane: int, done: int, bar: int) -> bool
         low = min(low, state.moves[at, 0], state.moves[at, 1])
         high = max(high, state.moves[at, 0], state.moves[at, 1])
     # The estimate first: it is cheap and rejects most moves.
-    if _looks_short(shop, state, lane, low, high, bar) and _fits_host(shop, state, lane):
+    if _looks_short(shop, state, lane, low, high, bar) and _fits_moved(shop, state, lane):
         changed = _spread_heads(shop, state, lane, low, high, bar)
         if changed >= 0 and objective(shop, state) <= bar:
             _spread_tails(shop, state, lane, low, high)

@@ -14,13 +14,7 @@ import numpy as np
 
 from megatron_vshape.core.check import bounds
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import (
-    COPY_OUT,
-    PARTS,
-    RELOAD,
-    Kind,
-    ScheduleError,
-)
+from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
 from megatron_vshape.core.model.numbering import Lists
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, stages_of
@@ -51,7 +45,7 @@ class Problem:
     sorts: Sorts  # arrays
     weight_of: np.ndarray  # [sort] of a B or W: the sort of its W; else NONE
     room: np.ndarray  # [lane] memory limit, in units
-    in_host: float  # host memory limit per device, in the costs' unit
+    moved_limit: float  # of memory that passes move off a device, in the costs' unit
 
     def message(self, stage: int, other: int) -> int:
         """Return the ticks of a P2P message between stages of two devices."""
@@ -68,9 +62,9 @@ class Problem:
         return self.num_devices + self.costs.slices - 1
 
     @property
-    def room_in_host(self) -> float:
-        """Return the host memory limit per device, in units of memory."""
-        return self.in_host * self.units_per_byte * (1 + 1e-9)
+    def room_for_moved(self) -> float:
+        """Return the limit of moved memory per device, in units of memory."""
+        return self.moved_limit * self.units_per_byte * (1 + 1e-9)
 
 
 def make_problem(
@@ -81,7 +75,7 @@ def make_problem(
     objective: Objective,
     placement: Placement,
     kinds: tuple[Kind, ...] = PARTS,
-    in_host: float = math.inf,
+    moved_limit: float = math.inf,
 ) -> Problem:
     """Convert the costs and limits of one placement to integer ticks and units of memory.
 
@@ -89,7 +83,7 @@ def make_problem(
         costs: costs of a microbatch or of a slice.
         num_microbatches: microbatches per step, times the slices of each.
         kinds: kinds of passes that a stage and microbatch may have, in the table's order.
-        in_host: host memory limit per device, in the costs' unit.
+        moved_limit: limit of memory that passes move off a device, in the costs' unit.
 
     Raises:
         LimitError: one microbatch alone does not fit the limits.
@@ -131,7 +125,7 @@ def make_problem(
         sorts=sorts,
         weight_of=_weight_of(kinds, len(placement)),
         room=room,
-        in_host=in_host,
+        moved_limit=moved_limit,
     )
 
 
@@ -249,32 +243,32 @@ def make_shop(problem: Problem, num_microbatches: int) -> improve.JobShop:
         length=np.diff(np.asarray(sorts.of_lane.begin)) * m,
         limit=problem.room,
         due=_due(problem),
-        **_in_host(problem, m),
+        **_moved(problem, m),
     )
 
 
-def _in_host(problem: Problem, num_microbatches: int) -> dict[str, Any]:
-    """Return the host memory fields of a shop; inactive without a host memory limit."""
+def _moved(problem: Problem, num_microbatches: int) -> dict[str, Any]:
+    """Return the fields of a shop for moved memory; inactive without a limit of it."""
     kinds, sorts = problem.kinds, problem.sorts
     count = len(sorts.lane)
-    host, moved = np.full(len(problem.room), improve.NONE), np.zeros(count, np.int64)
+    link, moved = np.full(len(problem.room), improve.NONE), np.zeros(count, np.int64)
     stay = np.full((count, num_microbatches, 2), improve.NONE, np.int32)
-    if COPY_OUT in kinds and not math.isinf(problem.in_host):
-        out, reload, *ends = (
-            np.arange(kinds.index(kind), count, len(kinds))
-            for kind in (COPY_OUT, RELOAD, Kind.F, Kind.B)
+    movers = [] if math.isinf(problem.moved_limit) else [kind for kind in kinds if kind.moves]
+    for mover in movers:
+        out, *ends = (
+            np.arange(kinds.index(kind), count, len(kinds)) for kind in (mover, Kind.F, Kind.B)
         )
-        lane, most = (np.asarray(each) for each in (sorts.lane, sorts.most))
-        # Both lanes name the link, because a move in either can change the host's memory.
-        host[lane[out]] = host[lane[ends[0]]] = lane[out]
-        moved[out] = most[reload]
+        lane, amounts = np.asarray(sorts.lane), problem.costs.amounts(mover.moves) or ()
+        # Both lanes name the link, because a move in either can change the moved memory.
+        link[lane[out]] = link[lane[ends[0]]] = lane[out]
+        moved[out] = [round(each * problem.units_per_byte) for each in amounts]
         passes = np.arange(count * num_microbatches).reshape(count, num_microbatches)
         forward, backward = (passes[end] for end in ends)
         ranks = problem.turned(np.arange(num_microbatches))
         # Copies out are numbered as F, and B in the opposite order.
         stay[out] = np.stack([forward, backward[:, ranks]], axis=2)
-    room = int(min(problem.room_in_host, num_microbatches * float(moved.sum())))
-    return {"host": host, "stay": stay.reshape(-1, 2), "moved": moved, "room": room}
+    room = int(min(problem.room_for_moved, num_microbatches * float(moved.sum())))
+    return {"link": link, "stay": stay.reshape(-1, 2), "moved": moved, "room": room}
 
 
 class Chosen(NamedTuple):
@@ -323,7 +317,7 @@ def choose(shop: improve.JobShop, row: np.ndarray) -> Chosen:
         length=length[lanes],
         limit=shop.limit[lanes],
         due=shop.due[lanes],
-        host=np.append(np.where(length, lane, improve.NONE), improve.NONE)[shop.host[lanes]],
+        link=np.append(np.where(length, lane, improve.NONE), improve.NONE)[shop.link[lanes]],
         stay=padded[shop.stay[there]],
     )
     return Chosen(left, np.flatnonzero(there), number, lanes)

@@ -42,13 +42,7 @@ from megatron_vshape.core.model.placement import Placement, chunks_of, stages_of
 from megatron_vshape.core.model.schedule import ORDER_ALONE, MemoryStrategy
 from megatron_vshape.core.planner.improve import NONE, JobShop, run_rows
 from megatron_vshape.core.planner.job_shop import Problem, make_problem, padded
-from megatron_vshape.core.planner.orders import (
-    STARTS,
-    VALUE,
-    Candidate,
-    PlacementSearch,
-    Run,
-)
+from megatron_vshape.core.planner.orders import STARTS, VALUE, Candidate, PlacementSearch, Run
 from megatron_vshape.core.planner.race import best_of
 from megatron_vshape.core.planner.refilling import refill
 
@@ -520,8 +514,8 @@ def ways_to_save(copies: bool, placement: Placement) -> Iterator[MemoryStrategy]
     yield ORDER_ALONE
     if copies:
         first = tuple(stage for stage, chunk in enumerate(chunks_of(placement)) if not chunk)
-        yield MemoryStrategy(copies=True, throughout=first)
-        yield MemoryStrategy(copies=True)
+        yield MemoryStrategy(copies=True, throughout=first, text="offload all of chunk 0")
+        yield MemoryStrategy(copies=True, text="offload")
 
 
 class OffloadSearch(PlacementSearch):
@@ -553,7 +547,7 @@ class OffloadSearch(PlacementSearch):
         devices = problem.num_devices
         stages = stages_of(problem.placement, devices)
         most = [problem.most_useful * sum(held[stage] for stage in own) for own in stages]
-        ample = [limit + problem.in_host for limit in problem.limits]
+        ample = [limit + problem.moved_limit for limit in problem.limits]
         is_scarce = level < 1 and any(map(lt, ample, most))
         least = least_memory(problem.costs, problem.placement, devices)
         # At least the minimum of any schedule, or `make_problem` rejects them.
@@ -580,7 +574,7 @@ class OffloadSearch(PlacementSearch):
         none = np.zeros(1, np.int64)
         made = []
         slacks: Sequence[float] = SLACKS[:1] if self.way.throughout else SLACKS
-        throughout, in_host, shop = self.way.throughout, problem.room_in_host, self._parts_shop()
+        throughout, in_host, shop = self.way.throughout, problem.room_for_moved, self._parts_shop()
         for rows in with_copies(problem, shop, base.row, slacks, throughout, in_host):
             made += [
                 self._made(f"{base.name}, copies", 1, m, row, none, none)
@@ -589,9 +583,10 @@ class OffloadSearch(PlacementSearch):
         return [each for each in made if each is not None]
 
     def _found(self) -> tuple[int, np.ndarray, str]:
-        if self.best is None and not isinf(self.problem.in_host):
+        if self.best is None and not isinf(self.problem.moved_limit):
             raise ScheduleError(
                 f"no order was found within the limits {self.problem.limits} and with at most "
-                f"{self.problem.in_host:g} of a device in host memory: make one of the two larger"
+                f"{self.problem.moved_limit:g} of a device in host memory: make one of the two "
+                "larger"
             )
         return super()._found()

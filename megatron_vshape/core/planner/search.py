@@ -45,8 +45,6 @@ from megatron_vshape.core.planner.offloading import Bases, OffloadSearch, ways_t
 from megatron_vshape.core.planner.orders import MOST_AT_ONCE, Candidate, PlacementSearch
 from megatron_vshape.core.planner.race import better_half, race
 
-__all__ = ["Objective", "Plan", "plan"]
-
 ROUNDS, LEAST = 3, 1000
 """Approximate number of rounds, each with half the orders; minimum steps per order."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import pairwise
@@ -38,7 +38,7 @@ from megatron_vshape.mcore.refusals import refusing
 from megatron_vshape.mcore.setup.choice import GIB
 from megatron_vshape.mcore.setup.configure import Pipeline
 from megatron_vshape.mcore.setup.plans import PlannedStep, Planner
-from megatron_vshape.runtime.copies import Copies, measure_copies, priced
+from megatron_vshape.runtime.copies import with_copies
 from megatron_vshape.runtime.measure import (
     Held,
     PassTimer,
@@ -420,24 +420,6 @@ def middle_of(costs: Sequence[Costs]) -> Costs:
         for name, _ in costs[0].others
     }
     return costs_from_pieces(middle, send_us, host_us=host_us, **others)
-
-
-def with_copies(costs: Costs, moved: Mapping[int, int], device: torch.device) -> Costs:
-    """Add the cost of offload copies, measured on all ranks at the same time.
-
-    `moved` has the bytes per stage of this rank. All ranks of the world call this.
-    """
-    own = measure_copies(device, max(moved.values()))
-    mine = {stage: own.of(size) for stage, size in moved.items()}
-    everyones = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
-    found = [
-        Copies(
-            *map(median, zip(*(each[stage] for each in everyones if stage in each), strict=True))
-        )
-        for stage in range(costs.num_stages)
-    ]
-    return priced(costs, found, f"{MEASURED} on {dist.get_world_size()} ranks at once")
 
 
 def write_trace_files(folder: Path, planned: Timeline, measured: Timeline, costs: Costs) -> None:

@@ -45,6 +45,8 @@ PlanOf = Callable[[int], PlannedStep]
 class WaitingMemory(Protocol):
     """Other memory than the device's, in which activations wait."""
 
+    name: str
+
     @property
     def bytes_by_stage(self) -> Mapping[int, int]:
         """Return the bytes of a microbatch that can wait, by stage."""
@@ -61,7 +63,7 @@ class Memory(NamedTuple):
     held: dict[int, tuple[float, float]]  # per stage and microbatch: bytes after F, after B
     within_passes: int  # peak bytes that passes allocate and free; 0 without a GPU
     moved: Mapping[int, int] = {}  # per stage: bytes of a microbatch that can wait elsewhere
-    host_bytes: int = 0  # host memory in which they wait
+    waiting: Mapping[str, int] = {}  # bytes in which they wait, by the name of the memory
     # Bytes of a microbatch that passes of features allocate, by the name of the amount in costs.
     allocated: Mapping[str, float] = {}
     # Per stage: bytes that the passes of a microbatch share, and bytes of their gradients.
@@ -210,8 +212,9 @@ class RunReport:
         """
         if self._memory is None:
             return None
+        waits = self.waiting
         own = self._memory._replace(
-            host_bytes=0 if self.waiting is None else self.waiting.nbytes,
+            waiting={} if waits is None or not waits.nbytes else {waits.name: waits.nbytes},
             allocated_bytes=torch.cuda.max_memory_allocated(),
         )
         everyones: list[Memory] = [own] * pipeline_group.size()
@@ -227,9 +230,8 @@ class RunReport:
             plan = self._plan
             shared = {stage: both for each in everyones for stage, both in each.shared.items()}
             line += f", predicted {_in_mib(plan.peak_bytes(byte_costs(everyones), shared))}"
-        in_host = [each.host_bytes for each in everyones]
-        if any(in_host):
-            line += f", host memory {_in_mib(in_host)}"
+        for name in dict.fromkeys(name for each in everyones for name in each.waiting):
+            line += f", {name} {_in_mib([each.waiting.get(name, 0) for each in everyones])}"
         allocated = [each.allocated_bytes for each in everyones]
         if any(allocated):
             line += f", peak allocated memory {_in_mib(allocated)}"

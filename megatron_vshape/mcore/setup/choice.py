@@ -48,7 +48,7 @@ class ScheduleConfig:
     estimate: Costs | None = None  # relative costs of unequal stages; None: one unit per pass
     limit_bytes: float | None = None  # memory limit of a device, for auto; None: `limit_of`
     limit_of: str | None = None  # a schedule; None: 1F1B
-    host_limit_bytes: float = math.inf  # host memory of a device for offloading
+    moved_limit_bytes: float = math.inf  # of memory that is moved off a device
     num_layers: int | None = None  # layers of the model
     layer_shares: tuple[Share, ...] = ()  # share of each layer, if layers are not identical
     keeps_backward_whole: bool = False  # no B is split
@@ -57,7 +57,7 @@ class ScheduleConfig:
     ties_ends: bool = False  # the first and the last stage add to one gradient
     shares: bool = False  # all ranks share the embedding and the output layer
     kernels: bool = False  # P2P messages are GPU kernels (NCCL)
-    may_offload: bool = False  # measure the cost of offload copies, too
+    enabled: frozenset[str] = frozenset()  # features of plans that Megatron's options enable
     slices: int | tuple[int, ...] = 1  # slices per microbatch; auto chooses from several
     may_overlap: bool = False  # an F may overlap with a backward (Megatron's layer plans)
     loss_last: bool = False  # number the ranks so that the last one computes the loss
@@ -78,15 +78,15 @@ class ScheduleConfig:
 
     @property
     def copies(self) -> bool:
-        """Return whether the schedule offloads activations, or may according to the costs."""
+        """Return whether the schedule moves memory off devices, or may according to the costs."""
         if self.from_file is not None:
             return self.from_file.copies
         return self.name == AUTO and self.costs is not None and self.costs.copies
 
     @property
-    def in_host_bytes(self) -> float:
-        """Return the host memory for plans; below the limit because of partially used blocks."""
-        return filled(self.host_limit_bytes)
+    def movable_bytes(self) -> float:
+        """Return that limit for plans; it is lower because of partially used blocks."""
+        return filled(self.moved_limit_bytes)
 
     @property
     def has_overlap(self) -> bool:
@@ -223,7 +223,7 @@ def take_options(
     # First, as it resets the options that it translates: the checks see only those that remain.
     translated = translate(model, choice.placement, options.layer_split)
     check(model, choice.name, choice.placement)
-    settings = Settings(model, choice, options, translated.may_offload)
+    settings = Settings(model, replace(choice, enabled=translated.enabled), options)
     # Without their options, features accept everything; `fitted` then returns the same choice.
     for feature in features():
         feature.check(settings)

@@ -209,15 +209,13 @@ def pipeline_of(
     # 3. The layers of every stage, and the costs of such stages.
     split = _split(model, choice, options)
     stage_map = StageMap(choice.placement, split.layers, multi_token.num_predicting(model))
-    settings = Settings(model, choice, options, translated.may_offload)
-    check_stages(settings, stage_map, ties_ends is True)
+    check_stages(Settings(model, choice, options), stage_map, ties_ends is True)
     splits_graphs = _splits_graphs(model, options)
     choice = replace(
         _of_model(choice, model, split, stage_map, splits_graphs),
         # If unknown, assume tied embeddings: the restrictive case.
         ties_ends=ties_ends is not False,
         kernels=kernels,
-        may_offload=translated.may_offload,
     )
     _capture_after_profile(model, choice, options)
     # 4. The planner: it makes no plan before the number of microbatches is known (`complete`).

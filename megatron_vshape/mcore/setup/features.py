@@ -41,7 +41,6 @@ class Settings:
     model: Any  # Megatron's arguments or a library's config
     choice: ScheduleConfig
     options: Options
-    may_offload: bool = False  # an option of Megatron enables offloading in plans
 
 
 @dataclass(frozen=True, slots=True)

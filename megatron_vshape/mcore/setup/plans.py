@@ -321,7 +321,7 @@ class Planner:
         return adapted_costs(self.choice, costs, schedule.num_stages)
 
     def _estimate(self, schedule: Schedule) -> Costs | None:
-        """Return the estimate; offload copies of a stage's activations last as long as its F."""
+        """Return the estimate; copies of a stage's activations last as long as its F."""
         estimate = self.choice.estimate
         if estimate is None or not schedule.copies:
             return estimate
@@ -375,7 +375,7 @@ class Planner:
             shares = self.choice.layer_shares
             return recut(costs, num_stages, question.num_devices, name, layers, shares)
 
-        within = replace(question, limit=limit, in_host=self.choice.in_host_bytes)
+        within = replace(question, limit=limit, moved_limit=self.choice.movable_bytes)
         return replace(within, costs=costs, cut=cut, placements=placements)
 
     def _left_bytes(self, costs: Costs) -> tuple[float, ...] | None:

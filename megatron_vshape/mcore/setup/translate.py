@@ -67,13 +67,13 @@ class Translation(NamedTuple):
     for_one_chunk: bool = False  # apply only if ranks have one chunk
     only_if: Callable[[Any], Any] | None = None  # condition for the rule
     usual: str | None = None  # the option that gives Megatron's default value
-    offloads: bool = False  # enables offloading in plans
+    enables: str = ""  # a feature of plans
     left: Callable[[Any], Any] | None = None  # value after the translation; None: `off`
 
     @property
     def outcome(self) -> Treatment:
         """Return whether the rule translates or ignores its options."""
-        makes = self.layers is not None or self.renames is not None or self.offloads
+        makes = self.layers is not None or self.renames is not None or self.enables
         return Treatment.TRANSLATED if makes else Treatment.SET_ASIDE
 
     def given(self, options: Any) -> dict[str, Any]:
@@ -323,7 +323,7 @@ TRANSLATIONS = (
         "translated to offloading of whole stages, planned by auto or defined by a schedule file; "
         "ignored by other schedules",
         False,
-        offloads=True,
+        enables="offload",
     ),
 )
 """Options of Megatron that a schedule translates or ignores."""
@@ -338,9 +338,9 @@ class Translated:
     warnings: tuple[str, ...] = ()  # combinations known to be slow
 
     @property
-    def may_offload(self) -> bool:
-        """Return whether an option enables offloading of activations."""
-        return any(notice.rule.offloads for notice in self.notices)
+    def enabled(self) -> frozenset[str]:
+        """Return the features of plans that options enable."""
+        return frozenset(filter(None, (notice.rule.enables for notice in self.notices)))
 
 
 def translate(options: Any, placement: Placement, layer_split: str | None = None) -> Translated:

@@ -7,22 +7,22 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_vshape.core.check.bounds import fits
-from megatron_vshape.core.check.simulate import filled, peak_in_host
-from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.check.simulate import filled, peak_moved
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.request import AUTO
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import UnsupportedError, captures_graphs, uses_stash
-from megatron_vshape.mcore.setup.features import Feature, Settings
+from megatron_vshape.mcore.setup.features import Feature, Settings, features
 
 if TYPE_CHECKING:
+    from megatron_vshape.mcore.layout.stage_map import StageMap
     from megatron_vshape.mcore.setup.choice import ScheduleConfig
     from megatron_vshape.mcore.setup.configure import Pipeline
     from megatron_vshape.mcore.setup.plans import PlannedStep
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
     from megatron_vshape.mcore.step.stage import StepFeature
 
-GIB = 2.0**30
+GIB, NAME = 2.0**30, "offload"
 
 
 class OffloadFeature(Feature):
@@ -30,22 +30,48 @@ class OffloadFeature(Feature):
 
     def label(self, settings: Settings) -> str | None:
         """Return a description if the run measures offloading."""
-        return "offloading that the run measures" if settings.may_offload else None
+        return "offloading that the run measures" if NAME in settings.choice.enabled else None
 
     def configure(self, choice: ScheduleConfig, options: Options) -> ScheduleConfig:
         """Return the choice with the limit of host memory."""
         limit_bytes = _host_limit_bytes(options.host_memory_limit_gib, choice)
-        return replace(choice, host_limit_bytes=limit_bytes)
+        return replace(choice, moved_limit_bytes=limit_bytes)
 
     def check(self, settings: Settings) -> None:
         """Reject CUDA graphs and a paged stash of activations that may be offloaded."""
         choice = settings.choice
-        may_copy = settings.may_offload and choice.name == AUTO
+        may_copy = NAME in settings.choice.enabled and choice.name == AUTO
         check_copies(choice.copies or may_copy, settings.model, choice.name)
+
+    def check_stages(self, settings: Settings, stage_map: StageMap) -> None:
+        """Reject features whose passes the plans cannot combine with copies."""
+        choice = settings.choice
+        other = next((each.flag for each in features() if each.ends(choice)), None)
+        if other and (choice.copies or NAME in settings.choice.enabled):
+            raise UnsupportedError(
+                f"{other} does not work with offloading of activations: the combination is not "
+                "implemented. Remove one of the two"
+            )
 
     def notes(self, pipeline: Pipeline, plan: PlannedStep, local_ranks: int | None) -> str:
         """Return the offloaded memory and, if known, whether the host has enough memory."""
-        return _copies_told(plan, pipeline.planner.costs, local_ranks)
+        schedule, costs = plan.schedule, pipeline.planner.costs
+        copies = sum(1 for _ in schedule.copied())
+        if not copies:
+            return ""
+        every = schedule.num_stages * schedule.num_microbatches
+        line = f"\nactivations of {copies} of {every} microbatches and stages are offloaded"
+        # Imported here because it imports torch, and the checks run without it.
+        from megatron_vshape.runtime.host_memory import free_host_bytes
+
+        free = free_host_bytes(local_ranks)
+        if free is None or costs is None:
+            return line
+        if not costs.copies or costs.num_stages != schedule.num_stages:
+            return line
+        needed = max(peak_moved(schedule, costs))
+        line += f": at most {needed / GIB:.3f} GiB per rank of {free / GIB:.3f} GiB free per rank"
+        return line + ("" if needed <= free else "; the rest stays in GPU memory")
 
     def in_steps(self, runner: PipelineRunner) -> StepFeature:
         """Return the passes that offload and reload."""
@@ -90,7 +116,7 @@ def _host_limit_bytes(limit_gib: float | None, choice: ScheduleConfig) -> float:
     if file is None or costs is None or not (choice.copies and costs.copies):
         return limit_bytes
     if costs.num_stages == file.num_stages:
-        peaks = peak_in_host(file, costs)
+        peaks = peak_moved(file, costs)
         if not fits(peaks, [filled(limit_bytes)] * len(peaks)):
             raise ScheduleError(
                 f"the schedule file {choice.name} has {max(peaks) / GIB:.3f} GiB of rank "
@@ -99,22 +125,3 @@ def _host_limit_bytes(limit_gib: float | None, choice: ScheduleConfig) -> float:
                 "with --host-memory-limit"
             )
     return limit_bytes
-
-
-def _copies_told(plan: PlannedStep, costs: Costs | None, local_ranks: int | None) -> str:
-    """Return a note on the offloaded memory and, if known, whether the host has enough memory."""
-    schedule = plan.schedule
-    copies = sum(1 for _ in schedule.copied())
-    if not copies:
-        return ""
-    every = schedule.num_stages * schedule.num_microbatches
-    line = f"\nactivations of {copies} of {every} microbatches and stages are offloaded"
-    # Imported here because it imports torch, and the checks run without it.
-    from megatron_vshape.runtime.host_memory import free_host_bytes
-
-    free = free_host_bytes(local_ranks)
-    if costs is None or not costs.copies or costs.num_stages != schedule.num_stages or free is None:
-        return line
-    needed = max(peak_in_host(schedule, costs))
-    line += f": at most {needed / GIB:.3f} GiB per rank of {free / GIB:.3f} GiB free per rank"
-    return line + ("" if needed <= free else "; the rest stays in GPU memory")

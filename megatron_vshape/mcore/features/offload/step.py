@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_vshape.core.model.kinds import RELEASE, RELOAD, Kind
 from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.mcore.features.offload import NAME
 from megatron_vshape.mcore.observe.report import RunReport, persistent
 from megatron_vshape.mcore.step.stage import StepContext, StepFeature, StepHook, counted
 from megatron_vshape.mcore.step_state import StepState
@@ -57,10 +58,10 @@ class HostMemoryWaiting(StepFeature):
         waits = context.program.schedule.copies
         self._learns = False
         # A step that measures memory also determines what later plans can offload.
-        if not waits and not (choice.may_offload and self._report.measures_next):
+        if not waits and not (NAME in choice.enabled and self._report.measures_next):
             return None
         if self._offload is None:
-            sizes = choice.host_limit_bytes, context.local_ranks
+            sizes = choice.moved_limit_bytes, context.local_ranks
             self._report.waiting = self._offload = Offload(context.torch_device, *sizes)
         self._offload.keep(persistent(context.chunks))
         self._learns = waits and not self._offload.has_learned(context.stages)

@@ -40,7 +40,6 @@ from megatron_vshape.mcore.refusals import (
     OVERLAP_OPTION,
     UNTRIED,
     Refusal,
-    UnsupportedError,
     check_refusals,
     each_of,
     is_given,
@@ -48,7 +47,6 @@ from megatron_vshape.mcore.refusals import (
 from megatron_vshape.mcore.setup.features import BuiltChunk, Feature, Settings
 
 if TYPE_CHECKING:
-    from megatron_vshape.mcore.layout.stage_map import StageMap
     from megatron_vshape.mcore.setup.choice import ScheduleConfig
     from megatron_vshape.mcore.setup.configure import Pipeline
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
@@ -119,15 +117,6 @@ class VocabularyFeature(Feature):
         """Reject options that vocabulary parallelism does not support."""
         if settings.choice.shares:
             check_model_options(settings.model)
-
-    def check_stages(self, settings: Settings, stage_map: StageMap) -> None:
-        """Reject offloading, which the plans cannot combine with vocabulary passes."""
-        choice = settings.choice
-        if choice.shares and (choice.copies or settings.may_offload):
-            raise UnsupportedError(
-                f"{FLAG} does not work with offloading of activations: the combination is not "
-                "implemented. Remove one of the two"
-            )
 
     def ends(self, choice: ScheduleConfig) -> ModelEnds | None:
         """Return the costs of stages without the vocabulary, and of each rank's part of it."""
