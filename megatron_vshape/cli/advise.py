@@ -47,7 +47,6 @@ from megatron_vshape.tuning.configurations import (
     faults,
     neighbors,
     own_configuration,
-    schedule_flags,
 )
 from megatron_vshape.tuning.counts import Counts
 from megatron_vshape.tuning.machine import Machine
@@ -249,7 +248,7 @@ def _name(row: Prediction) -> str:
 
 def _title(row: Prediction, subject: Subject) -> str:
     """Format schedule and parallel configuration."""
-    more = ", vocabulary parallelism" if row.configuration.vocab_parallel else ""
+    more = "".join(f", {each}" for each in row.configuration.features)
     if row.is_stock and not _is_even(row):
         more = ", uneven layers"
     return f"{_name(row)}{more}, {_sizes(row.configuration, subject)}"
@@ -405,8 +404,7 @@ def _flags(advice: Advice, options: argparse.Namespace, rows: Rows, row: Predict
         words += POST_VALIDATION
     split = ",".join(map(str, row.layers)) if len(set(row.layers)) > 1 else ""
     return words + [
-        f"{flag} {value}".strip()
-        for flag, value in schedule_flags(target, split, it.vocab_parallel).items()
+        f"{flag} {value}".strip() for flag, value in it.schedule_flags(target, split).items()
     ]
 
 
@@ -491,7 +489,7 @@ def _plain(row: Prediction, subject: Subject) -> dict[str, Any]:
             "experts": it.expert_parallel,
             "microbatch": it.microbatch_size,
         },
-        "shares_vocabulary": it.vocab_parallel,
+        **it.features_in_json,
         "step_s": row.step_s,
         "mfu": row.mfu,
         "peak_bytes": [each.allocated for each in row.ranks],

@@ -22,6 +22,9 @@ MOST_COMPARED = 20_000
 """Maximum passes of a published schedule in a comparison: generating a larger one is slower than
 planning, which starts from the same blocks."""
 
+INSERTIONS = (shared_if_told,)
+"""Functions that insert the passes of a capability into a schedule, if the costs have them."""
+
 SAME = 1e-9
 """Relative tolerance for equal values, so that rounding decides nothing."""
 
@@ -132,9 +135,16 @@ def baselines_of(
                 yield baseline, block
 
 
+def with_all_kinds(schedule: Schedule, costs: Costs) -> Schedule:
+    """Return the schedule with all kinds of passes that the costs have."""
+    for insert in INSERTIONS:
+        schedule = insert(schedule, costs)
+    return schedule
+
+
 def evaluate(schedule: Schedule, costs: Costs) -> EvaluatedSchedule:
     """Evaluate the schedule at these costs, with all kinds of passes that the costs have."""
-    schedule = shared_if_told(schedule, costs)
+    schedule = with_all_kinds(schedule, costs)
     return EvaluatedSchedule(schedule, costs, simulate(schedule, costs), peak_held(schedule, costs))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal import sources
-from megatron_vshape.rehearsal.flags import Command, environment_of, without_files
+from megatron_vshape.rehearsal.flags import Command, environment_of
 from megatron_vshape.rehearsal.rank_report import FailedRank, RankReport
 from megatron_vshape.rehearsal.ranks import DryRunConfig, rehearse_all
 from megatron_vshape.rehearsal.shapes import PIPELINE, counted_ranks, counting, least_of
@@ -84,7 +84,7 @@ def _key(command: Command, asked: DryRunConfig, stamp: str) -> str:
     few, sizes = least_of(command)
     what = (
         stamp,
-        without_files(few, asked.vocabulary),
+        asked.flags(few),
         sizes.world,
         asked.gpu.capability,
         asked.gpu.multiprocessors,

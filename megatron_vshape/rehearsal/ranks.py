@@ -14,13 +14,7 @@ from typing import Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal import sources
-from megatron_vshape.rehearsal.flags import (
-    SCHEDULE,
-    Command,
-    Sizes,
-    environment_of,
-    without_files,
-)
+from megatron_vshape.rehearsal.flags import SCHEDULE, Command, Sizes, environment_of, without_files
 from megatron_vshape.rehearsal.gpus import Gpu
 from megatron_vshape.rehearsal.rank_report import CheckedRank, FailedRank, RankReport
 from megatron_vshape.rehearsal.sources import MissingSourceError, PythonSource
@@ -71,9 +65,13 @@ class DryRunConfig:
         script = sources.find_script(command.script, megatron)
         return cls(programs, script, gpu, vocabulary, imbalance)
 
+    def flags(self, command: Command) -> list[str]:
+        """Return the command's flags without those that read files."""
+        return without_files(command, self.vocabulary)
+
     def job(self, command: Command, sizes: Sizes, stage: int, name: str) -> dict[str, Any]:
         """Return the job for a pipeline rank; its result includes `name`."""
-        flags = without_files(command, self.vocabulary)
+        flags = self.flags(command)
         ours, many = command.has(SCHEDULE), 0
         if ours:
             flags += _fewer_microbatches(command, sizes)

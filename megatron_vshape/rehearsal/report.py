@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_vshape.core.model.kinds import DEVICE, KINDS
 from megatron_vshape.rehearsal.fits import Fit, allocatable_bytes, fit_of, outside_bytes
 from megatron_vshape.rehearsal.gpus import GIB, Gpu
 from megatron_vshape.rehearsal.rank_report import PARTS, GraphBytes, Holder, RankReport
@@ -27,12 +28,6 @@ _MODULES = {
     "final_layernorm": "the last norm",
     "input_layernorm": "a norm",
     "pre_mlp_layernorm": "a norm",
-}
-_KINDS = {
-    "S": "S (output layer and softmax of vocabulary parallelism)",
-    "T": "T (weight gradient of the shared output layer)",
-    "I": "I (shared embedding)",
-    "J": "J (gradient of the shared embedding)",
 }
 
 
@@ -100,7 +95,9 @@ def pass_in_words(phase: str) -> str:
     words = phase.split()
     if len(words) == 3:
         chunk = f", chunk {words[1]}" if words[1] != "0" else ""
-        return f"{_KINDS.get(words[0], words[0])} of microbatch {words[2]}{chunk}"
+        of_device = (kind for kind in KINDS if kind == words[0] and kind.of == DEVICE)
+        told = "".join(f" ({kind.words.removeprefix('the ')})" for kind in of_device)
+        return f"{words[0]}{told} of microbatch {words[2]}{chunk}"
     return {
         "model": "the construction of the model",
         "optimizer": "the optimizer step",

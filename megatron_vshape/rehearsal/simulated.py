@@ -66,7 +66,7 @@ def _simulated(found: Sequence[Rank], name: str, gpu: Gpu, apart: int) -> float:
     ranks = _with_whole_backwards(found)
     others = {each.kind for rank in ranks for each in rank.kinds} - _PLAIN
     if others:
-        raise ScheduleError("it has passes of a shared vocabulary, or offloads")
+        raise ScheduleError(f"it has other passes than F, B and W ({', '.join(sorted(others))})")
 
     schedule = evaluate_named(name, PlanRequest(name, sizes.pp, microbatches)).schedule
     costs = _costs(ranks, schedule.placement, gpu, apart)

@@ -241,7 +241,7 @@ def _in_overlapped_pairs(timeline: Timeline) -> set[tuple[Kind, int]]:
 def _shared_times(
     times: Mapping[tuple[Kind, int], Sequence[float]], stages: Sequence[int]
 ) -> Iterator[tuple[str, tuple[float, ...]]]:
-    """Yield the times of vocabulary-parallel passes, by name and for every stage.
+    """Yield the times of passes without a stage, by name and for every stage.
 
     This is the median over a rank's passes, and the mean over ranks for stages of other ranks. A
     collective starts at this rank's part, so its minimum has the shortest wait for other ranks.

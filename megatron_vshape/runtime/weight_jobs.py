@@ -165,8 +165,8 @@ class WeightJobs:
         bucket = self._buckets.pop(key, None)
         if bucket is None:
             raise RuntimeError(_no_jobs(key))
-        # Gradients that require grad (as from vocabulary-parallel cross entropy) would otherwise
-        # record a graph, or fail at the in-place accumulation.
+        # Gradients that require grad would otherwise record a graph, or fail at the in-place
+        # accumulation.
         with torch.no_grad():
             while bucket:
                 first = bucket.popleft()

@@ -33,9 +33,6 @@ PATIENCE = 2
 NEAR = 0.02
 """Minimum possible gain over the best known step for a strategy to be evaluated."""
 
-MOST_SHARED = 4_000
-"""Maximum forward passes per step for which vocabulary parallelism is evaluated (minutes above)."""
-
 ENDS = ("embedding", "loss")
 
 Rows = dict[str, Prediction | None]
@@ -115,7 +112,7 @@ class Advice:
     def _as_stock(self, row: Prediction) -> Prediction:
         """Predict a schedule of Megatron again, as stock Megatron runs it."""
         it, ranks = row.configuration, row.configuration.pipeline_parallel
-        own = is_megatrons_own(it.schedule) and not it.vocab_parallel
+        own = is_megatrons_own(it.schedule) and not it.features
         if not own or why_not_stock(it.schedule, ranks, it.num_microbatches):
             return row
         name = megatrons_name(count_stages(it.schedule, ranks) // ranks)
@@ -226,9 +223,9 @@ class Advice:
             return None
 
     def _planned(self, it: Configuration, seconds: float, known_s: float) -> Prediction | None:
-        """Predict the fastest of a plan, a plan with offloading, and vocabulary parallelism.
+        """Predict the fastest of a plan, a plan with copies, and schedules with further features.
 
-        The last two are evaluated only if they may be clearly faster than the best so far.
+        All but the first are evaluated only if they may be clearly faster than the best so far.
         """
         pieces = self.predictor.pieces(it)
         held_s = pieces.layer.held_after_forward_bytes / self.predictor.machine.gpu.host_rate
@@ -239,21 +236,13 @@ class Advice:
                 made = self._plan(it, way, seconds / 2)
                 found += [] if made is None else [made]
         clearly_s = (1 - NEAR) * min([known_s, *map(step, found)])
-        if self._may_share(it) and self._busy_s(it, (0,) * it.pipeline_parallel) <= clearly_s:
-            found += self._sharing(it)
+        for other in it.with_features(self.predictor.subject):
+            if self._busy_s(it, (0,) * it.pipeline_parallel) <= clearly_s:
+                found += self._published(other)
         return min(found, key=step, default=None)
 
-    def _may_share(self, it: Configuration) -> bool:
-        stages = 2 * it.pipeline_parallel
-        no_depths = not self.predictor.subject.mtp_layers
-        return no_depths and stages <= self.layers and stages * it.num_microbatches <= MOST_SHARED
-
-    def _sharing(self, it: Configuration) -> Iterator[Prediction]:
-        """Yield the V schedules with vocabulary parallelism that fit.
-
-        They are not planned: for the 70B model that needed 22 s and was 0.2% faster.
-        """
-        it = replace(it, vocab_parallel=True)
+    def _published(self, it: Configuration) -> Iterator[Prediction]:
+        """Yield the V schedules that fit; a plan of a 70B model needed 22 s and was 0.2% faster."""
         layers = self.predictor.pieces(it).balanced(self.layers, v_shape(it.pipeline_parallel))
         for name in MEMORY_NAMES:
             found = self.named(name, it, is_stock=False, layers=layers)

@@ -19,6 +19,7 @@ from megatron_vshape.core.model.layers import (
 )
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.plan import plan
+from megatron_vshape.core.planner.vocabulary import held_logits, shared_pieces
 from megatron_vshape.core.request import PlanRequest
 from megatron_vshape.mcore.layout.sizes import ModelSizes, sizes_of, widths_of
 from megatron_vshape.rehearsal.flags import SCHEDULE, VOCABULARIES, Command, read_command
@@ -28,6 +29,9 @@ ADAPTIVE = "adaptive"
 
 MAX_PASSES = 2_000_000
 """Maximum passes of a step on all devices, which are generated and simulated for a prediction."""
+
+MOST_SHARED = 4_000
+"""Maximum forward passes per step for which vocabulary parallelism is evaluated (minutes above)."""
 
 NONE, FULL, GIVEN = "none", "full", "given"
 
@@ -210,6 +214,67 @@ class Configuration:
             text += " vocab-parallel"
         return " ".join((text, *self.arguments))
 
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Names of the enabled features of this package."""
+        return ("vocabulary parallelism",) if self.vocab_parallel else ()
+
+    @property
+    def features_in_json(self) -> dict[str, bool]:
+        """The features, by their names in the JSON of `advise`."""
+        return {"shares_vocabulary": self.vocab_parallel}
+
+    def with_features(self, subject: Subject) -> Iterator["Configuration"]:
+        """Yield the configuration with each feature that may make published schedules faster."""
+        stages = 2 * self.pipeline_parallel
+        few = stages <= subject.layers and stages * self.num_microbatches <= MOST_SHARED
+        if few and not subject.mtp_layers:
+            yield replace(self, vocab_parallel=True)
+
+    @property
+    def layout_text(self) -> str:
+        """Layout and settings besides the sizes, for a table."""
+        words = [str(self.layout)]
+        if self.recompute not in (NONE, GIVEN):
+            words.append(f"{self.recompute} recompute")
+        if self.expert_parallel > 1:
+            words.append(f"EP {self.expert_parallel}")
+        if self.format != GIVEN:
+            words.append(self.format)
+        if self.vocab_parallel:
+            words.append("vocabulary shared")
+        return ", ".join(words)
+
+    def schedule_flags(self, schedule: str, split: str = "") -> dict[str, str]:
+        """Return this package's flags for a schedule, a layer split and the features."""
+        flags = {SCHEDULE: schedule}
+        if self.vocab_parallel:
+            flags["--pipeline-vocab-parallel"] = ""
+        if split:
+            flags["--pipeline-layer-split"] = split
+        return flags
+
+    def counted_as(self, subject: Subject) -> "Configuration":
+        """Return the configuration whose counts it shares."""
+        return self if subject.mtp_layers else replace(self, vocab_parallel=False)
+
+    def counted_command(self, subject: Subject) -> Command:
+        """Return the training command whose work is counted for this configuration."""
+        command = self.command(subject)
+        # A shared vocabulary has those layers' parts added to the others.
+        return command.without_predicting() if self.vocab_parallel else command
+
+    def adapted(self, pieces: Pieces, subject: Subject) -> Pieces:
+        """Return the counted pieces with the passes of the features."""
+        if not self.vocab_parallel:
+            return pieces
+        further, ranks = subject.mtp_layers, self.pipeline_parallel
+        held = held_logits(pieces, ranks) * (1 + further)
+        # An all-reduce of hidden states crosses each link once, like a message.
+        pieces = shared_pieces(pieces, ranks, pieces.send_us, held, further)
+        sizes = subject.sizes(self.sequence_length)
+        return pieces.predicting(further, sizes.merging_in_layers, sizes.predicted)
+
     def command(self, subject: Subject) -> Command:
         """Return the training command with this configuration's sizes, without a schedule."""
         own = subject.command.of_megatron().without_chunks()
@@ -242,16 +307,6 @@ FLAGS = {
 
 POST_VALIDATION = ("--optimizer-post-validation", "--rerun-mode disabled")
 """Flags of runs with post-validation: Megatron's rerun check would synchronize all ranks."""
-
-
-def schedule_flags(schedule: str, split: str = "", vocab_parallel: bool = False) -> dict[str, str]:
-    """Return this package's flags for a schedule, a layer split and vocabulary parallelism."""
-    flags = {SCHEDULE: schedule}
-    if vocab_parallel:
-        flags["--pipeline-vocab-parallel"] = ""
-    if split:
-        flags["--pipeline-layer-split"] = split
-    return flags
 
 
 SIZES = {

@@ -1,7 +1,7 @@
 """Costs of configurations from counted work, with one estimate per set of sizes."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.counting import Ranks, count_all
@@ -31,8 +31,8 @@ class Counts:
         Raises:
             ScheduleError: Megatron or Transformer Engine is not available for the estimate.
         """
-        wanted = {key_of_count(it): it for it in map(self._counted_as, configurations)}
-        wanted = {key: it for key, it in wanted.items() if key not in self.ranks}
+        alike = (it.counted_as(self.subject) for it in configurations)
+        wanted = {key: it for it in alike if (key := key_of_count(it)) not in self.ranks}
         subject = self.subject
         if not wanted:
             return 0, 0
@@ -40,18 +40,10 @@ class Counts:
             asked = DryRunConfig.of(subject.command, self.machine.gpu)
         else:
             asked = self.programs()
-        commands = []
-        for it in wanted.values():
-            command = it.command(subject)
-            # A shared vocabulary has those layers' parts added to the others.
-            commands.append(command.without_predicting() if it.vocab_parallel else command)
+        commands = [it.counted_command(subject) for it in wanted.values()]
         found = count_all(asked, commands, tell)
         self.ranks |= zip(wanted, found, strict=True)
         return len(found), sum(isinstance(each, str) for each in found)
-
-    def _counted_as(self, it: Configuration) -> Configuration:
-        """Return the configuration whose counts it shares."""
-        return it if self.subject.mtp_layers else replace(it, vocab_parallel=False)
 
     def __call__(self, it: Configuration) -> Counted:
         """Return the costs of a configuration.
@@ -59,7 +51,7 @@ class Counts:
         Raises:
             SweepError: the configuration cannot be estimated; the text contains the reason.
         """
-        key = key_of_count(self._counted_as(it))
+        key = key_of_count(it.counted_as(self.subject))
         if key not in self.ranks:
             self.count([it], lambda *_: None)
         ranks = self.ranks[key]
@@ -86,5 +78,5 @@ def key_of_count(it: Configuration) -> Key:
         it.expert_parallel,
         it.recompute,
         it.format,
-        it.vocab_parallel,
+        it.features,
     )

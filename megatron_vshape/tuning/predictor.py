@@ -10,6 +10,7 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import NamedTuple
 
+from megatron_vshape.core.baselines import with_all_kinds
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.simulate import peak_held, simulate
@@ -21,7 +22,6 @@ from megatron_vshape.core.model.placement import Placement, default_placements
 from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline
 from megatron_vshape.core.paper.catalogue import EVERY_NAME
 from megatron_vshape.core.plan import plan
-from megatron_vshape.core.planner.vocabulary import held_logits, shared_if_told, shared_pieces
 from megatron_vshape.core.request import AUTO, PlanRequest, find
 from megatron_vshape.rehearsal.fits import Fit, allocatable_bytes, fit_of, outside_bytes
 from megatron_vshape.rehearsal.shapes import Counted
@@ -175,15 +175,7 @@ class Predictor:
 
     def pieces(self, it: Configuration) -> Pieces:
         """Return the counted costs of a layer and of both ends."""
-        subject, pieces = self.subject, self.counts(it).pieces
-        if not it.vocab_parallel:
-            return pieces
-        further, ranks = subject.mtp_layers, it.pipeline_parallel
-        held = held_logits(pieces, ranks) * (1 + further)
-        # An all-reduce of hidden states crosses each link once, like a message.
-        pieces = shared_pieces(pieces, ranks, pieces.send_us, held, further)
-        sizes = subject.sizes(it.sequence_length)
-        return pieces.predicting(further, sizes.merging_in_layers, sizes.predicted)
+        return it.adapted(self.counts(it).pieces, self.subject)
 
     def costs(
         self, it: Configuration, placement: Placement, layers: Sequence[int] | None = None
@@ -191,12 +183,11 @@ class Predictor:
         """Return the costs of stages with these layers, or with those of the layout."""
         pieces = self.pieces(it)
         layers = layers or layers_of_stages(it, self.subject, placement)
-        if not it.vocab_parallel:
-            pieces = self.with_embeddings(pieces, placement)
-        costs = pieces.costs(tuple(layers))
-        if it.schedule == ADAPTIVE and not it.vocab_parallel:
-            return self.machine.copied(costs)
-        return costs
+        # With passes of no stage, the ends of the model belong to all devices.
+        if pieces.others:
+            return pieces.costs(tuple(layers))
+        costs = self.with_embeddings(pieces, placement).costs(tuple(layers))
+        return self.machine.copied(costs) if it.schedule == ADAPTIVE else costs
 
     def with_embeddings(self, pieces: Pieces, placement: Placement) -> Pieces:
         """Add the copy of the embedding to the last stage, if the model and placement have one."""
@@ -219,7 +210,7 @@ class Predictor:
 
         `timeline` is given if planning has simulated it already.
         """
-        schedule = shared_if_told(schedule, costs)
+        schedule = with_all_kinds(schedule, costs)
         gpu, communicators = self.machine.gpu, self.counts(it).communicators
         outside = outside_bytes(gpu, communicators)
         fixed = costs.fixed_bytes(schedule.placement, schedule.num_devices)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_vshape.tuning.configurations import GIVEN, NONE, Configuration
+from megatron_vshape.tuning.configurations import Configuration
 from megatron_vshape.tuning.predictor import Prediction, Predictor, RankPeak, Verdict
 from megatron_vshape.tuning.ranking import kendall_tau
 from megatron_vshape.tuning.results import Outcome, Result, Status
@@ -94,12 +94,12 @@ def memory_lines(rows: Iterable[Row]) -> Iterator[str]:
 def best_rows(rows: Iterable[Row]) -> list[Row]:
     """Return the best row of every workload and schedule; an OOM row if all are.
 
-    Rows with and without vocabulary parallelism are separate.
+    Rows with different features are separate.
     """
-    best: dict[tuple[tuple[int, int], str, bool], Row] = {}
+    best: dict[tuple[tuple[int, int], str, tuple[str, ...]], Row] = {}
     for row in rows:
         it = row.configuration
-        key = (it.workload, it.schedule, it.vocab_parallel)
+        key = (it.workload, it.schedule, it.features)
         if key not in best or _rank(row) > _rank(best[key]):
             best[key] = row
     return sorted(best.values(), key=lambda row: row.configuration.workload)
@@ -121,7 +121,7 @@ def _result_table(rows: Sequence[Row]) -> str:
     best = max(rows, key=lambda row: row.best_mfu)
     cells = [HEADING, *map(_cells, rows)]
     for name, texts in (
-        ("layout", [_layout(row.configuration) for row in rows]),
+        ("layout", [row.configuration.layout_text for row in rows]),
         ("status", [row.verdict for row in rows]),
         ("", ["best" if row is best and row.best_mfu else "" for row in rows]),
     ):
@@ -130,19 +130,6 @@ def _result_table(rows: Sequence[Row]) -> str:
         else:
             cells = [[*row, text] for row, text in zip(cells, [name, *texts], strict=True)]
     return f"{title}\n{table(cells)}"
-
-
-def _layout(it: Configuration) -> str:
-    words = [str(it.layout)]
-    if it.recompute not in (NONE, GIVEN):
-        words.append(f"{it.recompute} recompute")
-    if it.expert_parallel > 1:
-        words.append(f"EP {it.expert_parallel}")
-    if it.format != GIVEN:
-        words.append(it.format)
-    if it.vocab_parallel:
-        words.append("vocabulary shared")
-    return ", ".join(words)
 
 
 def _cells(row: Row) -> list[str]:

@@ -10,7 +10,6 @@ from megatron_vshape.tuning.configurations import (
     Layout,
     count_stages,
     layers_of_stages,
-    schedule_flags,
 )
 from megatron_vshape.tuning.files import Loaded
 
@@ -34,7 +33,7 @@ def trainer_command(
         placement = looping(it.pipeline_parallel, stages // it.pipeline_parallel)
         split = ",".join(map(str, layers_of_stages(it, subject, placement)))
     flags = [*it.command(subject).flags]
-    for each in schedule_flags(str(schedule_file or it.schedule), split, it.vocab_parallel).items():
+    for each in it.schedule_flags(str(schedule_file or it.schedule), split).items():
         flags += filter(None, each)
     flags += ["--train-iters", str(run.warmup_steps + run.measured_steps)]
     flags += loaded.cluster.flags_of_plans if schedule_file is not None else []

@@ -2,9 +2,11 @@
 
 import json
 
+import pytest
 from rehearsal.reports import pass_of, report_of
 
 from megatron_vshape.rehearsal.rank_report import GraphBytes, Holder, PeakMoment, RankReport
+from megatron_vshape.rehearsal.report import pass_in_words
 from megatron_vshape.rehearsal.step_time import Scale
 from megatron_vshape.rehearsal.work import Work
 
@@ -45,3 +47,19 @@ def test_a_cached_report_keeps_costs() -> None:
     cached = FULL.without_timeline()
     assert (cached.kinds, cached.graph_bytes) == (FULL.kinds, FULL.graph_bytes)
     assert (cached.curve, cached.holders) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("phase", "words"),
+    [
+        ("F 0 7", "F of microbatch 7"),
+        ("B 1 7", "B of microbatch 7, chunk 1"),
+        ("S 0 7", "S (output layer and softmax of vocabulary parallelism) of microbatch 7"),
+        ("T 0 7", "T (weight gradient of the shared output layer) of microbatch 7"),
+        ("I 0 7", "I (shared embedding) of microbatch 7"),
+        ("J 0 7", "J (gradient of the shared embedding) of microbatch 7"),
+        ("E 0 7", "E of microbatch 7"),
+    ],
+)
+def test_passes_without_a_stage_have_words(phase: str, words: str) -> None:
+    assert pass_in_words(phase) == words

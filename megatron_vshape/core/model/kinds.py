@@ -338,6 +338,7 @@ COLLECTIVES = "collectives"
 LOOKUP = define(
     "I",
     label="embedding of its tokens",
+    words="the shared embedding",
     method="look_up",
     reads=[Read("I", later=-1)],
     is_collective=True,
@@ -362,6 +363,7 @@ LOOKED_UP = define(
 LOGITS = define(
     "S",
     label="its part of the output layer",
+    words="the output layer and softmax of vocabulary parallelism",
     method="own_logits",
     is_collective=True,
     # After the previous C: the broadcast of S also carries that microbatch's gradient of the loss.
@@ -388,6 +390,7 @@ LOSS = define(
 HEAD_WEIGHT = define(
     "T",
     label="weight gradient of the output layer",
+    words="the weight gradient of the shared output layer",
     method="own_head_weights",
     reads=[Read("S"), Read("C", at=LAST), Read("S", later=+1), Read("T", later=-1)],
     of=DEVICE,
@@ -400,6 +403,7 @@ HEAD_WEIGHT = define(
 LOOKUP_WEIGHT = define(
     "J",
     label="gradient of the embedding",
+    words="the gradient of the shared embedding",
     method="own_embedding_weights",
     is_collective=True,
     reads=[Read("B", at=FIRST), Read("J", later=-1)],

@@ -117,7 +117,7 @@ def _backward_inputs(
         whole, grad_input = grad_input, torch.empty_like(input, requires_grad=False)
         reduce_scatter = layers.dist_reduce_scatter_func
         under_way = reduce_scatter(grad_input, whole, group=ctx.tp_group, async_op=True)
-    # The gradient can require grad: vocabulary-parallel cross entropy returns such gradients.
+    # The gradient of a loss can require grad.
     grad_output = grad_output.detach()
     grad_bias = None
     if ctx.use_bias:
