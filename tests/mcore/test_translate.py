@@ -19,7 +19,7 @@ from megatron_vshape.mcore.setup.translate import (
     TRANSLATIONS,
     Treatment,
     check_splits_nothing_else,
-    tell,
+    log_translated,
     translate,
 )
 
@@ -375,10 +375,10 @@ class TestTheRest:
         translated = translate(options, v_shape(2))
         with caplog.at_level(logging.INFO):
             monkeypatch.setenv("RANK", "1")
-            tell(translated)
+            log_translated(translated)
             assert caplog.messages == []
             monkeypatch.setenv("RANK", "0")
-            tell(translated)
+            log_translated(translated)
         assert caplog.messages == [
             "defer_embedding_wgrad_compute: turned off, W computes the output layer's weight "
             "gradient already"
