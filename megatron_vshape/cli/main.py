@@ -8,7 +8,8 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import NoReturn
 
 from megatron_vshape import __version__
@@ -41,8 +42,23 @@ YOUNG_OBJECTS = 100_000
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        # An argument may be of any length, and it is the sentence around it that helps.
-        raise ScheduleError(re.sub(r"\S{100,}", lambda found: f"{found[0][:60]}...", message))
+        raise ScheduleError(_shortened(message))
+
+
+def _shortened(message: str) -> str:
+    """Shorten arguments of any length: the sentence around them helps more."""
+    return re.sub(r"\S{100,}", lambda found: f"{found[0][:60]}...", message)
+
+
+def _unknown_arguments(
+    command: str | None, words: Sequence[str], parsers: Mapping[str, argparse.ArgumentParser]
+) -> str:
+    """Format unknown arguments with the nearest option of the command."""
+    parser = parsers.get(command or "")
+    flags = [] if parser is None else [*parser._option_string_actions]
+    near = get_close_matches(words[0].partition("=")[0], flags, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"see {PROGRAM} {command} --help"
+    return _shortened(f"unrecognized arguments: {' '.join(words)}; {hint}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -120,7 +136,9 @@ def _run(arguments: Sequence[str]) -> int:
             command.add_arguments(sub)
             sub.set_defaults(run=command.run)
     at = arguments.index("--") if "--" in arguments else len(arguments)
-    options = parser.parse_args(arguments[:at])
+    options, unknown = parser.parse_known_args(arguments[:at])
+    if unknown:
+        raise ScheduleError(_unknown_arguments(chosen, unknown, commands.choices))
     options.words = arguments[:at]
     if at < len(arguments):
         if not hasattr(options, "command"):

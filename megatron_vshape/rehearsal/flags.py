@@ -209,7 +209,7 @@ def read_command(words: Sequence[str], sources: bool = True) -> Command:
     words = list(words)
     if not words:
         raise ScheduleError(
-            "after -- comes the training command: megatron-vshape rehearse -- pretrain_gpt.py FLAGS"
+            "the training command is missing: add it after --, as in -- pretrain_gpt.py FLAGS..."
         )
     scripts = [at for at, word in enumerate(words) if word.endswith(".py")]
     if not scripts and "-m" in words[:-1]:

@@ -47,6 +47,15 @@ def test_help_fits_a_terminal(capsys, monkeypatch, command):
         ([], "the following arguments are required: COMMAND"),
         (["shedule"], "argument COMMAND: invalid choice: 'shedule' (choose from "),
         (["--bogus"], "the following arguments are required: COMMAND"),
+        (
+            ["schedule", "v-half", "--device", "4"],
+            "unrecognized arguments: --device 4; did you mean --devices?",
+        ),
+        (
+            ["examples", "DIR"],
+            "unrecognized arguments: DIR; see megatron-vshape examples --help",
+        ),
+        (["advise"], "the training command is missing: add it after --, as in -- pretrain_gpt.py"),
     ],
 )
 def test_what_is_no_command(capsys, arguments, text):

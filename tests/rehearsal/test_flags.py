@@ -305,7 +305,7 @@ def test_ranks_are_named() -> None:
 @pytest.mark.parametrize(
     ("words", "wrong"),
     [
-        ([], "after -- comes the training command"),
+        ([], "the training command is missing: add it after --"),
         (["nowhere.txt"], "nowhere.txt cannot be read"),
         (["pretrain_bert.py", "--bf16"], "trains a BERT model: rehearsed are GPT and hybrid"),
         (["pretrain_t5.py", "--bf16"], "trains a T5 model"),
