@@ -29,8 +29,9 @@ from megatron_vshape.core.model.kinds import MOVING_NAME, ScheduleError
 from megatron_vshape.core.model.layers import even_with_ends
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.given_layout import layout_of
+from megatron_vshape.mcore.options import schedule_names
 from megatron_vshape.rehearsal import accuracy, report
-from megatron_vshape.rehearsal.flags import Command
+from megatron_vshape.rehearsal.flags import Command, sizes_of
 from megatron_vshape.rehearsal.gpus import GPUS, Gpu
 from megatron_vshape.rehearsal.saved_config import LAYOUT
 from megatron_vshape.tuning import fsdp
@@ -128,6 +129,8 @@ def run(options: argparse.Namespace) -> int:
 def _advice(options: argparse.Namespace, subject: Subject, keep: Sequence[str]) -> Advice:
     """Count the configurations to compare, and list those left out with their reasons."""
     machine, grid, left_out, post_validation = _grid(options, subject)
+    # The comparison starts with the command as it is, so it must run on these GPUs.
+    sizes_of(subject.command, machine.num_devices)
     gpu, own = machine.gpu, own_configuration(subject, machine.num_devices)
     others = []
     for it in () if grid else neighbors(own, subject, machine.num_devices, keep):
@@ -393,13 +396,14 @@ def _flags(advice: Advice, options: argparse.Namespace, rows: Rows, row: Predict
         return [*words, *fsdp.FLAGS]
     if row.is_stock:
         return words + changes_megatron(row, subject.command)
-    target = str(options.export or "plan.json (written by --export plan.json)")
-    # --export writes the best row; the named schedules of a grid need no file.
-    if row is not rows["best"] or (options.grid is not None and it.schedule != ADAPTIVE):
-        target = it.schedule
-        if it.schedule == ADAPTIVE:
-            keep = "--keep " + ",".join(KEEP)
-            target = f"plan.json (written by advise {keep} --export plan.json with these sizes)"
+    # Training runs a schedule by name, but for plans and names with a number of chunks.
+    target, has_name = it.schedule, it.schedule in schedule_names()
+    # --export writes the best row, if it has a schedule; rows of a grid may have none.
+    if row is rows["best"] and row.schedule and (options.export or not has_name):
+        target = str(options.export or "plan.json (written by --export plan.json)")
+    elif not has_name:
+        keep = "--keep " + ",".join(KEEP)
+        target = f"plan.json (written by advise {keep} --export plan.json with these sizes)"
     if advice.predictor.post_validation:
         words += POST_VALIDATION
     split = ",".join(map(str, row.layers)) if len(set(row.layers)) > 1 else ""

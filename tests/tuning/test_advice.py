@@ -1,8 +1,10 @@
 """The configurations next to a command's, and the rows that compare them."""
 
 import json
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from rehearsal.reports import report_of
 from tuning.counts import Fake, predictor_of
 from tuning.samples import load_sample, write_sweep
 
-from megatron_vshape.cli.advise import _changes, _is_even, changes_megatron
+from megatron_vshape.cli.advise import _changes, _flags, _is_even, changes_megatron
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.pieces import Piece
@@ -247,6 +249,52 @@ def test_a_grid_is_compared_for_the_workload_of_the_command(
     capsys.readouterr()
     assert advise(workloads=workloads[:1]) == 2
     assert "has no configuration for the workload of the command (64" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("gpus", "reason"),
+    [
+        ("3xH100", "3 GPUs do not divide among TP 1 x CP 1 x PP 2"),
+        (
+            "12xH100",
+            "a global batch of 8 does not divide into microbatches of 1 on 6",
+        ),
+    ],
+)
+def test_a_command_that_cannot_run_on_the_gpus_is_rejected(
+    gpus: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was compared as if it left GPUs idle, and as if batches could be split."""
+    assert main(["advise", "--gpus", gpus, "--", "pretrain_gpt.py", *SMALL.split()]) == 2
+    assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "is_best", "target"),
+    [
+        ("v-zb", True, "v-zb"),
+        ("v-zb", False, "v-zb"),
+        ("grouped-interleaved-1f1b:3", True, "plan.json (written by --export plan.json)"),
+        ("grouped-interleaved-1f1b:3", False, "plan.json (written by advise --keep "),
+    ],
+)
+def test_flags_name_a_schedule_only_if_training_has_the_name(
+    name: str, is_best: bool, target: str
+) -> None:
+    subject = Subject.of_command(["pretrain_gpt.py", *SMALL.split()], "")
+    own = own_configuration(subject, 2)
+    row: Any = SimpleNamespace(
+        configuration=replace(own, schedule=name),
+        is_stock=False,
+        schedule=object(),
+        layers=(2, 2, 2, 2),
+    )
+    advice: Any = SimpleNamespace(
+        own=own, predictor=SimpleNamespace(subject=subject, post_validation=False)
+    )
+    rows: Any = {"best": row if is_best else None}
+    words = _flags(advice, Namespace(export=None, grid=None), rows, row)
+    assert words[-1].startswith(f"--pipeline-schedule {target}")
 
 
 def test_what_of_a_grid_is_not_evaluated_is_listed(
