@@ -155,9 +155,17 @@ def _sentence(error: BaseException, log: TextIO) -> str:
         lines = [line.strip() for line in _tail(log, "").splitlines() if line.strip()]
         refused = [line for line in lines if "error:" in line]
         return (refused or lines or ["the program ended by itself"])[-1]
-    text = (str(error).strip().splitlines() or ["no reason given"])[0]
+    text = (str(error).strip().splitlines() or [_raised_at(error)])[0]
     fix = next((fix for part, fix in _FIXES.items() if part in text), "")
     return f"{type(error).__name__}: {text}{fix}"
+
+
+def _raised_at(error: BaseException) -> str:
+    """Return the statement that raised an error without a text, such as an `assert` of Megatron."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return "no reason given"
+    return f"{frames[-1].line} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
 
 
 def _tail(log: TextIO, more: str) -> str:

@@ -1,6 +1,9 @@
-"""The report of a rank is the same after a way through JSON."""
+"""The report of a rank is the same after a way through JSON; a failure has a reason."""
 
+import io
 import json
+import runpy
+from pathlib import Path
 
 import pytest
 from rehearsal.reports import pass_of, report_of
@@ -9,6 +12,7 @@ from megatron_vshape.rehearsal.rank_report import GraphBytes, Holder, PeakMoment
 from megatron_vshape.rehearsal.report import pass_in_words
 from megatron_vshape.rehearsal.step_time import Scale
 from megatron_vshape.rehearsal.work import Work
+from megatron_vshape.rehearsal.worker import _sentence
 
 WORK = Work(
     products={("bfloat16", 1, 2, 3, 1): 4},
@@ -63,3 +67,13 @@ def test_a_cached_report_keeps_costs() -> None:
 )
 def test_passes_without_a_stage_have_words(phase: str, words: str) -> None:
     assert pass_in_words(phase) == words
+
+
+def test_an_assertion_without_a_text_is_reported_by_its_statement(tmp_path: Path) -> None:
+    """Megatron checks heads and hidden size so; the reason was "no reason given"."""
+    script = tmp_path / "arguments.py"
+    script.write_text("heads = 33\nassert heads % 2 == 0\n")
+    with pytest.raises(AssertionError) as raised:
+        runpy.run_path(str(script))
+    text = _sentence(raised.value, io.StringIO())
+    assert text == "AssertionError: assert heads % 2 == 0 (arguments.py, line 2)"
