@@ -68,7 +68,7 @@ def test_what_is_not_split_is_told_with_the_reason(caplog: pytest.LogCaptureFixt
         }
     )
     with caplog.at_level(logging.INFO):
-        prepared.tell([chunk])
+        prepared.log_whole_layers([chunk])
     told = {record.getMessage(): record.levelno for record in caplog.records}
     assert told == {
         "the weight gradients of 1 Embedding stay in B, as it should: a lookup has no product to "

@@ -51,7 +51,7 @@ def prepare_layers(state: StepState, chunks: Sequence[nn.Module], splits_graphs:
     )
     # Tensor- and data-parallel replicas have the same layers, so one of them logs.
     if replicas == (0, 0):
-        _log_whole_layers(chunks, whole)
+        log_whole_layers(chunks, whole)
 
 
 def whole_layers(
@@ -73,7 +73,7 @@ def whole_layers(
     return found
 
 
-def _log_whole_layers(chunks: Iterable[nn.Module], graphed: Set[nn.Module] = frozenset()) -> None:
+def log_whole_layers(chunks: Iterable[nn.Module], graphed: Set[nn.Module] = frozenset()) -> None:
     """Log which linear layers are not split and why; a warning if that is not by design."""
     for (kind, reason), names in whole_layers(chunks, graphed).items():
         shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
