@@ -122,12 +122,6 @@ PROBES = (
         (),
         "has the losses of multi-token prediction, which another rank logs",
     ),
-    Dependency(
-        _TRAINING,
-        "num_floating_point_operations",
-        ("args", "batch_size"),
-        "counts a step's operations for the MFU",
-    ),
 )
 
 # Megatron's modules are process-wide, so the session with their original attributes is too.

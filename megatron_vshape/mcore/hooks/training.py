@@ -21,7 +21,7 @@ from megatron.training.utils import print_rank_0
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.mcore.hook import Function, Hook, Replaced, replaces, replaces_always
 from megatron_vshape.mcore.hooks.session import Session
-from megatron_vshape.mcore.observe.iteration_log import IterationLog, size_layer_losses, why_no_mfu
+from megatron_vshape.mcore.observe.iteration_log import IterationLog, size_layer_losses
 from megatron_vshape.mcore.options import add_arguments
 from megatron_vshape.mcore.refusals import RefusedError, check_one_module, refusing
 from megatron_vshape.mcore.setup import configure
@@ -197,7 +197,6 @@ def train(session: Session, original: Function, *args: Any, **options: Any) -> A
         _refuse_what_was_not_seen(get_args())
     if pipeline is not None or session.megatrons_own is not None:
         session.iteration_log = IterationLog()
-        _print_if_any(why_no_mfu())
     try:
         result = _log_failure(session, lambda: original(*args, **options))
     # RefusedError is a SystemExit, too, but a rejected run has no results to print.
@@ -380,7 +379,7 @@ HOOKS = (
         _TRAINING,
         "print_rank_last",
         ("message",),
-        "adds bubble and MFU to an iteration's line, to TensorBoard and to W&B",
+        "adds the bubble to an iteration's line, to TensorBoard and to W&B",
         print_rank_last,
     ),
     Hook(

@@ -38,7 +38,6 @@ class Figures:
     iteration: int
     predicted_bubble: float | None = None
     bubble: float | None = None
-    mfu: float | None = None
 
     def text(self) -> str:
         """Return the text to append to Megatron's log line."""
@@ -49,11 +48,7 @@ class Figures:
         return {name.lower().replace(" ", "-"): share for name, share in self._known().items()}
 
     def _known(self) -> dict[str, float]:
-        shares = {
-            "bubble": self.bubble,
-            "predicted bubble": self.predicted_bubble,
-            "MFU": self.mfu,
-        }
+        shares = {"bubble": self.bubble, "predicted bubble": self.predicted_bubble}
         return {name: share for name, share in shares.items() if share is not None}
 
 

@@ -1,4 +1,4 @@
-"""Megatron's iteration log: bubble and MFU in its line, TensorBoard and W&B; losses per layer."""
+"""Megatron's iteration log: bubble in its line, TensorBoard and W&B; losses per layer."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import get_current_global_batch_size
-from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer, training
+from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 
 from megatron_vshape.figures import tell
 from megatron_vshape.mcore.observe.bubble import BubbleMeter, Figures
@@ -49,10 +48,8 @@ class IterationLog:
         step_time = _STEP_TIME.search(line)
         if self.figures is None or step_time is None:
             return line
-        step_s = float(step_time[1]) / 1e3
-        figures = replace(self.figures, mfu=_mfu(get_args(), step_s))
-        self.figures = None
-        tell(step_s=step_s, bubble=figures.bubble)
+        figures, self.figures = self.figures, None
+        tell(step_s=float(step_time[1]) / 1e3, bubble=figures.bubble)
         _write(figures)
         return line + figures.text()
 
@@ -65,76 +62,6 @@ def _write(figures: Figures) -> None:
             writer.add_scalar(name, value, figures.iteration)
         if wandb_writer:
             wandb_writer.log({name: value}, figures.iteration)
-
-
-def _mfu(args: Namespace, step_s: float) -> float | None:
-    """Return the model FLOPs utilization: the model's FLOPs relative to the peak of all devices."""
-    peak = _peak_flops(args)
-    if peak is None or step_s <= 0:
-        return None
-    flops: float = training.num_floating_point_operations(args, get_current_global_batch_size())
-    most: float = step_s * peak * args.world_size
-    return flops / most
-
-
-def _peak_flops(args: Namespace) -> float | None:
-    if getattr(args, "fp8", None) or getattr(args, "fp4", None):
-        return None  # only some GEMMs run at the lower-precision peak
-    return peak_flops(torch.cuda.get_device_name(), args.params_dtype)
-
-
-def why_no_mfu() -> str | None:
-    """Return the reason why the log has no MFU, or None if it has one."""
-    args = get_args()
-    if _peak_flops(args) is not None:
-        return None
-    precision = "fp8" if getattr(args, "fp8", None) else str(args.params_dtype)[len("torch.") :]
-    return (
-        f"no MFU in the log: the peak FLOP/s of {torch.cuda.get_device_name()} in {precision} is "
-        "not known"
-    )
-
-
-# Dense 16-bit peaks in TFLOP/s, from the vendors' data sheets. The first entry whose words occur in
-# the device name applies, so variants come before their base model.
-_TERAFLOPS = (
-    ("GB200", 2500.0),
-    ("B200", 2250.0),
-    ("B100", 1750.0),
-    ("GH200", 989.0),
-    ("H200 NVL", 836.0),
-    ("H200", 989.0),
-    ("H100 PCIe", 756.0),
-    ("H100 NVL", 835.0),
-    ("H100", 989.0),
-    ("H800 PCIe", 756.0),
-    ("H800", 989.0),
-    ("H20", 148.0),
-    ("A100", 312.0),
-    ("A800", 312.0),
-    ("A40", 150.0),
-    ("A30", 165.0),
-    ("A10", 125.0),
-    ("L40S", 362.0),
-    ("L40", 181.0),
-    ("L4", 121.0),
-    ("V100-SXM2", 125.0),
-    ("V100-PCIE", 112.0),
-)
-
-
-def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Return the device's peak in FLOP/s, or None if unknown.
-
-    Only GPUs of the table with 16-bit dtypes are known. The peak of a CPU, or in fp32, depends on
-    too many factors.
-    """
-    if dtype not in (torch.bfloat16, torch.float16):
-        return None
-    for name, teraflops in _TERAFLOPS:
-        if re.search(rf"\b{re.escape(name)}\b", device_name):
-            return teraflops * 1e12
-    return None
 
 
 EXPERT_LOSSES = {
@@ -164,7 +91,6 @@ def _size_expert_losses(args: Namespace) -> None:
     Megatron itself allocates one value per expert layer of a hybrid model. With different sizes,
     gloo aborts, and the result on NCCL is undefined.
     """
-    import torch
     from megatron.core.transformer.moe import moe_utils
 
     kinds = args.moe_router_load_balancing_type
@@ -187,7 +113,6 @@ def _size_expert_losses(args: Namespace) -> None:
 
 def _size_indexer_losses(args: Namespace) -> None:
     """Allocate the losses of DeepSeek's sparse attention; ranks without them skip the sum."""
-    import torch
     from megatron.core.transformer.experimental_attention_variant.dsa import (
         DSAIndexerLossLoggingHelper,
     )
