@@ -22,7 +22,7 @@ export function drawFrame(pen, track) {
 }
 
 /** Return the note next to the heading of the memory rows. */
-export function heldNote({ timeline, units }) {
+function heldNote({ timeline, units }) {
   const { numbers, facts } = timeline.meta;
   const limit = facts.limit === null ? "" : `, limit ${units.held(facts.limit)}`;
   return `peak ${units.held(Math.max(...numbers.peaks))} ${units.heldName}${limit}`;
@@ -57,7 +57,7 @@ function drawHeldFrame(pen, track) {
 }
 
 /** Whether the limit is within the memory rows; far above the peaks, only its number is shown. */
-export function limitFits({ timeline, geometry }) {
+function limitFits({ timeline, geometry }) {
   const { limit } = timeline.meta.facts;
   return limit !== null && limit <= geometry.heldMost;
 }

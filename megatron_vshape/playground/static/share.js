@@ -3,7 +3,6 @@
 import { makeText } from "./api.js";
 import { requestOf, showStatus } from "./asking.js";
 import { byId, element, refill, saveFile } from "./dom.js";
-import { pngOf, svgOf } from "./exports.js";
 import { app, writeUrl } from "./page.js";
 
 /** Draw the export buttons, and the commands of the schedule. */
@@ -14,11 +13,7 @@ export function drawShare(timeline, entry) {
     return () => saveMade(request, stem + suffix);
   };
   const button = (text, act, id) => element("button", { type: "button", class: "button", id, click: act }, text);
-  const buttons = [
-    button("SVG", () => saveSvg(stem), "save-svg"),
-    button("PNG", () => savePng(stem), "save-png"),
-  ];
-  if (!app.embedded) buttons.unshift(button("Copy link", copyLink, "copy-link"));
+  const buttons = app.embedded ? [] : [button("Copy link", copyLink, "copy-link")];
   if (timeline && (!app.embedded || app.embedded.hasText("schedule-file"))) {
     buttons.push(button("Schedule JSON", made("schedule-file", ".json"), "save-json"));
   }
@@ -67,20 +62,6 @@ function fileStem() {
   const { title, devices, microbatches } = app.shown[0].timeline.meta;
   const plain = title.toLowerCase().replaceAll(/[^a-z0-9]+/g, "-").replaceAll(/^-|-$/g, "");
   return `${plain || "schedule"}-d${devices}-m${microbatches}`;
-}
-
-function titlesShown() {
-  return app.shown.map(({ timeline, title }) => title || timeline.meta.title);
-}
-
-function saveSvg(stem) {
-  saveFile(`${stem}.svg`, svgOf(app.tracks, titlesShown()), "image/svg+xml");
-}
-
-async function savePng(stem) {
-  const picture = await pngOf(app.tracks, titlesShown());
-  if (picture) saveFile(`${stem}.png`, picture);
-  else showStatus("The picture is too large for a PNG; take the SVG.", { wrong: true });
 }
 
 async function saveMade(request, name) {
