@@ -1,11 +1,9 @@
 """Pool of warm worker processes; a worker of an abandoned request is killed and replaced."""
 
 import asyncio
-import hashlib
 import pickle
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections import OrderedDict
 from collections.abc import AsyncIterator
 
 from megatron_vshape.playground.request import Request
@@ -15,22 +13,18 @@ WORKERS = 2
 WAITING = 16
 """Maximum requests that wait for a worker; further requests are rejected."""
 
-KEPT_BYTES = 192 * 2**20
-"""Maximum bytes of cached results, for fast navigation."""
-
 
 class Busy(Exception):
     """Too many requests are waiting."""
 
 
 class Pool:
-    """Answer requests in worker processes, with a cache of earlier answers."""
+    """Answer requests in worker processes."""
 
     def __init__(self, workers: int = WORKERS) -> None:
         self._workers = workers
         self._free = asyncio.Semaphore(workers)
         self._idle: list[Process] = []
-        self._kept: OrderedDict[str, bytes] = OrderedDict()
         self._waiting = 0
         self._ending: set[asyncio.Future[int]] = set()
 
@@ -42,11 +36,6 @@ class Pool:
         Raises:
             Busy: too many requests wait for a worker.
         """
-        key = hashlib.sha256(pickle.dumps(request)).hexdigest()
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            yield self._kept[key]
-            return
         if self._waiting >= WAITING:
             raise Busy
         self._waiting += 1
@@ -56,8 +45,6 @@ class Pool:
             self._waiting -= 1
         try:
             async for each in self._work(request):
-                if each[:1] == Frame.RESULT.encode():
-                    self._keep(key, each)
                 yield each
         finally:
             self._free.release()
@@ -105,11 +92,6 @@ class Pool:
             limit=2**20,
             start_new_session=True,  # the server handles Ctrl-C and ends its workers
         )
-
-    def _keep(self, key: str, result: bytes) -> None:
-        self._kept[key] = result
-        while sum(map(len, self._kept.values())) > KEPT_BYTES:
-            self._kept.popitem(last=False)
 
 
 async def _converse(worker: Process, data: bytes) -> AsyncIterator[bytes]:

@@ -338,16 +338,3 @@ def test_work_that_nobody_waits_for_is_ended():
         return time.monotonic() - began
 
     assert finished(run()) < 30
-
-
-def test_what_was_answered_is_kept():
-    async def run() -> None:
-        pool = Pool(workers=1)
-        asked = parse_request(request())
-        first = [each async for each in pool.answer(asked)]
-        began = time.monotonic()
-        assert [each async for each in pool.answer(asked)] == first[-1:]
-        assert time.monotonic() - began < 0.1
-        await pool.close()
-
-    finished(run())
