@@ -567,7 +567,7 @@ def _print(request: PlanRequest, result: PlanResult, limit: float, units: _Units
         (str(made.objective), f"{time(made.value)}{unit}"),
         ("busy time", f"{time(made.busy)} (busiest rank)"),
         ("bubble", f"{percent(made.bubble)} ({time(made.overhead)})"),
-        *labelled("idle", idle_told(timeline, result.costs)),
+        *labelled("idle", idle_told(timeline)),
         ("lower bound", f"{time(made.lower_bound)} for this placement"),
         ("optimality gap", _gap_text(result)),
         ("placement", placement_text(made.schedule)),

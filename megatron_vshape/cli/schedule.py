@@ -289,7 +289,7 @@ def _lines(result: _Result) -> list[tuple[str, str]]:
     return [
         ("makespan", f"{time(timeline.makespan)}; work of the busiest rank {time(timeline.busy)}"),
         ("bubble", percent(timeline.bubble)),
-        *labelled("idle", idle_told(timeline, result.costs)),
+        *labelled("idle", idle_told(timeline)),
         ("span bubble", f"{percent(timeline.span_bubble)} (no barrier between steps)"),
         ("peak memory", f"{', '.join(peak)}: {percent(numbers.relative_peak)} of 1F1B"),
         *labelled("per rank", by_device),

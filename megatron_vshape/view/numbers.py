@@ -13,7 +13,6 @@ from megatron_vshape.core.check.simulate import (
 )
 from megatron_vshape.core.model.costs import Costs, chunk_of
 from megatron_vshape.core.model.kinds import PROCESSOR
-from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.catalogue import make
@@ -23,7 +22,7 @@ from megatron_vshape.view.names import plain
 GIB = 2.0**30
 
 WORTH_TELLING = 0.02
-"""Minimum excess of the busiest rank, or gain of other layers, to be reported."""
+"""Minimum excess of the busiest rank over the mean to be reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,33 +130,19 @@ def note(numbers: RunNumbers) -> str:
     )
 
 
-def idle_told(timeline: Timeline, costs: Costs | None = None) -> list[str]:
-    """Format the mean idle time, the bottleneck rank and a better layer split.
+def idle_told(timeline: Timeline) -> list[str]:
+    """Format the mean idle time and the bottleneck rank; empty if the ranks have equal work.
 
-    The bubble compares with the busiest rank only, and does not show that others wait for it. Empty
-    if the ranks have equal work.
+    The bubble compares with the busiest rank only, and does not show that others wait for it.
     """
     work = timeline.work
     mean, most = sum(work) / len(work), max(work)
     if most <= mean * (1 + WORTH_TELLING):
         return []
-    told = [
+    return [
         f"{percent(timeline.mean_idle)} of the step, on average over the ranks",
         f"rank {work.index(most)} is the bottleneck: {most / mean:.3g}x the mean work per rank",
     ]
-    if costs is None or costs.layers is None:
-        return told
-    placement = timeline.schedule.placement
-    pieces = Pieces.of(costs, costs.layers)
-    layers = pieces.balanced(sum(costs.layers), placement)
-    count = timeline.schedule.num_microbatches
-    least, now = (
-        pieces.costs(each).busy_us(placement, len(work), count) for each in (layers, costs.layers)
-    )
-    if least < now * (1 - WORTH_TELLING):
-        split = ",".join(map(str, layers))
-        told.append(f"layers {split} would reduce it by {percent(1 - least / now)}")
-    return told
 
 
 def enough(held: float) -> str:
