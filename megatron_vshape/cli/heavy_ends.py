@@ -23,9 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=time_of_0,
         const=math.nan,
         metavar="T",
-        help="Use vocabulary parallelism: all ranks share embedding and output layer, whose times "
-        "are in --costs or --embedding and --head; T: time of an all-reduce in cost units "
-        f"(default: {SUM:g} F). Costs files with such passes need no flag",
+        help="Use vocabulary parallelism; needs --head or --costs. T: time of an all-reduce in "
+        f"cost units (default: {SUM:g} F)",
     )
 
 

@@ -66,8 +66,7 @@ def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
         type=cost,
         metavar="F,B,W,COMM",
         help="Relative times of a chunk (1/(2D) of the model) and of a P2P message (default: "
-        "1,1,1,0). F,B,W,COMM,BW=X: X is the time of an unsplit backward (default: B + W). F,BW: "
-        "short for B = W = BW/2, COMM = 0",
+        "1,1,1,0); a fifth value BW=X is that of an unsplit backward (default: B + W)",
     )
     either.add_argument(
         "--costs", type=Path, metavar="FILE", help="Costs file (JSON): us and bytes of each stage"

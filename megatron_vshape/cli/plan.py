@@ -132,9 +132,8 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     add(
         "--memory-limit",
         metavar="LIMIT",
-        help="Memory limit per rank: chunks of 1/(2D) of a microbatch's activations (1F1B needs "
-        "2D); GiB with --costs, as in 12.5GiB, of all tensors if the file has state_bytes; or the "
-        "peak of a schedule, as in interleaved-1f1b:4 (default: 1f1b)",
+        help="Limit per rank: chunks of activations (1F1B needs 2D); XGiB with --costs, of all "
+        "tensors if the file has state_bytes; or the peak of a schedule (default: 1f1b)",
     )
     add(
         "--headroom",
@@ -145,13 +144,12 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
         "--offload",
         type=_copy_time,
         metavar="T",
-        help="Allow offloading to host memory: time to copy the activations of a stage in one "
-        "direction, while others are copied back, in F (a costs file contains it)",
+        help="Allow offloading to host memory; time to copy a chunk in one direction, in F",
     )
     add(
         "--host-memory-limit",
         metavar="LIMIT",
-        help="Host memory limit per rank, in chunks or XGiB as --memory-limit (default: none)",
+        help="Host memory limit per rank, in chunks or XGiB (default: none)",
     )
 
 
