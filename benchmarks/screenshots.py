@@ -52,7 +52,7 @@ class Shot:
 
 SHOTS = (
     Shot("playground", f"d=8&m=24&s=v-half&{REAL}&t=light", hover=(0.46, 0.22)),
-    Shot("playground-dark", f"d=8&m=24&s=plan:10:makespan:&{REAL}&f=9&t=dark"),
+    Shot("playground-dark", f"d=8&m=24&s=plan:10:&{REAL}&f=9&t=dark"),
     Shot("playground-steps", "tab=steps&d=6&m=10&s=v-half&t=light", height=1250),
     Shot("playground-compare", f"tab=compare&d=8&m=24&s=1f1b~v-min~v-half~v-zb&{REAL}&t=light"),
     Shot("playground-large", "d=64&m=1024&s=v-half&w=300,420&t=light", height=1000),

@@ -9,7 +9,6 @@ from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.request import PLUS_NAMES
 from megatron_vshape.playground.picture import Facts, Picture, encode, size_note, trace_text
 from megatron_vshape.playground.request import (
-    MOST_CHUNKS,
     FieldError,
     FileChoice,
     NamedChoice,
@@ -65,8 +64,7 @@ def _picture(request: Request, choice: ScheduleChoice, pricing: Pricing, report:
 
 def _title(choice: ScheduleChoice, schedule: Schedule) -> str:
     if isinstance(choice, PlanChoice):
-        few = "" if choice.chunks == MOST_CHUNKS else f", {choice.chunks} chunks per rank"
-        return f"Plan within {choice.limit:g} {'GiB' if choice.limit_in_gib else 'chunks'}{few}"
+        return f"Plan within {choice.limit:g} {'GiB' if choice.limit_in_gib else 'chunks'}"
     return display_name(schedule.name)
 
 
@@ -99,11 +97,9 @@ def _recipe(choice: ScheduleChoice, request: Request, pricing: Pricing) -> str:
 def _plan_options(choice: PlanChoice, request: Request, pricing: Pricing) -> str:
     limit = argument(choice.limit) + ("GiB" if choice.limit_in_gib else "")
     seconds = "" if choice.seconds is None else f" --seconds {argument(choice.seconds)}"
-    goal = "" if choice.objective == "makespan" else f" --objective {choice.objective}"
     # By default, the command uses the maximum chunks for the layers, so set the number.
-    chunks = pricing.plan_costs(request.devices, choice.chunks).num_stages // request.devices
-    most = f" --chunks {chunks}"
-    return f" --memory-limit {limit}{most}{goal}{seconds}"
+    chunks = pricing.plan_costs(request.devices).num_stages // request.devices
+    return f" --memory-limit {limit} --chunks {chunks}{seconds}"
 
 
 def _steps(request: Request, choice: ScheduleChoice, report: Report) -> Iterator[Picture]:

@@ -5,9 +5,6 @@ from megatron_vshape.core.request import PLUS_NAMES, SCHEDULE_NAMES
 from megatron_vshape.playground.picture import palette
 from megatron_vshape.view.names import display_name
 
-PLAN_CHUNKS = (2, 4)
-"""Supported maximum chunks per rank of a plan."""
-
 # F, B, W and communication of one chunk, half of what arXiv 2401.10241 measured per stage; ms.
 PRESETS: tuple[dict[str, object], ...] = (
     {"key": "unit", "title": "Unit: F = B = W = 1", "unit": "", "cost": [1, 1, 1, 0]},
@@ -40,5 +37,4 @@ def offers() -> dict[str, object]:
         ],
         "presets": PRESETS,
         "palette": palette(),
-        "plan_chunks": sorted(PLAN_CHUNKS, reverse=True),
     }

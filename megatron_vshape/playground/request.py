@@ -9,11 +9,10 @@ from enum import StrEnum
 
 from megatron_vshape.core.model.files import is_number, is_whole
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.schedule import Objective, Schedule
+from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper import catalogue
 from megatron_vshape.core.paper.catalogue import OPTIONS
 from megatron_vshape.core.request import SCHEDULE_NAMES
-from megatron_vshape.playground.offers import PLAN_CHUNKS
 
 MAX_DEVICES = 256
 MAX_MICROBATCHES = 16_384
@@ -26,7 +25,7 @@ MAX_TEXT = 32 * 2**20
 MAX_SECONDS = 600.0
 
 MOST_CHUNKS = 4
-"""Default chunks per rank; most models have enough layers."""
+"""Maximum chunks per rank of a plan; most models have enough layers."""
 
 _LARGEST = 1e12
 
@@ -112,10 +111,7 @@ class PlanChoice:
 
     limit: float
     limit_in_gib: bool = False
-    objective: Objective = Objective.MAKESPAN
     seconds: float | None = None
-    chunks: int = MOST_CHUNKS
-    """Maximum chunks per rank."""
 
 
 ScheduleChoice = NamedChoice | FileChoice | PlanChoice
@@ -152,10 +148,7 @@ def parse_request(data: object) -> Request:
 
 def _schedule(data: object) -> ScheduleChoice:
     body = _object(data, "schedule")
-    _known(
-        body,
-        "source name chunks file limit limit_in_gib objective seconds".split(),
-    )
+    _known(body, "source name chunks file limit limit_in_gib seconds".split())
     source = Source(_choice(body.get("source"), tuple(Source), "schedule"))
     if source is Source.FILE:
         return FileChoice(_file(body.get("file"), "schedule"))
@@ -174,23 +167,17 @@ def _schedule(data: object) -> ScheduleChoice:
 def _chunks_of(choice: NamedChoice | PlanChoice) -> int:
     """Return the (maximum) number of stages per device."""
     if isinstance(choice, PlanChoice):
-        return choice.chunks
+        return MOST_CHUNKS
     return choice.chunks or catalogue.usual_chunks(choice.name.rstrip("+"))
 
 
 def _plan(body: dict[str, object]) -> PlanChoice:
     limit = _number(body.get("limit"), "limit", above=0.0)
     in_gib = _flag(body, "limit_in_gib", "limit")
-    objective = Objective(_choice(body.get("objective", "makespan"), tuple(Objective), "objective"))
     seconds = None
     if body.get("seconds") is not None:
         seconds = _number(body["seconds"], "seconds", above=0.0, most=MAX_SECONDS)
-    chunks = MOST_CHUNKS
-    if body.get("chunks") is not None:
-        chunks = _whole(body["chunks"], "chunks", catalogue.MOST_STAGES_A_DEVICE)
-    if chunks not in PLAN_CHUNKS:
-        raise FieldError("chunks", f"a plan has at most 2 or 4 chunks per rank, not {chunks}")
-    return PlanChoice(limit, in_gib, objective, seconds, chunks)
+    return PlanChoice(limit, in_gib, seconds)
 
 
 def _costs(data: object) -> CostChoice:

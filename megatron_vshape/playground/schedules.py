@@ -93,14 +93,9 @@ def make_planned(
         raise FieldError("limit", "a limit in GiB needs a costs file; enter chunks instead")
     if pricing.in_bytes and not choice.limit_in_gib:
         raise FieldError("limit", "these costs are in bytes; enter the limit in GiB")
-    question = pricing.question(request.devices, request.microbatches, choice.chunks)
+    question = pricing.question(request.devices, request.microbatches)
     unit, name = (GIB, "GiB") if choice.limit_in_gib else (1.0, "chunks")
-    asked = replace(
-        question,
-        limit=choice.limit * unit,
-        objective=choice.objective,
-        seconds=choice.seconds,
-    )
+    asked = replace(question, limit=choice.limit * unit, seconds=choice.seconds)
     try:
         return plan(asked, Budget(report=_progress(report)))
     except LimitError as error:

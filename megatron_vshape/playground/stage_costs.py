@@ -4,7 +4,7 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.pieces import Piece, regroup, with_ends
 from megatron_vshape.core.request import AUTO, Cut, PlanRequest
-from megatron_vshape.playground.request import CostChoice, FieldError
+from megatron_vshape.playground.request import MOST_CHUNKS, CostChoice, FieldError
 from megatron_vshape.view.numbers import base_peak
 
 _CHUNKS = (4, 2, 1)
@@ -28,13 +28,10 @@ class Pricing:
         """Whether memory is in bytes and time in microseconds, rather than chunks and passes."""
         return self.measured is not None
 
-    def plan_costs(self, num_devices: int, most_chunks: int) -> Costs:
-        """Return the costs of the stages of a plan with at most `most_chunks` stages per device.
-
-        Stages of a costs file are merged only if it has more.
-        """
+    def plan_costs(self, num_devices: int) -> Costs:
+        """Return the costs of the stages of a plan; those of a file are merged only if too many."""
         if self.measured is None:
-            return self.costs_for(num_devices, most_chunks * num_devices)
+            return self.costs_for(num_devices, MOST_CHUNKS * num_devices)
         own, rest = divmod(self.measured.num_stages, num_devices)
         if rest or not own:
             raise FieldError(
@@ -44,12 +41,12 @@ class Pricing:
                 f"{num_devices} devices",
             )
         fitting = [own, *(each for each in _CHUNKS if own % each == 0)]
-        chunks = next(each for each in fitting if each <= most_chunks)
+        chunks = next(each for each in fitting if each <= MOST_CHUNKS)
         return self.costs_for(num_devices, chunks * num_devices)
 
-    def question(self, devices: int, microbatches: int, most_chunks: int) -> PlanRequest:
+    def question(self, devices: int, microbatches: int) -> PlanRequest:
         """Return the request for the best schedule at these costs."""
-        costs = self.plan_costs(devices, most_chunks)
+        costs = self.plan_costs(devices)
         return PlanRequest(AUTO, devices, microbatches, costs, self.cut(devices))
 
     def cut(self, devices: int) -> Cut:

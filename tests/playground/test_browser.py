@@ -81,7 +81,7 @@ def test_a_plan_of_four_stages_a_device_is_drawn(page, server):
     costs = Costs.uniform(4, 16, 1, 1.15, 0.85, 0.05)
     schedule = plan(costs, 4, 8, 6).schedule
     assert schedule.num_chunks == 4
-    load(page, server, "d=4&m=8&c=1,1.15,0.85,0.05&s=plan:6:makespan:&t=light")
+    load(page, server, "d=4&m=8&c=1,1.15,0.85,0.05&s=plan:6:&t=light")
     check_drawn(page, simulate(schedule, costs))
     assert page.inner_text("figcaption p").endswith("4 chunks per rank, looping")
     assert "dark: chunk 0, light: chunk 3" in page.inner_text("#bar")
@@ -96,13 +96,6 @@ def test_a_plan_of_four_stages_a_device_is_drawn(page, server):
         page.click("#save-json")
     assert download.value.suggested_filename == file
     assert Schedule.from_json(Path(download.value.path()).read_text()) == schedule
-    before = numbers(page)
-    page.select_option("#in-chunks", "2")
-    settled(page)
-    wait_for_url(page, "s=plan:6:makespan::c2")
-    assert page.inner_text(".entry") == "Plan ≤ 6 chunks, 2 chunks per rank"
-    assert page.inner_text("figcaption p").split("; ")[1].startswith("2 chunks per rank")
-    assert numbers(page) != before
 
 
 def test_the_files_to_take_away(page, server):
@@ -319,7 +312,7 @@ def test_a_long_plan_shows_progress_and_can_be_cancelled(page, server):
     settled(page)
     assert numbers(page)["Gap"].endswith("%")
     page.goto("about:blank")
-    page.goto(f"{server}#d=8&m=24&c=1,1.15,0.85,0.05&s=plan:9:makespan:500")
+    page.goto(f"{server}#d=8&m=24&c=1,1.15,0.85,0.05&s=plan:9:500")
     page.wait_for_selector("#status progress")
     said = "() => /^Planning.*best .*bound /.test(document.querySelector('#status').innerText)"
     page.wait_for_function(said, timeout=PATIENCE_MS)

@@ -74,20 +74,9 @@ def test_four_stages_a_device():
     assert facts["note"].endswith("4 chunks per rank, looping")
 
 
-def test_two_stages_a_device_where_no_more_are_allowed():
-    four, two = shown(), shown(chunks=2)
-    assert len(two["placement"]) == 2 * DEVICES
-    assert two["numbers"]["makespan"] > four["numbers"]["makespan"]
-    assert two["facts"]["recipe"].endswith("--memory-limit 7 --chunks 2")
-    assert four["title"] == "Plan within 7 chunks"
-    assert two["title"] == "Plan within 7 chunks, 2 chunks per rank"
-
-
-@pytest.mark.parametrize(
-    ("stages", "chunks", "planned_for"), [(10, 4, 10), (20, 4, 20), (20, 2, 10), (5, 4, 5)]
-)
-def test_a_costs_file_says_how_many_stages_are_told_apart(stages, chunks, planned_for):
-    found = shown(costs=costs_file(stages), chunks=chunks, limit=7, limit_in_gib=True)
+@pytest.mark.parametrize(("stages", "planned_for"), [(10, 10), (20, 20), (5, 5), (40, 20)])
+def test_a_costs_file_says_how_many_stages_are_told_apart(stages, planned_for):
+    found = shown(costs=costs_file(stages), limit=7, limit_in_gib=True)
     assert len(found["placement"]) == planned_for
     assert found["facts"]["recipe"] == (
         "plan --devices 5 --microbatches 9 --costs costs.json --memory-limit 7GiB "

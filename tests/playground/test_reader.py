@@ -104,7 +104,7 @@ def test_a_server_that_is_too_busy_is_told(page, server):
 def test_an_answer_that_breaks_off_is_told(page, mortal_server):
     pytest.importorskip("numba", reason="without numba a plan takes minutes")
     process, url = mortal_server
-    page.goto(f"{url}#d=8&m=24&c=1,1.15,0.85,0.05&s=plan:9:makespan:500")
+    page.goto(f"{url}#d=8&m=24&c=1,1.15,0.85,0.05&s=plan:9:500")
     page.wait_for_selector("#status progress")
     process.kill()
     assert said(page) == "The answer broke off."
@@ -139,7 +139,7 @@ def test_nothing_stays_that_another_state_stood_for(page, server):
 def test_what_is_saved_is_what_is_shown(page, server):
     pytest.importorskip("numba", reason="without numba a plan takes minutes")
     load(page, server, "d=4&m=8&s=v-min")
-    page.evaluate("location.hash = 'd=8&m=24&c=1,1.15,0.85,0.05&s=plan:9:makespan:500'")
+    page.evaluate("location.hash = 'd=8&m=24&c=1,1.15,0.85,0.05&s=plan:9:500'")
     page.wait_for_selector("#status progress")
     dimmed = "() => getComputedStyle(document.querySelector('#pictures')).opacity < 0.5"
     page.wait_for_function(dimmed, timeout=PATIENCE_MS)

@@ -86,9 +86,7 @@ function stepTabs(event) {
 /** Return the title of an entry before its schedule is made. */
 export function entryTitle(entry) {
   if (entry.source === "plan") {
-    const few = entry.chunks && entry.chunks < Math.max(...app.offers.plan_chunks);
-    const stages = few ? `, ${entry.chunks} chunks per rank` : "";
-    return `Plan ≤ ${entry.limit} ${entry.limit_in_gib ? "GiB" : "chunks"}${stages}`;
+    return `Plan ≤ ${entry.limit} ${entry.limit_in_gib ? "GiB" : "chunks"}`;
   }
   if (entry.source === "file") return entry.file.name;
   const title = app.offers.schedules.find(({ name }) => name === entry.name)?.title ?? entry.name;

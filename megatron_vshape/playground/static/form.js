@@ -48,7 +48,7 @@ function scheduleFields(state, offers, change) {
   ];
   group.append(picker("schedule", "Order of the passes", options, entryKey(entry, state.active), choose));
   const edit = (patch) => change({ entries: replaced(state, { ...entry, ...patch }) });
-  if (entry.source === PLAN) group.append(...planFields(entry, offers, edit));
+  if (entry.source === PLAN) group.append(...planFields(entry, edit));
   const known = offers.schedules.find(({ name }) => name === entry.name);
   if (entry.source === "name" && known?.has_chunks) {
     group.append(input("chunks", "Stages a device", entry.chunks, (chunks) => edit({ chunks }), "2"));
@@ -79,7 +79,7 @@ function chosenEntry(event, state, offers) {
   const inBytes = state.costsFile !== null;
   const devices = Number(state.devices) || 8;
   const limit = inBytes ? 40 : devices + 2;
-  return { source: PLAN, limit, limit_in_gib: inBytes, objective: "makespan", seconds: null };
+  return { source: PLAN, limit, limit_in_gib: inBytes, seconds: null };
 }
 
 /** Return the entries with the active one replaced. */
@@ -87,12 +87,8 @@ function replaced(state, entry) {
   return state.entries.map((each, at) => (at === state.active ? entry : each));
 }
 
-function planFields(entry, offers, edit) {
+function planFields(entry, edit) {
   const unit = entry.limit_in_gib ? "GiB" : "chunks";
-  const objectives = [["makespan", "Makespan"], ["span", "Span, no barrier"]];
-  const options = objectives.map(([value, title]) => element("option", { value }, title));
-  const counts = offers.plan_chunks.map((each) => element("option", { value: each }, String(each)));
-  const most = String(entry.chunks ?? Math.max(...offers.plan_chunks));
   return [
     element(
       "div",
@@ -100,20 +96,9 @@ function planFields(entry, offers, edit) {
       input("limit", `Limit, ${unit}`, entry.limit, (limit) => edit({ limit })),
       input("seconds", "Seconds", entry.seconds, (seconds) => edit({ seconds }), "auto"),
     ),
-    element(
-      "div",
-      { class: "pair" },
-      picker("objective", "Make small", options, entry.objective, (event) =>
-        edit({ objective: event.target.value }),
-      ),
-      picker("chunks", "Stages a device", counts, most, (event) =>
-        edit({ chunks: Number(event.target.value) }),
-      ),
-    ),
     element("p", { class: "hint" }, entry.limit_in_gib
       ? "Of activations, on every device."
       : "1F1B holds 2 × devices of these chunks."),
-    element("p", { class: "hint" }, "A device holds up to so many stages, fewer where that is faster."),
   ];
 }
 

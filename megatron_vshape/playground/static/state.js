@@ -72,13 +72,7 @@ function writeEntry(entry, loaded) {
   if (entry.source === "file") return writeFile(entry.file, loaded);
   if (entry.source === "plan") {
     const unit = entry.limit_in_gib ? "GiB" : "";
-    return [
-      "plan",
-      `${entry.limit}${unit}`,
-      entry.objective,
-      entry.seconds ?? "",
-      ...(entry.chunks ? [`c${entry.chunks}`] : []),
-    ].join(":");
+    return ["plan", `${entry.limit}${unit}`, entry.seconds ?? ""].join(":");
   }
   return entry.chunks ? `${entry.name}:c${entry.chunks}` : entry.name;
 }
@@ -145,16 +139,14 @@ function readEntry(text, loaded) {
   return entry;
 }
 
-function readPlan([limit = "", objective = "makespan", seconds = "", chunks = ""]) {
+function readPlan([limit = "", seconds = ""]) {
   const value = Number(limit.replace(/GiB$/, ""));
   if (!Number.isFinite(value)) return null;
   return {
     source: "plan",
     limit: value,
     limit_in_gib: limit.endsWith("GiB"),
-    objective: objective === "span" ? "span" : "makespan",
     seconds: seconds === "" || !Number.isFinite(Number(seconds)) ? null : Number(seconds),
-    ...(/^c\d+$/.test(chunks) ? { chunks: Number(chunks.slice(1)) } : {}),
   };
 }
 
