@@ -51,12 +51,12 @@ the tokens that its own router sends to its four experts, which is not the mean.
 capacity, all experts get equally many tokens, and the peak is exact. The other peaks are larger
 because the load is unequal: the peak of 1F1B is that of `--imbalance 1.23`.
 
-The initial router does not explain this number. It was sampled on a CPU: the same sizes, four layers,
-random tokens, two seeds, two microbatches each. The hidden states of all tokens become similar (3% of
-their power is common in the first layer, 58% in the second, 87% in the fourth). The experts of this
-rank get 0.7 to 1.2 times the mean in the first layer and 0 to 2.1 times in the others, 0.65 to 0.95
-over all layers; the most loaded rank gets 1.1 to 4.0 times the mean. So the load of an untrained
-router depends on the seed, and the estimate assumes balanced experts.
+The initial router does not explain this number. It was sampled on a CPU: the same sizes, four
+layers, random tokens, two seeds, two microbatches each. The hidden states of all tokens become
+similar (3% of their power is common in the first layer, 58% in the second, 87% in the fourth). The
+experts of this rank get 0.7 to 1.2 times the mean in the first layer and 0 to 2.1 times in the
+others, 0.65 to 0.95 over all layers; the most loaded rank gets 1.1 to 4.0 times the mean. So the
+load of an untrained router depends on the seed, and the estimate assumes balanced experts.
 """
 
 Rank = Mapping[str, Any]
