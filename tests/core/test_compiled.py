@@ -89,10 +89,11 @@ def test_copies_of_a_block_are_in_the_order_of_their_slots(name: str) -> None:
         assert found == expected
 
 
-def test_a_pass_of_no_stage_is_refused_before_compiled_loops_see_it(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("compiled_from", [0, numbering.COMPILED_FROM])
+def test_a_pass_of_no_stage_is_rejected_before_loops_see_it(
+    compiled_from: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(numbering, "COMPILED_FROM", 0)
+    monkeypatch.setattr(numbering, "COMPILED_FROM", compiled_from)
     for wrong in (Pass(Kind.F, 7, 0), Pass(Kind.F, 0, 5), Pass(Kind.F, -1, 0)):
         with pytest.raises(IndexError):
             numbering.number([(wrong,)], [Kind.F], 1, 1)

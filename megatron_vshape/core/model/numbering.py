@@ -59,6 +59,10 @@ def number(
     """Encode the passes of all lanes; `kinds` includes all their kinds and parts.
 
     Returns arrays if there are enough passes for a compiled loop, otherwise lists.
+
+    Raises:
+        IndexError: a stage or a microbatch does not exist. A wrong one could silently address
+            another pass, and compiled loops do not check indices.
     """
     count, m = len(kinds), num_microbatches
     own = {kind: at for at, kind in enumerate(kinds)}
@@ -67,6 +71,9 @@ def number(
     begin = [0, *accumulate(map(len, lanes))]
     sort = [count * stage + own[kind] for kind, stage, _ in passes]
     microbatch = [microbatch for _, _, microbatch in passes]
+    for each, end in ((sort, count * num_stages), (microbatch, m)):
+        if passes and not 0 <= min(each) <= max(each) < end:
+            raise IndexError("a pass has a stage or a microbatch that does not exist")
     if len(passes) >= COMPILED_FROM:
         return _in_arrays(begin, sort, microbatch, parts, num_stages, m)
     place_of = [NONE] * (count * num_stages * m)
@@ -86,18 +93,10 @@ def _in_arrays(
     num_stages: int,
     num_microbatches: int,
 ) -> Numbered:
-    """Return the same encoding in arrays.
-
-    Raises:
-        IndexError: a stage or microbatch does not exist; compiled loops do not check this.
-    """
+    """Return the same encoding in arrays."""
     import numpy as np
 
     sorts, of = np.array(sort, np.int64), np.array(microbatch, np.int64)
-    # A wrong microbatch would silently address another pass type; numpy itself rejects an index
-    # beyond the last stage.
-    if not (of.min() >= 0 and of.max() < num_microbatches and sorts.min() >= 0):
-        raise IndexError("a pass is of a stage or a microbatch that there is not")
     place_of = np.full(len(parts) * num_stages * num_microbatches, NONE, np.int64)
     kinds = sorts % len(parts)
     for kind, does in enumerate(parts):
