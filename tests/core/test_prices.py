@@ -273,3 +273,10 @@ def test_a_message_has_a_price_for_each_boundary(objective: Objective) -> None:
     assert found.lower_bound <= found.value <= objective.of(timeline)
     with pytest.raises(ScheduleError, match="one for each of the 7 boundaries between stages"):
         replace(costs, more_send_us=(1.0,))
+
+
+def test_the_search_plans_for_a_slow_boundary() -> None:
+    """With equal messages in the steady orders and the fillers, the step took 179.85."""
+    more = tuple(3.0 if boundary == 4 else 0.0 for boundary in range(15))
+    costs = replace(Costs.uniform(8, 16, *REAL), more_send_us=more)
+    assert plan(costs, 8, 24, 12.0, steps=100_000).value < 175

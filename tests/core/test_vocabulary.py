@@ -132,6 +132,14 @@ def replace_logits(costs: Costs, held: float) -> Costs:
     return costs.having(**others)
 
 
+def test_vocabulary_passes_wait_for_a_slow_boundary() -> None:
+    """If all messages count as equal, the step takes 148.05."""
+    plain = make("1f1b", 8, 24)
+    more = tuple(3.0 if boundary == 2 else 0.0 for boundary in range(7))
+    costs = replace(costs_of(plain), more_send_us=more)
+    assert simulate(share_vocabulary(plain, costs, 2.0), costs).makespan < 120
+
+
 def test_the_next_microbatch_brings_what_t_needs() -> None:
     plain = make("v-zb", 4, 6)
     shared = share_vocabulary(plain, costs_of(plain))

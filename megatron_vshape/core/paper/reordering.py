@@ -88,7 +88,6 @@ def _order_of(schedule: Schedule, max_held: int) -> "Order":
         **passes._asdict(),
         sorts=_equal_sorts(schedule.placement),
         limit=[max_held] * schedule.num_devices,
-        lag=0,
         num_microbatches=schedule.num_microbatches,
         ranks=list(range(schedule.num_microbatches)),  # passes keep their numbers
         strict=False,
@@ -132,7 +131,7 @@ class Sorts(NamedTuple):
     lane: Numbers
     ticks: Numbers
     needs: Lists  # pass types of the inputs, without inputs of these inputs
-    away: Numbers  # of an input: whether it is on another device
+    lag: Numbers  # of an input: ticks of its message; 0 on the same device
     turns: Numbers  # of an input: whether its kind runs the passes of a microbatch in reverse
     wakes: Lists  # other lanes that may go on after it
     most: Numbers  # maximum increase of a lane's memory while such a pass runs
@@ -152,7 +151,6 @@ class Order(NamedTuple):
     microbatch: Numbers
     place_of: Numbers  # [sort * num_microbatches + microbatch]; NONE or WITHOUT if missing
     limit: Numbers  # memory limit of a lane
-    lag: int  # ticks of a message to another device
     num_microbatches: int
     ranks: Numbers  # of a microbatch: its number for inputs that `turns`
     strict: bool  # whether passes without memory may only overtake passes that still fit
@@ -181,11 +179,13 @@ def make_sorts(
     kinds: Sequence[Kind],
     placement: Placement,
     amounts: Callable[[Kind, int], tuple[int, int, int]],
+    message: Callable[[int, int], int] = lambda *_: 0,
 ) -> Sorts:
     """Return the pass types of all stages; the number is len(kinds) * stage + index in `kinds`.
 
     `amounts` returns, for a kind and a stage, the ticks of a pass, the increase of memory while it
-    runs, and the change after it has ended. Lane d is the processor of device d.
+    runs, and the change after it has ended; `message` the ticks of a message between two stages.
+    Lane d is the processor of device d.
     """
     table = NeedTable(len(placement), kinds)
     direct = table.direct_needs()
@@ -214,7 +214,11 @@ def make_sorts(
         lane=lane,
         ticks=ticks,
         needs=lists_of(needs),
-        away=[device[need] != device[sort] for sort, own in enumerate(needs) for need in own],
+        lag=[
+            message(sorts[need][1], sorts[sort][1]) if device[need] != device[sort] else 0
+            for sort, own in enumerate(needs)
+            for need in own
+        ],
         turns=[ranked[need] != ranked[sort] for sort, own in enumerate(needs) for need in own],
         wakes=lists_of(map(sorted, wakes)),
         most=list(map(max, takes, change)),
@@ -311,7 +315,7 @@ def ready(order: Order, run: Refill, place: int, start: int) -> int:
             continue
         if need == NONE or run.end[need] == LATE:
             return LATE
-        there = run.end[need] + order.lag * order.sorts.away[at]
+        there = run.end[need] + order.sorts.lag[at]
         if there > start:
             start = there
     return start

@@ -41,15 +41,10 @@ class Problem:
     kinds: tuple[Kind, ...]
     ticks_per_us: float
     units_per_byte: float
-    send: int  # ticks of a typical P2P message
     sorts: Sorts  # arrays
     weight_of: np.ndarray  # [sort] of a B or W: the sort of its W; else NONE
     room: np.ndarray  # [lane] memory limit, in units
     moved_limit: float  # of memory that passes move off a device, in the costs' unit
-
-    def message(self, stage: int, other: int) -> int:
-        """Return the ticks of a P2P message between stages of two devices."""
-        return round(self.costs.message_us(stage, other) * self.ticks_per_us)
 
     def turned(self, numbers: np.ndarray) -> np.ndarray:
         """Return the numbers of these passes in kinds that run them in the opposite order."""
@@ -121,7 +116,6 @@ def make_problem(
         kinds=kinds,
         ticks_per_us=ticks_per_us,
         units_per_byte=units,
-        send=round(costs.send_us * ticks_per_us),
         sorts=sorts,
         weight_of=_weight_of(kinds, len(placement)),
         room=room,
@@ -177,11 +171,14 @@ def _arrays(
         ticks = round(costs.time_us(kind, stage) * ticks_per_us)
         return (ticks, *held_by(costs, kind, stage, units))
 
+    def message(stage: int, other: int) -> int:
+        return round(costs.message_us(stage, other) * ticks_per_us)
+
     made: list[Any] = [
         Lists(*(np.array(part, np.int64) for part in each))
         if isinstance(each, Lists)
         else np.array(each, np.int64)
-        for each in make_sorts(kinds, placement, amounts)
+        for each in make_sorts(kinds, placement, amounts, message)
     ]
     return Sorts(*made)
 
@@ -221,12 +218,7 @@ def make_shop(problem: Problem, num_microbatches: int) -> improve.JobShop:
     before, after, behind = (_Ways(count) for _ in range(3))
     for sort in range(count):
         for at in range(sorts.needs.begin[sort], sorts.needs.begin[sort + 1]):
-            # A message between devices arrives later; results on the same device are available at
-            # once.
-            # A sort is stage * len(kinds) + kind, so the quotient is the stage.
-            need, each = sorts.needs.of[at], len(problem.kinds)
-            lag = sorts.away[at] * problem.message(sort // each, need // each)
-            turns = bool(sorts.turns[at])
+            need, lag, turns = sorts.needs.of[at], sorts.lag[at], bool(sorts.turns[at])
             before.add(sort, need, lag, turns)
             (after if lane[need] != lane[sort] else behind).add(need, sort, lag, turns)
     ranks = problem.turned(np.arange(m))
@@ -384,7 +376,8 @@ def _due(problem: Problem) -> np.ndarray:
         first = [-1] * problem.num_devices
         for stage, device in enumerate(problem.placement):
             if stage and device != problem.placement[stage - 1]:
-                clock += problem.message(stage - 1, stage)
+                message_us = problem.costs.message_us(stage - 1, stage)
+                clock += round(message_us * problem.ticks_per_us)
             first[device] = clock if first[device] < 0 else first[device]
             clock += sorts.ticks[len(problem.kinds) * stage]
         # All lanes of a device, including copy links, count from its first forward.

@@ -187,7 +187,7 @@ def _make_problem(
         work,
         part,
         home,
-        *_data_arcs(stages, classes, work, home, round(costs.send_us / unit_us)),
+        *_data_arcs(costs, classes, work, home, unit_us),
         np.where(part == 0, forward, 0.0),
         # F frees nothing; B replaces F's memory by that for W; W frees the rest.
         np.select([part == 0, part == 1], [0.0, backward - forward], -backward),
@@ -199,9 +199,11 @@ def _make_problem(
     return _Problem(graph, stages, int(work[own].sum(axis=1).max()), unit_us)
 
 
-def _data_arcs(stages: int, classes: int, work: Ints, home: Ints, send: int) -> tuple[Ints, Ints]:
+def _data_arcs(
+    costs: Costs, classes: int, work: Ints, home: Ints, unit_us: float
+) -> tuple[Ints, Ints]:
     """Return the nodes that read each node's result, and the time until they may start."""
-    size = len(work)
+    size, stages = len(work), costs.num_stages
     feeds, lag = np.full((size, 2), -1, np.int64), np.zeros((size, 2), np.int64)
     for node in range(size):
         place, index = divmod(node, classes)
@@ -211,7 +213,9 @@ def _data_arcs(stages: int, classes: int, work: Ints, home: Ints, send: int) -> 
             # A result has at most two readers.
             way = 0 if feeds[source, 0] < 0 else 1
             feeds[source, way] = node
-            lag[source, way] = work[source] + (send if home[source] != home[node] else 0)
+            lag[source, way] = work[source]
+            if home[source] != home[node]:
+                lag[source, way] += round(costs.message_us(need.stage, reader.stage) / unit_us)
     return feeds, lag
 
 

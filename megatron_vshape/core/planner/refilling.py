@@ -92,7 +92,6 @@ def _order_of(problem: Problem, row: np.ndarray, num_microbatches: int) -> tuple
         microbatch=microbatch,
         place_of=place_of,
         limit=problem.room,
-        lag=problem.send,
         num_microbatches=m,
         ranks=problem.turned(np.arange(m)),
         strict=True,

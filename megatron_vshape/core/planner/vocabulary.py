@@ -382,7 +382,9 @@ class _Dealer:
 
     def _lag_us(self, source: int, stage: int) -> float:
         placement = self.schedule.placement
-        return self.costs.send_us if placement[source] != placement[stage] else 0.0
+        if placement[source] == placement[stage]:
+            return 0.0
+        return self.costs.message_us(source, stage)
 
     def _read_by(self) -> dict[tuple[Kind, int], set[int]]:
         """Return the devices that read the result of a kind of pass on a stage."""
