@@ -21,6 +21,7 @@ from megatron_vshape.core.baselines import (
     evaluate_baseline,
     may_fit,
     saves,
+    with_all_kinds,
     with_fused_backwards,
 )
 from megatron_vshape.core.budget import Budget
@@ -37,7 +38,6 @@ from megatron_vshape.core.planner.vocabulary import (
     WAITING,
     most_logits_bytes,
     share_vocabulary,
-    shared_if_told,
     tells_shared,
     without_shared,
 )
@@ -90,7 +90,7 @@ def plan(request: PlanRequest, budget: Budget | None = None) -> PlanResult:
         # The name includes the chunks, to distinguish several schedules of one name.
         name = made if own.chunks is None else replace(made, name=name)
     costs = request.costs_of(name.placement, name.name)
-    return PlanResult(shared_if_told(name, costs), costs, block)
+    return PlanResult(with_all_kinds(name, costs), costs, block)
 
 
 def _plan_at_memory_of(baseline: BaselineSpec, request: PlanRequest, budget: Budget) -> PlanResult:

@@ -68,8 +68,9 @@ class ScheduleConfig:
         return self.name == AUTO or self.name in PLUS_NAMES
 
     def request(self, num_microbatches: int) -> PlanRequest:
-        """Return the plan request of a step, without costs and limits."""
-        return PlanRequest(self.name, self.num_devices, num_microbatches, slices=self.slices)
+        """Return the plan request of a step, without costs and the limit of activation memory."""
+        request = PlanRequest(self.name, self.num_devices, num_microbatches, slices=self.slices)
+        return replace(request, moved_limit=filled(self.moved_limit_bytes))
 
     def published(self, name: str, num_microbatches: int) -> Schedule:
         """Make the catalogue's schedule `name` for a step of this run."""
@@ -82,11 +83,6 @@ class ScheduleConfig:
         if self.from_file is not None:
             return self.from_file.copies
         return self.name == AUTO and self.costs is not None and self.costs.copies
-
-    @property
-    def movable_bytes(self) -> float:
-        """Return that limit for plans; it is lower because of partially used blocks."""
-        return filled(self.moved_limit_bytes)
 
     @property
     def has_overlap(self) -> bool:

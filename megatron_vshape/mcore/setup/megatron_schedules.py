@@ -207,7 +207,6 @@ def megatrons_if_best(
         costs=measured,
         cut=cut,
         limit=choice.limit_of,
-        moved_limit=choice.movable_bytes,
         placements=(choice.placement,),
     )
     overlaps = getattr(args, "overlap_p2p_comm", False)

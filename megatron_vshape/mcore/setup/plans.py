@@ -375,8 +375,7 @@ class Planner:
             shares = self.choice.layer_shares
             return recut(costs, num_stages, question.num_devices, name, layers, shares)
 
-        within = replace(question, limit=limit, moved_limit=self.choice.movable_bytes)
-        return replace(within, costs=costs, cut=cut, placements=placements)
+        return replace(question, limit=limit, costs=costs, cut=cut, placements=placements)
 
     def _left_bytes(self, costs: Costs) -> tuple[float, ...] | None:
         """Return the memory that the limit leaves for activations per device; None without a limit.

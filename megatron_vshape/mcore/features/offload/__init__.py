@@ -40,14 +40,14 @@ class OffloadFeature(Feature):
     def check(self, settings: Settings) -> None:
         """Reject CUDA graphs and a paged stash of activations that may be offloaded."""
         choice = settings.choice
-        may_copy = NAME in settings.choice.enabled and choice.name == AUTO
-        check_copies(choice.copies or may_copy, settings.model, choice.name)
+        may_copy = choice.copies or (NAME in choice.enabled and choice.name == AUTO)
+        check_copies(may_copy, settings.model, choice.name)
 
     def check_stages(self, settings: Settings, stage_map: StageMap) -> None:
         """Reject features whose passes the plans cannot combine with copies."""
         choice = settings.choice
         other = next((each.flag for each in features() if each.ends(choice)), None)
-        if other and (choice.copies or NAME in settings.choice.enabled):
+        if other and (choice.copies or NAME in choice.enabled):
             raise UnsupportedError(
                 f"{other} does not work with offloading of activations: the combination is not "
                 "implemented. Remove one of the two"
