@@ -96,8 +96,8 @@ def pass_in_words(phase: str) -> str:
     if len(words) == 3:
         chunk = f", chunk {words[1]}" if words[1] != "0" else ""
         of_device = (kind for kind in KINDS if kind == words[0] and kind.of == DEVICE)
-        told = "".join(f" ({kind.words.removeprefix('the ')})" for kind in of_device)
-        return f"{words[0]}{told} of microbatch {words[2]}{chunk}"
+        label = "".join(f" ({kind.words.removeprefix('the ')})" for kind in of_device)
+        return f"{words[0]}{label} of microbatch {words[2]}{chunk}"
     return {
         "model": "the construction of the model",
         "optimizer": "the optimizer step",
