@@ -49,7 +49,6 @@ def _picture(request: Request, choice: ScheduleChoice, pricing: Pricing, report:
     timeline = simulate(schedule, costs)
     facts = Facts(
         in_bytes=pricing.in_bytes,
-        in_us=pricing.in_bytes,
         base_peak=pricing.base_peak(schedule.num_devices),
         title=_title(choice, schedule),
         note=size_note(schedule),

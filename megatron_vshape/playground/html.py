@@ -59,22 +59,12 @@ def write_html(path: Path, timeline: Timeline, costs: Costs, facts: Facts) -> No
 
 
 def plain_facts(
-    timeline: Timeline,
-    *,
-    in_bytes: bool = False,
-    base_peak: float | None = None,
+    timeline: Timeline, *, in_bytes: bool = False, base_peak: float | None = None
 ) -> Facts:
-    """Return the context of any timeline.
-
-    Args:
-        timeline: the timeline.
-        in_bytes: memory is in bytes and time in microseconds, as from a costs file.
-        base_peak: peak of 1F1B, in the same unit.
-    """
+    """Return the context of any timeline; the arguments are those of `Facts`."""
     schedule = timeline.schedule
     return Facts(
         in_bytes=in_bytes,
-        in_us=in_bytes,
         base_peak=base_peak,
         title=display_name(schedule.name),
         note=size_note(schedule),

@@ -40,10 +40,7 @@ class Facts:
     """Context of a timeline that does not follow from it."""
 
     in_bytes: bool = False
-    """Whether memory is in bytes rather than chunks."""
-
-    in_us: bool = False
-    """Whether times are in microseconds; otherwise the unit is the user's."""
+    """Whether memory is in bytes and time in microseconds; else in chunks and the user's unit."""
 
     in_passes: bool = False
     """Whether times are in passes of equal length, regardless of the costs' unit."""

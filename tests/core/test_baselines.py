@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from megatron_vshape.core.baselines import BaselineSpec
-from megatron_vshape.core.check.bounds import least_limit
+from megatron_vshape.core.check.bounds import least_memory
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -46,7 +46,7 @@ class Cell:
             AUTO, d, self.microbatches, costs, self.cut, chunks=chunks, steps=20_000
         )
         placements = [linear(d), v_shape(d), *(looping(d, each) for each in chunks)]
-        least = min(least_limit(self.cut(len(each)), d, [each]) for each in placements)
+        least = min(max(least_memory(self.cut(len(each)), each, d)) for each in placements)
         most = 2 * max(evaluate_named("1f1b", asked).peak)
         limit = least + self.place * max(most - least, 0)
         return replace(asked, limit=limit)

@@ -23,7 +23,6 @@ from operator import sub
 
 from megatron_vshape.core.model.costs import LEAST, Costs, held_text
 from megatron_vshape.core.model.kinds import EXCHANGES, PARTS, Kind, ScheduleError
-from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.placement import Placement, check_placement, stages_of
 from megatron_vshape.core.model.schedule import Objective
 
@@ -132,17 +131,6 @@ def check_limits(
 def fits(peak: Sequence[float], limits: Sequence[float]) -> bool:
     """Return whether each peak is within its limit, up to rounding."""
     return all(held <= most * (1 + _ROUNDING) for held, most in zip(peak, limits, strict=True))
-
-
-def least_limit(costs: Costs, num_devices: int, placements: Sequence[Placement]) -> float:
-    """Return the minimum memory limit, the same for all devices, that is feasible on any placement.
-
-    Costs of more stages than a placement has are added up; raises ScheduleError if they cannot be.
-    """
-    return min(
-        max(least_memory(regroup(costs, len(placement), "a plan"), placement, num_devices))
-        for placement in placements
-    )
 
 
 def bound_at(

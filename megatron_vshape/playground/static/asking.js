@@ -20,7 +20,7 @@ export function requestOf(want, more = {}) {
 /** Return the units at the selected costs. */
 function unitsAsked() {
   const measured = app.state.costsFile !== null;
-  return unitsFor({ in_us: measured, in_bytes: measured }, app.state.unit);
+  return unitsFor({ in_bytes: measured }, app.state.unit);
 }
 
 /** Return the request for the timeline of a schedule. */
