@@ -210,14 +210,15 @@ class _Run:
             self.passes.watch_megatrons(schedules)
 
     def _log_notices(self) -> None:
-        """Collect the log lines about options that are translated or ignored."""
-        from megatron_vshape.mcore.setup import translate
+        """Collect the log lines about options that are translated, ignored or unused."""
+        from megatron_vshape.mcore.setup import configure, translate
 
         handler = logging.Handler()
         emit: Any = handler
         emit.emit = lambda record: self.notices.append(record.getMessage())
         translate.logger.setLevel(logging.INFO)
-        translate.logger.addHandler(handler)
+        for module in (configure, translate):
+            module.logger.addHandler(handler)
 
     def _in_optimizer(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self.ledger.during("optimizer"):

@@ -159,9 +159,20 @@ def test_what_one_rank_does_not_use_is_told(caplog: pytest.LogCaptureFixture) ->
     assert prepare(args) is None
     (record,) = caplog.records
     assert record.getMessage() == (
-        "one pipeline rank has nothing to schedule: --pipeline-trace, --optimizer-post-validation "
-        "unused"
+        "--pipeline-schedule v-half, --pipeline-trace, --optimizer-post-validation unused: one "
+        "pipeline rank has nothing to schedule. Set --pipeline-model-parallel-size to 2 or more"
     )
+
+
+def test_a_schedule_alone_is_reported_as_unused_on_one_rank(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """`rehearse --check` reported that the run starts with the schedule, and training nothing."""
+    args = add_arguments(ArgumentParser()).parse_args(["--pipeline-schedule", "v-half"])
+    args.pipeline_model_parallel_size = 1
+    assert prepare(args) is None
+    (record,) = caplog.records
+    assert record.getMessage().startswith("--pipeline-schedule v-half unused: one pipeline rank")
 
 
 def test_what_a_script_sets_in_the_config_alone_is_refused() -> None:

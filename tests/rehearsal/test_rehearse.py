@@ -212,6 +212,7 @@ def test_what_cannot_be_is_told_in_a_sentence(
     [
         ("v-half --num-layers-per-virtual-pipeline-stage 1", 0, "starts with v-half"),
         ("auto --pipeline-profile-iterations 2:3", 0, "starts with auto"),
+        ("v-half --pipeline-model-parallel-size 1", 0, "starts with v-half"),
         (
             "v-half --hybrid-context-parallel",
             1,
@@ -229,6 +230,8 @@ def test_check_runs_the_start_up_checks_alone(
     assert printed in ran.stdout.splitlines()[-1]
     translated = "num_layers_per_virtual_pipeline_stage 1: " in ran.stdout
     assert translated == ("--num-layers-per-virtual" in flags)
+    unused = "--pipeline-schedule v-half unused: one pipeline rank" in ran.stdout
+    assert unused == ("--pipeline-model-parallel-size 1" in flags)
     assert "GiB" not in ran.stdout
 
 

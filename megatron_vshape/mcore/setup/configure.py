@@ -166,11 +166,15 @@ def _check_values(args: Namespace, options: Options) -> None:
 
 def _warn_of_unused_flags(options: Options) -> None:
     """Log flags without effect in a run with one pipeline rank."""
-    flags = options.flags_for_ours()
+    flags = [f"--pipeline-schedule {options.schedule}", *options.flags_for_ours()]
     if options.post_validates:
         flags.append("--optimizer-post-validation")
-    if flags and int(os.environ.get("RANK", "0")) == 0:
-        logger.warning("one pipeline rank has nothing to schedule: %s unused", ", ".join(flags))
+    if int(os.environ.get("RANK", "0")) == 0:
+        logger.warning(
+            "%s unused: one pipeline rank has nothing to schedule. Set "
+            "--pipeline-model-parallel-size to 2 or more",
+            ", ".join(flags),
+        )
 
 
 def pipeline_of(
