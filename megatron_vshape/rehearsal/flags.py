@@ -518,7 +518,7 @@ def sizes_of(command: Command, gpus: int | None) -> Sizes:
     if world % least:
         raise ScheduleError(
             f"{world} GPUs do not divide among TP {tensor} x CP {context} x PP {pipeline} and "
-            f"EP {experts} x ETP {expert_tensor}: a multiple of {least} would, as in --gpus {least}"
+            f"EP {experts} x ETP {expert_tensor}. Set the number in --gpus to a multiple of {least}"
         )
     _check_batch(command, world // (tensor * context * pipeline))
     return Sizes(world, tensor, context, pipeline, command.has("--use-tp-pp-dp-mapping"))
@@ -530,7 +530,7 @@ def _check_batch(command: Command, replicas: int) -> None:
     if batch and batch % (micro * replicas):
         raise ScheduleError(
             f"a global batch of {batch} does not divide into microbatches of {micro} on {replicas} "
-            f"data-parallel ranks: a multiple of {micro * replicas} would"
+            f"data-parallel ranks. Set --global-batch-size to a multiple of {micro * replicas}"
         )
 
 

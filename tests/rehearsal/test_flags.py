@@ -340,7 +340,7 @@ def test_a_script_without_flags_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "gpus", "wrong"),
     [
-        ("--pipeline-model-parallel-size 4", 6, "6 GPUs do not divide .* a multiple of 4 would"),
+        ("--pipeline-model-parallel-size 4", 6, "6 GPUs do not divide .* to a multiple of 4"),
         ("--global-batch-size 6 --micro-batch-size 2", 2, "does not divide into microbatches of 2"),
         ("--tensor-model-parallel-size two", None, "'two' is no whole number"),
     ],
