@@ -279,6 +279,9 @@ class Options:
 OPTIONS: dict[str, Option] = {each.name: each.metadata["option"] for each in fields(Options)}
 """All options by keyword."""
 
+INPUTS_OF_PLANS = ("costs_file", "memory_limit_gib", "host_memory_limit_gib")
+"""Options that only the choice of a schedule reads."""
+
 
 def add_arguments(parser: ArgumentParser, record: Callable[[str], str] = str) -> ArgumentParser:
     """Add the flags to `parser` and return it; `record` is called with the given schedule name."""

@@ -25,7 +25,7 @@ from megatron_vshape.mcore.layout.multi_token import num_predicting
 from megatron_vshape.mcore.layout.sizes import options_of as sizes_in
 from megatron_vshape.mcore.layout.sizes import sizes_of
 from megatron_vshape.mcore.layout.stage_map import split_layers
-from megatron_vshape.mcore.options import OPTIONS, Options, options_of
+from megatron_vshape.mcore.options import INPUTS_OF_PLANS, OPTIONS, Options, options_of
 from megatron_vshape.mcore.refusals import BATCH_SIZES, UnsupportedError
 from megatron_vshape.mcore.setup.choice import choice_for, fitted
 from megatron_vshape.mcore.setup.features import Settings, adapted_costs, features
@@ -59,10 +59,9 @@ INTERLEAVED_CHUNKS = 2
 
 def run_megatrons(args: Namespace, baseline: BaselineSpec) -> None:
     """Run Megatron's schedule as if the user had named it."""
-    args.pipeline_schedule, args.pipeline_costs = baseline.name, None
-    for option in OPTIONS.values():
-        if "GIB" in option.metavar:  # memory limits of plans
-            setattr(args, option.argument, None)
+    args.pipeline_schedule = baseline.name
+    for name in INPUTS_OF_PLANS:
+        setattr(args, OPTIONS[name].argument, None)
     args.num_virtual_stages_per_pipeline_rank = baseline.chunks
     if getattr(args, hybrid.OPTION, None) is not None:
         _split_megatrons_own_hybrid(args, Options(schedule=baseline.name))
