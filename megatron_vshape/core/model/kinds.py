@@ -182,10 +182,7 @@ def define(
 def _check_row(kind: Kind) -> None:
     """Raise ScheduleError unless the kind is a valid new row of the table."""
     if kind in _ROWS or not (kind.isascii() and kind.isalpha() and kind.isupper()):
-        raise ScheduleError(
-            f"{str(kind)!r:.40} cannot be the name of a kind: a name has capital letters only, and "
-            "no other kind has it. Choose another name"
-        )
+        raise ScheduleError(f"{str(kind)!r:.40} is not a new name in capital letters; use another")
     # `follows` are not checked: S follows C, whose row comes later in the table.
     for other in (*(read.kind for read in kind.reads), *kind.before):
         if other != kind and other not in _ROWS:

@@ -184,7 +184,7 @@ def make_sorts(
     """Return the pass types of all stages; the number is len(kinds) * stage + index in `kinds`.
 
     `amounts` returns, for a kind and a stage, the ticks of a pass, the increase of memory while it
-    runs, and the change after it has ended; `message` the ticks of a message between two stages.
+    runs, and the change after it has ended; `message` the ticks from one stage to another.
     Lane d is the processor of device d.
     """
     table = NeedTable(len(placement), kinds)
@@ -208,17 +208,12 @@ def make_sorts(
         for sort, (kind, stage) in enumerate(sorts)
     ]
     ticks, takes, change = map(list, zip(*(amounts(*sort) for sort in sorts), strict=True))
-    device = [placement[stage] for _, stage in sorts]
-    ranked = [kind.by_rank for kind, _ in sorts]
+    ranked, stages = [kind.by_rank for kind, _ in sorts], [stage for _, stage in sorts]
     return Sorts(
         lane=lane,
         ticks=ticks,
         needs=lists_of(needs),
-        lag=[
-            message(sorts[need][1], sorts[sort][1]) if device[need] != device[sort] else 0
-            for sort, own in enumerate(needs)
-            for need in own
-        ],
+        lag=[message(stages[need], stages[sort]) for sort, own in enumerate(needs) for need in own],
         turns=[ranked[need] != ranked[sort] for sort, own in enumerate(needs) for need in own],
         wakes=lists_of(map(sorted, wakes)),
         most=list(map(max, takes, change)),

@@ -172,7 +172,8 @@ def _arrays(
         return (ticks, *held_by(costs, kind, stage, units))
 
     def message(stage: int, other: int) -> int:
-        return round(costs.message_us(stage, other) * ticks_per_us)
+        away = placement[stage] != placement[other]
+        return round(costs.message_us(stage, other) * ticks_per_us) if away else 0
 
     made: list[Any] = [
         Lists(*(np.array(part, np.int64) for part in each))

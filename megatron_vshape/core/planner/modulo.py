@@ -400,30 +400,21 @@ def sequential(placement: Placement, num_devices: int, slices: int) -> CyclicOrd
     return _cyclic_order("sequential", slices, rows)
 
 
-def cyclic_order_of_steady(order: SteadyOrder, name: str) -> CyclicOrder:
-    """Return a steady order as arrays."""
-    rows = []
-    for row in order.rows:
-        sorts = np.array([_sort(kind, stage) for kind, stage, _ in row])
-        rows.append((sorts, np.array([offset for _, _, offset in row])))
-    return CyclicOrder(name, order.microbatches, tuple(rows))
-
-
-def of_slices(order: CyclicOrder, slices: int) -> CyclicOrder:
-    """Convert an order of microbatches to slices, each scheduled like a microbatch.
+def cyclic_order_of_steady(order: SteadyOrder, name: str, slices: int = 1) -> CyclicOrder:
+    """Return a steady order as arrays, with slices scheduled like its microbatches.
 
     B and W start `slices` - 1 slices later, after all F of their microbatch. A period has whole
     microbatches.
     """
     times = slices // gcd(order.microbatches, slices)
+    each = np.arange(times)[:, None] * order.microbatches
     rows = []
-    for sorts, offsets in order.rows:
-        ranked = np.array([PARTS[sort % len(PARTS)].by_rank for sort in sorts])
+    for row in order.rows:
+        sorts = np.array([_sort(kind, stage) for kind, stage, _ in row])
         # In the same period, a smaller offset runs an earlier microbatch: each one runs later.
-        own = offsets - (slices - 1) * ranked
-        each = np.arange(times)[:, None] * order.microbatches
+        own = np.array([offset - (slices - 1) * kind.by_rank for kind, _, offset in row])
         rows.append((np.tile(sorts, times), (own + each).ravel()))
-    return CyclicOrder(order.name, times * order.microbatches, tuple(rows))
+    return CyclicOrder(name, times * order.microbatches, tuple(rows))
 
 
 def is_period(

@@ -40,7 +40,6 @@ from megatron_vshape.core.planner.modulo import (
     cyclic_order_of_steady,
     find_steady_orders,
     is_period,
-    of_slices,
     sequential,
     splice,
 )
@@ -207,15 +206,16 @@ class PlacementSearch:
         held = problem.costs.held_after_forward_bytes
         each = [sum(held[stage] for stage in own) for own in stages]
         most = [devices * one for one in each]
-        # `of_slices` delays B and W by slices - 1 slices, which stay in memory for longer.
+        # B and W start slices - 1 slices later, and the slices stay in memory for longer.
         room = [y - (slices - 1) * one for y, one in zip(rooms, each, strict=True)]
         limits = [max(x, min(y, z)) for x, y, z in zip(least, room, most, strict=True)]
 
         def steady(steps: int) -> list[CyclicOrder]:
             orders = find_steady_orders(costs, problem.placement, devices, limits, steps, self.seed)
-            named = (f"steady-{at}" for at in range(len(orders)))
-            made = map(cyclic_order_of_steady, orders, named)
-            return [of_slices(order, slices) for order in made]
+            return [
+                cyclic_order_of_steady(order, f"steady-{at}", slices)
+                for at, order in enumerate(orders)
+            ]
 
         return [known, partial(steady, budget // EFFORT if devices <= WIDE else budget)]
 

@@ -238,10 +238,7 @@ def pipeline_of(
 
 
 def _capture_after_profile(model: Any, choice: ScheduleConfig, options: Options) -> None:
-    """Make Megatron capture CUDA graphs after profiled steps, which can change the schedule.
-
-    Graphs can replay only the order of their capture.
-    """
+    """Make Megatron capture CUDA graphs after profiled steps, which can change the pass order."""
     if choice.plans_by_costs and options.profile_steps and captures_graphs(model):
         graphs.capture_late(model, options.checked_steps[1])
 

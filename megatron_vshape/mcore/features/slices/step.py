@@ -60,19 +60,15 @@ class Slices(StepHook):
 
     makes_loss = True
 
-    def part(self, number: int) -> TokenRange:
-        """Return the slice with this number in the schedule."""
+    def tokens_of(self, number: int) -> TokenRange:
+        """Return the tokens of the slice with this number in the schedule."""
         microbatch, at = divmod(number, self.count)
         own = self.length // self.count
         return TokenRange(microbatch, at * own, (at + 1) * own, self.length)
 
-    def tokens_of(self, number: int) -> TokenRange:
-        """Return the tokens of the slice with this number."""
-        return self.part(number)
-
     def forward(self, stage: int, is_last: bool, number: int, step: ForwardStep) -> ForwardStep:
         """Return the replacement of the trainer's function in F."""
-        part = self.part(number)
+        part = self.tokens_of(number)
         if part.begin:
             return partial(self._later, stage, part)
         return partial(self._first, step, stage, part)
@@ -109,7 +105,7 @@ class Slices(StepHook):
 
     def sent(self, stage: int, number: int, losses: Tensor) -> None:
         """Store the losses, [b, s], of a last-stage F; after the last slice, compute the loss."""
-        part = self.part(number)
+        part = self.tokens_of(number)
         if losses.shape[1:] != (part.end - part.begin,):
             raise UnsupportedError(
                 f"the last stage returned {tuple(losses.shape)} of a slice of "
@@ -131,7 +127,7 @@ class Slices(StepHook):
         """Return the gradient of a slice's losses for its B."""
         if not is_last:
             return received
-        part = self.part(number)
+        part = self.tokens_of(number)
         # The B of the first slice runs last.
         take = self._gradients.pop if part.begin == 0 else self._gradients.__getitem__
         return take(part.microbatch)[:, part.begin : part.end].contiguous()
