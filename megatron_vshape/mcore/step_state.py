@@ -68,7 +68,7 @@ class StepState:
     # A `split.graphs.Capture` while Transformer Engine captures F, B and W.
     capture: Any = None
     captured: Program | None = None  # the program that CUDA graphs replay; no other can run
-    census: ActivationTracker | None = None  # set while a step measures activation memory
+    tracker: ActivationTracker | None = None  # set while a step measures activation memory
     late_checks: Checks | None = None  # set while passes run; stores loss checks
     timer: PassTimer | None = None  # set while a step of Megatron's schedules is timed
     gradient_sync: Reducer | None = None  # set in a step that reduces gradients in W
@@ -114,9 +114,9 @@ class StepState:
         # Graph replays overwrite graph memory before W runs, so such tensors are copied.
         job.tensors = self.graph_memory.kept(job.tensors)
         kept = list(plain_tensors(job.tensors))
-        if self.census is not None:
+        if self.tracker is not None:
             for tensor in kept:
-                self.census.add(tensor)
+                self.tracker.add(tensor)
         if self.gradient_sync is None:
             defer(job, job.begin, weights=parameters, kept=kept)
         else:

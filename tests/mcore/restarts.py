@@ -65,7 +65,7 @@ def left_over() -> list[str]:
     state = session.step
     found += ["jobs"] * len(state.jobs._buckets)
     parts = (session.runner, session.optimizer, session.iteration_log)
-    parts += (state.running_chunk, state.census, state.late_checks, state.gradient_sync)
+    parts += (state.running_chunk, state.tracker, state.late_checks, state.gradient_sync)
     found += [type(each).__name__ for each in parts if each is not None]
     return found
 

@@ -61,7 +61,7 @@ def test_profiled_passes_run_apart(farm: Farm) -> None:
 def test_passes_whose_memory_is_counted_run_apart(counted: bool) -> None:
     state, ran = StepState(), []
     if counted:
-        state.census = SimpleNamespace(ends=lambda work: None)  # type: ignore[assignment]
+        state.tracker = SimpleNamespace(ends=lambda work: None)  # type: ignore[assignment]
     with state.jobs.collect((2, 0)):
         defer(lambda: ran.append("job"))
     beside = {Pass.parse("B1.3"): Beside(Pass.parse("W2.0"), 1.0)}

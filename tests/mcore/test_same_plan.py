@@ -104,11 +104,11 @@ def test_quantized_parameters_count_as_what_they_hold() -> None:
 
 def test_quantized_activations_count_as_what_they_hold() -> None:
     saved, weight = (Quantized(torch.zeros(size, dtype=torch.uint8)) for size in (30, 50))
-    census = ActivationTracker([weight])
-    census.add(saved)
-    census.add(weight)
-    census.ends(Pass(Kind.F, 0, 0))
-    assert census.peak_bytes == 30
+    tracker = ActivationTracker([weight])
+    tracker.add(saved)
+    tracker.add(weight)
+    tracker.ends(Pass(Kind.F, 0, 0))
+    assert tracker.peak_bytes == 30
 
 
 def test_what_passes_allocate_and_free_is_kept_free(monkeypatch: pytest.MonkeyPatch) -> None:

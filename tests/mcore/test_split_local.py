@@ -95,7 +95,7 @@ def two_layers(
     upstream = layers.LinearWithGradAccumulationAndAsyncCommunication
     state = StepState(splits_backward=True)
     kept: list[torch.Tensor] = []
-    state.census = SimpleNamespace(add=kept.append)  # type: ignore[assignment]
+    state.tracker = SimpleNamespace(add=kept.append)  # type: ignore[assignment]
     function: Any = make_split_linear(state, layers, upstream)
     generator = torch.Generator().manual_seed(rank)
     weights = [torch.nn.Parameter(torch.randn(SIZE, SIZE, generator=generator)) for _ in range(2)]
@@ -181,7 +181,7 @@ def row_parallel_layer(rank: int, split: bool) -> tuple[list[list[float]], list[
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     state = StepState(splits_backward=True)
     kept: list[torch.Tensor] = []
-    state.census = SimpleNamespace(add=kept.append)  # type: ignore[assignment]
+    state.tracker = SimpleNamespace(add=kept.append)  # type: ignore[assignment]
     name = "LinearWithGradAccumulationAndAsyncCommunication"
     setattr(layers, name, make_split_linear(state, layers, getattr(layers, name)))
     config = TransformerConfig(

@@ -190,7 +190,7 @@ def test_a_job_keeps_the_very_tensors(kind: str, monkeypatch: pytest.MonkeyPatch
         "put",
         lambda tensors, func: (handed.extend(tensors[:2]), put(tensors, func)),
     )
-    monkeypatch.setattr(state, "census", SimpleNamespace(add=kept.append), raising=False)
+    monkeypatch.setattr(state, "tracker", SimpleNamespace(add=kept.append), raising=False)
     with state.jobs.collect(0):
         call(layer, torch.randn(TOKENS, SIZE)).sum().backward()
     storages = [each.untyped_storage().data_ptr() for each in plain_tensors(handed)]
@@ -393,7 +393,7 @@ def test_a_job_keeps_the_column_wise_data_of_quantized_tensors_alone(kind: str) 
     state, layer = a_state(), LAYERS[kind](bias=False)
     te_layers.install(state, [layer])
     kept: list[Tensor] = []
-    state.census = SimpleNamespace(add=kept.append)  # type: ignore[assignment]
+    state.tracker = SimpleNamespace(add=kept.append)  # type: ignore[assignment]
     x, dy, shared = torch.randn(TOKENS, SIZE), torch.randn(TOKENS, SIZE), torch.randn(TOKENS, SIZE)
     grouped = kind == "grouped"
 
@@ -429,7 +429,7 @@ def sequence_parallel(rank: int, mode: str) -> tuple[list[list[float]], int]:
     split = fake_te.Linear(SIZE, SIZE, bias=False, parallel_mode=mode, group=dist.group.WORLD)
     te_layers.install(state, [split])
     held: list[Tensor] = []
-    state.census = SimpleNamespace(add=held.append)  # type: ignore[assignment]
+    state.tracker = SimpleNamespace(add=held.append)  # type: ignore[assignment]
     gradients = []
     for each in (layer, split):
         x = torch.randn(TOKENS, SIZE, generator=torch.Generator().manual_seed(rank))

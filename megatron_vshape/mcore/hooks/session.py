@@ -291,10 +291,10 @@ def forward_step(session: Session, original: Function, *args: Any, **options: An
     """Measure a forward pass of Megatron's schedules, if measurement is enabled."""
     # Stages of this package call it, too (`step/stage.py`); then no timer is set.
     result = _time_pass(session, original, *args, **options)
-    if session.step.census is not None and session.pipeline is None:
+    if session.step.tracker is not None and session.pipeline is None:
         # For our own schedules, the runner counts activation memory itself.
         chunk = inspect.signature(original).bind(*args, **options).arguments.get("vp_stage")
-        count_forward(session.step.census, chunk, result[0])
+        count_forward(session.step.tracker, chunk, result[0])
     return result
 
 
@@ -302,8 +302,8 @@ def forward_step(session: Session, original: Function, *args: Any, **options: An
 def backward_step(session: Session, original: Function, *args: Any, **options: Any) -> Any:
     """Measure a backward pass of Megatron's schedules, if measurement is enabled."""
     result = _time_pass(session, original, *args, **options)
-    if session.step.census is not None and session.pipeline is None:
-        count_backward(session.step.census)
+    if session.step.tracker is not None and session.pipeline is None:
+        count_backward(session.step.tracker)
     return result
 
 

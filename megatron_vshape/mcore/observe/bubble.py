@@ -142,17 +142,17 @@ class MeteredSchedule:
 
 
 def count_forward(
-    census: ActivationTracker, chunk: int | None, output: Tensor | list[Tensor]
+    tracker: ActivationTracker, chunk: int | None, output: Tensor | list[Tensor]
 ) -> None:
     """Count the activations that a forward pass of this rank's chunk saves."""
     for each in output if isinstance(output, list) else [output]:
-        census.add_graph(each)
-    census.ends(Pass(Kind.F, _stage_of(chunk or 0), 0))
+        tracker.add_graph(each)
+    tracker.ends(Pass(Kind.F, _stage_of(chunk or 0), 0))
 
 
-def count_backward(census: ActivationTracker) -> None:
+def count_backward(tracker: ActivationTracker) -> None:
     """Count the memory after a full backward; the totals do not depend on the chunk."""
-    census.ends(Pass(Kind.BW, 0, 0))
+    tracker.ends(Pass(Kind.BW, 0, 0))
 
 
 def _stage_of(chunk: int) -> int:

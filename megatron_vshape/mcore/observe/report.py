@@ -183,24 +183,24 @@ class RunReport:
             yield
             return
         # In the first step, and again after `remeasure`: activations are counted after each pass.
-        census, before = ActivationTracker(persistent(model)), torch.cuda.memory_allocated()
-        with self.state.setting(census=census):
+        tracker, before = ActivationTracker(persistent(model)), torch.cuda.memory_allocated()
+        with self.state.setting(tracker=tracker):
             yield
         self._plan = None if self.plan_of is None else self.plan_of(num_microbatches)
-        held = {stage: census.held_bytes(stage, passes) for stage in self.stages}
+        held = {stage: tracker.held_bytes(stage, passes) for stage in self.stages}
         # Before the first step the optimizer has no state. If the peak during model construction
         # was higher, this is an overestimate, which is safe.
-        within = max(torch.cuda.max_memory_allocated() - before - census.peak_bytes, 0)
+        within = max(torch.cuda.max_memory_allocated() - before - tracker.peak_bytes, 0)
         waits = {} if self.waiting is None else self.waiting.bytes_by_stage
         moved = {stage: passes * size for stage, size in waits.items()}
         kinds = [kind for feature in features() for kind in feature.measured_kinds]
         allocated = {
-            kind.takes: max((census.added_bytes(kind, stage) for stage in self.stages), default=0.0)
+            kind.takes: max((tracker.added_bytes(kind, at) for at in self.stages), default=0.0)
             for kind in kinds
         }
-        shared = {self.stages[chunk]: both for chunk, both in census.shared.items()}
+        shared = {self.stages[chunk]: both for chunk, both in tracker.shared.items()}
         self._memory = Memory(
-            census.peak_bytes, held, within, moved, allocated=allocated, shared=shared
+            tracker.peak_bytes, held, within, moved, allocated=allocated, shared=shared
         )
         # The first step also fills caches, so its time is not representative.
         self._started_s = None

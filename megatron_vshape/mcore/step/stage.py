@@ -247,8 +247,8 @@ def counted(state: StepState, handler: Handler) -> Handler:
 
     def run(work: Pass) -> None:
         handler.run(work)
-        if state.census is not None:
-            state.census.ends(work)
+        if state.tracker is not None:
+            state.tracker.ends(work)
 
     return handler._replace(run=run)
 
@@ -290,7 +290,7 @@ class MegatronStage:
         run = self._overlapping
         # Megatron's own step functions cannot overlap passes. While memory is measured, overlapped
         # passes would mix their allocations.
-        if self.step.state.census is not None or run is None:
+        if self.step.state.tracker is not None or run is None:
             sent = self.forward(microbatch, received)
             return sent, getattr(other, work.kind.method)(work.microbatch, gradient)
         # A BW runs its weight gradients inside, unless gradient reductions need a separate W.
@@ -316,7 +316,7 @@ class MegatronStage:
         """
         beside: tuple[Any, ...] = ()
         found = self.step.beside.get(Pass(Kind.B, self.stage, microbatch))
-        if found is not None and self.step.state.census is None:
+        if found is not None and self.step.state.tracker is None:
             beside = found.weights[1:], found.share
         # Autograd runs as usual. Linear layers find the open bucket and add their weight gradient
         # to it as a job, which W runs.
@@ -454,16 +454,16 @@ class MegatronStage:
         return self._overlapping or run_by_megatron
 
     def _count(self, work: Pass, output: Tensor | None = None) -> None:
-        census = self.step.state.census
-        if census is None:
+        tracker = self.step.state.tracker
+        if tracker is None:
             return
         if output is not None:
-            census.add_graph(output)
+            tracker.add_graph(output)
             for part in self.step.parts:
                 for tensor in part.retained(output):
-                    census.add(tensor)
-                    census.add_graph(tensor)
-        census.ends(work)
+                    tracker.add(tensor)
+                    tracker.add_graph(tensor)
+        tracker.ends(work)
 
 
 def run_by_megatron(config: Any, forward: Forward | None, backward: Backward | None) -> Made:

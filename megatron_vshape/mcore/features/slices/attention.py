@@ -89,8 +89,8 @@ class _UpToEnd(torch.autograd.Function):
         if part.microbatch not in kept:
             kept[part.microbatch] = KeysValues(own, part.total)
             # All microbatches have buffers of the same size.
-            if state.census is not None and part.microbatch == 0:
-                state.census.shares(state.running_chunk or 0, kept[0].sizes_bytes)
+            if state.tracker is not None and part.microbatch == 0:
+                state.tracker.shares(state.running_chunk or 0, kept[0].sizes_bytes)
         return kept[part.microbatch].put(part, own)
 
     @staticmethod
@@ -100,9 +100,9 @@ class _UpToEnd(torch.autograd.Function):
         part = state.running_tokens
         own = kept[part.microbatch]
         made = own.add(part, gradients)
-        if state.census is not None:
+        if state.tracker is not None:
             for each in own.gradients:
-                state.census.add(each)
+                state.tracker.add(each)
         if part.begin == 0:
             del kept[part.microbatch]
         return None, None, *made

@@ -656,9 +656,9 @@ class SharedVocabulary(StepHook):
         return torch.empty(tuple(shape), dtype=dtype, device=self._table.device)
 
     def _count(self, *tensors: Tensor) -> None:
-        if self.state.census is not None:
+        if self.state.tracker is not None:
             for each in tensors:
-                self.state.census.add(each)
+                self.state.tracker.add(each)
 
 
 class VocabularySharing(StepFeature):
