@@ -111,12 +111,12 @@ def looks_no_further(model: nn.Module) -> bool:
 
 
 PUT, ADD = sliced_attention.KeysValues.put, sliced_attention.KeysValues.add
-PART = Slices.part
+PART = Slices.tokens_of
 MUTANTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "stale": (sliced_attention.KeysValues, "put", stale),
     "lost": (sliced_attention.KeysValues, "add", lost),
     "early": (sliced_attention.KeysValues, "add", early),
-    "out of turn": (Slices, "part", out_of_turn),
+    "out of turn": (Slices, "tokens_of", out_of_turn),
     "balanced apart": (sliced_router, "install", apart_again),
     "tokens apart": (step_slices, "looks_ahead", looks_no_further),
 }
