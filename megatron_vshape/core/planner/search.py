@@ -75,6 +75,9 @@ third of a plan's time on the last 0.04%: 400.55 and 400.4, where the bound is 4
 ended at 400.875, a quarter of a second earlier, and missed useful offloads.
 """
 
+STEPS_PER_SECOND = 1_000_000
+"""Approximate speed of a search at 8 devices. It limits the first turn to the time limit."""
+
 STEPS_OF_PAIR = 5
 """Maximum steps per pair of passes in a turn of the default budget."""
 
@@ -230,6 +233,8 @@ class _Race:
         budget = steps
         if budget is None:
             budget = max(default_steps(search.problem) for search in self.searches)
+        if steps is None and seconds is not None:
+            budget = min(budget, int(seconds * STEPS_PER_SECOND))
         turns = TURNS_OF_TRADES if self.trades else TURNS
         last = 1 if steps is not None and ends is None else turns
         if steps is None:
