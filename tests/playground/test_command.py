@@ -1,4 +1,4 @@
-"""megatron-vshape playground: what it refuses, and where it serves."""
+"""megatron-vshape playground: requests it rejects, and its address."""
 
 import asyncio
 import json
