@@ -441,7 +441,7 @@ def _draw_held(
     if limit is not None:
         reach = limit.held * units.held_scale
         note = f"{units.held_label}; broken line: {reach:.4g}, {plain(limit.label)}"
-    _set_title(axes, "Activations held", note)
+    _set_title(axes, "Activation memory", note)
     room, first = (_BOTTOM - _TOP) / top, timeline.first_start
     for device, peak in enumerate(peaks):
         base = device + _BOTTOM

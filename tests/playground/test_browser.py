@@ -185,7 +185,7 @@ def test_files_are_opened(page, server, tmp_path):
     nothing.write_text("{}")
     page.set_input_files("#file", str(nothing))
     page.wait_for_selector("#wrong-file")
-    assert page.inner_text("#wrong-file") == "nothing.json: no schedule and no costs."
+    assert page.inner_text("#wrong-file") == "nothing.json: not a schedule or costs file."
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_hover_names_the_pass_and_click_follows_its_microbatch(page, server):
     assert said.startswith(str(slot.work))
     assert f"microbatch {slot.work.microbatch}" in said
     assert "waited for" in said
-    assert "device holds" in said
+    assert "activation memory" in said
     page.mouse.click(x, y)
     wait_for_url(page, f"f={slot.work.microbatch}")
     assert f"Following microbatch {slot.work.microbatch}" in page.inner_text("#bar")

@@ -214,7 +214,7 @@ def test_a_bad_file_among_good_ones_is_told(page, server, tmp_path):
     page.set_input_files("#file", [str(bad), str(good)])
     page.wait_for_selector("figcaption p >> text=2 devices, 4 microbatches")
     settled(page)
-    assert page.inner_text("#wrong-file") == "bad.json: no schedule and no costs."
+    assert page.inner_text("#wrong-file") == "bad.json: not a schedule or costs file."
     typed(page, "devices", "5")
     page.keyboard.press("Tab")
     settled(page)

@@ -156,7 +156,7 @@ def test_costs_that_hold_nothing_are_drawn(tmp_path):
         held_after_backward_bytes=(0.0,) * 4,
     )
     figure = schedule_figure(simulate(make("v-min", 2, 3)), nothing)
-    assert "Activations held" in draw(tmp_path, figure).texts
+    assert "Activation memory" in draw(tmp_path, figure).texts
 
 
 def test_hostile_name_stays_text(tmp_path):

@@ -26,10 +26,10 @@ export function barParts({ state, view, chunkCount, kinds, palette, seek, change
     ),
   ];
   if (state.follow !== null) {
-    parts.push(button("let-go", `Following microbatch ${state.follow}  ×`, "Let it go", () => change({ follow: null }), "true"));
+    parts.push(button("let-go", `Following microbatch ${state.follow}  ×`, "Stop following", () => change({ follow: null }), "true"));
   }
   if (state.range !== null) {
-    parts.push(button("no-range", "Measured range  ×", "Measure no longer", () => change({ range: null }), "true"));
+    parts.push(button("no-range", "Measured range  ×", "Remove the measured range", () => change({ range: null }), "true"));
   }
   parts.push(...finder(seek), legend(chunkCount, kinds, palette));
   return parts;

@@ -13,9 +13,9 @@ const TAB_TITLES = {
 };
 
 const ABOUT = {
-  timeline: "Every row is a device: what it runs when, F, B and W of each microbatch, where it waits, and below it the activations that it holds meanwhile.",
-  steps: "How the paper makes a schedule: a building block, its copies, without the gaps, with passes moved into idle time.",
-  compare: "Schedules on one time axis: a shorter picture is a faster step, a lower purple one takes less memory.",
+  timeline: "Each row is a device with its forward (F), input-gradient (B) and weight-gradient (W) passes; hatched time is idle. The curves below show its activation memory.",
+  steps: "The four steps of the paper: a building block, repeated for every microbatch, squeezed, and reordered to fill idle time.",
+  compare: "Schedules on one time axis: a shorter timeline is a faster step, a lower purple curve is less memory.",
   estimate: "Peak memory per rank and step time of a training command, estimated by megatron-vshape rehearse on this machine, without a GPU. The script of the command is not executed, and no file that the command names is read.",
 };
 
@@ -30,7 +30,7 @@ export async function openFiles(files) {
     else wrong.push(file.name);
   }
   if (!wrong.length) return;
-  app.complaint = `${wrong.join(", ")}: no schedule and no costs.`;
+  app.complaint = `${wrong.join(", ")}: not a schedule or costs file.`;
   showAgain();
 }
 

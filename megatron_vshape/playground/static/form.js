@@ -51,7 +51,7 @@ function scheduleFields(state, offers, change) {
   if (entry.source === PLAN) group.append(...planFields(entry, edit));
   const known = offers.schedules.find(({ name }) => name === entry.name);
   if (entry.source === "name" && known?.has_chunks) {
-    group.append(input("chunks", "Stages a device", entry.chunks, (chunks) => edit({ chunks }), "2"));
+    group.append(input("chunks", "Stages per device", entry.chunks, (chunks) => edit({ chunks }), "2"));
   }
   return group;
 }
@@ -97,8 +97,8 @@ function planFields(entry, edit) {
       input("seconds", "Seconds", entry.seconds, (seconds) => edit({ seconds }), "auto"),
     ),
     element("p", { class: "hint" }, entry.limit_in_gib
-      ? "Of activations, on every device."
-      : "1F1B holds 2 × devices of these chunks."),
+      ? "Activation memory of each device."
+      : "1F1B needs 2 × devices chunks."),
   ];
 }
 
@@ -216,8 +216,8 @@ function ownCosts(state, change) {
       picker("unit", "Unit of time", options, state.unit, (event) =>
         change({ unit: event.target.value })),
     ),
-    input("gib", "GiB a chunk holds", state.gibPerChunk, gib, "not known"),
-    element("p", { class: "hint" }, "A chunk is 1 / (2 × devices) of the model, whatever the placement."),
+    input("gib", "Activations of a chunk, GiB", state.gibPerChunk, gib, "not known"),
+    element("p", { class: "hint" }, "A chunk is 1 / (2 × devices) of the model, for any placement."),
   ];
 }
 

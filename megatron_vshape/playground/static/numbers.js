@@ -11,8 +11,8 @@ export function numberCards(timeline, units, gibPerChunk) {
     ["Bubble", percent(numbers.bubble), "of the makespan"],
     ["Span bubble", percent(numbers.span_bubble), "no barrier between steps"],
     ["Peak memory", `${units.held(peak)} ${units.heldName}`, peakNote(peak, facts, gibPerChunk)],
-    ["Makespan", units.time(numbers.makespan), `${units.timeName}; busiest works ${units.time(numbers.busy)}`],
-    ["Communication", `${digits(numbers.relative_messages, 3)} ×`, `1F1B's; ${numbers.messages} messages a microbatch`],
+    ["Makespan", units.time(numbers.makespan), `${units.timeName}; busiest device ${units.time(numbers.busy)}`],
+    ["Communication", `${digits(numbers.relative_messages, 3)} ×`, `1F1B's; ${numbers.messages} messages per microbatch`],
   ];
   if (facts.lower_bound !== null) {
     const value = facts.bounded === "span" ? numbers.span : numbers.makespan;

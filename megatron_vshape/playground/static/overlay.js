@@ -37,8 +37,8 @@ function drawHeldFrame(pen, track) {
   pen.font = fontOf(11, 600);
   pen.textAlign = "left";
   pen.fillStyle = skin.ink;
-  pen.fillText("Activations held", MARGIN.left, geometry.heldFrom - 11);
-  const from = MARGIN.left + pen.measureText("Activations held").width + 10;
+  pen.fillText("Activation memory", MARGIN.left, geometry.heldFrom - 11);
+  const from = MARGIN.left + pen.measureText("Activation memory").width + 10;
   pen.font = fontOf(11);
   pen.fillStyle = skin.quiet;
   const text = heldNote(track);
@@ -231,13 +231,13 @@ export function describePass(timeline, at, units) {
     `stage ${timeline.stage[at]}, chunk ${timeline.chunkOf(at)}, device ${device}`,
     `${time(timeline.start[at])} to ${time(timeline.end[at])} ${units.timeName}`,
   ];
-  if (cause === null) lines.push("the first of its device; it waits for nothing");
+  if (cause === null) lines.push("first pass of its device");
   else if (cause.own) lines.push(`waited for ${timeline.nameOf(cause.maker)} before it`);
   else {
     const where = cause.far ? ` from device ${timeline.deviceOf(cause.maker)}` : "";
     const ready = `${time(cause.ready)} ${units.timeName}`;
     lines.push(`waited for ${timeline.nameOf(cause.maker)}${where}, there at ${ready}`);
   }
-  lines.push(`device holds ${units.held(timeline.held[at])} ${units.heldName}`);
+  lines.push(`activation memory ${units.held(timeline.held[at])} ${units.heldName}`);
   return { name: timeline.nameOf(at), lines };
 }

@@ -54,7 +54,7 @@ async function copyLink(event) {
   await writeUrl();
   await copyText(location.href, event.target);
   if (!app.linkWhole) {
-    showStatus("The link is without the files you opened: they are too large for it. Send them along.");
+    showStatus("The opened files are too large for the link: send them separately.");
   }
 }
 
