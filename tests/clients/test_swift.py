@@ -11,7 +11,7 @@ python_of("swift")
 LORA = ["--tuner_type", "lora", "--lora_rank", "4", "--target_modules", "all-linear"]
 # The norm of gradients is summed over the ranks in another order. Clipping by it changes the last
 # bit of gradients, and Adam divides small ones by their own size: norms of the third step of DPO
-# differed by 2.3e-5. Without clipping, all weights are equal bit by bit.
+# differed by 2.3e-5. Without clipping, V-Half's weights are those of stock Megatron bit by bit.
 UNCLIPPED_DPO = ["--rlhf_type", "dpo", "--clip_grad", "0"]
 SHAPES = {
     "SFT": {},
