@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Train on four ranks that share one GPU, over NCCL, with and without CUDA graphs of F, B and W.
 
-    python benchmarks/check_graph_ranks.py [--device cpu]
+    python benchmarks/check_graph_ranks.py [--device cpu] [--only RUN ...]
 
 TP 2 with sequence parallelism and PP 2 under v-half: the weight gradients of column-parallel layers
 gather their inputs over NCCL, within the graphs of W. Gradients of all parameters and steps are
@@ -156,8 +156,9 @@ def main() -> int:
         return 0
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", nargs="+", choices=RUNS, metavar="RUN")
     args = parser.parse_args()
-    runs = list(RUNS) if args.device == "cuda" else list(RUNS)[3:5]
+    runs = args.only or (list(RUNS) if args.device == "cuda" else list(RUNS)[3:5])
     with TemporaryDirectory() as name:
         return judge(runs, args.device, Path(name))
 
@@ -175,8 +176,10 @@ def judge(runs: list[str], device: str, folder: Path) -> int:
         losses, sums = said_by(run, folder)
         if any(ended) or len(sums) != RANKS:
             good = False
-            text = (folder / f"{run}.0").read_text(errors="replace")[-2500:]
-            print(f"{run}: failed, {ended}\n{text}", flush=True)
+            first = next((rank for rank, why in enumerate(ended) if why.startswith("status")), 0)
+            lines = (folder / f"{run}.{first}").read_text(errors="replace").splitlines()[-60:]
+            text = "\n".join(line[:300] for line in lines)
+            print(f"{run}: failed, {ended}\nrank {first}: {text}", flush=True)
             continue
         if run.startswith("without graphs"):
             wanted = sums
