@@ -13,8 +13,7 @@ from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import v_shape
-from megatron_vshape.core.paper.blocks import one_f_one_b
-from megatron_vshape.core.paper.building_block import BlockPass, BuildingBlock
+from megatron_vshape.core.paper.blocks import BlockPass, BuildingBlock, one_f_one_b
 from megatron_vshape.core.paper.catalogue import make
 
 THEORY = ("1f1b", "v-min", "v-half", "v-zb")

@@ -31,7 +31,7 @@ from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule, Timeline
-from megatron_vshape.core.paper.building_block import BuildingBlock
+from megatron_vshape.core.paper.blocks import BuildingBlock
 from megatron_vshape.core.paper.catalogue import EVERY_NAME, OPTIONS
 from megatron_vshape.core.plan import plan
 from megatron_vshape.core.request import PLUS_NAMES, SCHEDULE_NAMES, SUFFIXES, PlanRequest, find

@@ -32,7 +32,7 @@ from megatron_vshape.core.model.costs import without_copies
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement, default_placements
 from megatron_vshape.core.model.schedule import Objective, Plan, Schedule
-from megatron_vshape.core.paper.building_block import BuildingBlock
+from megatron_vshape.core.paper.blocks import BuildingBlock
 from megatron_vshape.core.paper.catalogue import NAMES
 from megatron_vshape.core.planner.vocabulary import (
     WAITING,

@@ -23,7 +23,7 @@ from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.placement import Placement, v_shape
 from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, load_schedule
-from megatron_vshape.core.paper.building_block import BuildingBlock
+from megatron_vshape.core.paper.blocks import BuildingBlock
 from megatron_vshape.core.paper.catalogue import EVERY_NAME, OPTIONS, no_such_schedule
 from megatron_vshape.core.planner.lighter import fitting_layers
 from megatron_vshape.core.program.lowering import lower

@@ -6,7 +6,7 @@ from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule, Timeline
-from megatron_vshape.core.paper.building_block import BuildingBlock, repeat, squeeze
+from megatron_vshape.core.paper.blocks import BuildingBlock, repeat, squeeze
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.playground.picture import Facts, Picture
 from megatron_vshape.view.numbers import base_peak

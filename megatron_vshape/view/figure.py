@@ -31,7 +31,7 @@ from megatron_vshape.core.model.kinds import KINDS, PROCESSOR, Kind, ScheduleErr
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import chunks_of, stages_of
 from megatron_vshape.core.model.schedule import Timeline
-from megatron_vshape.core.paper.building_block import BuildingBlock
+from megatron_vshape.core.paper.blocks import BuildingBlock
 from megatron_vshape.view.names import HELD_COLOUR, display_name, ink, plain, shade
 from megatron_vshape.view.numbers import held_steps
 

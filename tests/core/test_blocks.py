@@ -8,7 +8,7 @@ from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import linear
 from megatron_vshape.core.paper import blocks
-from megatron_vshape.core.paper.building_block import BlockPass, BuildingBlock, repeat
+from megatron_vshape.core.paper.blocks import BlockPass, BuildingBlock, repeat
 from megatron_vshape.core.paper.catalogue import NAMES, make_block
 
 

@@ -13,8 +13,7 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import PARTS
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.schedule import Schedule
-from megatron_vshape.core.paper.blocks import v_half, v_min, v_zb
-from megatron_vshape.core.paper.building_block import BuildingBlock, repeat, squeeze
+from megatron_vshape.core.paper.blocks import BuildingBlock, repeat, squeeze, v_half, v_min, v_zb
 from megatron_vshape.core.paper.catalogue import make_block
 from megatron_vshape.core.paper.reordering import reorder
 from megatron_vshape.core.planner import improve, job_shop, modulo, refilling, search

@@ -12,7 +12,7 @@ from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule, Timeline
-from megatron_vshape.core.paper.building_block import BuildingBlock
+from megatron_vshape.core.paper.blocks import BuildingBlock
 from megatron_vshape.core.paper.catalogue import NAMES, make, make_block
 
 pytest.importorskip("matplotlib", reason="figures need the extra [draw]")

@@ -15,7 +15,7 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, v_shape
 from megatron_vshape.core.model.schedule import Schedule, check_size
 from megatron_vshape.core.paper import blocks
-from megatron_vshape.core.paper.building_block import BuildingBlock, repeat, squeeze
+from megatron_vshape.core.paper.blocks import BuildingBlock, repeat, squeeze
 from megatron_vshape.core.paper.reordering import fill_warm_up, reorder
 
 

@@ -21,7 +21,7 @@ from megatron_vshape.core.model.schedule import (
     Schedule,
 )
 from megatron_vshape.core.paper import blocks
-from megatron_vshape.core.paper.building_block import BuildingBlock
+from megatron_vshape.core.paper.blocks import BuildingBlock
 from megatron_vshape.core.paper.reordering import EIGHTHS
 from megatron_vshape.core.planner import improve
 from megatron_vshape.core.planner.job_shop import (
