@@ -16,7 +16,7 @@ from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.blocks import BuildingBlock, repeat, squeeze, v_half, v_min, v_zb
 from megatron_vshape.core.paper.catalogue import make_block
 from megatron_vshape.core.paper.reordering import reorder
-from megatron_vshape.core.planner import improve, job_shop, modulo, refilling, search
+from megatron_vshape.core.planner import improve, job_shop, modulo, search
 
 DEVICES = 5
 
@@ -108,7 +108,7 @@ def test_filled_and_dealt_orders_are_complete_and_fit(block: object, cool: int) 
     problem = make_problem(9, 2 * DEVICES, 1, 1.3, 0.7, 0.1)
     shop = job_shop.make_shop(problem, 9)
     row = modulo.cyclic_order_of_block(block(DEVICES)).unroll(9)  # type: ignore[operator]
-    for made in (refilling.fill(problem, row, cool), refilling.refill(problem, row)):
+    for made in (job_shop.fill(problem, row, cool), job_shop.refill(problem, row)):
         assert made is not None
         assert np.array_equal(np.sort(made, axis=1), np.sort(row, axis=1))
         assert improve.settle(shop, improve.new_state(made, 1))
@@ -131,7 +131,7 @@ def test_the_planner_fills_as_the_paper_does(name: str, devices: int) -> None:
             [[(3 * s + PARTS.index(kind)) * m + j for kind, s, j in row] for row in order.order]
         )
 
-    filled = refilling.fill(problem, numbers(schedule), held)
+    filled = job_shop.fill(problem, numbers(schedule), held)
     assert filled is not None
     assert np.array_equal(filled, numbers(reorder(schedule, held)))
 

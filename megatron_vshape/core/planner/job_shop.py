@@ -1,8 +1,13 @@
-"""The planning problem as a job shop, in integer ticks and integer units of memory.
+"""A placement's planning problem in integers, and the fillers of its orders.
 
-Compiled functions get orders as rows of numbers, one number per pass (`Codec`). A sort is
-len(kinds) * stage + the index of a kind in `kinds`. A pass has the number sort * num_microbatches +
-microbatch. Rows are padded to the longest with NONE.
+Times are in ticks and memory in units, both integer. Compiled functions get orders as rows of
+numbers, one number per pass (`Codec`). A sort is len(kinds) * stage + the index of a kind in
+`kinds`. A pass has the number sort * num_microbatches + microbatch. Rows are padded to the longest
+with NONE.
+
+Two fillers improve an order. `fill` is step 4 of the paper, compiled, with the problem's costs.
+`refill` keeps the order of all passes except W. A W only frees memory, so it can run in any
+sufficient idle time, or before a forward that needs its memory.
 """
 
 import math
@@ -13,18 +18,36 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_vshape.core.check import bounds
+from megatron_vshape.core.compiling import compiled, compiled_once
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
-from megatron_vshape.core.model.numbering import Lists
+from megatron_vshape.core.model.numbering import NONE, WITHOUT, Lists
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Objective, check_size, turned
-from megatron_vshape.core.paper.reordering import Sorts, make_sorts
+from megatron_vshape.core.paper import reordering
+from megatron_vshape.core.paper.reordering import (
+    EIGHTHS,
+    LATE,
+    Order,
+    Refill,
+    Sorts,
+    begin_run,
+    finish,
+    make_sorts,
+    new_run,
+    ready,
+)
 from megatron_vshape.core.planner import improve
-from megatron_vshape.core.planner.improve import NONE
 
 MOST_TICKS = 1e18
 """Maximum total ticks of all passes and messages of a step: times have 64 bits."""
+
+DELAY = 4
+"""Maximum delay of the next pass by a W, in eighths of the W's time.
+
+At d=8, m=24, 1/1.15/.85/.05, 16 chunks: 150.35; without it 151.15.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +179,7 @@ def _most_held(
 
 
 def _weight_of(kinds: tuple[Kind, ...], num_stages: int) -> np.ndarray:
-    weight_of = np.full((num_stages, len(kinds)), improve.NONE)
+    weight_of = np.full((num_stages, len(kinds)), NONE)
     weights = np.arange(num_stages) * len(kinds) + kinds.index(Kind.W)
     weight_of[:, [kinds.index(Kind.B), kinds.index(Kind.W)]] = weights[:, None]
     return weight_of.ravel()
@@ -244,8 +267,8 @@ def _moved(problem: Problem, num_microbatches: int) -> dict[str, Any]:
     """Return the fields of a shop for moved memory; inactive without a limit of it."""
     kinds, sorts = problem.kinds, problem.sorts
     count = len(sorts.lane)
-    link, moved = np.full(len(problem.room), improve.NONE), np.zeros(count, np.int64)
-    stay = np.full((count, num_microbatches, 2), improve.NONE, np.int32)
+    link, moved = np.full(len(problem.room), NONE), np.zeros(count, np.int64)
+    stay = np.full((count, num_microbatches, 2), NONE, np.int32)
     movers = [] if math.isinf(problem.moved_limit) else [kind for kind in kinds if kind.moves]
     for mover in movers:
         out, *ends = (
@@ -278,23 +301,23 @@ class Chosen(NamedTuple):
     def row(self, whole: np.ndarray) -> np.ndarray:
         """Renumber an order of all lanes to this shop's numbers."""
         # NONE is -1, so padding selects the appended NONE, here and in `choose`.
-        made: np.ndarray = np.append(self.number, improve.NONE)[whole[self.lanes]]
+        made: np.ndarray = np.append(self.number, NONE)[whole[self.lanes]]
         return made.astype(np.int32)
 
     def whole(self, row: np.ndarray, num_lanes: int) -> np.ndarray:
         """Renumber this shop's order to the numbers of all lanes and passes."""
-        made = np.full((num_lanes, row.shape[1]), improve.NONE, np.int64)
-        made[self.lanes] = np.append(self.passes, improve.NONE)[row]
+        made = np.full((num_lanes, row.shape[1]), NONE, np.int64)
+        made[self.lanes] = np.append(self.passes, NONE)[row]
         return made
 
 
 def choose(shop: improve.JobShop, row: np.ndarray) -> Chosen:
     """Reduce a shop to the passes of an order; dependencies on other passes are dropped."""
     there = np.zeros(len(shop.sort), bool)
-    there[row[row != improve.NONE]] = True
+    there[row[row != NONE]] = True
     # The index among the passes that are there.
-    number = np.where(there, np.cumsum(there) - 1, improve.NONE)
-    padded = np.append(number, improve.NONE).astype(np.int32)
+    number = np.where(there, np.cumsum(there) - 1, NONE)
+    padded = np.append(number, NONE).astype(np.int32)
     length = np.bincount(shop.lane[there], minlength=len(shop.length))
     lanes = np.flatnonzero(length)
     lane = np.cumsum(length > 0) - 1
@@ -310,7 +333,7 @@ def choose(shop: improve.JobShop, row: np.ndarray) -> Chosen:
         length=length[lanes],
         limit=shop.limit[lanes],
         due=shop.due[lanes],
-        link=np.append(np.where(length, lane, improve.NONE), improve.NONE)[shop.link[lanes]],
+        link=np.append(np.where(length, lane, NONE), NONE)[shop.link[lanes]],
         stay=padded[shop.stay[there]],
     )
     return Chosen(left, np.flatnonzero(there), number, lanes)
@@ -323,7 +346,7 @@ def in_one_row(problem: Problem, shop: improve.JobShop, row: np.ndarray) -> list
     """
     # There are only compute lanes, so nothing has to be merged.
     if len(row) == problem.num_devices:
-        return [own[own != improve.NONE].tolist() for own in row]
+        return [own[own != NONE].tolist() for own in row]
     chosen = choose(shop, row)
     shop, row = chosen.shop, chosen.row(row)
     state = improve.new_state(row, 1)
@@ -359,13 +382,13 @@ class _Ways:
         """Return passes and lags as [pass, index], padded; `ranks` are as in `Problem.turned`."""
         num_microbatches = len(ranks)
         width = max(1, *map(len, self.ways))
-        none = [(improve.NONE, 0, False)]
+        none = [(NONE, 0, False)]
         table = np.array([own + none * (width - len(own)) for own in self.ways])
         each = np.repeat(table, num_microbatches, axis=0)
         sorts, lags, turns = (each[:, :, at] for at in range(3))
         microbatch = np.tile(np.arange(num_microbatches), len(self.ways))[:, None]
         microbatch = np.where(turns, ranks[microbatch], microbatch)
-        passes = np.where(sorts >= 0, sorts * num_microbatches + microbatch, improve.NONE)
+        passes = np.where(sorts >= 0, sorts * num_microbatches + microbatch, NONE)
         return passes.astype(np.int32), np.ascontiguousarray(lags)
 
 
@@ -385,9 +408,6 @@ def _due(problem: Problem) -> np.ndarray:
         for sort, lane in enumerate(sorts.lane):
             due[lane] = -first[problem.placement[sort // len(problem.kinds)]]
     return due
-
-
-Order = tuple[tuple[Pass, ...], ...]
 
 
 class Codec(NamedTuple):
@@ -420,7 +440,7 @@ class Codec(NamedTuple):
         kind = self.kinds[place]
         return Pass(kind, stage, self._turned(kind, microbatch))
 
-    def order(self, rows: Iterable[Iterable[int]]) -> Order:
+    def order(self, rows: Iterable[Iterable[int]]) -> tuple[tuple[Pass, ...], ...]:
         """Return the passes of rows of numbers."""
         return tuple(tuple(self.work(n) for n in row if n != NONE) for row in rows)
 
@@ -432,3 +452,140 @@ def padded(rows: Iterable[Sequence[int]], length: int = 0) -> np.ndarray:
     for row, own in zip(array, made, strict=True):
         row[: len(own)] = own
     return array
+
+
+_fill = compiled_once(reordering.fill, *reordering.CALLED)
+
+
+def fill(
+    problem: Problem, row: np.ndarray, cool: int, num_microbatches: int = 0, delay: int = 0
+) -> np.ndarray | None:
+    """Return the order with its idle time filled; None if no pass fits in the memory.
+
+    Args:
+        problem: costs and limits.
+        row: [lane, position] -> pass.
+        cool: if a device has at most this many forwards left, W only run if nothing else can.
+        num_microbatches: required for an order that lacks passes (default: by its length).
+        delay: maximum delay of the next pass by a filler, in eighths of the filler's time.
+    """
+    order, flat = _order_of(problem, row, num_microbatches)
+    order = order._replace(delay=delay)
+    made = np.empty(len(flat), np.int64)
+    if _fill(order, new_run(order, _zeros), made, cool, NONE) < len(flat):
+        return None
+    return _rows(row, flat[made])
+
+
+def refill(problem: Problem, row: np.ndarray, num_microbatches: int = 0) -> np.ndarray | None:
+    """Return the order with its W placed again as filler; None if the memory does not suffice.
+
+    Args:
+        problem: costs and limits.
+        row: [lane, position] -> pass.
+        num_microbatches: required for an order that lacks passes (default: by its length).
+    """
+    order, flat = _order_of(problem, row, num_microbatches)
+    made, queue = np.empty(len(flat), np.int64), np.empty(len(flat), np.int64)
+    if not _deal(order, new_run(order, _zeros), problem.weight_of, queue, made):
+        return None
+    return _rows(row, flat[made])
+
+
+def _zeros(size: int) -> np.ndarray:
+    return np.zeros(size, np.int64)
+
+
+def _rows(like: np.ndarray, flat: np.ndarray) -> np.ndarray:
+    """Return the passes of all lanes in rows of the shape of `like`."""
+    rows = np.full(like.shape, NONE, np.int64)
+    rows[like != NONE] = flat
+    return rows
+
+
+def _order_of(problem: Problem, row: np.ndarray, num_microbatches: int) -> tuple[Order, np.ndarray]:
+    """Return the order as step 4 needs it, and the passes of its positions."""
+    flat = row[row != NONE].astype(np.int64)
+    sorts = problem.sorts
+    m = num_microbatches or len(flat) // len(sorts.ticks)
+    sort, microbatch = np.divmod(flat, m)
+    place_of = np.full(len(sorts.ticks) * m, WITHOUT)
+    place_of[flat] = np.arange(len(flat))
+    order = Order(
+        sorts=sorts,
+        begin=np.append(0, np.cumsum(np.count_nonzero(row != NONE, axis=1))),
+        sort=sort,
+        microbatch=microbatch,
+        place_of=place_of,
+        limit=problem.room,
+        num_microbatches=m,
+        ranks=problem.turned(np.arange(m)),
+        strict=True,
+    )
+    return order, flat
+
+
+@compiled
+def _next_start(order: Order, run: Refill, weight_of: np.ndarray, lane: int) -> int:
+    """Return the start of the next pass except W; LATE if its input or memory is missing."""
+    first, end = run.first[lane], order.begin[lane + 1]
+    # W are not part of this sequence: they run as filler.
+    while first < end and weight_of[order.sort[first]] == order.sort[first]:
+        first += 1
+    run.first[lane] = run.chosen[lane] = first
+    if first == end:
+        return LATE
+    if run.held[lane] + order.sorts.most[order.sort[first]] > order.limit[lane]:
+        return LATE
+    return ready(order, run, first, run.clock[lane])
+
+
+@compiled
+def _deal(
+    order: Order, run: Refill, weight_of: np.ndarray, queue: np.ndarray, made: np.ndarray
+) -> bool:
+    """Run the lanes in order of their next starts, with W as filler; return False on deadlock.
+
+    A lane's part of `queue` contains the W whose B have run, oldest first.
+    """
+    lanes = len(order.limit)
+    taken, listed = np.zeros(lanes, np.int64), np.zeros(lanes, np.int64)
+    starts = np.asarray(run.start)
+    begin_run(order, run)
+    for _ in range(len(made)):
+        for lane in range(lanes):
+            # Only lanes whose input or memory has changed get a new start.
+            if run.stale[lane]:
+                run.stale[lane] = 0
+                run.start[lane] = _next_start(order, run, weight_of, lane)
+                # The oldest W first: it frees memory that the next forward may need.
+                if taken[lane] < listed[lane]:
+                    weight = queue[order.begin[lane] + taken[lane]]
+                    _prefer_weight(order, run, lane, weight)
+        lane = int(np.argmin(starts))
+        # The earliest start is LATE, so every lane is blocked.
+        if run.start[lane] == LATE:
+            return False
+        place = run.chosen[lane]
+        made[order.begin[lane] + run.ran[lane]] = place
+        finish(order, run, lane, place)
+        sort = order.sort[place]
+        if weight_of[sort] == sort:
+            taken[lane] += 1
+            continue
+        run.first[lane] += 1
+        # A B has run: its W is available as filler.
+        if weight_of[sort] != NONE:
+            weight = weight_of[sort] * order.num_microbatches + order.microbatch[place]
+            queue[order.begin[lane] + listed[lane]] = order.place_of[weight]
+            listed[lane] += 1
+    return True
+
+
+@compiled
+def _prefer_weight(order: Order, run: Refill, lane: int, weight: int) -> None:
+    """Choose the oldest W if it delays the next start by at most `DELAY`."""
+    start, clock = run.start[lane], run.clock[lane]
+    ticks = order.sorts.ticks[order.sort[weight]]
+    if start > clock and clock + ticks <= start + DELAY * ticks // EIGHTHS:
+        run.start[lane], run.chosen[lane] = clock, weight

@@ -14,8 +14,8 @@ Each device is handled separately, with the times of the order:
   which a copy to the host ends. If passes then do not fit, frees move earlier and allocations
   later.
 
-W are placed again afterwards (`refilling`), because they determine the memory between B and W. The
-published order of V-ZB with copies exceeds the memory in its cool-down, where W wait.
+W are placed again afterwards (`job_shop.refill`), because they determine the memory between B and
+W. The published order of V-ZB with copies exceeds the memory in its cool-down, where W wait.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,10 +41,9 @@ from megatron_vshape.core.model.kinds import (
 from megatron_vshape.core.model.placement import Placement, chunks_of, stages_of
 from megatron_vshape.core.model.schedule import ORDER_ALONE, MemoryStrategy
 from megatron_vshape.core.planner.improve import NONE, JobShop, run_rows
-from megatron_vshape.core.planner.job_shop import Problem, make_problem, padded
+from megatron_vshape.core.planner.job_shop import Problem, make_problem, padded, refill
 from megatron_vshape.core.planner.orders import STARTS, VALUE, Candidate, PlacementSearch, Run
 from megatron_vshape.core.planner.race import best_of
-from megatron_vshape.core.planner.refilling import refill
 
 _NEVER = 1 << 62
 

@@ -29,9 +29,11 @@ from megatron_vshape.core.planner.job_shop import (
     Codec,
     Problem,
     choose,
+    fill,
     in_one_row,
     make_shop,
     proven_limits,
+    refill,
     with_parts_alone,
 )
 from megatron_vshape.core.planner.modulo import (
@@ -44,7 +46,6 @@ from megatron_vshape.core.planner.modulo import (
     splice,
 )
 from megatron_vshape.core.planner.race import best_of
-from megatron_vshape.core.planner.refilling import fill, refill
 
 Run = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 """Applies a function to each of several items, like `map`; may use threads."""

@@ -7,8 +7,8 @@
    Published blocks are added, for a loop with groups of several sizes. Each order is cut to the few
    microbatches that show warm-up and cool-down (`modulo.CyclicOrder`).
 3. Starting points: each order as it is, with idle time filled by step 4 of the paper, and with W
-   placed again as filler (`refilling`). All are evaluated for the full number of microbatches by
-   repeating a period in the middle, which needs no search (`orders`).
+   placed again as filler (`job_shop.refill`). All are evaluated for the full number of
+   microbatches by repeating a period in the middle, which needs no search (`orders`).
 4. Local search for warm-up and cool-down: move a pass, alone or with its neighbors in other
    microbatches, or exchange two, if the objective does not grow (`improve`). After each round the
    worse half of the orders is dropped and the best continue in several copies; W are placed again
