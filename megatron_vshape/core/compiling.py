@@ -6,15 +6,10 @@ The results are bitwise equal in both cases.
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
-try:
-    from numba import njit
-    from numba.core.caching import NullCache
-    from numba.extending import register_jitable
-except ImportError:  # the extra `search` is not installed
-    njit = None
+from megatron_vshape.core.model import numbering
 
 logger = logging.getLogger(__name__)
 
@@ -25,10 +20,16 @@ def processors() -> int:
     return len(allowed(0)) if allowed else os.cpu_count() or 1
 
 
-COMPILES = njit is not None
+@functools.cache
+def compiles() -> bool:
+    """Check whether numba, the extra `search`, is installed."""
+    try:
+        # Not before it is needed: numba needs a third of a second to import.
+        import numba  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
-CORES = 1 if njit is None else processors()
-"""Useful number of threads."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -39,8 +40,11 @@ def compiled(function: _Function, *called: Callable[..., Any]) -> _Function:
     Compiled functions release the GIL, so threads run them in parallel. `called` are plain
     functions that it calls; other compiled functions may call them too.
     """
-    if njit is None:
+    if not compiles():
         return function
+    from numba import njit
+    from numba.extending import register_jitable
+
     for each in called:
         register_jitable(each)
     dispatcher = njit(nogil=True)(function)
@@ -63,6 +67,8 @@ class _CacheWhenCalled:
         try:
             self._dispatcher.enable_caching()
         except RuntimeError:  # no folder for the cache is writable
+            from numba.core.caching import NullCache
+
             self._dispatcher._cache = NullCache()
             name = self._dispatcher.py_func
             logger.info("%s is compiled in every run: NUMBA_CACHE_DIR may name a folder", name)
@@ -80,6 +86,22 @@ class _CacheWhenCalled:
 compiled_once = functools.cache(compiled)
 
 
+def soonest(
+    num_passes: int, function: Callable[..., int], called: Sequence[Callable[..., Any]], *data: Any
+) -> tuple[Any, ...]:
+    """Compile the function if that is faster; return it with its data in arrays or in lists.
+
+    `called` are the functions that it calls. Both variants have equal results. The function changes
+    the returned data in place.
+    """
+    if num_passes < numbering.COMPILED_FROM:
+        return function, *data
+    compiled = compiled_once(function, *called)
+    # `compiled_once` returns the function itself without numba; lists are faster in plain Python.
+    convert = in_lists if compiled is function else in_arrays
+    return compiled, *map(convert, data)
+
+
 def in_arrays(data: Any) -> Any:
     """Convert lists of numbers to arrays, also within named tuples; other values are unchanged."""
     import numpy as np
@@ -89,10 +111,17 @@ def in_arrays(data: Any) -> Any:
     return type(data)(*map(in_arrays, data)) if isinstance(data, tuple) else data
 
 
+def in_lists(data: Any) -> Any:
+    """Convert arrays to lists, also within named tuples; other values are returned unchanged."""
+    if isinstance(data, tuple):
+        return type(data)(*map(in_lists, data))
+    return data.tolist() if hasattr(data, "tolist") else data
+
+
 @functools.cache
 def say_if_slow() -> None:
     """Log once that numba is missing, since a plan then takes long."""
-    if njit is None:
+    if not compiles():
         logger.warning(
             "numba is not installed, so planning is about 100 times slower: "
             "pip install 'megatron-vshape[search]'"

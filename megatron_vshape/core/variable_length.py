@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 from megatron_vshape.core.check.bounds import each_limit
 from megatron_vshape.core.check.simulate import costs_of, simulate
-from megatron_vshape.core.compiling import COMPILES, compiled_once, in_arrays
+from megatron_vshape.core.compiling import compiled_once, compiles, in_arrays
 from megatron_vshape.core.model.costs import Costs, scaled_times_us
 from megatron_vshape.core.model.kinds import HELD, KINDS
 from megatron_vshape.core.model.passes import NeedTable, Pass
 from megatron_vshape.core.model.schedule import Schedule
 
-TRIES = 3000 if COMPILES else 60
+TRIES = 3000 if compiles() else 60
 """Number of swaps to try: tens of milliseconds."""
 
 GAIN = 1e-9

@@ -64,7 +64,7 @@ def test_a_time_has_one_form(value: float, text: str) -> None:
 def test_planning_without_numba_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(compiling, "njit", None)
+    monkeypatch.setattr(compiling, "compiles", lambda: False)
     compiling.say_if_slow.cache_clear()
     for _ in range(2):
         plan(Costs.uniform(2, 4), 2, 2, limit=4, steps=100)

@@ -1,8 +1,8 @@
 """Integer encoding of the passes of a schedule, for loops that may be compiled."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
@@ -106,29 +106,3 @@ def _in_arrays(
         for part in does:
             place_of[first + part * num_microbatches] = places
     return Numbered(np.array(begin, np.int64), sorts, of, place_of)
-
-
-def soonest(
-    num_passes: int, function: Callable[..., int], called: Sequence[Callable[..., Any]], *data: Any
-) -> tuple[Any, ...]:
-    """Return the function with data in lists, or compiled with data in arrays if that is faster.
-
-    `called` are the functions that it calls. Both variants have equal results. The function changes
-    the returned data in place.
-    """
-    if num_passes < COMPILED_FROM:
-        return function, *data
-    # Imported here because numba needs a third of a second to import.
-    from megatron_vshape.core.compiling import compiled_once, in_arrays
-
-    compiled = compiled_once(function, *called)
-    # `compiled_once` returns the function itself without numba; lists are faster in plain Python.
-    convert = in_lists if compiled is function else in_arrays
-    return compiled, *map(convert, data)
-
-
-def in_lists(data: Any) -> Any:
-    """Convert arrays to lists, also within named tuples; other values are returned unchanged."""
-    if isinstance(data, tuple):
-        return type(data)(*map(in_lists, data))
-    return data.tolist() if hasattr(data, "tolist") else data

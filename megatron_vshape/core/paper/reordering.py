@@ -15,16 +15,15 @@ from itertools import chain, pairwise
 from typing import NamedTuple
 
 from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.compiling import in_lists, soonest
 from megatron_vshape.core.model.kinds import PARTS, PROCESSOR, Kind, ScheduleError
 from megatron_vshape.core.model.numbering import (
     NONE,
     WITHOUT,
     Lists,
     Numbers,
-    in_lists,
     lists_of,
     number,
-    soonest,
 )
 from megatron_vshape.core.model.passes import NeedTable
 from megatron_vshape.core.model.placement import Placement

@@ -35,7 +35,7 @@ from megatron_vshape.core.check.bounds import (
     never_split,
 )
 from megatron_vshape.core.check.simulate import costs_of
-from megatron_vshape.core.compiling import CORES, say_if_slow
+from megatron_vshape.core.compiling import compiles, processors, say_if_slow
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.placement import Placement, default_placements
@@ -44,6 +44,9 @@ from megatron_vshape.core.planner.job_shop import Problem, make_problem
 from megatron_vshape.core.planner.offloading import Bases, OffloadSearch, ways_to_save
 from megatron_vshape.core.planner.orders import MOST_AT_ONCE, Candidate, PlacementSearch
 from megatron_vshape.core.planner.race import better_half, race
+
+CORES = processors() if compiles() else 1
+"""Useful number of threads: only compiled loops release the GIL."""
 
 ROUNDS, LEAST = 3, 1000
 """Approximate number of rounds, each with half the orders; minimum steps per order."""
