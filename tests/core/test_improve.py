@@ -16,7 +16,7 @@ from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.blocks import BuildingBlock, repeat, squeeze, v_half, v_min, v_zb
 from megatron_vshape.core.paper.catalogue import make_block
 from megatron_vshape.core.paper.reordering import reorder
-from megatron_vshape.core.planner import improve, job_shop, modulo, search
+from megatron_vshape.core.planner import improve, job_shop, orders, search
 
 DEVICES = 5
 
@@ -38,7 +38,7 @@ def make_shop(num_microbatches: int, limit: float, *cost: float) -> improve.JobS
 
 
 def make_state(block: BuildingBlock, num_microbatches: int, seed: int = 1) -> improve.State:
-    return improve.new_state(modulo.cyclic_order_of_block(block).unroll(num_microbatches), seed)
+    return improve.new_state(orders.cyclic_order_of_block(block).unroll(num_microbatches), seed)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -78,7 +78,7 @@ def test_passes_are_exchanged_if_what_is_held_then_fits(seed: int) -> None:
 
 def test_the_walk_leaves_the_window_alone() -> None:
     shop = make_shop(20, 10, 1, 1.3, 0.7, 0.1)
-    cyclic = modulo.cyclic_order_of_block(v_half(DEVICES))
+    cyclic = orders.cyclic_order_of_block(v_half(DEVICES))
     window = cyclic.window(20)
     assert window is not None
     state = improve.new_state(cyclic.unroll(20), 3)
@@ -87,7 +87,7 @@ def test_the_walk_leaves_the_window_alone() -> None:
     improve.walk(shop, state, *window, 5000)
     for device, (low, high) in enumerate(zip(*window, strict=True)):
         assert np.array_equal(state.row[device, low:high], before[device, low:high])
-    longer = modulo.splice(state.row, *window, 1, 20, 57)
+    longer = orders.splice(state.row, *window, 1, 20, 57)
     full = improve.new_state(longer, 1)
     assert improve.settle(make_shop(57, 10, 1, 1.3, 0.7, 0.1), full)
     assert improve.measure(make_shop(57, 10, 1, 1.3, 0.7, 0.1), longer) == improve.objective(
@@ -96,10 +96,10 @@ def test_the_walk_leaves_the_window_alone() -> None:
 
 
 def test_a_splice_of_a_cyclic_order_is_that_order() -> None:
-    cyclic = modulo.cyclic_order_of_block(v_min(DEVICES))
+    cyclic = orders.cyclic_order_of_block(v_min(DEVICES))
     window = cyclic.window(16)
     assert window is not None
-    assert np.array_equal(modulo.splice(cyclic.unroll(16), *window, 1, 16, 40), cyclic.unroll(40))
+    assert np.array_equal(orders.splice(cyclic.unroll(16), *window, 1, 16, 40), cyclic.unroll(40))
 
 
 @pytest.mark.parametrize("block", [v_min, v_half, v_zb])
@@ -107,7 +107,7 @@ def test_a_splice_of_a_cyclic_order_is_that_order() -> None:
 def test_filled_and_dealt_orders_are_complete_and_fit(block: object, cool: int) -> None:
     problem = make_problem(9, 2 * DEVICES, 1, 1.3, 0.7, 0.1)
     shop = job_shop.make_shop(problem, 9)
-    row = modulo.cyclic_order_of_block(block(DEVICES)).unroll(9)  # type: ignore[operator]
+    row = orders.cyclic_order_of_block(block(DEVICES)).unroll(9)  # type: ignore[operator]
     for made in (job_shop.fill(problem, row, cool), job_shop.refill(problem, row)):
         assert made is not None
         assert np.array_equal(np.sort(made, axis=1), np.sort(row, axis=1))

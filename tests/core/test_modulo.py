@@ -16,11 +16,8 @@ from megatron_vshape.core.model.kinds import PARTS, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.core.model.schedule import Schedule
-from megatron_vshape.core.planner.modulo import (
-    SteadyOrder,
-    cyclic_order_of_steady,
-    find_steady_orders,
-)
+from megatron_vshape.core.planner.modulo import SteadyOrder, find_steady_orders
+from megatron_vshape.core.planner.orders import cyclic_order_of_steady
 
 REAL = (1.0, 1.15, 0.85, 0.05)
 STEPS = 20_000

@@ -1,51 +1,44 @@
 """Steady phase for measured costs: modulo scheduling within an exact memory limit.
 
 After warm-up, every device repeats one cyclic order of its passes, with one or two microbatches per
-period. This order determines both memory and period:
+period. The order determines both its memory and its minimum period (`modulo_graph`).
+`find_steady_orders` anneals random orders, first with one microbatch per period, then with two,
+starting from the orders of one, each doubled.
 
-* Memory: a running sum over the device's order, exact and independent of times.
-* Period: the largest ratio of time to periods over the cycles of the event graph, whose arcs are
-  the data dependencies and each device's order. At a trial period this is a longest-path problem;
-  the ratio of a positive cycle is above the trial and becomes the next trial.
-
-`modulo_graph` searches with one microbatch per period first, then with two, starting from the
-orders of one, each doubled. The result is a `CyclicOrder` for any number of microbatches: a
-schedule of few that contains a whole period represents any number, because further periods can be
-spliced in. So only warm-up and cool-down have to be searched.
-
-Published blocks move in unit slots and repeat bubbles when F, B and W differ (arXiv 2405.15362,
-section 5); this search has no slots.
+A step needs about a microsecond at 8 devices: a move changes the potentials only around its device,
+and most moves are rejected by memory or by the first cycle that is too slow. Published blocks move
+in unit slots and repeat bubbles when F, B and W differ (arXiv 2405.15362, section 5); this search
+has no slots.
 
 Times and random numbers are integers (the work of the busiest device is 2 ** 30 units), so the same
 inputs give the same orders on every machine, with numba or, slower, without.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_vshape.core.check.bounds import check_limits, each_limit
+from megatron_vshape.core.compiling import compiled
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import PARTS, Kind
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.model.placement import Placement, chunks_of, stages_of
-from megatron_vshape.core.model.schedule import turned
-from megatron_vshape.core.paper.blocks import BuildingBlock
-from megatron_vshape.core.planner.job_shop import Codec
+from megatron_vshape.core.model.placement import Placement, chunks_of
 from megatron_vshape.core.planner.modulo_graph import (
     NEVER,
     Graph,
     Ints,
     Orders,
     Scratch,
-    anneal,
+    data_lag,
     empty_orders,
     find_latency,
-    lay,
+    find_peak,
+    find_period,
+    find_period_after_moves,
     make_scratch,
-    sample,
 )
 from megatron_vshape.core.planner.race import race
 
@@ -286,167 +279,218 @@ def _doubled(found: _Found, problem: _Problem) -> Orders:
     return orders
 
 
-_sort = Codec(1).sort
+@compiled
+def slide(orders: Orders, device: int, place: int, distance: int) -> int:
+    """Move a pass by `distance` positions in its device's cyclic order; return its new position."""
+    seq, at, turn = orders.seq, orders.at, orders.turn
+    length = seq.shape[1]
+    for _ in range(abs(distance)):
+        if distance > 0:
+            # Neighbors are exchanged one by one; `mine` is whether the pass is the right one of the
+            # two.
+            left, mine = place, 0
+        else:
+            left, mine = (place - 1 if place > 0 else length - 1), 1
+        right = left + 1 if left + 1 < length else 0
+        first, second = seq[device, left], seq[device, right]
+        seq[device, left], seq[device, right] = second, first
+        at[second], at[first] = left, right
+        if right == 0:  # the iteration ends between the two, so each now runs in the other's
+            turn[second] += 1
+            turn[first] -= 1
+        place = left if mine else right
+    return int(place)
 
 
-@dataclass(frozen=True, slots=True)
-class CyclicOrder:
-    """In period p, a device runs pass (sort, offset) of microbatch p * k + offset.
-
-    `rows[device]` is (sorts, offsets) in order of time; module `rows` defines sorts.
-    """
-
-    name: str
-    microbatches: int  # k
-    rows: tuple[tuple[np.ndarray, np.ndarray], ...]
-
-    def reach(self) -> tuple[int, int]:
-        """Return the minimum and the maximum offset."""
-        offsets = np.concatenate([row[1] for row in self.rows])
-        return int(offsets.min()), int(offsets.max())
-
-    def unroll(self, num_microbatches: int) -> np.ndarray:
-        """Return each device's passes, as numbers sort * num_microbatches + microbatch.
-
-        Passes of one sort are renumbered in microbatch order, which changes neither times nor
-        memory.
-        """
-        least, most = self.reach()
-        # All periods in which any offset is a microbatch of the step.
-        periods = np.arange(-(most // self.microbatches) - 1, self._end(num_microbatches))
-        rows = []
-        for row in self.rows:
-            passes, _ = self._passes(row, periods, num_microbatches)
-            # The positions of each sort, in order of time, get its microbatches in ascending order.
-            by_sort = np.argsort(passes // num_microbatches, kind="stable")
-            passes[by_sort] = np.sort(passes)
-            rows.append(passes)
-        return np.stack(rows)
-
-    def window(self, num_microbatches: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return start and end of the middle full period on each device; None if there is none."""
-        least, most = self.reach()
-        # From `first` to `last`, every offset is a microbatch of the step: the period is complete.
-        first = -(least // self.microbatches)
-        last = (num_microbatches - 1 - most) // self.microbatches
-        # One complete period must remain on each side of the middle one, whose memory then repeats.
-        if last - first < 2:
-            return None
-        middle = (first + last) // 2
-        periods = np.arange(-(most // self.microbatches) - 1, self._end(num_microbatches))
-        found = [self._passes(row, periods, num_microbatches)[1] for row in self.rows]
-        low = [int(np.searchsorted(each, middle)) for each in found]
-        high = [int(np.searchsorted(each, middle + 1)) for each in found]
-        return np.array(low), np.array(high)
-
-    def _end(self, num_microbatches: int) -> int:
-        return (num_microbatches - self.reach()[0]) // self.microbatches + 1
-
-    def _passes(
-        self, row: tuple[np.ndarray, np.ndarray], periods: np.ndarray, num_microbatches: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        sorts, offsets = row
-        microbatch = periods[:, None] * self.microbatches + offsets
-        inside = (microbatch >= 0) & (microbatch < num_microbatches)
-        passes = (sorts * num_microbatches + microbatch)[inside]
-        return passes, np.broadcast_to(periods[:, None], microbatch.shape)[inside]
+@compiled
+def copy_orders(source: Orders, target: Orders) -> None:
+    """Make `target` equal to `source`."""
+    target.seq[:] = source.seq
+    target.at[:] = source.at
+    target.turn[:] = source.turn
+    target.x[:] = source.x
 
 
-def cyclic_order_of_block(block: BuildingBlock) -> CyclicOrder:
-    """Return the steady order of a building block; a full backward becomes B, then W.
-
-    With slices, the period is the shortest that has whole microbatches.
-    """
-    rows: list[list[tuple[int, int, int, int]]] = [[] for _ in range(block.num_devices)]
-    # A block of slices repeats a shorter pattern `share` times; `own < numbers` selects one.
-    share = gcd(block.num_microbatches // block.slices, block.slices)
-    numbers, interval = block.num_microbatches // share, block.interval // share
-    for (kind, stage, within), start, _ in block.passes:
-        period, slot = divmod(start, interval)
-        parts = (Kind.B, Kind.W) if kind is Kind.BW else (kind,)
-        for at, part in enumerate(parts):
-            sort = _sort(part, stage)
-            own = turned(within, block.slices) if part.by_rank else within
-            if own < numbers:
-                # A pass that starts p intervals late runs in period k what belongs to block k - p.
-                entry = (slot, at, sort, own - period * numbers)
-                rows[block.placement[stage]].append(entry)
-    return _cyclic_order(block.name, numbers, rows)
+@compiled
+def lay(graph: Graph, orders: Orders, times: Ints, period: int) -> None:
+    """Set the orders to those of blocks that start at `times` and repeat every `period`."""
+    for device in range(len(graph.own)):
+        row = orders.seq[device]
+        for place in range(len(row)):
+            node = graph.own[device, place]
+            phase = times[node] % period
+            # Insertion sort by the phase within a period.
+            while place > 0 and times[row[place - 1]] % period > phase:
+                row[place] = row[place - 1]
+                place -= 1
+            row[place] = node
+            # A start in period p means that iteration k runs block k - p.
+            orders.turn[node] = -(times[node] // period)
+        for place in range(len(row)):
+            orders.at[row[place]] = place
 
 
-def _cyclic_order(
-    name: str, k: int, rows: Iterable[list[tuple[int, int, int, int]]]
-) -> CyclicOrder:
-    arrays = []
-    for row in rows:
-        ordered = sorted(row)
-        sorts = np.array([entry[2] for entry in ordered])
-        arrays.append((sorts, np.array([entry[3] for entry in ordered])))
-    return CyclicOrder(name, k, tuple(arrays))
-
-
-def sequential(placement: Placement, num_devices: int, slices: int) -> CyclicOrder:
-    """Return the order of one microbatch after the other, which needs the minimum memory."""
-    rows: list[list[tuple[int, int, int, int]]] = []
-    for stages in stages_of(placement, num_devices):
-        passes = [(0, _sort(Kind.F, s), own) for s in stages for own in range(slices)]
-        passes += [
-            (1, _sort(kind, s), own)
-            for s in reversed(stages)
-            for own in range(slices)
-            for kind in Kind.BW.does
-        ]
-        rows.append([(slot, at, sort, own) for at, (slot, sort, own) in enumerate(passes)])
-    return _cyclic_order("sequential", slices, rows)
-
-
-def cyclic_order_of_steady(order: SteadyOrder, name: str, slices: int = 1) -> CyclicOrder:
-    """Return a steady order as arrays, with slices scheduled like its microbatches.
-
-    B and W start `slices` - 1 slices later, after all F of their microbatch. A period has whole
-    microbatches.
-    """
-    times = slices // gcd(order.microbatches, slices)
-    each = np.arange(times)[:, None] * order.microbatches
-    rows = []
-    for row in order.rows:
-        sorts = np.array([_sort(kind, stage) for kind, stage, _ in row])
-        # In the same period, a smaller offset runs an earlier microbatch: each one runs later.
-        own = np.array([offset - (slices - 1) * kind.by_rank for kind, _, offset in row])
-        rows.append((np.tile(sorts, times), (own + each).ravel()))
-    return CyclicOrder(name, times * order.microbatches, tuple(rows))
-
-
-def is_period(
-    row: np.ndarray, low: np.ndarray, high: np.ndarray, num_microbatches: int, period: int
-) -> bool:
-    """Return whether each device runs `period` microbatches of every sort within [low, high)."""
-    for own, begin, end in zip(row, low, high, strict=True):
-        sort, microbatch = np.divmod(own[begin:end], num_microbatches)
-        for each in np.unique(own // num_microbatches):
-            mine = microbatch[sort == each]
-            # Microbatches of this sort before the window; the window must have the next ones.
-            before = np.count_nonzero(own[:begin] // num_microbatches == each)
-            if not np.array_equal(mine, np.arange(before, before + period)):
-                return False
+@compiled
+def all_fit(graph: Graph, orders: Orders) -> bool:
+    """Return whether every device is within its limit."""
+    for device in range(len(orders.seq)):
+        if not find_peak(graph, orders, device) <= graph.limit[device]:
+            return False
     return True
 
 
-def splice(
-    row: np.ndarray, low: np.ndarray, high: np.ndarray, period: int, short: int, full: int
-) -> np.ndarray:
-    """Extend an order from `short` to `full` microbatches by repeating [low, high)."""
-    more = (full - short) // period
-    rows = []
-    for own, begin, end in zip(row, low, high, strict=True):
-        sort, microbatch = np.divmod(own, short)
-        copies = np.arange(more + 1)[:, None] * period
-        sorts = (sort[:begin], np.tile(sort[begin:end], more + 1), sort[end:])
-        micro = (
-            microbatch[:begin],
-            (microbatch[begin:end] + copies).ravel(),
-            microbatch[end:] + more * period,
-        )
-        # Renumbered: a pass is sort * number of microbatches + microbatch.
-        rows.append(np.concatenate(sorts) * full + np.concatenate(micro))
-    return np.stack(rows).astype(np.int32)
+@compiled
+def draw(random: npt.NDArray[np.uint64], bound: int) -> int:
+    """Return a random whole number in [0, bound), by xorshift."""
+    state = random[0]
+    state ^= state << np.uint64(13)
+    state ^= state >> np.uint64(7)
+    state ^= state << np.uint64(17)
+    random[0] = state
+    return np.int64((state >> np.uint64(33)) % np.uint64(bound))  # type: ignore[return-value]
+
+
+@compiled
+def propose(graph: Graph, orders: Orders, scratch: Scratch, moves: Ints) -> int:
+    """Make a random move; return the number of changed devices, negative if it does not fit.
+
+    The move is one pass anywhere, one on the critical cycle, or the same pass on neighboring
+    devices. `moves` receives (device, new position, distance) of every moved pass.
+    """
+    random, seq = scratch.random, orders.seq
+    devices, length = seq.shape
+    style = draw(random, 4)
+    distance = draw(random, 2) * 2 - 1
+    if style < 3 and draw(random, 2):
+        distance *= 1 + draw(random, length - 1)
+    run = 1
+    if 0 < style < 3 and scratch.critical[0] > 0:
+        node = scratch.critical[1 + draw(random, scratch.critical[0])] >> 1
+        first, which = graph.home[node], 0
+    else:
+        first, which = draw(random, devices), draw(random, length)
+        node = graph.own[first, which]
+        if style == 3:
+            run = min(devices - first, 1 + draw(random, min(devices, 8)))
+    for index in range(run):
+        device = first + index
+        if index > 0:
+            node = graph.own[device, which]
+        moves[index, 0], moves[index, 2] = device, distance
+        moves[index, 1] = slide(orders, device, orders.at[node], distance)
+        # Memory is tested before the period because it is cheaper.
+        if not find_peak(graph, orders, device) <= graph.limit[device]:
+            return -(index + 1)
+    return int(run)
+
+
+@compiled
+def anneal(
+    graph: Graph, orders: Orders, scratch: Scratch, busy: int, steps: int, heat: int, best: Orders
+) -> int:
+    """Anneal the orders with decreasing temperature and return the shortest period found.
+
+    `best` receives its orders. `heat` is the maximum increase of the period in the first step.
+    """
+    moves = np.zeros((len(orders.seq), 3), np.int64)
+    kept = (np.zeros_like(orders.x), np.zeros_like(scratch.critical))
+    scratch.critical[0] = 0
+    now = find_period(graph, orders, scratch, busy, NEVER)
+    least = now
+    copy_orders(orders, best)
+    for step in range(steps):
+        if now == busy:
+            break
+        # The accepted increase is random, mostly small, and its maximum decreases linearly to 0.
+        chance = draw(scratch.random, 1 << 20)
+        rise = (heat * (steps - step) // steps * chance >> 20) * chance >> 20
+        run = propose(graph, orders, scratch, moves)
+        period = NEVER
+        if run > 0:
+            period = find_period_after_moves(
+                graph, orders, scratch, moves, run, now, now + rise, busy, kept
+            )
+        if period < NEVER:
+            now = period
+            if now < least:
+                least = now
+                copy_orders(orders, best)
+        else:
+            # Undo the moves in reverse order.
+            for index in range(abs(run) - 1, -1, -1):
+                slide(orders, moves[index, 0], moves[index, 1], -moves[index, 2])
+    return int(least)
+
+
+@compiled
+def draw_block(
+    graph: Graph, random: npt.NDArray[np.uint64], busy: int, times: Ints, serial: bool
+) -> None:
+    """Set `times` to a random block with equal hops between all devices.
+
+    Passes follow each other without delay except for random pauses: one per chunk and direction at
+    every hop, one at every turn from chunk to chunk, one before W. A serial block has no pauses.
+    """
+    stages = len(graph.chunk)
+    chunks = 0
+    for chunk in graph.chunk:
+        chunks = max(chunks, chunk + 1)
+    pauses = np.zeros((5, chunks), np.int64)
+    for line in range(5):
+        for chunk in range(chunks):
+            style = 0 if serial else draw(random, 3)
+            if style > 0:
+                pauses[line, chunk] = draw(random, busy // (2 if style == 1 else 6))
+    clock = 0
+    for stage in range(stages):
+        if stage > 0:
+            turns = graph.chunk[stage] != graph.chunk[stage - 1]
+            clock += data_lag(graph, stage - 1, stage)
+            clock += pauses[1 if turns else 0, graph.chunk[stage - 1]]
+        times[stage] = clock
+    clock += graph.work[stages - 1] + pauses[1, chunks - 1]
+    for stage in range(stages - 1, -1, -1):
+        if stage < stages - 1:
+            turns = graph.chunk[stage] != graph.chunk[stage + 1]
+            clock += data_lag(graph, stages + stage + 1, stages + stage)
+            clock += pauses[3 if turns else 2, graph.chunk[stage + 1]]
+        times[stages + stage] = clock
+        # W precedes another B that might start when this one ends, because it frees memory
+        done = clock + graph.work[stages + stage] - 1
+        times[2 * stages + stage] = done + pauses[4, graph.chunk[stage]]
+
+
+@compiled
+def sample(
+    graph: Graph, orders: Orders, scratch: Scratch, busy: int, tries: int,
+    periods: Ints, intervals: Ints, times: Ints,
+) -> None:  # fmt: skip
+    """Fill `periods`, `intervals` and `times` with the best of `tries` random blocks.
+
+    The interval between blocks grows until their orders fit the memory; the period is then the
+    minimum for these orders. All kept periods differ.
+    """
+    block = np.zeros(len(orders.x), np.int64)
+    last = len(periods) - 1
+    for attempt in range(tries):
+        draw_block(graph, scratch.random, busy, block, attempt == 0)
+        interval = busy + draw(scratch.random, busy // 8)
+        lay(graph, orders, block, interval)
+        # an interval longer than the block has one microbatch at a time: the minimum memory
+        while not all_fit(graph, orders) and interval <= block.max():
+            interval += interval // 24
+            lay(graph, orders, block, interval)
+        if not all_fit(graph, orders):
+            continue
+        orders.x[:] = block
+        # Only periods below the worst kept one are of interest.
+        period = find_period(graph, orders, scratch, busy, periods[last] - 1)
+        if period == NEVER or (periods == period).any():
+            continue
+        place = last
+        while place > 0 and periods[place - 1] > period:
+            periods[place], intervals[place] = periods[place - 1], intervals[place - 1]
+            times[place] = times[place - 1]
+            place -= 1
+        periods[place], intervals[place] = period, interval
+        times[place] = block

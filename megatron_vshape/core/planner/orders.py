@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from math import gcd
 from operator import add, attrgetter
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron_vshape.core.model.schedule import (
     Objective,
     Plan,
     Schedule,
+    turned,
 )
 from megatron_vshape.core.paper import blocks
 from megatron_vshape.core.paper.blocks import BuildingBlock
@@ -36,15 +38,7 @@ from megatron_vshape.core.planner.job_shop import (
     refill,
     with_parts_alone,
 )
-from megatron_vshape.core.planner.modulo import (
-    CyclicOrder,
-    cyclic_order_of_block,
-    cyclic_order_of_steady,
-    find_steady_orders,
-    is_period,
-    sequential,
-    splice,
-)
+from megatron_vshape.core.planner.modulo import SteadyOrder, find_steady_orders
 from megatron_vshape.core.planner.race import best_of
 
 Run = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
@@ -97,6 +91,174 @@ def published_blocks(placement: Placement, num_devices: int) -> Iterator[Buildin
     for block in made:
         if block.placement == placement:
             yield block
+
+
+_sort = Codec(1).sort
+
+
+@dataclass(frozen=True, slots=True)
+class CyclicOrder:
+    """In period p, a device runs pass (sort, offset) of microbatch p * k + offset.
+
+    `rows[device]` is (sorts, offsets) in order of time; `Codec` defines sorts. An order of few
+    microbatches that contains a whole period represents any number, because further periods can be
+    spliced in. So only warm-up and cool-down have to be searched.
+    """
+
+    name: str
+    microbatches: int  # k
+    rows: tuple[tuple[np.ndarray, np.ndarray], ...]
+
+    def reach(self) -> tuple[int, int]:
+        """Return the minimum and the maximum offset."""
+        offsets = np.concatenate([row[1] for row in self.rows])
+        return int(offsets.min()), int(offsets.max())
+
+    def unroll(self, num_microbatches: int) -> np.ndarray:
+        """Return each device's passes, as numbers sort * num_microbatches + microbatch.
+
+        Passes of one sort are renumbered in microbatch order, which changes neither times nor
+        memory.
+        """
+        least, most = self.reach()
+        # All periods in which any offset is a microbatch of the step.
+        periods = np.arange(-(most // self.microbatches) - 1, self._end(num_microbatches))
+        rows = []
+        for row in self.rows:
+            passes, _ = self._passes(row, periods, num_microbatches)
+            # The positions of each sort, in order of time, get its microbatches in ascending order.
+            by_sort = np.argsort(passes // num_microbatches, kind="stable")
+            passes[by_sort] = np.sort(passes)
+            rows.append(passes)
+        return np.stack(rows)
+
+    def window(self, num_microbatches: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return start and end of the middle full period on each device; None if there is none."""
+        least, most = self.reach()
+        # From `first` to `last`, every offset is a microbatch of the step: the period is complete.
+        first = -(least // self.microbatches)
+        last = (num_microbatches - 1 - most) // self.microbatches
+        # One complete period must remain on each side of the middle one, whose memory then repeats.
+        if last - first < 2:
+            return None
+        middle = (first + last) // 2
+        periods = np.arange(-(most // self.microbatches) - 1, self._end(num_microbatches))
+        found = [self._passes(row, periods, num_microbatches)[1] for row in self.rows]
+        low = [int(np.searchsorted(each, middle)) for each in found]
+        high = [int(np.searchsorted(each, middle + 1)) for each in found]
+        return np.array(low), np.array(high)
+
+    def _end(self, num_microbatches: int) -> int:
+        return (num_microbatches - self.reach()[0]) // self.microbatches + 1
+
+    def _passes(
+        self, row: tuple[np.ndarray, np.ndarray], periods: np.ndarray, num_microbatches: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        sorts, offsets = row
+        microbatch = periods[:, None] * self.microbatches + offsets
+        inside = (microbatch >= 0) & (microbatch < num_microbatches)
+        passes = (sorts * num_microbatches + microbatch)[inside]
+        return passes, np.broadcast_to(periods[:, None], microbatch.shape)[inside]
+
+
+def cyclic_order_of_block(block: BuildingBlock) -> CyclicOrder:
+    """Return the steady order of a building block; a full backward becomes B, then W.
+
+    With slices, the period is the shortest that has whole microbatches.
+    """
+    rows: list[list[tuple[int, int, int, int]]] = [[] for _ in range(block.num_devices)]
+    # A block of slices repeats a shorter pattern `share` times; `own < numbers` selects one.
+    share = gcd(block.num_microbatches // block.slices, block.slices)
+    numbers, interval = block.num_microbatches // share, block.interval // share
+    for (kind, stage, within), start, _ in block.passes:
+        period, slot = divmod(start, interval)
+        parts = (Kind.B, Kind.W) if kind is Kind.BW else (kind,)
+        for at, part in enumerate(parts):
+            sort = _sort(part, stage)
+            own = turned(within, block.slices) if part.by_rank else within
+            if own < numbers:
+                # A pass that starts p intervals late runs in period k what belongs to block k - p.
+                entry = (slot, at, sort, own - period * numbers)
+                rows[block.placement[stage]].append(entry)
+    return _cyclic_order(block.name, numbers, rows)
+
+
+def _cyclic_order(
+    name: str, k: int, rows: Iterable[list[tuple[int, int, int, int]]]
+) -> CyclicOrder:
+    arrays = []
+    for row in rows:
+        ordered = sorted(row)
+        sorts = np.array([entry[2] for entry in ordered])
+        arrays.append((sorts, np.array([entry[3] for entry in ordered])))
+    return CyclicOrder(name, k, tuple(arrays))
+
+
+def sequential(placement: Placement, num_devices: int, slices: int) -> CyclicOrder:
+    """Return the order of one microbatch after the other, which needs the minimum memory."""
+    rows: list[list[tuple[int, int, int, int]]] = []
+    for stages in stages_of(placement, num_devices):
+        passes = [(0, _sort(Kind.F, s), own) for s in stages for own in range(slices)]
+        passes += [
+            (1, _sort(kind, s), own)
+            for s in reversed(stages)
+            for own in range(slices)
+            for kind in Kind.BW.does
+        ]
+        rows.append([(slot, at, sort, own) for at, (slot, sort, own) in enumerate(passes)])
+    return _cyclic_order("sequential", slices, rows)
+
+
+def cyclic_order_of_steady(order: SteadyOrder, name: str, slices: int = 1) -> CyclicOrder:
+    """Return a steady order as arrays, with slices scheduled like its microbatches.
+
+    B and W start `slices` - 1 slices later, after all F of their microbatch. A period has whole
+    microbatches.
+    """
+    times = slices // gcd(order.microbatches, slices)
+    each = np.arange(times)[:, None] * order.microbatches
+    rows = []
+    for row in order.rows:
+        sorts = np.array([_sort(kind, stage) for kind, stage, _ in row])
+        # In the same period, a smaller offset runs an earlier microbatch: each one runs later.
+        own = np.array([offset - (slices - 1) * kind.by_rank for kind, _, offset in row])
+        rows.append((np.tile(sorts, times), (own + each).ravel()))
+    return CyclicOrder(name, times * order.microbatches, tuple(rows))
+
+
+def is_period(
+    row: np.ndarray, low: np.ndarray, high: np.ndarray, num_microbatches: int, period: int
+) -> bool:
+    """Return whether each device runs `period` microbatches of every sort within [low, high)."""
+    for own, begin, end in zip(row, low, high, strict=True):
+        sort, microbatch = np.divmod(own[begin:end], num_microbatches)
+        for each in np.unique(own // num_microbatches):
+            mine = microbatch[sort == each]
+            # Microbatches of this sort before the window; the window must have the next ones.
+            before = np.count_nonzero(own[:begin] // num_microbatches == each)
+            if not np.array_equal(mine, np.arange(before, before + period)):
+                return False
+    return True
+
+
+def splice(
+    row: np.ndarray, low: np.ndarray, high: np.ndarray, period: int, short: int, full: int
+) -> np.ndarray:
+    """Extend an order from `short` to `full` microbatches by repeating [low, high)."""
+    more = (full - short) // period
+    rows = []
+    for own, begin, end in zip(row, low, high, strict=True):
+        sort, microbatch = np.divmod(own, short)
+        copies = np.arange(more + 1)[:, None] * period
+        sorts = (sort[:begin], np.tile(sort[begin:end], more + 1), sort[end:])
+        micro = (
+            microbatch[:begin],
+            (microbatch[begin:end] + copies).ravel(),
+            microbatch[end:] + more * period,
+        )
+        # Renumbered: a pass is sort * number of microbatches + microbatch.
+        rows.append(np.concatenate(sorts) * full + np.concatenate(micro))
+    return np.stack(rows).astype(np.int32)
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@
    the orders of all of them.
 2. Steady orders: `modulo` finds cyclic orders within the memory limits with the shortest period.
    Published blocks are added, for a loop with groups of several sizes. Each order is cut to the few
-   microbatches that show warm-up and cool-down (`modulo.CyclicOrder`).
+   microbatches that show warm-up and cool-down (`orders.CyclicOrder`).
 3. Starting points: each order as it is, with idle time filled by step 4 of the paper, and with W
    placed again as filler (`job_shop.refill`). All are evaluated for the full number of
    microbatches by repeating a period in the middle, which needs no search (`orders`).
