@@ -2,12 +2,16 @@
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron_vshape.cli.help import MODEL, REQUIRED, group
-from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.check.bounds import LimitError
+from megatron_vshape.core.model.costs import Costs, chunk_of
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import even_layers, recut
 from megatron_vshape.core.model.pieces import Piece, with_ends
@@ -15,7 +19,7 @@ from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.paper.catalogue import MOST_STAGES_A_DEVICE
 from megatron_vshape.core.request import Cut
 from megatron_vshape.view.names import plain
-from megatron_vshape.view.numbers import GIB, argument
+from megatron_vshape.view.numbers import GIB, argument, enough, fixed, time_text
 
 
 class Times(NamedTuple):
@@ -46,6 +50,40 @@ UNIT_COST = Times(1.0, 1.0, 1.0, 0.0)
 _COST_NAMES = ("F", "B", "W", "COMM")
 NOTHING = Piece(0.0, 0.0, 0.0, 0.0, 0.0)
 UNITS = {"gib": GIB, "mib": 2.0**20}
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """Formats times and memory: in ms and GiB with a costs file, otherwise in those of --cost."""
+
+    chunk: float  # memory of a chunk, in the unit of the costs
+    in_bytes: bool
+    has_states: bool  # memory includes all tensors, so that chunks do not measure it
+
+    @classmethod
+    def of(cls, costs: Costs, options: argparse.Namespace) -> "Units":
+        chunk, in_bytes = chunk_of(costs, options.devices), options.costs is not None
+        return cls(chunk, in_bytes, costs.state_bytes is not None)
+
+    def time(self, value: float) -> str:
+        """Format a time."""
+        return time_text(value, self.in_bytes)
+
+    def held(self, value: float, number: Callable[[float], str] = fixed) -> str:
+        """Format memory."""
+        chunks = f"{number(value / self.chunk)} chunks"
+        if not self.in_bytes:
+            return chunks
+        return f"{number(value / GIB)} GiB" + ("" if self.has_states else f" ({chunks})")
+
+
+@contextmanager
+def limits_told(units: Units) -> Iterator[None]:
+    """Format errors about limits that nothing fits in the units of the options."""
+    try:
+        yield
+    except LimitError as error:
+        raise ScheduleError(error.told(partial(units.held, number=enough))) from None
 
 
 def add_size_arguments(parser: argparse.ArgumentParser) -> None:

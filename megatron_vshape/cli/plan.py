@@ -1,19 +1,16 @@
 """megatron-vshape plan: the adaptive scheduler on the command line."""
 
 import argparse
-import csv
-import io
 import math
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-from megatron_vshape.cli import heavy_ends
-from megatron_vshape.cli.comparison import comparison_rows, recommended, trades_told
+from megatron_vshape.cli import layer_costs
 from megatron_vshape.cli.files import (
     FIGURE_SUFFIXES,
     Output,
@@ -27,6 +24,7 @@ from megatron_vshape.cli.help import MEMORY, MODEL, OUTPUT, SCHEDULE, SEARCH, gr
 from megatron_vshape.cli.options import (
     ABOVE_0,
     UNITS,
+    Units,
     add_cost_arguments,
     add_size_arguments,
     chunks,
@@ -35,11 +33,21 @@ from megatron_vshape.cli.options import (
     ends_of,
     float_or_nan,
     headroom_of,
+    limits_told,
     number_of,
 )
-from megatron_vshape.cli.progress import Progress, told
+from megatron_vshape.cli.plan_figures import run_frontier, write_page
+from megatron_vshape.cli.progress import told
+from megatron_vshape.core.baselines import (
+    MEGATRONS_OWN,
+    NOT_STOCK,
+    SAME,
+    BaselineSpec,
+    EvaluatedSchedule,
+    why_not_stock,
+)
 from megatron_vshape.core.budget import Budget
-from megatron_vshape.core.check.bounds import LimitError
+from megatron_vshape.core.check.bounds import fits
 from megatron_vshape.core.check.simulate import filled, simulate
 from megatron_vshape.core.model.costs import Costs, chunk_of, with_copies
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
@@ -47,7 +55,11 @@ from megatron_vshape.core.model.layers import AUTO_SPLIT, Pieces
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Objective, Schedule, check_size
 from megatron_vshape.core.paper.catalogue import EVERY_NAME
-from megatron_vshape.core.plan import Point, frontier, no_worse_than_published, plan, published
+from megatron_vshape.core.plan import (
+    compare,
+    no_worse_than_published,
+    plan,
+)
 from megatron_vshape.core.request import (
     AUTO,
     SLICES,
@@ -57,19 +69,15 @@ from megatron_vshape.core.request import (
     PlanResult,
     limits_of,
 )
-from megatron_vshape.view.names import placement_text, plain
+from megatron_vshape.view.names import placement_text
 from megatron_vshape.view.numbers import (
-    GIB,
-    base_peak,
-    enough,
-    fixed,
     idle_told,
     labelled,
     peaks_told,
     percent,
     prices_told,
     table,
-    time_text,
+    trades_told,
 )
 from megatron_vshape.view.text import columns, picture, wants_colour
 
@@ -82,35 +90,14 @@ BASE_CHUNKS = 4
 FIRST_SHARE = 0.5
 """Share of --seconds for the search; the comparison needs the rest."""
 
-LAST_LIMIT_S = 30.0
-"""Seconds for the search of a frontier's current limit to end after Ctrl-C."""
+Text = Callable[[float], str]
+
+HEADING = ["schedule", "chunks per rank", "peak", "step time", "mean idle", ""]
+TIME = HEADING.index("step time")
+RUNNERS_UP = 3
+"""Number of rows within the limit below the recommended one."""
 
 _TARGETS = {"export": SUFFIXES, "html": (".html",), "frontier": FIGURE_SUFFIXES}
-
-
-@dataclass(frozen=True, slots=True)
-class _Units:
-    """Formats times and memory: in ms and GiB with a costs file, otherwise in those of --cost."""
-
-    chunk: float  # memory of a chunk, in the unit of the costs
-    in_bytes: bool
-    has_states: bool  # memory includes all tensors, so that chunks do not measure it
-
-    @classmethod
-    def of(cls, costs: Costs, options: argparse.Namespace) -> "_Units":
-        chunk, in_bytes = chunk_of(costs, options.devices), options.costs is not None
-        return cls(chunk, in_bytes, costs.state_bytes is not None)
-
-    def time(self, value: float) -> str:
-        """Format a time."""
-        return time_text(value, self.in_bytes)
-
-    def held(self, value: float, number: Callable[[float], str] = fixed) -> str:
-        """Format memory."""
-        chunks = f"{number(value / self.chunk)} chunks"
-        if not self.in_bytes:
-            return chunks
-        return f"{number(value / GIB)} GiB" + ("" if self.has_states else f" ({chunks})")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cost_arguments(parser)
     _add_memory(parser)
     _add_schedule(parser)
-    heavy_ends.add_arguments(parser)
+    layer_costs.add_arguments(parser)
     _add_search(parser)
     _add_outputs(parser)
 
@@ -244,13 +231,12 @@ def run(options: argparse.Namespace) -> int:
     if measured is not None and _in_chunks(options):
         measured = measured.of_activations()
     costs = _costs(options, measured)
+    request, units = _request(options, costs, measured), Units.of(costs, options)
     if options.frontier is not None:
-        return _run_frontier(options, costs, measured)
-    request = _request(options, costs, measured)
+        return run_frontier(request, options.frontier, options.seconds, units)
     limit = _limit(options, request, measured is not None)
-    units = _Units.of(costs, options)
     request = replace(request, limit=limit)
-    with told(units.time) as progress, _limits_told(units):
+    with told(units.time) as progress, limits_told(units):
         budget = Budget(options.seconds, progress.search)
 
         def tell(best: PlanResult | None) -> None:
@@ -271,7 +257,7 @@ def run(options: argparse.Namespace) -> int:
     write_all(outputs)
     _print(request, result, limit, units)
     print(f"\n{compared}\n")
-    print(recommended(result) if searched else _so_far(result))
+    print(_recommended(result) if searched else _so_far(result))
     report_written(outputs)
     return 0
 
@@ -282,24 +268,25 @@ def _so_far(result: PlanResult) -> str:
 
 
 def _outputs(
-    options: argparse.Namespace, result: PlanResult, limit: float, units: _Units
+    options: argparse.Namespace, result: PlanResult, limit: float, units: Units
 ) -> list[Output]:
     outputs = []
     if options.export is not None:
         outputs.append(schedule_output("--export", options.export, result.schedule))
     if options.html is not None:
-        page = partial(_write_html, result=result, limit=limit, units=units, words=options.words)
+        command = _command_without_outputs(options.words)
+        page = partial(write_page, result=result, limit=limit, units=units, command=command)
         outputs.append(Output("--html", options.html, page))
     return outputs
 
 
 def _searched(
-    request: PlanRequest, budget: Budget, units: _Units, every: bool
+    request: PlanRequest, budget: Budget, units: Units, every: bool
 ) -> tuple[PlanResult, str]:
     """Search for the best plan; return it with its comparison table."""
     result = plan(request, budget)
     budget.found(lambda: result)
-    rows, others = comparison_rows(request, result, budget, units.held, units.time, every)
+    rows, others = _comparison_rows(request, result, budget, units.held, units.time, every)
     compared = table(rows)
     if others:
         compared += f"\n{others} more rows with --all: slower, or above the limit and not faster"
@@ -369,8 +356,8 @@ def _request(
 
 
 def _cut(options: argparse.Namespace, measured: Costs | None) -> Cut:
-    if heavy_ends.changed(options):
-        return heavy_ends.cut_of(options, measured)
+    if options.vocab_parallel is not None:
+        return layer_costs.cut_of(options, measured)
     ends = ends_of(options, options.layers)
     base = cut_of(options.devices, options.cost, measured, options.layers, ends)
 
@@ -392,7 +379,7 @@ def _pieces(options: argparse.Namespace, measured: Costs | None) -> tuple[Pieces
         return None
     if measured is None and options.layers is None:
         raise ScheduleError("--layer-split auto needs --layers N or --costs FILE")
-    pieces, layers = heavy_ends.pieces_of(options, measured, "--layer-split auto")
+    pieces, layers = layer_costs.pieces_of(options, measured, "--layer-split auto")
     if options.offload is not None:
         pieces = pieces.with_copies(options.offload)
     return pieces, round(layers)
@@ -408,8 +395,8 @@ def _check(options: argparse.Namespace) -> None:
             "--offload and --costs exclude each other, because a costs file contains the copy "
             "times: remove one of them"
         )
-    if options.offload is not None:
-        heavy_ends.check_without(options, "--offload")
+    if options.offload is not None and options.vocab_parallel is not None:
+        raise ScheduleError("--offload does not support --vocab-parallel: remove --offload")
     if options.host is not None and (options.costs or not 0 <= options.host < math.inf):
         raise ScheduleError(
             f"--host {options.host:g} must be finite, at least 0, and without --costs FILE, which "
@@ -435,7 +422,8 @@ def _costs(options: argparse.Namespace, measured: Costs | None) -> Costs:
     cut = _cut(options, measured)
     if measured is not None:
         if most is None or measured.num_stages <= most * devices:
-            return cut(measured.num_stages, "a plan") if heavy_ends.changed(options) else measured
+            shares = options.vocab_parallel is not None
+            return cut(measured.num_stages, "a plan") if shares else measured
         return cut(most * devices, f"a plan of --chunks {most}")
     if options.layers is None:
         chunks = min(most or BASE_CHUNKS, BASE_CHUNKS)
@@ -511,36 +499,8 @@ def _in_host(options: argparse.Namespace, request: PlanRequest) -> float:
     return filled(limit) if in_bytes else limit
 
 
-@contextmanager
-def _limits_told(units: _Units) -> Iterator[None]:
-    """Format errors about limits that nothing fits in the units of the options."""
-    try:
-        yield
-    except LimitError as error:
-        raise ScheduleError(error.told(partial(units.held, number=enough))) from None
-
-
-def _write_html(
-    path: Path, *, result: PlanResult, limit: float, units: _Units, words: Sequence[str]
-) -> None:
-    from megatron_vshape.playground.html import plain_facts, write_html
-
-    made, costs = result.plan, result.costs
-    timeline = simulate(made.schedule, costs)
-    base = base_peak(made.schedule.num_devices, costs)
-    facts = replace(
-        plain_facts(timeline, in_bytes=units.in_bytes, base_peak=base),
-        limit=limit,
-        lower_bound=made.lower_bound,
-        bounded=str(made.objective),
-        title=f"Plan within {units.held(limit)}",
-        recipe=_recipe(words),
-    )
-    write_html(path, timeline, costs, facts)
-
-
-def _recipe(words: Sequence[str]) -> str:
-    """Return the command line that reproduces this plan: the given one without output options."""
+def _command_without_outputs(words: Sequence[str]) -> str:
+    """Format the given command line without output options, which reproduces the plan."""
     outputs = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     _add_outputs(outputs)
     return shlex.join(outputs.parse_known_args(words)[1])
@@ -555,7 +515,7 @@ def _split_text(schedule: Schedule) -> str:
     return f"{100 * split / len(kinds):.0f} % of the backward passes"
 
 
-def _print(request: PlanRequest, result: PlanResult, limit: float, units: _Units) -> None:
+def _print(request: PlanRequest, result: PlanResult, limit: float, units: Units) -> None:
     made, slices = result.plan, result.schedule.slices
     timeline = simulate(made.schedule, result.costs)
     if made.schedule.num_devices * made.schedule.num_microbatches <= 256:
@@ -593,77 +553,129 @@ def _gap_text(result: PlanResult) -> str:
     )
 
 
-def _run_frontier(options: argparse.Namespace, costs: Costs, measured: Costs | None) -> int:
-    """Plan at every whole number of chunks up to 1F1B's, print the table and write the files."""
-    from megatron_vshape.view.figure import save
-    from megatron_vshape.view.frontier import frontier_figure
+class _TableRow(NamedTuple):
+    """A row of the table, with its sort key and its family."""
 
-    units = _Units.of(costs, options)
-    limits = [units.chunk * chunks for chunks in range(2, 2 * options.devices + 1)]
-    request = _request(options, costs, measured)
-    if options.seconds is not None:
-        request = replace(request, seconds=options.seconds / len(limits))
-    with told(units.time) as progress, _limits_told(units):
-        points = _followed(request, limits, units.chunk, progress)
-        others = list(published(request))
-    rows = _frontier_rows(points, others, units)
-    unit, size = ("GiB", GIB) if units.in_bytes else ("chunks", units.chunk)
-    drawn = frontier_figure(points, others, f"memory limit, {unit}", 1 / size)
-    outputs = [
-        Output("--frontier", options.frontier, partial(save, drawn)),
-        Output("--frontier", options.frontier.with_suffix(".csv"), partial(_write_csv, rows)),
-    ]
-    write_all(outputs)
-    print(table(rows))
-    report_written(outputs)
-    return 0
+    out: bool  # above the limit
+    value: float
+    family: str
+    cells: list[str]
 
 
-def _followed(
-    request: PlanRequest, limits: Sequence[float], chunk: float, progress: Progress
-) -> list[Point]:
-    """Return the frontier, with a report per limit; Ctrl-C ends it after the current limit."""
-    budget, points = Budget(report=progress.search), list[Point]()
+def _comparison_rows(
+    request: PlanRequest,
+    result: PlanResult,
+    budget: Budget,
+    held: Text,
+    time: Text,
+    every: bool = False,
+) -> tuple[list[list[str]], int]:
+    """Return a heading and a row per schedule, and the number of omitted rows.
 
-    def report(point: Point) -> None:
-        points.append(point)
-        text = f"limit {point.limit / chunk:g} of {limits[-1] / chunk:g} chunks: bubble"
-        progress.line(f"{text} {percent(point.bubble)}")
+    The recommended schedule comes first, then the others by step time; rows above the limit come
+    last. Without `every`, the rows are the runners-up, the schedules of Megatron, and of each
+    family above the limit the fastest, if it is faster than the plan.
 
-    work = partial(frontier, request, limits, report, budget)
-    budget.run(work, lambda best: None, grace_s=LAST_LIMIT_S)
-    if budget.interrupted and not points:
-        raise KeyboardInterrupt
-    if budget.interrupted:
-        progress.line("interrupted: the output ends at this limit")
-    return points
-
-
-def _frontier_rows(
-    points: Sequence[Point], others: Sequence[Point], units: _Units
-) -> list[list[str]]:
-    """Return a heading, a row per limit, and a row per published schedule, by memory.
-
-    Numbers have the format of spreadsheets.
+    Args:
+        request: the plan request.
+        result: the plan result.
+        budget: after it is used up, no further schedule is generated.
+        held: formats memory.
+        time: formats times.
+        every: return all rows.
     """
-    fastest = min(point.value for point in (*points, *others))
-    unit, times = (", ms", 1000.0) if units.in_bytes else ("", 1.0)
-    heading = ["schedule", "limit, chunks", "peak, chunks", f"step time{unit}", "above the fastest"]
-    rows = [[*heading, f"lower bound{unit}"]]
+    idle = simulate(result.schedule, result.costs).mean_idle
+    best = result.plan
+    name = "plan" if result.baseline is None else str(result.baseline)
+    rest: list[_TableRow] = []
+    for each in compare(request, result, budget):
+        if each.baseline is not None and each.baseline == result.baseline:
+            continue
+        value, within = request.objective.of(each.timeline), fits(each.peak, result.limits)
+        cells = _row(each, value, within, result, held, time)
+        family = cells[0] if each.baseline is None else each.baseline.name
+        rest.append(_TableRow(not within, value, family, cells))
+    rest += _tried_rows(result, time)
+    rest.sort(key=lambda each: each[:2])
+    shown = rest if every else _worth_showing(rest, best.value)
+    own = [name, str(result.schedule.num_chunks), held(max(best.peak)), time(best.value)]
+    rows = [HEADING, [*own, percent(idle), "recommended"], *(each.cells for each in shown)]
+    return rows, len(rest) - len(shown)
 
-    def number(value: float, digits: int = 4) -> str:
-        return fixed(value, digits).replace(",", "")
 
-    for point in sorted([*points, *others], key=lambda each: (each.limit, each.value)):
-        bound = "" if point.plan is None else number(point.plan.lower_bound / times, 6)
-        limit = "" if point.plan is None else number(point.limit / units.chunk)
-        held, value = number(point.peak / units.chunk), number(point.value / times, 6)
-        name, slower = plain(point.schedule.name), percent(point.value / fastest - 1)
-        rows.append([name, limit, held, value, slower, bound])
-    return rows
+def _worth_showing(rows: Sequence[_TableRow], best: float) -> list[_TableRow]:
+    """Return the rows that help to choose, in order."""
+    families: set[str] = set()
+    shown: list[_TableRow] = []
+    for each in rows:
+        first = each.family not in families
+        helps = first and each.value < best if each.out else len(shown) < RUNNERS_UP
+        if helps or (first and each.family in MEGATRONS_OWN):
+            shown.append(each)
+            families.add(each.family)
+    return shown
 
 
-def _write_csv(rows: Sequence[Sequence[str]], path: Path) -> None:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    path.write_text(text.getvalue(), encoding="utf-8", newline="")
+def _tried_rows(result: PlanResult, time: Text) -> Iterator[_TableRow]:
+    """Yield the plans of the other strategies to save memory, or their lower bounds."""
+    best = result.plan
+    by_words: dict[str, tuple[float, bool]] = {}
+    for way, value, bound in best.tried:
+        words = f"plan: {way.text}"
+        found = (bound, True) if value is None else (value, False)
+        by_words[words] = min(found, by_words.get(words, found))
+    for words, (value, least) in by_words.items():
+        slower = value / best.value - 1
+        if slower <= SAME:  # the plan itself, or an equal one
+            continue
+        why = f"{percent(slower)} slower"
+        row = [words, "", "", time(value), "", why]
+        if least:
+            row[TIME:] = [f">= {time(value)}", "", f"at least {why}"]
+        yield _TableRow(False, value, words, row)
+
+
+def _row(
+    each: EvaluatedSchedule,
+    value: float,
+    within: bool,
+    result: PlanResult,
+    held: Text,
+    time: Text,
+) -> list[str]:
+    slower = value / result.plan.value - 1
+    if within:
+        why = f"{percent(slower)} slower" if slower > 1e-9 else "as fast"
+    else:
+        over = max(peak - limit for peak, limit in zip(each.peak, result.limits, strict=True))
+        why = f"{held(over)} above the limit"
+    peak, idle = held(max(each.peak)), percent(each.timeline.mean_idle)
+    return [
+        str(each.baseline),
+        str(each.schedule.num_chunks),
+        peak,
+        time(value),
+        idle,
+        why + _note(each.baseline, result),
+    ]
+
+
+def _note(baseline: BaselineSpec | None, result: PlanResult) -> str:
+    """Return a remark if stock Megatron rejects the schedule for these sizes."""
+    schedule = result.schedule
+    microbatches = schedule.whole_microbatches
+    rejected = baseline and why_not_stock(baseline.name, schedule.num_devices, microbatches)
+    return f"; {NOT_STOCK}" if rejected else ""
+
+
+def _recommended(result: PlanResult) -> str:
+    """Format the recommendation as one sentence."""
+    known, chunks = result.baseline, result.schedule.num_chunks
+    if known is not None and result.is_megatrons:
+        stages = f" with {chunks} virtual stages per rank" if chunks > 1 else ""
+        name = f"stock Megatron's {known.name}{stages}"
+        return f"recommended: {name}; no plan within the limit is faster"
+    if known is not None:
+        return f"recommended: {known}, as published; no plan within the limit is faster"
+    each = "chunk" if chunks == 1 else "chunks"
+    return f"recommended: the plan, with {chunks} {each} per rank"

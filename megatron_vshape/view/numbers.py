@@ -1,7 +1,8 @@
 """Key figures of a schedule, its memory over time, and their text form."""
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context
 
@@ -9,11 +10,13 @@ from megatron_vshape.core.check.simulate import (
     costs_of,
     held_curve,
     peak_held,
+    peak_moved,
     simulate,
 )
 from megatron_vshape.core.model.costs import Costs, chunk_of
-from megatron_vshape.core.model.kinds import PROCESSOR
+from megatron_vshape.core.model.kinds import FROM_HOST, MOVING_NAME, PROCESSOR, TO_HOST
 from megatron_vshape.core.model.pieces import regroup
+from megatron_vshape.core.model.placement import chunks_of
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.program.lowering import fuse
@@ -246,3 +249,36 @@ def held_steps(timeline: Timeline, costs: Costs, device: int) -> list[tuple[floa
         new = costs.changes(work.kind)[0][work.stage] + costs.works(work.kind)[work.stage]
         step(slot.end, during[at + 1] - new)
     return steps
+
+
+def trades_told(
+    timeline: Timeline, costs: Costs, held: Callable[[float], str]
+) -> Iterator[tuple[str, str]]:
+    """Yield a label and a line about moved memory, if the costs have it; `held` formats memory."""
+    schedule = timeline.schedule
+    if costs.copies:
+        copied = Counter(work.stage for work in schedule.copied())
+        share = sum(copied.values()) / (schedule.num_stages * schedule.num_microbatches)
+        chunks = chunks_of(schedule.placement)
+        by_chunk = Counter[int]()
+        for stage, count in copied.items():
+            by_chunk[chunks[stage]] += count
+        of_chunk = schedule.num_devices * schedule.num_microbatches
+        each = ", ".join(
+            f"{percent(by_chunk[c] / of_chunk)} of chunk {c}" for c in sorted(by_chunk)
+        )
+        busy = percent(link_share(timeline))
+        most = held(max(peak_moved(schedule, costs)))
+        line = f"{percent(share)} of the activations ({each}); at most {most} of host memory per "
+        line += f"rank; host link busy {busy}"
+        yield MOVING_NAME, line if copied else "none (no gain)"
+
+
+def link_share(timeline: Timeline) -> float:
+    """Return the share of the step in which the busiest host link copies."""
+    busiest = 0.0
+    for lane in timeline.schedule.lanes():
+        if any(work.kind.resource in (TO_HOST, FROM_HOST) for work in lane.passes):
+            starts, ends = timeline.starts[lane.device], timeline.ends[lane.device]
+            busiest = max(busiest, sum(ends[at] - starts[at] for at in lane.places))
+    return busiest / timeline.makespan

@@ -339,7 +339,7 @@ def test_the_last_suffix_says_the_format(tmp_path: Path, command: list[str], nam
 def test_the_recipe_has_every_digit(given: str) -> None:
     words = ["plan", *SIZE, "--cost", given, "--head", "2,2,2", "--vocab-parallel"]
     outputs = ["--export", "plan.json", "--all", "--html=plan.html"]
-    assert plan._recipe([*words[:3], *outputs, *words[3:]]) == shlex.join(words)
+    assert plan._command_without_outputs([*words[:3], *outputs, *words[3:]]) == shlex.join(words)
 
 
 def test_layers_that_a_costs_file_contradicts(

@@ -2,7 +2,6 @@
 
 import pytest
 
-from megatron_vshape.cli.comparison import link_share, trades_told
 from megatron_vshape.core.check.simulate import peak_moved, simulate
 from megatron_vshape.core.model.costs import Costs, with_copies
 from megatron_vshape.core.model.kinds import OFFLOAD, Kind
@@ -11,6 +10,7 @@ from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.planner.offloading import ways_to_save
+from megatron_vshape.view.numbers import link_share, trades_told
 
 
 def test_strategies_have_words() -> None:

@@ -1,4 +1,4 @@
-"""Vocabulary parallelism on the command line of `plan`, and its costs."""
+"""Costs of single layers for --vocab-parallel and --layer-split of `plan`."""
 
 import argparse
 import math
@@ -26,17 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Use vocabulary parallelism; needs --head or --costs. T: time of an all-reduce in "
         f"cost units (default: {SUM:g} F)",
     )
-
-
-def changed(options: argparse.Namespace) -> bool:
-    """Return whether an option is set that needs the costs of single layers."""
-    return options.vocab_parallel is not None
-
-
-def check_without(options: argparse.Namespace, flag: str) -> None:
-    """Raise ScheduleError if an option is set that needs the costs of single layers."""
-    if changed(options):
-        raise ScheduleError(f"{flag} does not support --vocab-parallel: remove {flag}")
 
 
 def shares(options: argparse.Namespace, measured: Costs | None) -> bool:
@@ -108,7 +97,7 @@ def pieces_of(
 def _check_measured(options: argparse.Namespace, measured: Costs, layers: float, what: str) -> None:
     if not layers:
         raise ScheduleError(f"{options.costs} does not contain the number of layers: add --layers")
-    if measured.copies and changed(options):
+    if measured.copies and options.vocab_parallel is not None:
         raise ScheduleError(
             f"{what}: {options.costs} has copy times of the measured stages, not of single "
             f"layers; leave one of the two out"

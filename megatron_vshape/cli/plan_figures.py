@@ -1,0 +1,120 @@
+"""Figures of `plan`: step time against memory limit (--frontier), interactive page (--html)."""
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from megatron_vshape.cli.files import Output, report_written, write_all
+from megatron_vshape.cli.options import Units, limits_told
+from megatron_vshape.cli.progress import Progress, told
+from megatron_vshape.core.budget import Budget
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.plan import Point, frontier, published
+from megatron_vshape.core.request import PlanRequest, PlanResult
+from megatron_vshape.view.names import plain
+from megatron_vshape.view.numbers import GIB, base_peak, fixed, percent, table
+
+LAST_LIMIT_S = 30.0
+"""Seconds for the search of a frontier's current limit to end after Ctrl-C."""
+
+
+def run_frontier(request: PlanRequest, path: Path, seconds: float | None, units: Units) -> int:
+    """Plan at every whole number of chunks up to 1F1B's, print the table and write the files.
+
+    Args:
+        request: the plan request; its memory limit is ignored.
+        path: file of the figure; the table has the same name and the suffix .csv.
+        seconds: time limit of all searches together.
+        units: formats times and memory.
+    """
+    from megatron_vshape.view.figure import save
+    from megatron_vshape.view.frontier import frontier_figure
+
+    limits = [units.chunk * chunks for chunks in range(2, 2 * request.num_devices + 1)]
+    if seconds is not None:
+        request = replace(request, seconds=seconds / len(limits))
+    with told(units.time) as progress, limits_told(units):
+        points = _followed(request, limits, units.chunk, progress)
+        others = list(published(request))
+    rows = _frontier_rows(points, others, units)
+    unit, size = ("GiB", GIB) if units.in_bytes else ("chunks", units.chunk)
+    drawn = frontier_figure(points, others, f"memory limit, {unit}", 1 / size)
+    outputs = [
+        Output("--frontier", path, partial(save, drawn)),
+        Output("--frontier", path.with_suffix(".csv"), partial(_write_csv, rows)),
+    ]
+    write_all(outputs)
+    print(table(rows))
+    report_written(outputs)
+    return 0
+
+
+def _followed(
+    request: PlanRequest, limits: Sequence[float], chunk: float, progress: Progress
+) -> list[Point]:
+    """Return the frontier, with a report per limit; Ctrl-C ends it after the current limit."""
+    budget, points = Budget(report=progress.search), list[Point]()
+
+    def report(point: Point) -> None:
+        points.append(point)
+        text = f"limit {point.limit / chunk:g} of {limits[-1] / chunk:g} chunks: bubble"
+        progress.line(f"{text} {percent(point.bubble)}")
+
+    work = partial(frontier, request, limits, report, budget)
+    budget.run(work, lambda best: None, grace_s=LAST_LIMIT_S)
+    if budget.interrupted and not points:
+        raise KeyboardInterrupt
+    if budget.interrupted:
+        progress.line("interrupted: the output ends at this limit")
+    return points
+
+
+def _frontier_rows(
+    points: Sequence[Point], others: Sequence[Point], units: Units
+) -> list[list[str]]:
+    """Return a heading, a row per limit, and a row per published schedule, by memory.
+
+    Numbers have the format of spreadsheets.
+    """
+    fastest = min(point.value for point in (*points, *others))
+    unit, times = (", ms", 1000.0) if units.in_bytes else ("", 1.0)
+    heading = ["schedule", "limit, chunks", "peak, chunks", f"step time{unit}", "above the fastest"]
+    rows = [[*heading, f"lower bound{unit}"]]
+
+    def number(value: float, digits: int = 4) -> str:
+        return fixed(value, digits).replace(",", "")
+
+    for point in sorted([*points, *others], key=lambda each: (each.limit, each.value)):
+        bound = "" if point.plan is None else number(point.plan.lower_bound / times, 6)
+        limit = "" if point.plan is None else number(point.limit / units.chunk)
+        held, value = number(point.peak / units.chunk), number(point.value / times, 6)
+        name, slower = plain(point.schedule.name), percent(point.value / fastest - 1)
+        rows.append([name, limit, held, value, slower, bound])
+    return rows
+
+
+def _write_csv(rows: Sequence[Sequence[str]], path: Path) -> None:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    path.write_text(text.getvalue(), encoding="utf-8", newline="")
+
+
+def write_page(path: Path, *, result: PlanResult, limit: float, units: Units, command: str) -> None:
+    """Write the plan as an interactive page, with the command that reproduces it."""
+    from megatron_vshape.playground.html import plain_facts, write_html
+
+    made, costs = result.plan, result.costs
+    timeline = simulate(made.schedule, costs)
+    base = base_peak(made.schedule.num_devices, costs)
+    facts = replace(
+        plain_facts(timeline, in_bytes=units.in_bytes, base_peak=base),
+        limit=limit,
+        lower_bound=made.lower_bound,
+        bounded=str(made.objective),
+        title=f"Plan within {units.held(limit)}",
+        recipe=command,
+    )
+    write_html(path, timeline, costs, facts)
