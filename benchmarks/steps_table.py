@@ -23,7 +23,7 @@ The work of one microbatch is counted by a dry run of the run's own flags
 by shape and format, attention, bytes that other kernels move, kernels, collectives by group. The
 time of a collective follows from its bytes per hop: NVLink and network transfer at the same time,
 DeepEP and HybridEP send a token once to each node, a plain all-to-all once to each rank
-(`megatron_vshape/rehearsal/hops.py`). All else follows from the data sheet, six shares for each
+(`megatron_vshape/rehearsal/step_time.py`). All else follows from the data sheet, six shares per
 generation of GPU and twelve constants shared by all (`megatron_vshape/rehearsal/fitted.py`), fitted
 to all runs at once by `python benchmarks/fit_rates.py`. No constant belongs to a run or a model.
 Idle time is the textbook's, (p - 1) / v microbatches. The runs are NVIDIA's of Megatron-Bridge,

@@ -6,8 +6,7 @@ from pathlib import Path
 from megatron_vshape.cli.help import MEMORY, MODEL, group
 from megatron_vshape.cli.options import headroom_of
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.rehearsal.fits import HEADROOM
-from megatron_vshape.rehearsal.gpus import GPUS
+from megatron_vshape.rehearsal.gpus import GPUS, HEADROOM
 from megatron_vshape.tuning.configurations import SweepError
 from megatron_vshape.tuning.machine import Machine
 

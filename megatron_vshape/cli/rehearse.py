@@ -26,7 +26,6 @@ from megatron_vshape.cli.progress import told
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal import counted, measured, report, shapes
 from megatron_vshape.rehearsal.counting import count_all
-from megatron_vshape.rehearsal.fits import allocatable_bytes, fit_of
 from megatron_vshape.rehearsal.flags import (
     SCHEDULE,
     Command,
@@ -285,13 +284,13 @@ def _remedies(
     found = remedies(pieces, layers, sizes.pipeline, microbatches, can_share)
     peak = max(each.peak_bytes for each in mine)
     communicators = max(each.communicators for each in mine)
-    limit = allocatable_bytes(gpu, communicators, headroom_bytes)
+    limit = gpu.allocatable_bytes(communicators, headroom_bytes)
     lines = []
     for each in in_order(found, peak, limit)[:MOST_TRIED]:
         job = config.job(command.of_megatron().having(**each.flags), sizes, each.largest, "")
         (result,) = rehearse_all(config.programs, [job])
         if isinstance(result, RankReport) and result.peak_bytes < peak:
-            fit = fit_of(result.peak_bytes, gpu, result.communicators, headroom_bytes)
+            fit = gpu.fit_of(result.peak_bytes, result.communicators, headroom_bytes)
             text = report.remedy_line(result.peak_bytes, peak, fit)
             lines.append(f"Less memory with {each.text}: {text}.")
             break
@@ -302,7 +301,7 @@ def _remedies(
         )
     alone = next((each for each in found if each.text == f"{SCHEDULE} v-half"), None)
     if given == (None, False) and alone is not None and alone.most_bytes > peak:
-        fit = fit_of(alone.most_bytes, gpu, communicators, headroom_bytes)
+        fit = gpu.fit_of(alone.most_bytes, communicators, headroom_bytes)
         text = report.remedy_line(alone.most_bytes, peak, fit)
         why = ", because rank 0 then has embedding and output layer" if not alone.largest else ""
         lines.append(f"{alone.text} alone does not help: {text}{why}.")

@@ -12,7 +12,7 @@ from megatron_vshape.cli.fetching import fetch_missing
 from megatron_vshape.cli.hardware import headroom_bytes_of
 from megatron_vshape.cli.progress import told
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.rehearsal.fits import HEADROOM
+from megatron_vshape.rehearsal.gpus import HEADROOM
 from megatron_vshape.rehearsal.ranks import DryRunConfig
 from megatron_vshape.tuning import counts as counting
 from megatron_vshape.tuning.configurations import Configuration

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_vshape.rehearsal.fitted import LEFT_OUT, PAIRS, Errors
 from megatron_vshape.rehearsal.gpus import Gpu
-from megatron_vshape.rehearsal.hops import ranks_per_node
+from megatron_vshape.rehearsal.step_time import ranks_per_node
 
 DENSE = "dense"
 WITHIN = "experts, within a node"

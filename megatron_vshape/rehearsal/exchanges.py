@@ -12,8 +12,8 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from megatron_vshape.rehearsal.device import Current
-from megatron_vshape.rehearsal.hops import DISPATCH
 from megatron_vshape.rehearsal.ledger import tensors_in
+from megatron_vshape.rehearsal.step_time import DISPATCH
 
 _LARGER_SIDE: dict[str, tuple[int, str]] = {
     "all_reduce": (0, "tensor"),
@@ -99,7 +99,7 @@ def _exchange(name: str, place: int, key: str) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if Current.ledger is not None:
             given = args[place] if len(args) > place else kwargs.get(key)
-            # Bytes of the larger side, from which `hops` derives those on each link.
+            # Bytes of the larger side, from which `link_bytes_of` computes those on each link.
             sent = given if isinstance(given, list | tuple) else (given,)
             size = sum(each.numel() * each.element_size() for each in tensors_in(sent))
             count(name, kwargs.get("group"), size)
@@ -120,7 +120,7 @@ def count(name: str, group: Any, size: float) -> None:
 
 
 def count_dispatch(group: Any, tokens: int, like: Tensor, copies: int) -> None:
-    """Count a dispatch or combine of DeepEP or HybridEP; `hops` knows how often a token is sent."""
+    """Count a dispatch or combine of DeepEP or HybridEP; a token is counted once."""
     count(f"{DISPATCH}{copies}", group, tokens * like.shape[1] * like.element_size())
 
 

@@ -1,9 +1,10 @@
-"""GPUs that estimates support: memory, peak rates and links."""
+"""GPUs that estimates support: memory, peak rates and links, and whether a rank fits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from typing import Any
 
 GIB = 2**30
@@ -16,6 +17,17 @@ BESIDE_GIB = 2.3
 NCCL_BYTES = 16 * 2 * 4 * MIB
 """Approximate buffers of a communicator: NCCL_BUFFSIZE (4 MiB) for 16 channels and two peers of a
 ring. Both numbers depend on the machine."""
+
+HEADROOM = 0.04
+"""Default share of a GPU's memory to keep free for fragmentation of torch's allocator."""
+
+
+class Fit(StrEnum):
+    """Whether the peak memory of a rank fits into its GPU, in the words of reports."""
+
+    FITS = "fits"
+    TIGHT = "may not fit"  # not with the headroom
+    TOO_LARGE = "does not fit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +59,27 @@ class Gpu:
     def per_host(self) -> int:
         """Number of GPUs of a host, which torchrun starts together: 4 with Grace CPUs."""
         return min(4, self.node) if self.on_grace else self.node
+
+    def outside_bytes(self, communicators: int) -> float:
+        """Estimate the memory of CUDA and NCCL, which is outside of torch's allocator."""
+        return self.beside_gib * GIB + communicators * self.communicator_bytes
+
+    def allocatable_bytes(self, communicators: int, headroom_bytes: float) -> float:
+        """Compute the largest peak of allocated memory with which a rank fits."""
+        return self.memory_bytes - headroom_bytes - self.outside_bytes(communicators)
+
+    def fit_of(self, peak_bytes: float, communicators: int, headroom_bytes: float) -> Fit:
+        """Compare a rank's peak of allocated memory with the memory of the GPU.
+
+        This is the one rule of rehearse, advise and sweep. It uses allocated memory because plans
+        have no sequence of allocations to replay. The headroom covers the difference to reserved
+        memory.
+        """
+        if peak_bytes <= self.allocatable_bytes(communicators, headroom_bytes):
+            return Fit.FITS
+        if peak_bytes <= self.allocatable_bytes(communicators, 0.0):
+            return Fit.TIGHT
+        return Fit.TOO_LARGE
 
     def to_json(self) -> dict[str, Any]:
         """Return the GPU as plain values."""

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_vshape.core.model.kinds import DEVICE, KINDS
-from megatron_vshape.rehearsal.fits import Fit, allocatable_bytes, fit_of, outside_bytes
-from megatron_vshape.rehearsal.gpus import GIB, Gpu
+from megatron_vshape.rehearsal.gpus import GIB, Fit, Gpu
 from megatron_vshape.rehearsal.rank_report import PARTS, GraphBytes, Holder, RankReport
 
 WIDTH = 100
@@ -82,12 +81,12 @@ def needed(found: RankReport) -> int:
 
 def _unused_bytes(found: RankReport, gpu: Gpu, headroom_bytes: float) -> float:
     """Compute the allocatable memory beyond a rank's peak; negative if it does not fit."""
-    return allocatable_bytes(gpu, found.communicators, headroom_bytes) - needed(found)
+    return gpu.allocatable_bytes(found.communicators, headroom_bytes) - needed(found)
 
 
 def _spare_bytes(found: RankReport, gpu: Gpu) -> float:
     """Estimate the memory that neither the allocator reserves nor CUDA and NCCL need."""
-    return allocatable_bytes(gpu, found.communicators, 0.0) - found.reserved_bytes
+    return gpu.allocatable_bytes(found.communicators, 0.0) - found.reserved_bytes
 
 
 def pass_in_words(phase: str) -> str:
@@ -125,13 +124,13 @@ def _holder(holder: Holder) -> str:
 def verdict(found: Sequence[RankReport], gpu: Gpu, headroom_bytes: float) -> str:
     """Format whether the ranks fit into the GPU, by how much, and the largest rank."""
     most = min(found, key=lambda each: _unused_bytes(each, gpu, headroom_bytes))
-    peak, outside = needed(most), outside_bytes(gpu, most.communicators)
+    peak, outside = needed(most), gpu.outside_bytes(most.communicators)
     of_gpu = f"the {gib(gpu.memory_bytes)} GiB of the {gpu.name.upper()}"
     text = f"rank {most.stage} has the largest peak, {gib(peak)} GiB"
     taken = f"after about {gib(outside)} for CUDA and NCCL"
-    fit = fit_of(peak, gpu, most.communicators, headroom_bytes)
+    fit = gpu.fit_of(peak, most.communicators, headroom_bytes)
     if fit is Fit.TOO_LARGE:
-        limit = allocatable_bytes(gpu, most.communicators, 0.0)
+        limit = gpu.allocatable_bytes(most.communicators, 0.0)
         step = "" if most.first_peak_bytes > limit else " (from the second step on)"
         others = [str(each.stage) for each in found if _unused_bytes(each, gpu, 0.0) < 0]
         too_large = f"; too large: ranks {', '.join(others)}" if len(others) > 1 else ""
@@ -145,7 +144,7 @@ def verdict(found: Sequence[RankReport], gpu: Gpu, headroom_bytes: float) -> str
             f"{gib(headroom_bytes)} GiB {taken}."
         )
     most = min(found, key=lambda each: _spare_bytes(each, gpu))
-    spare, outside = _spare_bytes(most, gpu), outside_bytes(gpu, most.communicators)
+    spare, outside = _spare_bytes(most, gpu), gpu.outside_bytes(most.communicators)
     text = (
         f"Fits: rank {most.stage} reserves about {gib(most.reserved_bytes)} GiB (peak "
         f"{gib(needed(most))}) of {of_gpu}"

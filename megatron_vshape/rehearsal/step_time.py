@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron_vshape.rehearsal.fitted import BY_GENERATION, SHARED
 from megatron_vshape.rehearsal.gpus import Gpu
-from megatron_vshape.rehearsal.hops import DISPATCH, hops_of
 from megatron_vshape.rehearsal.work import ExchangeKey, Work, is_once, of_replicas
 
 
@@ -66,6 +66,10 @@ A100's were set by hand, by the paper's grid search at 3072 tokens (three rows).
 as 9.4) the rate of products is 0.55 because the largest measured one is 0.58 of the data sheet's
 (ml-engineering, "Maximum Achievable Matmul FLOPS"); the rest is a guess, as are MI355X's (gfx950).
 """
+
+DISPATCH = "token dispatch, top "
+"""Kind of a DeepEP or HybridEP dispatch, followed by the experts per token. Its bytes count each
+token once; the number of copies depends on the GPUs of a node."""
 
 _FREE = ("isend", "irecv", "send", "recv", "broadcast")
 _TILE = 128
@@ -245,12 +249,58 @@ def _costs_time(key: ExchangeKey) -> bool:
 
 def _took_s(key: ExchangeKey, sent: Sequence[float], gpu: Gpu, rates: Rates) -> float:
     (kind, _, ranks, span), (number, size) = key, sent
-    hops = hops_of(kind, ranks, span, size, gpu.node)
+    linked = link_bytes_of(kind, ranks, span, size, gpu.node)
     near = rates.dispatch if kind.startswith((DISPATCH, "all_to_all")) else rates.wire
     # Both kinds of links transfer at the same time.
-    took = max(hops.near / gpu.near_rate / near, hops.far / gpu.far_rate / rates.network)
+    took = max(linked.near / gpu.near_rate / near, linked.far / gpu.far_rate / rates.network)
     return took + number * rates.exchange_us * 1e-6
 
 
 def _exposed(group: str, rates: Rates) -> float:
     return rates.context_exposed if "CONTEXT" in group else rates.shards_exposed
+
+
+class LinkBytes(NamedTuple):
+    """Bytes that a rank receives over each kind of link."""
+
+    near: float
+    far: float
+
+
+def ranks_per_node(ranks: int, span: int, node: int) -> int:
+    """Count the ranks of a group that share a node; its ranks are evenly spaced over `span`."""
+    stride = (span - 1) / (ranks - 1) if ranks > 1 else 1.0
+    return max(1, min(ranks, int(node // max(stride, 1.0))))
+
+
+def link_bytes_of(kind: str, ranks: int, span: int, size: float, node: int) -> LinkBytes:
+    """Split the bytes of one collective by kind of link.
+
+    * A plain all-to-all sends each rank its part directly.
+    * DeepEP and HybridEP send a token once to each node, and from there over NVLink once to each
+      rank that has one of its experts.
+    * Gather, scatter and reduction run in rings. The number of rings is the number of the group's
+      ranks in a node, so each rank sends its share of the bytes to the next node.
+
+    Args:
+        kind: name of the collective, or `DISPATCH` and a number.
+        ranks: ranks of the group.
+        span: distance from the first to the last rank, plus one.
+        size: bytes of the larger side.
+        node: GPUs that NVLink connects.
+    """
+    within = ranks_per_node(ranks, span, node)
+    nodes = math.ceil(ranks / within)
+    if kind.startswith(DISPATCH):
+        copies = int(kind.removeprefix(DISPATCH))
+        near = size * (ranks - 1) * _reached(ranks, copies)
+        return LinkBytes(near if within > 1 else 0.0, size * (nodes - 1) * _reached(nodes, copies))
+    if kind.startswith("all_to_all"):
+        return LinkBytes(size * (within - 1) / ranks, size * (ranks - within) / ranks)
+    around = size * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
+    return LinkBytes(around if within > 1 else 0.0, around / within if nodes > 1 else 0.0)
+
+
+def _reached(places: int, copies: int) -> float:
+    """Estimate the probability that a token has an expert in a given place (uniform routing)."""
+    return 1 - (1 - 1 / places) ** copies

@@ -11,8 +11,7 @@ from dataclasses import replace
 from megatron_vshape.core.model.layers import Share
 from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.rehearsal import accuracy
-from megatron_vshape.rehearsal.hops import hops_of
-from megatron_vshape.rehearsal.step_time import exposed_s, rates_of
+from megatron_vshape.rehearsal.step_time import exposed_s, link_bytes_of, rates_of
 from megatron_vshape.tuning.configurations import (
     FULL,
     NONE,
@@ -143,8 +142,8 @@ def _exchange_s(
             ("all_gather", PARAMETER_BYTES, 2),  # for the forward, and again for the backward
             ("reduce_scatter", gradient, 1),
         ):
-            hops = hops_of(kind, ranks, span, each * number, gpu.node)
-            near = hops.near / gpu.near_rate / rates.wire
-            far = hops.far / gpu.far_rate / rates.network
+            linked = link_bytes_of(kind, ranks, span, each * number, gpu.node)
+            near = linked.near / gpu.near_rate / rates.wire
+            far = linked.far / gpu.far_rate / rates.network
             total += times * (max(near, far) + rates.exchange_us * 1e-6)
     return total

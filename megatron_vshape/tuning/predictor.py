@@ -23,7 +23,7 @@ from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline
 from megatron_vshape.core.paper.catalogue import EVERY_NAME
 from megatron_vshape.core.plan import plan
 from megatron_vshape.core.request import AUTO, PlanRequest, find
-from megatron_vshape.rehearsal.fits import Fit, allocatable_bytes, fit_of, outside_bytes
+from megatron_vshape.rehearsal.gpus import Fit
 from megatron_vshape.rehearsal.shapes import Counted
 from megatron_vshape.tuning.configurations import (
     ADAPTIVE,
@@ -106,7 +106,7 @@ class Predictor:
     def allocatable_bytes(self, it: Configuration) -> float:
         """Limit of torch's allocator with the configuration's communicators."""
         communicators = self.counts(it).communicators
-        return allocatable_bytes(self.machine.gpu, communicators, self.headroom_bytes)
+        return self.machine.gpu.allocatable_bytes(communicators, self.headroom_bytes)
 
     def __call__(self, it: Configuration, budget: Budget | None = None) -> Prediction:
         """Predict the configuration; a search ends with the budget."""
@@ -212,7 +212,7 @@ class Predictor:
         """
         schedule = with_all_kinds(schedule, costs)
         gpu, communicators = self.machine.gpu, self.counts(it).communicators
-        outside = outside_bytes(gpu, communicators)
+        outside = gpu.outside_bytes(communicators)
         fixed = costs.fixed_bytes(schedule.placement, schedule.num_devices)
         ranks = tuple(
             RankPeak(own - costs.device_bytes, held - own, costs.device_bytes, outside)
@@ -220,7 +220,7 @@ class Predictor:
         )
         needed = list(map(sum, ranks))
         peak = max(needed)
-        fit = fit_of(peak - outside, gpu, communicators, self.headroom_bytes)
+        fit = gpu.fit_of(peak - outside, communicators, self.headroom_bytes)
         found = Prediction(
             it,
             Verdict.RUNS,

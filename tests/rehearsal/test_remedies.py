@@ -8,8 +8,7 @@ from rehearsal.reports import report_of
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.rehearsal import report
-from megatron_vshape.rehearsal.fits import HEADROOM
-from megatron_vshape.rehearsal.gpus import GIB, GPUS
+from megatron_vshape.rehearsal.gpus import GIB, GPUS, HEADROOM
 from megatron_vshape.rehearsal.rank_report import RankReport
 from megatron_vshape.rehearsal.remedies import Remedy, in_order, remedies
 

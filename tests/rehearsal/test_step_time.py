@@ -7,8 +7,16 @@ import pytest
 from megatron_vshape.rehearsal import accuracy
 from megatron_vshape.rehearsal.fitted import LEFT_OUT, PAIRS
 from megatron_vshape.rehearsal.gpus import GPUS
-from megatron_vshape.rehearsal.hops import DISPATCH, Hops, hops_of, ranks_per_node
-from megatron_vshape.rehearsal.step_time import Rates, Scale, pass_us, step_time
+from megatron_vshape.rehearsal.step_time import (
+    DISPATCH,
+    LinkBytes,
+    Rates,
+    Scale,
+    link_bytes_of,
+    pass_us,
+    ranks_per_node,
+    step_time,
+)
 from megatron_vshape.rehearsal.work import EACH, Work
 
 GB = 1e9
@@ -33,20 +41,20 @@ def test_ranks_of_a_group_that_share_a_node(ranks: int, span: int, within: int) 
 
 
 def test_a_plain_all_to_all_sends_one_part_to_every_rank() -> None:
-    assert hops_of("all_to_all_single", 16, 16, 16.0, node=8) == Hops(7.0, 8.0)
+    assert link_bytes_of("all_to_all_single", 16, 16, 16.0, node=8) == LinkBytes(7.0, 8.0)
     took = seconds("all_to_all_single", EXPERTS, 16, 16, 16 * GB)["exchanges"]
     assert took == pytest.approx(8 / 50)  # NVLink needs 7 / 400 at the same time
 
 
 def test_deepep_sends_a_token_once_to_every_node() -> None:
-    inside = hops_of(f"{DISPATCH}8", 8, 8, 1.0, node=8)
+    inside = link_bytes_of(f"{DISPATCH}8", 8, 8, 1.0, node=8)
     assert inside.far == 0
     # 8 experts in 4 nodes of 8: 0.9 of a token's copies per node, 0.22 per rank
-    hops = hops_of(f"{DISPATCH}8", 32, 32, 1.0, node=8)
-    assert hops.far == pytest.approx(3 * (1 - 0.75**8))
-    assert hops.near == pytest.approx(31 * (1 - (31 / 32) ** 8))
-    plain = hops_of("all_to_all_single", 32, 32, 8.0, node=8)
-    assert plain.far == 6.0 > 2 * hops.far
+    linked = link_bytes_of(f"{DISPATCH}8", 32, 32, 1.0, node=8)
+    assert linked.far == pytest.approx(3 * (1 - 0.75**8))
+    assert linked.near == pytest.approx(31 * (1 - (31 / 32) ** 8))
+    plain = link_bytes_of("all_to_all_single", 32, 32, 8.0, node=8)
+    assert plain.far == 6.0 > 2 * linked.far
 
 
 def test_ranks_of_a_node_share_a_ring_between_nodes() -> None:

@@ -8,8 +8,7 @@ from tuning.test_advice import LAYERS_36, NOTHING, advice, subject
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.rehearsal import accuracy
-from megatron_vshape.rehearsal.fits import Fit
-from megatron_vshape.rehearsal.gpus import GIB, GPUS
+from megatron_vshape.rehearsal.gpus import GIB, GPUS, Fit
 from megatron_vshape.rehearsal.step_time import Rates, rates_of
 from megatron_vshape.tuning import fsdp
 from megatron_vshape.tuning.advice import Advice
