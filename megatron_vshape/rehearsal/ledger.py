@@ -16,8 +16,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_vshape.rehearsal.known_operations import Key, Operation, key_of, operation_of
-from megatron_vshape.rehearsal.scratch import scratch_sizes
+from megatron_vshape.rehearsal.known_operations import (
+    Key,
+    Operation,
+    key_of,
+    operation_of,
+    scratch_sizes,
+)
 from megatron_vshape.rehearsal.work import Work
 
 UNIT = 512
@@ -336,7 +341,7 @@ class Ledger(TorchDispatchMode):
         except DataDependentOutputException:
             if func is not torch.ops.aten._local_scalar_dense.default:
                 raise
-            return 0  # torch itself reads a value: as in values.py
+            return 0  # torch itself reads a value: as `device` answers
         scratch = scratch_sizes(func, args, out, self._multiprocessors)
         moved = _bytes_of((args, out))
         if key is not None:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_vshape.rehearsal.adjustments import wrap
-from megatron_vshape.rehearsal.device import on_host
-from megatron_vshape.rehearsal.values import KnownNumbers, ignored, known, values_of
+from megatron_vshape.rehearsal.device import KnownNumbers, ignored, known, on_host, values_of
 
 
 class Routing:

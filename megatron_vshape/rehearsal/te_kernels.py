@@ -7,15 +7,15 @@ between versions, it is found by its properties, for example attention's tensors
 from __future__ import annotations
 
 import functools
+import importlib
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_vshape.rehearsal import te_quantized as quantized
 from megatron_vshape.rehearsal.device import Current
 from megatron_vshape.rehearsal.ledger import tensors_in
 
@@ -85,7 +85,7 @@ def functions() -> dict[str, Callable[..., Any]]:
         given[f"scaled_{kind}_forward"] = lambda x, *_: _like(x)
         given[f"scaled_{kind}_backward"] = lambda grad, *_: grad
     given |= {name: lambda *_, **__: None for name in _IN_PLACE}
-    given |= quantized.functions()
+    given |= _quantizers()
     return {name: _kernel(name, function) for name, function in given.items()} | answers()
 
 
@@ -181,10 +181,6 @@ def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="cuda")
 
 
-def _quantized(quantizer: Any, x: Tensor) -> Any:
-    return x if quantizer is None else quantized.quantize(x, quantizer)
-
-
 # ---- products ----
 
 
@@ -211,7 +207,7 @@ def generic_gemm(
         # A transposed B is the weight gradient, [out, in]; other results keep B's leading
         # dimensions.
         shape = (rows,) if transpose_b else tuple(_shape(b)[:-1])
-        out = _quantized(quantizer, _empty(*shape, columns, dtype=_out_dtype(out_dtype, b)))
+        out = _quantize(_empty(*shape, columns, dtype=_out_dtype(out_dtype, b)), quantizer)
     bias_grad = None
     if bias is not None and grad:
         bias_grad = _empty(_shape(b)[-1], dtype=getattr(out, "dtype", bias.dtype))
@@ -262,11 +258,11 @@ def _flat(shape: tuple[int, ...]) -> tuple[int, int]:
 
 def _count(operand: Any, *sizes: int) -> None:
     if Current.ledger is not None:
-        Current.ledger.product(quantized.format_of(operand), *sizes)
+        Current.ledger.product(_format_of(operand), *sizes)
 
 
 def _out_dtype(given: Any, operand: Any) -> torch.dtype:
-    found = quantized.torch_dtype(given)
+    found = _torch_dtype(given)
     if found is not None:
         return found
     kept: torch.dtype = operand.dtype if isinstance(operand, Tensor) else torch.bfloat16
@@ -292,14 +288,14 @@ def _rmsnorm_fwd(
 
 
 def _norm_out(x: Tensor, quantizer: Any, further: tuple[Any, ...]) -> Any:
-    found = quantized.torch_dtype(further[0]) if further else None
-    return _quantized(quantizer, _like(x, dtype=found or x.dtype))
+    found = _torch_dtype(further[0]) if further else None
+    return _quantize(_like(x, dtype=found or x.dtype), quantizer)
 
 
 def _activation(gated: bool) -> Callable[..., Any]:
     def run(x: Tensor, quantizer: Any = None, *unused: Any, **options: Any) -> Any:
         width = x.shape[-1] // 2 if gated else x.shape[-1]
-        return _quantized(quantizer, _like(x, *x.shape[:-1], width))
+        return _quantize(_like(x, *x.shape[:-1], width), quantizer)
 
     return run
 
@@ -307,11 +303,11 @@ def _activation(gated: bool) -> Callable[..., Any]:
 def _d_activation(
     grad: Tensor, x: Tensor, quantizer: Any = None, *unused: Any, **options: Any
 ) -> Any:
-    return _quantized(quantizer, _like(x))
+    return _quantize(_like(x), quantizer)
 
 
 def _dbias(grad: Tensor, x: Tensor, quantizer: Any = None, *unused: Any) -> tuple[Tensor, Any]:
-    return _like(x, x.shape[-1]), _quantized(quantizer, _like(x))
+    return _like(x, x.shape[-1]), _quantize(_like(x), quantizer)
 
 
 def _l2norm(
@@ -394,7 +390,7 @@ def _batch(args: tuple[Any, ...], q: Tensor) -> int:
 
 def _count_attention(operand: Any, flops: float) -> None:
     if Current.ledger is not None:
-        Current.ledger.attention(flops, quantized.format_of(operand))
+        Current.ledger.attention(flops, _format_of(operand))
 
 
 def _half(x: Tensor, *unused: Any) -> Tensor:
@@ -430,3 +426,129 @@ def _aux_loss_bwd(
 
 def _offsets(splits: Tensor, *unused: Any) -> Tensor:
     return _empty(splits.shape[0] + 1, dtype=torch.int64)
+
+
+# ---- quantized tensors ----
+
+
+_FORMATS = {
+    "kFloat32": torch.float32,
+    "kFloat16": torch.float16,
+    "kBFloat16": torch.bfloat16,
+    "kInt32": torch.int32,
+    "kByte": torch.uint8,
+}
+
+
+def _quantizers() -> dict[str, Callable[..., Any]]:
+    return {
+        "quantize": _quantize,
+        "dequantize": _dequantize,
+        "create_empty_quantized_tensor": lambda quantizer, shape, dtype, device, pin: _make(
+            quantizer, shape, dtype
+        ),
+        "split_quantize": _split_quantize,
+        "bgrad_quantize": lambda grad, quantizer, *_: (
+            torch.empty(grad.shape[-1], dtype=grad.dtype, device="cuda"),
+            _quantize(grad, quantizer),
+        ),
+        "fp8_transpose": _fp8_transpose,
+    }
+
+
+def fix_random_signs() -> None:
+    """Fix the signs of NVFP4's random transform, which TE reads from a tensor."""
+    with suppress(ImportError):  # before 2.8 there is no such format
+        module: Any = importlib.import_module("transformer_engine.pytorch.tensor.nvfp4_tensor")
+        module.get_sign_from_vector = lambda vector: 1
+
+
+def _torch_dtype(given: Any) -> torch.dtype | None:
+    """Return torch's dtype for a Transformer Engine format; None for 8- and 4-bit formats."""
+    if given is None or isinstance(given, torch.dtype):
+        return given
+    name = getattr(given, "name", None)
+    if name is None:
+        import transformer_engine_torch as tex
+
+        name = tex.DType(int(given)).name
+    return _FORMATS.get(name)
+
+
+def _format_of(operand: Any) -> str:
+    """Name the compute format of a GEMM with this operand."""
+    kind = type(operand).__name__
+    if kind.startswith("NVFP4"):
+        return "nvfp4"
+    if kind.startswith("MXFP8"):
+        return "mxfp8"
+    if kind.startswith("Float8"):
+        return "fp8"
+    dtype = getattr(operand, "dtype", torch.bfloat16)
+    return str(dtype).removeprefix("torch.")
+
+
+def _quantize(x: Tensor, quantizer: Any, out: Any = None, noop: Any = None) -> Any:
+    """Return the result of quantization: `out` if given, else a new tensor."""
+    if quantizer is None:
+        return x
+    return _make(quantizer, x.shape, x.dtype) if out is None else out
+
+
+def _split_quantize(
+    x: Tensor, splits: Any, quantizers: Iterable[Any], *unused: Any, **options: Any
+) -> list[Any]:
+    """Return a quantized tensor for each part."""
+    return [
+        _quantize(part, quantizer)
+        for part, quantizer in zip(x.split([int(n) for n in splits]), quantizers, strict=True)
+    ]
+
+
+def _dequantize(x: Any, dtype: Any) -> Tensor:
+    """Return a tensor in full precision."""
+    shape = x.shape if isinstance(x, Tensor) else x.size()
+    return torch.empty(tuple(shape), dtype=_torch_dtype(dtype), device="cuda")
+
+
+def _fp8_transpose(data: Tensor, dtype: Any, *, out: Tensor | None = None) -> Tensor:
+    """Return the transposed bytes."""
+    if out is not None and out.numel() == data.numel():
+        return out
+    rows = data.numel() // data.shape[-1]
+    shape = (data.shape[-1], *data.shape[:-1]) if data.dim() > 1 else (rows,)
+    return torch.empty(shape, dtype=torch.uint8, device="cuda")
+
+
+def _make(quantizer: Any, shape: Iterable[int], dtype: torch.dtype) -> Any:
+    """Create an empty tensor of the quantizer's type.
+
+    The quantizer describes its parts, except with delayed scaling; its parts are defined here.
+    """
+    shape = tuple(shape)
+    if dtype.itemsize < 2:
+        dtype = torch.bfloat16
+    if hasattr(quantizer, "scale") and hasattr(quantizer, "amax"):
+        return _delayed(quantizer, shape, dtype)
+    if not hasattr(quantizer, "inner_tensor_specs"):  # before 2.19: its own make_empty allocates
+        return quantizer.make_empty(shape, dtype=dtype, device="cuda")
+    parts = quantizer.alloc_tensors(shape, device="cuda")
+    described = quantizer.create_metadata(shape, dtype=dtype)
+    return described["cls"].__tensor_unflatten__(parts, described, shape, None)
+
+
+def _delayed(quantizer: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    from transformer_engine.pytorch.tensor import float8_tensor as module
+
+    non_tn = torch.cuda.get_device_capability()[0] >= 10
+    parts: dict[str, Any] = {"data": None, "data_transpose": None}
+    if quantizer.rowwise_usage or non_tn:
+        parts["data"] = torch.empty(shape, dtype=torch.uint8, device="cuda")
+    if quantizer.columnwise_usage and not non_tn:
+        turned = (shape[-1], *shape[:-1])
+        parts["data_transpose"] = torch.empty(turned, dtype=torch.uint8, device="cuda")
+    parts["fp8_scale_inv"] = torch.empty(1, dtype=torch.float32, device="cuda")
+    options = {"fp8_dtype": quantizer.dtype, "quantizer": quantizer}
+    if quantizer.internal:
+        return module.Float8TensorStorage(**parts, **options, fake_dtype=dtype)
+    return module.Float8Tensor(shape=shape, dtype=dtype, **parts, **options)

@@ -46,19 +46,18 @@ def prepare(megatron: str | None, te: str | None) -> None:
     os.environ.update(ENVIRONMENT)
     if megatron:
         sys.path.insert(0, megatron)
-    from megatron_vshape.rehearsal import device, exchanges, others, values
+    from megatron_vshape.rehearsal import device, exchanges, others
     from megatron_vshape.rehearsal.gpus import GPUS
 
     device.install()
     device.Current.gpu = GPUS["h100"]  # for queries during imports
-    values.install()
     exchanges.install()
     others.install()
     if te:
-        from megatron_vshape.rehearsal import te_extension, te_kernels, te_quantized
+        from megatron_vshape.rehearsal import te_extension, te_kernels
 
         te_extension.load(Path(te), te_kernels.functions())
-        te_quantized.settle()
+        te_kernels.fix_random_signs()
         quantized = importlib.import_module("transformer_engine.pytorch.quantized_tensor")
         device.let_be_on_gpu(quantized.QuantizedTensor)
         _choose_attention()

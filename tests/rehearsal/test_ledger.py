@@ -16,11 +16,10 @@ import json, sys, traceback
 from dataclasses import asdict
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from megatron_vshape.rehearsal import adjustments, device, mamba, routing, te_kernels, values
+from megatron_vshape.rehearsal import adjustments, device, mamba, routing, te_kernels
 from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.ledger import Ledger, fused
 device.install()
-values.install()
 device.Current.gpu = GPUS["h100"]
 MIB = 1 << 20
 def gpu(*shape, dtype=torch.float32):
@@ -266,7 +265,7 @@ CASES = {
         def refuses(read):
             try:
                 read()
-            except values.UnknownValueError as error:
+            except device.UnknownValueError as error:
                 assert "memory and time depend on them" in str(error)
                 return True
             return False
@@ -278,7 +277,7 @@ CASES = {
             for read in (sizes[0].item, lambda: int(sizes[0]), lambda: range(sizes[0])):
                 assert refuses(read), read
             assert gpu(4).tolist() == [0.0] * 4 and (sizes > 1).tolist() == [False] * 4
-            with values.ignored():
+            with device.ignored():
                 assert sizes.tolist() == [0] * 4
             shape = torch.tensor([8, 1, 64], dtype=torch.int64, device="cuda")
             assert shape.detach().tolist() == [8, 1, 64] and int(shape.sum()) == 73
@@ -346,14 +345,14 @@ CASES = {
         found = routing._permuted(padded, tokens, mine, **options, align_size=16)
         assert found == (128, [32] * 4, {"fused": True}), found
         assert routing._routed(gpu(4, 64), mine.t()).shape == (64,)
-        assert values.KnownNumbers([8, 8]).T.ravel().tolist() == [8, 8]
+        assert device.KnownNumbers([8, 8]).T.ravel().tolist() == [8, 8]
     """,
     "sorting chunks by their expert costs one kernel forward and one back": """
         from megatron.core.transformer.moe import token_dispatcher
         import argparse
         routing.install(argparse.Namespace(moe_router_topk=2, num_experts=64), 1.0)
         tokens = gpu(256, 16).requires_grad_()
-        sizes, order = values.KnownNumbers([4] * 64), torch.arange(64, device="cuda")
+        sizes, order = device.KnownNumbers([4] * 64), torch.arange(64, device="cuda")
         sorted_tokens, _ = token_dispatcher.sort_chunks_by_idxs(tokens, sizes, order)
         assert ledger.work.kernels == 2, ledger.work.kernels  # of arange, and of the sort
         sorted_tokens.backward(gpu(256, 16))
