@@ -24,8 +24,7 @@ from megatron_vshape.cli.hardware import (
 from megatron_vshape.cli.help import MODEL, OUTPUT, PROGRAM, SEARCH, group
 from megatron_vshape.cli.progress import told
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.rehearsal import counted, measured, report, shapes
-from megatron_vshape.rehearsal.counting import count_all
+from megatron_vshape.rehearsal import counted, counting, measured, report
 from megatron_vshape.rehearsal.flags import (
     SCHEDULE,
     Command,
@@ -272,12 +271,11 @@ def _remedies(
     layers = command.layers
     if sizes.pipeline < 2 or not layers:
         return []
-    (ranks,) = count_all(config, [command], lambda *_: None)
+    (ranks,) = counting.count_all(config, [command], lambda *_: None)
     if isinstance(ranks, str):  # this model cannot be counted by layers
         return []
     gpu = config.gpu
-    counted = shapes.counted(ranks, gpu, sizes.world, sizes.pipeline, None)
-    pieces = shapes.of_unlike_layers(counted, command, sizes.world).pieces
+    pieces = counting.counted(ranks, command, gpu, sizes.world, sizes.pipeline).pieces
     given = command.value(SCHEDULE), command.has(VOCABULARY)
     can_share = not command.mtp_layers and 2 * sizes.pipeline <= layers
     microbatches = mine[0].microbatches
@@ -384,7 +382,7 @@ def _write_costs(
             "--pipeline-model-parallel-size to 2 or more"
         )
     plain = command.of_megatron().without_chunks()
-    with shapes.counting(sizes.pipeline) as put:
+    with counting.counting_schedule(sizes.pipeline) as put:
         jobs = [config.job(put(plain, sizes), sizes, stage, "") for stage in stages]
         with told(lambda us: f"{us:.0f} us"):
             found = _found(rehearse_all(config.programs, jobs))[""]

@@ -1,4 +1,11 @@
-"""Estimate several parallel configurations at once, with results cached in the user's folder."""
+"""Costs of a parallel configuration from two or three counted ranks.
+
+A configuration is counted with one layer per stage in the V placement. The first rank has the
+embedding and the output layer, the second only layers, and a third the dense layers of a model with
+experts. A stage with more layers costs proportionally more. The pipeline length and the number of
+replicas are not counted: costs once per step follow from them. Counted ranks are cached in the
+user's folder.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +15,33 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import WORKS, ScheduleError
+from megatron_vshape.core.model.layers import Pieces, Share
+from megatron_vshape.core.model.pieces import Piece, pieces_from_costs
+from megatron_vshape.core.model.placement import Placement
+from megatron_vshape.mcore.layout import hybrid
+from megatron_vshape.mcore.layout import sizes as layer_sizes
 from megatron_vshape.rehearsal import sources
-from megatron_vshape.rehearsal.flags import Command, environment_of
+from megatron_vshape.rehearsal.counted import always_bytes, both_backwards, counted_costs
+from megatron_vshape.rehearsal.flags import Command, Sizes, environment_of, sizes_of
+from megatron_vshape.rehearsal.gpus import Gpu
 from megatron_vshape.rehearsal.rank_report import FailedRank, RankReport
 from megatron_vshape.rehearsal.ranks import DryRunConfig, rehearse_all
-from megatron_vshape.rehearsal.shapes import PIPELINE, counted_ranks, counting, least_of
+from megatron_vshape.rehearsal.step_time import (
+    Rates,
+    data_parallel_s,
+    exposed_s,
+    optimizer_s,
+    rates_of,
+)
 
 _OURS = "core/**/*.py", "mcore/**/*.py", "rehearsal/*.py", "runtime/*.py"
 _THEIRS = "megatron/core/**/*.py", "megatron/training/**/*.py", "transformer_engine/pytorch/**/*.py"
@@ -24,23 +49,31 @@ _THEIRS = "megatron/core/**/*.py", "megatron/training/**/*.py", "transformer_eng
 Ranks = Sequence[RankReport]
 
 
-def count_all(
-    asked: DryRunConfig, commands: Iterable[Command], tell: Callable[[int, int], None]
-) -> list[Ranks | str]:
-    """Return, per command, the results of the ranks of its smallest form, or an error message.
+PIPELINE = 4
+"""Pipeline size in which a configuration is counted. In a shorter pipeline, the second rank would
+have the turn of the V, and send activations to itself."""
 
-    The callback receives the numbers of finished and of all estimates. It is not called if all
-    results are cached.
+_THIRD_DENSE = "([1,1,0]*2+[1,1])"
+"""--moe-layer-freq with which both stages of the third rank have a dense layer."""
+
+
+def count_all(
+    config: DryRunConfig, commands: Iterable[Command], report: Callable[[int, int], None]
+) -> list[Ranks | str]:
+    """Run or read from the cache the counted ranks of each command; for `counted`.
+
+    The result of a command whose dry run fails is the error message. `report` is called with the
+    numbers of finished and of all dry runs, unless all are cached.
 
     Raises:
         ScheduleError: Nothing can be estimated here.
     """
-    stamp, keys = _stamp(asked), []
+    stamp, keys = _stamp(config), []
     found: dict[str, Ranks | str] = {}
     wanted: dict[str, Command] = {}
     for command in commands:
         try:
-            key = _key(command, asked, stamp)
+            key = _key(command, config, stamp)
         except ScheduleError as error:
             key = str(error)
             found[key] = key
@@ -51,24 +84,24 @@ def count_all(
         elif key not in found:
             wanted[key] = command
     if wanted:
-        found |= _counted(asked, wanted, tell)
+        found |= _run(config, wanted, report)
     return [found[key] for key in keys]
 
 
-def _counted(
-    asked: DryRunConfig, wanted: Mapping[str, Command], tell: Callable[[int, int], None]
+def _run(
+    config: DryRunConfig, wanted: Mapping[str, Command], report: Callable[[int, int], None]
 ) -> dict[str, Ranks | str]:
     least = {key: least_of(command) for key, command in wanted.items()}
     ranks: dict[str, list[RankReport]] = {key: [] for key in wanted}
     made: dict[str, Ranks | str] = {}
-    with counting(PIPELINE) as put:
+    with counting_schedule(PIPELINE) as put:
         jobs = [
-            asked.job(put(few, sizes), sizes, stage, key)
+            config.job(put(few, sizes), sizes, stage, key)
             for key, (few, sizes) in least.items()
             for stage in counted_ranks(few)
         ]
-        for done, each in enumerate(rehearse_all(asked.programs, jobs), start=1):
-            tell(done, len(jobs))
+        for done, each in enumerate(rehearse_all(config.programs, jobs), start=1):
+            report(done, len(jobs))
             if isinstance(each, FailedRank):
                 made.setdefault(each.name, each.error)
             else:
@@ -79,35 +112,258 @@ def _counted(
     return made
 
 
-def _key(command: Command, asked: DryRunConfig, stamp: str) -> str:
+def least_of(command: Command) -> tuple[Command, Sizes]:
+    """Return the command with one layer per stage in the V placement, on the fewest GPUs.
+
+    A stage of a hybrid model has `counted_symbols`. State that replicas shard is sharded between at
+    least two.
+
+    Raises:
+        ScheduleError: The sizes do not divide.
+    """
+    if command.pattern:
+        stages = hybrid.BEGINS_STAGE.join([counted_symbols(command)] * 2 * PIPELINE)
+        further = command.pattern.partition(hybrid.BEGINS_MTP)
+        model: dict[str, Any] = {hybrid.OPTION: stages + "".join(further[1:]), "num_layers": None}
+    else:
+        model = {"num_layers": 2 * PIPELINE}
+    few = (
+        command.of_megatron()
+        .without_chunks()
+        .having(
+            **model,
+            hybrid_override_pattern=None,
+            pipeline_model_parallel_size=PIPELINE,
+            global_batch_size=None,
+            rampup_batch_size=None,
+            train_samples=None,
+            account_for_embedding_in_pipeline_split=None,
+            account_for_loss_in_pipeline_split=None,
+            decoder_first_pipeline_num_layers=None,
+            decoder_last_pipeline_num_layers=None,
+            moe_layer_freq=_THIRD_DENSE if layer_sizes.has_dense_layers(command.option) else None,
+        )
+    )
+    return few, sizes_of(few, 2 * sizes_of(few, None).world)
+
+
+def counted_ranks(command: Command) -> range:
+    """Return the ranks that are counted, of a result of `least_of`."""
+    return range(3 if command.value("--moe-layer-freq") == _THIRD_DENSE else 2)
+
+
+MOST_ALIKE = 4
+"""Layers of one symbol in a counted stage."""
+
+
+def counted_symbols(command: Command) -> str:
+    """Return the symbols of a counted stage: all that the pattern has, near their proportion.
+
+    Their order is that of the pattern, on which the peak within a pass depends.
+    """
+    symbols = hybrid.without_stages((command.pattern or "").partition(hybrid.BEGINS_MTP)[0])
+    least = min(map(symbols.count, symbols))
+    left = {each: min(MOST_ALIKE, round(symbols.count(each) / least)) for each in symbols}
+    taken = []
+    for each in symbols:
+        if left[each]:
+            taken.append(each)
+            left[each] -= 1
+    return "".join(taken)
+
+
+@contextmanager
+def counting_schedule(num_devices: int) -> Iterator[Callable[[Command, Sizes], Command]]:
+    """Create the schedule file for counting; yields a function that adds it to a command."""
+    schedule = both_backwards(num_devices)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "counted.json")
+        file.write_text(schedule.to_json())
+
+        def put(command: Command, sizes: Sizes) -> Command:
+            each = command.number("--micro-batch-size", 1) * sizes.replicas
+            batch = each * schedule.num_microbatches
+            return command.having(pipeline_schedule=file, global_batch_size=batch)
+
+        yield put
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Costs of a configuration: one layer, embedding and output layer, and work once per step."""
+
+    pieces: Pieces
+    optimizer_s_per_byte: float  # per byte of a device's weights, gradients and optimizer
+    data_s_per_byte: float  # data-parallel collectives without overlap
+    rates: Rates
+    layer_flops: float  # forward FLOPs of a microbatch per layer and rank
+    ends_flops: float
+    state_bytes_per_parameter: float = 18.0  # of weights, gradients and optimizer on a rank
+    communicators: int = 0  # of a rank
+    message_bytes: float = 0.0  # of P2P
+    dense: Piece | None = None  # a dense layer of a model with experts
+
+    def after_us(self, costs: Costs, placement: Placement) -> float:
+        """Estimate the time after the passes: gradient reduction, optimizer, parameter gathering.
+
+        It is that of the device whose stages have most parameters. Collectives of one of its stages
+        overlap with the passes of the others, as in `step_time`.
+        """
+        devices = max(placement) + 1
+        fixed = costs.fixed_bytes(placement, devices)
+        chunks = len(placement) // devices
+        microbatch_us = costs.busy_us(placement, devices, 1)
+        meanwhile_us = microbatch_us * (1 + devices * (chunks - 1) / chunks)
+        state = max(fixed) - costs.device_bytes
+        exposed = exposed_s(state * self.data_s_per_byte, 1e-6 * meanwhile_us, self.rates)
+        return 1e6 * (state * self.optimizer_s_per_byte + exposed)
+
+
+def counted(
+    ranks: Ranks | str,
+    command: Command,
+    gpu: Gpu,
+    world: int,
+    pipeline: int,
+    rates: Rates | None = None,
+) -> Counted:
+    """Estimate the costs of a command for this pipeline and world size from its counted ranks.
+
+    Raises:
+        ScheduleError: the ranks are an error message of `count_all`, or lack a pass, or
+            --moe-layer-freq cannot be read.
+    """
+    if isinstance(ranks, str):
+        raise ScheduleError(f"cannot be rehearsed: {ranks}")
+    found = _of_equal_layers(ranks, gpu, world, pipeline, rates)
+    return of_unlike_layers(found, command, world)
+
+
+def _of_equal_layers(
+    ranks: Ranks, gpu: Gpu, world: int, pipeline: int, rates: Rates | None
+) -> Counted:
+    reached = rates or rates_of(gpu)
+    apart = world // pipeline
+    ratio = apart * PIPELINE / ranks[0].sizes.world
+    first, second, *dense = (_spread(each, ratio) for each in ranks)
+    costs = counted_costs((first, second), gpu, PIPELINE, apart, rates)
+    step = second.work.spread(ratio, second.shards_optimizer)
+    state = sum(second.held_parts[part] for part in ("weights", "gradients", "optimizer"))
+    of_layer = _forward_flops(second, 0)
+    ends = _forward_flops(first, 0) + _forward_flops(first, 1) - 2 * of_layer
+    pieces = Pieces.of(replace(costs, layers=None), (1,) * costs.num_stages)
+    once = optimizer_s(step, gpu, reached) / state, data_parallel_s(step, gpu, reached) / state
+    each = state / sum(second.chunk_parameters)
+    return Counted(
+        pieces,
+        *once,
+        reached,
+        of_layer,
+        ends,
+        each,
+        communicators=max(each.communicators for each in ranks),
+        message_bytes=float(second.message_bytes),
+        dense=_dense_layer(first, dense[0], costs, gpu, rates) if dense else None,
+    )
+
+
+def _dense_layer(
+    first: RankReport, rank: RankReport, costs: Costs, gpu: Gpu, rates: Rates | None
+) -> Piece:
+    """Return a layer of a rank with dense ones, in a run whose other layers have these costs."""
+    own = counted_costs((first, replace(rank, stage=1)), gpu, PIPELINE, PIPELINE, rates)
+    layer = pieces_from_costs(own)[1]
+    # Dummy gradients and workspaces for the sizes of its weights, beyond those of other layers.
+    more = max(0.0, always_bytes(rank) - costs.device_bytes)
+    return replace(layer, **{name: getattr(layer, name) + more for name in WORKS})
+
+
+def of_unlike_layers(found: Counted, command: Command, world: int) -> Counted:
+    """Estimate layers unlike the counted one, in hybrid models and MoE models with dense layers.
+
+    In a hybrid model, their costs relative to each other follow from their GEMMs and sizes.
+
+    Raises:
+        ScheduleError: --moe-layer-freq cannot be read.
+    """
+
+    def option(name: str) -> Any:
+        return world if name == "world_size" else command.option(name)
+
+    if found.dense is not None:
+        return replace(found, pieces=_with_dense(found.pieces, found.dense, option))
+    if not command.pattern:
+        return found
+    shares = layer_sizes.sizes_of(option, 0).shares
+    symbols = hybrid.without_stages(command.pattern.partition(hybrid.BEGINS_MTP)[0])
+    of_symbol = dict(zip(symbols, shares, strict=True))
+    stage = Share.total([of_symbol[each] for each in counted_symbols(command)])
+    layer = stage.inverse().of(found.pieces.layer)
+    pieces = replace(found.pieces, layer=layer, shares=shares)
+    return replace(found, pieces=pieces, layer_flops=found.layer_flops / stage.time)
+
+
+def _with_dense(pieces: Pieces, dense: Piece, option: layer_sizes.Options) -> Pieces:
+    """Set the shares of dense layers; the workspace of the leading ones is in the first stage."""
+    names = "time_us", "held_after_forward_bytes", "state_bytes"
+    share = Share(*(getattr(dense, name) / getattr(pieces.layer, name) for name in names))
+    layers = layer_sizes.layers_with_experts(option)
+    first = pieces.first
+    if not layers[0]:
+        works = {name: max(getattr(first, name), getattr(dense, name)) for name in WORKS}
+        first = replace(first, **works)
+    shares = tuple(Share(1.0, 1.0, 1.0) if each else share for each in layers)
+    return replace(pieces, first=first, shares=shares)
+
+
+def _spread(rank: RankReport, ratio: float) -> RankReport:
+    """Return a rank's report with `ratio` times as many replicas sharding the optimizer."""
+    parts = dict(rank.held_parts)
+    before = parts["optimizer"]
+    if rank.shards_optimizer:
+        parts["optimizer"] = before / ratio
+    held = rank.held_bytes - before + parts["optimizer"]
+    return replace(rank, held_parts=parts, held_bytes=held)
+
+
+def _forward_flops(rank: RankReport, chunk: int) -> float:
+    (work,) = (each.work for each in rank.kinds if each.kind == "F" and each.chunk == chunk)
+    products = sum(
+        2.0 * rows * inner * columns * at * number
+        for (_, rows, inner, columns, at), number in work.products.items()
+    )
+    return float(products + sum(work.attention_flops.values()))
+
+
+def _key(command: Command, config: DryRunConfig, stamp: str) -> str:
     """Return the cache key, a hash of everything that affects the result."""
     few, sizes = least_of(command)
     what = (
         stamp,
-        asked.flags(few),
+        config.flags(few),
         sizes.world,
-        asked.gpu.capability,
-        asked.gpu.multiprocessors,
-        asked.imbalance,
+        config.gpu.capability,
+        config.gpu.multiprocessors,
+        config.imbalance,
         environment_of(command),
-        str(asked.script),
+        str(config.script),
     )
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
 
-def _stamp(asked: DryRunConfig) -> str:
+def _stamp(config: DryRunConfig) -> str:
     """Return a hash of the programs: this package, Megatron and Transformer Engine."""
-    folders = [Path(__file__).parents[1], asked.programs.megatron, asked.programs.te]
-    if asked.programs.megatron is None:
+    folders = [Path(__file__).parents[1], config.programs.megatron, config.programs.te]
+    if config.programs.megatron is None:
         spec = importlib.util.find_spec("megatron.core")
         folders.append(Path(spec.origin).parents[2] if spec and spec.origin else None)
-    told = hashlib.sha256(sys.version.encode())
+    digest = hashlib.sha256(sys.version.encode())
     for folder, patterns in zip(folders, (_OURS, *[_THEIRS] * 3), strict=False):
         for pattern in patterns if folder is not None else ():
             for path in sorted(folder.glob(pattern)) if folder is not None else ():
                 stat = path.stat()
-                told.update(f"{path} {stat.st_size} {stat.st_mtime_ns}".encode())
-    return told.hexdigest()
+                digest.update(f"{path} {stat.st_size} {stat.st_mtime_ns}".encode())
+    return digest.hexdigest()
 
 
 def _folder() -> Path:

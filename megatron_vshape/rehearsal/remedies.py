@@ -1,6 +1,6 @@
 """Flags of this package that lower the peak memory of a training command.
 
-The peak follows from one counted layer (`rehearsal.shapes`), as in `advise`, so that no further
+The peak follows from one counted layer (`rehearsal.counting`), as in `advise`, so that no further
 pipeline is run: such an estimate is within about 1% of the estimate of all layers.
 """
 

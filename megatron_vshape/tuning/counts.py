@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.rehearsal.counting import Ranks, count_all
+from megatron_vshape.rehearsal.counting import Counted, Ranks, count_all, counted
 from megatron_vshape.rehearsal.ranks import DryRunConfig
-from megatron_vshape.rehearsal.shapes import Counted, counted, of_unlike_layers
 from megatron_vshape.tuning.configurations import Configuration, Subject, SweepError
 from megatron_vshape.tuning.machine import Machine
 
@@ -24,7 +23,7 @@ class Counts:
     made: dict[Key, Counted] = field(default_factory=dict)  # by that, GPUs and pipeline ranks
 
     def count(
-        self, configurations: Iterable[Configuration], tell: Callable[[int, int], None]
+        self, configurations: Iterable[Configuration], report: Callable[[int, int], None]
     ) -> tuple[int, int]:
         """Count these configurations; return the numbers of counted and of failed sets of sizes.
 
@@ -37,11 +36,11 @@ class Counts:
         if not wanted:
             return 0, 0
         if self.programs is None:
-            asked = DryRunConfig.of(subject.command, self.machine.gpu)
+            config = DryRunConfig.of(subject.command, self.machine.gpu)
         else:
-            asked = self.programs()
+            config = self.programs()
         commands = [it.counted_command(subject) for it in wanted.values()]
-        found = count_all(asked, commands, tell)
+        found = count_all(config, commands, report)
         self.ranks |= zip(wanted, found, strict=True)
         return len(found), sum(isinstance(each, str) for each in found)
 
@@ -54,15 +53,12 @@ class Counts:
         key = key_of_count(it.counted_as(self.subject))
         if key not in self.ranks:
             self.count([it], lambda *_: None)
-        ranks = self.ranks[key]
-        if isinstance(ranks, str):
-            raise SweepError(f"cannot be rehearsed: {ranks}")
-        key = (*key, it.num_devices, it.pipeline_parallel)
+        ranks, world, pipeline = self.ranks[key], it.num_devices, it.pipeline_parallel
+        key = (*key, world, pipeline)
         if key not in self.made:
+            command = it.command(self.subject)
             try:
-                found = counted(ranks, self.machine.gpu, it.num_devices, it.pipeline_parallel, None)
-                command = it.command(self.subject)
-                self.made[key] = of_unlike_layers(found, command, it.num_devices)
+                self.made[key] = counted(ranks, command, self.machine.gpu, world, pipeline)
             except ScheduleError as error:
                 raise SweepError(str(error)) from None
         return self.made[key]

@@ -23,8 +23,8 @@ from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline
 from megatron_vshape.core.paper.catalogue import EVERY_NAME
 from megatron_vshape.core.plan import plan
 from megatron_vshape.core.request import AUTO, PlanRequest, find
+from megatron_vshape.rehearsal.counting import Counted
 from megatron_vshape.rehearsal.gpus import Fit
-from megatron_vshape.rehearsal.shapes import Counted
 from megatron_vshape.tuning.configurations import (
     ADAPTIVE,
     Configuration,

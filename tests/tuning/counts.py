@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.pieces import Piece
-from megatron_vshape.rehearsal.shapes import Counted
+from megatron_vshape.rehearsal.counting import Counted
 from megatron_vshape.rehearsal.step_time import Rates
 from megatron_vshape.tuning import counts
 from megatron_vshape.tuning.configurations import FULL, Configuration, Subject

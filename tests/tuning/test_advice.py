@@ -18,8 +18,8 @@ from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.rehearsal import accuracy, report
+from megatron_vshape.rehearsal.counting import Counted
 from megatron_vshape.rehearsal.gpus import GIB, GPUS, HEADROOM
-from megatron_vshape.rehearsal.shapes import Counted
 from megatron_vshape.rehearsal.step_time import Rates
 from megatron_vshape.tuning.advice import Advice
 from megatron_vshape.tuning.configurations import (

@@ -9,16 +9,16 @@ from megatron_vshape.core.model.pieces import Piece, under_megatron
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.mcore.layout.sizes import layers_with_experts
 from megatron_vshape.rehearsal.counted import counted_costs
-from megatron_vshape.rehearsal.flags import read_command
-from megatron_vshape.rehearsal.gpus import GPUS
-from megatron_vshape.rehearsal.rank_report import RankReport
-from megatron_vshape.rehearsal.shapes import (
+from megatron_vshape.rehearsal.counting import (
     PIPELINE,
     Counted,
     counted_ranks,
     least_of,
     of_unlike_layers,
 )
+from megatron_vshape.rehearsal.flags import read_command
+from megatron_vshape.rehearsal.gpus import GPUS
+from megatron_vshape.rehearsal.rank_report import RankReport
 from megatron_vshape.rehearsal.step_time import Rates
 from megatron_vshape.rehearsal.work import Work
 
