@@ -4,10 +4,18 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_vshape.cli.fetching import fetch_missing
+from megatron_vshape.cli.dry_run import (
+    add_cluster_argument,
+    add_headroom_argument,
+    add_program_arguments,
+    fetch_missing,
+    headroom_bytes_of,
+    machine_of,
+)
 from megatron_vshape.cli.files import (
     Output,
     check_installed,
@@ -16,15 +24,8 @@ from megatron_vshape.cli.files import (
     schedule_output,
     write_all,
 )
-from megatron_vshape.cli.hardware import (
-    add_cluster_argument,
-    add_headroom_argument,
-    headroom_bytes_of,
-    machine_of,
-)
 from megatron_vshape.cli.help import MODEL, OUTPUT, SEARCH, group
 from megatron_vshape.cli.progress import told
-from megatron_vshape.cli.rehearse import add_program_arguments, dry_run_config
 from megatron_vshape.core.model.kinds import MOVING_NAME, ScheduleError
 from megatron_vshape.core.model.layers import even_with_ends
 from megatron_vshape.mcore.layout import hybrid
@@ -33,6 +34,7 @@ from megatron_vshape.mcore.options import schedule_names
 from megatron_vshape.rehearsal import accuracy, report
 from megatron_vshape.rehearsal.flags import Command, sizes_of
 from megatron_vshape.rehearsal.gpus import GPUS, Gpu
+from megatron_vshape.rehearsal.ranks import DryRunConfig
 from megatron_vshape.rehearsal.saved_config import LAYOUT
 from megatron_vshape.tuning import fsdp
 from megatron_vshape.tuning.advice import ENDS, Advice, Rows
@@ -139,7 +141,11 @@ def _advice(options: argparse.Namespace, subject: Subject, keep: Sequence[str]) 
             left_out.append(f"{_sizes(it, subject)}: {why}")
         else:
             others.append(it)
-    counts = Counts(subject, machine, lambda: dry_run_config(options, subject.command, gpu))
+    config = partial(
+        DryRunConfig.of, subject.command, gpu, options.megatron, options.te, options.jobs,
+        options.vocabulary, options.imbalance,
+    )  # fmt: skip
+    counts = Counts(subject, machine, config)
     headroom_bytes = headroom_bytes_of(options.headroom, gpu.memory_bytes)
     predictor = Predictor(subject, machine, counts, post_validation, headroom_bytes)
     case = _case_of(subject.command, gpu)

@@ -6,7 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_vshape.cli.fetching import add_source_arguments, fetch_missing
+from megatron_vshape.cli.dry_run import (
+    add_cluster_argument,
+    add_headroom_argument,
+    add_program_arguments,
+    fetch_missing,
+    headroom_bytes_of,
+    of_cluster,
+    positive,
+)
 from megatron_vshape.cli.files import (
     FIGURE_SUFFIXES,
     Output,
@@ -15,13 +23,7 @@ from megatron_vshape.cli.files import (
     check_target,
     write_all,
 )
-from megatron_vshape.cli.hardware import (
-    add_cluster_argument,
-    add_headroom_argument,
-    headroom_bytes_of,
-    of_cluster,
-)
-from megatron_vshape.cli.help import MODEL, OUTPUT, PROGRAM, SEARCH, group
+from megatron_vshape.cli.help import MODEL, OUTPUT, SEARCH, group
 from megatron_vshape.cli.progress import told
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal import counted, counting, measured, report
@@ -61,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_headroom_argument(parser)
     model.add_argument(
         "--gpus",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="Number of GPUs (default: as torchrun starts, or the minimum for the parallel sizes)",
     )
@@ -105,41 +107,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_program_arguments(parser)
 
 
-def add_program_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments about the training command and the libraries that run it."""
-    group(parser, MODEL).add_argument(
-        "--imbalance",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="Expert load relative to balanced routing (default: 1.0)",
-    )
-    group(parser, MODEL).add_argument(
-        "--vocabulary",
-        type=_positive,
-        metavar="N",
-        help="Tokens of the tokenizer, if the command does not contain their number",
-    )
-    group(parser, PROGRAM).add_argument(
-        "--jobs",
-        type=_positive,
-        metavar="N",
-        help="Ranks to estimate in parallel (default: the number of CPU cores)",
-    )
-    add_source_arguments(parser)
-    group(parser, OUTPUT).add_argument(
-        "--json", type=Path, metavar="FILE.json", help="All results to write"
-    )
-    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-
-
-def _positive(text: str) -> int:
-    number = int(text) if text.isdigit() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r:.40} is no whole number above 0")
-    return number
-
-
 def run(options: argparse.Namespace) -> int:
     """Estimate, print the table and the verdict, write the files, and return 0."""
     words = options.command
@@ -158,7 +125,10 @@ def run(options: argparse.Namespace) -> int:
         print(report.wrapped(unknown))
     sizes = sizes_of(command, options.gpus or gpus)
     stages = ranks_asked_for(options.ranks, sizes.pipeline)
-    config = dry_run_config(options, command, gpu)
+    config = DryRunConfig.of(
+        command, gpu, options.megatron, options.te, options.jobs, options.vocabulary,
+        options.imbalance,
+    )  # fmt: skip
     if options.check:
         return _check(command, config, sizes, stages)
     _check_costs_are_known(command)
@@ -218,18 +188,6 @@ def _check_costs_are_known(command: Command) -> None:
             "--pipeline-schedule auto measures its costs in a run, and nothing is "
             "measured here: add --pipeline-costs FILE, or name a schedule"
         )
-
-
-def dry_run_config(options: argparse.Namespace, command: Command, gpu: Gpu) -> DryRunConfig:
-    """Return the libraries, the script and the GPU of the estimate.
-
-    Raises:
-        ScheduleError: Megatron, Transformer Engine or the script cannot be found.
-    """
-    return DryRunConfig.of(
-        command, gpu, options.megatron, options.te, options.jobs, options.vocabulary,
-        options.imbalance,
-    )  # fmt: skip
 
 
 def _runs(command: Command, options: argparse.Namespace, sizes: Sizes) -> dict[str, Command]:

@@ -3,9 +3,8 @@
 import argparse
 from pathlib import Path
 
-from megatron_vshape.cli.fetching import add_source_arguments
+from megatron_vshape.cli.dry_run import add_headroom_argument, add_source_arguments
 from megatron_vshape.cli.files import check_installed, check_targets
-from megatron_vshape.cli.hardware import add_headroom_argument
 from megatron_vshape.cli.help import MODEL, OUTPUT, REQUIRED, SEARCH, group
 
 

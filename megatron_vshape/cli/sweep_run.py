@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from megatron_vshape.cli.fetching import fetch_missing
-from megatron_vshape.cli.hardware import headroom_bytes_of
+from megatron_vshape.cli.dry_run import fetch_missing, headroom_bytes_of
 from megatron_vshape.cli.progress import told
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.gpus import HEADROOM

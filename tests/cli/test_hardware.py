@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vshape.cli.hardware import of_cluster
+from megatron_vshape.cli.dry_run import of_cluster
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.gpus import GIB, GPUS, Gpu

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vshape.cli import fetching
+from megatron_vshape.cli import dry_run
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal import ranks, sources
@@ -116,16 +116,16 @@ def test_a_terminal_is_asked_once(
     monkeypatch: pytest.MonkeyPatch, answer: str, flag: bool, downloads: int
 ) -> None:
     fetched: list[PythonSource] = []
-    monkeypatch.setattr(fetching, "fetch", lambda source: fetched.append(source) or Path("x"))
+    monkeypatch.setattr(dry_run, "fetch", lambda source: fetched.append(source) or Path("x"))
     shown = Terminal()
     monkeypatch.setattr(sys, "stdin", Terminal(answer))
     monkeypatch.setattr(sys, "stderr", shown)
     options = argparse.Namespace(megatron=None, te=None, fetch=flag)
     if downloads:
-        fetching.fetch_missing(options, GPT)
+        dry_run.fetch_missing(options, GPT)
     else:
         with pytest.raises(ScheduleError, match="rehearse --fetch"):
-            fetching.fetch_missing(options, GPT)
+            dry_run.fetch_missing(options, GPT)
     assert len(fetched) == downloads
     assert shown.getvalue().count("[y/N]") == (not flag)
 

@@ -1,0 +1,167 @@
+"""Options of dry runs, for rehearse, advise and sweep: GPUs, free memory, Python sources."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_vshape.cli.help import MEMORY, MODEL, OUTPUT, PROGRAM, group
+from megatron_vshape.cli.options import headroom_of
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.rehearsal.flags import Command
+from megatron_vshape.rehearsal.gpus import GPUS, HEADROOM
+from megatron_vshape.rehearsal.ranks import missing_sources
+from megatron_vshape.rehearsal.sources import PythonSource, cache, fetch, missing_text
+from megatron_vshape.tuning.configurations import SweepError
+from megatron_vshape.tuning.machine import Machine
+
+
+def add_cluster_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --cluster."""
+    group(parser, MODEL).add_argument(
+        "--cluster",
+        type=Path,
+        metavar="FILE.yaml",
+        help="Cluster file with number, memory, rates and links of the GPUs, as sweep reads it "
+        "(instead of a GPU type)",
+    )
+
+
+def add_headroom_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --headroom."""
+    group(parser, MEMORY).add_argument(
+        "--headroom",
+        metavar="SHARE|XGiB",
+        help="Part of every GPU's memory to keep free, e.g. for a rollout engine: 5%%, 0.05 or "
+        f"4GiB (default: {HEADROOM:.0%}%)",
+    )
+
+
+def add_program_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments about the training command and the libraries that run it."""
+    group(parser, MODEL).add_argument(
+        "--imbalance",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="Expert load relative to balanced routing (default: 1.0)",
+    )
+    group(parser, MODEL).add_argument(
+        "--vocabulary",
+        type=positive,
+        metavar="N",
+        help="Tokens of the tokenizer, if the command does not contain their number",
+    )
+    group(parser, PROGRAM).add_argument(
+        "--jobs",
+        type=positive,
+        metavar="N",
+        help="Ranks to estimate in parallel (default: the number of CPU cores)",
+    )
+    add_source_arguments(parser)
+    group(parser, OUTPUT).add_argument(
+        "--json", type=Path, metavar="FILE.json", help="All results to write"
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def positive(text: str) -> int:
+    """Parse a whole number above 0."""
+    number = int(text) if text.isdigit() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is no whole number above 0")
+    return number
+
+
+def headroom_bytes_of(text: str | None, memory_bytes: float) -> float:
+    """Return the memory of a GPU that --headroom keeps free, in bytes.
+
+    Raises:
+        ScheduleError: the text is neither a share nor GiB, or nothing would be left.
+    """
+    return headroom_of(text or f"{HEADROOM:.0%}", memory_bytes, in_bytes=True)
+
+
+def machine_of(options: argparse.Namespace) -> Machine:
+    """Return the GPUs of --gpus or --cluster.
+
+    Raises:
+        ScheduleError: neither or both are given, the GPU is unknown, or the file cannot be read.
+    """
+    if (options.gpus is None) == (options.cluster is None):
+        raise ScheduleError("advise needs one of --gpus NxGPU, as in 128xH100, and --cluster FILE")
+    if options.cluster is not None:
+        return of_cluster(options.cluster)
+    number, _, name = options.gpus.lower().partition("x")
+    if not number.isdigit() or not int(number) or name not in GPUS:
+        raise ScheduleError(
+            f"--gpus {options.gpus!r:.40} is not a number, an x and a GPU, as in 128xH100; "
+            f"supported GPUs: {', '.join(GPUS)}"
+        )
+    return Machine(GPUS[name], int(number))
+
+
+def of_cluster(path: Path) -> Machine:
+    """Read the GPUs with their links from a cluster file.
+
+    Raises:
+        ScheduleError: the file cannot be read, or sets an unknown value.
+    """
+    try:
+        from megatron_vshape.tuning.files import Cluster, load
+    except ImportError as error:
+        raise ScheduleError(
+            f"--cluster needs {error.name}: pip install 'megatron-vshape[sweep]'"
+        ) from None
+    try:
+        return Machine.of(load(path, Cluster))
+    except SweepError as error:
+        raise ScheduleError(f"--cluster {error}") from None
+
+
+def add_source_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options for the Python sources of a dry run."""
+    program = group(parser, PROGRAM)
+    program.add_argument(
+        "--megatron",
+        type=Path,
+        metavar="DIR",
+        help="Megatron-LM checkout (default: installed or downloaded megatron-core)",
+    )
+    program.add_argument(
+        "--te",
+        type=Path,
+        metavar="DIR",
+        help="Transformer Engine checkout or wheel (default: installed or downloaded)",
+    )
+    program.add_argument(
+        "--fetch",
+        action="store_true",
+        help="Download the Python of Megatron and Transformer Engine if missing (3.6 MB)",
+    )
+    program.add_argument(  # the name in 0.2
+        "--fetch-te", dest="fetch", action="store_true", help=argparse.SUPPRESS
+    )
+
+
+def fetch_missing(options: argparse.Namespace, command: Command) -> None:
+    """Download missing sources of a dry run, if --fetch is set or the user agrees.
+
+    Raises:
+        ScheduleError: Sources are missing and not to be downloaded, or a download failed.
+    """
+    missing = missing_sources(command, options.megatron, options.te)
+    if missing and not options.fetch and not _is_agreed(missing):
+        raise ScheduleError(missing_text(missing))
+    for each in missing:
+        print(f"{each}: {fetch(each)}", file=sys.stderr, flush=True)
+
+
+def _is_agreed(missing: Sequence[PythonSource]) -> bool:
+    """Ask on a terminal; otherwise nobody can answer."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return False
+    names = " and ".join(map(str, missing))
+    question = f"Download the Python of {names} to {cache()}? [y/N] "
+    print(question, end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
