@@ -39,13 +39,9 @@ from megatron_vshape.rehearsal.flags import (
 from megatron_vshape.rehearsal.gpus import GPUS, Gpu
 from megatron_vshape.rehearsal.rank_report import FailedRank, RankReport
 from megatron_vshape.rehearsal.ranks import DryRunConfig, check_all, rehearse_all
-from megatron_vshape.rehearsal.remedies import in_order, remedies
+from megatron_vshape.rehearsal.remedies import remedy_lines
 from megatron_vshape.rehearsal.simulated import StepTime, step_of
 from megatron_vshape.view.numbers import source_lines
-
-VOCABULARY = "--pipeline-vocab-parallel"
-MOST_TRIED = 3
-"""Remedies that are estimated in full, until one of them starts."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,7 +135,7 @@ def run(options: argparse.Namespace) -> int:
     with told(lambda us: f"{us:.0f} us"):
         found = _found(rehearse_all(config.programs, jobs))
         mine = found.pop("")
-        helps = [] if options.alone else _remedies(command, config, sizes, mine, headroom_bytes)
+        helps = [] if options.alone else remedy_lines(command, config, sizes, mine, headroom_bytes)
     step = step_of(mine, command, gpu, sizes.world // sizes.pipeline)
     _print(mine, found, command, gpu, sizes, step)
     verdict = report.verdict(mine, gpu, headroom_bytes)
@@ -216,52 +212,6 @@ def _found(results: Iterable[RankReport | FailedRank]) -> dict[str, list[RankRep
             "the estimate ended without a result: try --jobs 1, which needs less memory"
         )
     return by_run
-
-
-def _remedies(
-    command: Command,
-    config: DryRunConfig,
-    sizes: Sizes,
-    mine: Sequence[RankReport],
-    headroom_bytes: float,
-) -> list[str]:
-    """Return lines about flags that lower the peak; none if nothing is known to help."""
-    layers = command.layers
-    if sizes.pipeline < 2 or not layers:
-        return []
-    (ranks,) = counting.count_all(config, [command], lambda *_: None)
-    if isinstance(ranks, str):  # this model cannot be counted by layers
-        return []
-    gpu = config.gpu
-    pieces = counting.counted(ranks, command, gpu, sizes.world, sizes.pipeline).pieces
-    given = command.value(SCHEDULE), command.has(VOCABULARY)
-    can_share = not command.mtp_layers and 2 * sizes.pipeline <= layers
-    microbatches = mine[0].microbatches
-    found = remedies(pieces, layers, sizes.pipeline, microbatches, can_share)
-    peak = max(each.peak_bytes for each in mine)
-    communicators = max(each.communicators for each in mine)
-    limit = gpu.allocatable_bytes(communicators, headroom_bytes)
-    lines = []
-    for each in in_order(found, peak, limit)[:MOST_TRIED]:
-        job = config.job(command.of_megatron().having(**each.flags), sizes, each.largest, "")
-        (result,) = rehearse_all(config.programs, [job])
-        if isinstance(result, RankReport) and result.peak_bytes < peak:
-            fit = gpu.fit_of(result.peak_bytes, result.communicators, headroom_bytes)
-            text = report.remedy_line(result.peak_bytes, peak, fit)
-            lines.append(f"Less memory with {each.text}: {text}.")
-            break
-    if not lines and peak > limit:
-        lines.append(
-            "No schedule of this package lowers the peak: consider recomputation, or a larger "
-            "--tensor-model-parallel-size."
-        )
-    alone = next((each for each in found if each.text == f"{SCHEDULE} v-half"), None)
-    if given == (None, False) and alone is not None and alone.most_bytes > peak:
-        fit = gpu.fit_of(alone.most_bytes, communicators, headroom_bytes)
-        text = report.remedy_line(alone.most_bytes, peak, fit)
-        why = ", because rank 0 then has embedding and output layer" if not alone.largest else ""
-        lines.append(f"{alone.text} alone does not help: {text}{why}.")
-    return lines
 
 
 def _print(

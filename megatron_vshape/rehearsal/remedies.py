@@ -1,7 +1,7 @@
 """Flags of this package that lower the peak memory of a training command.
 
-The peak follows from one counted layer (`rehearsal.counting`), as in `advise`, so that no further
-pipeline is run: such an estimate is within about 1% of the estimate of all layers.
+Candidates are ranked by peaks from one counted layer (`rehearsal.counting`), as in `advise`, which
+are within about 1% of an estimate of all layers. A dry run of all layers confirms the first ones.
 """
 
 from __future__ import annotations
@@ -18,18 +18,28 @@ from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.planner.lighter import lighter_layers
 from megatron_vshape.core.planner.vocabulary import held_logits, shared_if_told, shared_pieces
+from megatron_vshape.rehearsal import counting, report
+from megatron_vshape.rehearsal.flags import SCHEDULE, Command, Sizes
+from megatron_vshape.rehearsal.rank_report import RankReport
+from megatron_vshape.rehearsal.ranks import DryRunConfig, rehearse_all
 
 NAMES = ("v-half", "v-min")
 """Schedules to try: the one with the smaller bubble first."""
 
 PER_RANK = 4
-"""Microbatches per rank that are looked at: a schedule reaches its peak in the first ones."""
+"""Maximum simulated microbatches per rank: a schedule reaches its peak in the first ones."""
 
 MOST_RANKS = 8
 """Pipeline ranks up to which a layer split is searched for (minutes above)."""
 
 LEAST_SAVED = 0.03
 """Share of the peak: less is within the error of the estimate."""
+
+
+MOST_TRIED = 3
+"""Remedies that a dry run of all layers estimates, until one of them starts."""
+
+VOCABULARY = "--pipeline-vocab-parallel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +69,61 @@ class Remedy:
         return self.peak_bytes.index(self.most_bytes)
 
 
+def remedy_lines(
+    command: Command,
+    config: DryRunConfig,
+    sizes: Sizes,
+    mine: Sequence[RankReport],
+    headroom_bytes: float,
+) -> list[str]:
+    """Format the flags that lower the peak of the command; empty if its layers are not counted.
+
+    Args:
+        command: the training command.
+        config: programs and GPU of the dry runs.
+        sizes: parallel sizes of the command.
+        mine: reports of its ranks.
+        headroom_bytes: memory of each GPU to keep free.
+    """
+    if sizes.pipeline < 2 or not command.layers:
+        return []
+    (ranks,) = counting.count_all(config, [command], lambda *_: None)
+    if isinstance(ranks, str):  # this model cannot be counted by layers
+        return []
+    pieces = counting.counted(ranks, command, config.gpu, sizes.world, sizes.pipeline).pieces
+    can_share = not command.mtp_layers and 2 * sizes.pipeline <= command.layers
+    found = remedies(pieces, command.layers, sizes.pipeline, mine[0].microbatches, can_share)
+    peak = max(each.peak_bytes for each in mine)
+    communicators = max(each.communicators for each in mine)
+    limit = config.gpu.allocatable_bytes(communicators, headroom_bytes)
+    lines = []
+    for each in in_order(found, peak, limit)[:MOST_TRIED]:
+        job = config.job(command.of_megatron().having(**each.flags), sizes, each.largest, "")
+        (result,) = rehearse_all(config.programs, [job])
+        if isinstance(result, RankReport) and result.peak_bytes < peak:
+            fit = config.gpu.fit_of(result.peak_bytes, result.communicators, headroom_bytes)
+            text = report.remedy_line(result.peak_bytes, peak, fit)
+            lines.append(f"Less memory with {each.text}: {text}.")
+            break
+    if not lines and peak > limit:
+        lines.append(
+            "No schedule of this package lowers the peak: consider recomputation, or a larger "
+            "--tensor-model-parallel-size."
+        )
+    v_half = next((each for each in found if each.text == f"{SCHEDULE} v-half"), None)
+    has_neither = not (command.value(SCHEDULE) or command.has(VOCABULARY))
+    if has_neither and v_half is not None and v_half.most_bytes > peak:
+        fit = config.gpu.fit_of(v_half.most_bytes, communicators, headroom_bytes)
+        text = report.remedy_line(v_half.most_bytes, peak, fit)
+        why = ", because rank 0 then has embedding and output layer" if not v_half.largest else ""
+        lines.append(f"{v_half.text} alone does not help: {text}{why}.")
+    return lines
+
+
 def remedies(
     pieces: Pieces, num_layers: int, ranks: int, microbatches: int, can_share: bool
 ) -> list[Remedy]:
-    """Return flags that could lower the peak, in the order in which a user would try them.
+    """Estimate the peaks of flags that could lower it, in the order in which a user would try them.
 
     `can_share` allows vocabulary parallelism; without it layers are moved between ranks.
     """
