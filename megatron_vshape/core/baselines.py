@@ -38,6 +38,11 @@ def is_megatrons_own(name: str | None) -> bool:
     return name is not None and name.partition(":")[0] in MEGATRONS_OWN
 
 
+def megatrons_name(chunks: int) -> str:
+    """Name stock Megatron's schedule with this number of virtual stages per rank."""
+    return "1f1b" if chunks == 1 else f"interleaved-1f1b:{chunks}"
+
+
 NOT_STOCK = "not supported by stock Megatron"
 
 

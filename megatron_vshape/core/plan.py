@@ -33,7 +33,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement, default_placements
 from megatron_vshape.core.model.schedule import Objective, Plan, Schedule
 from megatron_vshape.core.paper.blocks import BuildingBlock
-from megatron_vshape.core.paper.catalogue import NAMES
+from megatron_vshape.core.paper.catalogue import EVERY_NAME, NAMES
 from megatron_vshape.core.planner.vocabulary import (
     WAITING,
     most_logits_bytes,
@@ -91,6 +91,24 @@ def plan(request: PlanRequest, budget: Budget | None = None) -> PlanResult:
         name = made if own.chunks is None else replace(made, name=name)
     costs = request.costs_of(name.placement, name.name)
     return PlanResult(with_all_kinds(name, costs), costs, block)
+
+
+@lru_cache(maxsize=64)
+def published_schedule(name: str, num_devices: int, num_microbatches: int) -> Schedule:
+    """Make a published schedule by its name, or load that of a file.
+
+    Raises:
+        ScheduleError: the schedule does not exist, or does not support these sizes.
+    """
+    find(name, EVERY_NAME)
+    made = plan(PlanRequest(name, num_devices, num_microbatches)).schedule
+    own = made.num_devices, made.whole_microbatches
+    if own != (num_devices, num_microbatches):
+        raise ScheduleError(
+            f"{name} is for {own[0]} devices and {own[1]} microbatches, not for {num_devices} and "
+            f"{num_microbatches}"
+        )
+    return made
 
 
 def _plan_at_memory_of(baseline: BaselineSpec, request: PlanRequest, budget: Budget) -> PlanResult:

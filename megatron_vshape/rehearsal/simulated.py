@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from megatron_vshape.core.baselines import megatrons_name
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.placement import Placement
-from megatron_vshape.core.request import PlanRequest, evaluate_named
+from megatron_vshape.core.plan import published_schedule
 from megatron_vshape.rehearsal.counted import pass_times
 from megatron_vshape.rehearsal.flags import SCHEDULE, Command
 from megatron_vshape.rehearsal.gpus import Gpu
@@ -54,11 +55,6 @@ def step_of(found: Sequence[Rank], command: Command, gpu: Gpu, apart: int) -> St
     return StepTime(seconds, f"{microbatches} microbatches, {name} simulated{like}")
 
 
-def megatrons_name(chunks: int) -> str:
-    """Return the name of Megatron's schedule with this number of virtual stages per rank."""
-    return "1f1b" if chunks == 1 else f"interleaved-1f1b:{chunks}"
-
-
 def _simulated(found: Sequence[Rank], name: str, gpu: Gpu, apart: int) -> float:
     sizes, microbatches = found[0].sizes, found[0].microbatches
     if 3 * microbatches * sizes.pp * sizes.vp > MOST_PASSES:
@@ -68,7 +64,7 @@ def _simulated(found: Sequence[Rank], name: str, gpu: Gpu, apart: int) -> float:
     if others:
         raise ScheduleError(f"it has other passes than F, B and W ({', '.join(sorted(others))})")
 
-    schedule = evaluate_named(name, PlanRequest(name, sizes.pp, microbatches)).schedule
+    schedule = published_schedule(name, sizes.pp, microbatches)
     costs = _costs(ranks, schedule.placement, gpu, apart)
     after = max(rank.time["optimizer"] + rank.time["data parallel"] for rank in found)
     return 1e-6 * simulate(schedule, costs).makespan + float(after)

@@ -6,29 +6,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from operator import sub
 
-from megatron_vshape.core.baselines import is_megatrons_own, why_not_stock
+from megatron_vshape.core.baselines import is_megatrons_own, megatrons_name, why_not_stock
 from megatron_vshape.core.budget import Budget
-from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.layers import Pieces, even_layers, even_with_ends
+from megatron_vshape.core.model.layers import even_layers, even_with_ends
 from megatron_vshape.core.model.placement import Placement, looping, v_shape
-from megatron_vshape.core.plan import plan
-from megatron_vshape.core.request import AUTO, MEMORY_NAMES, PlanRequest
+from megatron_vshape.core.request import MEMORY_NAMES
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.given_layout import layers_in
 from megatron_vshape.rehearsal import accuracy
 from megatron_vshape.rehearsal.flags import SCHEDULE
 from megatron_vshape.rehearsal.saved_config import LAYOUT
-from megatron_vshape.rehearsal.simulated import megatrons_name
 from megatron_vshape.tuning import fsdp
 from megatron_vshape.tuning.configurations import ADAPTIVE, Configuration, count_stages
 from megatron_vshape.tuning.predictor import TIME_LIMIT, Prediction, Predictor, step
 
 PLANNED_SHAPES = 3
 """Maximum number of other configurations to plan for, the best first."""
-
-PATIENCE = 2
-"""Time limit of a search with its setup and evaluation, in multiples of its search time."""
 
 NEAR = 0.02
 """Minimum possible gain over the best known step for a strategy to be evaluated."""
@@ -82,7 +76,7 @@ class Advice:
         found["stock"] = min(filter(_fits, stock), key=step, default=None)
         seconds = self.seconds / PLANNED_SHAPES
         # A configuration that does not fit is no baseline: any plan that fits is better.
-        mine = self._planned(self.own, seconds, step(today) if today.fits else math.inf)
+        mine = self._with_package(self.own, seconds, step(today) if today.fits else math.inf)
         best = [each for each in (mine, found["stock"]) if each is not None]
         planned, least_s = 0, {it: self._least_s(it) for it in self.others}
         for it in sorted(self.others, key=least_s.__getitem__):
@@ -90,14 +84,14 @@ class Advice:
             # Sorted by lower bound: none of the remaining configurations can be faster.
             if planned == PLANNED_SHAPES or least_s[it] > fastest:
                 break
-            made = self._planned(it, seconds, fastest)
+            made = self._with_package(it, seconds, fastest)
             if made is not None:
                 best.append(made)
                 planned += 1
         found |= {"best": min(best, key=step, default=None), "same": mine}
         found["least"] = self._least_memory([*filter(_fits, stock), *best], found["best"])
         if self.predictor.subject.recompute == "full":
-            found["DON'T"] = self.named("v-half", self.own, is_stock=False)
+            found["DON'T"] = self.published("v-half", self.own, is_stock=False)
         return found
 
     def _rows_of(self, grid: Sequence[Prediction]) -> Rows:
@@ -116,7 +110,7 @@ class Advice:
         if not own or why_not_stock(it.schedule, ranks, it.num_microbatches):
             return row
         name = megatrons_name(count_stages(it.schedule, ranks) // ranks)
-        return self.named(name, it, is_stock=True, layers=row.layers, always=False) or row
+        return self.published(name, it, is_stock=True, layers=row.layers, always=False) or row
 
     def _least_memory(
         self, predictions: Sequence[Prediction], best: Prediction | None
@@ -136,7 +130,7 @@ class Advice:
         """
         given = self.predictor.subject.command.value(SCHEDULE)
         name, layers = self._megatrons() if given is None else (given, None)
-        found = self.named(name, self.own, is_stock=given is None, layers=layers)
+        found = self.published(name, self.own, is_stock=given is None, layers=layers)
         if found is None:
             raise ScheduleError(f"schedule {name} does not exist, or not for these sizes")
         return found
@@ -185,7 +179,7 @@ class Advice:
             for layers in (*splits, *_between(splits[-1], splits[0])):
                 name = megatrons_name(chunks)
                 # The comparison has only those that fit, so the others need no simulation.
-                found = self.named(name, it, is_stock=True, layers=layers, always=False)
+                found = self.published(name, it, is_stock=True, layers=layers, always=False)
                 if found is not None:
                     yield found
                     if found.fits and layers not in splits[:-1]:
@@ -201,7 +195,7 @@ class Advice:
         balanced = self.predictor.pieces(it).balanced(self.layers, placement)
         return [balanced] if even in (None, balanced) else [even, balanced]
 
-    def named(
+    def published(
         self,
         name: str,
         it: Configuration,
@@ -209,20 +203,21 @@ class Advice:
         layers: tuple[int, ...] | None = None,
         always: bool = True,
     ) -> Prediction | None:
-        """Predict a named schedule, with these layers if the number of stages matches.
+        """Predict a published schedule in a configuration; None if it does not support its sizes.
 
-        If it does not fit, its times are predicted only with `always`.
+        Other layers than those of the number of stages are replaced by the first of `_splits`. If
+        the schedule does not fit, its times are predicted only with `always`.
         """
         it, ranks = replace(it, schedule=name), it.pipeline_parallel
         try:
             stages = count_stages(name, ranks)
             if layers is None or len(layers) != stages:
                 layers = self._splits(it, looping(ranks, stages // ranks))[0]
-            return self.predictor.named(it, layers, is_stock, always)
+            return self.predictor.published(it, layers, is_stock, always)
         except ScheduleError:
             return None
 
-    def _planned(self, it: Configuration, seconds: float, known_s: float) -> Prediction | None:
+    def _with_package(self, it: Configuration, seconds: float, known_s: float) -> Prediction | None:
         """Predict the fastest of a plan, a plan with copies, and schedules with further features.
 
         All but the first are evaluated only if they may be clearly faster than the best so far.
@@ -231,47 +226,23 @@ class Advice:
         held_s = pieces.layer.held_after_forward_bytes / self.predictor.machine.gpu.host_rate
         copying = pieces.with_copies(1e6 * held_s / pieces.layer.forward_us)
         found: list[Prediction] = []
-        for way, least_s in ((pieces, 0.0), (copying, self._least_s(it))):
+        for costs, least_s in ((pieces, 0.0), (copying, self._least_s(it))):
             if least_s <= (1 - NEAR) * min([known_s, *map(step, found)]):
-                made = self._plan(it, way, seconds / 2)
+                made = self.predictor.planned_with_layers(it, costs, seconds / 2)
                 found += [] if made is None else [made]
         clearly_s = (1 - NEAR) * min([known_s, *map(step, found)])
         for other in it.with_features(self.predictor.subject):
             if self._busy_s(it, (0,) * it.pipeline_parallel) <= clearly_s:
-                found += self._published(other)
+                found += self._v_schedules(other)
         return min(found, key=step, default=None)
 
-    def _published(self, it: Configuration) -> Iterator[Prediction]:
+    def _v_schedules(self, it: Configuration) -> Iterator[Prediction]:
         """Yield the V schedules that fit; a plan of a 70B model needed 22 s and was 0.2% faster."""
         layers = self.predictor.pieces(it).balanced(self.layers, v_shape(it.pipeline_parallel))
         for name in MEMORY_NAMES:
-            found = self.named(name, it, is_stock=False, layers=layers)
+            found = self.published(name, it, is_stock=False, layers=layers)
             if found is not None and found.fits:
                 yield found
-
-    def _plan(self, it: Configuration, pieces: Pieces, seconds: float) -> Prediction | None:
-        ranks = it.pipeline_parallel
-        request = PlanRequest(
-            AUTO,
-            ranks,
-            it.num_microbatches,
-            limit=self.predictor.allocatable_bytes(it),
-            layers=(pieces, self.layers),
-            costs=pieces.costs(even_layers(2 * ranks, looping(ranks, 2))),
-            chunks=tuple(n for n in (1, 2, 3) if n * ranks <= self.layers + 2),
-            seconds=seconds,
-        )
-        try:
-            found = plan(request, Budget(PATIENCE * seconds))
-        except (LimitError, ScheduleError):
-            return None
-        name = ADAPTIVE if found.baseline is None else str(found.baseline)
-        it, schedule = replace(it, schedule=name), found.schedule
-        # The search does not know the copy of the embedding on the last stage.
-        pieces = self.predictor.with_embeddings(pieces, schedule.placement)
-        costs = pieces.costs(found.costs.layers or ())
-        made = self.predictor.evaluated(it, schedule, costs, is_stock=found.is_megatrons)
-        return made if made.fits else None
 
     def _least_s(self, it: Configuration) -> float:
         """Return the seconds of the busiest rank without idle time."""

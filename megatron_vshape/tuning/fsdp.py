@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from megatron_vshape.core.model.layers import Share
 from megatron_vshape.core.model.pieces import Piece
+from megatron_vshape.core.plan import published_schedule
 from megatron_vshape.rehearsal import accuracy
 from megatron_vshape.rehearsal.step_time import exposed_s, link_bytes_of, rates_of
 from megatron_vshape.tuning.configurations import (
@@ -20,7 +21,7 @@ from megatron_vshape.tuning.configurations import (
     SweepError,
     faults,
 )
-from megatron_vshape.tuning.predictor import Prediction, Predictor, named
+from megatron_vshape.tuning.predictor import Prediction, Predictor
 
 NAME = "fsdp2"
 PARAMETER_BYTES, GRADIENT_BYTES = 2, 4
@@ -111,7 +112,7 @@ def _predict(predictor: Predictor, it: Configuration) -> Prediction:
         last=sharded(pieces.last),
         device_bytes=pieces.device_bytes + unsharded,
     )
-    costs, schedule = made.costs((len(layers),)), named("1f1b", 1, it.num_microbatches)
+    costs, schedule = made.costs((len(layers),)), published_schedule("1f1b", 1, it.num_microbatches)
     plain = replace(predictor, counts=lambda _: replace(counted, data_s_per_byte=0.0))
     row = plain.evaluated(it, schedule, costs, always=True)
     computes_s = 1e-6 * costs.busy_us(schedule.placement, 1, 1)

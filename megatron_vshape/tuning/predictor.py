@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_vshape.core.baselines import with_all_kinds
@@ -16,13 +15,12 @@ from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.layers import Pieces, even_layers
 from megatron_vshape.core.model.pieces import under_megatron
-from megatron_vshape.core.model.placement import Placement, default_placements
+from megatron_vshape.core.model.placement import Placement, default_placements, looping
 from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline
-from megatron_vshape.core.paper.catalogue import EVERY_NAME
-from megatron_vshape.core.plan import plan
-from megatron_vshape.core.request import AUTO, PlanRequest, find
+from megatron_vshape.core.plan import plan, published_schedule
+from megatron_vshape.core.request import AUTO, PlanRequest
 from megatron_vshape.rehearsal.counting import Counted
 from megatron_vshape.rehearsal.gpus import Fit
 from megatron_vshape.tuning.configurations import (
@@ -35,6 +33,9 @@ from megatron_vshape.tuning.configurations import (
 )
 from megatron_vshape.tuning.machine import Machine
 from megatron_vshape.view.numbers import GIB, enough
+
+PATIENCE = 2
+"""Time limit of a search with its setup and evaluation, in multiples of its search time."""
 
 TIME_LIMIT = "the time limit (--seconds) has passed"
 
@@ -111,24 +112,31 @@ class Predictor:
     def __call__(self, it: Configuration, budget: Budget | None = None) -> Prediction:
         """Predict the configuration; a search ends with the budget."""
         try:
-            return self._planned(it, budget) if it.schedule == ADAPTIVE else self.named(it)
+            return self.planned(it, budget) if it.schedule == ADAPTIVE else self.published(it)
         except SweepError as error:
             return Prediction(it, Verdict.NO_PLAN, 0.0, reason=str(error))
         except ScheduleError as error:
             raise SweepError(f"{it}: {error}") from None
 
-    def named(
+    def published(
         self,
         it: Configuration,
         layers: Sequence[int] | None = None,
         is_stock: bool = False,
         always: bool = False,
     ) -> Prediction:
-        """Predict the configuration's published schedule, for these layers or the layout's.
+        """Predict the configuration's published schedule, or that of its schedule file.
 
-        Its times too if it does not fit with `always`; with `is_stock` as stock Megatron runs it.
+        Args:
+            it: the configuration.
+            layers: layers of every stage, if not those of the configuration's layout.
+            is_stock: as stock Megatron runs it.
+            always: predict its times too if it does not fit.
+
+        Raises:
+            ScheduleError: the schedule does not exist, or does not support these sizes.
         """
-        schedule = named(it.schedule, it.pipeline_parallel, it.num_microbatches)
+        schedule = published_schedule(it.schedule, it.pipeline_parallel, it.num_microbatches)
         costs = self.costs(it, schedule.placement, layers)
         costs = under_megatron(costs, self.counts(it).message_bytes) if is_stock else costs
         return self.evaluated(it, schedule, costs, always=always, is_stock=is_stock)
@@ -254,8 +262,8 @@ class Predictor:
             flops = 3 * microbatch * it.num_microbatches * ranks
         return flops / (step_s * self.machine.gpu.bf16_flops * it.num_devices)
 
-    def _planned(self, it: Configuration, budget: Budget | None) -> Prediction:
-        """Predict the best plan over all placements.
+    def planned(self, it: Configuration, budget: Budget | None = None) -> Prediction:
+        """Predict the best plan over all placements, with the layers of the configuration's layout.
 
         The memory left by the parameters depends on the placement: in a V, the embedding and the
         output layer are on one device, in a loop on two.
@@ -277,6 +285,42 @@ class Predictor:
         if not found:
             raise SweepError(reasons[0])
         return min(found, key=step)
+
+    def planned_with_layers(
+        self, it: Configuration, pieces: Pieces, seconds: float
+    ) -> Prediction | None:
+        """Predict the best plan over all placements, with layers balanced for each of them.
+
+        Args:
+            it: the configuration; its layout and schedule are ignored.
+            pieces: costs of a layer and of both ends of the model.
+            seconds: search time.
+
+        Returns:
+            The prediction, or None if no plan fits.
+        """
+        ranks, num_layers = it.pipeline_parallel, self.subject.layers
+        request = PlanRequest(
+            AUTO,
+            ranks,
+            it.num_microbatches,
+            limit=self.allocatable_bytes(it),
+            layers=(pieces, num_layers),
+            costs=pieces.costs(even_layers(2 * ranks, looping(ranks, 2))),
+            chunks=tuple(n for n in (1, 2, 3) if n * ranks <= num_layers + 2),
+            seconds=seconds,
+        )
+        try:
+            found = plan(request, Budget(PATIENCE * seconds))
+        except ScheduleError:
+            return None
+        name = ADAPTIVE if found.baseline is None else str(found.baseline)
+        # The search does not include the copy of the embedding on the last stage.
+        pieces = self.with_embeddings(pieces, found.schedule.placement)
+        costs = pieces.costs(found.costs.layers or ())
+        it = replace(it, schedule=name)
+        made = self.evaluated(it, found.schedule, costs, is_stock=found.is_megatrons)
+        return made if made.fits else None
 
 
 def _placements(it: Configuration) -> Sequence[Placement]:
@@ -322,21 +366,3 @@ def plan_adaptive(
     except ScheduleError as error:
         raise SweepError(str(error).splitlines()[0]) from None
     return simulate(schedule, costs)
-
-
-@lru_cache(maxsize=64)
-def named(name: str, num_devices: int, num_microbatches: int) -> Schedule:
-    """Return a published schedule, or that of a file.
-
-    Raises:
-        ScheduleError: the schedule does not exist, or not for these sizes.
-    """
-    find(name, EVERY_NAME)
-    made = plan(PlanRequest(name, num_devices, num_microbatches)).schedule
-    own = made.num_devices, made.whole_microbatches
-    if own != (num_devices, num_microbatches):
-        raise ScheduleError(
-            f"{name} is for {own[0]} devices and {own[1]} microbatches, not for {num_devices} and "
-            f"{num_microbatches}"
-        )
-    return made

@@ -142,7 +142,7 @@ def test_rehearse_and_advise_agree_whether_a_rank_fits(peak_gib: float, headroom
         communicators=communicators,
         headroom_bytes=headroom * gpu.memory_bytes,
     )
-    row = made.named("1f1b", made.own, is_stock=True)
+    row = made.published("1f1b", made.own, is_stock=True)
     assert row is not None
     peak = int(row.ranks[0].allocated)
     assert peak == int(peak_gib * GIB)
@@ -159,7 +159,7 @@ def test_the_last_rank_of_a_tied_model_has_a_copy_of_the_embedding() -> None:
 
     def states(name: str, words: str) -> list[float]:
         made = advice(subject(words), pieces)
-        row: Prediction | None = made.named(name, made.own, is_stock=name == "1f1b")
+        row: Prediction | None = made.published(name, made.own, is_stock=name == "1f1b")
         assert row is not None
         return [rank.states / GIB for rank in row.ranks]
 
