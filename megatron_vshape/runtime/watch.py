@@ -1,5 +1,6 @@
 """Reports of a process that ends early: a watchdog over messages, and the last words at SIGTERM."""
 
+import atexit
 import faulthandler
 import logging
 import multiprocessing
@@ -13,6 +14,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
+
+EXIT_S = 2.0
+"""Seconds for which the end of the interpreter waits for a query of the watchdog."""
 
 
 def no_progress(timeout_s: float) -> str:
@@ -35,7 +39,8 @@ class Watch:
 
     One thread queries the GPU. The driver does not answer while a call of another thread has its
     lock; loading a kernel does that, and waits for the whole device. So a second thread, without
-    any queries, checks that the first still gets answers.
+    any queries, checks that the first still gets answers. Both end before the interpreter does, if
+    nobody has closed the watchdog: frameworks have no end of training, and scripts can fail.
     """
 
     timeout_s: float
@@ -47,15 +52,23 @@ class Watch:
     name_device: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        """Start the two threads."""
+        """Start the two threads, which end at `close` or at the exit of the interpreter."""
         self._ahead: deque[tuple[torch.cuda.Event, Callable[[], str]]] = deque()
         self._added = 0
-        self._is_closed = self._has_ended = self._is_quiet = False
+        self._is_closed = self._is_quiet = False
+        self._ended = threading.Event()
         self._asks_since: float | None = None
         self._waiting: list[str] = []
         self._asks = threading.Lock()  # locked while the GPU is queried
-        for run in (self._ask, self._guard):
-            threading.Thread(target=run, daemon=True, name=f"watch{run.__name__}").start()
+        self._threads = [
+            threading.Thread(target=run, daemon=True, name=f"watch{run.__name__}")
+            for run in (self._ask, self._guard)
+        ]
+        # The interpreter ends daemon threads as soon as they need the GIL. Inside a query, that is
+        # in a C++ destructor, and the process would abort (SIGABRT).
+        atexit.register(self._end_threads)
+        for thread in self._threads:
+            thread.start()
 
     def add(self, event: torch.cuda.Event, tell: Callable[[], str]) -> None:
         """Watch an event that follows a receive.
@@ -86,6 +99,11 @@ class Watch:
         """
         self._is_closed, self._is_quiet = True, quietly
 
+    def _end_threads(self) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join(EXIT_S)
+
     @property
     def _period_s(self) -> float:
         return min(1.0, self.timeout_s / 4)
@@ -94,8 +112,7 @@ class Watch:
         self.name_device()
         before: tuple[int, list[str]] | None = None
         moved_s = time.monotonic()
-        while not self._has_ended:
-            time.sleep(self._period_s)
+        while not self._ended.wait(self._period_s):
             # `_guard` reads this: a query that the driver never answers has a start and no end.
             self._asks_since = time.monotonic()
             waiting = self._find_waiting()
@@ -109,11 +126,11 @@ class Watch:
                 before, moved_s = now, time.monotonic()
             elif time.monotonic() - moved_s > self.timeout_s:
                 self._end(waiting[0] + no_progress(self.timeout_s))
-        self._has_ended = True
+        self._ended.set()
+        atexit.unregister(self._end_threads)
 
     def _guard(self) -> None:
-        while not self._has_ended:
-            time.sleep(self._period_s)
+        while not self._ended.wait(self._period_s):
             # Set while the first thread is in a query; a query that never returns is reported here.
             since = self._asks_since
             if since is not None and time.monotonic() - since > self.timeout_s:
@@ -124,7 +141,7 @@ class Watch:
                 )
 
     def _end(self, text: str) -> None:
-        self._has_ended = True
+        self._ended.set()
         if not self._is_quiet:
             self.stuck(text)
 

@@ -100,3 +100,43 @@ def test_a_signal_that_is_taken_is_left_alone() -> None:
             assert signal.getsignal(signal.SIGTERM) is theirs
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+EXITS = """
+import contextlib
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatron_vshape.runtime.watch import Watch
+
+class Late:
+    def __del__(self, sleep=time.sleep):
+        sleep(1.0)
+
+class Event:
+    def query(self):
+        asked.append(0)
+        with contextlib.suppress(dist.DistStoreError):
+            store.wait(["never"], timedelta(seconds=0.3))
+        return False
+
+asked, store, late = [], dist.HashStore(), Late()
+watch = Watch(timeout_s=60.0, under_way=lambda: [], doing=lambda: "")
+watch.add(Event(), lambda: "F1.0 waits for F0.0")
+while not asked:
+    time.sleep(0.01)
+{end}
+"""
+"""Ends during a query of the watchdog, which waits in C++ without the GIL, as CUDA's queries do.
+
+`late` is deleted by the finalization of the interpreter, which then lasts longer than the query.
+"""
+
+
+@pytest.mark.parametrize("end", ["", "watch.close()"])
+def test_an_exit_during_a_query_of_the_watchdog_is_no_crash(end: str) -> None:
+    command = [sys.executable, "-c", EXITS.format(end=end)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
