@@ -292,8 +292,10 @@ class ProgramRun:
                     handler.join(works[0])
             self._observer.begins(*works)
             with label(_name_of, works):
-                if handler is None:
-                    results = _call_stages(self.stages, works, handed)
+                if len(works) > 1:
+                    results = _call_pair(self.stages, works, handed)
+                elif handler is None:
+                    results = [_call_stage(self.stages, works[0], handed)]
                 else:
                     handler.run(works[0])
                     results = [None]
@@ -336,23 +338,23 @@ def _name_of(works: tuple[Pass, ...]) -> str:
     return PAIR_SIGN.join(map(str, works))
 
 
-def _call_stages(
+def _call_pair(
     stages: Mapping[int, Stage], works: tuple[Pass, ...], handed: list[Tensor | None]
 ) -> list[Tensor | None]:
-    """Run passes and return their results; a pair runs overlapped if its stage supports it."""
-    if len(works) == 1:
-        return [_call_stage(stages[works[0].stage], works[0], handed)]
-    overlapped = getattr(stages[works[0].stage], "forward_overlapped", None)
-    # Without an overlapped implementation the two passes run one after the other.
-    if overlapped is None:
-        return [_call_stage(stages[each.stage], each, handed) for each in works]
+    """Run an F&B pair, overlapped if the stage of F supports it; return both results."""
     work, other = works
+    overlapped = getattr(stages[work.stage], "forward_overlapped", None)
+    if overlapped is None:
+        return [_call_stage(stages, each, handed) for each in works]
     # `pop` leaves the stage with the only reference, so that it can free the input early.
     return [*overlapped(work.microbatch, handed.pop(0), stages[other.stage], other, handed.pop(0))]
 
 
-def _call_stage(stage: Stage, work: Pass, handed: list[Tensor | None]) -> Tensor | None:
-    method: Callable[..., Tensor | None] = getattr(stage, work.kind.method)
+def _call_stage(
+    stages: Mapping[int, Stage], work: Pass, handed: list[Tensor | None]
+) -> Tensor | None:
+    """Call the method of the pass's stage: `forward`, `backward_inputs`, and so on."""
+    method: Callable[..., Tensor | None] = getattr(stages[work.stage], work.kind.method)
     if work.kind.receives:
         return method(work.microbatch, handed.pop(0))
     return method(work.microbatch)
