@@ -91,7 +91,7 @@ def _split_state() -> Any:
     """Let Megatron's linear layers defer their weight gradients to a state."""
     from megatron.core.tensor_parallel import layers
 
-    from megatron_vshape.mcore.split.local_layers import TorchFusedKernels, make_split_linear
+    from megatron_vshape.mcore.split.linear_layers import TorchFusedKernels, make_split_linear
     from megatron_vshape.mcore.step_state import StepState
 
     state = StepState(splits_backward=True)

@@ -34,8 +34,8 @@ from megatron_vshape.mcore.setup.choice import (
     ScheduleConfig,
     check_batch_size,
     check_stages,
-    choice_for,
-    take_options,
+    resolve_schedule,
+    translate_and_check,
 )
 from megatron_vshape.mcore.setup.features import Settings
 from megatron_vshape.mcore.setup.translate import (
@@ -132,7 +132,7 @@ def examine(
     Raises:
         ScheduleError: The schedule does not exist for this number of devices.
     """
-    choice = choice_for(own, options[DEVICES])
+    choice = resolve_schedule(own, options[DEVICES])
     left = SimpleNamespace(**{**defaults, **_of_precision(options), **options})
     found = _Checked([], [], [])
     # Each round removes at least one rejected option, so the loop ends.
@@ -206,7 +206,7 @@ def _reasons(
 
 def _check(given: Any, choice: ScheduleConfig, own: Options) -> None:
     """Raise the error that a run with these options would raise before it builds a model."""
-    choice, translated = take_options(given, choice, own, check_arguments)
+    choice, translated = translate_and_check(given, choice, own, check_arguments)
     check_derived(given, choice.name)
     layers = _layers(given, choice.placement, translated.layer_split, own.costs())
     stage_map = StageMap(choice.placement, layers, multi_token.num_predicting(given))

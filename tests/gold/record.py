@@ -35,7 +35,8 @@ from megatron_vshape.core.model.schedule import Objective, Schedule, load_schedu
 from megatron_vshape.core.paper.catalogue import EVERY_NAME
 from megatron_vshape.core.planner import search
 from megatron_vshape.core.request import PlanRequest
-from megatron_vshape.mcore.setup.choice import GIB, ScheduleConfig, choice_of
+from megatron_vshape.mcore.options import Options
+from megatron_vshape.mcore.setup.choice import GIB, ScheduleConfig, resolve_schedule
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.tuning.configurations import ADAPTIVE, Configuration
 from megatron_vshape.tuning.files import load_sweep
@@ -289,7 +290,7 @@ class Recorder:
         self.keep(f"file/{at}/train", told(lambda: self._trains(path, schedule)))
 
     def _trains(self, path: Path, schedule: Schedule) -> str:
-        planner = Planner(choice_of(str(path), schedule.num_devices))
+        planner = Planner(resolve_schedule(Options(schedule=str(path)), schedule.num_devices))
         made = planner.training(schedule.num_microbatches)
         return f"{made.timeline.makespan!r}\n{made.program.text()}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from megatron_vshape.mcore.setup.plans import Planner
-from megatron_vshape.mcore.split import local_layers
+from megatron_vshape.mcore.split import linear_layers
 from megatron_vshape.runtime.weight_jobs import _Open
 
 
@@ -14,7 +14,7 @@ def start(rank: int, given: object) -> None:
     if given:
         Planner._beside = lambda *unused: {}  # type: ignore[method-assign]
         return
-    run = local_layers.run_beside
+    run = linear_layers.run_beside
 
     @functools.wraps(run)
     def counted() -> None:
@@ -22,4 +22,4 @@ def start(rank: int, given: object) -> None:
             print("a job ran inside a B", flush=True)
         run()
 
-    local_layers.run_beside = counted
+    linear_layers.run_beside = counted

@@ -36,7 +36,7 @@ from torch import Tensor
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.mcore.features.overlap import layer_plans
-from megatron_vshape.mcore.layout.stages import tie_embeddings
+from megatron_vshape.mcore.hooks.core_hooks import tie_embeddings
 from megatron_vshape.mcore.step.stage import MegatronStage, StepContext
 from megatron_vshape.runtime import weight_jobs
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron.core.tensor_parallel import layers
 
-from megatron_vshape.mcore.split.local_layers import TorchFusedKernels, make_split_linear
+from megatron_vshape.mcore.split.linear_layers import TorchFusedKernels, make_split_linear
 from megatron_vshape.mcore.step_state import StepState
 
 NAME = "LinearWithGradAccumulationAndAsyncCommunication"

@@ -21,7 +21,7 @@ from megatron_vshape.mcore.features.vocabulary import SharedEnds
 from megatron_vshape.mcore.layout.hybrid import cut
 from megatron_vshape.mcore.layout.sizes import options_of, sizes_of
 from megatron_vshape.mcore.layout.stage_map import split_layers
-from megatron_vshape.mcore.setup.choice import choice_of
+from megatron_vshape.mcore.setup.choice import ScheduleConfig
 from megatron_vshape.mcore.setup.configure import prepare
 from megatron_vshape.mcore.setup.plans import PlannedStep, Planner
 from megatron_vshape.mcore.setup.translate import translate
@@ -141,7 +141,7 @@ def test_estimates_equal_those_of_the_gpt(
     monkeypatch.setattr("megatron_vshape.core.planner.search.default_steps", lambda _: 10_000)
 
     def plan(given: Namespace, text: str | None) -> PlannedStep:
-        choice = replace(choice_of(name, 4), shares=shares)
+        choice = ScheduleConfig(4, name, shares=shares)
         ends = SharedEnds() if shares else None
         found = split_layers(given, choice.placement, text, None, ends=ends)
         return Planner(replace(choice, estimate=found.estimate)).training(8)

@@ -11,9 +11,10 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import even_layers
 from megatron_vshape.core.model.placement import Placement, linear, looping, v_shape
+from megatron_vshape.mcore.hooks.core_hooks import embedding_ranks
 from megatron_vshape.mcore.layout import stage_map
-from megatron_vshape.mcore.layout.stage_map import StageMap
-from megatron_vshape.mcore.layout.stages import StageLayout, embedding_ranks, megatrons_text
+from megatron_vshape.mcore.layout.stage_map import StageMap, megatrons_text
+from megatron_vshape.mcore.setup.configure import StageLayout
 
 
 def split_layers(num_layers: int, placement: Placement) -> StageMap:

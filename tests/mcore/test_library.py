@@ -26,9 +26,9 @@ import megatron_vshape
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.mcore.observe.report import opening_lines
-from megatron_vshape.mcore.options import options_from
+from megatron_vshape.mcore.options import Options, options_from
 from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError, refusing
-from megatron_vshape.mcore.setup.choice import choice_of
+from megatron_vshape.mcore.setup.choice import resolve_schedule
 from megatron_vshape.mcore.setup.configure import prepare_config
 from megatron_vshape.mcore.step.microbatches import given_iterators, shared_out
 
@@ -338,7 +338,7 @@ def test_a_rejection_ends_every_rank_with_its_reason(monkeypatch: pytest.MonkeyP
     for rank, status in (("0", f"megatron-vshape: {why}"), ("1", 1)):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(RefusedError) as refused, refusing():
-            choice_of("auto", RANKS)
+            resolve_schedule(Options("auto"), RANKS)
         assert (refused.value.code, refused.value.why) == (status, why)
 
 

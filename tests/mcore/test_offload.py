@@ -21,7 +21,7 @@ from megatron_vshape.core.paper.catalogue import NAMES, make
 from megatron_vshape.mcore.features.offload import check_copies
 from megatron_vshape.mcore.options import MEGATRONS_OWN, Options
 from megatron_vshape.mcore.refusals import UnsupportedError
-from megatron_vshape.mcore.setup.choice import GIB, choice_for, choice_of
+from megatron_vshape.mcore.setup.choice import GIB, resolve_schedule
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.runtime.copies import Copies, priced
 
@@ -178,7 +178,7 @@ def test_a_file_whose_copies_cannot_run_is_refused(tmp_path: Path) -> None:
     schedule = offloaded(make("v-half", 2, 4), lambda *at: at == (1, 2))
     file = tmp_path / "waits.csv"
     file.write_text(schedule.to_csv())
-    assert choice_of(str(file), 2).from_file is not None
+    assert resolve_schedule(Options(str(file)), 2).from_file is not None
     for old, new, said in (
         ("R1.2,H1.2,", "", "D1.2 on device 1 has no R1.2"),
         ("H1.2,", "", "D1.2 on device 1 has no H1.2"),
@@ -187,7 +187,7 @@ def test_a_file_whose_copies_cannot_run_is_refused(tmp_path: Path) -> None:
         assert old in schedule.to_csv()
         file.write_text(schedule.to_csv().replace(old, new))
         with pytest.raises(ValueError, match=said):
-            choice_of(str(file), 2)
+            resolve_schedule(Options(str(file)), 2)
 
 
 LARGE = 0.95e6
@@ -210,7 +210,7 @@ def test_auto_keeps_the_limit_of_host_memory(tmp_path: Path) -> None:
     for chunks in (3.0, 1e6):
         limit = chunks * LARGE * (1 + 1 / HOST_BLOCKS) / GIB
         options = Options("auto", 60.0, str(file), "v-min", limit)
-        schedule = Planner(choice_for(options, 2)).training(16).schedule
+        schedule = Planner(resolve_schedule(options, 2)).training(16).schedule
         peaks.append(max(peak_moved(schedule, costs)))
     assert 0 < peaks[0] <= 3 * LARGE * (1 + 1e-9) < peaks[1]
 
@@ -251,7 +251,7 @@ def test_limits_of_host_memory_that_cannot_be(
         Path(name).write_text(offloaded(make("v-half", 2, 8)).to_json())
     options = Options(name, 60.0, str(costs_of_copies(tmp_path)), None, limit_gib)
     with pytest.raises(ValueError, match=said):
-        choice_for(options, 2)
+        resolve_schedule(options, 2)
 
 
 @pytest.mark.slow

@@ -17,8 +17,8 @@ from megatron_vshape.core.plan import plan
 from megatron_vshape.core.planner.vocabulary import share_vocabulary
 from megatron_vshape.core.request import PlanRequest, find
 from megatron_vshape.mcore.observe.report import opening_lines
-from megatron_vshape.mcore.options import options_from
-from megatron_vshape.mcore.setup.choice import GIB, ScheduleConfig, choice_of
+from megatron_vshape.mcore.options import Options, options_from
+from megatron_vshape.mcore.setup.choice import GIB, ScheduleConfig, resolve_schedule
 from megatron_vshape.mcore.setup.configure import prepare_config
 from megatron_vshape.mcore.setup.plans import Planner
 
@@ -55,7 +55,7 @@ def test_the_smallest_program_uses_all_streams() -> None:
 def test_a_file_is_for_its_own_microbatches(tmp_path: Path) -> None:
     file = tmp_path / "v.json"
     file.write_text(make("v-min", 3, 7).to_json())
-    planner = Planner(choice_of(str(file), 3))
+    planner = Planner(resolve_schedule(Options(str(file)), 3))
     assert planner.training(7).schedule.order == make("v-min", 3, 7).order
     with pytest.raises(ScheduleError, match="is for 7 microbatches, this run has 8 in a step"):
         planner.training(8)
@@ -84,7 +84,7 @@ def test_a_file_whose_microbatches_run_out_of_turn(tmp_path: Path) -> None:
     rows = (("F0.1", "F0.0", "BW0.0", "BW0.1"), ("F1.0", "BW1.0", "F1.1", "BW1.1"))
     order = tuple(tuple(map(Pass.parse, row)) for row in rows)
     file.write_text(Schedule("turned", 2, 2, (0, 1), order).to_json())
-    for read in (lambda: choice_of(str(file), 2), lambda: find(str(file))):
+    for read in (lambda: resolve_schedule(Options(str(file)), 2), lambda: find(str(file))):
         with pytest.raises(
             ScheduleError,
             match=r"F0\.1 runs before F0\.0 on device 0, .* order of the microbatches, 0, 1, 2",
@@ -97,7 +97,7 @@ def test_this_packages_own_orders_may_be_files(tmp_path: Path, name: str) -> Non
     file = tmp_path / "own.json"
     made = plan(PlanRequest(name, 4, 8)).schedule if name.endswith("+") else make(name, 4, 8)
     file.write_text(made.to_json())
-    assert choice_of(str(file), 4).from_file == made
+    assert resolve_schedule(Options(str(file)), 4).from_file == made
 
 
 def test_a_file_with_a_shared_vocabulary_shares_it(tmp_path: Path) -> None:
@@ -105,9 +105,9 @@ def test_a_file_with_a_shared_vocabulary_shares_it(tmp_path: Path) -> None:
     file = tmp_path / "shared.json"
     costs = Costs.uniform(2, 4, kinds=VOCABULARY)
     file.write_text(share_vocabulary(plain, costs).to_json())
-    assert choice_of(str(file), 2).shares
+    assert resolve_schedule(Options(str(file)), 2).shares
     file.write_text(plain.to_json())
-    assert not choice_of(str(file), 2).shares
+    assert not resolve_schedule(Options(str(file)), 2).shares
 
 
 def known_in_all() -> Costs:

@@ -29,7 +29,7 @@ from megatron_vshape.mcore.features.slices.attention import KeysValues
 from megatron_vshape.mcore.features.slices.step import Slices
 from megatron_vshape.mcore.options import Options, options_in
 from megatron_vshape.mcore.refusals import UnsupportedError
-from megatron_vshape.mcore.setup.choice import choice_for, fitted
+from megatron_vshape.mcore.setup.choice import narrowed, resolve_schedule
 from megatron_vshape.mcore.setup.features import Settings
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.step_state import TokenRange
@@ -357,17 +357,17 @@ def options(**given: Any) -> Options:
 def test_a_file_says_its_slices(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text(make("v-zb", 2, 3, slices=4).to_json())
-    choice = choice_for(options(schedule=str(file), slices=1), 2)
+    choice = resolve_schedule(options(schedule=str(file), slices=1), 2)
     assert (choice.slices, Planner(choice).training(3).schedule.num_microbatches) == (4, 12)
     with pytest.raises(ScheduleError, match="has 4 slices per microbatch, not the 2 of"):
-        choice_for(options(schedule=str(file), slices=2), 2)
+        resolve_schedule(options(schedule=str(file), slices=2), 2)
     with pytest.raises(ScheduleError, match="is for 3 microbatches, this run has 12 in a step"):
         Planner(choice).training(12)
 
 
 def test_a_schedule_by_name_does_not_choose_its_slices() -> None:
     with pytest.raises(ScheduleError, match="auto chooses with --pipeline-schedule auto, and v-zb"):
-        choice_for(options(slices="auto"), 2)
+        resolve_schedule(options(slices="auto"), 2)
 
 
 def auto(tmp_path: Path, host: float, **given: Any) -> Options:
@@ -380,7 +380,7 @@ def auto(tmp_path: Path, host: float, **given: Any) -> Options:
 @pytest.mark.parametrize(("host", "chosen"), [(1.0, 4), (60.0, 1)])
 def test_auto_chooses_slices_for_a_run(tmp_path: Path, host: float, chosen: int) -> None:
     given = auto(tmp_path, host)
-    choice = fitted(Settings(Namespace(seq_length=48), choice_for(given, 2), given))
+    choice = narrowed(Settings(Namespace(seq_length=48), resolve_schedule(given, 2), given))
     assert choice.slices == (1, 2, 4, 8)
     schedule = Planner(choice).training(2).schedule
     assert (schedule.slices, schedule.num_microbatches) == (chosen, 2 * chosen)
@@ -390,23 +390,23 @@ def test_auto_has_what_the_sequence_and_the_model_allow(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = auto(tmp_path, 1.0)
-    choice = choice_for(given, 2)
+    choice = resolve_schedule(given, 2)
     parts = {"sequence_parallel": True, "tensor_model_parallel_size": 2}
-    assert fitted(Settings(Namespace(seq_length=24, **parts), choice, given)).slices == (1, 2, 4)
-    planner = Planner(fitted(Settings(Namespace(), choice, given)))
+    assert narrowed(Settings(Namespace(seq_length=24, **parts), choice, given)).slices == (1, 2, 4)
+    planner = Planner(narrowed(Settings(Namespace(), choice, given)))
     planner.configure(replace(planner.choice, slices=(1, 2)))
     assert planner.training(2).schedule.slices == 2
     caplog.set_level("INFO")
-    assert fitted(Settings(Namespace(context_parallel_size=2), choice, given)).slices == 1
+    assert narrowed(Settings(Namespace(context_parallel_size=2), choice, given)).slices == 1
     assert "microbatches stay whole: --pipeline-slices does not work with" in caplog.text
 
 
 def test_a_planned_run_takes_one_number(tmp_path: Path) -> None:
     given = auto(tmp_path, 1.0, slices=4)
-    assert Planner(choice_for(given, 2)).training(2).schedule.slices == 4
+    assert Planner(resolve_schedule(given, 2)).training(2).schedule.slices == 4
     file = tmp_path / "mine.json"
     file.write_text(make("v-zb", 2, 3, slices=4).to_json())
-    assert choice_for(options(schedule=str(file), slices="auto"), 2).slices == 4
+    assert resolve_schedule(options(schedule=str(file), slices="auto"), 2).slices == 4
     assert options_in("schedule=auto,slices=auto") == {"schedule": "auto", "slices": "auto"}
 
 

@@ -87,8 +87,8 @@ def two_layers(
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import layers
 
-    from megatron_vshape.mcore.split import local_layers
-    from megatron_vshape.mcore.split.local_layers import make_split_linear
+    from megatron_vshape.mcore.split import linear_layers
+    from megatron_vshape.mcore.split.linear_layers import make_split_linear
     from megatron_vshape.mcore.step_state import StepState
 
     parallel_state._set_global_memory_buffer()
@@ -114,7 +114,7 @@ def two_layers(
         part = first.chunk(2)[rank] if sequence_parallel else first
         outputs.append(function.apply(part.contiguous(), weights[1], *options))
         inputs.append(x)
-    calls = note_calls(local_layers, "accumulate_weight_grad")
+    calls = note_calls(linear_layers, "accumulate_weight_grad")
     note_sums(layers, calls)
     for microbatch, output in enumerate(outputs):
         if split:
@@ -175,7 +175,7 @@ def row_parallel_layer(rank: int, split: bool) -> tuple[list[list[float]], list[
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_vshape.mcore.split.local_layers import make_split_linear, mark_gathered
+    from megatron_vshape.mcore.split.linear_layers import make_split_linear, mark_gathered
     from megatron_vshape.mcore.step_state import StepState
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
@@ -266,7 +266,7 @@ def test_the_output_may_have_another_dtype(
     pytest.importorskip("megatron.core")
     from megatron.core.tensor_parallel import layers
 
-    from megatron_vshape.mcore.split.local_layers import make_split_linear
+    from megatron_vshape.mcore.split.linear_layers import make_split_linear
     from megatron_vshape.mcore.step_state import StepState
 
     state = StepState(splits_backward=True)
@@ -302,7 +302,7 @@ def under_autocast(rank: int, dtype: torch.dtype, split: bool) -> list[list[floa
     cpu.install()
     from megatron.core.tensor_parallel import layers
 
-    from megatron_vshape.mcore.split.local_layers import make_split_linear
+    from megatron_vshape.mcore.split.linear_layers import make_split_linear
     from megatron_vshape.mcore.step_state import StepState
 
     theirs = layers.LinearWithGradAccumulationAndAsyncCommunication
@@ -357,19 +357,19 @@ def kernels_called(rank: int) -> tuple[list[str], list[list[float]]]:
     sys.modules[apex.__name__] = apex
     from megatron.core.tensor_parallel import layers
 
-    from megatron_vshape.mcore.split import local_layers
+    from megatron_vshape.mcore.split import linear_layers
     from megatron_vshape.mcore.step_state import StepState
     from megatron_vshape.runtime import weight_jobs
 
     assert layers._grad_accum_fusion_available
     weight_jobs._addmm_has_out_dtype = lambda: True  # as from torch 2.10 on
-    kernel_of = local_layers.fused_kernel
-    local_layers.fused_kernel = lambda device, *dtypes: kernel_of("cuda", *dtypes)
+    kernel_of = linear_layers.fused_kernel
+    linear_layers.fused_kernel = lambda device, *dtypes: kernel_of("cuda", *dtypes)
     add_wide = weight_jobs.WeightGradKernel.ADDMM_WIDE
     weight_jobs._KERNELS[add_wide] = lambda *unused: called.append("torch")
     state = StepState(splits_backward=True)
     upstream = layers.LinearWithGradAccumulationAndAsyncCommunication
-    function: Any = local_layers.make_split_linear(state, layers, upstream)
+    function: Any = linear_layers.make_split_linear(state, layers, upstream)
     sums = []
     for split in (False, True):
         weight: Any = torch.nn.Parameter(torch.ones(SIZE, SIZE, dtype=torch.bfloat16))
@@ -407,7 +407,7 @@ def whole_in_a_pass(rank: int) -> dict[tuple[bool, bool], tuple[bool, bool, floa
     cpu.install()
     from megatron.core.tensor_parallel import layers
 
-    from megatron_vshape.mcore.split.local_layers import TorchFusedKernels, make_split_linear
+    from megatron_vshape.mcore.split.linear_layers import TorchFusedKernels, make_split_linear
     from megatron_vshape.mcore.step_state import StepState
 
     layers.fused_weight_gradient_mlp_cuda = TorchFusedKernels

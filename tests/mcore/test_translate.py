@@ -420,7 +420,7 @@ def test_a_config_before_it_is_checked(given: dict[str, Any], expected: str, lin
     """As a library's provider, which is a TransformerConfig, comes by."""
     transformer = pytest.importorskip("megatron.core.transformer")
     from megatron_vshape.mcore.layout.stage_map import StageMap
-    from megatron_vshape.mcore.layout.stages import StageLayout
+    from megatron_vshape.mcore.setup.configure import StageLayout
 
     class Provider(transformer.TransformerConfig):  # type: ignore[misc, name-defined]
         def __post_init__(self) -> None:

@@ -28,7 +28,7 @@ from megatron_vshape.mcore.setup.configure import prepare, recomputed_inputs
 from megatron_vshape.mcore.setup.features import Settings
 from megatron_vshape.mcore.setup.megatron_schedules import megatrons_own
 from megatron_vshape.mcore.setup.plans import Planner
-from megatron_vshape.mcore.split import prepare as prepared
+from megatron_vshape.mcore.split import linear_layers
 
 V = v_shape(2)
 
@@ -68,7 +68,7 @@ def test_what_is_not_split_is_told_with_the_reason(caplog: pytest.LogCaptureFixt
         }
     )
     with caplog.at_level(logging.INFO):
-        prepared.log_whole_layers([chunk])
+        linear_layers.log_whole_layers([chunk])
     told = {record.getMessage(): record.levelno for record in caplog.records}
     assert told == {
         "the weight gradients of 1 Embedding stay in B, as it should: a lookup has no product to "

@@ -88,6 +88,7 @@ def test_a_costs_file_says_how_many_stages_are_told_apart(stages, planned_for):
 def test_the_command_makes_this_very_plan_and_training_takes_its_file(tmp_path):
     plans = pytest.importorskip("megatron_vshape.mcore.setup.plans")
     choice = pytest.importorskip("megatron_vshape.mcore.setup.choice")
+    options = pytest.importorskip("megatron_vshape.mcore.options")
     path = tmp_path / "plan.json"
     priced = {**COST, "embedding": [0.25, 0, 0], "head": [0.5, 0.25, 0.5]}
     recipe = shlex.split(shown(costs=priced)["facts"]["recipe"])
@@ -95,7 +96,7 @@ def test_the_command_makes_this_very_plan_and_training_takes_its_file(tmp_path):
     assert main([*recipe, "--export", str(path)]) == 0
     schedule = Schedule.from_json(planned("schedule-file", costs=priced).decode())
     assert load_schedule(path) == schedule
-    planner = plans.Planner(choice.choice_of(str(path), DEVICES))
+    planner = plans.Planner(choice.resolve_schedule(options.Options(str(path)), DEVICES))
     assert planner.training(MICROBATCHES).schedule == schedule
     assert shown(costs=priced)["facts"]["train"] == ""  # the page names the file
 

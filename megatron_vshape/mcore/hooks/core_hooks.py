@@ -10,23 +10,24 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+from collections.abc import Sequence
 from typing import Any
 from weakref import ref
 
 from megatron.core import parallel_state
 from megatron.core.transformer import module as transformer_module
 
+from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.mcore.hook import Function, Hook, replaces, replaces_always
 from megatron_vshape.mcore.hooks import libraries
 from megatron_vshape.mcore.hooks.session import Session
-from megatron_vshape.mcore.layout import hybrid, multi_token, stages
+from megatron_vshape.mcore.layout import hybrid, multi_token
 from megatron_vshape.mcore.layout.stage_map import check_tied_embeddings
-from megatron_vshape.mcore.layout.stages import StageLayout
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import UnsupportedError, refused_model, refusing
 from megatron_vshape.mcore.setup import configure
-from megatron_vshape.mcore.setup.choice import ScheduleConfig, choice_for
-from megatron_vshape.mcore.setup.configure import Pipeline
+from megatron_vshape.mcore.setup.choice import ScheduleConfig, resolve_schedule
+from megatron_vshape.mcore.setup.configure import Pipeline, StageLayout
 from megatron_vshape.mcore.setup.features import BuiltChunk, features
 from megatron_vshape.mcore.setup.translate import log_translated, translate
 
@@ -92,7 +93,7 @@ def initialize_model_parallel(
     # Libraries may initialize process groups before or after they create the config.
     bound = inspect.signature(original).bind(*args, **given)
     with refusing():
-        choice = _choice_for(session, bound.arguments.get("pipeline_model_parallel_size", 1))
+        choice = _schedule_for(session, bound.arguments.get("pipeline_model_parallel_size", 1))
     if choice is None:
         return original(*args, **given)
     placement = choice.placement
@@ -101,16 +102,27 @@ def initialize_model_parallel(
     bound.arguments["virtual_pipeline_model_parallel_size"] = chunks if chunks > 1 else None
     # If all ranks share the embedding, no rank has a copy of another rank's rows.
     ends = placement[:1] if choice.shares else placement
-    bound.arguments["get_embedding_ranks"] = lambda group, *_: stages.embedding_ranks(ends, group)
+    bound.arguments["get_embedding_ranks"] = lambda group, *_: embedding_ranks(ends, group)
     return original(*bound.args, **bound.kwargs)
 
 
-def _choice_for(session: Session, ranks: int) -> ScheduleConfig | None:
+def embedding_ranks(placement: Placement, pipeline_ranks: Sequence[int]) -> list[int]:
+    """Return the global ranks of a pipeline whose embedding gradients Megatron must sum.
+
+    If one rank has the first and the last stage, it is the only one: the weight is shared, so there
+    is nothing to sum.
+    """
+    return sorted({pipeline_ranks[placement[0]], pipeline_ranks[placement[-1]]})
+
+
+def _schedule_for(session: Session, ranks: int) -> ScheduleConfig | None:
     """Return the schedule for `ranks` pipeline ranks, or None if Megatron's schedule runs."""
     pipeline, options = session.pipeline, session.library_options
     if pipeline is not None and pipeline.stage_map.num_ranks == ranks:
         return pipeline.choice
-    return None if options is None or ranks == 1 else choice_for(options, ranks, loss_last=True)
+    return (
+        None if options is None or ranks == 1 else resolve_schedule(options, ranks, loss_last=True)
+    )
 
 
 def model_init(session: Session, original: Function) -> Function:
@@ -209,7 +221,30 @@ def _join(first: Any, last: Any) -> None:
     if getattr(last, "mtp_process", False):
         multi_token.share_embedding(first, last)
     if last.share_embeddings_and_output_weights:
-        stages.tie_embeddings(first, last)
+        tie_embeddings(first, last)
+
+
+def tie_embeddings(first: Any, last: Any) -> None:
+    """Make the output layer of `last` use the word embedding of `first`, both on this rank.
+
+    The result is one Parameter, owned by `first`. Two copies under one name could not be saved in
+    parallel, and their gradients would have to be summed. Code that looks for either layer in
+    `last` finds the same weight, for example Megatron-Bridge, which loads weights into the last
+    chunk of the last rank. Call this before the chunks are wrapped.
+    """
+    weight = first.embedding.word_embeddings.weight
+    # The gradient comes from two passes, of which only one may add to main_grad directly.
+    weight.zero_out_wgrad = True
+    last.output_layer._parameters.pop("weight", None)
+    vars(last.output_layer)["weight"] = weight  # an attribute, not registered
+    last._modules.pop("embedding", None)  # if a library has added one
+    vars(last)["embedding"] = first.embedding
+    last.shared_embedding_or_output_weight = lambda: weight
+    last.tie_embeddings_and_output_weights_state_dict = _leave_untouched
+
+
+def _leave_untouched(*args: Any, **kwargs: Any) -> None:
+    """Add nothing to a checkpoint: the chunk with the embedding saves the tied weight."""
 
 
 def _chunk_is_end(session: Session, end: int, chunk: int | None) -> bool | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -21,7 +22,6 @@ from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.mcore.hook import Function, Hook, Replaced, Switched, replaces
 from megatron_vshape.mcore.hooks import libraries
-from megatron_vshape.mcore.layout.stages import streams_of
 from megatron_vshape.mcore.observe import report
 from megatron_vshape.mcore.observe.bubble import MeteredSchedule, count_backward, count_forward
 from megatron_vshape.mcore.options import Options
@@ -38,13 +38,17 @@ from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.setup.ready import Environment
 from megatron_vshape.mcore.split import graphs
 from megatron_vshape.mcore.split.graphs import capture_order, covered, passes_of
-from megatron_vshape.mcore.split.local_layers import TorchFusedKernels, make_split_linear
-from megatron_vshape.mcore.split.prepare import prepare_layers
-from megatron_vshape.mcore.step.forward_backward import PipelineRunner
+from megatron_vshape.mcore.split.linear_layers import (
+    TorchFusedKernels,
+    make_split_linear,
+    prepare_layers,
+)
+from megatron_vshape.mcore.step.forward_backward import PipelineRunner, message_bytes
 from megatron_vshape.mcore.step.gradient_sync import overlaps_grad_reduce
 from megatron_vshape.mcore.step.losses import can_wait
 from megatron_vshape.mcore.step.microbatches import given_iterators
 from megatron_vshape.mcore.step_state import StepState, unwrapped
+from megatron_vshape.runtime.measure import PassTimer
 
 if TYPE_CHECKING:  # it needs Megatron-LM's trainer
     from megatron_vshape.mcore.observe.iteration_log import IterationLog
@@ -198,8 +202,8 @@ class Session:
         runner, limit = self.pipeline_runner(pipeline), pipeline.choice.limit_bytes
         lines = [runner.connect(model)]
         if limit is not None:
-            message_bytes = _message_bytes(get_model_config(model[0]), tokens)
-            everyones = self._reserve_memory(pipeline, model, message_bytes, num_microbatches)
+            needed_bytes = message_bytes(get_model_config(model[0]), tokens)
+            everyones = self._reserve_memory(pipeline, model, needed_bytes, num_microbatches)
             lines.append(report.memory_table(everyones, pipeline.planner.reserved_bytes, limit))
         lines.append(report.opening_lines(pipeline, num_microbatches, runner.local_ranks))
         return "\n".join(line for line in lines if line is not None)
@@ -236,19 +240,6 @@ class Session:
     def logs(self, ahead: int) -> bool:
         """Return whether Megatron's trainer logs the step `ahead` steps after the current one."""
         return self.iteration_log is not None and self.iteration_log.has(ahead)
-
-
-def _message_bytes(config: Any, tokens: int) -> int:
-    """Return the size of a P2P message for a microbatch with this number of tokens."""
-    shards = config.context_parallel_size * (
-        config.tensor_model_parallel_size if config.sequence_parallel else 1
-    )
-    width_bytes = config.hidden_size * streams_of(config) * config.pipeline_dtype.itemsize
-    return int(tokens * width_bytes // shards)
-
-
-# The timer needs a pass, but for Megatron's schedules only durations count, not the pass.
-_SOME_PASS = Pass(Kind.F, 0, 0)
 
 
 @replaces
@@ -288,11 +279,16 @@ def get_forward_backward_func(
 
 @replaces
 def forward_step(session: Session, original: Function, *args: Any, **options: Any) -> Any:
-    """Measure a forward pass of Megatron's schedules, if measurement is enabled."""
-    # Stages of this package call it, too (`step/stage.py`); then no timer is set.
-    result = _time_pass(session, original, *args, **options)
-    if session.step.tracker is not None and session.pipeline is None:
-        # For our own schedules, the runner counts activation memory itself.
+    """Measure a forward pass of Megatron's own schedules.
+
+    Stages of this package call Megatron's function too (`step/stage.py`). Their passes are measured
+    by the runner of the program.
+    """
+    if session.pipeline is not None:
+        return original(*args, **options)
+    with _timed_pass(session.step.timer):
+        result = original(*args, **options)
+    if session.step.tracker is not None:
         chunk = inspect.signature(original).bind(*args, **options).arguments.get("vp_stage")
         count_forward(session.step.tracker, chunk, result[0])
     return result
@@ -300,22 +296,26 @@ def forward_step(session: Session, original: Function, *args: Any, **options: An
 
 @replaces
 def backward_step(session: Session, original: Function, *args: Any, **options: Any) -> Any:
-    """Measure a backward pass of Megatron's schedules, if measurement is enabled."""
-    result = _time_pass(session, original, *args, **options)
-    if session.step.tracker is not None and session.pipeline is None:
+    """Measure a backward pass of Megatron's own schedules, as `forward_step`."""
+    if session.pipeline is not None:
+        return original(*args, **options)
+    with _timed_pass(session.step.timer):
+        result = original(*args, **options)
+    if session.step.tracker is not None:
         count_backward(session.step.tracker)
     return result
 
 
-def _time_pass(session: Session, original: Function, *args: Any, **options: Any) -> Any:
-    """Record the duration of a pass of Megatron's schedules while a timer is active."""
-    timer = session.step.timer
-    if timer is None:
-        return original(*args, **options)
-    timer.begins(_SOME_PASS)
-    result = original(*args, **options)
-    timer.ends(_SOME_PASS)
-    return result
+@contextmanager
+def _timed_pass(timer: PassTimer | None) -> Iterator[None]:
+    """Record the duration of the pass in this context, if the step is timed."""
+    # The timer needs a pass, but for Megatron's schedules only durations count, not the pass.
+    some_pass = Pass(Kind.F, 0, 0)
+    if timer is not None:
+        timer.begins(some_pass)
+    yield
+    if timer is not None:
+        timer.ends(some_pass)
 
 
 @replaces

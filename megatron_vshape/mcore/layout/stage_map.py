@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -71,6 +72,13 @@ class StageMap:
     def chunk(self, stage: int) -> int:
         """Return the index of the stage's chunk on its rank."""
         return chunks_of(self.placement)[stage]
+
+
+def megatrons_text(layers: Sequence[int], predicting: int = 0) -> str:
+    """Return Megatron's text for stages with these layers; Megatron places them in a loop."""
+    stages = ["t" * count for count in layers]
+    stages[0], stages[-1] = "E" + stages[0], stages[-1] + "m" * predicting + "L"
+    return "|".join(stages)
 
 
 def check_ends(stage_map: StageMap) -> None:

@@ -115,70 +115,58 @@ class ScheduleConfig:
         return v_shape(self.num_devices) if chunks == 2 else looping(self.num_devices, chunks)
 
 
-def choice_of(
-    name: str,
-    num_devices: int,
-    costs: Costs | None = None,
-    limit_gib: float | str | None = None,
-    measures: bool = False,
-) -> ScheduleConfig:
-    """Return the schedule named `name`, or the schedule of the file at that path.
+def resolve_schedule(options: Options, num_devices: int, loss_last: bool = False) -> ScheduleConfig:
+    """Find the schedule that the options name (a name or a file), with all options of features.
 
-    A `limit_gib` that is not a number is the name of the schedule whose activation memory is the
-    limit. With `measures`, the run will measure costs if none are given.
+    Makes no schedule yet: this needs the number of microbatches (`plans.Planner`).
 
     Raises:
-        ScheduleError: `name` is neither a schedule nor a file; or the file is unreadable, for
+        ScheduleError: The schedule is neither a name nor a file; or the file is unreadable, for
             another number of devices, incomplete, deadlocks, or has microbatches out of order; or
-            costs or limit do not fit the schedule.
+            costs or memory limit do not fit the schedule.
+        UnsupportedError: An option has an invalid value.
     """
-    if name == AUTO or name in PLUS_NAMES:
-        _check_adaptive(name, num_devices, costs, limit_gib, measures)
-        if isinstance(limit_gib, str):
-            return ScheduleConfig(num_devices, name, costs=costs, limit_of=limit_gib)
-        limit_bytes = None if limit_gib is None else limit_gib * GIB
-        return ScheduleConfig(num_devices, name, costs=costs, limit_bytes=limit_bytes)
-    if limit_gib is not None:
+    options.check()
+    name, limit = str(options.schedule), options.memory_limit_gib
+    choice = ScheduleConfig(num_devices, name, costs=options.costs(), loss_last=loss_last)
+    if choice.plans_by_costs:
+        _check_adaptive(choice, limit, measures=options.profile_steps is not None)
+        if isinstance(limit, str):  # a schedule whose activation memory is the limit
+            choice = replace(choice, limit_of=limit)
+        elif limit is not None:
+            choice = replace(choice, limit_bytes=limit * GIB)
+    elif limit is not None:
         raise ScheduleError(
             f"--pipeline-memory-limit requires --pipeline-schedule auto; the memory of {name} is "
             "fixed"
         )
-    found = find(name, schedule_names())
-    if isinstance(found, str):
-        return ScheduleConfig(num_devices, name, costs=costs)
-    if found.num_devices != num_devices:
-        raise ScheduleError(
-            f"the schedule file {name} is for {found.num_devices} devices, this run has "
-            f"{num_devices} pipeline ranks: make --pipeline-model-parallel-size fit"
-        )
-    return _configured(ScheduleConfig(num_devices, name, found, costs), Options())
-
-
-def choice_for(options: Options, num_devices: int, loss_last: bool = False) -> ScheduleConfig:
-    """Return the schedule of a run's options; raises as `choice_of`, or for an invalid value."""
-    options.check()
-    choice = choice_of(
-        str(options.schedule),
-        num_devices,
-        options.costs(),
-        options.memory_limit_gib,
-        options.profile_steps is not None,
-    )
-    return replace(_configured(choice, options), loss_last=loss_last)
-
-
-def _configured(choice: ScheduleConfig, options: Options) -> ScheduleConfig:
-    """Return the choice with the options of all features."""
+    else:
+        choice = replace(choice, from_file=_read_file(name, num_devices))
     # A feature changes only its own fields; without its option, none.
     for feature in features():
         choice = feature.configure(choice, options)
     return choice
 
 
-def _check_adaptive(
-    name: str, num_devices: int, costs: Costs | None, limit_gib: float | str | None, measures: bool
-) -> None:
-    """Raise ScheduleError for inputs that the adaptive scheduler does not support."""
+def _read_file(name: str, num_devices: int) -> Schedule | None:
+    """Read and verify the schedule file at the path `name`; None for a schedule's name."""
+    found = find(name, schedule_names())
+    if isinstance(found, str):
+        return None
+    if found.num_devices != num_devices:
+        raise ScheduleError(
+            f"the schedule file {name} is for {found.num_devices} devices, this run has "
+            f"{num_devices} pipeline ranks: make --pipeline-model-parallel-size fit"
+        )
+    return found
+
+
+def _check_adaptive(choice: ScheduleConfig, limit: float | str | None, measures: bool) -> None:
+    """Raise ScheduleError for inputs that the adaptive scheduler does not support.
+
+    With `measures`, the run measures costs if none are given.
+    """
+    name, num_devices, costs = choice.name, choice.num_devices, choice.costs
     allowed = CHUNKS if name == AUTO else CHUNKS[:1]
     if costs is not None and costs.num_stages not in [each * num_devices for each in allowed]:
         counts = " or ".join(str(each * num_devices) for each in allowed)
@@ -186,9 +174,9 @@ def _check_adaptive(
             f"--pipeline-costs is for {costs.num_stages} stages, --pipeline-schedule {name} on "
             f"{num_devices} pipeline ranks has {counts}"
         )
-    if isinstance(limit_gib, str):
+    if isinstance(limit, str):
         try:
-            evaluate_named(limit_gib, PlanRequest(AUTO, num_devices, num_devices))
+            evaluate_named(limit, PlanRequest(AUTO, num_devices, num_devices))
         except ScheduleError as error:
             raise ScheduleError(
                 f"--pipeline-memory-limit is a number of GiB or a schedule: {error}"
@@ -204,13 +192,13 @@ Check = Callable[[Any, str, Placement], None]
 """Rejects options of arguments or a config for a schedule with this name and placement."""
 
 
-def take_options(
+def translate_and_check(
     model: Any, choice: ScheduleConfig, options: Options, check: Check
 ) -> tuple[ScheduleConfig, Translated]:
-    """Translate options made for Megatron's schedules, and reject unsupported options.
+    """Translate options for Megatron's stages and reset them in `model`; reject unsupported ones.
 
-    Returns the choice without alternatives that this model does not support. `model` is Megatron's
-    arguments or a library's config, each with its own `check`.
+    Returns the choice without alternatives that this model does not support, and the translated
+    options. `model` is Megatron's arguments or a library's config, each with its own `check`.
 
     Raises:
         ScheduleError: An option does not fit the model.
@@ -220,17 +208,17 @@ def take_options(
     translated = translate(model, choice.placement, options.layer_split)
     check(model, choice.name, choice.placement)
     settings = Settings(model, replace(choice, enabled=translated.enabled), options)
-    # Without their options, features accept everything; `fitted` then returns the same choice.
+    # Without their options, features accept everything, and `narrowed` returns the same choice.
     for feature in features():
         feature.check(settings)
-    choice = fitted(settings)
+    choice = narrowed(settings)
     return choice, replace(translated, warnings=tuple(known_to_lose(model, choice)))
 
 
-def fitted(settings: Settings) -> ScheduleConfig:
-    """Return the choice without alternatives that the model does not support."""
+def narrowed(settings: Settings) -> ScheduleConfig:
+    """Return the choice without the alternatives (numbers of slices) that the model rules out."""
     for feature in features():
-        settings = replace(settings, choice=feature.fit(settings))
+        settings = replace(settings, choice=feature.narrow(settings))
     return settings.choice
 
 

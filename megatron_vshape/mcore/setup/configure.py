@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron_vshape.core.paper.catalogue import JOINT_NAMES
 from megatron_vshape.core.request import AUTO
 from megatron_vshape.mcore.layout import hybrid, multi_token
-from megatron_vshape.mcore.layout.stage_map import Split, StageMap, split_layers
-from megatron_vshape.mcore.layout.stages import StageLayout
+from megatron_vshape.mcore.layout.stage_map import Split, StageMap, megatrons_text, split_layers
 from megatron_vshape.mcore.options import Options, options_of, watchdog_seconds
 from megatron_vshape.mcore.refusals import (
     OVERLAP_OPTION,
@@ -35,8 +37,8 @@ from megatron_vshape.mcore.setup.choice import (
     ScheduleConfig,
     check_batch_size,
     check_stages,
-    choice_for,
-    take_options,
+    resolve_schedule,
+    translate_and_check,
 )
 from megatron_vshape.mcore.setup.features import Settings, features
 from megatron_vshape.mcore.setup.megatron_schedules import (
@@ -54,6 +56,44 @@ from megatron_vshape.mcore.setup.translate import log_translated
 from megatron_vshape.mcore.split import graphs
 
 logger = logging.getLogger(__name__)
+
+
+class StageLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
+    """Megatron's layer layout for any placement.
+
+    Megatron's text form numbers stages by chunk, then rank, so it cannot describe the V placement.
+    Megatron looks up layers by rank and chunk in `layout`, which works for every placement. Only
+    the number of the first layer must be counted in model order.
+    """
+
+    def __init__(self, stage_map: StageMap) -> None:
+        stages = [[LayerType.decoder] * count for count in stage_map.layers]
+        stages[0].insert(0, LayerType.embedding)
+        stages[-1] += [LayerType.mtp] * stage_map.predicting + [LayerType.loss]
+        self.stage_map = stage_map
+        self.stages = stages
+        # Libraries write this into checkpoints and read it: the stages without their placement.
+        self.input_data = megatrons_text(stage_map.layers, stage_map.predicting)
+        self.pipeline_model_parallel_size = stage_map.num_ranks
+        self.virtual_pipeline_model_parallel_size = stage_map.num_chunks
+        # [rank][chunk]: what Megatron looks up to build a chunk, to count layers and to save them.
+        self.layout = [
+            [stages[stage] for stage in stage_map.stages(rank)]
+            for rank in range(stage_map.num_ranks)
+        ]
+        self.flatten_layout = [layer for stage in stages for layer in stage]
+
+    def get_layer_offset(
+        self,
+        layer_type: LayerType = LayerType.decoder,
+        vp_stage: int | None = None,
+        pp_rank: int | None = None,
+    ) -> int:
+        """Return the number of layers of this type in all earlier stages."""
+        if pp_rank is None:
+            pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+        stage = self.stage_map.stage(pp_rank, vp_stage)
+        return sum(layers.count(layer_type) for layers in self.stages[:stage])
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +160,7 @@ def prepare(
         prepare_own(args, options)
         return None
     if ranks == 1:  # nothing to schedule, but the options must be valid
-        choice_for(options, ranks)
+        resolve_schedule(options, ranks)
         _warn_of_unused_flags(options)
         return None
     pipeline = pipeline_of(
@@ -204,9 +244,9 @@ def pipeline_of(
         UnsupportedError: The schedule does not support an option.
     """
     # 1. The schedule, and with it the placement: the rank and the chunk of every stage.
-    choice = choice_for(options, model.pipeline_model_parallel_size, loss_last)
+    choice = resolve_schedule(options, model.pipeline_model_parallel_size, loss_last)
     # 2. Options for Megatron's stages are translated to layers per stage, others are rejected.
-    choice, translated = take_options(model, choice, options, check)
+    choice, translated = translate_and_check(model, choice, options, check)
     log_translated(translated)
     keeps_order = options.keep_order or _counts_calls(model)
     options = replace(options, layer_split=translated.layer_split, keep_order=keeps_order)

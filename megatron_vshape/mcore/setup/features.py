@@ -80,7 +80,7 @@ class Feature:
     def check(self, settings: Settings) -> None:
         """Reject options that the feature does not support, before the stages are known."""
 
-    def fit(self, settings: Settings) -> ScheduleConfig:
+    def narrow(self, settings: Settings) -> ScheduleConfig:
         """Return the choice without alternatives that the model does not support."""
         return settings.choice
 

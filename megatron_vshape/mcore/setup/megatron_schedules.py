@@ -20,14 +20,14 @@ from megatron_vshape.core.model.layers import check_layers, recut
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.plan import plan
 from megatron_vshape.core.request import PlanRequest, with_chunks
-from megatron_vshape.mcore.layout import hybrid, stages
+from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.multi_token import num_predicting
 from megatron_vshape.mcore.layout.sizes import options_of as sizes_in
 from megatron_vshape.mcore.layout.sizes import sizes_of
-from megatron_vshape.mcore.layout.stage_map import split_layers
+from megatron_vshape.mcore.layout.stage_map import megatrons_text, split_layers
 from megatron_vshape.mcore.options import INPUTS_OF_PLANS, OPTIONS, Options, options_of
 from megatron_vshape.mcore.refusals import BATCH_SIZES, UnsupportedError
-from megatron_vshape.mcore.setup.choice import choice_for, fitted
+from megatron_vshape.mcore.setup.choice import narrowed, resolve_schedule
 from megatron_vshape.mcore.setup.features import Settings, adapted_costs, features
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.translate import check_splits_nothing_else
@@ -130,7 +130,7 @@ def _split_megatrons_own(args: Namespace, options: Options) -> None:
     check_splits_nothing_else(args, options.schedule)
     chunks = args.num_virtual_stages_per_pipeline_rank or 1
     split = split_layers(args, looping(ranks, chunks), text, options.costs())
-    args.pipeline_model_parallel_layout = stages.megatrons_text(split.layers, num_predicting(args))
+    args.pipeline_model_parallel_layout = megatrons_text(split.layers, num_predicting(args))
     args.num_virtual_stages_per_pipeline_rank = None  # the layout text defines the number
 
 
@@ -191,7 +191,7 @@ def megatrons_if_best(
     microbatches = None if mine or _lies_its_own_way(args) else in_training(args)
     if microbatches is None:
         return None
-    choice = fitted(Settings(args, choice_for(options, ranks), options))
+    choice = narrowed(Settings(args, resolve_schedule(options, ranks), options))
     assert choice.costs is not None
     measured = adapted_costs(choice, choice.costs, choice.costs.num_stages)
     assert measured is not None

@@ -23,7 +23,6 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.core.program.lowering import Beside
-from megatron_vshape.mcore.layout.stages import streams_of
 from megatron_vshape.mcore.observe.bubble import BubbleMeter, Logs
 from megatron_vshape.mcore.observe.profiling import Profiler
 from megatron_vshape.mcore.observe.report import RunReport
@@ -444,7 +443,31 @@ def _message_shape(context: StepContext) -> tuple[int, ...]:
         tp_group=context.groups.tp,
         cp_group=context.groups.cp,
     )[0]
-    return *shape, hidden * streams_of(config)
+    return *shape, hidden * _num_streams(config)
+
+
+def message_bytes(config: Any, tokens: int) -> int:
+    """Return the size of a P2P message for a microbatch with this number of tokens."""
+    shards = config.context_parallel_size * (
+        config.tensor_model_parallel_size if config.sequence_parallel else 1
+    )
+    width_bytes = config.hidden_size * _num_streams(config) * config.pipeline_dtype.itemsize
+    return int(tokens * width_bytes // shards)
+
+
+def _num_streams(config: Any) -> int:
+    """Return the number of residual streams of the hidden size that a stage sends.
+
+    Hyper-connections (mHC) have more than one. The option names differ between Megatron's main and
+    dev branches.
+    """
+    for enabled, count in (
+        ("enable_mhc_connections", "mhc_num_residual_streams"),
+        ("enable_hyper_connections", "num_residual_streams"),
+    ):
+        if getattr(config, enabled, False):
+            return int(getattr(config, count))
+    return 1
 
 
 def _check_captured(captured: Program | None, program: Program) -> None:

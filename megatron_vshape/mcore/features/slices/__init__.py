@@ -158,7 +158,7 @@ class SlicesFeature(Feature):
         if isinstance(settings.choice.slices, int):
             check_slices(settings.choice.slices, settings.model, _other_features(settings))
 
-    def fit(self, settings: Settings) -> ScheduleConfig:
+    def narrow(self, settings: Settings) -> ScheduleConfig:
         """Return the choice with the numbers of slices that auto may choose for this model."""
         model, choice = settings.model, settings.choice
         if isinstance(choice.slices, int):
