@@ -366,7 +366,7 @@ def test_a_file_says_its_slices(tmp_path: Path) -> None:
 
 
 def test_a_schedule_by_name_does_not_choose_its_slices() -> None:
-    with pytest.raises(ScheduleError, match="auto chooses with --pipeline-schedule auto, and v-zb"):
+    with pytest.raises(ScheduleError, match="auto requires --pipeline-schedule auto: with v-zb"):
         resolve_schedule(options(slices="auto"), 2)
 
 

@@ -219,8 +219,8 @@ def _slices(options: Options, choice: ScheduleConfig) -> int | tuple[int, ...]:
         return own
     if isinstance(given, str):
         raise ScheduleError(
-            f"--pipeline-slices auto chooses with --pipeline-schedule auto, and {choice.name} has "
-            "no choice: set a number"
+            "--pipeline-slices auto requires --pipeline-schedule auto: with "
+            f"{choice.name}, set a number"
         )
     if choice.from_file is not None and given not in (1, own):
         raise ScheduleError(
