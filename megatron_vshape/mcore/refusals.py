@@ -167,6 +167,18 @@ def _captures_experts(options: Any) -> bool:
     return bool(experts) and "moe" in (graph_scope(options) or {"moe"})
 
 
+def _recomputes_biased_mlp(options: Any) -> bool:
+    """Return whether a dense MLP with a bias is recomputed by itself."""
+    if getattr(options, "recompute_granularity", None) != "selective":
+        return False
+    experts = getattr(options, "num_experts", None) or getattr(options, "num_moe_experts", None)
+    every = getattr(options, "moe_layer_freq", 1)
+    has_dense = not experts or (0 in every if isinstance(every, list) else every != 1)
+    has_dense |= "-" in (getattr(options, "hybrid_layer_pattern", None) or "")
+    modules = parts_of(getattr(options, "recompute_modules", None))
+    return has_dense and "mlp" in modules and bool(getattr(options, "add_bias_linear", True))
+
+
 OVERLAP_OPTION = "overlap_moe_expert_parallel_comm"
 """Megatron's option for overlapped forward-backward passes, by its layer plans."""
 
@@ -193,6 +205,10 @@ _NO_RAMP = "Remove it, or train without CUDA graphs and --moe-paged-stash"
 _UNVERIFIED = "equal gradients have not been verified with it"
 _TO_CAPTURE = "Remove it to capture weight gradients separately"
 UNTRIED = "the combination is not implemented"
+RECOMPUTED_BIAS = (
+    "the checkpoint of Megatron returns the bias, so that its backward calls itself forever"
+)
+NO_RECOMPUTED_BIAS = "Set --disable-bias-linear, or remove mlp from --recompute-modules"
 
 LENGTHS = "variable_seq_lengths (variable-length microbatches)"
 GRAPHS: dict[str, Any] = {
@@ -234,6 +250,13 @@ REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
             fix="Remove num_microbatches_with_partial_activation_checkpoints",
             flag="num_microbatches_with_partial_activation_checkpoints",
             is_set=is_given,
+        ),
+        Refusal(
+            "recompute_modules",
+            RECOMPUTED_BIAS,
+            fix=NO_RECOMPUTED_BIAS,
+            flag="--recompute-modules mlp with biases",
+            holds=_recomputes_biased_mlp,
         ),
         Refusal("hybrid_context_parallel", _OWN_ORDER, fix="Remove --hybrid-context-parallel"),
         Refusal(

@@ -12,7 +12,9 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch.nn import Parameter
 
+from megatron_vshape.mcore.refusals import NO_RECOMPUTED_BIAS, RECOMPUTED_BIAS, RefusedError
 from megatron_vshape.rehearsal.device import on_host
 
 
@@ -29,6 +31,7 @@ def install() -> None:
     _trust_other_ranks()
     _let_offload_take_fake_tensors()
     _use_one_memory_pool()
+    _reject_recomputed_parameters()
     communicator: Any = importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
     communicator.P2PCommunicator._communicate_shapes = _shapes_of_neighbors
 
@@ -133,6 +136,23 @@ def _use_one_memory_pool() -> None:
             "MemPoolAllocatorWithoutRegistration",
         ):
             setattr(allocator, name, _Nothing)
+
+
+def _reject_recomputed_parameters() -> None:
+    """Reject a checkpoint that returns a parameter: autograd makes it an output of itself."""
+
+    def forward(call: Callable[..., Any], *args: Any) -> Any:
+        outputs = call(*args)
+        if isinstance(outputs, tuple) and any(isinstance(each, Parameter) for each in outputs):
+            raise RefusedError(f"this run never ends: {RECOMPUTED_BIAS}. {NO_RECOMPUTED_BIAS}")
+        return outputs
+
+    for module, name in (
+        ("megatron.core.tensor_parallel.random", "CheckpointFunction"),
+        ("transformer_engine.pytorch.distributed", "_CheckpointFunction"),
+    ):
+        with suppress(ImportError):
+            wrap(getattr(importlib.import_module(module), name), "forward", forward)
 
 
 def _shapes_of_neighbors(

@@ -63,6 +63,24 @@ def test_flags_that_megatrons_own_schedules_have_no_use_for(
         prepare(args)
 
 
+RECOMPUTED = "--recompute-granularity selective --recompute-modules core_attn mlp"
+EXPERTS = "--num-experts 4 --moe-router-load-balancing-type none"
+
+
+@pytest.mark.parametrize("more", ["", f"{EXPERTS} --moe-layer-freq 2"])
+def test_an_mlp_with_biases_is_not_recomputed(more: str) -> None:
+    """With stock Megatron, too, its backward does not end (megatron-core 0.19.2)."""
+    text = rejection(*f"{V_HALF} {RECOMPUTED} {more}".split())
+    assert "--recompute-modules mlp with biases" in text
+    assert "Set --disable-bias-linear" in text
+
+
+@pytest.mark.parametrize("more", ["--disable-bias-linear", EXPERTS])
+def test_an_mlp_without_biases_is_recomputed(more: str) -> None:
+    with pytest.raises(AssertionError, match="nothing is rejected"):
+        rejection(*f"{V_HALF} {RECOMPUTED} {more}".split())
+
+
 def test_a_schedule_that_the_checks_have_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     args = Namespace(pipeline_schedule="v-zb", pipeline_model_parallel_size=4)

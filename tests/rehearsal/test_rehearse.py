@@ -207,6 +207,15 @@ def test_what_cannot_be_is_told_in_a_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_backward_that_never_ends_is_reported(warm: Warm, tmp_path: Path) -> None:
+    biased = [each for each in TINY if each != "--disable-bias-linear"]
+    recomputed = "--recompute-granularity selective --recompute-modules mlp".split()
+    words = ["rehearse", "--ranks", "last", "--", "pretrain_gpt.py", *biased, *recomputed]
+    ran = warm(tmp_path, *words)
+    assert ran.returncode == 2
+    assert "this run never ends: the checkpoint of Megatron returns the bias" in ran.stderr
+
+
 @pytest.mark.parametrize(
     ("flags", "status", "printed"),
     [
