@@ -10,7 +10,7 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Pieces, even_layers
 from megatron_vshape.core.model.placement import looping
-from megatron_vshape.core.planner.vocabulary import SUM, held_logits, shared_pieces, tells_shared
+from megatron_vshape.core.planner.vocabulary import SUM, held_logits, shared_pieces
 from megatron_vshape.core.request import Cut
 from megatron_vshape.view.names import plain
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def shares(options: argparse.Namespace, measured: Costs | None) -> bool:
     """Return whether the options, not the costs file, enable vocabulary parallelism."""
-    told = measured is not None and tells_shared(measured)
+    told = measured is not None and measured.shares_vocabulary
     return options.vocab_parallel is not None and not told
 
 
@@ -102,7 +102,7 @@ def _check_measured(options: argparse.Namespace, measured: Costs, layers: float,
             f"{what}: {options.costs} has copy times of the measured stages, not of single "
             f"layers; leave one of the two out"
         )
-    if not tells_shared(measured):
+    if not measured.shares_vocabulary:
         return
     given = options.vocab_parallel
     if given is not None and not math.isnan(given):

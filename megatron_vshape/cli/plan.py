@@ -38,14 +38,6 @@ from megatron_vshape.cli.options import (
 )
 from megatron_vshape.cli.plan_figures import run_frontier, write_page
 from megatron_vshape.cli.progress import told
-from megatron_vshape.core.baselines import (
-    MEGATRONS_OWN,
-    NOT_STOCK,
-    SAME,
-    BaselineSpec,
-    EvaluatedSchedule,
-    why_not_stock,
-)
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import fits
 from megatron_vshape.core.check.simulate import filled, simulate
@@ -62,12 +54,18 @@ from megatron_vshape.core.plan import (
 )
 from megatron_vshape.core.request import (
     AUTO,
+    MEGATRONS_OWN,
+    NOT_STOCK,
+    SAME,
     SLICES,
     SUFFIXES,
+    BaselineSpec,
     Cut,
+    EvaluatedSchedule,
     PlanRequest,
     PlanResult,
     limits_of,
+    why_not_stock,
 )
 from megatron_vshape.view.names import placement_text
 from megatron_vshape.view.numbers import (

@@ -25,7 +25,6 @@ from megatron_vshape.cli.options import (
     ends_of,
 )
 from megatron_vshape.cli.progress import told
-from megatron_vshape.core.baselines import NOT_STOCK, why_not_stock
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
@@ -34,7 +33,15 @@ from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.blocks import BuildingBlock
 from megatron_vshape.core.paper.catalogue import EVERY_NAME, OPTIONS
 from megatron_vshape.core.plan import plan
-from megatron_vshape.core.request import PLUS_NAMES, SCHEDULE_NAMES, SUFFIXES, PlanRequest, find
+from megatron_vshape.core.request import (
+    NOT_STOCK,
+    PLUS_NAMES,
+    SCHEDULE_NAMES,
+    SUFFIXES,
+    PlanRequest,
+    find,
+    why_not_stock,
+)
 from megatron_vshape.view.chrome_trace import write_trace
 from megatron_vshape.view.names import plain
 from megatron_vshape.view.numbers import (

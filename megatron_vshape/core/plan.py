@@ -11,26 +11,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from operator import sub
 
-from megatron_vshape.core.baselines import (
-    SAME,
-    WORTH,
-    BaselineSpec,
-    EvaluatedSchedule,
-    baselines_of,
-    evaluate,
-    evaluate_baseline,
-    may_fit,
-    saves,
-    with_all_kinds,
-    with_fused_backwards,
-)
 from megatron_vshape.core.budget import Budget
-from megatron_vshape.core.check.bounds import ENOUGH, LimitError, bound_at, fits
+from megatron_vshape.core.check.bounds import ENOUGH, LimitError, bound_at, fits, room_in
 from megatron_vshape.core.check.simulate import costs_of
 from megatron_vshape.core.check.verify import verify
-from megatron_vshape.core.model.costs import without_copies
-from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.placement import Placement, default_placements
+from megatron_vshape.core.model.costs import Costs, without_copies
+from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
+from megatron_vshape.core.model.placement import Placement, default_placements, stages_of
 from megatron_vshape.core.model.schedule import Objective, Plan, Schedule
 from megatron_vshape.core.paper.blocks import BuildingBlock
 from megatron_vshape.core.paper.catalogue import EVERY_NAME, NAMES
@@ -38,7 +25,6 @@ from megatron_vshape.core.planner.vocabulary import (
     WAITING,
     most_logits_bytes,
     share_vocabulary,
-    tells_shared,
     without_shared,
 )
 from megatron_vshape.core.program.lowering import whole_backwards
@@ -46,13 +32,23 @@ from megatron_vshape.core.request import (
     AUTO,
     PLUS,
     PLUS_NAMES,
+    SAME,
+    BaselineSpec,
+    EvaluatedSchedule,
     PlanRequest,
     PlanResult,
+    baselines_of,
     evaluate_named,
+    evaluate_schedule,
     find,
     limits_of,
+    with_all_kinds,
     with_chunks,
 )
+
+WORTH = 0.002
+"""Minimum share of the busiest device's work that full backwards must save to be planned; smaller
+savings are only used where fusing delays no pass."""
 
 
 def plan(request: PlanRequest, budget: Budget | None = None) -> PlanResult:
@@ -113,7 +109,7 @@ def published_schedule(name: str, num_devices: int, num_microbatches: int) -> Sc
 
 def _plan_at_memory_of(baseline: BaselineSpec, request: PlanRequest, budget: Budget) -> PlanResult:
     """Plan with the memory and placement of a schedule; at worst, return that schedule."""
-    known = _evaluated(request, baseline)
+    known = evaluate_named(baseline, request)
     request = replace(
         request,
         costs=known.costs,
@@ -208,7 +204,7 @@ def _search(request: PlanRequest, budget: Budget) -> PlanResult:
     from megatron_vshape.core.planner import search
 
     costs, slices, limits = request.whole(), request.slice_counts(), limits_of(request)
-    if tells_shared(costs):
+    if costs.shares_vocabulary:
         return _search_shared(replace(request, slices=slices), budget)
     chooses = max(saves(costs.sliced(each)) for each in slices) >= WORTH
     searched = partial(
@@ -236,11 +232,11 @@ def _search(request: PlanRequest, budget: Budget) -> PlanResult:
     if result.costs.whole_us is None:
         return result
     # The best of three plans: all backwards split, adjacent B and W fused, none split.
-    split = evaluate(made.schedule, result.costs)
+    split = evaluate_schedule(made.schedule, result.costs)
     found = [with_fused_backwards(split, request.objective), split]
     if chooses:
         whole = whole_backwards(searched(whole=True).schedule)
-        found.append(evaluate(whole, request.costs_of(whole.placement, "the plan")))
+        found.append(evaluate_schedule(whole, request.costs_of(whole.placement, "the plan")))
     found = [each for each in found if fits(each.peak, limits)]
     best = min(found, key=lambda each: request.objective.of(each.timeline))
     fused = _as_plan(best, limits, request.objective, made.source, made.steps)
@@ -303,7 +299,7 @@ def _search_with_logits(
         need, least = error.need + logits, error.least + logits
         raise LimitError(error.device, error.limit + logits, need, least) from None
     spare, counts = min(map(sub, room, made.peak)), [each for each in WAITING if each <= waiting]
-    return evaluate(share_vocabulary(made.schedule, costs, spare, counts), costs), made
+    return evaluate_schedule(share_vocabulary(made.schedule, costs, spare, counts), costs), made
 
 
 def _bound(request: PlanRequest, placement: Placement) -> float:
@@ -337,7 +333,7 @@ def _baselines(request: PlanRequest, value: float, budget: Budget) -> Iterator[E
             continue
         least = _least(alone, placement, microbatches, limits, request.objective)
         if least <= value * (1 + SAME):
-            yield _evaluated(request, baseline)
+            yield evaluate_named(baseline, request)
 
 
 def _blocks(request: PlanRequest) -> Iterator[tuple[BaselineSpec, BuildingBlock]]:
@@ -346,9 +342,43 @@ def _blocks(request: PlanRequest) -> Iterator[tuple[BaselineSpec, BuildingBlock]
     return baselines_of(request.num_devices, request.num_microbatches, chunks, slices)
 
 
-def _evaluated(request: PlanRequest, baseline: BaselineSpec) -> EvaluatedSchedule:
-    devices, microbatches = request.num_devices, request.num_microbatches
-    return evaluate_baseline(baseline, devices, microbatches, request.costs_of)
+def may_fit(
+    block: BuildingBlock, costs: Costs, num_microbatches: int, limits: Sequence[float]
+) -> bool:
+    """Return whether the block's schedule may fit; False if its steady phase exceeds the limits."""
+    if num_microbatches * costs.slices < 2 * block.num_devices:  # it may have no steady phase
+        return True
+    held = list(map(min, costs.held_after_forward_bytes, costs.held_after_backward_bytes))
+    rows = zip(block.peaks(), stages_of(block.placement, block.num_devices), strict=True)
+    _, limits = room_in(costs, block.placement, limits)
+    return fits([peak * min(held[stage] for stage in own) for peak, own in rows], limits)
+
+
+def with_fused_backwards(known: EvaluatedSchedule, objective: Objective) -> EvaluatedSchedule:
+    """Fuse B and W to BW where that is not slower, if BW has a separate cost.
+
+    B sends its gradient before W has run, and W fills idle time. BW costs less if it hides a
+    collective or saves launch overhead. So the better choice depends on the position: BW in the
+    steady state, if no pass waits for B; B in warm-up and cool-down, where a chain of B is the
+    critical path.
+    """
+    if known.costs.whole_us is None:
+        return known
+    # Imported here because numba needs a second to import.
+    from megatron_vshape.core.fusing import fuse_backwards
+
+    schedule = fuse_backwards(known.timeline, known.costs, objective)
+    return evaluate_schedule(schedule, known.costs)._replace(baseline=known.baseline)
+
+
+def saves(costs: Costs) -> float:
+    """Return the share of all passes' time that full backwards save; at least 0."""
+    split = [sum(costs.time_us(kind, at) for kind in PARTS) for at in range(costs.num_stages)]
+    forward = [costs.time_us(Kind.F, stage) for stage in range(costs.num_stages)]
+    whole = costs.whole_us
+    if whole is None:
+        return 0.0
+    return max(0.0, 1 - (sum(forward) + sum(whole)) / sum(split))
 
 
 def compare(
@@ -369,7 +399,7 @@ def compare(
             if budget is not None and budget.stopped():
                 continue
             try:
-                known = _evaluated(request, baseline)
+                known = evaluate_named(baseline, request)
             except ScheduleError:  # the costs do not have its stages
                 continue
             yield with_fused_backwards(known, request.objective)

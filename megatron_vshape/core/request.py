@@ -1,31 +1,37 @@
-"""Plan requests and results; names of schedules.
+"""Plan requests and results; names of schedules; evaluation of published schedules.
 
 The command line, the playground, the trainer and the sweep convert their terms and units to a
 `PlanRequest`, and `core.plan.plan` returns its `PlanResult`.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
-from megatron_vshape.core.baselines import (
-    BaselineSpec,
-    EvaluatedSchedule,
-    evaluate,
-    evaluate_baseline,
-)
 from megatron_vshape.core.check.bounds import each_limit
+from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import KINDS, ScheduleError
+from megatron_vshape.core.model.kinds import KINDS, PARTS, Kind, ScheduleError
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.placement import Placement, v_shape
-from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, load_schedule
+from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, Timeline, load_schedule
 from megatron_vshape.core.paper.blocks import BuildingBlock
-from megatron_vshape.core.paper.catalogue import EVERY_NAME, OPTIONS, no_such_schedule
+from megatron_vshape.core.paper.catalogue import (
+    EVERY_NAME,
+    NAMES,
+    OPTIONS,
+    make,
+    make_block,
+    no_such_schedule,
+)
 from megatron_vshape.core.planner.lighter import fitting_layers
+from megatron_vshape.core.planner.vocabulary import with_vocabulary_passes
 from megatron_vshape.core.program.lowering import lower
 
 AUTO = "auto"
@@ -47,6 +53,134 @@ SUFFIXES = (".json", ".csv")
 
 Cut = Callable[[int, str], Costs]
 """Returns the costs of the model cut into that number of stages; the text names their user."""
+
+MEGATRONS_OWN = ("1f1b", "interleaved-1f1b")
+"""Schedules of stock Megatron."""
+
+MOST_COMPARED = 20_000
+"""Maximum passes of a published schedule in a comparison: generating a larger one is slower than
+planning, which starts from the same blocks."""
+
+SAME = 1e-9
+"""Relative tolerance for equal values, so that rounding decides nothing."""
+
+
+def is_megatrons_own(name: str | None) -> bool:
+    """Return whether Megatron's functions run the named schedule, for any number of stages."""
+    return name is not None and name.partition(":")[0] in MEGATRONS_OWN
+
+
+def megatrons_name(chunks: int) -> str:
+    """Name stock Megatron's schedule with this number of virtual stages per rank."""
+    return "1f1b" if chunks == 1 else f"interleaved-1f1b:{chunks}"
+
+
+NOT_STOCK = "not supported by stock Megatron"
+
+
+def why_not_stock(name: str, num_devices: int, num_microbatches: int) -> str:
+    """Return the reason why stock Megatron rejects one of its schedules; empty if it does not.
+
+    Empty for other schedules.
+    """
+    own = name.partition(":")[0]
+    interleaved = own in ("interleaved-1f1b", "overlapped-interleaved-1f1b")
+    if not interleaved or num_microbatches % num_devices == 0:
+        return ""
+    return f"{num_microbatches} microbatches are not a multiple of {num_devices} ranks"
+
+
+_made = lru_cache(maxsize=64)(make)
+"""A frontier evaluates the same schedules at every limit."""
+
+
+class BaselineSpec(NamedTuple):
+    """A catalogue schedule with its stages per device (if optional) and slices per microbatch."""
+
+    name: str
+    chunks: int | None = None
+    slices: int = 1
+
+    def __str__(self) -> str:
+        named = self.name if self.chunks is None else f"{self.name}:{self.chunks}"
+        return named if self.slices == 1 else f"{named} in {self.slices} slices"
+
+    def block(self, num_devices: int, num_microbatches: int) -> BuildingBlock:
+        """Make its building block; raises ScheduleError for unsupported sizes."""
+        return make_block(self.name, num_devices, num_microbatches, **self._choices())
+
+    def make(self, num_devices: int, num_microbatches: int) -> Schedule:
+        """Make the schedule; raises ScheduleError for unsupported sizes."""
+        return _made(self.name, num_devices, num_microbatches, **self._choices())
+
+    def _choices(self) -> dict[str, int]:
+        chunks = {} if self.chunks is None else {"num_chunks": self.chunks}
+        return {"slices": self.slices, **chunks}
+
+    def is_megatrons(self, num_devices: int, num_microbatches: int) -> bool:
+        """Return whether Megatron runs it; interleaved 1F1B requires complete groups."""
+        whole = self.name == "1f1b" or num_microbatches % num_devices == 0
+        return self.name in MEGATRONS_OWN and whole and self.slices == 1
+
+
+class EvaluatedSchedule(NamedTuple):
+    """An evaluated schedule at the request's costs; `baseline` is its catalogue entry."""
+
+    schedule: Schedule
+    costs: Costs
+    timeline: Timeline
+    peak: tuple[float, ...]
+    baseline: BaselineSpec | None = None
+
+    @property
+    def is_megatrons(self) -> bool:
+        """Return whether a function of Megatron runs it: a baseline without further kinds."""
+        schedule = self.schedule
+        if self.baseline is None or not schedule.kinds <= {*PARTS, Kind.BW}:
+            return False
+        return self.baseline.is_megatrons(schedule.num_devices, schedule.num_microbatches)
+
+
+def baselines_of(
+    num_devices: int,
+    num_microbatches: int,
+    chunk_counts: Iterable[int],
+    slice_counts: Iterable[int] = (1,),
+) -> Iterator[tuple[BaselineSpec, BuildingBlock]]:
+    """Yield the baselines for these numbers of stages per device, with their blocks.
+
+    A schedule with optional stages per device is included once per number. Schedules larger than
+    `MOST_COMPARED` are omitted. With several slices, only Megatron's schedules are included, as
+    other libraries slice them; the search itself starts from the sliced blocks of all others.
+    """
+    allowed = sorted(set(chunk_counts))
+    for slices, name in product(slice_counts, NAMES):
+        if slices > 1 and name not in MEGATRONS_OWN:
+            continue
+        more = [chunks for chunks in allowed if chunks > 1]
+        for chunks in more if name in OPTIONS else (None,):
+            passes = 3 * num_devices * num_microbatches * slices
+            if (chunks or 1) * passes > MOST_COMPARED:
+                continue  # its block alone is slow to generate
+            try:
+                baseline = BaselineSpec(name, chunks, slices)
+                block = baseline.block(num_devices, num_microbatches)
+            except ScheduleError:  # not for these sizes
+                continue
+            held = len(block.placement) // num_devices
+            if held in allowed and held * passes <= MOST_COMPARED:
+                yield baseline, block
+
+
+def with_all_kinds(schedule: Schedule, costs: Costs) -> Schedule:
+    """Add the passes of vocabulary parallelism to the schedule, if the costs have them."""
+    return with_vocabulary_passes(schedule, costs) if costs.shares_vocabulary else schedule
+
+
+def evaluate_schedule(schedule: Schedule, costs: Costs) -> EvaluatedSchedule:
+    """Simulate the schedule at these costs and compute its peak memory (see `with_all_kinds`)."""
+    schedule = with_all_kinds(schedule, costs)
+    return EvaluatedSchedule(schedule, costs, simulate(schedule, costs), peak_held(schedule, costs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,10 +330,10 @@ def with_chunks(text: str) -> BaselineSpec | None:
     return BaselineSpec(name, int(chunks))
 
 
-def evaluate_named(text: str, request: PlanRequest) -> EvaluatedSchedule:
-    """Evaluate a named schedule at the request's costs.
+def evaluate_named(name: str | BaselineSpec, request: PlanRequest) -> EvaluatedSchedule:
+    """Simulate a published schedule or a schedule file at the request's costs; compute its peak.
 
-    `text` is a catalogue name, possibly with a colon and the stages per device, as
+    A text is a catalogue name, possibly with a colon and the stages per device, as
     interleaved-1f1b:4; or a schedule file.
 
     Raises:
@@ -207,17 +341,20 @@ def evaluate_named(text: str, request: PlanRequest) -> EvaluatedSchedule:
             stages.
     """
     devices, microbatches = request.num_devices, request.num_microbatches
-    found = find(text, EVERY_NAME)
+    found = find(name, EVERY_NAME) if isinstance(name, str) else name
+    if isinstance(found, Schedule):
+        own = found.num_devices, found.whole_microbatches
+        if own != (devices, microbatches):
+            raise ScheduleError(
+                f"{name} is for {own[0]} devices and {own[1]} microbatches, "
+                f"not for {devices} and {microbatches}"
+            )
+        return evaluate_schedule(found, request.costs_of(found.placement, found.name))
     if isinstance(found, str):
-        baseline = with_chunks(found) or BaselineSpec(found)
-        return evaluate_baseline(baseline, devices, microbatches, request.costs_of)
-    own = found.num_devices, found.whole_microbatches
-    if own != (devices, microbatches):
-        raise ScheduleError(
-            f"{text} is for {own[0]} devices and {own[1]} microbatches, "
-            f"not for {devices} and {microbatches}"
-        )
-    return evaluate(found, request.costs_of(found.placement, found.name))
+        found = with_chunks(found) or BaselineSpec(found)
+    schedule = found.make(devices, microbatches)
+    costs = request.costs_of(schedule.placement, str(found))
+    return evaluate_schedule(schedule.split_overlapped(), costs)._replace(baseline=found)
 
 
 def limits_of(request: PlanRequest) -> tuple[float, ...]:

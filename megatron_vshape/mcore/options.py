@@ -14,11 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from megatron_vshape.core.baselines import MEGATRONS_OWN, is_megatrons_own
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.files import is_whole
 from megatron_vshape.core.paper import catalogue
-from megatron_vshape.core.request import AUTO, PLUS_NAMES
+from megatron_vshape.core.request import AUTO, MEGATRONS_OWN, PLUS_NAMES, is_megatrons_own
 
 VARIABLE = "MEGATRON_VSHAPE"
 

@@ -17,7 +17,11 @@ from megatron_vshape.core.model.layers import Pieces, even_layers
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.planner.lighter import lighter_layers
-from megatron_vshape.core.planner.vocabulary import held_logits, shared_if_told, shared_pieces
+from megatron_vshape.core.planner.vocabulary import (
+    held_logits,
+    shared_pieces,
+    with_vocabulary_passes,
+)
 from megatron_vshape.rehearsal import counting, report
 from megatron_vshape.rehearsal.flags import SCHEDULE, Command, Sizes
 from megatron_vshape.rehearsal.rank_report import RankReport
@@ -158,7 +162,7 @@ def _shared(
     flags: dict[str, Any], schedule: Schedule, costs: Costs, layers: Sequence[int]
 ) -> Remedy:
     flags = flags | {"pipeline_vocab_parallel": True} | _split(layers)
-    return Remedy(flags, tuple(peak_held(shared_if_told(schedule, costs), costs)))
+    return Remedy(flags, tuple(peak_held(with_vocabulary_passes(schedule, costs), costs)))
 
 
 def _layers(pieces: Pieces, num_layers: int, schedule: Schedule) -> tuple[int, ...]:

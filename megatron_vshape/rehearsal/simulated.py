@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron_vshape.core.baselines import megatrons_name
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.plan import published_schedule
+from megatron_vshape.core.request import megatrons_name
 from megatron_vshape.rehearsal.counted import pass_times
 from megatron_vshape.rehearsal.flags import SCHEDULE, Command
 from megatron_vshape.rehearsal.gpus import Gpu

@@ -6,12 +6,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from operator import sub
 
-from megatron_vshape.core.baselines import is_megatrons_own, megatrons_name, why_not_stock
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import even_layers, even_with_ends
 from megatron_vshape.core.model.placement import Placement, looping, v_shape
-from megatron_vshape.core.request import MEMORY_NAMES
+from megatron_vshape.core.request import (
+    MEMORY_NAMES,
+    is_megatrons_own,
+    megatrons_name,
+    why_not_stock,
+)
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.given_layout import layers_in
 from megatron_vshape.rehearsal import accuracy

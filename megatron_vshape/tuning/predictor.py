@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from megatron_vshape.core.baselines import with_all_kinds
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.simulate import peak_held, simulate
@@ -20,7 +19,7 @@ from megatron_vshape.core.model.pieces import under_megatron
 from megatron_vshape.core.model.placement import Placement, default_placements, looping
 from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline
 from megatron_vshape.core.plan import plan, published_schedule
-from megatron_vshape.core.request import AUTO, PlanRequest
+from megatron_vshape.core.request import AUTO, PlanRequest, with_all_kinds
 from megatron_vshape.rehearsal.counting import Counted
 from megatron_vshape.rehearsal.gpus import Fit
 from megatron_vshape.tuning.configurations import (

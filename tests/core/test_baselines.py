@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from megatron_vshape.core.baselines import BaselineSpec
 from megatron_vshape.core.check.bounds import least_memory
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
@@ -18,7 +17,7 @@ from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS, make
 from megatron_vshape.core.plan import compare
 from megatron_vshape.core.plan import plan as plan_request
-from megatron_vshape.core.request import AUTO, PlanRequest, evaluate_named
+from megatron_vshape.core.request import AUTO, BaselineSpec, PlanRequest, evaluate_named
 
 REAL = (1.0, 1.15, 0.85, 0.05)
 CELLS, SEED = 200, 20

@@ -8,7 +8,6 @@ from dataclasses import fields, replace
 
 import pytest
 
-from megatron_vshape.core.baselines import saves
 from megatron_vshape.core.check.bounds import in_passes, lower_bound
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
@@ -41,6 +40,7 @@ from megatron_vshape.core.model.pieces import (
 from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.plan import plan as plan_request
+from megatron_vshape.core.plan import saves
 from megatron_vshape.core.planner.search import plan
 from megatron_vshape.core.program.lowering import whole_backwards
 from megatron_vshape.core.request import AUTO, PlanRequest

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from shared_costs import shared_costs
 
-from megatron_vshape.core.baselines import EvaluatedSchedule
 from megatron_vshape.core.check.bounds import LimitError, fits
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
@@ -44,7 +43,7 @@ from megatron_vshape.core.planner.vocabulary import (
 )
 from megatron_vshape.core.program.kernels import deadlocks_under_device_sync
 from megatron_vshape.core.program.lowering import forward_wave, lower
-from megatron_vshape.core.request import AUTO, PlanRequest
+from megatron_vshape.core.request import AUTO, EvaluatedSchedule, PlanRequest
 
 HEAD = 2.46
 """Layers that an output layer of 128k takes at h = s = 4096."""

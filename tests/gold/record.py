@@ -25,7 +25,6 @@ from typing import Any
 
 from megatron_vshape.cli.main import main
 from megatron_vshape.core import plan as planning
-from megatron_vshape.core.baselines import evaluate
 from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -34,7 +33,7 @@ from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.schedule import Objective, Schedule, load_schedule
 from megatron_vshape.core.paper.catalogue import EVERY_NAME
 from megatron_vshape.core.planner import search
-from megatron_vshape.core.request import PlanRequest
+from megatron_vshape.core.request import PlanRequest, evaluate_schedule
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.setup.choice import GIB, ScheduleConfig, resolve_schedule
 from megatron_vshape.mcore.setup.plans import Planner
@@ -228,7 +227,7 @@ class Recorder:
 
         def answer() -> str:
             made = planning.plan(question)
-            known = evaluate(made.schedule, made.costs)
+            known = evaluate_schedule(made.schedule, made.costs)
             times = known.timeline.makespan, known.timeline.span
             lines = [made.schedule.to_json(), f"{times!r} {known.peak!r}"]
             if made.searched is not None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vshape.core.baselines import BaselineSpec
 from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.request import BaselineSpec
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.setup.megatron_schedules import megatrons_if_best, run_megatrons
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner

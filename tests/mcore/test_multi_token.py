@@ -31,7 +31,6 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.pieces import pieces_from_costs
 from megatron_vshape.core.model.placement import linear, looping, v_shape
-from megatron_vshape.core.planner.vocabulary import tells_shared
 from megatron_vshape.mcore.layout import multi_token
 from megatron_vshape.mcore.layout.stage_map import StageMap, split_layers
 from megatron_vshape.mcore.refusals import UnsupportedError
@@ -163,7 +162,7 @@ def test_costs_measured_with_a_shared_vocabulary_plan_the_next_run(
     measuring = ("--pipeline-profile-iterations", "2:4", "--pipeline-trace", str(tmp_path))
     first = train(2, *chosen, *measuring)
     file = tmp_path / "costs.json"
-    assert tells_shared(Costs.load(file))
+    assert Costs.load(file).shares_vocabulary
     planned = ("--pipeline-layer-split", "auto", "--pipeline-costs", str(file))
     second = train(2, *chosen, *planned)
     assert "layers per stage, in model order: " in second.output[0]

@@ -19,10 +19,10 @@ from mcore.farm import Ended, Farm
 from mcore.test_memory import FLAGS, figures
 from mcore.test_training import TWO, assert_equal_training
 
-from megatron_vshape.core.baselines import MEGATRONS_OWN
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.paper.catalogue import NAMES, make
+from megatron_vshape.core.request import MEGATRONS_OWN
 from megatron_vshape.mcore.features.slices import check_slices
 from megatron_vshape.mcore.features.slices import router as sliced_router
 from megatron_vshape.mcore.features.slices.attention import KeysValues

@@ -11,7 +11,7 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.core.model.schedule import CUT, Timeline
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.core.planner.vocabulary import shared_if_told
+from megatron_vshape.core.planner.vocabulary import with_vocabulary_passes
 from megatron_vshape.view.text import picture, wants_colour
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
@@ -82,7 +82,7 @@ def test_colour_is_for_terminals_whose_user_wants_it(monkeypatch, stream, enviro
 def with_short_sums() -> Timeline:
     plain = Costs.uniform(4, 8, 10.0, 10.0, 10.0, 0.0)
     shared = shared_costs(plain, Piece(1, 1, 1, 1, 1), Piece(8, 8, 8, 1, 1), 4, 0.03)
-    return simulate(shared_if_told(make("v-half", 4, 8), shared), shared)
+    return simulate(with_vocabulary_passes(make("v-half", 4, 8), shared), shared)
 
 
 def with_an_empty_stage() -> Timeline:

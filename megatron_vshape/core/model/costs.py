@@ -20,6 +20,7 @@ from megatron_vshape.core.model.kinds import (
     PROCESSOR,
     STATE,
     TIMES,
+    VOCABULARY_AMOUNTS,
     Kind,
     ScheduleError,
     other_amounts,
@@ -248,6 +249,11 @@ class Costs:
     def copies(self) -> bool:
         """Whether the costs have all kinds of passes that move memory off a device."""
         return dict(self.others).keys() >= set(other_amounts(MOVING))
+
+    @property
+    def shares_vocabulary(self) -> bool:
+        """Whether the costs have the passes of vocabulary parallelism."""
+        return dict(self.others).keys() >= VOCABULARY_AMOUNTS
 
     def changes(self, kind: Kind) -> tuple[Sequence[float], Sequence[float]]:
         """Return, by stage, the change of memory at the start and at the end of such a pass."""

@@ -414,6 +414,9 @@ LOOKUP_WEIGHT = define(
 VOCABULARY = (LOOKUP, LOOKED_UP, LOGITS, LOSS, HEAD_WEIGHT, LOOKUP_WEIGHT)
 """Kinds of vocabulary parallelism."""
 
+VOCABULARY_AMOUNTS = frozenset({LOGITS.takes, *(kind.time for kind in VOCABULARY)})
+"""Names of the amounts that all costs with vocabulary parallelism have."""
+
 ALL_OR_NONE = (OFFLOAD, VOCABULARY)
 """Groups of kinds: a microbatch has all of a group (on its stage or on every device), or none."""
 

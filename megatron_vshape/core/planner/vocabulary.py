@@ -33,6 +33,7 @@ from megatron_vshape.core.model.kinds import (
     LOSS,
     PROCESSOR,
     VOCABULARY,
+    VOCABULARY_AMOUNTS,
     Kind,
     ScheduleError,
 )
@@ -135,7 +136,7 @@ def _amounts(
 
 def without_shared(costs: Costs) -> Costs:
     """Return the costs without vocabulary passes, for making orders of F, B and W."""
-    there = (_names() | {kind.works for kind in VOCABULARY}).intersection(costs.lists())
+    there = (VOCABULARY_AMOUNTS | {kind.works for kind in VOCABULARY}).intersection(costs.lists())
     return costs.having(**dict.fromkeys(there)) if there else costs
 
 
@@ -144,14 +145,14 @@ def in_proportion(costs: Costs, like: Costs) -> Costs:
 
     Times scale with the total time of forwards, bytes with the total activation memory.
     """
-    if tells_shared(costs):
+    if costs.shares_vocabulary:
         return costs
     slower = sum(costs.forward_us) / sum(like.forward_us)
     larger = sum(costs.held_after_forward_bytes) / sum(like.held_after_forward_bytes)
     given = {
         name: tuple((larger if name == LOGITS.takes else slower) * each for each in amounts)
         for name, amounts in like.others
-        if name in _names() - costs.lists().keys()
+        if name in VOCABULARY_AMOUNTS - costs.lists().keys()
     }
     return costs.having(**given)
 
@@ -159,16 +160,6 @@ def in_proportion(costs: Costs, like: Costs) -> Costs:
 def uniform_shared(num_devices: int, num_stages: int) -> Costs:
     """Return the costs of `Costs.uniform` with vocabulary passes."""
     return Costs.uniform(num_devices, num_stages, kinds=VOCABULARY)
-
-
-def tells_shared(costs: Costs) -> bool:
-    """Return whether the costs contain the passes of vocabulary parallelism."""
-    return _names() <= {name for name, _ in costs.others}
-
-
-def _names() -> set[str]:
-    """Return the names of the costs of vocabulary passes."""
-    return {kind.time for kind in VOCABULARY} | {LOGITS.takes}
 
 
 def more_room(name: str, costs: Costs) -> float:
@@ -185,9 +176,9 @@ def most_logits_bytes(costs: Costs, waiting: int = max(WAITING)) -> float:
     return (waiting + 1) * max(dict(costs.others).get(LOGITS.takes, (0.0,))) + works
 
 
-def shared_if_told(schedule: Schedule, costs: Costs) -> Schedule:
+def with_vocabulary_passes(schedule: Schedule, costs: Costs) -> Schedule:
     """Return the schedule, with vocabulary parallelism if the costs contain it."""
-    if is_shared(schedule) or not tells_shared(costs):
+    if is_shared(schedule) or not costs.shares_vocabulary:
         return schedule
     return share_vocabulary(schedule, costs, more_room(schedule.name, costs))
 

@@ -22,8 +22,8 @@ from megatron.core import parallel_state
 from megatron.training import get_args
 from torch import nn
 
-from megatron_vshape.core.baselines import is_megatrons_own
 from megatron_vshape.core.model.placement import looping, stages_of
+from megatron_vshape.core.request import is_megatrons_own
 from megatron_vshape.mcore.hook import Function, Hook, Replaced, replaces, replaces_always
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing

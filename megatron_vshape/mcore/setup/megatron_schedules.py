@@ -13,13 +13,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron_vshape.core.baselines import BaselineSpec, EvaluatedSchedule, evaluate_baseline
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import check_layers, recut
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.plan import plan
-from megatron_vshape.core.request import PlanRequest, with_chunks
+from megatron_vshape.core.request import (
+    BaselineSpec,
+    EvaluatedSchedule,
+    PlanRequest,
+    evaluate_named,
+    with_chunks,
+)
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.multi_token import num_predicting
 from megatron_vshape.mcore.layout.sizes import options_of as sizes_in
@@ -239,7 +244,7 @@ def _megatrons(
         if num_layers % (ranks * chunks) or not baseline.is_megatrons(ranks, microbatches):
             continue
         try:
-            yield evaluate_baseline(baseline, ranks, microbatches, question.costs_of)
+            yield evaluate_named(baseline, question)
         except ScheduleError:  # the costs cannot be cut into these stages
             continue
 

@@ -17,7 +17,6 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from megatron_vshape.core.baselines import baselines_of, evaluate_baseline
 from megatron_vshape.core.check.bounds import fits, least_memory
 from megatron_vshape.core.check.simulate import peak_held, peak_shared, simulate
 from megatron_vshape.core.model.costs import Costs, chunk_of, with_copies_of
@@ -36,7 +35,13 @@ from megatron_vshape.core.program.lowering import (
     pair_adjacent,
     whole_backwards,
 )
-from megatron_vshape.core.request import AUTO, PlanRequest, limits_of
+from megatron_vshape.core.request import (
+    AUTO,
+    PlanRequest,
+    baselines_of,
+    evaluate_named,
+    limits_of,
+)
 from megatron_vshape.mcore.setup.choice import GIB, ScheduleConfig
 from megatron_vshape.mcore.setup.features import adapted_costs, adapted_schedule, features
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
@@ -264,9 +269,10 @@ class Planner:
         choice, costs = self.choice, self._allowed(self._known_costs)
         devices = choice.num_devices
         chunks = (len(choice.stage_devices) // devices,)
+        request = PlanRequest(AUTO, devices, num_microbatches, costs, lambda *_: costs)
         for baseline, block in baselines_of(devices, num_microbatches, chunks):
             if block.placement == choice.stage_devices and costs.num_stages == len(block.placement):
-                known = evaluate_baseline(baseline, devices, num_microbatches, lambda *_: costs)
+                known = evaluate_named(baseline, request)
                 yield replace(known.schedule, name=baseline.name).renumbered(choice.ranks)
 
     def predicted_bubble(self, num_microbatches: int) -> float:

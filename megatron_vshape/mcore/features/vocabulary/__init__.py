@@ -18,10 +18,9 @@ from megatron_vshape.core.planner.vocabulary import (
     is_shared,
     most_logits_bytes,
     share_forwards,
-    shared_if_told,
     shared_pieces,
-    tells_shared,
     uniform_shared,
+    with_vocabulary_passes,
     without_shared,
 )
 from megatron_vshape.mcore.hook import Hook
@@ -135,7 +134,7 @@ class VocabularyFeature(Feature):
 
     def adapt_schedule(self, schedule: Schedule, costs: Costs) -> Schedule:
         """Return the schedule with vocabulary passes, if the costs include them."""
-        return shared_if_told(schedule, costs)
+        return with_vocabulary_passes(schedule, costs)
 
     def adapt_evaluation(self, choice: ScheduleConfig, wave: Schedule) -> Schedule:
         """Return the schedule with the forward passes of the vocabulary."""
@@ -214,7 +213,7 @@ class SharedEnds:
         """Return the split of a model with vocabulary parallelism."""
         estimate = self._shared(args, sizes, None, layers, placement)
         if costs is not None:
-            measured, known = pieces_of(sizes, costs), tells_shared(costs)
+            measured, known = pieces_of(sizes, costs), costs.shares_vocabulary
             others = costs if known else self._shared(args, sizes, measured, layers, placement)
             costs = self.without(sizes, measured).costs(layers).having(**dict(others.others))
         return Split(layers, costs, estimate, shares=sizes.shares)
