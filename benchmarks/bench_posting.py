@@ -17,7 +17,7 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
-from megatron_vshape.core.plan import plan
+from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.program.instructions import (
     Await,
     Instruction,
@@ -202,7 +202,7 @@ def drawn_plans(number: int) -> Iterator[tuple[Schedule, Costs]]:
         question = PlanRequest(
             AUTO, devices, microbatches, costs, limit=limit, placements=placements
         )
-        yield plan(question).schedule, costs
+        yield plan_request(question).schedule, costs
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Objective, Schedule
-from megatron_vshape.core.plan import plan
+from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.request import AUTO, PlanRequest, PlanResult
 from megatron_vshape.rehearsal.counting import Ranks
 from megatron_vshape.rehearsal.rank_report import RankReport
@@ -194,7 +194,7 @@ class Set:
             AUTO, self.devices, microbatches, costs, limit=held_bytes, objective=goal
         )
         try:
-            answer: PlanResult = plan(question)
+            answer: PlanResult = plan_request(question)
         except ScheduleError:
             return None
         timeline = simulate(answer.schedule, answer.costs)
@@ -208,7 +208,7 @@ class Set:
 def make(name: str, devices: int, microbatches: int, chunks: int | None) -> Schedule:
     """Return a schedule of the catalogue."""
     named = f"{name}:{chunks}" if chunks else name
-    return plan(PlanRequest(named, devices, microbatches)).schedule
+    return plan_request(PlanRequest(named, devices, microbatches)).schedule
 
 
 def longer(costs: Costs, pass_us: float, splits: bool) -> Costs:

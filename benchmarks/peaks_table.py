@@ -24,7 +24,7 @@ from megatron_vshape.core.model.costs import with_copies
 from megatron_vshape.core.model.layers import Pieces, even_layers
 from megatron_vshape.core.model.pieces import regroup, under_megatron
 from megatron_vshape.core.model.placement import Placement, looping, v_shape
-from megatron_vshape.core.plan import plan as plan_request
+from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner.lighter import lighter_layers
 from megatron_vshape.core.planner.vocabulary import (
     held_logits,

@@ -64,7 +64,7 @@ from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.core.plan import plan as plan_request
+from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.program.lowering import lower
 from megatron_vshape.core.request import AUTO, PlanRequest
 from megatron_vshape.core.variable_length import reorder_microbatches

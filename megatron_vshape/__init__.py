@@ -46,7 +46,7 @@ _HOMES = {
     "core.model.kinds": "ScheduleError",
     "core.model.schedule": "Plan Schedule Timeline load_schedule",
     "core.paper.catalogue": "make",
-    "core.planner.search": "plan",  # the search alone; core.plan.plan compares with baselines
+    "core.planner.search": "plan",  # without the baselines of plan_request
     "core.program.lowering": "lower",
     "runtime.p2p": "Transport",
     "runtime.program_runner": "run_program",

@@ -5,7 +5,7 @@ By steps, not seconds: compiling is most of a minute, and takes none of a plan's
 
 from megatron_vshape import Costs
 from megatron_vshape.core.model.costs import with_copies
-from megatron_vshape.core.plan import plan as plan_request
+from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.request import AUTO, PlanRequest
 
 if __name__ == "__main__":

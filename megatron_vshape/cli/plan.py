@@ -50,7 +50,7 @@ from megatron_vshape.core.paper.catalogue import EVERY_NAME
 from megatron_vshape.core.plan import (
     compare,
     no_worse_than_published,
-    plan,
+    plan_request,
 )
 from megatron_vshape.core.request import (
     AUTO,
@@ -282,7 +282,7 @@ def _searched(
     request: PlanRequest, budget: Budget, units: Units, every: bool
 ) -> tuple[PlanResult, str]:
     """Search for the best plan; return it with its comparison table."""
-    result = plan(request, budget)
+    result = plan_request(request, budget)
     budget.found(lambda: result)
     rows, others = _comparison_rows(request, result, budget, units.held, units.time, every)
     compared = table(rows)

@@ -32,7 +32,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.blocks import BuildingBlock
 from megatron_vshape.core.paper.catalogue import EVERY_NAME, OPTIONS
-from megatron_vshape.core.plan import plan
+from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.request import (
     NOT_STOCK,
     PLUS_NAMES,
@@ -196,7 +196,7 @@ def _requests(
 
 
 def _result(request: PlanRequest, budget: Budget) -> _Result:
-    answer, measured = plan(request, budget), request.costs
+    answer, measured = plan_request(request, budget), request.costs
     timeline = simulate(answer.schedule, answer.costs)
     numbers = numbers_of(timeline, None if measured is None else answer.costs)
     return _Result(answer.block, timeline, answer.costs, numbers, measured)

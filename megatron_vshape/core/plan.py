@@ -51,7 +51,7 @@ WORTH = 0.002
 savings are only used where fusing delays no pass."""
 
 
-def plan(request: PlanRequest, budget: Budget | None = None) -> PlanResult:
+def plan_request(request: PlanRequest, budget: Budget | None = None) -> PlanResult:
     """Make the requested schedule: by name, or for AUTO and names with a plus by a search.
 
     Args:
@@ -97,7 +97,7 @@ def published_schedule(name: str, num_devices: int, num_microbatches: int) -> Sc
         ScheduleError: the schedule does not exist, or does not support these sizes.
     """
     find(name, EVERY_NAME)
-    made = plan(PlanRequest(name, num_devices, num_microbatches)).schedule
+    made = plan_request(PlanRequest(name, num_devices, num_microbatches)).schedule
     own = made.num_devices, made.whole_microbatches
     if own != (num_devices, num_microbatches):
         raise ScheduleError(
@@ -206,15 +206,17 @@ def _search(request: PlanRequest, budget: Budget) -> PlanResult:
     costs, slices, limits = request.whole(), request.slice_counts(), limits_of(request)
     if costs.shares_vocabulary:
         return _search_shared(replace(request, slices=slices), budget)
+    placements = request.placements or default_placements(
+        request.num_devices, costs.num_stages, costs.copies
+    )
     chooses = max(saves(costs.sliced(each)) for each in slices) >= WORTH
     searched = partial(
         search.plan,
-        costs,
+        {each: request.costs_of(each, "a plan") for each in placements},
         request.num_devices,
         request.num_microbatches,
         limits,
         request.objective,
-        placements=request.placements,
         slices=slices,
         steps=request.steps,
         seconds=None if request.seconds is None else request.seconds / (1 + chooses),
@@ -479,7 +481,7 @@ def frontier(
         if points and budget is not None and budget.stopped():
             break
         try:
-            made = plan(replace(request, limit=limit), budget).plan
+            made = plan_request(replace(request, limit=limit), budget).plan
         except LimitError:
             if limit == max(limits):
                 raise

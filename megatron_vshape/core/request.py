@@ -1,7 +1,7 @@
 """Plan requests and results; names of schedules; evaluation of published schedules.
 
 The command line, the playground, the trainer and the sweep convert their terms and units to a
-`PlanRequest`, and `core.plan.plan` returns its `PlanResult`.
+`PlanRequest`, and `core.plan.plan_request` returns its `PlanResult`.
 """
 
 import math

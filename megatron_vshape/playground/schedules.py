@@ -9,7 +9,7 @@ from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
-from megatron_vshape.core.plan import plan
+from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.request import Cut, PlanRequest, PlanResult
 from megatron_vshape.playground.request import (
     FieldError,
@@ -59,7 +59,7 @@ def make_named(
     name = choice.name if choice.chunks is None else f"{choice.name}:{choice.chunks}"
     asked = PlanRequest(name, request.devices, request.microbatches, cut=cut)
     try:
-        return plan(asked, budget)
+        return plan_request(asked, budget)
     except FieldError:
         raise
     except ScheduleError as error:
@@ -97,7 +97,7 @@ def make_planned(
     unit, name = (GIB, "GiB") if choice.limit_in_gib else (1.0, "chunks")
     asked = replace(question, limit=choice.limit * unit, seconds=choice.seconds)
     try:
-        return plan(asked, Budget(report=_progress(report)))
+        return plan_request(asked, Budget(report=_progress(report)))
     except LimitError as error:
         text = error.told(lambda held: f"{enough(held / unit)} {name}")
         raise FieldError("limit", text) from None

@@ -18,7 +18,7 @@ from megatron_vshape.core.model.layers import (
     without_ends,
 )
 from megatron_vshape.core.model.placement import Placement
-from megatron_vshape.core.plan import plan
+from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner.vocabulary import held_logits, shared_pieces
 from megatron_vshape.core.request import PlanRequest
 from megatron_vshape.mcore.layout.sizes import ModelSizes, sizes_of, widths_of
@@ -518,7 +518,7 @@ def count_stages(schedule: str, num_devices: int) -> int:
     """
     if schedule == ADAPTIVE:
         return 2 * num_devices
-    return plan(PlanRequest(schedule, num_devices, 1)).schedule.num_stages
+    return plan_request(PlanRequest(schedule, num_devices, 1)).schedule.num_stages
 
 
 def layers_of_stages(it: Configuration, model: Subject, placement: Placement) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from megatron_vshape.core.model.layers import Pieces, even_layers
 from megatron_vshape.core.model.pieces import under_megatron
 from megatron_vshape.core.model.placement import Placement, default_placements, looping
 from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline
-from megatron_vshape.core.plan import plan, published_schedule
+from megatron_vshape.core.plan import plan_request, published_schedule
 from megatron_vshape.core.request import AUTO, PlanRequest, with_all_kinds
 from megatron_vshape.rehearsal.counting import Counted
 from megatron_vshape.rehearsal.gpus import Fit
@@ -310,7 +310,7 @@ class Predictor:
             seconds=seconds,
         )
         try:
-            found = plan(request, Budget(PATIENCE * seconds))
+            found = plan_request(request, Budget(PATIENCE * seconds))
         except ScheduleError:
             return None
         name = ADAPTIVE if found.baseline is None else str(found.baseline)
@@ -359,7 +359,7 @@ def plan_adaptive(
         placements=(placement,),
     )
     try:
-        schedule = plan(request, budget).schedule
+        schedule = plan_request(request, budget).schedule
     except LimitError as error:
         raise SweepError(error.told(lambda held: f"{enough(held / GIB)} GiB")) from None
     except ScheduleError as error:

@@ -21,7 +21,7 @@ from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.core.model.schedule import load_schedule
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.core.plan import plan as plan_request
+from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner.vocabulary import is_shared, shared_pieces
 from megatron_vshape.core.program.lowering import whole_backwards
 from megatron_vshape.core.request import PlanRequest, PlanResult
@@ -225,7 +225,7 @@ def test_ctrl_c_ends_a_frontier_with_what_is_done(
                 time.sleep(0.01)
         return plan_request(question, budget)
 
-    monkeypatch.setattr("megatron_vshape.core.plan.plan", interrupted)
+    monkeypatch.setattr("megatron_vshape.core.plan.plan_request", interrupted)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup has it ignored
     path = tmp_path / "frontier.svg"
     assert main(["plan", *SMALL, *COST, "--frontier", str(path)]) == 0

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.budget import GRACE_S, SEARCH, Budget
-from megatron_vshape.core.plan import plan as plan_request
+from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.request import PlanRequest, PlanResult
 
 LONG = ["plan", "--devices", "8", "--microbatches", "64", "--cost", "1,1.15,.85,.05"]

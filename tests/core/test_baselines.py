@@ -15,8 +15,7 @@ from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS, make
-from megatron_vshape.core.plan import compare
-from megatron_vshape.core.plan import plan as plan_request
+from megatron_vshape.core.plan import compare, plan_request
 from megatron_vshape.core.request import AUTO, BaselineSpec, PlanRequest, evaluate_named
 
 REAL = (1.0, 1.15, 0.85, 0.05)

@@ -14,7 +14,7 @@ from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import JOINT_NAMES, NAMES, make, make_block
-from megatron_vshape.core.plan import plan as plan_request
+from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner.search import plan
 from megatron_vshape.core.program.lowering import lower, pair_adjacent
 from megatron_vshape.core.request import PlanRequest

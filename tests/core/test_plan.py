@@ -15,8 +15,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.core.plan import frontier, published
-from megatron_vshape.core.plan import plan as plan_request
+from megatron_vshape.core.plan import frontier, plan_request, published
 from megatron_vshape.core.planner import search
 from megatron_vshape.core.planner.orders import Candidate, PlacementSearch, Run
 from megatron_vshape.core.planner.search import plan
@@ -79,7 +78,7 @@ def test_a_plan_carried_to_a_higher_limit_has_a_bound_that_holds_there(
         made = tight if question.limit == 3 else worse
         return PlanResult(made.schedule, costs, searched=made)
 
-    monkeypatch.setattr(planning, "plan", answered)
+    monkeypatch.setattr(planning, "plan_request", answered)
     first, second = frontier(PlanRequest(AUTO, 3, 4, costs), (3, 6))
     assert second.schedule is first.schedule
     assert first.plan == tight

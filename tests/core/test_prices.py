@@ -39,8 +39,7 @@ from megatron_vshape.core.model.pieces import (
 )
 from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.core.plan import plan as plan_request
-from megatron_vshape.core.plan import saves
+from megatron_vshape.core.plan import plan_request, saves
 from megatron_vshape.core.planner.search import plan
 from megatron_vshape.core.program.lowering import whole_backwards
 from megatron_vshape.core.request import AUTO, PlanRequest

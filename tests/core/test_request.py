@@ -11,7 +11,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.schedule import Plan
 from megatron_vshape.core.paper.catalogue import NAMES, make, make_block
-from megatron_vshape.core.plan import plan
+from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner import search
 from megatron_vshape.core.request import AUTO, PlanRequest, find
 
@@ -38,7 +38,7 @@ def test_a_plan_gives_way_to_the_best_published_schedule_that_fits(
     costs = Costs.uniform(4, 8, *REAL)
     worse = slow("v-min", 4, 9, costs)
     monkeypatch.setattr(search, "plan", lambda *_, **__: worse)
-    answer = plan(PlanRequest(AUTO, 4, 9, costs, limit=limit, placements=(v_shape(4),)))
+    answer = plan_request(PlanRequest(AUTO, 4, 9, costs, limit=limit, placements=(v_shape(4),)))
     known = make(best, 4, 9)
     assert answer.schedule.order == known.order
     assert answer.plan.value == simulate(known, costs).makespan
@@ -52,7 +52,7 @@ def test_what_a_plan_may_not_be_is_no_rival(monkeypatch: pytest.MonkeyPatch) -> 
     costs = Costs.uniform(4, 4, *REAL)
     worse = slow("1f1b", 4, 9, costs)
     monkeypatch.setattr(search, "plan", lambda *_, **__: worse)
-    answer = plan(PlanRequest(AUTO, 4, 9, costs, limit=16))
+    answer = plan_request(PlanRequest(AUTO, 4, 9, costs, limit=16))
     assert answer.schedule.order == make("zb-h2", 4, 9).order
 
 
@@ -68,16 +68,16 @@ def test_a_block_holds_its_peaks_with_twice_as_many_microbatches_as_devices() ->
 
 
 def test_a_name_a_file_and_a_plan_are_one_question(tmp_path: Path) -> None:
-    named = plan(PlanRequest("v-half", 4, 8))
+    named = plan_request(PlanRequest("v-half", 4, 8))
     assert named.block == make_block("v-half", 4, 8)
     assert named.costs == Costs.uniform(4, 8)
     with pytest.raises(ScheduleError, match="v-half was requested by name, not planned"):
         _ = named.plan
     path = tmp_path / "mine.json"
     path.write_text(named.schedule.to_json())
-    assert plan(PlanRequest(str(path), 4, 8)).schedule == named.schedule == find(str(path))
+    assert plan_request(PlanRequest(str(path), 4, 8)).schedule == named.schedule == find(str(path))
     assert find("v-half+") == "v-half+"
-    chosen = plan(PlanRequest("interleaved-1f1b:3", 2, 4))
+    chosen = plan_request(PlanRequest("interleaved-1f1b:3", 2, 4))
     assert chosen.costs.num_stages == chosen.schedule.num_stages == 6
 
 
@@ -91,7 +91,7 @@ def test_a_file_that_cannot_run_is_named(tmp_path: Path) -> None:
 def test_a_whole_backward_may_fit_where_no_split_one_does() -> None:
     """A BW holds what its F left until it ends, however much a B leaves for its W."""
     costs = Costs((1.0,) * 4, (1.0,) * 4, (2.0,) * 4, 0.0, (1.0,) * 4, (4.0,) * 4)
-    answer = plan(PlanRequest(AUTO, 2, 8, costs))
+    answer = plan_request(PlanRequest(AUTO, 2, 8, costs))
     assert answer.limits == (4.0, 4.0)
     assert max(answer.plan.peak) <= 4
     assert answer.searched_bound <= answer.plan.value < 72  # of 1F1B

@@ -15,7 +15,7 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, linear, looping, v_shape
 from megatron_vshape.core.model.schedule import Objective
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.core.plan import plan as plan_request
+from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner.job_shop import Codec
 from megatron_vshape.core.planner.search import plan
 from megatron_vshape.core.planner.vocabulary import shared_pieces

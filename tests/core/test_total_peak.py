@@ -23,7 +23,7 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.pieces import Piece, regroup, under_megatron
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.schedule import Objective
-from megatron_vshape.core.plan import plan as plan_request
+from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner.vocabulary import (
     share_vocabulary,
     without_shared,

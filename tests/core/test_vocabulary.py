@@ -29,8 +29,7 @@ from megatron_vshape.core.model.pieces import Piece, regroup
 from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
-from megatron_vshape.core.plan import compare
-from megatron_vshape.core.plan import plan as plan_request
+from megatron_vshape.core.plan import compare, plan_request
 from megatron_vshape.core.planner.search import plan
 from megatron_vshape.core.planner.vocabulary import (
     WAITING,

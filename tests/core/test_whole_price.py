@@ -16,7 +16,7 @@ from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.pieces import Piece, costs_from_pieces, pieces_from_costs, regroup
 from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
-from megatron_vshape.core.plan import plan as plan_request
+from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.program.lowering import fuse, lower
 from megatron_vshape.core.request import AUTO, PlanRequest
 

@@ -226,7 +226,7 @@ class Recorder:
         )
 
         def answer() -> str:
-            made = planning.plan(question)
+            made = planning.plan_request(question)
             known = evaluate_schedule(made.schedule, made.costs)
             times = known.timeline.makespan, known.timeline.span
             lines = [made.schedule.to_json(), f"{times!r} {known.peak!r}"]

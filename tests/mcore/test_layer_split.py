@@ -15,7 +15,7 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.placement import linear, looping, v_shape
-from megatron_vshape.core.plan import plan
+from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.request import PlanRequest
 from megatron_vshape.mcore.features.vocabulary import SharedEnds
 from megatron_vshape.mcore.layout.stage_map import split_layers
@@ -123,10 +123,10 @@ def test_a_limit_in_gib_deals_layers_by_all_that_a_rank_needs() -> None:
     split = split_layers(arguments(num_layers=12), v_shape(2), "auto", costs, limit)
     assert split.costs is not None
     asked = PlanRequest("auto", 2, 6, limit=limit, placements=(v_shape(2),), steps=1_000)
-    answer = plan(replace(asked, costs=split.costs))
+    answer = plan_request(replace(asked, costs=split.costs))
     assert max(peak_held(answer.schedule, split.costs)) <= 24
     with pytest.raises(ScheduleError):
-        plan(replace(asked, costs=costs))
+        plan_request(replace(asked, costs=costs))
 
 
 def test_further_layers_stay_where_the_vocabulary_is_shared() -> None:

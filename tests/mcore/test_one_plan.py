@@ -10,7 +10,7 @@ from megatron_vshape.cli.main import main
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import LOGITS, VOCABULARY, ScheduleError
 from megatron_vshape.core.model.schedule import Objective, load_schedule
-from megatron_vshape.core.plan import plan
+from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner import search
 from megatron_vshape.core.request import AUTO, PLUS_NAMES, PlanRequest
 from megatron_vshape.mcore.setup.choice import GIB, ScheduleConfig
@@ -61,7 +61,7 @@ def by_command(file: Path, name: str, microbatches: int, limit: float | None) ->
         question = PlanRequest(
             AUTO, DEVICES, microbatches, costs, limit=limit, placements=(placement,)
         )
-        return plan(question).schedule.order
+        return plan_request(question).schedule.order
     assert main(["schedule", name, *sizes, "--export", str(made)]) == 0
     return load_schedule(made).order
 

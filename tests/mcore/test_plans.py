@@ -13,7 +13,7 @@ from megatron_vshape.core.model.kinds import VOCABULARY, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
-from megatron_vshape.core.plan import plan
+from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner.vocabulary import share_vocabulary
 from megatron_vshape.core.request import PlanRequest, find
 from megatron_vshape.mcore.observe.report import opening_lines
@@ -95,7 +95,9 @@ def test_a_file_whose_microbatches_run_out_of_turn(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [*NAMES, "v-half+"])
 def test_this_packages_own_orders_may_be_files(tmp_path: Path, name: str) -> None:
     file = tmp_path / "own.json"
-    made = plan(PlanRequest(name, 4, 8)).schedule if name.endswith("+") else make(name, 4, 8)
+    made = (
+        plan_request(PlanRequest(name, 4, 8)).schedule if name.endswith("+") else make(name, 4, 8)
+    )
     file.write_text(made.to_json())
     assert resolve_schedule(Options(str(file)), 4).from_file == made
 

@@ -518,7 +518,7 @@ class PlacementSearch:
             candidate.value = value
         return value != improve.NONE
 
-    def plan(self) -> Plan:
+    def best_plan(self) -> Plan:
         """Return the best order as a plan."""
         problem = self.problem
         _, row, source = self._found()

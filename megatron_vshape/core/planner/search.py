@@ -21,7 +21,7 @@
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count, product
@@ -93,7 +93,7 @@ Progress = Callable[[int, float, float], None]
 
 
 def plan(
-    costs: Costs,
+    costs: Costs | Mapping[Placement, Costs],
     num_devices: int,
     num_microbatches: int,
     limit: float | Sequence[float],
@@ -121,7 +121,8 @@ def plan(
     (True, True)
 
     Args:
-        costs: per stage, for unsliced microbatches; added up for placements with fewer stages.
+        costs: per stage, for unsliced microbatches; added up for placements with fewer stages. Or
+            the costs of every allowed placement, instead of `placements`.
         limit: memory limit in the costs' unit, one value or one per device; infinity is no limit.
         slices: sequence slices per microbatch, or several numbers to choose from.
         whole: plan for unsplit backward: B has the time of BW, and W costs nothing.
@@ -137,31 +138,28 @@ def plan(
     say_if_slow()
     sizes = num_devices, num_microbatches, limit, (goal := Objective(objective))
     counts = (slices,) if isinstance(slices, int) else tuple(slices)
-    owns = _placed(costs, placements or default_placements(num_devices, costs.num_stages, trades))
-    searches = _searches(owns, sizes, counts, whole, trades, in_host, seed)
+    if isinstance(costs, Costs):
+        allowed = placements or default_placements(num_devices, costs.num_stages, trades)
+        costs = {
+            each: regroup(costs, len(each), f"a placement of {len(each)} stages")
+            for each in allowed
+        }
+    searches = _searches(costs, sizes, counts, whole, trades, in_host, seed)
     race = _Race(_worth_racing(searches) if trades or counts[1:] else searches, trades)
     if begun is not None:
-        begun(race.plan)
+        begun(race.best_plan)
     race.run(steps, seconds, progress)
-    made = race.plan()
+    made = race.best_plan()
     if not trades:
         return made
     own, limits = made.schedule.placement, each_limit(limit, num_devices)
     # A search's bound covers its strategy alone, and this one all strategies of the placement.
-    bound = bound_at(costs_of(made.schedule, dict(owns)[own]), own, num_microbatches, limits, goal)
+    bound = bound_at(costs_of(made.schedule, costs[own]), own, num_microbatches, limits, goal)
     return replace(made, lower_bound=min(bound, made.value))
 
 
-def _placed(costs: Costs, placements: Sequence[Placement]) -> list[tuple[Placement, Costs]]:
-    """Return the placements with the costs of their stages."""
-    return [
-        (each, regroup(costs, len(each), f"a placement of {len(each)} stages"))
-        for each in placements
-    ]
-
-
 def _searches(
-    owns: Sequence[tuple[Placement, Costs]],
+    costs: Mapping[Placement, Costs],
     sizes: tuple[int, int, float | Sequence[float], Objective],
     slices: Sequence[int],
     whole: bool,
@@ -178,7 +176,7 @@ def _searches(
     refused: list[LimitError] = []
     bases: Bases = {}
     devices, microbatches, limit, goal = sizes
-    for (placement, own), cut in product(owns, slices):
+    for (placement, own), cut in product(costs.items(), slices):
         for way in ways_to_save(own.copies, placement) if trades else [ORDER_ALONE]:
             priced = own.sliced(cut)
             priced = never_split(priced) if whole else priced
@@ -330,9 +328,9 @@ class _Race:
     def _closed(self, within: float = _SAME) -> bool:
         return self.best.value() <= self.bound * (1 + within)
 
-    def plan(self) -> Plan:
+    def best_plan(self) -> Plan:
         """Return the best order as a plan."""
-        return replace(self.best.plan(), steps=self.steps, tried=tuple(self._tried()))
+        return replace(self.best.best_plan(), steps=self.steps, tried=tuple(self._tried()))
 
     def _tried(self) -> Iterator[StrategyResult]:
         """Yield the best value of each strategy to save memory, over all placements."""

@@ -17,7 +17,7 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import check_layers, recut
 from megatron_vshape.core.model.placement import looping
-from megatron_vshape.core.plan import plan
+from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.request import (
     BaselineSpec,
     EvaluatedSchedule,
@@ -225,7 +225,7 @@ def megatrons_if_best(
         known = tuple(
             each for each in own if each.baseline is not None and evaluates(each.baseline)
         )
-        answer = plan(replace(question, baselines=known))
+        answer = plan_request(replace(question, baselines=known))
         best = answer.baseline if answer.is_megatrons else None
         return best if best is not None and evaluates(best) else None
 
