@@ -11,8 +11,8 @@ import numpy as np
 from megatron_vshape.core.check.simulate import costs_of
 from megatron_vshape.core.compiling import compiled
 from megatron_vshape.core.model.costs import Costs, more_us
-from megatron_vshape.core.model.kinds import KINDS, Kind
-from megatron_vshape.core.model.passes import NeedTable, Pass
+from megatron_vshape.core.model.kinds import KINDS, Kind, NeedTable
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline
 from megatron_vshape.core.program.lowering import fuse
 

@@ -17,8 +17,8 @@ from megatron_vshape.core.check.bounds import each_limit
 from megatron_vshape.core.check.simulate import costs_of, simulate
 from megatron_vshape.core.compiling import compiled_once, compiles, in_arrays
 from megatron_vshape.core.model.costs import Costs, scaled_times_us
-from megatron_vshape.core.model.kinds import HELD, KINDS
-from megatron_vshape.core.model.passes import NeedTable, Pass
+from megatron_vshape.core.model.kinds import HELD, KINDS, NeedTable
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 
 TRIES = 3000 if compiles() else 60

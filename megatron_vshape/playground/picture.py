@@ -13,8 +13,7 @@ import numpy as np
 
 from megatron_vshape.core.check.simulate import held_curve, peak_held
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import Kind
-from megatron_vshape.core.model.passes import NeedTable
+from megatron_vshape.core.model.kinds import Kind, NeedTable
 from megatron_vshape.core.model.placement import chunks_of
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.view.chrome_trace import write_trace

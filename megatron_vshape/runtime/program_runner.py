@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_vshape.core.model.kinds import PAIR_SIGN, PROCESSOR, Kind
-from megatron_vshape.core.model.passes import NeedTable, Pass
+from megatron_vshape.core.model.kinds import PAIR_SIGN, PROCESSOR, Kind, NeedTable
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.program.instructions import (
     Await,
@@ -433,7 +433,7 @@ class _OtherResources:
         reads = [
             self._under_way[need]
             for work in works
-            for need in self._needs.needs_of(work)
+            for need in work.needs_in(self._needs)
             if need in self._under_way
         ]
 

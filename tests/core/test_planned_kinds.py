@@ -7,8 +7,7 @@ import pytest
 
 from megatron_vshape.core.model import kinds
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import OFFLOAD, PARTS, PROCESSOR, Kind, Read
-from megatron_vshape.core.model.passes import NeedTable
+from megatron_vshape.core.model.kinds import OFFLOAD, PARTS, PROCESSOR, Kind, NeedTable, Read
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.schedule import Objective
 from megatron_vshape.core.planner import improve, job_shop

@@ -7,8 +7,8 @@ from itertools import chain
 from operator import add
 
 from megatron_vshape.core.model.costs import Costs, factor_of, more_us
-from megatron_vshape.core.model.kinds import HELD, KINDS, Kind, ScheduleError
-from megatron_vshape.core.model.passes import NeedTable, Pass
+from megatron_vshape.core.model.kinds import HELD, KINDS, Kind, NeedTable, ScheduleError
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Lane, Schedule, Timeline
 
 HOST_BLOCKS = 16
@@ -464,14 +464,14 @@ class _Stuck:
 
     def _needs_of(self, work: Pass) -> Iterator[Pass]:
         both = (work, self.partners[work]) if work in self.partners else (work,)
-        return chain.from_iterable(map(self.table.needs_of, both))
+        return chain.from_iterable(each.needs_in(self.table) for each in both)
 
     def _tell(self, work: Pass, other: Pass) -> str:
         def is_it(need: Pass) -> bool:
             return need.kind in other.parts() and need[1:] == other[1:]
 
         device = self._lane_of(work).device
-        if any(map(is_it, self.table.needs_of(work))):
+        if any(map(is_it, work.needs_in(self.table))):
             reason = "reads its result"
         elif any(map(is_it, self._needs_of(work))):
             reason = f"{self.partners[work]}, which runs with it, reads its result"

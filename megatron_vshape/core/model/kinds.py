@@ -1,4 +1,4 @@
-"""Table of pass kinds: all properties of passes, one row per kind.
+"""Table of pass kinds: all properties of passes, one row per kind, and what a pass waits for.
 
 F, B, W and BW are its first rows, and no other module lists kinds: the simulator, the proofs, the
 planner, the lowering, the runner, figures, traces and files read this table. `define` adds a row.
@@ -16,8 +16,11 @@ result travels by a collective, not by a P2P message. Every device must reach th
 same order (`program.lowering` proves this).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
+from graphlib import CycleError, TopologicalSorter
 from itertools import chain
+from operator import or_
 from typing import ClassVar, NamedTuple
 
 
@@ -116,6 +119,15 @@ class Kind(str):
             each.descends or any(find_kind(read.kind).descends for read in each.reads)
             for each in self.does
         )
+
+    def needs(self, stage: int, num_stages: int) -> Iterator[tuple["Kind", int]]:
+        """Yield the kinds and stages whose results a pass of `stage` reads, without optional ones.
+
+        All are of the pass's microbatch. `NeedTable` adds dependencies on optional passes.
+        """
+        for read in self.reads:
+            for other in read.stages(stage, num_stages):
+                yield find_kind(read.kind), other
 
     @property
     def sends(self) -> bool:
@@ -465,3 +477,80 @@ def other_amounts(kinds: Iterable[Kind]) -> list[str]:
     """Return the names of amounts of these kinds beyond F, B, W and BW, in the table's order."""
     # `amount_names` starts with these three groups, whichever kinds are given.
     return amount_names(kinds)[len(TIMES) + len(HELD) + len(KNOWN_ALONE) :]
+
+
+class NeedTable:
+    """Dependencies of passes by number, for loops over 10^5 passes.
+
+    `parts` has the simple kinds, and a part is an index of it. `needs[kind][stage]` has the (part,
+    stage) pairs that a pass reads, of the same microbatch. Parts in `at_will` are optional: a
+    microbatch without such a pass does not wait for it.
+    """
+
+    def __init__(self, num_stages: int, kinds: Iterable[Kind] = PARTS) -> None:
+        """Build the table for all kinds of a schedule; it always includes PARTS."""
+        self.parts = simple_kinds((*PARTS, *kinds))
+        self.parts_of = {
+            kind: tuple(map(self.parts.index, kind.does))
+            for kind in KINDS
+            if set(kind.does).issubset(self.parts)
+        }
+        self.at_will = [at for at, part in enumerate(self.parts) if not part.everywhere]
+        self.needs = {
+            kind: [self._needs(kind, stage, num_stages) for stage in range(num_stages)]
+            for kind in self.parts_of
+        }
+
+    def _needs(self, kind: Kind, stage: int, num_stages: int) -> tuple[tuple[int, int], ...]:
+        always = [(self.parts.index(part), where) for part, where in kind.needs(stage, num_stages)]
+        # Optional passes, such as a reload, precede the kinds in their `before`.
+        only = {FIRST: 0, LAST: num_stages - 1}
+        # `only` restricts kinds with a single stage: C precedes B on the last stage alone.
+        where_there = [
+            (at, stage)
+            for at in self.at_will
+            if not set(self.parts[at].before).isdisjoint(kind.does)
+            and stage == only.get(self.parts[at].of, stage)
+        ]
+        return (*always, *where_there)
+
+    def in_turn(self) -> list[tuple[int, int]]:
+        """Return every (part, stage) in topological order.
+
+        Raises:
+            ScheduleError: passes of one microbatch depend on each other in a cycle.
+        """
+        reads = {
+            (at, stage): needs
+            for at, part in enumerate(self.parts)
+            for stage, needs in enumerate(self.needs[part])
+        }
+        try:
+            return list(TopologicalSorter(reads).static_order())
+        except CycleError as error:
+            circle = ", ".join(f"{self.parts[at]}{stage}" for at, stage in error.args[1])
+            raise ScheduleError(f"passes wait for each other in a circle: {circle}") from None
+
+    def direct_needs(self) -> dict[Kind, list[tuple[tuple[int, int], ...]]]:
+        """Return `needs` without those that another need of the same pass implies.
+
+        Waiting for the rest implies waiting for all, whichever optional passes a microbatch omits.
+        """
+        # `own` has one bit per part and stage, `behind` the union of all that it waits for.
+        own, behind = dict[tuple[int, int], int](), dict[tuple[int, int], int]()  # sets, as bits
+
+        def waited_for(needs: tuple[tuple[int, int], ...]) -> int:
+            """Return the parts that these passes imply, optional parts excluded."""
+            return reduce(or_, (behind[need] for need in needs if need[0] not in self.at_will), 0)
+
+        for number, (at, stage) in enumerate(self.in_turn()):
+            needs = self.needs[self.parts[at]][stage]
+            own[at, stage] = 1 << number
+            # A wait through an optional pass is not certain: the microbatch may omit that pass.
+            certain = (own[need] for need in needs if need[0] not in self.at_will)
+            behind[at, stage] = reduce(or_, certain, waited_for(needs))
+
+        def direct(needs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+            return tuple(need for need in needs if not own[need] & waited_for(needs))
+
+        return {kind: list(map(direct, by_stage)) for kind, by_stage in self.needs.items()}

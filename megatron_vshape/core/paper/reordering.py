@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.compiling import in_lists, soonest
-from megatron_vshape.core.model.kinds import PARTS, PROCESSOR, Kind, ScheduleError
+from megatron_vshape.core.model.kinds import PARTS, PROCESSOR, Kind, NeedTable, ScheduleError
 from megatron_vshape.core.model.numbering import (
     NONE,
     WITHOUT,
@@ -25,7 +25,6 @@ from megatron_vshape.core.model.numbering import (
     lists_of,
     number,
 )
-from megatron_vshape.core.model.passes import NeedTable
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.model.schedule import Schedule
 

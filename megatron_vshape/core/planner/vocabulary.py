@@ -35,10 +35,11 @@ from megatron_vshape.core.model.kinds import (
     VOCABULARY,
     VOCABULARY_AMOUNTS,
     Kind,
+    NeedTable,
     ScheduleError,
 )
 from megatron_vshape.core.model.layers import LEAST, Pieces, without_ends
-from megatron_vshape.core.model.passes import NeedTable, Pass
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.model.schedule import Schedule
