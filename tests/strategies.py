@@ -42,6 +42,14 @@ def costs_of(draw: st.DrawFn, num_stages: int) -> Costs:
 
 
 @st.composite
+def with_boundaries(draw: st.DrawFn, costs: Costs) -> Costs:
+    """Draw the costs with messages that differ from boundary to boundary."""
+    boundaries = costs.num_stages - 1
+    more = st.lists(st.sampled_from((0.0, 0.5, 3.0)), min_size=boundaries, max_size=boundaries)
+    return replace(costs, more_send_us=draw(more.map(tuple)))
+
+
+@st.composite
 def mutated(draw: st.DrawFn, schedule: Schedule) -> Schedule:
     """Draw the schedule with one or two changes, which may leave it correct."""
     rows = [list(row) for row in schedule.order]

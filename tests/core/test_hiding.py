@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from strategies import costs_of, made
+from strategies import costs_of, made, with_boundaries
 
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
@@ -35,7 +35,8 @@ def starts(
                 start = clocks[device]
                 for need in work.needs(schedule.num_stages):
                     end, maker = ended[need]
-                    start = max(start, end + costs.send_us * (maker != device))
+                    send_us = costs.message_us(need.stage, work.stage)
+                    start = max(start, end + send_us * (maker != device))
                 found[work] = start
                 clocks[device] = start + lengths[work]
                 for kind in work.parts():
@@ -47,7 +48,7 @@ def starts(
 @given(data=st.data())
 def test_nobody_is_delayed(data: st.DataObject) -> None:
     schedule = data.draw(made(max_devices=5, max_microbatches=12))
-    costs = data.draw(costs_of(schedule.num_stages))
+    costs = data.draw(with_boundaries(data.draw(costs_of(schedule.num_stages))))
     schedule = fuse(simulate(schedule, costs))
     beside = deferred_weight_overlap(simulate(schedule, costs))
     weights = {each.weights for each in beside.values()}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from posting import streams_of
-from strategies import costs_of, made
+from strategies import costs_of, made, with_boundaries
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
@@ -90,7 +90,7 @@ def test_every_stream_is_first_in_first_out_and_nothing_blocks(
 @given(data=st.data())
 def test_fusing_delays_nothing(data: st.DataObject) -> None:
     schedule = data.draw(made(max_devices=6, max_microbatches=12))
-    costs = data.draw(costs_of(schedule.num_stages))
+    costs = data.draw(with_boundaries(data.draw(costs_of(schedule.num_stages))))
     before = simulate(schedule, costs)
     fused = fuse(before)
     verify(fused)

@@ -41,7 +41,7 @@ from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.plan import plan_request, saves
 from megatron_vshape.core.planner.search import plan
-from megatron_vshape.core.program.lowering import whole_backwards
+from megatron_vshape.core.program.lowering import fuse, lower, whole_backwards
 from megatron_vshape.core.request import AUTO, PlanRequest
 
 REAL = (1.0, 1.15, 0.85, 0.05)
@@ -279,3 +279,16 @@ def test_the_search_plans_for_a_slow_boundary() -> None:
     more = tuple(3.0 if boundary == 4 else 0.0 for boundary in range(15))
     costs = replace(Costs.uniform(8, 16, *REAL), more_send_us=more)
     assert plan(costs, 8, 24, 12.0, steps=100_000).value < 175
+
+
+def test_a_slow_boundary_limits_only_its_own_messages() -> None:
+    """With its time for all messages, 29 B and W are fused, and a rank keeps 4 sent results."""
+    schedule = make("v-half", 8, 32)
+    more = tuple(0.5 if boundary in (3, 11) else 0.0 for boundary in range(15))
+    costs = replace(Costs.uniform(8, 16, *REAL), more_send_us=more)
+    timeline = simulate(schedule, costs)
+    fused = fuse(timeline)
+    assert sum(work.kind is Kind.BW for row in fused.order for work in row) == 52
+    assert simulate(fused, costs).makespan == pytest.approx(timeline.makespan)
+    program = lower(schedule, timeline, kernels=True)
+    assert max(map(program.most_kept, range(8))) == 3

@@ -140,8 +140,10 @@ class _Simulation:
 
     def run(self) -> Timeline:
         starts, ends = self._run_lanes()
-        send_us, whole_us = self.costs.longest_send_us, self.costs.whole_us
-        return Timeline(self.schedule, starts, ends, send_us, whole_us)
+        costs = self.costs
+        return Timeline(
+            self.schedule, starts, ends, costs.send_us, costs.whole_us, costs.more_send_us
+        )
 
     def _run_lanes(self) -> tuple[Rows, Rows]:
         """Run all queues to the end; raises ScheduleError with the cycle of waits if deadlocked."""

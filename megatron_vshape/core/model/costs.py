@@ -25,6 +25,7 @@ from megatron_vshape.core.model.kinds import (
     ScheduleError,
     other_amounts,
 )
+from megatron_vshape.core.model.placement import message_us
 
 LEAST, MOST = 1e-6, 1e15
 """Bounds of times and memory, far inside the range of floats."""
@@ -189,10 +190,7 @@ class Costs:
 
     def message_us(self, stage: int, other: int) -> float:
         """Return the time of a message between stages on two devices."""
-        # `more_send_us` is defined at boundaries of adjacent stages, in either direction.
-        if not self.more_send_us or abs(stage - other) != 1:
-            return self.send_us
-        return self.send_us + self.more_send_us[min(stage, other)]
+        return message_us(self.send_us, self.more_send_us, stage, other)
 
     def exchanges_us(self, kind: Kind, stage: int) -> float:
         """Return the time that a pass of `kind` waits for collectives of its stage."""

@@ -1,6 +1,7 @@
 """Placements: a tuple with the device of every stage, in model order."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 from megatron_vshape.core.model.kinds import ScheduleError
 
@@ -96,3 +97,13 @@ def check_placement(placement: Placement, num_devices: int) -> None:
                 f"the placement puts {count} of {len(placement)} stages on device {device}; "
                 f"every one of the {num_devices} devices need {each}"
             )
+
+
+def message_us(send_us: float, more_send_us: Sequence[float], stage: int, other: int) -> float:
+    """Return the time of a message between stages on two devices, in either direction.
+
+    `more_send_us` is added to `send_us` at the boundary behind each stage; it may be empty.
+    """
+    if not more_send_us or abs(stage - other) != 1:
+        return send_us
+    return send_us + more_send_us[min(stage, other)]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from megatron_vshape.core.model.files import FORMER, check_keys, is_whole, parse_object, read_text
 from megatron_vshape.core.model.kinds import KINDS, PAIR_SIGN, PARTS, PROCESSOR, Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass, parse_step
-from megatron_vshape.core.model.placement import Placement, check_placement, chunks_of
+from megatron_vshape.core.model.placement import Placement, check_placement, chunks_of, message_us
 
 FORMAT = 1
 MAX_PASSES = 20_000_000
@@ -374,8 +374,9 @@ class Slot(NamedTuple):
 class Timeline:
     """A schedule with the times of its passes, simulated or measured.
 
-    `send_us` is the time of a P2P message, if known. `whole_backward_us` is the time of a BW per
-    stage, if it differs from B + W.
+    `send_us` is the time of a P2P message, if known, and `more_send_us` is added to it at the
+    boundary behind each stage. `whole_backward_us` is the time of a BW per stage, if it differs
+    from B + W.
     """
 
     schedule: Schedule
@@ -383,6 +384,11 @@ class Timeline:
     ends: tuple[tuple[float, ...], ...]
     send_us: float = 0.0
     whole_backward_us: tuple[float, ...] | None = None
+    more_send_us: tuple[float, ...] = ()
+
+    def message_us(self, stage: int, other: int) -> float:
+        """Return the time of a message between stages on two devices."""
+        return message_us(self.send_us, self.more_send_us, stage, other)
 
     def slots(self, device: int) -> Iterable[Slot]:
         """Yield the passes of a device with their times, in order."""

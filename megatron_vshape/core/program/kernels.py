@@ -66,6 +66,7 @@ class _Transfer:
     message: Message
     sent: int  # gap of the sender
     read: int  # pass of the receiver that reads it
+    send_us: float  # its time according to the plan
     least: int  # first gap of the receiver in which it can be posted
     posted: int  # gap of the receiver
     order: int = -1  # index of its send among all sends, if all devices wait
@@ -196,12 +197,10 @@ class _Placed:
     def _gain_us(self, each: _Transfer) -> float:
         """Return the part of the message time that the pass before its reader can hide."""
         planned, (_, source, target, _) = self._planned, each.message
-        if not planned.send_us:
-            return 0.0
         at = each.read - AHEAD
         # The transfer runs from here to the end of that pass without delaying anything.
         begins = max(planned.starts[target][at], planned.ends[source][each.sent - 1])
-        return min(planned.send_us, max(planned.ends[target][at] - begins, 0.0))
+        return min(each.send_us, max(planned.ends[target][at] - begins, 0.0))
 
     def program(self) -> Program:
         """Return the program with this placement."""
@@ -222,7 +221,7 @@ class _Placed:
         """Return the first gap of the sender by which the send has ended according to the plan."""
         planned, (_, source, target, _) = self._planned, each.message
         posted_us = planned.ends[target][each.posted - 1] if each.posted else 0.0
-        gone_us = max(posted_us, planned.ends[source][each.sent - 1]) + planned.send_us
+        gone_us = max(posted_us, planned.ends[source][each.sent - 1]) + each.send_us
         starts, gap = planned.starts[source], each.sent + SLACK
         # Release where the plan has SLACK passes after the end of the send, so that it never waits.
         while gap < len(starts) and starts[gap - SLACK] < gone_us:
@@ -284,6 +283,7 @@ def _transfers(
     between them.
     """
     sent, read = dict[Pass, int](), dict[Pass, int]()  # by the sending pass
+    sends_us = dict[Pass, float]()
     joins = [
         [at for at, step in enumerate(row) if step[0].kind.is_collective] for row in messages.steps
     ]
@@ -297,6 +297,7 @@ def _transfers(
                     sent[result.work] = at + 1
                 if message is not None:
                     read[message.work] = at
+                    sends_us[message.work] = planned.message_us(message.work.stage, work.stage)
     transfers: list[_Transfer] = []
     for row, streams in zip(messages.steps, messages.sent, strict=True):
         for stream in streams.values():
@@ -316,7 +317,7 @@ def _transfers(
                     is_early = after <= early[source]
                     posted = min(posted, stop) if is_early else max(posted, stop)
                     least = 0 if is_early else stop
-                found.append(_Transfer(message, after, before, least, posted))
+                found.append(_Transfer(message, after, before, sends_us[work], least, posted))
             transfers += reversed(found)
     return transfers
 

@@ -168,8 +168,9 @@ def _reads_of_others(
             # A local input needs no message; with `at`, the pass may be on another device despite
             # its stage number, because each device has such a pass.
             if maker != stage or read.at:
-                here = placement[maker] == placement[stage]
-                yield find_kind(read.kind), maker, 0.0 if here else timeline.send_us
+                away = placement[maker] != placement[stage]
+                send_us = timeline.message_us(maker, stage) if away else 0.0
+                yield find_kind(read.kind), maker, send_us
 
 
 def _fused(timeline: Timeline) -> Timeline:
