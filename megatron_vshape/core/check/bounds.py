@@ -7,7 +7,7 @@ microbatches.
 * Resource and start-up: a device works on all microbatches, and starts after the first arrives.
 * Memory over time: a microbatch allocates h at least from F(s) to the last stage and back. The
   device provides M over time.
-* Warm-up and cool-down: the idle time of a device in both (`ends`) adds to its work.
+* Warm-up and cool-down: the idle time of a device in both (`ramp_idle`) adds to its work.
 
 Some bounds use relaxed costs: a schedule that is feasible at the given costs is feasible at these,
 no slower and with no more memory. The exception is `never_split`, which is for searches.
@@ -160,20 +160,20 @@ def lower_bound(
     limits: Sequence[float],
     span: bool = False,
 ) -> float:
-    """Return a lower bound over all schedules within the limits, which exclude state.
+    """Compute a lower bound of the makespan, or span, of any schedule within the limits.
 
-    For the span, each device's first start is subtracted: the earliest arrival of the first
-    microbatch. A schedule that does not delay any pass starts then.
+    The limits exclude state. For the span, each device's first start is subtracted: the earliest
+    arrival of the first microbatch. A schedule that does not delay any pass starts then.
 
     With costs of a slice, `num_microbatches` counts slices. The n-th B of a stage comes after its
     n-th F, so bounds for that number of microbatches apply. They are stronger, because the first B
     of a microbatch waits for its last F (`_apart`).
     """
     # Imported here because it requires numpy, which `import megatron_vshape` must not load.
-    from megatron_vshape.core.check.ends import end_with_idle, ways_of
+    from megatron_vshape.core.check.ramp_idle import end_with_idle, path_times
 
     costs = split_no_slower(costs)
-    paths = ways_of(costs, placement)
+    paths = path_times(costs, placement)
     apart = _apart(costs)
     # Half of `apart`, because the bound from memory needs the mean over all slices.
     held_us = [trip + more / 2 for trip, more in zip(paths.round_trip, apart, strict=True)]
@@ -193,7 +193,8 @@ def lower_bound(
     for device, stages in enumerate(stages_of(placement, num_devices)):
         known = own_ends[device] if span else best
         room = (limits[device], first)
-        # For the makespan, all devices share one end, so bounds of other devices help this one.
+        # The device's work plus its proven idle time in warm-up and cool-down. For the makespan,
+        # all devices share one end, so bounds of other devices help this one.
         end = end_with_idle(costs, paths, stages, num_microbatches, room, known, span)
         best = max(best, end - (paths.forward[stages[0]] if span else 0.0))
     return best

@@ -1,4 +1,4 @@
-"""Proven idle time of a device in warm-up and cool-down, under its memory limit.
+"""Lower bound from the idle time of a device in warm-up and cool-down, under its memory limit.
 
 Until a time t after the start, a device works only on microbatches that can have arrived by then
 and that fit its memory. The remaining time to t is idle. The same applies backwards from the end of
@@ -35,16 +35,16 @@ MOST_INSIDE = 64
 _ROUNDING = 1e-9
 
 
-class Ways(NamedTuple):
-    """Shortest times along the way of one microbatch, per stage."""
+class PathTimes(NamedTuple):
+    """Shortest times on the path of one microbatch through the stages, per stage."""
 
     forward: tuple[float, ...]  # until F(s) can start
     round_trip: tuple[float, ...]  # from the start of F(s) to the end of B(s)
     drain: tuple[float, ...]  # from the end of B(s) to the end of B(0) and its W
 
 
-def ways_of(costs: Costs, placement: Placement) -> Ways:
-    """Return the shortest times of a placement's stages."""
+def path_times(costs: Costs, placement: Placement) -> PathTimes:
+    """Compute the shortest times on the path of one microbatch: passes and messages, no waiting."""
     stages = len(placement)
     away = [placement[stage] != placement[stage - 1] for stage in range(1, stages)]
     hop = [costs.message_us(s, s + 1) if far else 0.0 for s, far in enumerate(away)]
@@ -56,7 +56,7 @@ def ways_of(costs: Costs, placement: Placement) -> Ways:
     for stage in reversed(range(stages - 1)):
         own = costs.forward_us[stage] + costs.backward_us[stage]
         trip.append(trip[-1] + own + 2 * hop[stage])
-    return Ways(tuple(forward), tuple(reversed(trip)), tuple(drain))
+    return PathTimes(tuple(forward), tuple(reversed(trip)), tuple(drain))
 
 
 class _Line(NamedTuple):
@@ -75,21 +75,29 @@ class _Line(NamedTuple):
 
 def end_with_idle(
     costs: Costs,
-    ways: Ways,
+    paths: PathTimes,
     stages: Sequence[int],
     num_microbatches: int,
     limits: tuple[float, float],
     known: float,
     span: bool,
 ) -> float:
-    """Return a lower bound of the end: the device's work plus idle time in warm-up and cool-down.
+    """Compute a lower bound of a device's end: its work plus its idle time at start and end.
 
-    `stages` are the stages of the device. `limits` are its memory limit and that of the device with
-    stage 0. `known` is a known lower bound; a greater one separates warm-up and cool-down more. For
-    the span, time ends with the device's last pass.
+    Within a time t after the start, the device can only work on microbatches that have arrived and
+    fit its memory; the rest of t is idle. The same applies backwards from the end of the step.
+
+    Args:
+        costs: costs with split backwards.
+        paths: shortest times on the path of a microbatch.
+        stages: stages of the device.
+        num_microbatches: microbatches per step.
+        limits: memory limit of the device, and of the device with stage 0.
+        known: a known lower bound; a greater one separates warm-up and cool-down more.
+        span: time ends with the last pass of the device, not with the step.
     """
     lines = [
-        _line(costs, ways, stages, num_microbatches, limits, backwards, span)
+        _line(costs, paths, stages, num_microbatches, limits, backwards, span)
         for backwards in (False, True)
     ]
     work = num_microbatches * float((lines[0].ticks + lines[0].weight).sum())
@@ -123,7 +131,7 @@ def _whole(costs: Costs, stages: Sequence[int], limit: float) -> float:
 
 def _line(
     costs: Costs,
-    ways: Ways,
+    paths: PathTimes,
     stages: Sequence[int],
     num_microbatches: int,
     limits: tuple[float, float],
@@ -136,7 +144,7 @@ def _line(
         for values in (
             *(costs.forward_us, costs.backward_us, costs.weight_us),
             *(costs.held_after_forward_bytes, costs.held_after_backward_bytes),
-            *(ways.round_trip, ways.drain, ways.forward),
+            *(paths.round_trip, paths.drain, paths.forward),
         )
     )
     nothing = np.zeros(len(own))
@@ -167,8 +175,8 @@ def _line(
     # The span of a device does not depend on the time at which stage 0 ends.
     if not (span and backwards):
         size = costs.held_after_forward_bytes[0]
-        origin = ways.drain[0] if backwards else 0.0
-        first = _entries(np.full(count, origin), limits[1], size, ways.round_trip[0])
+        origin = paths.drain[0] if backwards else 0.0
+        first = _entries(np.full(count, origin), limits[1], size, paths.round_trip[0])
         entry = np.maximum(entry, first + (start[0] - origin))
     starts = np.maximum(starts, entry + (start - start[0])[:, None])
     return _Line(starts, ticks, weight, held, kept, backwards)
