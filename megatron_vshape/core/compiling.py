@@ -9,9 +9,10 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
-from megatron_vshape.core.model import numbering
-
 logger = logging.getLogger(__name__)
+
+COMPILED_FROM = 50_000
+"""Passes from which a compiled loop saves more time than the import of the compiler costs."""
 
 
 def processors() -> int:
@@ -94,7 +95,7 @@ def soonest(
     `called` are the functions that it calls. Both variants have equal results. The function changes
     the returned data in place.
     """
-    if num_passes < numbering.COMPILED_FROM:
+    if num_passes < COMPILED_FROM:
         return function, *data
     compiled = compiled_once(function, *called)
     # `compiled_once` returns the function itself without numba; lists are faster in plain Python.

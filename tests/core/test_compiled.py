@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from megatron_vshape.core import compiling
 from megatron_vshape.core.check.simulate import simulate
-from megatron_vshape.core.model import numbering
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.blocks import repeat
 from megatron_vshape.core.paper.catalogue import EVERY_NAME, make, make_block
+from megatron_vshape.core.paper.reordering import number
 
 SIZES = [(1, 4), (2, 5), (3, 7), (4, 8), (5, 20), (8, 33), (16, 40)]
 
@@ -37,7 +38,7 @@ def made(name: str) -> list[tuple[Schedule, Timeline]]:
 @pytest.mark.parametrize("name", EVERY_NAME)
 def test_compiled_loops_make_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = made(name)
-    monkeypatch.setattr(numbering, "COMPILED_FROM", 0)
+    monkeypatch.setattr(compiling, "COMPILED_FROM", 0)
     assert plain
     assert made(name) == plain
     assert type(made(name)[0][1].starts[0][0]) is float
@@ -63,11 +64,11 @@ BEFORE = {
 
 
 @pytest.mark.parametrize("name", EVERY_NAME)
-@pytest.mark.parametrize("compiled_from", [0, numbering.COMPILED_FROM])
+@pytest.mark.parametrize("compiled_from", [0, compiling.COMPILED_FROM])
 def test_schedules_are_what_they_were(
     name: str, compiled_from: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(numbering, "COMPILED_FROM", compiled_from)
+    monkeypatch.setattr(compiling, "COMPILED_FROM", compiled_from)
     text = make(name, 12, 60).to_json()
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == BEFORE[name]
 
@@ -89,14 +90,14 @@ def test_copies_of_a_block_are_in_the_order_of_their_slots(name: str) -> None:
         assert found == expected
 
 
-@pytest.mark.parametrize("compiled_from", [0, numbering.COMPILED_FROM])
+@pytest.mark.parametrize("compiled_from", [0, compiling.COMPILED_FROM])
 def test_a_pass_of_no_stage_is_rejected_before_loops_see_it(
     compiled_from: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(numbering, "COMPILED_FROM", compiled_from)
+    monkeypatch.setattr(compiling, "COMPILED_FROM", compiled_from)
     for wrong in (Pass(Kind.F, 7, 0), Pass(Kind.F, 0, 5), Pass(Kind.F, -1, 0)):
         with pytest.raises(IndexError):
-            numbering.number([(wrong,)], [Kind.F], 1, 1)
+            number([(wrong,)], [Kind.F], 1, 1)
 
 
 def test_code_that_was_kept_of_types_by_other_names_is_made_anew(tmp_path: Path) -> None:

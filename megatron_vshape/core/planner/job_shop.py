@@ -21,7 +21,6 @@ from megatron_vshape.core.check import bounds
 from megatron_vshape.core.compiling import compiled, compiled_once
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
-from megatron_vshape.core.model.numbering import NONE, WITHOUT, Lists
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Objective, check_size, turned
@@ -29,6 +28,9 @@ from megatron_vshape.core.paper import reordering
 from megatron_vshape.core.paper.reordering import (
     EIGHTHS,
     LATE,
+    NONE,
+    WITHOUT,
+    Lists,
     Order,
     Refill,
     Sorts,
