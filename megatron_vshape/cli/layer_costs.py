@@ -4,8 +4,7 @@ import argparse
 import math
 from dataclasses import replace
 
-from megatron_vshape.cli.help import SCHEDULE, group
-from megatron_vshape.cli.options import UNIT_COST, ends_of, time_of_0
+from megatron_vshape.cli.options import UNIT_COST, ends_of
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Pieces, even_layers
@@ -13,19 +12,6 @@ from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.planner.vocabulary import SUM, held_logits, shared_pieces
 from megatron_vshape.core.request import Cut
 from megatron_vshape.view.names import plain
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --vocab-parallel."""
-    group(parser, SCHEDULE).add_argument(
-        "--vocab-parallel",
-        nargs="?",
-        type=time_of_0,
-        const=math.nan,
-        metavar="T",
-        help="Use vocabulary parallelism; needs --head or --costs. T: time of an all-reduce in "
-        f"cost units (default: {SUM:g} F)",
-    )
 
 
 def shares(options: argparse.Namespace, measured: Costs | None) -> bool:

@@ -35,6 +35,7 @@ from megatron_vshape.cli.options import (
     headroom_of,
     limits_told,
     number_of,
+    time_of_0,
 )
 from megatron_vshape.cli.plan_figures import run_frontier, write_page
 from megatron_vshape.cli.progress import told
@@ -52,6 +53,7 @@ from megatron_vshape.core.plan import (
     no_worse_than_published,
     plan_request,
 )
+from megatron_vshape.core.planner.vocabulary import SUM
 from megatron_vshape.core.request import (
     AUTO,
     MEGATRONS_OWN,
@@ -107,7 +109,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cost_arguments(parser)
     _add_memory(parser)
     _add_schedule(parser)
-    layer_costs.add_arguments(parser)
     _add_search(parser)
     _add_outputs(parser)
 
@@ -172,6 +173,15 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
         default=Objective.MAKESPAN,
         help="makespan: time of a step; span: the same without a barrier between steps "
         "(default: makespan)",
+    )
+    add(
+        "--vocab-parallel",
+        nargs="?",
+        type=time_of_0,
+        const=math.nan,
+        metavar="T",
+        help="Use vocabulary parallelism; needs --head or --costs. T: time of an all-reduce in "
+        f"cost units (default: {SUM:g} F)",
     )
 
 
