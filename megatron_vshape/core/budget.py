@@ -80,10 +80,10 @@ class Budget:
         tell: Callable[[PlanResult | None], None],
         grace_s: float = GRACE_S,
     ) -> _Result | None:
-        """Return the result of `work`, or None if it was stopped and did not end in `grace_s`.
+        """Run `work` in a thread and return its result; None if stopped without end in `grace_s`.
 
-        `work` runs in a separate thread, so Ctrl-C is handled at once, not only between two steps
-        of the search: `tell` is called with the best result so far. A second Ctrl-C is raised.
+        Because of the thread, Ctrl-C is handled at once, not only between two steps of the search:
+        `tell` is called with the best result so far. A second Ctrl-C is raised.
         """
         done, results, errors = threading.Event(), list[_Result](), list[BaseException]()
 

@@ -48,7 +48,7 @@ def test_the_walk_keeps_everything_up_to_date(seed: int) -> None:
     assert improve.settle(shop, state)
     before = improve.objective(shop, state)
     none = np.full(DEVICES, state.row.shape[1])
-    value = improve.walk(shop, state, none, none, 5000)
+    value = improve.local_search(shop, state, none, none, 5000)
     again = improve.new_state(state.row, 1)
     assert improve.settle(shop, again)
     assert value == improve.objective(shop, again) <= before
@@ -84,7 +84,7 @@ def test_the_walk_leaves_the_window_alone() -> None:
     state = improve.new_state(cyclic.unroll(20), 3)
     improve.settle(shop, state)
     before = state.row.copy()
-    improve.walk(shop, state, *window, 5000)
+    improve.local_search(shop, state, *window, 5000)
     for device, (low, high) in enumerate(zip(*window, strict=True)):
         assert np.array_equal(state.row[device, low:high], before[device, low:high])
     longer = orders.splice(state.row, *window, 1, 20, 57)

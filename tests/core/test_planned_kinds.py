@@ -89,7 +89,7 @@ def test_the_walk_keeps_everything_up_to_date(checking: tuple[Kind, ...], seed: 
     state = improve.new_state(row, seed, max(ways))
     assert improve.settle(shop, state)
     before = improve.objective(shop, state)
-    value = improve.walk(shop, state, shop.length, shop.length, 20_000)
+    value = improve.local_search(shop, state, shop.length, shop.length, 20_000)
     again = improve.new_state(state.row, 1, max(ways))
     assert improve.settle(shop, again)
     assert value == improve.objective(shop, again) < before

@@ -212,7 +212,7 @@ def test_the_walk_keeps_everything_up_to_date_where_passes_are_left_out(
     for each in found[:3]:
         shop, ways = each.shop, max(each.shop.before.shape[1], each.shop.after.shape[1])
         before = improve.objective(shop, each.state)
-        value = improve.walk(shop, each.state, shop.length, shop.length, 10_000)
+        value = improve.local_search(shop, each.state, shop.length, shop.length, 10_000)
         again = improve.new_state(each.state.row, 1, ways)
         assert improve.settle(shop, again)
         assert value == improve.objective(shop, again) <= before

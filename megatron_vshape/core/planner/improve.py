@@ -541,7 +541,7 @@ def _decide(shop: JobShop, state: State, lane: int, done: int, bar: int) -> bool
 
 
 @compiled
-def walk(
+def local_search(
     shop: JobShop, state: State, low: np.ndarray, high: np.ndarray, steps: int, longer: float = 0.0
 ) -> int:
     """Try `steps` random moves outside [low, high) of each lane; return the objective.

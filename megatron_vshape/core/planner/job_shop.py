@@ -489,7 +489,7 @@ def refill(problem: Problem, row: np.ndarray, num_microbatches: int = 0) -> np.n
     """
     order, flat = _order_of(problem, row, num_microbatches)
     made, queue = np.empty(len(flat), np.int64), np.empty(len(flat), np.int64)
-    if not _deal(order, new_run(order, _zeros), problem.weight_of, queue, made):
+    if not _place_weights(order, new_run(order, _zeros), problem.weight_of, queue, made):
         return None
     return _rows(row, flat[made])
 
@@ -543,7 +543,7 @@ def _next_start(order: Order, run: Refill, weight_of: np.ndarray, lane: int) -> 
 
 
 @compiled
-def _deal(
+def _place_weights(
     order: Order, run: Refill, weight_of: np.ndarray, queue: np.ndarray, made: np.ndarray
 ) -> bool:
     """Run the lanes in order of their next starts, with W as filler; return False on deadlock.

@@ -241,7 +241,7 @@ def still_critical(graph: Graph, orders: Orders, scratch: Scratch, period: int) 
 
 @compiled
 def find_period(graph: Graph, orders: Orders, scratch: Scratch, trial: int, most: int) -> int:
-    """Return the least period that is at least `trial`, or NEVER if it is above `most`.
+    """Compute the minimum period (maximum cycle ratio), at least `trial`; NEVER if above `most`.
 
     Newton's iteration from below: the ratio of a positive cycle is the next trial. The
     potentials fit the period returned, and are as before for NEVER.

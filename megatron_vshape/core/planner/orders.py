@@ -417,7 +417,7 @@ class PlacementSearch:
             # If a group has as many slices as devices, messages leave gaps shorter than a pass in
             # every round, which the local search does not close.
             starts[name + ", filled at once"] = fill(problem, row, m, delay=EIGHTHS)
-        # An empty window at the end of each lane: `walk` may then move every pass.
+        # An empty window at the end of each lane: `local_search` may then move every pass.
         none = self._shop(short).length
         made = (
             self._made(source, k, short, own, *(window or (none, none)))
@@ -455,7 +455,7 @@ class PlacementSearch:
         made = Candidate(name, period, short, state, low, high, shop, chosen)
         return made if self._judge(made) else None
 
-    def _dealt(self, candidate: Candidate) -> Candidate | None:
+    def _refilled(self, candidate: Candidate) -> Candidate | None:
         """Return the candidate with W refilled, if it fits."""
         short = candidate.microbatches
         row = refill(self.problem, self._row(candidate), short)
@@ -467,9 +467,9 @@ class PlacementSearch:
 
         Changes only the candidate, so threads can improve several.
         """
-        improve.walk(candidate.shop, candidate.state, candidate.low, candidate.high, steps)
+        improve.local_search(candidate.shop, candidate.state, candidate.low, candidate.high, steps)
         self._judge(candidate)
-        again = self._dealt(candidate)
+        again = self._refilled(candidate)
         # Ties change the order too: another arrangement of W opens new moves.
         if again is not None and again.value <= candidate.value:
             # The refilled order continues the random numbers, or each round would repeat the same
@@ -484,7 +484,7 @@ class PlacementSearch:
         made = replace(candidate, state=state)
         if restart:
             low, high = candidate.low, candidate.high
-            improve.walk(candidate.shop, state, low, high, RESTART_STEPS, RESTART_SHARE)
+            improve.local_search(candidate.shop, state, low, high, RESTART_STEPS, RESTART_SHARE)
             self._judge(made)
         return made
 

@@ -51,7 +51,7 @@ CORES = processors() if compiles() else 1
 ROUNDS, LEAST = 3, 1000
 """Approximate number of rounds, each with half the orders; minimum steps per order."""
 
-WALKS, WALKS_OF_FEW = 2, 6
+ORDERS, ORDERS_OF_FEW = 2, 6
 """Minimum number of orders per round; copies of the better half fill up the rest."""
 
 FEW, STEPS_OF_FEW = 1000, 100_000
@@ -358,19 +358,19 @@ def _improve(job: tuple[PlacementSearch, Candidate, int]) -> tuple[PlacementSear
 def _going_on(live: list[_Runner]) -> list[_Runner]:
     """Return the better half of the orders, filled up with reseeded copies if they are few."""
     few = _are_few(live)
-    walks = WALKS_OF_FEW if few else WALKS
+    least = ORDERS_OF_FEW if few else ORDERS
     live = better_half(live, _value_of)
     copies = [
         (search, search.again(each, number, restart=few))
-        for number in range(1, walks)
+        for number in range(1, least)
         for search, each in live
     ]
     # The originals come first, so a copy never displaces one.
-    return (live + copies)[: max(walks, len(live))]
+    return (live + copies)[: max(least, len(live))]
 
 
 def _rounds_of(live: list[_Runner], steps: int) -> int:
-    return max(ROUNDS, steps // (STEPS_OF_FEW * WALKS_OF_FEW)) if _are_few(live) else ROUNDS
+    return max(ROUNDS, steps // (STEPS_OF_FEW * ORDERS_OF_FEW)) if _are_few(live) else ROUNDS
 
 
 def _are_few(live: list[_Runner]) -> bool:
