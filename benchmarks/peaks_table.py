@@ -21,8 +21,8 @@ from typing import NamedTuple
 from megatron_vshape import Costs, Schedule, make, peak_held
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import with_copies
-from megatron_vshape.core.model.layers import Pieces, even_layers
-from megatron_vshape.core.model.pieces import regroup, under_megatron
+from megatron_vshape.core.model.layers import even_layers
+from megatron_vshape.core.model.pieces import Pieces, regroup, under_megatron
 from megatron_vshape.core.model.placement import Placement, looping, v_shape
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner.lighter import lighter_layers

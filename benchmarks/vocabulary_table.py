@@ -23,8 +23,8 @@ from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import HEAD_WEIGHT, LOGITS, LOOKED_UP, LOSS, Kind
-from megatron_vshape.core.model.layers import Pieces, Widths
-from megatron_vshape.core.model.pieces import Piece
+from megatron_vshape.core.model.layers import Widths
+from megatron_vshape.core.model.pieces import Piece, Pieces
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make

@@ -4,8 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.layers import Pieces
-from megatron_vshape.core.model.pieces import Piece
+from megatron_vshape.core.model.pieces import Piece, Pieces
 from megatron_vshape.core.planner.vocabulary import shared_pieces
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 from megatron_vshape.cli.options import UNIT_COST, ends_of
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.layers import Pieces, even_layers
+from megatron_vshape.core.model.layers import even_layers
+from megatron_vshape.core.model.pieces import Pieces
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.planner.vocabulary import SUM, held_logits, shared_pieces
 from megatron_vshape.core.request import Cut

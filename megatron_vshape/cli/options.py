@@ -13,8 +13,8 @@ from megatron_vshape.cli.help import MODEL, REQUIRED, group
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.model.costs import Costs, chunk_of
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.layers import even_layers, recut
-from megatron_vshape.core.model.pieces import Piece, with_ends
+from megatron_vshape.core.model.layers import even_layers
+from megatron_vshape.core.model.pieces import Piece, recut, with_ends
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.paper.catalogue import MOST_STAGES_A_DEVICE
 from megatron_vshape.core.request import Cut

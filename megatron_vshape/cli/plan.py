@@ -44,7 +44,8 @@ from megatron_vshape.core.check.bounds import fits
 from megatron_vshape.core.check.simulate import filled, simulate
 from megatron_vshape.core.model.costs import Costs, chunk_of, with_copies
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
-from megatron_vshape.core.model.layers import AUTO_SPLIT, Pieces
+from megatron_vshape.core.model.layers import AUTO_SPLIT
+from megatron_vshape.core.model.pieces import Pieces
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Objective, Schedule, check_size
 from megatron_vshape.core.paper.catalogue import EVERY_NAME

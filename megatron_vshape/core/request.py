@@ -17,8 +17,7 @@ from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import KINDS, PARTS, Kind, ScheduleError
-from megatron_vshape.core.model.layers import Pieces
-from megatron_vshape.core.model.pieces import regroup
+from megatron_vshape.core.model.pieces import Pieces, regroup
 from megatron_vshape.core.model.placement import Placement, v_shape
 from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, Timeline, load_schedule
 from megatron_vshape.core.paper.blocks import BuildingBlock

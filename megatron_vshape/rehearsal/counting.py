@@ -24,8 +24,7 @@ from typing import Any
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import WORKS, ScheduleError
-from megatron_vshape.core.model.layers import Pieces, Share
-from megatron_vshape.core.model.pieces import Piece, pieces_from_costs
+from megatron_vshape.core.model.pieces import Piece, Pieces, Share, pieces_from_costs
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout import sizes as layer_sizes

@@ -13,7 +13,8 @@ from typing import Any
 from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.layers import Pieces, even_layers
+from megatron_vshape.core.model.layers import even_layers
+from megatron_vshape.core.model.pieces import Pieces
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.planner.lighter import lighter_layers

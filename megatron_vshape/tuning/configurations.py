@@ -10,13 +10,8 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.layers import (
-    Pieces,
-    Widths,
-    even_layers,
-    even_with_ends,
-    without_ends,
-)
+from megatron_vshape.core.model.layers import Widths, even_layers, even_with_ends
+from megatron_vshape.core.model.pieces import Pieces, without_ends
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner.vocabulary import held_logits, shared_pieces

@@ -8,8 +8,7 @@ reduce-scattered, in every microbatch (ZeRO stage 3).
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megatron_vshape.core.model.layers import Share
-from megatron_vshape.core.model.pieces import Piece
+from megatron_vshape.core.model.pieces import Piece, Share
 from megatron_vshape.core.plan import published_schedule
 from megatron_vshape.rehearsal import accuracy
 from megatron_vshape.rehearsal.step_time import exposed_s, link_bytes_of, rates_of

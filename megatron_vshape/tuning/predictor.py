@@ -14,8 +14,8 @@ from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.layers import Pieces, even_layers
-from megatron_vshape.core.model.pieces import under_megatron
+from megatron_vshape.core.model.layers import even_layers
+from megatron_vshape.core.model.pieces import Pieces, under_megatron
 from megatron_vshape.core.model.placement import Placement, default_placements, looping
 from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline
 from megatron_vshape.core.plan import plan_request, published_schedule

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_vshape import Costs, make, peak_held
 from megatron_vshape.cli.main import main
-from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.pieces import Pieces
 from megatron_vshape.core.planner.lighter import lighter_layers
 
 GIB = 2**30

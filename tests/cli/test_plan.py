@@ -17,8 +17,7 @@ from megatron_vshape.cli.main import main
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs, with_copies
-from megatron_vshape.core.model.layers import Pieces
-from megatron_vshape.core.model.pieces import Piece
+from megatron_vshape.core.model.pieces import Piece, Pieces
 from megatron_vshape.core.model.schedule import load_schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.plan import plan_request

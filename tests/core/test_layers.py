@@ -8,13 +8,8 @@ from hypothesis import strategies as st
 
 from megatron_vshape.core.model.costs import with_copies
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.layers import (
-    Pieces,
-    Widths,
-    even_layers,
-    parse_layers,
-)
-from megatron_vshape.core.model.pieces import Piece, regroup
+from megatron_vshape.core.model.layers import Widths, even_layers, parse_layers
+from megatron_vshape.core.model.pieces import Piece, Pieces, regroup
 from megatron_vshape.core.model.placement import Placement, linear, looping, v_shape
 
 LAYER = Piece(10.0, 11.0, 9.0, 400.0, 100.0)

@@ -12,8 +12,7 @@ from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.layers import Pieces
-from megatron_vshape.core.model.pieces import Piece
+from megatron_vshape.core.model.pieces import Piece, Pieces
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.plan import frontier, plan_request, published
 from megatron_vshape.core.planner import search

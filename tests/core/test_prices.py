@@ -27,12 +27,13 @@ from megatron_vshape.core.model.kinds import (
     ScheduleError,
     amount_names,
 )
-from megatron_vshape.core.model.layers import Pieces, recut
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.pieces import (
     Piece,
+    Pieces,
     costs_from_pieces,
     pieces_from_costs,
+    recut,
     regroup,
     with_ends,
     with_pieces,

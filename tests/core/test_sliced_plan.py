@@ -10,8 +10,8 @@ from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
-from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.pieces import Pieces
 from megatron_vshape.core.model.placement import Placement, linear, looping, v_shape
 from megatron_vshape.core.model.schedule import Objective
 from megatron_vshape.core.paper.catalogue import make

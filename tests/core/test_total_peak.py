@@ -18,9 +18,8 @@ from megatron_vshape.core.check.bounds import (
 )
 from megatron_vshape.core.check.simulate import held_curve
 from megatron_vshape.core.model.kinds import HEAD_WEIGHT, LOGITS, Kind, ScheduleError
-from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.model.pieces import Piece, regroup, under_megatron
+from megatron_vshape.core.model.pieces import Piece, Pieces, regroup, under_megatron
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.schedule import Objective
 from megatron_vshape.core.plan import plan_request

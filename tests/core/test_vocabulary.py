@@ -23,9 +23,8 @@ from megatron_vshape.core.model.kinds import (
     Kind,
     ScheduleError,
 )
-from megatron_vshape.core.model.layers import Pieces, recut
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.model.pieces import Piece, regroup
+from megatron_vshape.core.model.pieces import Piece, Pieces, recut, regroup
 from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make

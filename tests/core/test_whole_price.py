@@ -12,8 +12,13 @@ from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import PARTS, Kind
-from megatron_vshape.core.model.layers import Pieces
-from megatron_vshape.core.model.pieces import Piece, costs_from_pieces, pieces_from_costs, regroup
+from megatron_vshape.core.model.pieces import (
+    Piece,
+    Pieces,
+    costs_from_pieces,
+    pieces_from_costs,
+    regroup,
+)
 from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
 from megatron_vshape.core.plan import plan_request

@@ -28,8 +28,7 @@ from megatron_vshape.core import plan as planning
 from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.layers import Pieces, recut
-from megatron_vshape.core.model.pieces import regroup
+from megatron_vshape.core.model.pieces import Pieces, recut, regroup
 from megatron_vshape.core.model.schedule import Objective, Schedule, load_schedule
 from megatron_vshape.core.paper.catalogue import EVERY_NAME
 from megatron_vshape.core.planner import search

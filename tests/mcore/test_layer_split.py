@@ -13,7 +13,7 @@ from mcore.test_training import TWO, assert_equal_training
 from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.pieces import Pieces
 from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.request import PlanRequest

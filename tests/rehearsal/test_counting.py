@@ -4,8 +4,7 @@ import pytest
 from rehearsal.reports import pass_of, report_of
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.layers import Pieces
-from megatron_vshape.core.model.pieces import Piece, under_megatron
+from megatron_vshape.core.model.pieces import Piece, Pieces, under_megatron
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.mcore.layout.sizes import layers_with_experts
 from megatron_vshape.rehearsal.counted import counted_costs

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 from rehearsal.reports import report_of
 
-from megatron_vshape.core.model.layers import Pieces
-from megatron_vshape.core.model.pieces import Piece
+from megatron_vshape.core.model.pieces import Piece, Pieces
 from megatron_vshape.rehearsal import report
 from megatron_vshape.rehearsal.gpus import GIB, GPUS, HEADROOM
 from megatron_vshape.rehearsal.rank_report import RankReport

@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from megatron_vshape.core.model.layers import Pieces
-from megatron_vshape.core.model.pieces import Piece
+from megatron_vshape.core.model.pieces import Piece, Pieces
 from megatron_vshape.rehearsal.counting import Counted
 from megatron_vshape.rehearsal.step_time import Rates
 from megatron_vshape.tuning import counts

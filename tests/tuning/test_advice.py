@@ -14,8 +14,7 @@ from tuning.samples import load_sample, write_sweep
 
 from megatron_vshape.cli.advise import _changes, _flags, _is_even, changes_megatron
 from megatron_vshape.cli.main import main
-from megatron_vshape.core.model.layers import Pieces
-from megatron_vshape.core.model.pieces import Piece
+from megatron_vshape.core.model.pieces import Piece, Pieces
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.rehearsal import accuracy, report
 from megatron_vshape.rehearsal.counting import Counted

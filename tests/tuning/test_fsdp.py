@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 from tuning.test_advice import LAYERS_36, NOTHING, advice, subject
 
-from megatron_vshape.core.model.layers import Pieces
-from megatron_vshape.core.model.pieces import Piece
+from megatron_vshape.core.model.pieces import Piece, Pieces
 from megatron_vshape.rehearsal import accuracy
 from megatron_vshape.rehearsal.gpus import GIB, GPUS, Fit
 from megatron_vshape.rehearsal.step_time import Rates, rates_of

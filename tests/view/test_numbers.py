@@ -4,7 +4,7 @@ import pytest
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.pieces import Pieces
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.view.numbers import GIB, enough, idle_told, numbers_of
 

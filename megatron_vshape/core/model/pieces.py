@@ -1,11 +1,12 @@
-"""Costs of parts of a model, and conversion to and from the costs of stages."""
+"""Costs of parts of a model: layer, embedding, output layer; and the costs of stages from them."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate, pairwise
 from math import fsum
 from operator import add, sub
 from statistics import median
-from typing import Any, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import (
@@ -13,6 +14,7 @@ from megatron_vshape.core.model.kinds import (
     EXCHANGES,
     HELD,
     KINDS,
+    MOVING,
     STATE,
     TIMES,
     WORKS,
@@ -20,6 +22,15 @@ from megatron_vshape.core.model.kinds import (
     ScheduleError,
     other_amounts,
 )
+from megatron_vshape.core.model.layers import balanced_cuts, check_stages, even_layers, rounded
+from megatron_vshape.core.model.placement import Placement, looping
+
+LEAST = 1e-3
+"""Minimum time of a first or last stage without layers, in layers, for some kernels."""
+
+MERGING = 0.15
+"""Cost of merging two hidden states for multi-token prediction, in layers of a GPT with h = s;
+`Widths` computes it for other sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +97,243 @@ class Piece:
         others = dict.fromkeys(name for table in tables for name in table)
         combined = ((n, of(*(table.get(n, 0.0) for table in tables))) for n in others)
         return cls(**made, others=tuple(combined))
+
+
+AnyPiece = TypeVar("AnyPiece", bound=Piece)
+
+
+class Share(NamedTuple):
+    """Layers of a stage by time, activation memory and state, in the unit that `Pieces.layer` is.
+
+    The three are equal if all layers are identical. For a hybrid model, whose layers differ, the
+    unit is a GPT's layer, attention and MLP.
+    """
+
+    time: float
+    held: float
+    state: float
+
+    @classmethod
+    def of_stages(cls, layers: Sequence[float], shares: Sequence["Share"]) -> list["Share"]:
+        """Compute the share of every stage.
+
+        Args:
+            layers: The number of layers of each stage, in model order.
+            shares: The share of each layer, in model order; empty if all are identical: one each.
+        """
+        if not shares:
+            return [cls(count, count, count) for count in layers]
+        # With shares, layers are distinguishable, so a stage has a range of them, not a number.
+        ends = accumulate(map(int, layers), initial=0)
+        return [cls.total(shares[start:end]) for start, end in pairwise(ends)]
+
+    @classmethod
+    def total(cls, shares: Sequence["Share"]) -> "Share":
+        """Add up the shares of several layers; a block of equal parts is exactly their number."""
+        columns = zip(*shares, strict=True) if shares else ((), (), ())
+        return cls(*(float(f"{fsum(column):.12g}") for column in columns))
+
+    def over(self, units: "Share") -> "Share":
+        """Divide by a unit; rounded, so that the parts of a unit add up to it exactly."""
+        pairs = zip(self, units, strict=True)
+        return Share(*(float(f"{each / unit if unit else 0.0:.12g}") for each, unit in pairs))
+
+    def inverse(self) -> "Share":
+        """Compute the share that turns a stage of this share into one unit."""
+        return Share(*(1 / each if each else 0.0 for each in self))
+
+    def of(self, piece: AnyPiece) -> AnyPiece:
+        """Scale the costs of one unit to this share."""
+        made = piece.times(self.time)
+        if self.time == self.held == self.state:
+            return made
+        # Times of other kinds of passes are proportional to their memory.
+        others = tuple((name, value * self.held) for name, value in piece.others)
+        for each in fields(piece):
+            name, value = each.name, getattr(piece, each.name)
+            if name in (STATE, DUMMY):
+                made = replace(made, **{name: value * self.state})
+            elif name != "others" and not (name.endswith("_us") or name in WORKS):
+                made = replace(made, **{name: value * self.held})
+        return replace(made, others=others)
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Costs of one layer, and additional costs of the embedding and the output layer."""
+
+    layer: Piece
+    first: Piece
+    last: Piece
+    send_us: float
+    host_us: float = 0.0  # per pass, independent of its layers
+    sources: tuple[tuple[str, str], ...] = ()  # sources of the costs
+    others: tuple[tuple[str, float], ...] = ()  # amounts of passes without a stage, by name
+    by_microbatch: tuple[tuple[str, tuple[float, ...]], ...] = ()  # as in `Costs`
+    more_send_us: float | None = None  # per stage boundary
+    device_bytes: float = 0.0  # as in `Costs`
+    shares: tuple[Share, ...] = ()  # of each layer, in model order; empty if all are identical
+
+    @classmethod
+    def of(cls, costs: Costs, layers: Sequence[float], shares: tuple[Share, ...] = ()) -> "Pieces":
+        """Compute the pieces of stages with `layers` layers each, of these shares.
+
+        A layer is the median over the inner stages. With two stages, the one with the lower time
+        per layer counts as having layers only.
+
+        Raises:
+            ScheduleError: there is another number of stages, or none has layers.
+        """
+        if len(layers) != costs.num_stages:
+            raise ScheduleError(
+                f"the costs are for {costs.num_stages} stages, and layers are given for "
+                f"{len(layers)}"
+            )
+        stages = pieces_from_costs(costs)
+        parts = Share.of_stages(layers, shares)
+        pairs = zip(stages, parts, strict=True)
+        each = [part.inverse().of(stage) if part.time else None for stage, part in pairs]
+        # The outer stages include the embedding or output layer.
+        known = [piece for piece in each[1:-1] if piece is not None]
+        if not known:
+            ends = [piece for piece in each if piece is not None]
+            if not ends:
+                raise ScheduleError("the costs are for stages without layers")
+            known = [min(ends, key=lambda piece: piece.time_us)]
+        layer = Piece.middle(known)
+        return cls(
+            layer,
+            stages[0].over(parts[0].of(layer)),
+            stages[-1].over(parts[-1].of(layer)),
+            costs.send_us,
+            costs.host_us,
+            costs.sources,
+            of_no_stage(costs),
+            costs.by_microbatch,
+            median(costs.more_send_us) if costs.more_send_us else None,
+            costs.device_bytes,
+            shares,
+        )
+
+    @classmethod
+    def estimated(
+        cls,
+        head_in_layers: float,
+        layers_per_chunk: float,
+        times: tuple[float, float, float, float] = (1.0, 1.0, 1.0, 0.0),
+    ) -> "Pieces":
+        """Estimate pieces from the times of a chunk's F, B and W and of a message, in their unit.
+
+        A chunk has `layers_per_chunk` layers and activation memory 1. The embedding has no GEMMs
+        and negligible time. The output layer's logits are not counted as memory, so that the peak
+        of 1F1B stays 2 x devices chunks.
+        """
+        forward, backward, weight, send_us = times
+        layer = Piece(forward, backward, weight, 1.0, 1.0).times(1 / layers_per_chunk)
+        head = replace(
+            layer.times(head_in_layers), held_after_forward_bytes=0.0, held_after_backward_bytes=0.0
+        )
+        return cls(layer, layer.times(0.0), head, send_us)
+
+    def costs(self, layers: Sequence[int]) -> Costs:
+        """Compute the costs of stages with these numbers of layers."""
+        stages = [share.of(self.layer) for share in Share.of_stages(layers, self.shares)]
+        stages[0] = stages[0].plus(self.first)
+        stages[-1] = stages[-1].plus(self.last)
+        least = LEAST * self.layer.time_us
+
+        stages = [stage.at_least(least) for stage in stages]
+        others: dict[str, Any] = {name: (each,) * len(stages) for name, each in self.others}
+        others |= {"by_microbatch": self.by_microbatch, "device_bytes": self.device_bytes}
+        if self.more_send_us is not None:
+            others["more_send_us"] = (self.more_send_us,) * (len(stages) - 1)
+        return costs_from_pieces(stages, self.send_us, layers, self.host_us, self.sources, **others)
+
+    def with_copies(self, forwards: float) -> "Pieces":
+        """Make all activations of a layer movable; a copy one way costs `forwards` times F."""
+        time, held = forwards * self.layer.forward_us, self.layer.held_after_forward_bytes
+        others = tuple((n, time if n.endswith("_us") else held) for n in other_amounts(MOVING))
+        return replace(self, layer=replace(self.layer, others=others))
+
+    def predicting(
+        self, count: int, merging_in_layers: float = MERGING, each: Share | None = None
+    ) -> "Pieces":
+        """Add `count` layers of multi-token prediction to the last stage, each of this share."""
+        layer = self.layer if each is None else each.of(self.layer)
+        return replace(self, last=with_predicting(self.last, layer, count, merging_in_layers))
+
+    def balanced(self, num_layers: int, placement: Placement) -> tuple[int, ...]:
+        """Compute the number of layers of every stage with the least work on the busiest device.
+
+        Each layer goes to the device with the least work, and there to the stage with the least
+        work. For equal layers this is optimal. Inner stages have at least one layer.
+
+        Raises:
+            ScheduleError: there are fewer layers than inner stages.
+        """
+        # The outer stages start empty: the embedding and output layer alone make them useful.
+        layers = [0, *(1,) * (len(placement) - 2), 0] if len(placement) > 1 else [0]
+        check_stages(num_layers, sum(layers), len(placement))
+        of_layer = self.layer.time_us or 1.0
+        least = LEAST * of_layer
+        ends_us = max(self.first.time_us, least), max(self.last.time_us, least)
+        # Greedy assignment is optimal for equal layers only, which may go to any stage.
+        if len({share.time for share in self.shares}) > 1:
+            times_us = [share.time * of_layer for share in self.shares]
+            return balanced_cuts(times_us, placement, ends_us, *self._in_blocks(placement))
+        stage_us = [count * of_layer for count in layers]
+        stage_us[0] += ends_us[0]
+        stage_us[-1] += ends_us[-1]
+        device_us = [0.0] * (max(placement) + 1)
+        for stage, device in enumerate(placement):
+            device_us[device] += stage_us[stage]
+
+        def load(stage: int) -> tuple[float, float, int]:
+            # Among equals the latest stage: activations of early stages live longest.
+            return rounded(device_us[placement[stage]]), rounded(stage_us[stage]), -stage
+
+        for _ in range(num_layers - sum(layers)):
+            stage = min(range(len(placement)), key=load)
+            layers[stage] += 1
+            stage_us[stage] += of_layer
+            device_us[placement[stage]] += of_layer
+        return tuple(layers)
+
+    def _in_blocks(self, placement: Placement) -> Iterator[list[int]]:
+        """Yield the balanced layers of stages of complete blocks, if a block of layers repeats."""
+        shares, total = self.shares, len(self.shares)
+        # The smallest period of the layer pattern, such as 8 for "7 Mamba, 1 attention".
+        sizes = (size for size in range(2, total // 2 + 1) if not total % size)
+        size = next((each for each in sizes if shares == shares[:each] * (total // each)), None)
+        if size is not None and total // size >= len(placement):
+            layer = Share.total(shares[:size]).of(self.layer)
+            blocks = replace(self, layer=layer, shares=()).balanced(total // size, placement)
+            yield [count * size for count in blocks]
+
+
+def without_ends(pieces: Pieces) -> Pieces:
+    """Return the pieces without embedding, output layer and other kinds of passes."""
+    # Only a costs file has times of other kinds for stages that lack both ends.
+    layer = replace(pieces.layer, others=())
+    nothing = layer.times(0.0)
+    return replace(pieces, layer=layer, first=nothing, last=nothing, others=())
+
+
+def with_predicting(head: AnyPiece, layer: AnyPiece, count: int, merging: float) -> AnyPiece:
+    """Return the last stage's additional costs with `count` multi-token-prediction layers.
+
+    Each adds a layer, and the merging of two hidden states (time of `merging` layers, negligible
+    memory). Each also adds the output layer again, if it is in the stage, with the same weights.
+    """
+    once = {name: getattr(head, name) for name in (STATE, DUMMY)}
+    heads = replace(head.times(1 + count), **once)
+    layers = layer.times(count)
+    longer = replace(
+        layers.times(1 + merging),
+        held_after_forward_bytes=layers.held_after_forward_bytes,
+        held_after_backward_bytes=layers.held_after_backward_bytes,
+    )
+    return heads.plus(longer)
 
 
 def costs_from_pieces(
@@ -234,3 +482,31 @@ def _groups(
 ) -> Iterator[float]:
     for first in range(0, len(values), size):
         yield of_all(values[first : first + size])
+
+
+def recut(
+    costs: Costs,
+    num_stages: int,
+    num_devices: int,
+    name: str,
+    num_layers: int | None = None,
+    shares: tuple[Share, ...] = (),
+) -> Costs:
+    """Convert costs to another number of stages of the same model.
+
+    Adjacent stages are added up if that suffices. Otherwise the layers are distributed again, which
+    requires their number: evenly if they were even, otherwise balanced. `num_layers` is the total
+    if the costs do not specify it and all stages have equal layers. `shares` are those of the
+    layers, if they are not identical.
+
+    Raises:
+        ScheduleError: the stages cannot be added up, and the layers are unknown or too few.
+    """
+    layers = costs.layers
+    total = num_layers if layers is None else sum(layers)
+    if total is None or costs.num_stages % num_stages == 0:
+        return regroup(costs, num_stages, name)
+    even = layers is None or len(set(layers)) == 1
+    pieces = Pieces.of(costs, layers or (total / costs.num_stages,) * costs.num_stages, shares)
+    placement = looping(num_devices, num_stages // num_devices)
+    return pieces.costs((even_layers if even else pieces.balanced)(total, placement))

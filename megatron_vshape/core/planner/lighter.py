@@ -6,7 +6,7 @@ from typing import Any
 from megatron_vshape.core.check.bounds import each_limit, least_memory
 from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.layers import Pieces, Share
+from megatron_vshape.core.model.pieces import Pieces, Share
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.model.schedule import Schedule
 

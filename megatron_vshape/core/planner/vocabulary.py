@@ -38,9 +38,8 @@ from megatron_vshape.core.model.kinds import (
     NeedTable,
     ScheduleError,
 )
-from megatron_vshape.core.model.layers import LEAST, Pieces, without_ends
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.model.pieces import Piece
+from megatron_vshape.core.model.pieces import LEAST, Piece, Pieces, without_ends
 from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.model.schedule import Schedule
 
@@ -231,8 +230,7 @@ def share_vocabulary(
     equally fast ones that with the smallest peak.
 
     >>> from megatron_vshape import Costs, make, simulate
-    >>> from megatron_vshape.core.model.pieces import Piece
-    >>> from megatron_vshape.core.model.layers import with_ends
+    >>> from megatron_vshape.core.model.pieces import Piece, with_ends
     >>> stages, nothing, head = Costs.uniform(4, 8), Piece(0, 0, 0, 0, 0), Piece(2, 2, 2, 0, 0)
     >>> schedule, costs = make("v-half", 4, 12), shared_costs(stages, nothing, head, 4, 0.1)
     >>> simulate(schedule, with_ends(stages, nothing, head)).makespan

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.layers import Share, Widths
+from megatron_vshape.core.model.layers import Widths
+from megatron_vshape.core.model.pieces import Share
 from megatron_vshape.mcore.layout import hybrid
 
 Options = Callable[[str], Any]

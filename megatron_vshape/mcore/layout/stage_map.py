@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.layers import AUTO_SPLIT, Pieces, Share, even_layers, parse_layers
+from megatron_vshape.core.model.layers import AUTO_SPLIT, even_layers, parse_layers
+from megatron_vshape.core.model.pieces import Pieces, Share
 from megatron_vshape.core.model.placement import Placement, chunks_of, stages_of
 from megatron_vshape.core.planner.lighter import fitting_layers
 from megatron_vshape.mcore.layout.sizes import ModelSizes, options_of, sizes_of

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_vshape.core.check.simulate import filled
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.layers import Share
+from megatron_vshape.core.model.pieces import Share
 from megatron_vshape.core.model.placement import Placement, looping, v_shape, with_loss_last
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make, placement_of

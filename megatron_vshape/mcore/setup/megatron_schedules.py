@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.layers import check_layers, recut
+from megatron_vshape.core.model.layers import check_layers
+from megatron_vshape.core.model.pieces import recut
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.request import (

@@ -21,8 +21,8 @@ from megatron_vshape.core.check.bounds import fits, least_memory
 from megatron_vshape.core.check.simulate import peak_held, peak_shared, simulate
 from megatron_vshape.core.model.costs import Costs, chunk_of, with_copies_of
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
-from megatron_vshape.core.model.layers import recut
 from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.pieces import recut
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.plan import plan_request

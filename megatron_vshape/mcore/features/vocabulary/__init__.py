@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import LOGITS
-from megatron_vshape.core.model.layers import Pieces, without_ends
+from megatron_vshape.core.model.pieces import Pieces, without_ends
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.planner.vocabulary import (
