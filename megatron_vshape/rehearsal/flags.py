@@ -13,6 +13,7 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
+from megatron_vshape.core.model.files import fault_of
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.rehearsal.saved_config import (
@@ -350,7 +351,7 @@ def _of_yaml(path: Path, text: str, command: Command, more: Sequence[str]) -> Co
     try:
         found = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ScheduleError(f"{path} is no YAML: {str(error).splitlines()[0]}") from None
+        raise ScheduleError(f"{path} is not YAML: {fault_of(error)}") from None
     if is_saved_config(found):
         return _of_saved_config(found, command, more)
     if isinstance(found, dict) and isinstance(found.get("model"), dict):
@@ -372,7 +373,7 @@ def _of_json(path: Path, text: str, command: Command, more: Sequence[str]) -> Co
     try:
         config = config_of_verl(json.loads(text))
     except ValueError as error:
-        raise ScheduleError(f"{path} is no JSON: {error}") from None
+        raise ScheduleError(f"{path} is not valid JSON: {fault_of(error)}") from None
     if config is None:
         raise ScheduleError(
             f"{path} has no model of Megatron-Bridge. Use transformer_config.json of a checkpoint "

@@ -208,7 +208,7 @@ BAD = [
     (["v-half", *SIZE, "--cost", "1,1,nan,0"], "W is 'nan'; it must be a finite number above 0"),
     (["v-half", *SIZE, "--cost", "1,1,1,-1"], "COMM is '-1'; it must be a finite number of at lea"),
     (["v-half", *SIZE, "--costs", "absent.json"], "the costs file absent.json cannot be read"),
-    (["v-half", *SIZE, "--costs", "bad.json"], "the costs file bad.json is not valid: "),
+    (["v-half", *SIZE, "--costs", "bad.json"], "the costs file bad.json is not valid JSON: "),
     (
         ["v-half", *SIZE, "--cost", "1,1,1,0", "--costs", "bad.json"],
         "argument --costs: not allowed with argument --cost",
@@ -218,7 +218,7 @@ BAD = [
         "the costs are for 3 stages, v-half has 8; the costs need 8 or a multiple of it",
     ),
     (["absent.json"], "the schedule file absent.json cannot be read"),
-    (["bad.json"], "the schedule file bad.json is not valid: "),
+    (["bad.json"], "the schedule file bad.json is not valid JSON: "),
     (["bad.csv"], "the schedule file bad.csv is not valid: 'F0' is not a pass"),
     (["empty.csv"], "the schedule file empty.csv is not valid"),
     (["gaps.csv"], "the schedule file gaps.csv is not valid: stage 1 has no pass"),

@@ -199,8 +199,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         tmp_path: f"the schedule file {tmp_path} cannot be read: Is a directory",
         Path("/dev/zero"): "the schedule file /dev/zero is not a regular file",
         binary: f"the schedule file {binary} is not UTF-8 text: byte 11 cannot be decoded",
-        truncated: f"the schedule file {truncated} is not valid: the schedule file is not valid "
-        "JSON: ",
+        truncated: f"the schedule file {truncated} is not valid JSON: ",
         "a\0b": "the schedule file a\0b cannot be read: embedded null byte",
     }
     for path, message in messages.items():

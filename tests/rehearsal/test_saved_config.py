@@ -213,7 +213,7 @@ def test_a_configuration_of_verl_is_read(tmp_path: Path, caplog: pytest.LogCaptu
 
 @pytest.mark.parametrize(
     ("text", "wrong"),
-    [('{"hidden_size": 64}', "has no model of Megatron-Bridge"), ("{", "is no JSON")],
+    [('{"hidden_size": 64}', "has no model of Megatron-Bridge"), ("{", "is not valid JSON")],
 )
 def test_other_json_is_rejected(tmp_path: Path, text: str, wrong: str) -> None:
     file = tmp_path / "config.json"

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Self
 
-from megatron_vshape.core.model.files import read_costs, read_text, text_of
+from megatron_vshape.core.model.files import fault_in_file, read_costs, read_text, text_of
 from megatron_vshape.core.model.kinds import (
     DEVICE,
     DUMMY,
@@ -341,7 +341,7 @@ class Costs:
         try:
             return cls.from_json(text)
         except ScheduleError as error:
-            raise ScheduleError(f"the costs file {path} is not valid: {error}") from None
+            raise fault_in_file(error, "the costs file", path) from None
 
     def _check(self) -> None:
         amounts = self.lists()

@@ -97,6 +97,20 @@ def fault_of(error: Exception) -> str:
     return "it has a number of more than 4300 digits" if long else f"{text:.500}"
 
 
+def fault_in_file(error: ScheduleError, what: str, path: str | Path) -> ScheduleError:
+    """Return an error with the path of the file whose text has the error.
+
+    >>> fault_in_file(ScheduleError("the costs file is not valid JSON"), "the costs file", "a.json")
+    ScheduleError('the costs file a.json is not valid JSON')
+    >>> fault_in_file(ScheduleError("send_us is -1"), "the costs file", "a.json")
+    ScheduleError('the costs file a.json is not valid: send_us is -1')
+    """
+    text = str(error)
+    if text.startswith(f"{what} "):
+        return ScheduleError(f"{what} {path}{text.removeprefix(what)}")
+    return ScheduleError(f"{what} {path} is not valid: {text}")
+
+
 def check_keys(data: dict[str, object], keys: tuple[str, ...], what: str) -> None:
     """Raise ScheduleError unless `data` has exactly these keys."""
     for key in keys:

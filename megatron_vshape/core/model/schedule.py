@@ -13,7 +13,14 @@ from operator import attrgetter, sub
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_vshape.core.model.files import FORMER, check_keys, is_whole, parse_object, read_text
+from megatron_vshape.core.model.files import (
+    FORMER,
+    check_keys,
+    fault_in_file,
+    is_whole,
+    parse_object,
+    read_text,
+)
 from megatron_vshape.core.model.kinds import KINDS, PAIR_SIGN, PARTS, PROCESSOR, Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass, parse_step
 from megatron_vshape.core.model.placement import Placement, check_placement, chunks_of, message_us
@@ -359,7 +366,7 @@ def load_schedule(path: str | Path) -> Schedule:
             return Schedule.from_csv(text, name=Path(path).stem)
         return Schedule.from_json(text)
     except ScheduleError as error:
-        raise ScheduleError(f"the schedule file {path} is not valid: {error}") from None
+        raise fault_in_file(error, "the schedule file", path) from None
 
 
 class Slot(NamedTuple):
