@@ -92,20 +92,31 @@ class Command:
     launched: Mapping[str, str] = field(default_factory=dict)  # torchrun's nodes and processes
 
     def value(self, flag: str, default: str | None = None) -> str | None:
-        """Return the value of the last occurrence of a flag."""
-        found = default
-        for at, each in enumerate(self.flags):
-            if each == flag and at + 1 < len(self.flags):
-                found = self.flags[at + 1]
-            elif each.startswith(f"{flag}="):
-                found = each.partition("=")[2]
-        return found
+        """Return the value of the last occurrence of a flag.
+
+        Raises:
+            ScheduleError: The flag is given without a value.
+        """
+        found = self._values_of(flag)
+        if not found:
+            return default
+        if not found[-1] or found[-1].startswith("--"):
+            raise ScheduleError(f"{flag} has no value: add one after it, or remove {flag}")
+        return found[-1]
+
+    def _values_of(self, flag: str) -> list[str]:
+        """List the word after each occurrence of a flag; empty at the end of the command."""
+        return [
+            word.partition("=")[2] if word != flag else after
+            for word, after in pairwise((*self.flags, ""))
+            if word.partition("=")[0] == flag
+        ]
 
     def number(self, flag: str, default: int) -> int:
         """Return the integer value of a flag.
 
         Raises:
-            ScheduleError: The value is not an integer.
+            ScheduleError: The value is missing or not an integer.
         """
         text = self.value(flag)
         if text is None:
@@ -138,16 +149,17 @@ class Command:
         if name == hybrid.OPTION:
             return self.pattern
         flag = "--" + name.replace("_", "-")
-        if not self.has(flag):
+        found = self._values_of(flag)
+        if not found:
             return None
-        text = self.value(flag) or ""
+        text = found[-1]
         if text.isdecimal():
             return int(text)
         return True if not text or text.startswith("--") else text
 
     def has(self, flag: str) -> bool:
         """Return whether a flag is given."""
-        return any(each == flag or each.startswith(f"{flag}=") for each in self.flags)
+        return bool(self._values_of(flag))
 
     def without(self, is_out: Callable[[str], bool]) -> Command:
         """Return the command without flags whose name fulfills `is_out`, and their values."""

@@ -343,11 +343,21 @@ def test_a_script_without_flags_is_told(tmp_path: Path) -> None:
         ("--pipeline-model-parallel-size 4", 6, "6 GPUs do not divide .* to a multiple of 4"),
         ("--global-batch-size 6 --micro-batch-size 2", 2, "does not divide into microbatches of 2"),
         ("--tensor-model-parallel-size two", None, "'two' is no whole number"),
+        ("--bf16 --global-batch-size", None, "--global-batch-size has no value: add one"),
+        ("--context-parallel-size --bf16", None, "--context-parallel-size has no value: add one"),
+        ("--context-parallel-size= --bf16", None, "--context-parallel-size has no value: add one"),
     ],
 )
-def test_sizes_that_do_not_divide_are_told(flags: str, gpus: int | None, wrong: str) -> None:
+def test_sizes_that_no_run_has_are_rejected(flags: str, gpus: int | None, wrong: str) -> None:
     with pytest.raises(ScheduleError, match=wrong):
         sizes_of(Command("pretrain_gpt.py", tuple(flags.split())), gpus)
+
+
+def test_a_switch_needs_no_value() -> None:
+    command = Command("pretrain_gpt.py", ("--swiglu", "--bf16"))
+    assert command.option("swiglu") is command.option("bf16") is True
+    with pytest.raises(ScheduleError, match="--pipeline-schedule has no value"):
+        command.having(pipeline_schedule=True).value("--pipeline-schedule")
 
 
 def test_a_tokenizer_of_unknown_size_is_told() -> None:
