@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import WORKS, ScheduleError
@@ -187,6 +187,14 @@ def counting_schedule(num_devices: int) -> Iterator[Callable[[Command, Sizes], C
         yield put
 
 
+class Parameters(NamedTuple):
+    """Parameters of a layer on a rank, and of the embedding and the output layer."""
+
+    layer: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Counted:
     """Costs of a configuration: one layer, embedding and output layer, and work once per step."""
@@ -197,6 +205,7 @@ class Counted:
     rates: Rates
     layer_flops: float  # forward FLOPs of a microbatch per layer and rank
     ends_flops: float
+    parameters: Parameters = Parameters()
     state_bytes_per_parameter: float = 18.0  # of weights, gradients and optimizer on a rank
     communicators: int = 0  # of a rank
     message_bytes: float = 0.0  # of P2P
@@ -252,14 +261,17 @@ def _of_equal_layers(
     ends = _forward_flops(first, 0) + _forward_flops(first, 1) - 2 * of_layer
     pieces = Pieces.of(replace(costs, layers=None), (1,) * costs.num_stages)
     once = optimizer_s(step, gpu, reached) / state, data_parallel_s(step, gpu, reached) / state
-    each = state / sum(second.chunk_parameters)
+    of_stages = second.chunk_parameters
+    layer = sum(of_stages) / len(of_stages)
+    parameters = Parameters(layer, *(own - layer for own in first.chunk_parameters))
     return Counted(
         pieces,
         *once,
         reached,
         of_layer,
         ends,
-        each,
+        parameters,
+        state / sum(of_stages),
         communicators=max(each.communicators for each in ranks),
         message_bytes=float(second.message_bytes),
         dense=_dense_layer(first, dense[0], costs, gpu, rates) if dense else None,
@@ -298,8 +310,12 @@ def of_unlike_layers(found: Counted, command: Command, world: int) -> Counted:
     of_symbol = dict(zip(symbols, shares, strict=True))
     stage = Share.total([of_symbol[each] for each in counted_symbols(command)])
     layer = stage.inverse().of(found.pieces.layer)
-    pieces = replace(found.pieces, layer=layer, shares=shares)
-    return replace(found, pieces=pieces, layer_flops=found.layer_flops / stage.time)
+    return replace(
+        found,
+        pieces=replace(found.pieces, layer=layer, shares=shares),
+        layer_flops=found.layer_flops / stage.time,
+        parameters=found.parameters._replace(layer=found.parameters.layer / stage.state),
+    )
 
 
 def _with_dense(pieces: Pieces, dense: Piece, option: layer_sizes.Options) -> Pieces:

@@ -75,7 +75,7 @@ def _configurations(own: Configuration, predictor: Predictor) -> Iterator[Config
     counted = predictor.counts(own)
     pieces, shards = counted.pieces, own.tensor_parallel * own.expert_parallel
     layers = Share.total(pieces.shares).state if pieces.shares else subject.layers
-    states = layers * pieces.layer.state_bytes / counted.state_bytes_per_parameter * SHARDED_BYTES
+    states = layers * counted.parameters.layer * SHARDED_BYTES
     if states * shards / machine.num_devices > predictor.allocatable_bytes(own):
         return
     base = replace(own, schedule="1f1b", pipeline_parallel=1, layout=Layout.EVEN)
@@ -90,25 +90,26 @@ def _configurations(own: Configuration, predictor: Predictor) -> Iterator[Config
 def _predict(predictor: Predictor, it: Configuration) -> Prediction:
     """Predict a configuration: all layers on every rank, all state sharded."""
     counted = predictor.counts(it)
-    pieces, of_state = counted.pieces, counted.state_bytes_per_parameter
+    pieces, own = counted.pieces, counted.parameters
     # Ranks of TP and EP have other parameters. A layer's experts are most of its parameters.
     stride = it.tensor_parallel * it.expert_parallel
     ranks = it.num_devices // stride
 
-    def sharded(piece: Piece) -> Piece:
-        state = piece.state_bytes / of_state * SHARDED_BYTES / ranks
+    def sharded(piece: Piece, number: float) -> Piece:
+        # Between steps, a stage also keeps inputs of recomputed experts, which are not sharded.
+        kept = max(0.0, piece.state_bytes - number * counted.state_bytes_per_parameter)
+        state = number * SHARDED_BYTES / ranks + kept
         return replace(piece, state_bytes=state, dummy_bytes=0.0)
 
     layers = [share.state for share in pieces.shares] or [1.0] * predictor.subject.layers
-    parameters = [share * pieces.layer.state_bytes / of_state for share in layers]
-    parameters += [each.state_bytes / of_state for each in (pieces.first, pieces.last)]
+    parameters = [*(share * own.layer for share in layers), own.first, own.last]
     unsharded = (PARAMETER_BYTES + GRADIENT_BYTES) * max(parameters)
     unsharded += PARAMETER_BYTES * parameters[0]  # of the next layer, gathered meanwhile
     made = replace(
         pieces,
-        layer=sharded(pieces.layer),
-        first=sharded(pieces.first),
-        last=sharded(pieces.last),
+        layer=sharded(pieces.layer, own.layer),
+        first=sharded(pieces.first, own.first),
+        last=sharded(pieces.last, own.last),
         device_bytes=pieces.device_bytes + unsharded,
     )
     costs, schedule = made.costs((len(layers),)), published_schedule("1f1b", 1, it.num_microbatches)

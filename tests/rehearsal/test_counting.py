@@ -11,6 +11,8 @@ from megatron_vshape.rehearsal.counted import counted_costs
 from megatron_vshape.rehearsal.counting import (
     PIPELINE,
     Counted,
+    Parameters,
+    counted,
     counted_ranks,
     least_of,
     of_unlike_layers,
@@ -98,42 +100,52 @@ def test_dense_layers_of_a_model_with_experts_are_counted_too() -> None:
     assert costs.lists()["backward_work_bytes"] == (7.0, 0.0)
 
 
+MESSAGE = 8
+
+
+def rank(stage: int, always: int, parameters: tuple[int, int] = (1, 1)) -> RankReport:
+    """Return the report of a counted rank with 2000 bytes of states and 40 kept in layers."""
+    amounts = {"F": (100, 130), "BW": (-90, 20), "B": (-60, 30), "W": (-40, 0)}
+    kinds = [
+        pass_of(kind, chunk=chunk, adds_bytes=adds, meanwhile_bytes=most)
+        for kind, (adds, most) in amounts.items()
+        for chunk in (0, 1)
+    ]
+    parts = {"weights": 2000, "gradients": 0, "optimizer": 0}
+    return report_of(
+        stage=stage,
+        kinds=kinds,
+        held_parts=parts,
+        held_bytes=2000 + always + 40,
+        replaced_bytes=40,
+        chunk_parameters=parameters,
+        chunk_layers=[1, 1],
+        chunk_dummy_bytes=[0, 0],
+        message_bytes=MESSAGE,
+    )
+
+
 def test_messages_and_replaced_memory_are_in_the_costs() -> None:
     """Each was missing: up to 1.3% of the peak of a hybrid model, 1.1% with full recompute."""
-    message = 8
-
-    def rank(stage: int, always: int) -> RankReport:
-        amounts = {"F": (100, 130), "BW": (-90, 20), "B": (-60, 30), "W": (-40, 0)}
-        kinds = [
-            pass_of(kind, chunk=chunk, adds_bytes=adds, meanwhile_bytes=most)
-            for kind, (adds, most) in amounts.items()
-            for chunk in (0, 1)
-        ]
-        parts = {"weights": 2000, "gradients": 0, "optimizer": 0}
-        return report_of(
-            stage=stage,
-            kinds=kinds,
-            held_parts=parts,
-            held_bytes=2000 + always + 40,
-            replaced_bytes=40,
-            chunk_parameters=[1, 1],
-            chunk_layers=[1, 1],
-            chunk_dummy_bytes=[0, 0],
-            message_bytes=message,
-        )
-
     costs = counted_costs((rank(0, 12), rank(1, 5)), GPUS["h100"], 4, 1)
     # Of the first stage, the backward frees all but the output, which is sent.
-    assert costs.held_after_forward_bytes == (90, *(90 + message,) * 7)
+    assert costs.held_after_forward_bytes == (90, *(90 + MESSAGE,) * 7)
     works = costs.lists()
     assert works["forward_work_bytes"] == (130 - 90, *(130 - 90,) * 7)
-    assert works["whole_work_bytes"] == (*(20 + message,) * 7, 20)
+    assert works["whole_work_bytes"] == (*(20 + MESSAGE,) * 7, 20)
     # A layer keeps 20 bytes until its next forward, but the others have freed their inputs by then.
     assert costs.device_bytes == 5
-    assert costs.state_bytes == (*(1000 + 20 - message,) * 7, 1000 + 20 - message + 12 - 5)
-    theirs = under_megatron(costs, message).lists()
-    assert theirs["forward_work_bytes"] == (40, *(40 + 2 * message,) * 7)
-    assert theirs["whole_work_bytes"] == (28, *(28 + message,) * 6, 28)
+    assert costs.state_bytes == (*(1000 + 20 - MESSAGE,) * 7, 1000 + 20 - MESSAGE + 12 - 5)
+    theirs = under_megatron(costs, MESSAGE).lists()
+    assert theirs["forward_work_bytes"] == (40, *(40 + 2 * MESSAGE,) * 7)
+    assert theirs["whole_work_bytes"] == (28, *(28 + MESSAGE,) * 6, 28)
+
+
+def test_parameters_are_counted_without_the_inputs_that_layers_keep() -> None:
+    found = counted((rank(0, 12, (5, 4)), rank(1, 5)), EXPERTS, GPUS["h100"], 32, 4)
+    assert found.parameters == Parameters(1.0, 4.0, 3.0)
+    assert found.state_bytes_per_parameter == 1000
+    assert found.pieces.layer.state_bytes == 1000 + 20 - MESSAGE
 
 
 def test_what_a_step_has_once_is_spread_over_replicas() -> None:

@@ -17,7 +17,7 @@ from megatron_vshape.cli.main import main
 from megatron_vshape.core.model.pieces import Piece, Pieces
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.rehearsal import accuracy, report
-from megatron_vshape.rehearsal.counting import Counted
+from megatron_vshape.rehearsal.counting import Counted, Parameters
 from megatron_vshape.rehearsal.gpus import GIB, GPUS, HEADROOM
 from megatron_vshape.rehearsal.step_time import Rates
 from megatron_vshape.tuning.advice import Advice
@@ -86,8 +86,10 @@ NOTHING = Piece(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def advice(model: Subject, pieces: Pieces, communicators: int = 0, **more: Any) -> Advice:
-    """Return an advice for four H100 by these costs."""
-    counted = Counted(pieces, 0.0, 0.0, Rates(), 1.0, 0.0, communicators=communicators)
+    """Return an advice for four H100 by these costs, with 18 bytes of state per parameter."""
+    parts = (pieces.layer, pieces.first, pieces.last)
+    parameters = Parameters(*(each.state_bytes / 18 for each in parts))
+    counted = Counted(pieces, 0.0, 0.0, Rates(), 1.0, 0.0, parameters, communicators=communicators)
     machine = Machine(GPUS["h100"], 4)
     predictor = Predictor(model, machine, lambda it: counted, **more)
     own = own_configuration(model, 4)

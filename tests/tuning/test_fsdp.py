@@ -39,6 +39,18 @@ def test_states_are_sharded_and_layers_are_gathered() -> None:
         assert peak == pytest.approx(18 * BILLION / number + gathered + activations, rel=1e-3)
 
 
+def test_inputs_that_a_layer_keeps_are_neither_sharded_nor_gathered() -> None:
+    """A layer with recomputed experts keeps inputs between steps, besides its states."""
+    made, step_s, peak = without_pipeline(8)
+    counted = made.predictor.counts(made.own)
+    kept = replace(LAYER, state_bytes=LAYER.state_bytes + GIB / 64)
+    more = replace(counted, pieces=replace(counted.pieces, layer=kept))
+    row = fsdp.best(replace(made.predictor, counts=lambda _: more), made.own)
+    assert row is not None
+    assert row.step_s == step_s
+    assert row.ranks[0].allocated == pytest.approx(peak + 36 * GIB / 64)
+
+
 def test_exchanges_are_exposed_where_the_network_is_slower_than_the_computation() -> None:
     """Two gathers and a reduction in every microbatch: 4 + 4 bytes of each parameter."""
     gpu, rates = GPUS["h100"], rates_of(GPUS["h100"])
