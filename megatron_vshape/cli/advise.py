@@ -37,7 +37,7 @@ from megatron_vshape.rehearsal.gpus import GPUS, Gpu
 from megatron_vshape.rehearsal.ranks import DryRunConfig
 from megatron_vshape.rehearsal.saved_config import LAYOUT
 from megatron_vshape.tuning import fsdp
-from megatron_vshape.tuning.advice import ENDS, Advice, Rows
+from megatron_vshape.tuning.advice import ENDS, ENDS_OF_RANKS, Advice, Rows
 from megatron_vshape.tuning.configurations import (
     ADAPTIVE,
     GIVEN,
@@ -53,7 +53,7 @@ from megatron_vshape.tuning.configurations import (
 )
 from megatron_vshape.tuning.counts import Counts
 from megatron_vshape.tuning.machine import Machine
-from megatron_vshape.tuning.predictor import Prediction, Predictor, step
+from megatron_vshape.tuning.predictor import Prediction, Predictor, Verdict, step
 
 MOST_SHAPES = 16
 """Maximum number of configurations next to the command's to estimate."""
@@ -284,7 +284,8 @@ NAMES = {
 def _print(advice: Advice, options: argparse.Namespace, rows: Rows) -> None:
     today, machine = rows["today"], advice.predictor.machine
     assert today is not None
-    texts = _verdict(advice, options, rows)
+    texts = _rejected(today, advice.predictor.subject.command)
+    texts += _verdict(advice, options, rows)
     texts += _full_step(options.training_share, rows)
     texts += [fsdp.sentence(rows["fsdp"], rows["best"] or today, advice.case)]
     for text in filter(None, texts):
@@ -328,7 +329,7 @@ def _table(advice: Advice, shown: Sequence[tuple[str, Prediction]]) -> list[str]
     rows = [f"{'':{wide}}  {'':{wider}}  {'step':>8}  {'MFU':>6}  GiB by pipeline rank"]
     for name, row in shown:
         peaks = " ".join(report.gib(each.allocated) for each in row.ranks)
-        over = "" if row.fits else f"  {row.fit}"
+        over = "" if row.fits else f"  {row.fit if _starts(row) else row.verdict}"
         figures = f"{step(row):6.2f} s  {100 * (row.mfu or 0):5.1f}%"
         rows.append(f"{name:{wide}}  {titles[name]:{wider}}  {figures}  {peaks}{over}")
     return rows
@@ -360,6 +361,7 @@ def _verdict(advice: Advice, options: argparse.Namespace, rows: Rows) -> list[st
     def change(row: Prediction) -> str:
         faster = 100 * (1 - step(row) / step(today))
         how = f"{faster:.0f}% faster than today" if faster > 0 else "it fits"
+        how = how if _starts(today) else "it starts"
         return f"{', '.join(_flags(advice, options, rows, row))}: {how}"
 
     if stock is None or step(best) <= (1 - within) * step(stock):
@@ -378,10 +380,25 @@ def _verdict(advice: Advice, options: argparse.Namespace, rows: Rows) -> list[st
     ]
 
 
+def _starts(row: Prediction) -> bool:
+    return row.verdict is not Verdict.REJECTED
+
+
+def _rejected(today: Prediction, command: Command) -> list[str]:
+    """Format why Megatron does not start the command, and the flags of the row today."""
+    if _starts(today):
+        return []
+    flags = " and ".join(each for each in changes_megatron(today, command) if "--" in each)
+    return [
+        f"Megatron does not start this command: {today.reason}. The row today is for the layers "
+        f"{', '.join(map(str, today.layers))}: {flags}."
+    ]
+
+
 def _full_step(share: float, rows: Rows) -> list[str]:
     """Format the gain of a step of which training is only a share, as with rollouts."""
     today, best = rows["today"], rows["best"]
-    if share == 1 or today is None or best is None:
+    if share == 1 or today is None or best is None or not _starts(today):
         return []
     gains = [
         f"{100 * share * (1 - step(row) / step(today)):.1f}% ({name})"
@@ -445,9 +462,10 @@ def changes_megatron(row: Prediction, command: Command) -> list[str]:
     """Return the flags that make Megatron run the stages of a row."""
     if command.pattern:
         return [f"{hybrid.FLAG} '{hybrid.cut(command.pattern, row.layers)}'"]
+    removed = [f"remove {flag}" for flag in ENDS_OF_RANKS if command.has(flag)]
     if not _is_even(row):
-        return [f"{LAYOUT} '{layout_of(row.layers, command.mtp_layers)}'"]
-    words = [f"remove {LAYOUT}"] if command.has(LAYOUT) else []
+        return [*removed, f"{LAYOUT} '{layout_of(row.layers, command.mtp_layers)}'"]
+    words = [*removed, *([f"remove {LAYOUT}"] if command.has(LAYOUT) else [])]
     chunks = len(row.layers) // row.configuration.pipeline_parallel
     if chunks == 1:
         words.append("no virtual stages (1F1B)")

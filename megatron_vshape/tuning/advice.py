@@ -19,11 +19,11 @@ from megatron_vshape.core.request import (
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.given_layout import layers_in
 from megatron_vshape.rehearsal import accuracy
-from megatron_vshape.rehearsal.flags import SCHEDULE
+from megatron_vshape.rehearsal.flags import SCHEDULE, Command
 from megatron_vshape.rehearsal.saved_config import LAYOUT
 from megatron_vshape.tuning import fsdp
 from megatron_vshape.tuning.configurations import ADAPTIVE, Configuration, count_stages
-from megatron_vshape.tuning.predictor import TIME_LIMIT, Prediction, Predictor, step
+from megatron_vshape.tuning.predictor import TIME_LIMIT, Prediction, Predictor, Verdict, step
 
 PLANNED_SHAPES = 3
 """Maximum number of other configurations to plan for, the best first."""
@@ -32,6 +32,9 @@ NEAR = 0.02
 """Minimum possible gain over the best known step for a strategy to be evaluated."""
 
 ENDS = ("embedding", "loss")
+
+ENDS_OF_RANKS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
+"""Flags for the layers of the first and the last pipeline rank."""
 
 Rows = dict[str, Prediction | None]
 """Rows of the comparison: today, stock, best, same (sizes), least (memory), DON'T, fsdp."""
@@ -127,43 +130,49 @@ class Advice:
         return min(near, key=lambda each: (each.peak_bytes, step(each)))
 
     def today(self) -> Prediction:
-        """Predict the command as it is.
+        """Predict the command as it is; with the nearest layer split if Megatron rejects its own.
 
         Raises:
             ScheduleError: it names a schedule that does not exist, or not for its sizes.
         """
         given = self.predictor.subject.command.value(SCHEDULE)
-        name, layers = self._megatrons() if given is None else (given, None)
+        name, layers, why = (given, None, "") if given else self._megatrons()
         found = self.published(name, self.own, is_stock=given is None, layers=layers)
         if found is None:
             raise ScheduleError(f"schedule {name} does not exist, or not for these sizes")
-        return found
+        return replace(found, verdict=Verdict.REJECTED, reason=why) if why else found
 
-    def _megatrons(self) -> tuple[str, tuple[int, ...] | None]:
-        """Return the name of Megatron's schedule for the command, and the layers per stage.
+    def _megatrons(self) -> tuple[str, tuple[int, ...] | None, str]:
+        """Return Megatron's schedule for the command, and the layers per stage.
 
-        The layers are None if they do not divide evenly, as when a program creates the layout.
+        If Megatron rejects the layer split, the layers are None and the third value is the reason.
         """
         command, pipeline = self.predictor.subject.command, self.own.pipeline_parallel
+        given: Sequence[int] = ()
         if command.pattern:
             parts = hybrid.parts(command.pattern)
-            if len(parts) == 1 and not self.layers % pipeline:  # Megatron cuts it evenly
-                parts = (self.layers // pipeline,) * pipeline
-            chunks = max(1, len(parts) // pipeline)
-            return megatrons_name(chunks), parts if len(parts) > 1 else None
-        if layout := command.value(LAYOUT):
-            layers, _ = layers_in(layout)
-            return megatrons_name(max(1, len(layers) // pipeline)), layers
+            given = parts if len(parts) > 1 else ()
+        elif layout := command.value(LAYOUT):
+            given, _ = layers_in(layout)
+        if given:
+            return megatrons_name(max(1, len(given) // pipeline)), tuple(given), ""
         ends = [command.has(f"--account-for-{end}-in-pipeline-split") for end in ENDS]
         counted = self.layers + sum(ends)
         chunks = command.number("--num-virtual-stages-per-pipeline-rank", 1)
+        stages = f" with {chunks} stages each" if chunks > 1 else ""
+        rest = 0
         if each := command.number("--num-layers-per-virtual-pipeline-stage", 0):
-            chunks = max(1, counted // (each * pipeline))
-        each, rest = divmod(counted, pipeline * chunks)
-        even = [each] * (pipeline * chunks)
-        even[0] -= ends[0]
-        even[-1] -= ends[1]
-        return megatrons_name(chunks), None if rest else tuple(even)
+            chunks, rest = max(1, counted // (each * pipeline)), counted % (each * pipeline)
+            stages = f" with stages of {each} layers"
+        ranks = _layers_of_ranks(command, counted, pipeline)
+        if rest or not ranks or any(count % chunks for count in ranks):
+            with_ends = ", with embedding and loss," if any(ends) else ""
+            why = f"{counted} layers{with_ends} do not divide among {pipeline} pipeline ranks"
+            return megatrons_name(chunks), None, why + stages
+        layers = [count // chunks for _ in range(chunks) for count in ranks]
+        layers[0] -= ends[0]
+        layers[-1] -= ends[1]
+        return megatrons_name(chunks), tuple(layers), ""
 
     def stock(self, it: Configuration) -> Iterator[Prediction]:
         """Yield Megatron's schedules for all numbers of chunks that divide the layers, or for all.
@@ -259,6 +268,16 @@ class Advice:
         costs = pieces.costs(pieces.balanced(self.layers, looping(ranks, 1)))
         busy_us = costs.busy_us(devices, number, it.num_microbatches)
         return 1e-6 * busy_us * number / ranks
+
+
+def _layers_of_ranks(command: Command, num_layers: int, ranks: int) -> list[int]:
+    """Divide the layers among pipeline ranks as Megatron does; empty if it rejects them."""
+    first, last = (command.number(flag, 0) for flag in ENDS_OF_RANKS)
+    others = ranks - (first > 0) - (last > 0)
+    each, rest = divmod(num_layers - first - last, others or 1)
+    if rest or each < 0 or (each and not others):
+        return []
+    return [first or each, *[each] * (ranks - 2), last or each]
 
 
 def _fits(prediction: Prediction) -> bool:

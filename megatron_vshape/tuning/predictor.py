@@ -44,6 +44,7 @@ class Verdict(StrEnum):
 
     RUNS = "runs"
     OUT_OF_MEMORY = "OOM"
+    REJECTED = "does not start"  # by Megatron
     NO_PLAN = "no plan"
     NOT_PLANNED = "not planned"
 

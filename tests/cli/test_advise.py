@@ -8,10 +8,11 @@ import pytest
 pytest.importorskip("torch")
 
 from megatron_vshape.cli.advise import _full_step
+from megatron_vshape.tuning.predictor import Verdict
 
 
 def line(step_s: float, *, is_stock: bool) -> Any:
-    return SimpleNamespace(step_s=step_s, is_stock=is_stock)
+    return SimpleNamespace(step_s=step_s, is_stock=is_stock, verdict=Verdict.RUNS)
 
 
 def test_the_gain_of_a_full_step_is_a_share_of_that_of_training() -> None:

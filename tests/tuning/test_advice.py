@@ -12,7 +12,7 @@ from rehearsal.reports import report_of
 from tuning.counts import Fake, predictor_of
 from tuning.samples import load_sample, write_sweep
 
-from megatron_vshape.cli.advise import _changes, _flags, _is_even, changes_megatron
+from megatron_vshape.cli.advise import _changes, _flags, _is_even, _rejected, changes_megatron
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.model.pieces import Piece, Pieces
 from megatron_vshape.core.model.schedule import Schedule
@@ -128,6 +128,70 @@ def test_stock_megatron_may_distribute_layers_by_their_work() -> None:
     assert [row.layers for row in found] == [(9, 9, 9, 9), (10, 10, 10, 6), (9, 10, 10, 7)]
     # One that does not fit is in no comparison, so it is not simulated.
     assert [row.step_s is not None for row in found] == [row.fits for row in found]
+
+
+FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+WITH_ENDS = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+
+
+@pytest.mark.parametrize(
+    ("flags", "layers"),
+    [
+        (WITH_ENDS, (7, 8, 8, 7)),
+        (f"{FIRST} 6", (6, 8, 8, 8)),
+        (f"{FIRST} 8 {LAST} 6", (8, 8, 8, 6)),
+        (f"{FIRST} 12 --num-virtual-stages-per-pipeline-rank 2", (6, 3, 3, 3, 6, 3, 3, 3)),
+        (f"{WITH_ENDS} --num-layers-per-virtual-pipeline-stage 4", (3, 4, 4, 4, 4, 4, 4, 3)),
+    ],
+)
+def test_today_has_the_layers_that_megatron_gives_its_ranks(
+    flags: str, layers: tuple[int, ...]
+) -> None:
+    model = subject(f"{LAYERS_36} --num-layers 30 {flags}")
+    row = advice(model, Pieces(Piece(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, NOTHING, 0.0)).today()
+    assert row.layers == layers
+    assert row.fits
+    assert _rejected(row, model.command) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason", "fix"),
+    [
+        (
+            "",
+            "30 layers do not divide among 4 pipeline ranks",
+            f"7, 8, 8, 7: {WITH_ENDS.split()[0]} and",
+        ),
+        (f"{FIRST} 7", "30 layers do not divide among 4 pipeline ranks", f"remove {FIRST} and"),
+        (f"{FIRST} 31", "30 layers do not divide among 4 pipeline ranks", f"remove {FIRST} and"),
+        (
+            f"{WITH_ENDS} --num-virtual-stages-per-pipeline-rank 3",
+            "32 layers, with embedding and loss, do not divide among 4 pipeline ranks with 3 ",
+            "--pipeline-model-parallel-layout",
+        ),
+        (
+            "--num-layers 32 --num-layers-per-virtual-pipeline-stage 3",
+            "32 layers do not divide among 4 pipeline ranks with stages of 3 layers",
+            "--num-virtual-stages-per-pipeline-rank 2",
+        ),
+    ],
+)
+def test_a_split_that_megatron_rejects_is_no_baseline(flags: str, reason: str, fix: str) -> None:
+    """Stock Megatron asserts that the layers divide, or their number without those of the ends."""
+    model = subject(f"{LAYERS_36} --num-layers 30 {flags}")
+    made = advice(model, Pieces(Piece(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, NOTHING, 0.0))
+    row = made.today()
+    assert not row.fits
+    assert row.step_s is not None
+    (text,) = _rejected(row, model.command)
+    assert text.startswith(f"Megatron does not start this command: {reason}")
+    assert fix in text
+    rows = made.rows()
+    assert rows["stock"] is not None
+    assert rows["stock"].fits
+    # This package's schedules support uneven layers.
+    model = subject(f"{LAYERS_36} --num-layers 30 --pipeline-schedule v-half")
+    assert advice(model, made.predictor.pieces(made.own)).today().fits
 
 
 @pytest.mark.parametrize("peak_gib", [70.0, 73.5, 74.0, 76.5, 77.0])
