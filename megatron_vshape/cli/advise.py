@@ -523,4 +523,5 @@ def _plain(row: Prediction, subject: Subject) -> dict[str, Any]:
         "peak_bytes": [each.allocated for each in row.ranks],
         "layers": list(row.layers),
         "is_stock": row.is_stock,
+        "starts": _starts(row),
     }
