@@ -83,7 +83,7 @@ class Passes:
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
         self._outputs: dict[str, Tensor] = {}
         if adapted and te_layers.install(self.state, [self.layer]) != 1:
-            raise RuntimeError(f"{case.name} is not split: {te_layers.why_whole(self.layer)}")
+            raise RuntimeError(f"{case.name} is not split: {te_layers.why_unsplit(self.layer)}")
 
     @property
     def gradients(self) -> list[Tensor]:

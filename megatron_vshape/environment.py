@@ -1,11 +1,11 @@
 """Environment variables that a schedule needs on its ranks, read when CUDA, torch and NCCL start.
 
-A run sets them when its schedule is chosen (`mcore.setup.ready`). This is early enough until CUDA
-starts: CUDA reads the number of its queues when it creates the device's context, and NCCL reads its
-variables when it connects. CUDA reads the kernel loading mode at the first device query. If a
-trainer has queried before, kernels load within steps; the proof of freedom from deadlocks does not
-depend on this. A run sets the allocator through torch's function, because processes started later
-would inherit its variable. Programs that only measure set the variable.
+A run sets them when its schedule is chosen (`mcore.setup.environment`). This is early enough until
+CUDA starts: CUDA reads the number of its queues when it creates the device's context, and NCCL
+reads its variables when it connects. CUDA reads the kernel loading mode at the first device query.
+If a trainer has queried before, kernels load within steps; the proof of freedom from deadlocks does
+not depend on this. A run sets the allocator through torch's function, because processes started
+later would inherit its variable. Programs that only measure set the variable.
 """
 
 from collections.abc import Mapping, MutableMapping
@@ -76,6 +76,6 @@ def complete(environ: MutableMapping[str, str], *, kernels: bool, ordered: bool)
     environ.update({name: value for name, (value, _) in lacking.items()})
 
 
-def told(found: Mapping[str, Setting]) -> str:
+def formatted(found: Mapping[str, Setting]) -> str:
     """Format variables with values and reasons in one line."""
     return ", ".join(f"{name}={value} ({why})" for name, (value, why) in found.items())

@@ -15,7 +15,7 @@ VARIABLE = "MEGATRON_VSHAPE_FIGURES"
 """Environment variable with the file name; without it, nothing is written."""
 
 
-def tell(**figures: object) -> None:
+def write_figures(**figures: object) -> None:
     """Append a record to the file, if there is one."""
     path = os.environ.get(VARIABLE)
     if path:

@@ -17,7 +17,7 @@ from megatron_vshape.mcore import cpu
 USAGE = "usage: python -m megatron_vshape.mcore.launch SCRIPT [ARGUMENTS OF THE SCRIPT]"
 
 
-def prepare(argv: list[str]) -> str:
+def register_and_read(argv: list[str]) -> str:
     """Register with Megatron, set `argv` and the import path for the script, and return its source.
 
     Raises:
@@ -41,6 +41,6 @@ def prepare(argv: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    _source = prepare(sys.argv)
+    _source = register_and_read(sys.argv)
     __file__ = sys.argv[0]
     exec(compile(_source, __file__, "exec"), globals())

@@ -121,10 +121,10 @@ class StepState:
             defer(job, job.begin, weights=parameters, kept=kept)
         else:
             self.gradient_sync.deferred(parameters)
-            run = partial(self._run_and_tell, job, parameters)
+            run = partial(self._run_and_count, job, parameters)
             defer(run, job.begin, weights=parameters, kept=kept)
 
-    def _run_and_tell(self, job: Job, parameters: Sequence[Tensor]) -> None:
+    def _run_and_count(self, job: Job, parameters: Sequence[Tensor]) -> None:
         job()
         if self.gradient_sync is not None:
             self.gradient_sync.added(parameters)

@@ -31,8 +31,8 @@ Result = TypeVar("Result")
 class Pending(Generic[Result]):
     """Result of a job that overlaps with the passes."""
 
-    def __init__(self, together: "DeviceCollectives", future: "Future[Result]") -> None:
-        self._together = together
+    def __init__(self, collectives: "DeviceCollectives", future: "Future[Result]") -> None:
+        self._collectives = collectives
         self._future = future
         self.event: torch.cuda.Event | None = None
 
@@ -49,7 +49,7 @@ class Pending(Generic[Result]):
                 self._future.result(timeout=1.0)
                 return
             except TimeoutError:
-                if self._together.is_closed:
+                if self._collectives.is_closed:
                     raise RuntimeError("the run has ended while devices were to meet") from None
 
     def result(self) -> Result:
@@ -101,7 +101,7 @@ class DeviceCollectives:
         for group in (self._read, self._summed):
             dist.all_reduce(torch.zeros(1, device=self._torch_device), group=group)
 
-    def tell(self) -> list[str]:
+    def describe_waits(self) -> list[str]:
         """Format the pending waits of this rank. Thread-safe."""
         return list(self._waits.copy().values())
 
@@ -169,7 +169,7 @@ class DeviceCollectives:
         self._wait(work, what)
         return part
 
-    def tell_all(self, device: int, tensor: Tensor, what: str) -> Tensor:
+    def broadcast(self, device: int, tensor: Tensor, what: str) -> Tensor:
         """Broadcast a tensor from pipeline rank `device`, as `from_one`. Call only from a job."""
         work = dist.broadcast(tensor, self._ranks[device], group=self._summed, async_op=True)
         self._wait(work, what)
@@ -197,7 +197,7 @@ class DeviceCollectives:
 
     def _wait(self, work: "dist.Work | None", what: str) -> None:
         assert work is not None  # this rank is in the group
-        with self._telling(
+        with self._described_wait(
             f"rank {self._ranks[self.device]} (device {self.device}) waits for {what}"
         ):
             if self._blocks:
@@ -206,8 +206,8 @@ class DeviceCollectives:
                 work.wait()
 
     @contextmanager
-    def _telling(self, text: str) -> Iterator[None]:
-        """Register the wait for `tell`, and add the description to an error raised inside."""
+    def _described_wait(self, text: str) -> Iterator[None]:
+        """Register the wait for `describe_waits`, and add its text to an error raised inside."""
         thread, since = threading.get_ident(), time.monotonic()
         # By thread, because the passes and the jobs may wait at the same time.
         self._waits[thread] = text

@@ -26,12 +26,12 @@ PATIENCE_S = 2.0
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
-def tell(error: BaseException, where: str = "") -> None:
+def publish(error: BaseException, where: str = "") -> None:
     """Log why this rank fails, and publish it unless another rank has failed before."""
-    if getattr(error, "_told_as_cause", False):
+    if getattr(error, "_is_published", False):
         return
     # The exception may pass several of these handlers on its way up.
-    error._told_as_cause = True  # type: ignore[attr-defined]
+    error._is_published = True  # type: ignore[attr-defined]
     cause = f"rank {dist.get_rank()}: {type(error).__name__}: {error!s:.300}{where}"
     logger.critical("%s", cause)
     with suppress(Exception):  # the store may be gone with the rank that had it
@@ -62,20 +62,20 @@ def forget() -> None:
 
 
 @contextmanager
-def telling(follows: type[Exception]) -> Iterator[None]:
+def publishing(follows: type[Exception]) -> Iterator[None]:
     """Report an exception raised inside, unless its type `follows` from another rank's failure."""
     try:
         yield
     except Exception as error:
         if not isinstance(error, follows):
-            tell(error)
+            publish(error)
         raise
 
 
 def watch_the_end(follows: type[Exception]) -> None:
     """Report exceptions that end this process before its usual traceback. Installed once."""
     before = sys.excepthook
-    if getattr(before, "tells_first_cause", False):
+    if getattr(before, "publishes_first_cause", False):
         return
 
     def say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -85,10 +85,10 @@ def watch_the_end(follows: type[Exception]) -> None:
             and not isinstance(error, follows)
             and dist.is_initialized()
         ):
-            tell(error)
+            publish(error)
         before(kind, error, trace)
 
-    say.tells_first_cause = True  # type: ignore[attr-defined]
+    say.publishes_first_cause = True  # type: ignore[attr-defined]
     sys.excepthook = say
 
 

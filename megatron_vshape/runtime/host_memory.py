@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_vshape.core.check.simulate import HOST_BLOCKS
-from megatron_vshape.runtime.hosts import told_ranks
+from megatron_vshape.runtime.hosts import ranks_in_environment
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ def free_host_bytes(ranks: int | None = None) -> int | None:
     """
     found = list(_free_by_source())
     # All ranks of the host allocate at about the same time.
-    share = (1 - KEPT_FREE) / (ranks or told_ranks() or 1)
+    share = (1 - KEPT_FREE) / (ranks or ranks_in_environment() or 1)
     return int(share * min(found)) if found else None
 
 

@@ -18,7 +18,7 @@ _SLURM = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
 _REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # as in 8(x2),4: of three nodes
 
 
-def told_ranks(environ: Mapping[str, str] = os.environ) -> int | None:
+def ranks_in_environment(environ: Mapping[str, str] = os.environ) -> int | None:
     """Read the number of ranks on this host from the launcher's environment; None if not set."""
     return _by_launcher(environ) or _by_slurm(environ)
 

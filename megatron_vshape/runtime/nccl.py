@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_vshape.runtime.hosts import told_ranks
+from megatron_vshape.runtime.hosts import ranks_in_environment
 
 CLASSES = ("ProcessGroupNCCL", "ProcessGroupNCCL2")
 """Known classes of the backend "nccl". Others are used in the same way, with a log line."""
@@ -45,7 +45,7 @@ def pair_options(
     Settings that the user has given the group `like` are copied. Otherwise the communicator uses
     few thread blocks and a high-priority stream, so that messages do not queue behind computation.
     """
-    theirs = None if like is None else _options_of(like)
+    theirs = None if like is None else _group_options(like)
     own = {} if theirs is None else _set_fields(theirs.config)
     is_high = True if theirs is None or not own else theirs.is_high_priority_stream
     options = dist.ProcessGroupNCCL.Options(is_high)
@@ -62,12 +62,12 @@ def pair_options(
 
 def _are_of_one_node(ranks: Sequence[int]) -> bool:
     """Return whether the ranks share a node, according to the launcher's ranks per node."""
-    size = told_ranks() or 1
+    size = ranks_in_environment() or 1
     # torchrun, and SLURM by default, number ranks node by node; a wrong guess costs only speed.
     return len({rank // size for rank in ranks}) == 1 < len(ranks)
 
 
-def _options_of(group: dist.ProcessGroup) -> Any:
+def _group_options(group: dist.ProcessGroup) -> Any:
     return getattr(group._get_backend(torch.device("cuda")), "options", None)
 
 

@@ -100,14 +100,14 @@ class Transport:
         # with a timeout it blocks too.
         self._waits_block = self._torch_device.type == "cpu"
         self._sends: _PolledSends | _WaitedSends = (
-            _WaitedSends(timeout_s, self._tell_send)
+            _WaitedSends(timeout_s, self._describe_send)
             if self._waits_block
-            else _PolledSends(self._tell_send)
+            else _PolledSends(self._describe_send)
         )
-        self.together: DeviceCollectives | None = (
+        self.collectives: DeviceCollectives | None = (
             None  # created once a program has passes with collectives
         )
-        self._meeting: list[str] = []  # the peer of the first message that is being exchanged now
+        self._connecting: list[str] = []  # the peer that is being connected now
         self._last: Message | None = None  # the last message that was posted, sent or waited for
         self._watch = None if self._waits_block else self._begin_watch()
         self.expect(shape, dtype)
@@ -157,10 +157,10 @@ class Transport:
         before_bytes = nccl.outside_allocator(self._torch_device)
         with nullcontext() if self._waits_block else nccl.made_by_pairs():
             for edge in fresh:
-                self._connect(edge)
-        self._meet(fresh)
-        if self.together is None and any(kind.is_collective for kind in program.schedule.kinds):
-            self.together = DeviceCollectives(
+                self._make_groups_of(edge)
+        self._connect_all(fresh)
+        if self.collectives is None and any(kind.is_collective for kind in program.schedule.kinds):
+            self.collectives = DeviceCollectives(
                 self._ranks, self._make_pipelines_group, self._torch_device, self._timeout_s
             )
         # After the warm-up, because NCCL allocates buffers at a communicator's first message.
@@ -180,9 +180,9 @@ class Transport:
         if not any(replaced):
             return
         # All edges, so that all ranks agree: a library replaces all communicators at once.
-        self._meet(self._by_lane(self._lanes))
-        if self.together is not None:
-            self.together.connect()
+        self._connect_all(self._by_lane(self._lanes))
+        if self.collectives is not None:
+            self.collectives.connect()
 
     def summary(self) -> str | None:
         """Format the NCCL class, number and memory of the communicators; None over gloo."""
@@ -205,7 +205,7 @@ class Transport:
         self._last = message
         # NCCL's stream waits for the current stream here, and `wait` orders the readers after it.
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self._torch_device)
-        with _failing(self._tell_receive, message, self._timeout_s):
+        with _failing(self._describe_receive, message, self._timeout_s):
             work = dist.irecv(tensor, src=peer, group=group)
         self._posted[message] = (_work(work, message), tensor)
 
@@ -216,7 +216,7 @@ class Transport:
             TransportError: the message did not arrive in time, or its sender is gone.
         """
         work, tensor = self._posted[message]
-        with _failing(self._tell_receive, message, self._timeout_s):
+        with _failing(self._describe_receive, message, self._timeout_s):
             # On a GPU, wait only orders streams; a timeout would block the host.
             if self._waits_block:
                 work.wait(timedelta(seconds=self._timeout_s))
@@ -225,7 +225,7 @@ class Transport:
         if self._watch is not None:
             # This event is behind the wait in the compute stream: pending for as long as the
             # receive is.
-            self._watch.add(_recorded_event(), partial(self._tell_receive, message))
+            self._watch.add(_recorded_event(), partial(self._describe_receive, message))
         del self._posted[message]  # not earlier: the watch must always see the message
         return tensor
 
@@ -245,7 +245,7 @@ class Transport:
     def _start(self, message: Message, alias: Tensor) -> dist.Work:
         group, peer = self._channel(message)
         self._last = message
-        with _failing(self._tell_send, message, self._timeout_s):
+        with _failing(self._describe_send, message, self._timeout_s):
             work = _work(dist.isend(alias, dst=peer, group=group), message)
         self._sends.add(_Sent(message, work, alias))
         return work
@@ -273,7 +273,7 @@ class Transport:
         """
         self._sends.drain()
 
-    def tell(self, place: Place) -> str:
+    def describe(self, place: Place) -> str:
         """Format the activity of this rank or the message that it waits for. Thread-safe."""
         # The host runs ahead of the GPU, so the GPU's wait is more informative. This reads the
         # watch's last result: the driver does not answer while another call has its lock.
@@ -283,9 +283,9 @@ class Transport:
         doing = f"rank {self._rank} (device {self.device}): "
         match place.instruction:
             case Await(message):
-                return self._tell_receive(message)
+                return self._describe_receive(message)
             case Run() as run:
-                waits = [] if self.together is None else self.together.tell()
+                waits = [] if self.collectives is None else self.collectives.describe_waits()
                 return "; ".join([doing + f"in {describe(*run.passes)}", *waits])
             case None if place.last_pass is None:
                 return doing + "before its first pass"
@@ -293,7 +293,9 @@ class Transport:
                 return doing + f"after {place.last_pass}, its last pass of a step"
         # Not with a watch: `left` queries the GPU, which may not answer.
         unsent = self._sends.left() if self._watch is None else []
-        return self._tell_send(unsent[0]) if unsent else doing + f"after {place.last_pass}"
+        return self._describe_send(unsent[0]) if unsent else doing + f"after {place.last_pass}"
+
+    tell = describe  # the name until 0.2.0
 
     def rest(self) -> None:
         """Free completed sends and stop queries of the idle GPU until the next message.
@@ -311,21 +313,21 @@ class Transport:
         for a process that is to train again. The process groups end with torch.distributed.
         """
         self._sends.close()
-        if self.together is not None:
-            self.together.close()
+        if self.collectives is not None:
+            self.collectives.close()
         if self._watch is not None:
             self._watch.close(quietly)
 
     def _under_way(self) -> list[str]:
         """Format the sends and receives that have not completed. Thread-safe."""
-        sent = [self._tell_send(message) for message in self._sends.left()]
+        sent = [self._describe_send(message) for message in self._sends.left()]
         posted = [
-            self._tell_receive(message)
+            self._describe_receive(message)
             for message, (work, _) in self._posted.copy().items()
             if not work.is_completed()
         ]
-        together = [] if self.together is None else self.together.tell()
-        return [*self._meeting, *together, *sent, *posted]
+        collectives = [] if self.collectives is None else self.collectives.describe_waits()
+        return [*self._connecting, *collectives, *sent, *posted]
 
     def _begin_watch(self) -> Watch:
         name_device = (
@@ -333,14 +335,14 @@ class Transport:
             if self._torch_device.type == "cuda"
             else lambda: None
         )
-        return Watch(self._timeout_s, self._under_way, self._tell_last, name_device=name_device)
+        return Watch(self._timeout_s, self._under_way, self._describe_last, name_device=name_device)
 
     def _index(self) -> int:
         """Return the GPU's index; "cuda" without an index is this thread's current GPU."""
         index = self._torch_device.index
         return torch.cuda.current_device() if index is None else index
 
-    def _tell_last(self) -> str:
+    def _describe_last(self) -> str:
         """Format the last message of this rank, without a query to the GPU."""
         last = "before its first message" if self._last is None else f"at {self._last.work}"
         return f"rank {self._rank} (device {self.device}): {last}, or in a pass after it"
@@ -359,7 +361,7 @@ class Transport:
         made = [self._make_group(ranks, f"{description}, {ranks}") for ranks in self._pipelines]
         return made[self._pipelines.index(self._ranks)]
 
-    def _connect(self, edge: Edge) -> None:
+    def _make_groups_of(self, edge: Edge) -> None:
         """Create the group of an edge in every pipeline, and store the one of this rank."""
         (kind, chunk, upward), source, target = edge
         content = "activations" if kind is Kind.F else "gradients"
@@ -377,7 +379,7 @@ class Transport:
         # for each other.
         return sorted(edges, key=lambda edge: (edge.stream, self._lanes[edge], edge))
 
-    def _meet(self, edges: Sequence[Edge]) -> None:
+    def _connect_all(self, edges: Sequence[Edge]) -> None:
         """Connect the ranks of these edges, and record the communicators for `reconnect`."""
         self._warm_up(edges)
         self._connected = {
@@ -391,7 +393,9 @@ class Transport:
             if edge not in self._channels:
                 continue
             group, peer = self._channels[edge]
-            self._meeting = [f"rank {self._rank} (device {self.device}): connects to rank {peer}"]
+            self._connecting = [
+                f"rank {self._rank} (device {self.device}): connects to rank {peer}"
+            ]
             number = torch.full((1,), self._rank, dtype=torch.int32, device=self._torch_device)
             if self.device == edge.source:
                 dist.send(number, dst=peer, group=group)
@@ -403,7 +407,7 @@ class Transport:
                     f"rank {self._rank} expected rank {peer} on stream {edge.stream} and met rank "
                     f"{met}: the ranks do not run the same program"
                 )
-        self._meeting = []
+        self._connecting = []
 
     def _channel(self, message: Message) -> tuple[dist.ProcessGroup, int]:
         channel = self._channels.get(Edge.of(message))
@@ -414,13 +418,13 @@ class Transport:
             )
         return channel
 
-    def _tell_receive(self, message: Message) -> str:
+    def _describe_receive(self, message: Message) -> str:
         return (
             f"rank {self._rank} (device {message.target}): {_reader(message)} waits for "
             f"{message.work} from rank {self._ranks[message.source]} (device {message.source})"
         )
 
-    def _tell_send(self, message: Message) -> str:
+    def _describe_send(self, message: Message) -> str:
         return (
             f"rank {self._rank} (device {message.source}): {message.work} waits for a receive of "
             f"rank {self._ranks[message.target]} (device {message.target}) for "
@@ -430,7 +434,7 @@ class Transport:
 
 @contextmanager
 def _failing(
-    tell: Callable[[Message], str], message: Message, timeout_s: float = math.inf
+    describe: Callable[[Message], str], message: Message, timeout_s: float = math.inf
 ) -> Iterator[None]:
     """Convert a failed transfer to a TransportError with the reason: timeout or lost peer."""
     since = time.monotonic()
@@ -441,7 +445,7 @@ def _failing(
         is_late = time.monotonic() - since >= timeout_s
         late = no_progress(timeout_s) if is_late else None
         why = late or f", whose connection failed: {error}{first_cause.found()}"
-        raise TransportError(tell(message) + why) from error
+        raise TransportError(describe(message) + why) from error
 
 
 def _communicator(group: dist.ProcessGroup) -> Any:
@@ -506,8 +510,8 @@ class _Sent(NamedTuple):
 class _PolledSends:
     """Sends over NCCL. Completion can be polled."""
 
-    def __init__(self, tell: Callable[[Message], str]) -> None:
-        self._tell = tell
+    def __init__(self, describe: Callable[[Message], str]) -> None:
+        self._describe = describe
         self._left: dict[Edge, deque[_Sent]] = {}
 
     def left(self) -> list[Message]:
@@ -544,7 +548,7 @@ class _PolledSends:
                 queue[at] = queue[at]._replace(tensor=None)
 
     def _wait(self, sent: _Sent) -> None:
-        with _failing(self._tell, sent.message):
+        with _failing(self._describe, sent.message):
             sent.work.wait()
 
     def close(self) -> None: ...
@@ -556,9 +560,9 @@ class _WaitedSends:
     A thread per channel waits for its sends in the order in which they start and complete.
     """
 
-    def __init__(self, timeout_s: float, tell: Callable[[Message], str]) -> None:
+    def __init__(self, timeout_s: float, describe: Callable[[Message], str]) -> None:
         self._timeout_s = timeout_s
-        self._tell = tell
+        self._describe = describe
         self._queues: dict[Edge, SimpleQueue[_Sent | None]] = {}
         self._ended = threading.Condition()
         self._left: list[Message] = []  # in the order of their start
@@ -600,7 +604,7 @@ class _WaitedSends:
         while (sent := queue.get()) is not None:
             failure, message = None, sent.message
             try:
-                with _failing(self._tell, message, self._timeout_s):
+                with _failing(self._describe, message, self._timeout_s):
                     sent.work.wait(timedelta(seconds=self._timeout_s))
             except TransportError as error:
                 failure = str(error)

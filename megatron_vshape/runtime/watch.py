@@ -70,13 +70,13 @@ class Watch:
         for thread in self._threads:
             thread.start()
 
-    def add(self, event: torch.cuda.Event, tell: Callable[[], str]) -> None:
+    def add(self, event: torch.cuda.Event, describe: Callable[[], str]) -> None:
         """Watch an event that follows a receive.
 
-        `tell` formats the waiting pass and its message. Only the watchdog's thread calls it, and
-        only while the event is pending.
+        `describe` formats the waiting pass and its message. Only the watchdog's thread calls it,
+        and only while the event is pending.
         """
-        self._ahead.append((event, tell))
+        self._ahead.append((event, describe))
         self._added += 1
 
     def forget(self) -> None:
@@ -151,7 +151,7 @@ class Watch:
             # Events are recorded on one stream and complete in order.
             while self._ahead and self._ahead[0][0].query():
                 self._ahead.popleft()
-            return [*(tell() for _, tell in self._ahead.copy()), *self.under_way()]
+            return [*(describe() for _, describe in self._ahead.copy()), *self.under_way()]
 
 
 logger = logging.getLogger(__name__)
@@ -171,8 +171,8 @@ def say_and_exit(text: str, code: int) -> None:
 
 
 @contextmanager
-def last_words(tell: Callable[[], str]) -> Iterator[None]:
-    """Log the text of `tell` when SIGTERM ends the process inside this context.
+def last_words(describe: Callable[[], str]) -> Iterator[None]:
+    """Log the text of `describe` when SIGTERM ends the process inside this context.
 
     A launcher ends all ranks as soon as one has died, before the other ranks notice it. A rank
     waits inside torch, where no Python signal handler runs, so a thread reads the signal from a
@@ -192,7 +192,7 @@ def last_words(tell: Callable[[], str]) -> Iterator[None]:
     os.set_blocking(writer, False)
     handler = _Handler()
     handler.install(writer)
-    thread = threading.Thread(target=_listen, args=(reader, tell), daemon=True)
+    thread = threading.Thread(target=_listen, args=(reader, describe), daemon=True)
     thread.start()
     try:
         yield
@@ -258,7 +258,7 @@ def _is_free() -> bool:
     return signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def _listen(reader: int, tell: Callable[[], str]) -> None:
+def _listen(reader: int, describe: Callable[[], str]) -> None:
     while (number := os.read(reader, 1)[0]) != _END:
         if number == signal.SIGTERM:
-            say_and_exit(f"{tell()}, when SIGTERM ended it", ENDED_BY_SIGTERM)
+            say_and_exit(f"{describe()}, when SIGTERM ended it", ENDED_BY_SIGTERM)

@@ -86,7 +86,7 @@ def _become_rank(rank: int, folder: Path, program: Program, victim: int, work: P
             run_program(program, rank, stages, transport, place=place)
             dist.barrier()  # as an optimizer step would wait for all
         except Exception as error:
-            (folder / f"said{rank}").write_text(f"{error}\n{transport.tell(place)}")
+            (folder / f"said{rank}").write_text(f"{error}\n{transport.describe(place)}")
             code = 1
     except BaseException:
         (folder / f"said{rank}").write_text(traceback.format_exc())

@@ -192,7 +192,8 @@ class Recorder:
             name,
             costs=None if draw.random() < 0.2 and name != "auto" else costs,
             limit_bytes=draw.choice((None, draw.uniform(1, 2.4) * stages / 2 * GIB)),
-            shares=family == "shared" or (draw.random() < 0.2 and family in ("plain", "whole")),
+            shares_vocabulary=family == "shared"
+            or (draw.random() < 0.2 and family in ("plain", "whole")),
             may_overlap=family == "joint",
             kernels=draw.random() < 0.5,
             keeps_backward_whole=draw.random() < 0.1,

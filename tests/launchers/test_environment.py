@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from megatron_vshape.environment import missing, settings, told
+from megatron_vshape.environment import formatted, missing, settings
 
 ROOT = Path(__file__).parents[2]
 TORCH = """
@@ -250,12 +250,12 @@ class Process:
 
     def complete(self, asked: Namespace, kernels: bool = True, **environ: str) -> dict[str, str]:
         """Complete this environment for a schedule, and return it."""
-        from megatron_vshape.mcore.setup import ready
+        from megatron_vshape.mcore.setup import environment
 
         self._patch.setattr(os, "environ", environ)
         self.environ = environ
         pipeline: Any = Namespace(choice=Namespace(name="v-half", kernels=kernels))
-        self.made = ready.Environment()
+        self.made = environment.Environment()
         self.made.complete(asked, pipeline)
         return environ
 
@@ -303,7 +303,7 @@ def test_a_librarys_buffers_that_nccl_registers_keep_the_allocator_as_it_is(
     from megatron_vshape.mcore.hooks.session import Session
 
     chosen: Any = Namespace(choice=Namespace(name="v-half", kernels=True))
-    monkeypatch.setattr(core_hooks.configure, "prepare_config", lambda config, asked: chosen)
+    monkeypatch.setattr(core_hooks.configure, "pipeline_from_config", lambda config, asked: chosen)
     monkeypatch.setattr(Session, "choose", lambda self, *pipeline: None)
     config = options(pipeline_model_parallel_layout=None)
     for comes_first in (True, False):
@@ -415,4 +415,4 @@ def test_flags_that_choose_a_schedule_set_it_before_megatron_checks(clean: dict[
 def test_one_spelling_of_the_allocators_variable_speaks_for_both(spelling: str, value: str) -> None:
     lacking = missing(settings(kernels=True, ordered=True, graphs=True), {spelling: value})
     assert lacking.keys() == {"CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS"}
-    assert told(lacking).count("=") == 2
+    assert formatted(lacking).count("=") == 2

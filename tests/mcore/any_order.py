@@ -57,7 +57,7 @@ def start(rank: int, given: object) -> None:
     original = PipelineRunner._program
     steps = 0
 
-    def program(self: Any, context: Any, hides: bool) -> Any:
+    def program(self: Any, context: Any, fills_waits: bool) -> Any:
         nonlocal steps
         if not context.forward_only:
             planner: Planner = self.pipeline.planner
@@ -66,6 +66,6 @@ def start(rank: int, given: object) -> None:
             planner.use(plan)
             print(f"order {zlib.crc32(repr(plan.program.schedule.order).encode()):x} runs")
             steps += 1
-        return original(self, context, hides)
+        return original(self, context, fills_waits)
 
     PipelineRunner._program = program  # type: ignore[method-assign]

@@ -6,7 +6,7 @@ are not here in what is installed then.
 
 The answer that is right for all of them is the plain one, with the loss where Megatron's own
 schedules make it: on the last pipeline rank. So a library's V is counted from its other side
-(`setup.configure.pipeline_of`), nobody outside a pass is told anything but Megatron's own
+(`setup.configure.build_pipeline`), nobody outside a pass is told anything but Megatron's own
 answers, and whatever has collected the results, whoever reads them finds them there. Inside a pass,
 and of a chunk named by `vp_stage`, the answer is about that stage.
 """

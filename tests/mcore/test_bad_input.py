@@ -19,7 +19,7 @@ from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.mcore.hooks.training import _refuse_what_was_not_seen
 from megatron_vshape.mcore.options import add_arguments
 from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError
-from megatron_vshape.mcore.setup.configure import prepare
+from megatron_vshape.mcore.setup.configure import pipeline_from_args
 
 V_HALF = "--pipeline-schedule v-half"
 
@@ -60,7 +60,7 @@ def test_flags_that_megatrons_own_schedules_have_no_use_for(
     args.pipeline_model_parallel_size = 4
     what = "1f1b" if schedule else "Megatron's own schedule"
     with pytest.raises(UnsupportedError, match=f"^{flag} has no effect with {what}: remove it"):
-        prepare(args)
+        pipeline_from_args(args)
 
 
 RECOMPUTED = "--recompute-granularity selective --recompute-modules core_attn mlp"

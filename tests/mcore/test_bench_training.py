@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from megatron_vshape.mcore.observe.profiling import comparison, told
+from megatron_vshape.mcore.observe.profiling import comparison, format_costs
 from megatron_vshape.mcore.observe.report import Checked, PredictedStep, closing_table
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_training.py"
@@ -29,7 +29,8 @@ def test_predictions_are_found_in_the_log(bench: ModuleType) -> None:
     before = PredictedStep("v-half", 4, 1.5e6, 1e5, 0.1, (2.0**30, 2.0**29))
     after = before._replace(name="auto", makespan_us=1.4e6)
     checked = Checked(after, 1.44e6, 0.09)
-    log = f"W:x:measured costs: {told(before)} -> {told(after)}, from the next step on\n"
+    costs_text = f"{format_costs(before)} -> {format_costs(after)}"
+    log = f"W:x:measured costs: {costs_text}, from the next step on\n"
     assert bench.predicted_in(log) is None
     log += f"W:x:{comparison(checked)}, in 4 steps\n"
     predicted = bench.predicted_in(log)

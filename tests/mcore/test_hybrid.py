@@ -19,10 +19,10 @@ from megatron_vshape.core.model.pieces import pieces_from_costs
 from megatron_vshape.core.model.placement import Placement, linear, looping, v_shape
 from megatron_vshape.mcore.features.vocabulary import SharedEnds
 from megatron_vshape.mcore.layout.hybrid import cut
-from megatron_vshape.mcore.layout.sizes import options_of, sizes_of
+from megatron_vshape.mcore.layout.sizes import option_reader, sizes_of
 from megatron_vshape.mcore.layout.stage_map import split_layers
 from megatron_vshape.mcore.setup.choice import ScheduleConfig
-from megatron_vshape.mcore.setup.configure import prepare
+from megatron_vshape.mcore.setup.configure import pipeline_from_args
 from megatron_vshape.mcore.setup.plans import PlannedStep, Planner
 from megatron_vshape.mcore.setup.translate import translate
 
@@ -141,7 +141,7 @@ def test_estimates_equal_those_of_the_gpt(
     monkeypatch.setattr("megatron_vshape.core.planner.search.default_steps", lambda _: 10_000)
 
     def plan(given: Namespace, text: str | None) -> PlannedStep:
-        choice = ScheduleConfig(4, name, shares=shares)
+        choice = ScheduleConfig(4, name, shares_vocabulary=shares)
         ends = SharedEnds() if shares else None
         found = split_layers(given, choice.placement, text, None, ends=ends)
         return Planner(replace(choice, estimate=found.estimate)).training(8)
@@ -180,7 +180,7 @@ def test_auto_leaves_multi_token_prediction_a_stage_of_its_own() -> None:
 def test_costs_of_symbols() -> None:
     """Layers with more products and activations count as more, and all together as their number."""
     experts: dict[str, object] = {"num_experts": 8, "moe_router_topk": 4}
-    sizes = sizes_of(options_of(model("M*-E", **experts)), 0)
+    sizes = sizes_of(option_reader(model("M*-E", **experts)), 0)
     mamba, attention, mlp, routed = sizes.shares
     assert attention.time + routed.time == pytest.approx(1)  # a layer of the GPT with experts
     # Per token, with 64 = h: 5 h^2, 8 h^2 and 4 x 8 h^2; Mamba's projections are 6 h^2 and more.
@@ -322,7 +322,7 @@ def test_megatrons_own_schedules_need_a_pattern_with_their_stages(
         micro_batch_size=1,
     )
     with pytest.raises(ScheduleError) as rejected:
-        prepare(args)
+        pipeline_from_args(args)
     assert fix in str(rejected.value)
     assert str(rejected.value).startswith(f"--hybrid-layer-pattern {pattern} has ")
 

@@ -29,8 +29,8 @@ from megatron_vshape.mcore.observe.report import opening_lines
 from megatron_vshape.mcore.options import Options, options_from
 from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError, refusing
 from megatron_vshape.mcore.setup.choice import resolve_schedule
-from megatron_vshape.mcore.setup.configure import prepare_config
-from megatron_vshape.mcore.step.microbatches import given_iterators, shared_out
+from megatron_vshape.mcore.setup.configure import pipeline_from_config
+from megatron_vshape.mcore.step.microbatches import iterators_by_chunk, share_iterators
 
 RANKS = 4
 
@@ -174,22 +174,22 @@ def test_one_data_iterator_serves_all_chunks(farm: Farm, tmp_path: Path, how: st
 
 def test_a_shared_microbatch_is_kept_until_the_last_chunk_has_read_it() -> None:
     source = iter([{"tokens": at} for at in range(3)])
-    chunks = given_iterators([source], 2)
-    one, other = shared_out(chunks)
+    chunks = iterators_by_chunk([source], 2)
+    one, other = share_iterators(chunks)
     assert [next(one).pop("tokens") for _ in range(2)] == [0, 1]
     assert next(other) == {"tokens": 0}
     assert [next(each)["tokens"] for each in (other, other, one)] == [1, 2, 2]
     assert one.shared._waiting == {}
     assert list(one) == []
-    assert shared_out(given_iterators(None, 2)) == [None, None]
-    assert shared_out(chunks[:1]) == [source]  # whose own it is, untouched
+    assert share_iterators(iterators_by_chunk(None, 2)) == [None, None]
+    assert share_iterators(chunks[:1]) == [source]  # whose own it is, untouched
 
 
 def test_data_iterators_that_cannot_serve_are_refused_with_the_remedy() -> None:
     with pytest.raises(UnsupportedError, match="3 data iterators are given for the 2 model chunks"):
-        given_iterators([iter(()), iter(()), iter(())], 2)
+        iterators_by_chunk([iter(()), iter(()), iter(())], 2)
     with pytest.raises(UnsupportedError, match="one SimpleNamespace is given for 2 model chunks"):
-        given_iterators(SimpleNamespace(get_next=lambda keys: {}), 2)
+        iterators_by_chunk(SimpleNamespace(get_next=lambda keys: {}), 2)
 
 
 SLIME = (
@@ -351,7 +351,7 @@ def test_the_log_says_of_recomputed_inputs_what_it_says_under_flags() -> None:
         recompute_modules=["core_attn", "layernorm"],
     )
     config.pipeline_model_parallel_size = RANKS
-    pipeline = prepare_config(config, options_from({"schedule": "v-half"}))
+    pipeline = pipeline_from_config(config, options_from({"schedule": "v-half"}))
     assert pipeline.recomputed_inputs == ("layernorm",)
     told = "activations that B recomputes for layernorm (--recompute-modules) are stored until W"
     assert told in opening_lines(pipeline, 8)

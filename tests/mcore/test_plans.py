@@ -19,7 +19,7 @@ from megatron_vshape.core.request import PlanRequest, find
 from megatron_vshape.mcore.observe.report import opening_lines
 from megatron_vshape.mcore.options import Options, options_from
 from megatron_vshape.mcore.setup.choice import GIB, ScheduleConfig, resolve_schedule
-from megatron_vshape.mcore.setup.configure import prepare_config
+from megatron_vshape.mcore.setup.configure import pipeline_from_config
 from megatron_vshape.mcore.setup.plans import Planner
 
 
@@ -107,9 +107,9 @@ def test_a_file_with_a_shared_vocabulary_shares_it(tmp_path: Path) -> None:
     file = tmp_path / "shared.json"
     costs = Costs.uniform(2, 4, kinds=VOCABULARY)
     file.write_text(share_vocabulary(plain, costs).to_json())
-    assert resolve_schedule(Options(str(file)), 2).shares
+    assert resolve_schedule(Options(str(file)), 2).shares_vocabulary
     file.write_text(plain.to_json())
-    assert not resolve_schedule(Options(str(file)), 2).shares
+    assert not resolve_schedule(Options(str(file)), 2).shares_vocabulary
 
 
 def known_in_all() -> Costs:
@@ -145,7 +145,7 @@ def test_the_log_begins_with_all_that_every_rank_needs(tmp_path: Path) -> None:
     config = DeferredConfig(num_layers=8, hidden_size=32, num_attention_heads=4)
     config.pipeline_model_parallel_size = 4
     given = options_from({"schedule": "v-half", "costs_file": str(file)})
-    log = opening_lines(prepare_config(config, given), 8)
+    log = opening_lines(pipeline_from_config(config, given), 8)
     peaks = [peak / GIB for peak in peak_held(make("v-half", 4, 8), costs)]
     each = " ".join(f"{peak:g}" for peak in reversed(peaks))  # a library's last rank has both ends
     base = 15 + 9 + 4 * 8

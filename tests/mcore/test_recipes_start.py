@@ -28,7 +28,7 @@ from megatron_vshape.mcore import refusals
 from megatron_vshape.mcore.options import add_arguments, options_from
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.setup import configure
-from megatron_vshape.mcore.setup.configure import prepare_config
+from megatron_vshape.mcore.setup.configure import pipeline_from_config
 
 PARSED = add_arguments(add_megatron_arguments(ArgumentParser())).parse_args([])
 DEFAULT_SEARCH = {
@@ -138,7 +138,7 @@ def arguments(options: dict[str, Any]) -> Namespace:
 def said_by_training(options: dict[str, Any]) -> str | None:
     args = arguments(options)
     try:
-        pipeline = configure.prepare(args)
+        pipeline = configure.pipeline_from_args(args)
         args.data_parallel_size, args.micro_batch_size, args.global_batch_size = 1, 1, 8
         configure.complete(pipeline, args)
     except (ScheduleError, UnsupportedError) as error:
@@ -158,7 +158,7 @@ def said_by_a_library(options: dict[str, Any]) -> str | None:
         if f"pipeline_{name}" in options:
             given[name] = options[f"pipeline_{name}"]
     try:
-        prepare_config(config, options_from(given))
+        pipeline_from_config(config, options_from(given))
     except (ScheduleError, UnsupportedError) as error:
         return str(error)
     return None

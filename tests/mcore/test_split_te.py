@@ -293,7 +293,7 @@ def test_unknown_layers_stay_whole() -> None:
     nameless.register_parameter("bias_0", None)
     assert te_layers.install(a_state(), [strange, nameless, nn.Linear(2, 2)]) == 0
     for layer in (strange, nameless):
-        assert "not those of any TE layer" in (te_layers.why_whole(layer) or "")
+        assert "not those of any TE layer" in (te_layers.why_unsplit(layer) or "")
 
 
 @pytest.mark.parametrize("packed", ["weight", "bias"])
@@ -303,7 +303,7 @@ def test_experts_with_one_grouped_parameter_stay_whole(packed: str) -> None:
     for number in range(len(SPLITS)):
         layer.register_parameter(f"{packed}{number}", None)
     assert te_layers.install(a_state(), [layer]) == 0
-    assert "one grouped tensor" in (te_layers.why_whole(layer) or "")
+    assert "one grouped tensor" in (te_layers.why_unsplit(layer) or "")
 
 
 def test_an_mlp_with_other_functions_is_refused() -> None:
@@ -565,7 +565,7 @@ def test_what_userbuffers_keep_in_b(
     layer.config = SimpleNamespace(fp8=fp8)
     for name, value in switches.items():
         setattr(layer, name, value)
-    why = te_layers.why_whole(layer)
+    why = te_layers.why_unsplit(layer)
     assert (why is None) if reason is None else (reason in str(why))
     assert te_layers.install(a_state(), [layer]) == (why is None)
 

@@ -96,7 +96,7 @@ def test_the_order_is_final_after_the_trial(
     monkeypatch: pytest.MonkeyPatch, named: str | None
 ) -> None:
     """Megatron's paged stash records the first final order and requires it in every later step."""
-    monkeypatch.setattr(Profiler, "_tell", lambda *_: None)
+    monkeypatch.setattr(Profiler, "_log", lambda *_: None)
     plan, other = schedule_step("auto"), named and schedule_step(named)
     planner = FakePlanner()
     planner.training, planner.best_by_name = lambda _: plan, lambda _: other

@@ -23,7 +23,7 @@ from megatron_vshape.mcore.features.variable_length.reorder import (
     may_reorder,
 )
 from megatron_vshape.mcore.setup.configure import _counts_calls
-from megatron_vshape.mcore.step.microbatches import in_given_order
+from megatron_vshape.mcore.step.microbatches import in_data_order
 
 PLUGIN = Path(__file__).parent / "of_any_length.py"
 PARTS = Path(__file__).parent / "part_of_lengths.py"
@@ -63,8 +63,8 @@ def test_what_was_looked_at_is_given_in_order() -> None:
     given = [next(placed) for _ in order]
     assert given == ["c", "a", "d", "b"]
     assert next(ahead) == "e"
-    assert in_given_order(given, order) == ["a", "b", "c", "d"]
-    assert in_given_order(given, None) == given
+    assert in_data_order(given, order) == ["a", "b", "c", "d"]
+    assert in_data_order(given, None) == given
 
 
 PRINTED = Path(__file__).parent / "printed_orders.py"

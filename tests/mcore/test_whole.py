@@ -24,7 +24,7 @@ from megatron_vshape.mcore.refusals import (
     check_derived,
 )
 from megatron_vshape.mcore.setup.choice import ScheduleConfig
-from megatron_vshape.mcore.setup.configure import prepare, recomputed_inputs
+from megatron_vshape.mcore.setup.configure import pipeline_from_args, recomputed_inputs
 from megatron_vshape.mcore.setup.features import Settings
 from megatron_vshape.mcore.setup.megatron_schedules import megatrons_own
 from megatron_vshape.mcore.setup.plans import Planner
@@ -68,7 +68,7 @@ def test_what_is_not_split_is_told_with_the_reason(caplog: pytest.LogCaptureFixt
         }
     )
     with caplog.at_level(logging.INFO):
-        linear_layers.log_whole_layers([chunk])
+        linear_layers.log_unsplit_layers([chunk])
     told = {record.getMessage(): record.levelno for record in caplog.records}
     assert told == {
         "the weight gradients of 1 Embedding stay in B, as it should: a lookup has no product to "
@@ -156,7 +156,7 @@ def test_what_one_rank_does_not_use_is_told(caplog: pytest.LogCaptureFixture) ->
         ["--pipeline-schedule", "v-half", "--pipeline-trace", "x", "--optimizer-post-validation"]
     )
     args.pipeline_model_parallel_size = 1
-    assert prepare(args) is None
+    assert pipeline_from_args(args) is None
     (record,) = caplog.records
     assert record.getMessage() == (
         "--pipeline-schedule v-half, --pipeline-trace, --optimizer-post-validation unused: one "
@@ -170,7 +170,7 @@ def test_a_schedule_alone_is_reported_as_unused_on_one_rank(
     """`rehearse --check` reported that the run starts with the schedule, and training nothing."""
     args = add_arguments(ArgumentParser()).parse_args(["--pipeline-schedule", "v-half"])
     args.pipeline_model_parallel_size = 1
-    assert prepare(args) is None
+    assert pipeline_from_args(args) is None
     (record,) = caplog.records
     assert record.getMessage().startswith("--pipeline-schedule v-half unused: one pipeline rank")
 
@@ -216,7 +216,7 @@ def test_a_timeout_that_comes_too_late_is_told(caplog: pytest.LogCaptureFixture)
     args.pipeline_model_parallel_size = 1
     args.num_virtual_stages_per_pipeline_rank = args.num_layers_per_virtual_pipeline_stage = None
     args.distributed_timeout_minutes = 10
-    prepare(args)
+    pipeline_from_args(args)
     assert [record.message for record in caplog.records] == [
         "--pipeline-timeout 600 is not below --distributed-timeout-minutes 10: Megatron's own "
         "watchdogs may end a stalled run first, without naming the cause"
@@ -227,8 +227,8 @@ def test_virtual_stages_may_stand_in_the_schedules_name() -> None:
     args = add_arguments(ArgumentParser()).parse_args(["--pipeline-schedule", "interleaved-1f1b:3"])
     args.pipeline_model_parallel_size, args.distributed_timeout_minutes = 2, 30
     args.num_virtual_stages_per_pipeline_rank = args.num_layers_per_virtual_pipeline_stage = None
-    assert prepare(args) is None
+    assert pipeline_from_args(args) is None
     assert args.num_virtual_stages_per_pipeline_rank == 3
     assert megatrons_own(args) == "interleaved-1f1b:3"
     with pytest.raises(UnsupportedError, match="contains the number of virtual stages per rank"):
-        prepare(args)  # as one who gives Megatron's own option too
+        pipeline_from_args(args)  # as one who gives Megatron's own option too

@@ -7,7 +7,7 @@ import torch
 from runtime.ranks import run_ranks
 
 from megatron_vshape.runtime import host_memory
-from megatron_vshape.runtime.hosts import ranks_of_this_host, told_ranks
+from megatron_vshape.runtime.hosts import ranks_in_environment, ranks_of_this_host
 from megatron_vshape.runtime.offload import Offload
 
 LAUNCHED = [
@@ -28,7 +28,7 @@ LAUNCHED = [
 
 @pytest.mark.parametrize(("environ", "ranks"), LAUNCHED)
 def test_what_started_the_ranks_says_how_many(environ: dict[str, str], ranks: int | None) -> None:
-    assert told_ranks(environ) == ranks
+    assert ranks_in_environment(environ) == ranks
 
 
 def counted(rank: int, environ: dict[str, str]) -> int:

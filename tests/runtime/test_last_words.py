@@ -28,7 +28,7 @@ def end_while_it_waits(rank: int, folder: Path) -> None:
     program = lower(schedule)
     transport = Transport([[0, 1]], SHAPE, torch.float32, "cpu", timeout_s=20)
     place = Place()
-    assert transport.tell(place) == f"rank {rank} (device {rank}): before its first pass"
+    assert transport.describe(place) == f"rank {rank} (device {rank}): before its first pass"
     transport.prepare(program)
     stages: Any = stages_for(schedule, rank, 0, torch.float32)
     if rank == 0:
@@ -39,7 +39,7 @@ def end_while_it_waits(rank: int, folder: Path) -> None:
     after = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
     after.daemon = True
     after.start()
-    with last_words(lambda: transport.tell(place)):
+    with last_words(lambda: transport.describe(place)):
         if rank == 0:
             os.dup2(os.open(folder / "said by 0", os.O_WRONLY | os.O_CREAT), 2)
         run_program(program, rank, stages, transport, place=place)

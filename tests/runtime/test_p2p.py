@@ -497,8 +497,8 @@ def test_what_a_rank_does_is_told_without_asking_the_device(
     )
     rank = OnNccl(monkeypatch)
     rank.send()
-    assert "before its first pass" in rank.transport.tell(Place())
-    assert rank.transport._tell_last() == "rank 1 (device 1): at B1.0, or in a pass after it"
+    assert "before its first pass" in rank.transport.describe(Place())
+    assert rank.transport._describe_last() == "rank 1 (device 1): at B1.0, or in a pass after it"
     assert rank.told.wait(5)
     assert asked
     assert name not in asked

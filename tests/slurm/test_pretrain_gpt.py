@@ -105,7 +105,7 @@ def test_megatron_and_the_schedule_accept_the_flags(
         args = arguments.parse_args()
     finally:
         megatron_vshape.unregister()
-    pipeline = configure.prepare(args)
+    pipeline = configure.pipeline_from_args(args)
     assert pipeline is not None
     assert sum(pipeline.stage_map.layers) == MODELS[name][1]
     # Two layers less than stages: embedding and output layer are to weigh as one layer each.

@@ -55,10 +55,10 @@ def test_peak_of_several_nodes() -> None:
 def test_figures_are_read_as_they_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "node0.jsonl"
     assert figures.read(path) == []
-    figures.tell(step_s=1.0)  # to nobody
+    figures.write_figures(step_s=1.0)  # to nobody
     monkeypatch.setenv(figures.VARIABLE, str(path))
-    figures.tell(step_s=1.0, bubble=None)
-    figures.tell(**ALLOCATED)
+    figures.write_figures(step_s=1.0, bubble=None)
+    figures.write_figures(**ALLOCATED)
     with path.open("a") as stream:
         stream.write('{"step_s": 2')  # and then it was killed
     assert figures.read(path) == [{"step_s": 1.0, "bubble": None}, ALLOCATED]

@@ -165,18 +165,18 @@ def save_checkpoint(session: Session, original: Function, *args: Any, **options:
 def load_checkpoint(session: Session, original: Function, *args: Any, **options: Any) -> Any:
     """Remember the model while its checkpoint is loaded, to compare the layers of both."""
     bound = inspect.signature(original).bind(*args, **options)
-    session.loading = bound.arguments["ddp_model"]
+    session.loading_model = bound.arguments["ddp_model"]
     try:
         return original(*args, **options)
     finally:
-        session.loading = None
+        session.loading_model = None
 
 
 @replaces_always
 def load_base_checkpoint(session: Session, original: Function, *args: Any, **options: Any) -> Any:
     """Reject a checkpoint by ranks (--ckpt-format torch) whose layers are on other ranks."""
     read = original(*args, **options)
-    if session.loading is not None:
+    if session.loading_model is not None:
         given = inspect.signature(original).bind(*args, **options).arguments
         if not given.get("rank0"):  # with rank0, only the arguments are read
             _compare_layers(session, read, given["load_dir"])
@@ -192,7 +192,9 @@ def _compare_layers(session: Session, read: Any, folder: Any) -> None:
         return
     if session.is_idle and not hasattr(saved_by, RECORD):  # no schedule, neither then nor now
         return
-    here = layers_of_ranks(session.loading, parallel_state.get_pipeline_model_parallel_group())
+    here = layers_of_ranks(
+        session.loading_model, parallel_state.get_pipeline_model_parallel_group()
+    )
     with refusing():
         check_layers(saved_by and saved_layers(saved_by), here, str(folder))
 

@@ -70,7 +70,7 @@ def _set_stages(session: Session, options: Options, config: Any) -> None:
         return  # a copy of a config that already has the stages
     pipeline = session.pipeline
     if pipeline is None:
-        pipeline = configure.prepare_config(config, options)
+        pipeline = configure.pipeline_from_config(config, options)
         session.choose(pipeline, None)
         session.environment.complete(config, pipeline)
         return
@@ -101,7 +101,7 @@ def initialize_model_parallel(
     # Megatron asks this number wherever it distinguishes chunks, even if a library has set none.
     bound.arguments["virtual_pipeline_model_parallel_size"] = chunks if chunks > 1 else None
     # If all ranks share the embedding, no rank has a copy of another rank's rows.
-    ends = placement[:1] if choice.shares else placement
+    ends = placement[:1] if choice.shares_vocabulary else placement
     bound.arguments["get_embedding_ranks"] = lambda group, *_: embedding_ranks(ends, group)
     return original(*bound.args, **bound.kwargs)
 
@@ -201,7 +201,7 @@ def setup_embeddings(session: Session, original: Function, model: Any) -> None:
         _join(first, model)
         return
     original(model)
-    if pipeline is None or pipeline.choice.shares:
+    if pipeline is None or pipeline.choice.shares_vocabulary:
         return
     stage_map, ties = pipeline.stage_map, model.share_embeddings_and_output_weights
     predicts = getattr(model, "mtp_process", False)
@@ -247,7 +247,7 @@ def _leave_untouched(*args: Any, **kwargs: Any) -> None:
     """Add nothing to a checkpoint: the chunk with the embedding saves the tied weight."""
 
 
-def _chunk_is_end(session: Session, end: int, chunk: int | None) -> bool | None:
+def _chunk_has_end(session: Session, end: int, chunk: int | None) -> bool | None:
     """Return whether a stage is the model's first (`end` 0) or last (`end` 1).
 
     The stage is the running one or, while models are built, that of `chunk`. None if there is no
@@ -265,38 +265,38 @@ def _chunk_is_end(session: Session, end: int, chunk: int | None) -> bool | None:
     return pipeline.ends(parallel_state.get_pipeline_model_parallel_rank(), chunk)[end]
 
 
-def is_end_of_chunks(end: int) -> Function:
+def vp_stage_check(end: int) -> Function:
     """Create the replacement of Megatron's check whether a chunk is the first or last of its rank.
 
-    Libraries combine it with `is_end_of_ranks`. While models are built, both are true together for
+    Libraries combine it with `pp_stage_check`. While models are built, both are true together for
     the chunk with this end of the model, wherever the schedule places it.
     """
 
     @replaces
-    def is_end(
+    def check(
         session: Session, original: Function, vp_stage: int | None, vp_size: int | None
     ) -> bool:
         chunk = session.build.provided_chunk if vp_stage is None else vp_stage
-        found = _chunk_is_end(session, end, chunk)
+        found = _chunk_has_end(session, end, chunk)
         return bool(original(vp_stage, vp_size)) if found is None else found
 
-    return is_end
+    return check
 
 
-def is_end_of_ranks(end: int) -> Function:
+def pp_stage_check(end: int) -> Function:
     """Create the replacement of Megatron's check whether a rank is the first or last of a pipeline.
 
     While models are built, it is true for the rank that has this end of the model in any chunk.
     """
 
     @replaces
-    def is_end(session: Session, original: Function, pp_group: Any) -> bool:
-        found = _chunk_is_end(session, end, session.build.provided_chunk)
+    def check(session: Session, original: Function, pp_group: Any) -> bool:
+        found = _chunk_has_end(session, end, session.build.provided_chunk)
         if found is None and session.build.is_extensible:
-            found = rank_has_end(session, end)
+            found = _rank_has_end(session, end)
         return bool(original(pp_group)) if found is None else found
 
-    return is_end
+    return check
 
 
 @replaces
@@ -355,24 +355,24 @@ def several_stacks_init(
     original(model, *args, **options)
 
 
-def rank_has_end(session: Session, end: int) -> bool:
+def _rank_has_end(session: Session, end: int) -> bool:
     """Return whether a chunk of this rank is the model's first (`end` 0) or last (1) stage."""
     assert session.pipeline is not None
     rank = parallel_state.get_pipeline_model_parallel_rank()
     return bool(session.pipeline.stage_map.end_ranks[end] == rank)
 
 
-def is_pipeline_end(end: int) -> Function:
+def pipeline_stage_check(end: int) -> Function:
     """Create the replacement of `is_pipeline_first_stage` (`end` 0) or of the last (`end` 1).
 
     The stage is that of `vp_stage` if given (and not ignored), else that of the running chunk. If
     no chunk runs, the result is about the rank. While models are built: whether any of its chunks
     is that stage. Afterwards: Megatron's result, its position in the pipeline, because the last
-    rank gets the results of the loss (`pipeline_of`).
+    rank gets the results of the loss (`build_pipeline`).
     """
 
     @replaces
-    def is_end(
+    def check(
         session: Session,
         original: Function,
         ignore_virtual: bool = True,
@@ -387,12 +387,12 @@ def is_pipeline_end(end: int) -> Function:
         if pipeline is not None and not ignore_virtual and pipeline.stage_map.num_chunks == 1:
             chunk = 0
         if chunk is None and session.build.is_extensible and pipeline is not None:
-            return rank_has_end(session, end)
+            return _rank_has_end(session, end)
         if pipeline is None or chunk is None:
             return bool(original(ignore_virtual=ignore_virtual, vp_stage=vp_stage))
         return pipeline.ends(parallel_state.get_pipeline_model_parallel_rank(), chunk)[end]
 
-    return is_end
+    return check
 
 
 @replaces
@@ -415,7 +415,7 @@ def float16_module_forward(
     outputs = module.module(*inputs, **options)
     # If all ranks share the output layer, the last stage ends before the logits. While all ranks
     # compute logits (`has_logits`), each of them converts its own.
-    makes_loss = session.step.has_logits or (last and not pipeline.choice.shares)
+    makes_loss = session.step.has_logits or (last and not pipeline.choice.shares_vocabulary)
     return transformer_module.float16_to_fp32(outputs) if makes_loss and fp32_output else outputs
 
 
@@ -500,10 +500,10 @@ HOOKS = (
     *(
         Hook(_UTILS, name, expects, reason, replacement, everywhere=True)
         for name, expects, replacement in (
-            ("is_pp_first_stage", ("pp_group",), is_end_of_ranks(0)),
-            ("is_pp_last_stage", ("pp_group",), is_end_of_ranks(1)),
-            ("is_vp_first_stage", ("vp_stage", "vp_size"), is_end_of_chunks(0)),
-            ("is_vp_last_stage", ("vp_stage", "vp_size"), is_end_of_chunks(1)),
+            ("is_pp_first_stage", ("pp_group",), pp_stage_check(0)),
+            ("is_pp_last_stage", ("pp_group",), pp_stage_check(1)),
+            ("is_vp_first_stage", ("vp_stage", "vp_size"), vp_stage_check(0)),
+            ("is_vp_last_stage", ("vp_stage", "vp_size"), vp_stage_check(1)),
         )
         for reason in ("answers for the stage that runs, or while models are built for their ends",)
     ),
@@ -520,7 +520,7 @@ HOOKS = (
         "is_pipeline_first_stage",
         ("ignore_virtual", "vp_stage"),
         "the stage with the embedding may be any chunk of any rank",
-        is_pipeline_end(0),
+        pipeline_stage_check(0),
         everywhere=True,
     ),
     Hook(
@@ -528,7 +528,7 @@ HOOKS = (
         "is_pipeline_last_stage",
         ("ignore_virtual", "vp_stage"),
         "the stage with the loss may be any chunk of any rank",
-        is_pipeline_end(1),
+        pipeline_stage_check(1),
         everywhere=True,
     ),
     Hook(

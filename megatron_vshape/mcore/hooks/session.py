@@ -32,21 +32,21 @@ from megatron_vshape.mcore.refusals import (
     refusing_together,
 )
 from megatron_vshape.mcore.setup.configure import Pipeline, with_backend_of_run
+from megatron_vshape.mcore.setup.environment import Environment
 from megatron_vshape.mcore.setup.features import features
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.plans import Planner
-from megatron_vshape.mcore.setup.ready import Environment
 from megatron_vshape.mcore.split import graphs
 from megatron_vshape.mcore.split.graphs import capture_order, covered, passes_of
 from megatron_vshape.mcore.split.linear_layers import (
     TorchFusedKernels,
+    defer_weight_gradients,
     make_split_linear,
-    prepare_layers,
 )
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner, message_bytes
 from megatron_vshape.mcore.step.gradient_sync import overlaps_grad_reduce
 from megatron_vshape.mcore.step.losses import can_wait
-from megatron_vshape.mcore.step.microbatches import given_iterators
+from megatron_vshape.mcore.step.microbatches import iterators_by_chunk
 from megatron_vshape.mcore.step_state import StepState, unwrapped
 from megatron_vshape.runtime.measure import PassTimer
 
@@ -89,7 +89,7 @@ class Session:
     # Build and checkpoint.
     build: BuildState = field(default_factory=BuildState)
     optimizer: Any = None
-    loading: Any = None  # the model whose checkpoint is being loaded
+    loading_model: Any = None  # the model whose checkpoint is being loaded
     # Steps. The runner is the step function of the trainer; it is created before training starts,
     # or in the first step of a library.
     runner: PipelineRunner | MeteredSchedule | None = None
@@ -159,12 +159,12 @@ class Session:
         # receive.
         with refusing_together():
             self._check_model(self.pipeline, model)
-            given_iterators(call["data_iterator"], len(model))
+            iterators_by_chunk(call["data_iterator"], len(model))
             chunks = [unwrapped(chunk) for chunk in model]  # names without wrapper prefixes
             # A feature changes layers only if the schedule has its passes.
             for feature in features():
-                feature.prepare_layers(self.step, chunks, self.pipeline.choice)
-            prepare_layers(self.step, chunks, self.pipeline.splits_graphs)
+                feature.change_layers(self.step, chunks, self.pipeline.choice)
+            defer_weight_gradients(self.step, chunks, self.pipeline.splits_graphs)
         with refusing():
             # Megatron-LM's `train` hook has done this before, because it knows the optimizer.
             if not self.pipeline_runner(self.pipeline).is_connected:

@@ -56,7 +56,7 @@ def validate_args(
         # exist yet.
         session.rank_zero = configure.rank_zero_planner(args)
         # Before Megatron's checks, which reject chunks and layer counts that the schedule sets.
-        pipeline = configure.prepare(args, session.library, session.rank_zero)
+        pipeline = configure.pipeline_from_args(args, session.library, session.rank_zero)
         # From here on the hooks act. None for both: Megatron runs as without this package.
         session.choose(pipeline, megatrons_own(args))
         session.chosen_by_flags = True
@@ -262,7 +262,7 @@ def _position(session: Session) -> str:
     """Describe the current iteration of this rank and the pass or receive it is in."""
     iteration = f"in iteration {getattr(get_args(), 'curr_iteration', 0) + 1}"
     if isinstance(session.runner, PipelineRunner):
-        return f"{session.runner.tell()}, {iteration}"
+        return f"{session.runner.describe_position()}, {iteration}"
     return f"rank {os.environ.get('RANK', '0')}, {iteration}"
 
 

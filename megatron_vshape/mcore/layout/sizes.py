@@ -24,7 +24,7 @@ _IN_CONFIG = {
 }
 
 
-def options_of(model: Any) -> Options:
+def option_reader(model: Any) -> Options:
     """Return the options of Megatron's arguments or of a config, where some names differ."""
 
     def option(name: str) -> Any:

@@ -17,7 +17,7 @@ from megatron_vshape.core.model.layers import AUTO_SPLIT, even_layers, parse_lay
 from megatron_vshape.core.model.pieces import Pieces, Share
 from megatron_vshape.core.model.placement import Placement, chunks_of, stages_of
 from megatron_vshape.core.planner.lighter import fitting_layers
-from megatron_vshape.mcore.layout.sizes import ModelSizes, options_of, sizes_of
+from megatron_vshape.mcore.layout.sizes import ModelSizes, option_reader, sizes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +250,7 @@ def with_predicting(pieces: Pieces, sizes: ModelSizes) -> Pieces:
 
 
 def _sizes(args: Any) -> ModelSizes:
-    return sizes_of(options_of(args), vocabulary_size(args) or 0)
+    return sizes_of(option_reader(args), vocabulary_size(args) or 0)
 
 
 def vocabulary_size(args: Any) -> int | None:

@@ -12,7 +12,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 
-from megatron_vshape.figures import tell
+from megatron_vshape.figures import write_figures
 from megatron_vshape.mcore.observe.bubble import BubbleMeter, Figures
 
 # The printed line is the only place where Megatron exposes its step time.
@@ -49,7 +49,7 @@ class IterationLog:
         if self.figures is None or step_time is None:
             return line
         figures, self.figures = self.figures, None
-        tell(step_s=float(step_time[1]) / 1e3, bubble=figures.bubble)
+        write_figures(step_s=float(step_time[1]) / 1e3, bubble=figures.bubble)
         _write(figures)
         return line + figures.text()
 

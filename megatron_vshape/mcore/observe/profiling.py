@@ -226,7 +226,7 @@ class Profiler:
         planner.reserve([a + b for a, b in zip(planner.static_bytes, within, strict=True)])
         if any(within):
             gib = ", ".join(f"{each / GIB:.3f}" for each in within)
-            self._tell("passes allocate and free, kept free of activations, GiB per rank: %s", gib)
+            self._log("passes allocate and free, kept free of activations, GiB per rank: %s", gib)
 
     def _predict(self, program: Program, costs: Costs, rest_us: float) -> PredictedStep:
         """Adopt the costs for later steps, plan again if required, and log the prediction."""
@@ -234,13 +234,17 @@ class Profiler:
         now = prediction_of(program.schedule, costs, rest_us)
         planner.adopt(costs)
         if not planner.choice.plans_by_costs:
-            self._tell("measured costs: %s", told(now))
+            self._log("measured costs: %s", format_costs(now))
             return now
         with refusing():
             plan = planner.training(program.schedule.num_microbatches)
         self.report.remeasure()
         after = prediction_of(plan.program.schedule, costs, rest_us)
-        self._tell("measured costs: %s -> %s, from the next step on", told(now), told(after))
+        self._log(
+            "measured costs: %s -> %s, from the next step on",
+            format_costs(now),
+            format_costs(after),
+        )
         return after
 
     def _try_named(self, ran: Schedule) -> None:
@@ -254,7 +258,7 @@ class Profiler:
             self._named = planner.best_by_name(plan)
         if self._named is not None:
             self._trial = Trial(planner, plan, self._named)
-            self._tell("comparing the plan with %s in the next steps", self._named.schedule.name)
+            self._log("comparing the plan with %s in the next steps", self._named.schedule.name)
 
     def _go_on(self, ran: Schedule) -> None:
         """Count a step of the trial; after the last one, keep the winner and check it."""
@@ -293,10 +297,10 @@ class Profiler:
         bubble = median(each.bubble for each in timelines)
         checked = Checked(prediction, makespan_us, bubble, not shares_processors())
         self.report.compare(checked)
-        self._tell("%s, in %d steps", comparison(checked), len(timelines))
+        self._log("%s, in %d steps", comparison(checked), len(timelines))
 
     @staticmethod
-    def _tell(text: str, *values: object) -> None:
+    def _log(text: str, *values: object) -> None:
         if dist.get_rank() == 0:
             logger.warning(text, *values)
 
@@ -323,7 +327,7 @@ class Profiler:
         kept, left_out = undisturbed(timelines)
         for step, device, factor in left_out:
             number = self._profiled[0] + step
-            self._tell(
+            self._log(
                 "step %d is left out of the costs: passes of pipeline rank %d took %.2f times what "
                 "they take in the median step",
                 *(number, device, factor),
@@ -375,7 +379,7 @@ def prediction_of(schedule: Schedule, costs: Costs, rest_us: float) -> Predicted
     )
 
 
-def told(prediction: PredictedStep) -> str:
+def format_costs(prediction: PredictedStep) -> str:
     """Format the prediction in one line."""
     return (
         f"{prediction.name} step {prediction.step_us / 1e3:.1f} ms (passes "

@@ -18,7 +18,7 @@ from megatron_vshape.core.compiling import processors
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import RELEASE, ScheduleError
 from megatron_vshape.core.request import AUTO
-from megatron_vshape.figures import tell
+from megatron_vshape.figures import write_figures
 from megatron_vshape.mcore.setup.choice import GIB
 from megatron_vshape.mcore.setup.configure import Pipeline
 from megatron_vshape.mcore.setup.features import features
@@ -26,7 +26,7 @@ from megatron_vshape.mcore.setup.plans import PlannedStep
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime import nccl
 from megatron_vshape.runtime.activation_tracker import ActivationTracker
-from megatron_vshape.runtime.hosts import told_ranks
+from megatron_vshape.runtime.hosts import ranks_in_environment
 from megatron_vshape.runtime.weight_jobs import plain_tensors
 from megatron_vshape.view.numbers import peaks_told
 
@@ -236,7 +236,7 @@ class RunReport:
         if any(allocated):
             line += f", peak allocated memory {_in_mib(allocated)}"
             if dist.get_rank() == 0:
-                tell(allocated_bytes=allocated)
+                write_figures(allocated_bytes=allocated)
         if self._checked is not None and self._step_s:
             peaks = [each.peak_bytes for each in everyones]
             line += "\n" + closing_table(self._checked, self.step_s * 1e6, peaks)
@@ -286,7 +286,7 @@ def shares_processors() -> bool:
 
 
 def _local_ranks() -> int:
-    return told_ranks() or (dist.get_world_size() if dist.is_initialized() else 1)
+    return ranks_in_environment() or (dist.get_world_size() if dist.is_initialized() else 1)
 
 
 def _sharing() -> str:

@@ -1,7 +1,7 @@
 """From Megatron's arguments to the pipeline of a run: configuration and checks.
 
 A library on top of Megatron-Core does not use Megatron's argument parser. Its schedule options come
-from `register`, and the model options from a TransformerConfig (`prepare_config`).
+from `register`, and the model options from a TransformerConfig (`pipeline_from_config`).
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from megatron_vshape.mcore.setup.megatron_schedules import (
     fixed_counts,
     megatrons_if_best,
     megatrons_own,
-    prepare_own,
     run_megatrons,
+    set_megatrons_own,
 )
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.plans import Planner
@@ -130,7 +130,7 @@ def rank_zero_planner(args: Namespace) -> RankZeroPlanner:
     return RankZeroPlanner(name, watchdog_seconds(args))
 
 
-def prepare(
+def pipeline_from_args(
     args: Namespace, registered: Options | None = None, rank_zero: RankZeroPlanner | None = None
 ) -> Pipeline | None:
     """Return the pipeline that the flags request, or None if Megatron runs its own schedule.
@@ -151,19 +151,19 @@ def prepare(
         _check_values(args, options)
     name, ranks = options.schedule, args.pipeline_model_parallel_size
     rank_zero = rank_zero or rank_zero_planner(args)
-    # Before `pipeline_of`, which resets options that Megatron's schedule needs.
+    # Before `build_pipeline`, which resets options that Megatron's schedule needs.
     baseline = megatrons_if_best(args, options, rank_zero) if name == AUTO else None
     if baseline is not None:
         run_megatrons(args, baseline)
         return None
     if name is None or options.asks_for_megatrons_own:
-        prepare_own(args, options)
+        set_megatrons_own(args, options)
         return None
     if ranks == 1:  # nothing to schedule, but the options must be valid
         resolve_schedule(options, ranks)
         _warn_of_unused_flags(options)
         return None
-    pipeline = pipeline_of(
+    pipeline = build_pipeline(
         args,
         options,
         rank_zero,
@@ -180,7 +180,7 @@ def _set_stages(args: Namespace, pipeline: Pipeline) -> None:
     stage_map = pipeline.stage_map
     # Before Megatron's validation, which computes further arguments from these.
     for feature in features():
-        feature.prepare_arguments(args, pipeline)
+        feature.change_arguments(args, pipeline)
     pattern = getattr(args, hybrid.OPTION, None)
     if pattern is None:
         # Also for one chunk: Megatron then uses the layer counts of the layout.
@@ -217,7 +217,7 @@ def _warn_of_unused_flags(options: Options) -> None:
         )
 
 
-def pipeline_of(
+def build_pipeline(
     model: Any,
     options: Options,
     rank_zero: RankZeroPlanner,
@@ -319,7 +319,11 @@ def _limit_bytes(choice: ScheduleConfig, options: Options) -> float | None:
     It is unknown if the run measures its costs, or if the costs do not include the model states of
     layers and embeddings, which are part of the limit.
     """
-    knows = choice.costs is not None and choice.costs.state_bytes is not None and not choice.shares
+    knows = (
+        choice.costs is not None
+        and choice.costs.state_bytes is not None
+        and not choice.shares_vocabulary
+    )
     if choice.name != AUTO or options.profile_steps is not None or not knows:
         return None
     return choice.limit_bytes
@@ -400,12 +404,12 @@ def check_changing(pipeline: Pipeline | None, args: Namespace) -> None:
             pipeline.planner.training(count.number)
 
 
-def prepare_config(config: Any, options: Options) -> Pipeline:
+def pipeline_from_config(config: Any, options: Options) -> Pipeline:
     """Return the pipeline for a TransformerConfig, and set its stages on the config.
 
-    Called before the config checks itself. Raises as `pipeline_of`.
+    Called before the config checks itself. Raises as `build_pipeline`.
     """
-    pipeline = pipeline_of(
+    pipeline = build_pipeline(
         config,
         options,
         RankZeroPlanner(str(options.schedule), options.timeout_seconds),

@@ -119,7 +119,7 @@ class Feature:
         """Return lines for the log about a plan, each after a line break."""
         return ""
 
-    def prepare_arguments(self, args: Any, pipeline: Pipeline) -> None:
+    def change_arguments(self, args: Any, pipeline: Pipeline) -> None:
         """Change Megatron's arguments before Megatron validates them."""
 
     def build_chunk(self, built: BuiltChunk) -> None:
@@ -132,7 +132,7 @@ class Feature:
         """
         return False
 
-    def prepare_layers(
+    def change_layers(
         self, state: StepState, chunks: Sequence[Any], choice: ScheduleConfig
     ) -> None:
         """Change the layers of the built model for the passes of the feature."""

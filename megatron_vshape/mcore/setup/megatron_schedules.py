@@ -28,8 +28,7 @@ from megatron_vshape.core.request import (
 )
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.multi_token import num_predicting
-from megatron_vshape.mcore.layout.sizes import options_of as sizes_in
-from megatron_vshape.mcore.layout.sizes import sizes_of
+from megatron_vshape.mcore.layout.sizes import option_reader, sizes_of
 from megatron_vshape.mcore.layout.stage_map import megatrons_text, split_layers
 from megatron_vshape.mcore.options import INPUTS_OF_PLANS, OPTIONS, Options, options_of
 from megatron_vshape.mcore.refusals import BATCH_SIZES, UnsupportedError
@@ -41,7 +40,7 @@ from megatron_vshape.mcore.setup.translate import check_splits_nothing_else
 logger = logging.getLogger(__name__)
 
 
-def prepare_own(args: Namespace, options: Options) -> None:
+def set_megatrons_own(args: Namespace, options: Options) -> None:
     """Set the schedule and the layer split in Megatron's arguments, if the flags name them.
 
     Raises:
@@ -55,7 +54,7 @@ def prepare_own(args: Namespace, options: Options) -> None:
             "--pipeline-schedule, v-zb for example"
         )
     _refuse_what_only_ours_have(options, ranks)
-    _prepare_megatrons_own(args, options.schedule)
+    _set_virtual_stages(args, options.schedule)
     _split_megatrons_own(args, options)
 
 
@@ -98,7 +97,7 @@ def megatrons_own(args: Namespace) -> str | None:
     return options.schedule if options.asks_for_megatrons_own and ranks > 1 else None
 
 
-def _prepare_megatrons_own(args: Namespace, name: str | None) -> None:
+def _set_virtual_stages(args: Namespace, name: str | None) -> None:
     has_chunks = (
         args.num_virtual_stages_per_pipeline_rank is not None
         or args.num_layers_per_virtual_pipeline_stage is not None
@@ -201,7 +200,7 @@ def megatrons_if_best(
     assert choice.costs is not None
     measured = adapted_costs(choice, choice.costs, choice.costs.num_stages)
     assert measured is not None
-    sizes = sizes_of(sizes_in(args), 0)
+    sizes = sizes_of(option_reader(args), 0)
     layers = sizes.num_layers
 
     def cut(num_stages: int, name: str) -> Costs:

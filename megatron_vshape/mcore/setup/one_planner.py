@@ -91,7 +91,7 @@ class RankZeroPlanner:
 
     def _plan_for_all(self, plan: Callable[[], Planned], key: str) -> Planned:
         outcome, error = _attempt(plan)
-        store = self._meet()
+        store = self._open_store()
         store.set(key, _packed(outcome))  # type: ignore[arg-type]  # bytes will do
         if error is None:
             value: Planned = outcome.value
@@ -103,7 +103,7 @@ class RankZeroPlanner:
 
     def _wait_for_plan(self, key: str, size: int) -> Any:
         try:
-            store = self._meet()
+            store = self._open_store()
             store.wait([key], self._timeout)
             outcome = _unpacked(store.get(key))
         except RuntimeError as error:  # of the store: timeout, or its process has exited
@@ -116,7 +116,7 @@ class RankZeroPlanner:
             store.set(_heard(key), "")
         return _value(outcome)
 
-    def _meet(self) -> Store:
+    def _open_store(self) -> Store:
         if self._store is None:
             store, _, _ = next(rendezvous("env://", timeout=self._timeout))
             self._store = PrefixStore(PREFIX, store)

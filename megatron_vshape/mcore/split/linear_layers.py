@@ -28,7 +28,7 @@ from megatron.core.tensor_parallel.layers import (
 from torch import Tensor, nn
 
 from megatron_vshape.mcore.split import graphs, te_layers
-from megatron_vshape.mcore.split.te_layers import AS_IT_SHOULD
+from megatron_vshape.mcore.split.te_layers import BY_DESIGN
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.weight_jobs import (
     GatheringJob,
@@ -44,7 +44,9 @@ from megatron_vshape.runtime.weight_jobs import (
 logger = logging.getLogger(__name__)
 
 
-def prepare_layers(state: StepState, chunks: Sequence[nn.Module], splits_graphs: bool) -> None:
+def defer_weight_gradients(
+    state: StepState, chunks: Sequence[nn.Module], splits_graphs: bool
+) -> None:
     """Make the linear layers of unwrapped chunks defer their weight gradients.
 
     Layers that CUDA graphs cover compute their weight gradients in B, unless the graphs are split
@@ -67,7 +69,7 @@ def prepare_layers(state: StepState, chunks: Sequence[nn.Module], splits_graphs:
     )
     # Tensor- and data-parallel replicas have the same layers, so one of them logs.
     if replicas == (0, 0):
-        log_whole_layers(chunks, whole)
+        log_unsplit_layers(chunks, whole)
 
 
 def make_split_linear(state: StepState, layers: ModuleType, upstream: Any) -> type:
@@ -207,7 +209,7 @@ SHOWN = 3
 """Maximum number of layers named per reason; the log line counts the others."""
 
 
-def whole_layers(
+def unsplit_layers(
     chunks: Iterable[nn.Module], graphed: Set[nn.Module] = frozenset()
 ) -> dict[tuple[str, str], list[str]]:
     """Return the names of layers whose weight gradients run in B, by (class name, reason).
@@ -219,18 +221,20 @@ def whole_layers(
     for number, chunk in enumerate(chunks):
         fused = _in_operations(chunk)
         for name, layer in chunk.named_modules():
-            reason = _why_graphed(layer) if layer in graphed else _why_whole(layer, layer in fused)
+            reason = (
+                _why_graphed(layer) if layer in graphed else _why_unsplit(layer, layer in fused)
+            )
             if reason is not None:
                 key = (type(layer).__name__, reason)
                 found.setdefault(key, []).append(f"chunk {number} {name}".rstrip())
     return found
 
 
-def log_whole_layers(chunks: Iterable[nn.Module], graphed: Set[nn.Module] = frozenset()) -> None:
+def log_unsplit_layers(chunks: Iterable[nn.Module], graphed: Set[nn.Module] = frozenset()) -> None:
     """Log which linear layers are not split and why; a warning if that is not by design."""
-    for (kind, reason), names in whole_layers(chunks, graphed).items():
+    for (kind, reason), names in unsplit_layers(chunks, graphed).items():
         shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
-        level = logging.INFO if reason.startswith(AS_IT_SHOULD) else logging.WARNING
+        level = logging.INFO if reason.startswith(BY_DESIGN) else logging.WARNING
         logger.log(
             level,
             "the weight gradients of %d %s stay in B, %s: %s",
@@ -242,7 +246,7 @@ def log_whole_layers(chunks: Iterable[nn.Module], graphed: Set[nn.Module] = froz
 
 
 def _why_graphed(layer: nn.Module) -> str | None:
-    return f"{AS_IT_SHOULD}: a CUDA graph replays them with B" if _has_matrix(layer) else None
+    return f"{BY_DESIGN}: a CUDA graph replays them with B" if _has_matrix(layer) else None
 
 
 def _in_operations(chunk: nn.Module) -> set[nn.Module]:
@@ -254,18 +258,18 @@ def _in_operations(chunk: nn.Module) -> set[nn.Module]:
     return {layer for owner in owners for layer in owner.modules()}
 
 
-def _why_whole(layer: nn.Module, is_fused: bool) -> str | None:
+def _why_unsplit(layer: nn.Module, is_fused: bool) -> str | None:
     """Return the reason why the layer's weight gradients stay in B, or None if W computes them."""
     if is_fused and _has_matrix(layer):
-        return f"{AS_IT_SHOULD}: fused operations of Transformer Engine compute them"
+        return f"{BY_DESIGN}: fused operations of Transformer Engine compute them"
     if not _has_matrix(layer) or isinstance(layer, ColumnParallelLinear | RowParallelLinear):
         return None
     if te_layers.is_te_layer(layer):
-        return te_layers.why_whole(layer)
+        return te_layers.why_unsplit(layer)
     if isinstance(layer, VocabParallelEmbedding | nn.Embedding):
-        return f"{AS_IT_SHOULD}: a lookup has no product to put off"
+        return f"{BY_DESIGN}: a lookup has no product to put off"
     if "Router" in type(layer).__name__:
-        return f"{AS_IT_SHOULD}: a router's product is small"
+        return f"{BY_DESIGN}: a router's product is small"
     return "because it is not computed by one of Megatron's or Transformer Engine's linear layers"
 
 

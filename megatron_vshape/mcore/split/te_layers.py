@@ -50,7 +50,7 @@ uses."""
 _KINDS, _MLP_PARTS = ("weight", "bias"), ("fc1", "fc2")
 """TE's parameter names: the two kinds, and the prefixes of the two linears of an MLP."""
 
-AS_IT_SHOULD = "as it should"
+BY_DESIGN = "as it should"
 """Prefix of the reason if a weight gradient stays in B by design."""
 
 
@@ -220,10 +220,10 @@ def is_te_layer(layer: nn.Module) -> bool:
 
 def is_splittable(layer: nn.Module) -> bool:
     """Return whether the layer is a TE layer with known parameters."""
-    return is_te_layer(layer) and why_whole(layer) is None
+    return is_te_layer(layer) and why_unsplit(layer) is None
 
 
-def why_whole(layer: nn.Module) -> str | None:
+def why_unsplit(layer: nn.Module) -> str | None:
     """Return the reason why the weight gradient of a TE layer must stay in B, or None."""
     names = [name for names in _names(layer) for name in names]
     missing = [name for name in names if getattr(layer, name, None) is None]
@@ -234,7 +234,7 @@ def why_whole(layer: nn.Module) -> str | None:
     if getattr(layer, "ub_bulk_wgrad", False):
         return "its userbuffers overlap communication with it: remove tp_comm_bulk_wgrad"
     if _quantizes(layer) and any(getattr(layer, name, False) for name in _GATHER_IN_B):
-        return f"{AS_IT_SHOULD}: userbuffers overwrite its quantized gathered input"
+        return f"{BY_DESIGN}: userbuffers overwrite its quantized gathered input"
     return None
 
 

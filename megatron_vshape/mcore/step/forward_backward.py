@@ -35,10 +35,10 @@ from megatron_vshape.mcore.step.gradient_sync import GradientSync, divide_by_tok
 from megatron_vshape.mcore.step.losses import LossGatherer, checked_late
 from megatron_vshape.mcore.step.microbatches import (
     ForwardCalls,
-    given_iterators,
-    in_given_order,
+    in_data_order,
+    iterators_by_chunk,
     read_again,
-    shared_out,
+    share_iterators,
 )
 from megatron_vshape.mcore.step.stage import MegatronStage, StepContext, StepFeature
 from megatron_vshape.mcore.step_state import StepState
@@ -100,7 +100,7 @@ class PipelineRunner:
             feature.check_config(context.config, self.pipeline.options)
         # If this rank fails, its error is sent to the ranks that wait for it, so that they report
         # the cause instead of a timeout.
-        with _timed(context.config), first_cause.telling(TransportError):
+        with _timed(context.config), first_cause.publishing(TransportError):
             return self._evaluate(context) if context.forward_only else self._train(context)
 
     def connect(self, model: Any) -> str | None:
@@ -119,11 +119,11 @@ class PipelineRunner:
         """Return whether the ranks have P2P connections."""
         return self._transport is not None
 
-    def tell(self) -> str:
+    def describe_position(self) -> str:
         """Describe the current pass or wait of this rank; can be called from any thread."""
         if self._transport is None:
             return f"rank {dist.get_rank()}: before its first pass"
-        return self._transport.tell(self._place)
+        return self._transport.describe(self._place)
 
     def rest(self) -> None:
         """Synchronize the device, and keep the transport idle until the next pass."""
@@ -207,7 +207,7 @@ class PipelineRunner:
         context, run = next(filter(None, started), None) or (
             context,
             # Measured costs must be those of separate passes, so a profiled B runs no jobs of a W.
-            self.prepare_step(context, timer, hides=profiled is None),
+            self.prepare_step(context, timer, fills_waits=profiled is None),
         )
         tokens = context.num_microbatches * context.micro_batch_size * context.seq_length
         sync = context.gradient_sync
@@ -240,7 +240,7 @@ class PipelineRunner:
         self,
         context: StepContext,
         timer: Observer | None = None,
-        hides: bool = True,
+        fills_waits: bool = True,
         cut: Callable[[Program], Program] | None = None,
     ) -> ProgramRun:
         """Prepare a step with everything that its passes need, without running any pass.
@@ -248,7 +248,7 @@ class PipelineRunner:
         Args:
             context: The step; its other fields are set here.
             timer: Measures the passes of the step.
-            hides: Whether a B that waits runs weight gradients meanwhile.
+            fills_waits: Whether a B that waits runs weight gradients meanwhile.
             cut: Returns the program to run in place of that of the plan.
         """
         config = context.config
@@ -269,7 +269,7 @@ class PipelineRunner:
         context.local_ranks = self.local_ranks
         # Before planning, which a parameter all-gather can overlap with.
         context.gradient_sync = _gradient_sync(context)
-        context.program, context.beside = self._program(context, hides)
+        context.program, context.beside = self._program(context, fills_waits)
         # After planning: reordering microbatches needs the plan.
         self._set_iterators(context)
         if cut is not None:
@@ -298,19 +298,21 @@ class PipelineRunner:
 
     def _set_iterators(self, context: StepContext) -> None:
         """Set the data iterator of each chunk, and the order of the microbatches."""
-        context.iterators = given_iterators(context.data_iterator, len(context.chunks))
+        context.iterators = iterators_by_chunk(context.data_iterator, len(context.chunks))
         context.order = context.again = None
         if not context.forward_only:
-            # Before `shared_out`, so that chunks that share an iterator also share its order.
+            # Before `share_iterators`, so that chunks that share an iterator also share its order.
             for each in self._step_features:
                 each.read(context)
         # A loss of logits is computed on every rank, which reads the last chunk's data once more.
         if any(each.reads_again for each in self._step_features):
             context.iterators, context.again = read_again(context.iterators)
         else:
-            context.iterators = shared_out(context.iterators)
+            context.iterators = share_iterators(context.iterators)
 
-    def _program(self, context: StepContext, hides: bool) -> tuple[Program, Mapping[Pass, Beside]]:
+    def _program(
+        self, context: StepContext, fills_waits: bool
+    ) -> tuple[Program, Mapping[Pass, Beside]]:
         """Return the program of all ranks, and the W jobs that its B's overlap with."""
         planner = self.pipeline.planner
         if context.forward_only:
@@ -321,13 +323,13 @@ class PipelineRunner:
         with refusing():
             _check_captured(self._state.captured, plan.program)
             self._agreement.check(plan.program, plan.beside)
-        return plan.program, plan.beside if hides else {}
+        return plan.program, plan.beside if fills_waits else {}
 
     def _reports(self, context: StepContext) -> list[Any]:
         """Return the losses on the ranks where the trainer reads them."""
         # Megatron reads losses on the last pipeline rank; in a V, the last stage is on rank 0.
         reports = self._gatherer.send_to_last_rank(
-            in_given_order(context.loss_store, context.order),
+            in_data_order(context.loss_store, context.order),
             self.pipeline.stage_map.loss_rank,
             context.groups.pp,
             context.torch_device,
@@ -384,7 +386,7 @@ class PipelineRunner:
             loss_rank = self.pipeline.stage_map.loss_rank
             # An all-reduce over the pipeline would make its ranks wait for each other.
             # Without the tokens, Megatron's function reduces only; the division follows below.
-            tokens = self._gatherer.bring_tokens(context.num_tokens, loss_rank, groups.pp)
+            tokens = self._gatherer.broadcast_tokens(context.num_tokens, loss_rank, groups.pp)
             finalize(context.chunks, None, **options)
             divide_by_tokens(context.chunks, tokens, groups)
             return

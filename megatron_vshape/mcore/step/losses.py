@@ -114,7 +114,7 @@ class LossGatherer:
             self._form = form.cpu().numpy().tobytes()
         return _with_tensors(pickle.loads(self._form), values)
 
-    def bring_tokens(
+    def broadcast_tokens(
         self, tokens: Tensor, loss_rank: int, pipeline_group: dist.ProcessGroup
     ) -> Tensor:
         """Return the loss rank's number of tokens on every rank of the pipeline."""

@@ -72,7 +72,7 @@ class Reader:
         return getattr(self.shared.source, name)
 
 
-def given_iterators(data_iterator: Any, num_chunks: int) -> list[Any]:
+def iterators_by_chunk(data_iterator: Any, num_chunks: int) -> list[Any]:
     """Return one iterator per chunk from the trainer's argument; chunks may share an iterator.
 
     Raises:
@@ -96,7 +96,7 @@ def given_iterators(data_iterator: Any, num_chunks: int) -> list[Any]:
     return iterators
 
 
-def shared_out(iterators: Sequence[Any]) -> list[Any]:
+def share_iterators(iterators: Sequence[Any]) -> list[Any]:
     """Return the iterators of a step's chunks; chunks that share one each read all its items.
 
     None stays None.
@@ -115,12 +115,12 @@ def read_again(iterators: Sequence[Any]) -> tuple[list[Any], Any]:
     """
     last = iterators[-1]
     if last is not None and not hasattr(last, "__next__"):
-        return shared_out(iterators), copy.copy(last)
-    *shared, again = shared_out([*iterators, last])
+        return share_iterators(iterators), copy.copy(last)
+    *shared, again = share_iterators([*iterators, last])
     return shared, again
 
 
-def in_given_order(reports: list[Any], order: Sequence[int] | None) -> list[Any]:
+def in_data_order(reports: list[Any], order: Sequence[int] | None) -> list[Any]:
     """Return reports of microbatches, which ran in this order, in the order of the iterator."""
     if order is None or len(reports) != len(order):
         return reports

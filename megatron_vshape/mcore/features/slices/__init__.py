@@ -171,7 +171,7 @@ class SlicesFeature(Feature):
         length = getattr(model, "seq_length", None)
         return replace(choice, slices=even_slices(choice.slices, length, model))
 
-    def prepare_layers(
+    def change_layers(
         self, state: StepState, chunks: Sequence[Any], choice: ScheduleConfig
     ) -> None:
         """Make attention and routers use the slices of a microbatch together."""

@@ -164,10 +164,10 @@ class MicrobatchReorderer:
                 if groups.cp.rank() == 0:
                     finds = True
                     read, found[0] = self._attempted(plan, iterators, count)
-                _tell(found, groups.cp, 0, groups.pp.rank())
-            _tell(found, groups.tp, 0, groups.pp.rank())
+                _broadcast(found, groups.cp, 0, groups.pp.rank())
+            _broadcast(found, groups.tp, 0, groups.pp.rank())
         if self._knows is not False:
-            _tell(found, groups.pp, first_rank, groups.pp.rank())
+            _broadcast(found, groups.pp, first_rank, groups.pp.rank())
         if self._knows is False or found[0] is None:
             return None, read
         self._knows, order, fault = found[0]
@@ -272,7 +272,7 @@ class MicrobatchReorderer:
         return replace(costs, by_microbatch=tuple(by_name.items()))
 
 
-def _tell(found: list[Any], group: Any, source: int, device: int) -> None:
+def _broadcast(found: list[Any], group: Any, source: int, device: int) -> None:
     """Broadcast the decision of one rank to the group.
 
     Raises:

@@ -100,7 +100,7 @@ class VocabularyFeature(Feature):
         """Return the flag, or a description if a schedule file enables the feature."""
         if settings.options.vocab_parallel:
             return FLAG
-        return "vocabulary parallelism" if settings.choice.shares else None
+        return "vocabulary parallelism" if settings.choice.shares_vocabulary else None
 
     def requires_ours(self, options: Options) -> bool:
         """Return whether the flag is given."""
@@ -110,16 +110,16 @@ class VocabularyFeature(Feature):
         """Return the choice with the option; a schedule file with vocabulary passes implies it."""
         file = choice.from_file
         shares = options.vocab_parallel or (file is not None and is_shared(file))
-        return replace(choice, shares=shares)
+        return replace(choice, shares_vocabulary=shares)
 
     def check(self, settings: Settings) -> None:
         """Reject options that vocabulary parallelism does not support."""
-        if settings.choice.shares:
+        if settings.choice.shares_vocabulary:
             check_model_options(settings.model)
 
     def ends(self, choice: ScheduleConfig) -> ModelEnds | None:
         """Return the costs of stages without the vocabulary, and of each rank's part of it."""
-        return SharedEnds() if choice.shares else None
+        return SharedEnds() if choice.shares_vocabulary else None
 
     measured_kinds = (LOGITS,)
 
@@ -127,7 +127,7 @@ class VocabularyFeature(Feature):
         self, choice: ScheduleConfig, costs: Costs | None, num_stages: int
     ) -> Costs | None:
         """Return the costs with vocabulary passes, estimated if unknown, or without them."""
-        if not choice.shares:
+        if not choice.shares_vocabulary:
             return costs and without_shared(costs)
         uniform = uniform_shared(choice.num_devices, num_stages)
         return in_proportion(costs or uniform, choice.estimate or uniform)
@@ -138,22 +138,22 @@ class VocabularyFeature(Feature):
 
     def adapt_evaluation(self, choice: ScheduleConfig, wave: Schedule) -> Schedule:
         """Return the schedule with the forward passes of the vocabulary."""
-        return share_forwards(wave) if choice.shares else wave
+        return share_forwards(wave) if choice.shares_vocabulary else wave
 
     def least_bytes(self, costs: Costs) -> float:
         """Return the memory of the logits of one microbatch."""
         return most_logits_bytes(costs, min(WAITING))
 
-    def prepare_arguments(self, args: Any, pipeline: Pipeline) -> None:
+    def change_arguments(self, args: Any, pipeline: Pipeline) -> None:
         """Make Megatron pad the vocabulary to a multiple of the ranks that share it."""
-        if pipeline.choice.shares:
+        if pipeline.choice.shares_vocabulary:
             from megatron_vshape.mcore.features.vocabulary.model import pad
 
             pad(args, pipeline.stage_map.num_ranks)
 
     def build_chunk(self, built: BuiltChunk) -> None:
         """Replace embedding and output layer of a chunk by the rows of this rank."""
-        if built.pipeline.choice.shares:
+        if built.pipeline.choice.shares_vocabulary:
             from megatron_vshape.mcore.features.vocabulary.model import convert_rows, share
 
             stage_map = built.pipeline.stage_map
@@ -162,7 +162,7 @@ class VocabularyFeature(Feature):
 
     def owns_embeddings(self, pipeline: Pipeline, model: Any) -> bool:
         """Return whether a chunk has rows that all ranks share."""
-        if not pipeline.choice.shares:
+        if not pipeline.choice.shares_vocabulary:
             return False
         from megatron_vshape.mcore.features.vocabulary.model import check_rows, is_shared
 
@@ -173,7 +173,7 @@ class VocabularyFeature(Feature):
 
     def check_chunks(self, pipeline: Pipeline, rank: int, chunks: Sequence[Any]) -> None:
         """Reject changes of embedding, output layer and loss, whose forward does not run."""
-        if pipeline.choice.shares:
+        if pipeline.choice.shares_vocabulary:
             from megatron_vshape.mcore.features.vocabulary.model import check_ends
 
             ends = pipeline.ends(rank, 0)[0], pipeline.ends(rank, len(chunks) - 1)[1]
@@ -189,7 +189,7 @@ class VocabularyFeature(Feature):
         """Return the passes of the vocabulary."""
         from megatron_vshape.mcore.features.vocabulary.step import VocabularySharing
 
-        return VocabularySharing(runner.pipeline.choice.shares)
+        return VocabularySharing(runner.pipeline.choice.shares_vocabulary)
 
 
 FEATURE = VocabularyFeature()

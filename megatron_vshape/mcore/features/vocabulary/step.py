@@ -100,7 +100,7 @@ class SharedVocabulary(StepHook):
     """This rank's part of the vocabulary passes in one step."""
 
     context: StepContext
-    together: DeviceCollectives
+    collectives: DeviceCollectives
     running: int = -1  # microbatch of the running F
     _calls: dict[int, tuple[tuple[Any, ...], dict[str, Any], Any]] = field(default_factory=dict)
     _tokens: dict[int, Tensor] = field(default_factory=dict)
@@ -137,7 +137,7 @@ class SharedVocabulary(StepHook):
         self.tensor_group, self.context_group = context.groups.tp, context.groups.cp
         self.again = context.again
         self._last_calls = LastCalls(routers_of(self.last))
-        # [b, s] of a microbatch on this rank; None with variable lengths (see `_tell_shape`).
+        # [b, s] of a microbatch on this rank; None with variable lengths (see `_broadcast_shape`).
         self.tokens_shape: tuple[int, int] | None = None
         if not self.config.variable_seq_lengths:
             length, batch, _ = context.shape
@@ -153,7 +153,7 @@ class SharedVocabulary(StepHook):
         self._modules = self._rows, head
         self._first_row = self._rows.vocab_start_index
         self._first_device, self._loss_device = self.stage_map.end_ranks
-        self._device = self.together.device
+        self._device = self.collectives.device
         self._tensor_ranks = self.tensor_group.size()
         self._scatters = self.config.sequence_parallel and self._tensor_ranks > 1
         # The ranks that use embeddings: first stage, then each multi-token prediction layer.
@@ -189,12 +189,12 @@ class SharedVocabulary(StepHook):
         with self.state.setting(shared_ends=self):
             try:
                 yield
-                self.together.drain()
+                self.collectives.drain()
                 # Reading the faults waits for the device, so this is after all passes.
                 self._faults.check()
             except BaseException:
                 # Other ranks wait in a collective; they get an error instead of a timeout.
-                self.together.close()
+                self.collectives.close()
                 raise
 
     def join(self, work: Pass) -> None:
@@ -218,11 +218,11 @@ class SharedVocabulary(StepHook):
             made = []
             # Each sum is a collective, so all ranks start them in the same order.
             for device, part in zip(self._readers, parts, strict=True):
-                summed = self.together.sum_to(device, part, "the embeddings' sum")
+                summed = self.collectives.sum_to(device, part, "the embeddings' sum")
                 made += [summed] * (device == self._device)
             return tuple(made)
 
-        pending = self.together.begin(add_up, parts)
+        pending = self.collectives.begin(add_up, parts)
         if self._device in self._readers:
             self._lookups[microbatch] = pending
 
@@ -344,22 +344,22 @@ class SharedVocabulary(StepHook):
         device = self._device
 
         def add_up() -> tuple[Tensor, ...]:
-            everyones = self.together.gather(parts, f"the maxima and sums of S.{microbatch}")
+            everyones = self.collectives.gather(parts, f"the maxima and sums of S.{microbatch}")
             whole = Statistics.whole(everyones.flatten(0, 1), flat, vocabulary)
             if product is None:
                 return whole
             own = made.input_gradient(weight, product, whole)
-            self.together.sum_to(self._loss_device, own, f"the gradients of S.{microbatch}")
+            self.collectives.sum_to(self._loss_device, own, f"the gradients of S.{microbatch}")
             return (*whole, own) if device == self._loss_device else whole
 
         inputs = [flat, *made.statistics, parts, *([] if product is None else [product])]
-        self._sums[microbatch] = self.together.begin(add_up, inputs)
+        self._sums[microbatch] = self.collectives.begin(add_up, inputs)
         if self.learns:
             self._logits[microbatch] = made
             self._count(made.softmax, made.hidden)
         # No later LOGITS pass sends this gradient.
         if microbatch == self.num_microbatches - 1 or not self.learns:
-            self._tell_last_gradient(microbatch)
+            self._broadcast_last_gradient(microbatch)
 
     def _lose_of_logits(self, microbatch: int, hidden: Tensor, tokens: Tensor) -> None:
         weight = self._head.detach()
@@ -382,10 +382,10 @@ class SharedVocabulary(StepHook):
         product, device = flat @ weight, self._loss_device
 
         def add_up() -> tuple[Tensor, ...]:
-            self.together.sum_to(device, product, f"the gradients of S.{microbatch}")
+            self.collectives.sum_to(device, product, f"the gradients of S.{microbatch}")
             return (product,)
 
-        self._sums[microbatch] = self.together.begin(add_up, [product])
+        self._sums[microbatch] = self.collectives.begin(add_up, [product])
         self._of_logits[microbatch] = flat, hidden.flatten(0, 1)
         self._count(*self._of_logits[microbatch])
 
@@ -434,20 +434,20 @@ class SharedVocabulary(StepHook):
     def _read_tokens(self, microbatch: int) -> None:
         if self._device == self._first_device:
             tokens = self._next_tokens(microbatch)
-            self._shapes[microbatch] = self._tell_shape(tokens.shape)
+            self._shapes[microbatch] = self._broadcast_shape(tokens.shape)
         else:
-            self._shapes[microbatch] = self._tell_shape((0, 0))
+            self._shapes[microbatch] = self._broadcast_shape((0, 0))
             batch, sequence = self._shapes[microbatch]
             shape = (1 + self.stage_map.predicting) * batch, sequence
             tokens = self._empty(shape, torch.int64)
-        self._tokens[microbatch] = self.together.from_one(self._first_device, tokens, "tokens")
+        self._tokens[microbatch] = self.collectives.from_one(self._first_device, tokens, "tokens")
 
-    def _tell_shape(self, lookups: Sequence[int]) -> tuple[int, int]:
+    def _broadcast_shape(self, lookups: Sequence[int]) -> tuple[int, int]:
         """Return [b, s] of a microbatch; with variable lengths, the first stage broadcasts it."""
         if self.tokens_shape is not None:
             return self.tokens_shape
         shape = torch.tensor(tuple(lookups), device=self._table.device)
-        shape = self.together.from_one(self._first_device, shape, "the shape of tokens")
+        shape = self.collectives.from_one(self._first_device, shape, "the shape of tokens")
         is_known = self._device == self._first_device  # avoids a wait of its host for the device
         batches, sequence = lookups if is_known else shape.tolist()
         return batches // (1 + self.stage_map.predicting), sequence
@@ -506,7 +506,7 @@ class SharedVocabulary(StepHook):
     def _read_hidden(self, microbatch: int) -> None:
         """Receive the last stage's output and labels, and g of the previous microbatch."""
         what = f"the output of the last stage's F of microbatch {microbatch}"
-        self._tell_what_is_wanted(microbatch, what)
+        self._broadcast_wants(microbatch, what)
         shape = self._logits_shape(microbatch)
         if self._device == self._loss_device:
             hidden = self._read[microbatch].contiguous()
@@ -514,7 +514,7 @@ class SharedVocabulary(StepHook):
             length = shape[1] // (self._tensor_ranks if self._scatters else 1)
             width = self._table.shape[1]
             hidden = self._empty((length, shape[0], width), self.config.pipeline_dtype)
-        self._read[microbatch] = self.together.from_one(self._loss_device, hidden, what)
+        self._read[microbatch] = self.collectives.from_one(self._loss_device, hidden, what)
         if self._wants_logits:
             return
         before = microbatch - 1 if self.learns else -1
@@ -523,7 +523,7 @@ class SharedVocabulary(StepHook):
         if self._device == self._loss_device:
             notes[0] = self._labels[microbatch]
             notes[1] = 0 if before < 0 else self._gradient(before)
-        notes = self.together.from_one(self._loss_device, notes, what)
+        notes = self.collectives.from_one(self._loss_device, notes, what)
         self._labels[microbatch] = notes[0].long()
         if before >= 0:
             self._gradients.setdefault(before, notes[1].float())
@@ -533,14 +533,14 @@ class SharedVocabulary(StepHook):
         batch, sequence = self._shapes[microbatch]
         return (1 + self.stage_map.predicting * self.learns) * batch, sequence
 
-    def _tell_what_is_wanted(self, microbatch: int, what: str) -> None:
+    def _broadcast_wants(self, microbatch: int, what: str) -> None:
         """Broadcast once per step whether the trainer computes its loss from logits."""
         has_labels = microbatch in self._labels
         if self._wants_logits is None:
             # Only the loss rank knows; all others receive its value.
             asks = self._device == self._loss_device and not has_labels
             wanted = torch.tensor([asks], device=self._table.device)
-            self._wants_logits = bool(self.together.from_one(self._loss_device, wanted, what))
+            self._wants_logits = bool(self.collectives.from_one(self._loss_device, wanted, what))
         if self._device == self._loss_device and has_labels == self._wants_logits:
             raise UnsupportedError(
                 "the model was called with labels in one microbatch of a step and without in "
@@ -561,7 +561,7 @@ class SharedVocabulary(StepHook):
             else:
                 shape = (*self._shapes[microbatch], self._table.shape[1])
                 gradient = self._empty(shape, self._table.dtype)
-            made.append(self.together.from_one(device, gradient, what))
+            made.append(self.collectives.from_one(device, gradient, what))
         self._embedded_gradients[microbatch] = made
 
     def _sum(self, microbatch: int) -> Statistics:
@@ -598,7 +598,7 @@ class SharedVocabulary(StepHook):
         """Reshape values of all tokens to [heads x b, s]."""
         return flat.view(*self._logits_shape(microbatch)[::-1]).t()
 
-    def _tell_last_gradient(self, microbatch: int) -> None:
+    def _broadcast_last_gradient(self, microbatch: int) -> None:
         """Compute the loss of the last microbatch, and broadcast its gradient."""
         if self._device == self._loss_device:
             self._make_loss(microbatch)
@@ -610,8 +610,10 @@ class SharedVocabulary(StepHook):
             gradient = self._gradients[microbatch]
         else:
             gradient = self._empty(self._logits_shape(microbatch), torch.float32)
-        tell = partial(self.together.tell_all, self._loss_device, gradient, "the loss's gradient")
-        self._last_gradient = self.together.begin(tell, [gradient])
+        send = partial(
+            self.collectives.broadcast, self._loss_device, gradient, "the loss's gradient"
+        )
+        self._last_gradient = self.collectives.begin(send, [gradient])
 
     def _of_tensor_ranks(self, part: Tensor) -> Tensor:
         """All-gather the parts, [t, ...], of the tensor-parallel ranks of this stage."""
@@ -670,9 +672,9 @@ class VocabularySharing(StepFeature):
 
     def begin(self, context: StepContext) -> StepHook | None:
         """Return this rank's part in a step with vocabulary parallelism."""
-        together = context.transport.together
-        if not context.pipeline.choice.shares or together is None:
+        collectives = context.transport.collectives
+        if not context.pipeline.choice.shares_vocabulary or collectives is None:
             return None
         with refusing():
             check_model_options(context.config)
-        return SharedVocabulary(context, together)
+        return SharedVocabulary(context, collectives)

@@ -20,9 +20,9 @@ from megatron_vshape.environment import (
     LOADING,
     SEGMENTS,
     Setting,
+    formatted,
     missing,
     settings,
-    told,
 )
 from megatron_vshape.mcore.refusals import OVERLAP_OPTION, captures_graphs
 from megatron_vshape.mcore.setup.configure import Pipeline
@@ -108,12 +108,12 @@ def _log(schedule: str, made: dict[str, Setting], late: dict[str, Setting]) -> N
     if ALLOCATOR[0] in made:
         shown = {"torch's allocator": made[ALLOCATOR[0]], **shown}
     if shown:
-        logger.info("set in this process for schedule %s: %s", schedule, told(shown))
+        logger.info("set in this process for schedule %s: %s", schedule, formatted(shown))
     if late:
         logger.warning(
             "CUDA had started when schedule %s was chosen, too late to set here what it needs; "
             "start the ranks with %s",
-            *(schedule, told(late)),
+            *(schedule, formatted(late)),
         )
 
 
