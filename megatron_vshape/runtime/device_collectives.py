@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vshape.core.model.kinds import COLLECTIVES
+from megatron_vshape.runtime.failures import no_progress
 from megatron_vshape.runtime.program_runner import stream_of
-from megatron_vshape.runtime.watch import no_progress
 
 Result = TypeVar("Result")
 

@@ -23,10 +23,10 @@ from torch import Tensor
 from megatron_vshape.core.model.kinds import KINDS, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.instructions import Await, Message, Program, Run, Send, Stream
-from megatron_vshape.runtime import first_cause, nccl
+from megatron_vshape.runtime import nccl
 from megatron_vshape.runtime.device_collectives import DeviceCollectives
+from megatron_vshape.runtime.failures import Watch, cause_of_others, no_progress
 from megatron_vshape.runtime.program_runner import Place, describe
-from megatron_vshape.runtime.watch import Watch, no_progress
 
 GIB = 2.0**30
 
@@ -444,7 +444,7 @@ def _failing(
         # Timeouts and lost connections raise the same type, so the elapsed time decides.
         is_late = time.monotonic() - since >= timeout_s
         late = no_progress(timeout_s) if is_late else None
-        why = late or f", whose connection failed: {error}{first_cause.found()}"
+        why = late or f", whose connection failed: {error}{cause_of_others()}"
         raise TransportError(describe(message) + why) from error
 
 

@@ -230,7 +230,7 @@ class ProgramRun:
                     # Drop all references to results of the last step before the next pass
                     # allocates.
                     results.clear()
-                    results = self._run_step(instruction.passes, received)
+                    results = self._run_passes(instruction.passes, received)
                     # Once per pass, so that the tensors of completed sends do not add up.
                     self.transport.poll()
                 case Send(message):
@@ -250,7 +250,7 @@ class ProgramRun:
         # A later call continues here, and one with an earlier cut does nothing.
         self._at = max(self._at, upto)
 
-    def _run_step(
+    def _run_passes(
         self, works: tuple[Pass, ...], received: dict[Kind, Tensor]
     ) -> dict[Pass, Tensor | None]:
         """Run a pass or an F&B pair, and return the results to send to other ranks.
@@ -261,9 +261,9 @@ class ProgramRun:
         # argument would stay alive until the call returns.
         handed = [self._input_of(each, received, alone=len(works) == 1) for each in works]
         if self._others is None:
-            made = self._run(works, handed)
+            made = self._run_here(works, handed)
         else:
-            made = self._others.run(works, partial(self._run, works, handed))
+            made = self._others.run(works, partial(self._run_here, works, handed))
         # A result that this rank reads itself needs no message.
         return {
             result_of(work): result
@@ -281,7 +281,9 @@ class ProgramRun:
         kind = Kind.F if work.kind is Kind.F else Kind.B
         return received.pop(kind) if kind in received else self._local.take(work)
 
-    def _run(self, works: tuple[Pass, ...], handed: list[Tensor | None]) -> list[Tensor | None]:
+    def _run_here(
+        self, works: tuple[Pass, ...], handed: list[Tensor | None]
+    ) -> list[Tensor | None]:
         """Run a pass or an F&B pair and return the results; removes the inputs from `handed`."""
         try:
             handler = self.handlers.get(works[0].kind)  # never part of a pair

@@ -17,9 +17,9 @@ from runtime.ranks import RanksFailed, run_ranks
 
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.program.lowering import lower
+from megatron_vshape.runtime.failures import ENDED_BY_SIGTERM, last_words
 from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.program_runner import Place, run_program
-from megatron_vshape.runtime.watch import ENDED_BY_SIGTERM, last_words
 
 
 def end_while_it_waits(rank: int, folder: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_child_dies_of_its_own_signal_and_the_parent_does_not() -> None:
 
 CRASH = """
 import os, signal
-from megatron_vshape.runtime.watch import last_words
+from megatron_vshape.runtime.failures import last_words
 def a_pass():
     os.kill(os.getpid(), signal.SIGSEGV)
 with last_words(lambda: ""):
@@ -109,7 +109,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megatron_vshape.runtime.watch import Watch
+from megatron_vshape.runtime.failures import Watch
 
 class Late:
     def __del__(self, sleep=time.sleep):

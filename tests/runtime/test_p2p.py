@@ -22,7 +22,8 @@ from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.planner.vocabulary import share_vocabulary
 from megatron_vshape.core.program.instructions import Message, Program, Send, Stream
 from megatron_vshape.core.program.lowering import lower
-from megatron_vshape.runtime import nccl, p2p, watch
+from megatron_vshape.runtime import failures, nccl, p2p
+from megatron_vshape.runtime.failures import Watch
 from megatron_vshape.runtime.p2p import (
     Edge,
     Transport,
@@ -33,7 +34,6 @@ from megatron_vshape.runtime.p2p import (
 )
 from megatron_vshape.runtime.program_runner import Place, run_program
 from megatron_vshape.runtime.variable_p2p import VariableTransport
-from megatron_vshape.runtime.watch import Watch
 
 BIG = (64, 4, 1024)  # more than a socket buffers, so that a send ends only when it is received
 
@@ -344,7 +344,7 @@ class OnNccl:
         self.timeouts: list[timedelta] = []
         if not dist.is_nccl_available():
             pytest.skip("this torch has no NCCL, and so no options of it")
-        monkeypatch.setattr(watch, "say_and_exit", self._say)
+        monkeypatch.setattr(failures, "say_and_exit", self._say)
         monkeypatch.setattr(p2p, "_recorded_event", lambda: Event(False))
         monkeypatch.setattr(Transport, "_warm_up", lambda *_: None)
         monkeypatch.setattr(dist, "get_rank", lambda: 1)

@@ -28,7 +28,7 @@ from megatron_vshape.mcore.setup import configure
 from megatron_vshape.mcore.setup.configure import Pipeline
 from megatron_vshape.mcore.setup.megatron_schedules import megatrons_own
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
-from megatron_vshape.runtime.watch import last_words
+from megatron_vshape.runtime.failures import last_words
 
 logger = logging.getLogger(__name__)
 

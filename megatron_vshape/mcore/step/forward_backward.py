@@ -42,7 +42,11 @@ from megatron_vshape.mcore.step.microbatches import (
 )
 from megatron_vshape.mcore.step.stage import MegatronStage, StepContext, StepFeature
 from megatron_vshape.mcore.step_state import StepState
-from megatron_vshape.runtime import first_cause
+from megatron_vshape.runtime.failures import (
+    forget_cause,
+    publish_cause_at_exit,
+    publishing_cause,
+)
 from megatron_vshape.runtime.hosts import ranks_of_this_host
 from megatron_vshape.runtime.p2p import Transport, TransportError
 from megatron_vshape.runtime.program_runner import Observer, Place, ProgramRun, Stage
@@ -100,7 +104,7 @@ class PipelineRunner:
             feature.check_config(context.config, self.pipeline.options)
         # If this rank fails, its error is sent to the ranks that wait for it, so that they report
         # the cause instead of a timeout.
-        with _timed(context.config), first_cause.publishing(TransportError):
+        with _megatrons_timer(context.config), publishing_cause(TransportError):
             return self._evaluate(context) if context.forward_only else self._train(context)
 
     def connect(self, model: Any) -> str | None:
@@ -178,7 +182,7 @@ class PipelineRunner:
         if self._transport is not None:
             self._transport.close(quietly)
             self._transport = None
-            first_cause.forget()
+            forget_cause()
 
     def _evaluate(self, context: StepContext) -> list[Any]:
         # Evaluation may follow a step that was started early: its microbatches, random numbers and
@@ -364,7 +368,7 @@ class PipelineRunner:
             # The first use of a communicator blocks, so warm up all of them before the schedule
             # runs.
             self._transport.prepare(self.pipeline.planner.smallest())
-            first_cause.watch_the_end(TransportError)
+            publish_cause_at_exit(TransportError)
         else:
             self._transport.reconnect()
         self._transport.expect(shape, dtype)
@@ -483,7 +487,7 @@ def _check_captured(captured: Program | None, program: Program) -> None:
 
 
 @contextlib.contextmanager
-def _timed(config: Any) -> Iterator[None]:
+def _megatrons_timer(config: Any) -> Iterator[None]:
     """Run Megatron's timer of a step in this context; evaluation has none."""
     if config.timers is None:
         yield

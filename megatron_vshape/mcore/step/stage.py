@@ -266,12 +266,20 @@ class MegatronStage:
     _inputs: dict[int, Tensor | None] = field(default_factory=dict)
     _outputs: dict[int, Tensor] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Choose the functions that run passes: those of a feature, or Megatron's."""
+        # A feature's runner can overlap an F with a B (--overlap-moe-expert-parallel-comm).
+        self._feature_runner = next(
+            filter(None, (each.run_passes for each in self.step.parts)), None
+        )
+        self._run_pass = self._feature_runner or run_by_megatron
+
     def forward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
         """Run F; afterwards only the caller owns the memory of the output."""
         given = self._forward_arguments(microbatch, received)
         # While it runs, "is this the first stage?" in the model is about this chunk.
         with self._running(microbatch):
-            output, num_tokens, _ = self._run(self.step.config, given, None)
+            output, num_tokens, _ = self._run_pass(self.step.config, given, None)
         return self._finish_forward(given, output, num_tokens)
 
     def forward_overlapped(
@@ -287,7 +295,7 @@ class MegatronStage:
         `gradient` is the gradient that `work` receives. While memory is measured, the two passes
         run one after the other.
         """
-        run = self._overlapping
+        run = self._feature_runner
         # Megatron's own step functions cannot overlap passes. While memory is measured, overlapped
         # passes would mix their allocations.
         if self.step.state.tracker is not None or run is None:
@@ -439,19 +447,10 @@ class MegatronStage:
             received = part.gradient(self.is_last, microbatch, received)
         with self._running(microbatch):
             backward = self.backward_arguments(microbatch, received, kind is Kind.BW)
-            gradient = self._run(self.step.config, None, backward).gradient
+            gradient = self._run_pass(self.step.config, None, backward).gradient
         # A gradient in graph memory needs a copy: the next replay overwrites it during the send.
         kept: Tensor | None = self.step.state.graph_memory.kept(gradient)
         return kept
-
-    @property
-    def _overlapping(self) -> PassRunner | None:
-        """Return a feature's runner of passes, which can overlap an F with a B."""
-        return next(filter(None, (part.run_passes for part in self.step.parts)), None)
-
-    @property
-    def _run(self) -> PassRunner:
-        return self._overlapping or run_by_megatron
 
     def _count(self, work: Pass, output: Tensor | None = None) -> None:
         tracker = self.step.state.tracker

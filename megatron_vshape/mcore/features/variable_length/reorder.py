@@ -26,7 +26,7 @@ from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError
 from megatron_vshape.mcore.setup.plans import PlannedStep
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 from megatron_vshape.mcore.step.stage import StepContext, StepFeature
-from megatron_vshape.runtime import first_cause
+from megatron_vshape.runtime.failures import cause_of_others
 from megatron_vshape.runtime.p2p import TransportError
 
 logger = logging.getLogger(__name__)
@@ -285,7 +285,7 @@ def _broadcast(found: list[Any], group: Any, source: int, device: int) -> None:
     except RuntimeError as error:
         raise TransportError(
             f"rank {dist.get_rank()} (device {device}): asks for the places of a step's "
-            f"microbatches, and the connection failed: {error}{first_cause.found()}"
+            f"microbatches, and the connection failed: {error}{cause_of_others()}"
         ) from error
 
 

@@ -1,4 +1,8 @@
-"""Reports of a process that ends early: a watchdog over messages, and the last words at SIGTERM."""
+"""How a run that cannot go on names its cause: watchdog, last words at SIGTERM, first failure.
+
+A rank that dies closes its connections, and its peers would report only these. So a failing rank
+writes the cause to the rendezvous store before its process ends.
+"""
 
 import atexit
 import faulthandler
@@ -6,14 +10,19 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 EXIT_S = 2.0
 """Seconds for which the end of the interpreter waits for a query of the watchdog."""
@@ -262,3 +271,80 @@ def _listen(reader: int, describe: Callable[[], str]) -> None:
     while (number := os.read(reader, 1)[0]) != _END:
         if number == signal.SIGTERM:
             say_and_exit(f"{describe()}, when SIGTERM ended it", ENDED_BY_SIGTERM)
+
+
+CAUSE_KEY = "megatron_vshape/first cause"
+"""Key of the first failure in the rendezvous store of the job."""
+
+PATIENCE_S = 2.0
+"""Seconds for which a rank with a failed connection waits for the cause."""
+
+
+def publish_cause(error: BaseException, where: str = "") -> None:
+    """Log why this rank fails, and publish it unless another rank has failed before."""
+    if getattr(error, "_is_published", False):
+        return
+    # The exception may pass several of these handlers on its way up.
+    error._is_published = True  # type: ignore[attr-defined]
+    cause = f"rank {dist.get_rank()}: {type(error).__name__}: {error!s:.300}{where}"
+    logger.critical("%s", cause)
+    with suppress(Exception):  # the store may be gone with the rank that had it
+        # An empty expected value sets the key only if it does not exist: the first failure wins.
+        _store().compare_set(CAUSE_KEY, "", cause)
+
+
+def cause_of_others() -> str:
+    """Format another rank's first failure, to append to an error message; empty if unknown.
+
+    Waits up to `PATIENCE_S`: a connection closes before the process at its other end has published
+    the cause.
+    """
+    until = time.monotonic() + PATIENCE_S
+    while time.monotonic() < until:
+        with suppress(Exception):
+            if _store().check([CAUSE_KEY]):
+                cause = _store().get(CAUSE_KEY).decode()
+                return "" if cause.startswith(f"rank {dist.get_rank()}:") else f"; before, {cause}"
+        time.sleep(0.1)
+    return ""
+
+
+def forget_cause() -> None:
+    """Delete the published failure, before this process tries again."""
+    with suppress(Exception):
+        _store().delete_key(CAUSE_KEY)
+
+
+@contextmanager
+def publishing_cause(follows: type[Exception]) -> Iterator[None]:
+    """Report an exception raised inside, unless its type `follows` from another rank's failure."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, follows):
+            publish_cause(error)
+        raise
+
+
+def publish_cause_at_exit(follows: type[Exception]) -> None:
+    """Report exceptions that end this process before its usual traceback. Installed once."""
+    before = sys.excepthook
+    if getattr(before, "publishes_cause", False):
+        return
+
+    def say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        # Errors of type `follows` are consequences; reporting them would hide the cause.
+        if (
+            isinstance(error, Exception)
+            and not isinstance(error, follows)
+            and dist.is_initialized()
+        ):
+            publish_cause(error)
+        before(kind, error, trace)
+
+    say.publishes_cause = True  # type: ignore[attr-defined]
+    sys.excepthook = say
+
+
+def _store() -> Any:
+    return distributed_c10d._get_default_store()
