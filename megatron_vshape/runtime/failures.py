@@ -88,7 +88,7 @@ class Watch:
         self._ahead.append((event, describe))
         self._added += 1
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Remove all events; the GPU must have reached them.
 
         No thread queries the GPU after this call until the next event is added. CUDA graph capture
@@ -109,6 +109,7 @@ class Watch:
         self._is_closed, self._is_quiet = True, quietly
 
     def _end_threads(self) -> None:
+        """End the threads, and wait until they have left Python; called at exit."""
         self._ended.set()
         for thread in self._threads:
             thread.join(EXIT_S)

@@ -304,7 +304,7 @@ class Transport:
         """
         self._sends.poll()
         if self._watch is not None:
-            self._watch.forget()
+            self._watch.clear()
 
     def close(self, quietly: bool = False) -> None:
         """End the threads of this transport once its sends and receives have completed.

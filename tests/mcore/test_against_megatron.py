@@ -9,7 +9,7 @@ import pytest
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.request import BaselineSpec
 from megatron_vshape.mcore.options import Options
-from megatron_vshape.mcore.setup.megatron_schedules import megatrons_if_best, run_megatrons
+from megatron_vshape.mcore.setup.megatron_schedules import choose_megatrons, megatrons_if_best
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 
 RANKS, MICROBATCHES = 4, 4
@@ -65,7 +65,7 @@ def test_interleaved_runs_of_a_pattern(tmp_path: Path) -> None:
 
 def test_megatrons_schedule_marks_the_stages_of_a_pattern() -> None:
     args = Namespace(pipeline_model_parallel_size=2, hybrid_layer_pattern="*-" * 4, hidden_size=64)
-    run_megatrons(args, BaselineSpec("interleaved-1f1b", 2))
+    choose_megatrons(args, BaselineSpec("interleaved-1f1b", 2))
     assert args.hybrid_layer_pattern == "*-|*-|*-|*-"
     assert args.num_virtual_stages_per_pipeline_rank is None
 

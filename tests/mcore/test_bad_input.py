@@ -16,7 +16,7 @@ pytest.importorskip("megatron.training")
 
 from megatron_vshape.core.model.files import UnreadableError
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.mcore.hooks.training import _refuse_what_was_not_seen
+from megatron_vshape.mcore.hooks.training import _reject_unvalidated_schedule
 from megatron_vshape.mcore.options import add_arguments
 from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError
 from megatron_vshape.mcore.setup.configure import pipeline_from_args
@@ -85,9 +85,9 @@ def test_a_schedule_that_the_checks_have_not_seen(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("RANK", raising=False)
     args = Namespace(pipeline_schedule="v-zb", pipeline_model_parallel_size=4)
     with pytest.raises(RefusedError, match="^megatron-vshape: --pipeline-schedule v-zb came with"):
-        _refuse_what_was_not_seen(args)
+        _reject_unvalidated_schedule(args)
     args.pipeline_model_parallel_size = 1
-    _refuse_what_was_not_seen(args)
+    _reject_unvalidated_schedule(args)
 
 
 @pytest.mark.parametrize(

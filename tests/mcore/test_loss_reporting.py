@@ -73,7 +73,7 @@ def bring(rank: int) -> list[int]:
             copies.clear()
             found.append(courier.send_to_last_rank(store, 0, dist.group.WORLD, torch.device("cpu")))
             counts.append(sum(copies.values()))
-            courier.forget()
+            courier.wait_for_sends()
     for step, brought in enumerate(found if rank == 1 else ()):
         check(brought, reports(step))
     assert [each["values"].tolist() for each in elsewhere] == [[0, 1, 2]] * (4 * rank)

@@ -18,7 +18,7 @@ def test_weight_jobs_of_a_step_that_failed_are_let_go_of() -> None:
     runner._state, runner._transport, runner._step_features = state, None, ()
     with state.jobs.collect((3, 0)):
         pass
-    runner.forget_data()
+    runner.free_state()
     with state.jobs.collect((3, 0)):  # of the first step of another run
         pass
 

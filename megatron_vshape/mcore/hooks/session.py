@@ -102,7 +102,7 @@ class Session:
     with_pipeline: Switched = field(default_factory=Switched)
 
     def choose(self, pipeline: Pipeline | None, megatrons_own: str | None) -> None:
-        """Apply the schedule that the flags request, and reset the state of a previous run."""
+        """Set the schedule of the run, install the hooks that need one, and reset the runner."""
         self.pipeline, self.megatrons_own, self.runner = pipeline, megatrons_own, None
         self.build.is_extensible = False
         self.step.splits_backward = pipeline is not None
@@ -120,7 +120,7 @@ class Session:
         """Return whether no schedule is requested; then Megatron runs as without hooks."""
         return self.pipeline is None and self.megatrons_own is None
 
-    def forget(self, restarts: bool = False) -> None:
+    def end_run(self, restarts: bool = False) -> None:
         """Free all state of a run that has ended or failed.
 
         The choice from the flags stays, for another run in this process (`restarts`, Megatron's
@@ -128,7 +128,7 @@ class Session:
         measured costs or agreed on a program.
         """
         if isinstance(self.runner, PipelineRunner):
-            self.runner.forget_data(quietly=restarts)
+            self.runner.free_state(quietly=restarts)
         self.runner = self.iteration_log = self.optimizer = None
         self.build = BuildState()
         if self.pipeline is not None:
@@ -146,7 +146,7 @@ class Session:
         return runner
 
     def prepare_model(self, call: Mapping[str, Any]) -> None:
-        """Prepare a model before its first step.
+        """Prepare a model at its first step: defer its weight gradients, connect the ranks.
 
         Ranks differ in layers, stages and data, so a single rank may find an unsupported feature.
         All ranks then fail together (`refusing_together`).

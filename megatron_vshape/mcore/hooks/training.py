@@ -81,7 +81,7 @@ def core_transformer_config_from_args(
     """
     args = inspect.signature(original).bind(*given, **options).arguments["args"]
     if not session.chosen_by_flags and session.library is None:
-        _refuse_what_was_not_seen(args)
+        _reject_unvalidated_schedule(args)
     with Replaced() as replaced:
         if session.pipeline is not None:
             replaced.put(args, "pipeline_model_parallel_layout", session.pipeline.layout)
@@ -105,7 +105,7 @@ def pretrain(session: Session, original: Function, *args: Any, **options: Any) -
     finally:
         # Data loaders end with their last reference, and a restarted run must plan again.
         restarts = session.runner is not None and getattr(get_args(), "inprocess_restart", False)
-        session.forget(restarts)
+        session.end_run(restarts)
 
 
 def _model_provider(session: Session, provider: Function) -> Function:
@@ -194,7 +194,7 @@ def train(session: Session, original: Function, *args: Any, **options: Any) -> A
             for line in runner.begin_training(given["optimizer"], get_args()):
                 print_rank_0(line)
     elif session.megatrons_own is None:
-        _refuse_what_was_not_seen(get_args())
+        _reject_unvalidated_schedule(get_args())
     if pipeline is not None or session.megatrons_own is not None:
         session.iteration_log = IterationLog()
     try:
@@ -232,7 +232,7 @@ def _check_non_loss_data(session: Session, given: Mapping[str, Any]) -> None:
         )
 
 
-def _refuse_what_was_not_seen(args: Namespace) -> None:
+def _reject_unvalidated_schedule(args: Namespace) -> None:
     """Raise RefusedError for a schedule in arguments that `validate_args` has not processed."""
     schedule = getattr(args, "pipeline_schedule", None)
     if schedule is not None and args.pipeline_model_parallel_size > 1:

@@ -44,10 +44,10 @@ from megatron_vshape.mcore.setup.features import Settings, features
 from megatron_vshape.mcore.setup.megatron_schedules import (
     changing_counts,
     check_interleaved,
+    choose_megatrons,
     fixed_counts,
     megatrons_if_best,
     megatrons_own,
-    run_megatrons,
     set_megatrons_own,
 )
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
@@ -133,11 +133,11 @@ def rank_zero_planner(args: Namespace) -> RankZeroPlanner:
 def pipeline_from_args(
     args: Namespace, registered: Options | None = None, rank_zero: RankZeroPlanner | None = None
 ) -> Pipeline | None:
-    """Return the pipeline that the flags request, or None if Megatron runs its own schedule.
+    """Choose the pipeline that the flags request, and set its stages in Megatron's arguments.
 
-    Called before Megatron validates its arguments; sets the number of chunks per rank in them.
-    Without a schedule in the flags, the options of `register` apply. `rank_zero` plans for all
-    ranks.
+    Called before Megatron validates its arguments. Returns None if Megatron runs its own schedule,
+    whose stages are then set. Without a schedule in the flags, the options of `register` apply.
+    `rank_zero` plans for all ranks.
 
     Raises:
         ScheduleError: The schedule does not exist or does not fit this run.
@@ -154,7 +154,7 @@ def pipeline_from_args(
     # Before `build_pipeline`, which resets options that Megatron's schedule needs.
     baseline = megatrons_if_best(args, options, rank_zero) if name == AUTO else None
     if baseline is not None:
-        run_megatrons(args, baseline)
+        choose_megatrons(args, baseline)
         return None
     if name is None or options.asks_for_megatrons_own:
         set_megatrons_own(args, options)
@@ -176,7 +176,7 @@ def pipeline_from_args(
 
 
 def _set_stages(args: Namespace, pipeline: Pipeline) -> None:
-    """Set the stages in Megatron's arguments."""
+    """Set the chunks per rank, or the stages of a hybrid pattern, in Megatron's arguments."""
     stage_map = pipeline.stage_map
     # Before Megatron's validation, which computes further arguments from these.
     for feature in features():
@@ -227,7 +227,7 @@ def build_pipeline(
     kernels: bool,
     loss_last: bool = False,
 ) -> Pipeline:
-    """Check a run's options and return its pipeline.
+    """Choose the schedule, stages and planner of a run, and reject options it does not support.
 
     Args:
         model: Megatron's arguments or a library's config. All names read here exist in both.
@@ -364,7 +364,7 @@ def recomputed_inputs(model: Any) -> tuple[str, ...]:
 
 
 def complete(pipeline: Pipeline | None, args: Namespace) -> None:
-    """Make the schedule, and run the checks that require Megatron's validated arguments.
+    """Make the schedule of the run, with the sizes that Megatron has validated; check these.
 
     Raises:
         ScheduleError: A schedule file is for another number of microbatches.
@@ -405,7 +405,7 @@ def check_changing(pipeline: Pipeline | None, args: Namespace) -> None:
 
 
 def pipeline_from_config(config: Any, options: Options) -> Pipeline:
-    """Return the pipeline for a TransformerConfig, and set its stages on the config.
+    """Choose the pipeline for a TransformerConfig, and set its stages on the config.
 
     Called before the config checks itself. Raises as `build_pipeline`.
     """

@@ -53,7 +53,7 @@ def set_megatrons_own(args: Namespace, options: Options) -> None:
             "--optimizer-post-validation needs a schedule of this package: add "
             "--pipeline-schedule, v-zb for example"
         )
-    _refuse_what_only_ours_have(options, ranks)
+    _reject_flags_for_ours(options, ranks)
     _set_virtual_stages(args, options.schedule)
     _split_megatrons_own(args, options)
 
@@ -62,8 +62,8 @@ INTERLEAVED_CHUNKS = 2
 """Chunks per rank of interleaved-1f1b if the user gives no number."""
 
 
-def run_megatrons(args: Namespace, baseline: BaselineSpec) -> None:
-    """Run Megatron's schedule as if the user had named it."""
+def choose_megatrons(args: Namespace, baseline: BaselineSpec) -> None:
+    """Set Megatron's schedule in its arguments, as if the user had named it, and log that."""
     args.pipeline_schedule = baseline.name
     for name in INPUTS_OF_PLANS:
         setattr(args, OPTIONS[name].argument, None)
@@ -79,7 +79,7 @@ def run_megatrons(args: Namespace, baseline: BaselineSpec) -> None:
         )
 
 
-def _refuse_what_only_ours_have(options: Options, ranks: int) -> None:
+def _reject_flags_for_ours(options: Options, ranks: int) -> None:
     """Raise UnsupportedError for the first flag without effect, if there is a pipeline."""
     splits = options.layer_split is not None
     for flag in options.flags_for_ours():

@@ -200,7 +200,7 @@ class Planner:
             keep(self._training, num_microbatches, plan)
 
     def _plan(self, num_microbatches: int) -> PlannedStep:
-        """Return the step that the name, the file or a search defines."""
+        """Make the schedule by name, from the file or by search, and build its step."""
         # Every rank makes it for itself: the result depends on the options only.
         if not self.choice.plans_by_costs:
             with no_collection():
@@ -248,7 +248,9 @@ class Planner:
 
         # As in `_plan`, rank 0 makes the schedules for all ranks.
         known = schedules() if self.rank_zero is None else self.rank_zero(schedules)
-        limits = limits_of(self._asked(PlanRequest(AUTO, self.choice.num_devices, count)))
+        limits = limits_of(
+            self._request_at_costs(PlanRequest(AUTO, self.choice.num_devices, count))
+        )
         # Limits are per device of the planned numbering, programs per rank.
         by_rank = [limit for _, limit in sorted(zip(self.choice.ranks, limits, strict=True))]
         fitting = [each for each in map(self._build_step, known) if self._fits(each, by_rank)]
@@ -266,7 +268,7 @@ class Planner:
 
     def _known(self, num_microbatches: int) -> Iterator[Schedule]:
         """Yield the published schedules with the placement of the model."""
-        choice, costs = self.choice, self._allowed(self._known_costs)
+        choice, costs = self.choice, self._supported_costs(self._known_costs)
         devices = choice.num_devices
         chunks = (len(choice.stage_devices) // devices,)
         request = PlanRequest(AUTO, devices, num_microbatches, costs, lambda *_: costs)
@@ -335,10 +337,11 @@ class Planner:
         return with_copies_of(estimate, as_forward, held, as_forward)
 
     def _schedule(self, num_microbatches: int) -> Schedule:
-        return self._ordered(num_microbatches).renumbered(self.choice.ranks)
+        """Make the schedule, with its devices numbered as pipeline ranks."""
+        return self._make_schedule(num_microbatches).renumbered(self.choice.ranks)
 
-    def _ordered(self, num_microbatches: int) -> Schedule:
-        """Return the schedule in the device numbering of its name or file."""
+    def _make_schedule(self, num_microbatches: int) -> Schedule:
+        """Make the schedule by name, from the file or by search, in its own device numbering."""
         choice = self.choice
         file = choice.from_file
         if file is not None and file.whole_microbatches != num_microbatches:
@@ -357,17 +360,17 @@ class Planner:
             return made if choice.may_overlap else made.split_overlapped()
         request = choice.request(num_microbatches)
         if choice.name == AUTO:
-            return replace(plan_request(self._asked(request)).schedule, name=AUTO)
+            return replace(plan_request(self._request_at_costs(request)).schedule, name=AUTO)
         costs = self.costs or choice.estimate
-        return plan_request(replace(request, costs=costs and self._allowed(costs))).schedule
+        return plan_request(replace(request, costs=costs and self._supported_costs(costs))).schedule
 
-    def _allowed(self, costs: Costs) -> Costs:
+    def _supported_costs(self, costs: Costs) -> Costs:
         """Return costs without passes that the run adds later or does not support."""
         return adapted_costs(self.choice, costs, costs.num_stages) or costs
 
-    def _asked(self, question: PlanRequest) -> PlanRequest:
+    def _request_at_costs(self, question: PlanRequest) -> PlanRequest:
         """Return the plan request of the best schedule at the current costs within the limit."""
-        costs, layers = self._allowed(self._known_costs), self.choice.num_layers
+        costs, layers = self._supported_costs(self._known_costs), self.choice.num_layers
         limit: str | tuple[float, ...] | None = self.choice.limit_of
         if self.choice.limit_bytes is not None:  # the run reserves the measured state itself
             costs = replace(costs, state_bytes=None)

@@ -154,10 +154,10 @@ class PipelineRunner:
         for each in self._step_features:
             each.roll_back()
 
-    def forget_step(self) -> None:
+    def drop_step(self) -> None:
         """Drop the state of a step that is rolled back."""
         for each in self._step_features:
-            each.forget()
+            each.drop_step()
 
     @property
     def observes_next(self) -> bool:
@@ -165,7 +165,7 @@ class PipelineRunner:
         profiles = self._profiler.profiles_next or self.meter.times_next
         return self.report.measures_next or profiles
 
-    def forget_data(self, quietly: bool = False) -> None:
+    def free_state(self, quietly: bool = False) -> None:
         """Free all state of previous steps, after the last step or a failed one.
 
         This state includes weight jobs of a failed step, activations in host memory, the threads of
@@ -185,6 +185,7 @@ class PipelineRunner:
             forget_cause()
 
     def _evaluate(self, context: StepContext) -> list[Any]:
+        """Run the forward passes of an evaluation step, and return the loss reports."""
         # Evaluation may follow a step that was started early: its microbatches, random numbers and
         # messages belong to the next training step.
         self.roll_back()
@@ -202,8 +203,9 @@ class PipelineRunner:
         return self._reports(context)
 
     def _train(self, context: StepContext) -> list[Any]:
+        """Run all passes of a training step, finalize gradients, and return the loss reports."""
         # Buffers of the last step's losses were kept while a slower rank could still receive them.
-        self._gatherer.forget()
+        self._gatherer.wait_for_sends()
         profiled = self._profiler.begin_step(context.torch_device)
         timer = self.meter.begin_step(context.num_microbatches, context.torch_device, profiled)
         # A feature may have run the first passes of this step already, at the end of the last one.
@@ -307,7 +309,7 @@ class PipelineRunner:
         if not context.forward_only:
             # Before `share_iterators`, so that chunks that share an iterator also share its order.
             for each in self._step_features:
-                each.read(context)
+                each.change_data(context)
         # A loss of logits is computed on every rank, which reads the last chunk's data once more.
         if any(each.reads_again for each in self._step_features):
             context.iterators, context.again = read_again(context.iterators)
@@ -339,7 +341,7 @@ class PipelineRunner:
             context.torch_device,
         )
         if not self.overlaps_steps:
-            self._gatherer.forget()
+            self._gatherer.wait_for_sends()
         return reports
 
     def _ready_transport(
@@ -349,6 +351,7 @@ class PipelineRunner:
         torch_device: torch.device,
         pipeline_group: dist.ProcessGroup,
     ) -> Transport:
+        """Create the transport at the first call, later reconnect it; set the message shape."""
         dtype = config.pipeline_dtype
         # One transport for all steps: each edge has its own communicator, which is slow to create.
         if self._transport is None:

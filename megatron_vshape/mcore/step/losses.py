@@ -46,7 +46,7 @@ class _Placeholder:
 
 
 class LossGatherer:
-    """Sends results of the loss rank to other ranks; buffers stay allocated until `forget`.
+    """Sends results of the loss rank to other ranks; buffers stay allocated until `wait_for_sends`.
 
     With post-validation, the ranks of a pipeline can be in different steps, and the loss rank may
     be the first to continue. So it does not wait for the other ranks.
@@ -131,7 +131,7 @@ class LossGatherer:
         if work is not None:
             self._under_way.append((work, tensor))
 
-    def forget(self) -> None:
+    def wait_for_sends(self) -> None:
         """Wait for all sends; they are complete by the time the step is validated."""
         for work, _ in self._under_way:
             work.wait()

@@ -220,7 +220,7 @@ class StepFeature:
         """Return the number of F passes of a microbatch per stage in a training step."""
         return 1
 
-    def read(self, context: StepContext) -> None:
+    def change_data(self, context: StepContext) -> None:
         """Replace the `iterators` or the `order` of a training step, before chunks share them."""
 
     def begin(self, context: StepContext) -> StepHook | None:
@@ -235,7 +235,7 @@ class StepFeature:
     def roll_back(self) -> None:
         """Roll back a step that was started early; all ranks of the pipeline call this together."""
 
-    def forget(self) -> None:
+    def drop_step(self) -> None:
         """Drop the state of a step that is rolled back."""
 
     def clear(self) -> None:
@@ -441,6 +441,7 @@ class MegatronStage:
     def _backward(
         self, microbatch: int, received: Tensor | None, kind: Kind = Kind.B
     ) -> Tensor | None:
+        """Run autograd from the output of F, and return the gradient of its input."""
         work = Pass(kind, self.stage, microbatch)
         for part in self.step.parts:
             part.begins(work)
@@ -453,6 +454,7 @@ class MegatronStage:
         return kept
 
     def _count(self, work: Pass, output: Tensor | None = None) -> None:
+        """Count the activation memory after a pass, if this step measures it."""
         tracker = self.step.state.tracker
         if tracker is None:
             return

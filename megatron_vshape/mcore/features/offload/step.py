@@ -72,7 +72,7 @@ class HostMemoryWaiting(StepFeature):
         if self._learns:
             self._report.remeasure()
 
-    def forget(self) -> None:
+    def drop_step(self) -> None:
         """Drop the offloaded activations."""
         if self._offload is not None:
             self._offload.forget()

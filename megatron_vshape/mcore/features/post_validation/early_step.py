@@ -89,7 +89,7 @@ class EarlyStart(StepFeature):
         instructions = drain(context.program, ahead.ends, context.groups.pp.rank())
         run_drain(instructions, context.transport, context.transport.blank())
         context.parts.clear()  # as at the end of a step
-        self._runner.forget_step()
+        self._runner.drop_step()
         for replay in self._replays:
             replay.rewind()
         ahead.random.restore()
@@ -105,7 +105,7 @@ class EarlyStart(StepFeature):
             replay.forget()
         return None if ahead is None else (ahead.context, ahead.run)
 
-    def read(self, context: StepContext) -> None:
+    def change_data(self, context: StepContext) -> None:
         """Wrap the iterators so that they can replay microbatches of a step that is rolled back."""
         known = {id(each.source): each for each in self._replays}
         for each in context.iterators:

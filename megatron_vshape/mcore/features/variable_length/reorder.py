@@ -309,7 +309,7 @@ class VariableLength(StepFeature):
         self._reorderer: MicrobatchReorderer | None = None  # set once microbatches can be reordered
         self._keeps_order: bool | None = None  # agreed by all ranks once; None before
 
-    def read(self, context: StepContext) -> None:
+    def change_data(self, context: StepContext) -> None:
         """Reorder the microbatches of this step, and read them in that order.
 
         If ranks may be in different steps, they would have to wait for each other to agree on an
