@@ -301,14 +301,14 @@ def _memory() -> dict[str, int]:
 def _passes(sizes: Sizes, whole: bool) -> list[Any]:
     """Return the passes of rank 0 under v-half."""
     from megatron_vshape.core.model.placement import stages_of
-    from megatron_vshape.mcore.setup.choice import ScheduleConfig
+    from megatron_vshape.mcore.setup.choice import ScheduleChoice
     from megatron_vshape.mcore.setup.plans import Planner
     from megatron_vshape.mcore.split.graphs import passes_of
 
-    choice = ScheduleConfig(sizes.ranks, "v-half")
+    choice = ScheduleChoice(sizes.ranks, "v-half")
     if whole:
         stages = frozenset(range(2 * sizes.ranks))
-        choice = ScheduleConfig(sizes.ranks, "v-half", whole_stages=stages)
+        choice = ScheduleChoice(sizes.ranks, "v-half", whole_stages=stages)
     program = Planner(choice).training(sizes.microbatches).program
     return passes_of(program, 0, stages_of(choice.placement, sizes.ranks)[0])
 

@@ -12,7 +12,7 @@ import hashlib
 import time
 from statistics import median
 
-from megatron_vshape.mcore.setup.choice import ScheduleConfig
+from megatron_vshape.mcore.setup.choice import ScheduleChoice
 from megatron_vshape.mcore.setup.plans import Planner
 
 NAMES = ("1f1b", "zb-h1", "1f1b-v", "v-min", "v-half", "v-zb")
@@ -21,7 +21,7 @@ TRANSPORTS = ("gloo", "NCCL", "NCCL, variable lengths")
 
 def times_ms(name: str, transport: str, devices: int, counts: range) -> dict[str, list[float]]:
     """Measure the plan, the hash and the evaluation program of every count, in ms of processor."""
-    planner = Planner(ScheduleConfig(devices, name, kernels=transport != "gloo"))
+    planner = Planner(ScheduleChoice(devices, name, kernels=transport != "gloo"))
     if "variable" in transport:
         planner.expect_any_length()
     planner.training(2)  # one-time work of a process: imports and tables of kinds

@@ -19,7 +19,7 @@ from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.request import AUTO, is_megatrons_own
 from megatron_vshape.mcore.features.overlap import conflicts
 from megatron_vshape.mcore.layout import given_layout, hybrid, multi_token
-from megatron_vshape.mcore.layout.stage_map import HASH_LAYERS, StageMap, given_layers
+from megatron_vshape.mcore.layout.stage_map import HASH_LAYERS, StageMap, specified_layers
 from megatron_vshape.mcore.options import OPTIONS, TRACE_STEPS, Options
 from megatron_vshape.mcore.refusals import (
     ENGINE,
@@ -30,7 +30,7 @@ from megatron_vshape.mcore.refusals import (
     check_derived,
 )
 from megatron_vshape.mcore.setup.choice import (
-    ScheduleConfig,
+    ScheduleChoice,
     check_batch_size,
     check_stages,
     resolve_schedule,
@@ -105,7 +105,7 @@ def own_options(options: Mapping[str, Any], schedule: str | None) -> Options:
             given[name] = OPTIONS[name].values.of_text(value) if isinstance(value, str) else value
     except ArgumentTypeError as error:
         raise ScheduleError(f"{OPTIONS[name].argument} {error}") from None
-    own = Options.given(given)
+    own = Options.from_values(given)
     if schedule is not None:
         own = replace(own, schedule=schedule)
         if schedule == AUTO and own.costs_file is None and own.profile_steps is None:
@@ -160,7 +160,7 @@ class _Checked(NamedTuple):
 
 
 def _is_settled(
-    left: SimpleNamespace, choice: ScheduleConfig, own: Options, found: _Checked
+    left: SimpleNamespace, choice: ScheduleChoice, own: Options, found: _Checked
 ) -> bool:
     """Run the checks of a run once, and remove rejected options from `left`.
 
@@ -194,7 +194,7 @@ def _uncounted(left: SimpleNamespace, names: Collection[str]) -> Iterator[Notice
 
 
 def _reasons(
-    error: Exception, names: Collection[str], left: SimpleNamespace, choice: ScheduleConfig
+    error: Exception, names: Collection[str], left: SimpleNamespace, choice: ScheduleChoice
 ) -> list[str]:
     """Return the messages of an error: all of them if it is the first of several conflicts."""
     several = (
@@ -203,7 +203,7 @@ def _reasons(
     return several if str(error) in several else [str(error)]
 
 
-def _check(given: Any, choice: ScheduleConfig, own: Options) -> None:
+def _check(given: Any, choice: ScheduleChoice, own: Options) -> None:
     """Raise the error that a run with these options would raise before it builds a model."""
     choice, translated = translate_and_check(given, choice, own, check_arguments)
     check_derived(given, choice.name)
@@ -225,7 +225,7 @@ def _layers(
     if count is None and getattr(given, hybrid.OPTION, None) is None:
         given = copy(given)
         given.num_layers = sum(map(int, str(text).split(",")))
-    layers, _ = given_layers(given, placement, text, costs)
+    layers, _ = specified_layers(given, placement, text, costs)
     return layers or given_layout.nearest(count_layers(given) or 0, len(placement))
 
 

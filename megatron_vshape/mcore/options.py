@@ -234,14 +234,14 @@ class Options:
     )
 
     @classmethod
-    def given(cls, values: Mapping[str, Any]) -> Options:
+    def from_values(cls, values: Mapping[str, Any]) -> Options:
         """Create options from values that are not None; a trace implies profiled steps."""
         steps = {"profile_steps": TRACE_STEPS} if values.get("trace_folder") is not None else {}
         return cls(**steps | {name: value for name, value in values.items() if value is not None})
 
     def check(self) -> None:
         """Raise UnsupportedError for an invalid value."""
-        for name in self._given():
+        for name in self._changed():
             OPTIONS[name].values.check(getattr(self, name), OPTIONS[name].flag or name)
 
     def flags_for_ours(self) -> list[str]:
@@ -250,10 +250,10 @@ class Options:
         Profiled steps that a trace implies do not count.
         """
         own = None if self.trace_folder is None else "profile_steps"
-        given = [at for at in self._given() if OPTIONS[at].for_ours and at != own]
+        given = [at for at in self._changed() if OPTIONS[at].for_ours and at != own]
         return [OPTIONS[at].flag or at for at in given]
 
-    def _given(self) -> list[str]:
+    def _changed(self) -> list[str]:
         return [each.name for each in fields(self) if getattr(self, each.name) != each.default]
 
     @property
@@ -306,7 +306,7 @@ def options_of(args: Namespace) -> Options:
     given = {name: getattr(args, option.argument, None) for name, option in OPTIONS.items()}
     if given["timeout_seconds"] is None:
         given["timeout_seconds"] = TIMEOUT_SHARE * watchdog_seconds(args)
-    return Options.given(given)
+    return Options.from_values(given)
 
 
 def watchdog_seconds(args: Namespace) -> float:
@@ -330,7 +330,7 @@ def options_from(given: Mapping[str, Any]) -> Options:
     for name, value in given.items():
         if value is not None:
             OPTIONS[name].values.check(value, name)
-    options = Options.given(given)
+    options = Options.from_values(given)
     if options.schedule is None or options.asks_for_megatrons_own:
         raise UnsupportedError(
             f"schedule is {options.schedule!r}: give one of this package, such as 'v-half'; "

@@ -21,7 +21,7 @@ from mcore.farm import MODEL, SCRIPT, Ended, Farm
 from megatron_vshape.core.model.kinds import PARTS, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.instructions import Run
-from megatron_vshape.mcore.setup.choice import ScheduleConfig
+from megatron_vshape.mcore.setup.choice import ScheduleChoice
 from megatron_vshape.mcore.setup.plans import Planner
 
 V_HALF = ("--pipeline-schedule", "v-half", "--pipeline-timeout", "60")
@@ -38,7 +38,7 @@ TOLD = re.compile(
 
 def passes(device: int, kind: Kind) -> list[Pass]:
     """Return the passes of a kind that a device runs, in order; a W that stands with B is in BW."""
-    program = Planner(ScheduleConfig(4, "v-half")).training(8).program
+    program = Planner(ScheduleChoice(4, "v-half")).training(8).program
     runs = [each.work for each in program.instructions[device] if isinstance(each, Run)]
     return [work for work in runs if work.kind is kind]
 

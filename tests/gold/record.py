@@ -34,7 +34,7 @@ from megatron_vshape.core.paper.catalogue import EVERY_NAME
 from megatron_vshape.core.planner import search
 from megatron_vshape.core.request import PlanRequest, evaluate_schedule
 from megatron_vshape.mcore.options import Options
-from megatron_vshape.mcore.setup.choice import GIB, ScheduleConfig, resolve_schedule
+from megatron_vshape.mcore.setup.choice import GIB, ScheduleChoice, resolve_schedule
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.tuning.configurations import ADAPTIVE, Configuration
 from megatron_vshape.tuning.files import load_sweep
@@ -187,7 +187,7 @@ class Recorder:
         stages = devices * draw.choice((2, 2, 4))
         costs = Costs.from_json(json.dumps(costs_data(draw, family, stages)))
         name = draw.choice(("auto", "auto", "v-half+", "v-min", "1f1b", "zb-h1", "v-zb"))
-        choice = ScheduleConfig(
+        choice = ScheduleChoice(
             devices,
             name,
             costs=None if draw.random() < 0.2 and name != "auto" else costs,

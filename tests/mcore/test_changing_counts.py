@@ -12,7 +12,7 @@ import torch
 from mcore.farm import Farm
 
 from megatron_vshape.mcore.setup import plans
-from megatron_vshape.mcore.setup.choice import ScheduleConfig
+from megatron_vshape.mcore.setup.choice import ScheduleChoice
 from megatron_vshape.mcore.setup.plans import Planner
 
 PLUGIN = Path(__file__).parent / "changing_counts.py"
@@ -66,7 +66,7 @@ def test_losses_are_those_of_1f1b_and_nothing_accumulates(
 @pytest.mark.parametrize("name", ["1f1b-v", "v-min", "v-half", "v-zb", "v-two-thirds", "zb-h1"])
 @pytest.mark.parametrize("kernels", [True, False])
 def test_any_number_of_microbatches_has_a_program(name: str, kernels: bool) -> None:
-    planner = Planner(ScheduleConfig(4, name, kernels=kernels))
+    planner = Planner(ScheduleChoice(4, name, kernels=kernels))
     for count in (*range(1, 18), 31):
         plan, program = planner.training(count), planner.evaluation(count)
         assert plan.schedule.num_microbatches == count
@@ -79,7 +79,7 @@ def test_plans_are_dropped_when_they_have_not_been_used_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(plans, "MOST_MICROBATCHES", 20)
-    planner = Planner(ScheduleConfig(2, "v-half"))
+    planner = Planner(ScheduleChoice(2, "v-half"))
     first = planner.training(2)
     for count in range(3, 40):
         planner.training(count)
@@ -99,7 +99,7 @@ def test_a_plan_is_made_without_collections(monkeypatch: pytest.MonkeyPatch) -> 
         return original(*args, **options)
 
     monkeypatch.setattr(plans, "lower", lower)
-    planner = Planner(ScheduleConfig(2, "v-half"))
+    planner = Planner(ScheduleChoice(2, "v-half"))
     planner.training(3)
     planner.evaluation(3)
     assert (enabled, gc.isenabled()) == ([False, False], True)

@@ -21,7 +21,7 @@ from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.paper.catalogue import NAMES
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import UnsupportedError, check_split_graphs
-from megatron_vshape.mcore.setup.choice import ScheduleConfig
+from megatron_vshape.mcore.setup.choice import ScheduleChoice
 from megatron_vshape.mcore.setup.configure import _splits_graphs
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.split.graphs import (
@@ -164,7 +164,7 @@ class TestHazards:
 
 def _rows(name: str, ranks: int, microbatches: int) -> list[tuple[int, list[ChunkPass]]]:
     """Return of every rank of a schedule how many chunks and which passes it has."""
-    planner = Planner(ScheduleConfig(ranks, name))
+    planner = Planner(ScheduleChoice(ranks, name))
     program = planner.training(microbatches).program
     stages = stages_of(planner.choice.placement, ranks)
     return [(len(own), passes_of(program, rank, own)) for rank, own in enumerate(stages)]

@@ -23,7 +23,7 @@ from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.paper.catalogue import NAMES
 from megatron_vshape.mcore.refusals import UnsupportedError, check_config
-from megatron_vshape.mcore.setup.choice import ScheduleConfig
+from megatron_vshape.mcore.setup.choice import ScheduleChoice
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.split.graphs import (
     capture_late,
@@ -61,7 +61,7 @@ def captured_orders(ended: Ended) -> list[list[int]]:
 
 def rows_of(schedule: str, ranks: int, microbatches: int) -> list[list[int]]:
     """Return the rows of the schedule, as TE takes them."""
-    choice = ScheduleConfig(ranks, schedule)
+    choice = ScheduleChoice(ranks, schedule)
     own = stages_of(choice.placement, ranks)
     rows = []
     for rank, row in enumerate(Planner(choice).training(microbatches).schedule.order):
@@ -137,7 +137,7 @@ def test_transformer_engine_captures_and_replays_them(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_order_is_the_programs_with_every_microbatch_once(name: str) -> None:
-    planner = Planner(ScheduleConfig(4, name))
+    planner = Planner(ScheduleChoice(4, name))
     program = planner.training(8).program
     for rank, stages in enumerate(stages_of(planner.choice.placement, 4)):
         order = capture_order(program, rank, stages)
@@ -218,7 +218,7 @@ class TestScope:
         assert cover_whole_layers(given) is covers
 
     def test_stages_that_are_covered_run_whole_backwards(self) -> None:
-        plan = Planner(ScheduleConfig(4, "v-half", whole_stages=frozenset(range(7)))).training(8)
+        plan = Planner(ScheduleChoice(4, "v-half", whole_stages=frozenset(range(7)))).training(8)
         kinds = {each.kind for row in plan.schedule.order for each in row if each.stage < 7}
         assert kinds == {Kind.F, Kind.BW}
         kinds = {each.kind for row in plan.schedule.order for each in row if each.stage == 7}
@@ -234,7 +234,7 @@ def test_graphs_are_captured_when_the_order_is_the_last() -> None:
 
 
 def test_no_other_program_runs_than_the_captured_one() -> None:
-    planner = Planner(ScheduleConfig(4, "v-half"))
+    planner = Planner(ScheduleChoice(4, "v-half"))
     captured = planner.training(8).program
     _check_captured(None, captured)
     _check_captured(captured, planner.training(8).program)

@@ -21,7 +21,7 @@ from megatron_vshape.mcore.features.vocabulary import SharedEnds
 from megatron_vshape.mcore.layout.hybrid import cut
 from megatron_vshape.mcore.layout.sizes import option_reader, sizes_of
 from megatron_vshape.mcore.layout.stage_map import split_layers
-from megatron_vshape.mcore.setup.choice import ScheduleConfig
+from megatron_vshape.mcore.setup.choice import ScheduleChoice
 from megatron_vshape.mcore.setup.configure import pipeline_from_args
 from megatron_vshape.mcore.setup.plans import PlannedStep, Planner
 from megatron_vshape.mcore.setup.translate import translate
@@ -141,7 +141,7 @@ def test_estimates_equal_those_of_the_gpt(
     monkeypatch.setattr("megatron_vshape.core.planner.search.default_steps", lambda _: 10_000)
 
     def plan(given: Namespace, text: str | None) -> PlannedStep:
-        choice = ScheduleConfig(4, name, shares_vocabulary=shares)
+        choice = ScheduleChoice(4, name, shares_vocabulary=shares)
         ends = SharedEnds() if shares else None
         found = split_layers(given, choice.placement, text, None, ends=ends)
         return Planner(replace(choice, estimate=found.estimate)).training(8)

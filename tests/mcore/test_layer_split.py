@@ -20,7 +20,7 @@ from megatron_vshape.core.request import PlanRequest
 from megatron_vshape.mcore.features.vocabulary import SharedEnds
 from megatron_vshape.mcore.layout.stage_map import split_layers
 from megatron_vshape.mcore.options import Options
-from megatron_vshape.mcore.setup.choice import ScheduleConfig
+from megatron_vshape.mcore.setup.choice import ScheduleChoice
 from megatron_vshape.mcore.setup.configure import _limit_bytes
 
 Train = Callable[..., Ended]
@@ -116,7 +116,7 @@ def test_a_limit_in_gib_deals_layers_by_all_that_a_rank_needs() -> None:
     layer, last = replace(plain.layer, state_bytes=2.0), replace(plain.last, state_bytes=14.0)
     costs = replace(plain, layer=layer, last=last).costs((3, 3, 3, 3))
     options = Options(schedule="auto", layer_split="auto")
-    choice = ScheduleConfig(2, "auto", costs=costs, limit_bytes=24.0)
+    choice = ScheduleChoice(2, "auto", costs=costs, limit_bytes=24.0)
     assert _limit_bytes(replace(choice, costs=plain.costs((3, 3, 3, 3))), options) is None
     limit = _limit_bytes(choice, options)
     assert limit == 24

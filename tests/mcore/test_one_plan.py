@@ -13,7 +13,7 @@ from megatron_vshape.core.model.schedule import Objective, load_schedule
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner import search
 from megatron_vshape.core.request import AUTO, PLUS_NAMES, PlanRequest
-from megatron_vshape.mcore.setup.choice import GIB, ScheduleConfig
+from megatron_vshape.mcore.setup.choice import GIB, ScheduleChoice
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.tuning.configurations import NONE, Configuration, Layout, SweepError
 from megatron_vshape.tuning.predictor import plan_adaptive
@@ -45,7 +45,7 @@ def costs_of(draw: random.Random) -> Costs:
 
 
 def by_trainer(name: str, microbatches: int, costs: Costs, limit: float | None) -> object:
-    choice = ScheduleConfig(
+    choice = ScheduleChoice(
         DEVICES, name, costs=costs, limit_bytes=limit, shares_vocabulary=len(costs.others) > 0
     )
     return Planner(choice).training(microbatches).schedule.order
@@ -57,7 +57,7 @@ def by_command(file: Path, name: str, microbatches: int, limit: float | None) ->
     sizes = ["--devices", str(DEVICES), "--microbatches", str(microbatches), "--costs", str(file)]
     if name == AUTO:
         costs = Costs.load(file)
-        placement = ScheduleConfig(DEVICES, AUTO, costs=costs).placement
+        placement = ScheduleChoice(DEVICES, AUTO, costs=costs).placement
         question = PlanRequest(
             AUTO, DEVICES, microbatches, costs, limit=limit, placements=(placement,)
         )
@@ -72,7 +72,7 @@ def by_sweep(microbatches: int, costs: Costs, limit: float) -> object:
         ("data_parallel", "tensor_parallel", "context_parallel", "microbatch_size"), 1
     )
     it = Configuration(AUTO, recompute=NONE, layout=Layout.EVEN, **sizes, **alone)
-    placement = ScheduleConfig(DEVICES, AUTO, costs=costs).placement
+    placement = ScheduleChoice(DEVICES, AUTO, costs=costs).placement
     limits = [limit] * DEVICES
     return plan_adaptive(it, placement, costs, limits, Objective.MAKESPAN).schedule.order
 

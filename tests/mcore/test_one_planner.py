@@ -14,7 +14,7 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.setup import one_planner, plans
-from megatron_vshape.mcore.setup.choice import ScheduleConfig
+from megatron_vshape.mcore.setup.choice import ScheduleChoice
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.plans import Planner
 
@@ -63,7 +63,7 @@ def test_a_job_of_many_ranks_plans_in_one_process(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(plans, "plan_request", counted)
     store = dist.HashStore()
-    choice = ScheduleConfig(2, "auto", costs=Costs.uniform(2, 4))
+    choice = ScheduleChoice(2, "auto", costs=Costs.uniform(2, 4))
 
     def run(rank: int) -> tuple[str, ...]:
         planner = Planner(choice, Simulated(rank, RANKS, store))

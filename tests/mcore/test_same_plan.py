@@ -19,7 +19,7 @@ from megatron_vshape.mcore.observe.report import (
     static_memory,
 )
 from megatron_vshape.mcore.options import Options
-from megatron_vshape.mcore.setup.choice import ScheduleConfig
+from megatron_vshape.mcore.setup.choice import ScheduleChoice
 from megatron_vshape.mcore.setup.plans import Agreement, Planner
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.activation_tracker import ActivationTracker
@@ -118,7 +118,7 @@ def test_what_passes_allocate_and_free_is_kept_free(monkeypatch: pytest.MonkeyPa
     with report.training_step([], 4, 1):
         pass
     assert report.within_passes_bytes == 4000
-    planner = Planner(ScheduleConfig(2, "auto", limit_bytes=1e6))
+    planner = Planner(ScheduleChoice(2, "auto", limit_bytes=1e6))
     planner.reserve((10, 20))
     pipeline: Any = SimpleNamespace(planner=planner, options=Options("auto", 1.0))
     module = "megatron_vshape.mcore.observe.profiling"

@@ -16,7 +16,7 @@ from mcore.test_training import UNTIED, losses
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.schedule import load_schedule
 from megatron_vshape.mcore.observe.profiling import NAMED, PLAN, RUNS, TURN, TURNS, Profiler, Trial
-from megatron_vshape.mcore.setup.choice import ScheduleConfig
+from megatron_vshape.mcore.setup.choice import ScheduleChoice
 from megatron_vshape.mcore.setup.plans import Planner
 
 Train = Callable[..., Ended]
@@ -132,11 +132,11 @@ def test_the_plan_is_compared_with_the_fastest_schedule_within_the_limit(
         held_after_backward_bytes=(GIB,) * 8,
     )
     bytes_ = limit * GIB if isinstance(limit, float) else None
-    choice = ScheduleConfig(4, "auto", costs=costs, limit_bytes=bytes_)
+    choice = ScheduleChoice(4, "auto", costs=costs, limit_bytes=bytes_)
     if isinstance(limit, str):
         choice = replace(choice, limit_of=limit)
     planner = Planner(choice)
-    plan = Planner(ScheduleConfig(4, "1f1b-v")).training(8)
+    plan = Planner(ScheduleChoice(4, "1f1b-v")).training(8)
     best = planner.best_by_name(plan)
     assert name == (best and best.schedule.name)
     if best is not None:  # a plan that is this schedule needs no trial

@@ -23,7 +23,7 @@ from megatron_vshape.mcore.refusals import (
     check_config,
     check_derived,
 )
-from megatron_vshape.mcore.setup.choice import ScheduleConfig
+from megatron_vshape.mcore.setup.choice import ScheduleChoice
 from megatron_vshape.mcore.setup.configure import pipeline_from_args, recomputed_inputs
 from megatron_vshape.mcore.setup.features import Settings
 from megatron_vshape.mcore.setup.megatron_schedules import megatrons_own
@@ -39,9 +39,9 @@ def test_every_backward_is_whole(name: str) -> None:
     verify(schedule)
     kinds = {work.kind for row in schedule.order for work in row}
     assert kinds == {Kind.F, Kind.BW}
-    plan = Planner(ScheduleConfig(4, name, keeps_backward_whole=True)).training(8)
+    plan = Planner(ScheduleChoice(4, name, keeps_backward_whole=True)).training(8)
     assert not plan.program.schedule.splits_backward
-    assert plan.peak_chunks <= Planner(ScheduleConfig(4, name)).training(8).peak_chunks
+    assert plan.peak_chunks <= Planner(ScheduleChoice(4, name)).training(8).peak_chunks
 
 
 class TopKRouter(nn.Linear):
@@ -124,7 +124,7 @@ def test_megatrons_rl_has_one_chunk_in_the_order_of_the_ranks() -> None:
         with pytest.raises(UnsupportedError, match="with one chunk per rank, such as zb-h1"):
             check_arguments(args, "mine.json", placement)
     with pytest.raises(UnsupportedError, match="--perform-rl-step: its training data is generated"):
-        FEATURE.check(Settings(args, ScheduleConfig(4, "zb-h1"), Options(post_validates=True)))
+        FEATURE.check(Settings(args, ScheduleChoice(4, "zb-h1"), Options(post_validates=True)))
     args.context_parallel_size = 2  # Megatron then builds a model without it to generate with
     with pytest.raises(UnsupportedError, match="--context-parallel-size 2 together: a second"):
         check_arguments(args, "zb-h1", looping(4, 1))

@@ -26,7 +26,7 @@ from megatron_vshape.mcore.layout.stage_map import check_tied_embeddings
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import UnsupportedError, refused_model, refusing
 from megatron_vshape.mcore.setup import configure
-from megatron_vshape.mcore.setup.choice import ScheduleConfig, resolve_schedule
+from megatron_vshape.mcore.setup.choice import ScheduleChoice, resolve_schedule
 from megatron_vshape.mcore.setup.configure import Pipeline, StageLayout
 from megatron_vshape.mcore.setup.features import BuiltChunk, features
 from megatron_vshape.mcore.setup.translate import log_translated, translate
@@ -115,7 +115,7 @@ def embedding_ranks(placement: Placement, pipeline_ranks: Sequence[int]) -> list
     return sorted({pipeline_ranks[placement[0]], pipeline_ranks[placement[-1]]})
 
 
-def _schedule_for(session: Session, ranks: int) -> ScheduleConfig | None:
+def _schedule_for(session: Session, ranks: int) -> ScheduleChoice | None:
     """Return the schedule for `ranks` pipeline ranks, or None if Megatron's schedule runs."""
     pipeline, options = session.pipeline, session.library_options
     if pipeline is not None and pipeline.stage_map.num_ranks == ranks:
@@ -265,11 +265,19 @@ def _chunk_has_end(session: Session, end: int, chunk: int | None) -> bool | None
     return pipeline.ends(parallel_state.get_pipeline_model_parallel_rank(), chunk)[end]
 
 
-def vp_stage_check(end: int) -> Function:
-    """Create the replacement of Megatron's check whether a chunk is the first or last of its rank.
+def _rank_has_end(session: Session, end: int) -> bool:
+    """Return whether a chunk of this rank is the model's first (`end` 0) or last (1) stage."""
+    assert session.pipeline is not None
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    return bool(session.pipeline.stage_map.end_ranks[end] == rank)
 
-    Libraries combine it with `pp_stage_check`. While models are built, both are true together for
-    the chunk with this end of the model, wherever the schedule places it.
+
+def vp_stage_check(end: int) -> Function:
+    """Create the replacement of `is_vp_first_stage` (`end` 0) or of `is_vp_last_stage` (`end` 1).
+
+    Megatron checks whether a chunk is the first or last of its rank. Libraries combine it with the
+    check of `pp_stage_check`. While models are built, both are true together for the chunk with
+    this end of the model, wherever the schedule places it.
     """
 
     @replaces
@@ -284,9 +292,10 @@ def vp_stage_check(end: int) -> Function:
 
 
 def pp_stage_check(end: int) -> Function:
-    """Create the replacement of Megatron's check whether a rank is the first or last of a pipeline.
+    """Create the replacement of `is_pp_first_stage` (`end` 0) or of `is_pp_last_stage` (`end` 1).
 
-    While models are built, it is true for the rank that has this end of the model in any chunk.
+    Megatron checks whether a rank is the first or last of its pipeline. While models are built, the
+    check is true for the rank that has this end of the model in any chunk.
     """
 
     @replaces
@@ -295,6 +304,39 @@ def pp_stage_check(end: int) -> Function:
         if found is None and session.build.is_extensible:
             found = _rank_has_end(session, end)
         return bool(original(pp_group)) if found is None else found
+
+    return check
+
+
+def pipeline_stage_check(end: int) -> Function:
+    """Create the replacement of `is_pipeline_first_stage` (`end` 0) or `..._last_stage` (`end` 1).
+
+    The stage is that of `vp_stage` if given (and not ignored), else that of the running chunk. If
+    no chunk runs, the result is about the rank. While models are built: whether any of its chunks
+    is that stage. Afterwards: Megatron's result, its position in the pipeline, because the last
+    rank gets the results of the loss (`build_pipeline`).
+    """
+
+    @replaces
+    def check(
+        session: Session,
+        original: Function,
+        ignore_virtual: bool = True,
+        vp_stage: int | None = None,
+    ) -> bool:
+        pipeline = session.pipeline
+        # Every rank computes a part of the loss here, and counts as first and last.
+        if session.step.has_logits:
+            return True
+        chunk = session.step.running_chunk if ignore_virtual else vp_stage
+        # With one chunk per rank, callers pass no vp_stage; chunk 0 is the only candidate.
+        if pipeline is not None and not ignore_virtual and pipeline.stage_map.num_chunks == 1:
+            chunk = 0
+        if chunk is None and session.build.is_extensible and pipeline is not None:
+            return _rank_has_end(session, end)
+        if pipeline is None or chunk is None:
+            return bool(original(ignore_virtual=ignore_virtual, vp_stage=vp_stage))
+        return pipeline.ends(parallel_state.get_pipeline_model_parallel_rank(), chunk)[end]
 
     return check
 
@@ -353,46 +395,6 @@ def several_stacks_init(
         with refusing():
             raise refused_model(session.pipeline.choice.name, type(model).__name__)
     original(model, *args, **options)
-
-
-def _rank_has_end(session: Session, end: int) -> bool:
-    """Return whether a chunk of this rank is the model's first (`end` 0) or last (1) stage."""
-    assert session.pipeline is not None
-    rank = parallel_state.get_pipeline_model_parallel_rank()
-    return bool(session.pipeline.stage_map.end_ranks[end] == rank)
-
-
-def pipeline_stage_check(end: int) -> Function:
-    """Create the replacement of `is_pipeline_first_stage` (`end` 0) or of the last (`end` 1).
-
-    The stage is that of `vp_stage` if given (and not ignored), else that of the running chunk. If
-    no chunk runs, the result is about the rank. While models are built: whether any of its chunks
-    is that stage. Afterwards: Megatron's result, its position in the pipeline, because the last
-    rank gets the results of the loss (`build_pipeline`).
-    """
-
-    @replaces
-    def check(
-        session: Session,
-        original: Function,
-        ignore_virtual: bool = True,
-        vp_stage: int | None = None,
-    ) -> bool:
-        pipeline = session.pipeline
-        # Every rank computes a part of the loss here, and counts as first and last.
-        if session.step.has_logits:
-            return True
-        chunk = session.step.running_chunk if ignore_virtual else vp_stage
-        # With one chunk per rank, callers pass no vp_stage; chunk 0 is the only candidate.
-        if pipeline is not None and not ignore_virtual and pipeline.stage_map.num_chunks == 1:
-            chunk = 0
-        if chunk is None and session.build.is_extensible and pipeline is not None:
-            return _rank_has_end(session, end)
-        if pipeline is None or chunk is None:
-            return bool(original(ignore_virtual=ignore_virtual, vp_stage=vp_stage))
-        return pipeline.ends(parallel_state.get_pipeline_model_parallel_rank(), chunk)[end]
-
-    return check
 
 
 @replaces

@@ -183,7 +183,7 @@ def split_layers(
         ScheduleError: The layers or the costs do not fit the stages.
     """
     # On every rank alike, without communication: it depends on options and files only.
-    layers, measured = given_layers(args, placement, text, costs)
+    layers, measured = specified_layers(args, placement, text, costs)
     sizes = _sizes(args)
     if layers is None:
         pieces = measured or estimated_pieces(sizes, len(placement))
@@ -205,7 +205,7 @@ def split_layers(
     return Split(layers, costs, estimate, sizes.shares)
 
 
-def given_layers(
+def specified_layers(
     args: Any, placement: Placement, text: str | None, costs: Costs | None
 ) -> tuple[tuple[int, ...] | None, Pieces | None]:
     """Return the layers of every stage, or None to balance them, and the measured pieces.

@@ -18,7 +18,7 @@ from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.paper import catalogue
 from megatron_vshape.mcore.observe.report import RunReport
-from megatron_vshape.mcore.setup.choice import ScheduleConfig
+from megatron_vshape.mcore.setup.choice import ScheduleChoice
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.activation_tracker import ActivationTracker
@@ -112,7 +112,7 @@ class MeteredSchedule:
         ranks = parallel_state.get_pipeline_model_parallel_world_size()
         chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
         planner = (
-            Planner(ScheduleConfig(ranks, name))
+            Planner(ScheduleChoice(ranks, name))
             if name in catalogue.NAMES and chunks == 1
             else None
         )

@@ -38,7 +38,7 @@ CHUNKS = (2, 4)
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduleConfig:
+class ScheduleChoice:
     """The schedule that the flags select; the input of all plans before the first step."""
 
     num_devices: int
@@ -115,7 +115,7 @@ class ScheduleConfig:
         return v_shape(self.num_devices) if chunks == 2 else looping(self.num_devices, chunks)
 
 
-def resolve_schedule(options: Options, num_devices: int, loss_last: bool = False) -> ScheduleConfig:
+def resolve_schedule(options: Options, num_devices: int, loss_last: bool = False) -> ScheduleChoice:
     """Find the schedule that the options name (a name or a file), with all options of features.
 
     Makes no schedule yet: this needs the number of microbatches (`plans.Planner`).
@@ -128,7 +128,7 @@ def resolve_schedule(options: Options, num_devices: int, loss_last: bool = False
     """
     options.check()
     name, limit = str(options.schedule), options.memory_limit_gib
-    choice = ScheduleConfig(num_devices, name, costs=options.costs(), loss_last=loss_last)
+    choice = ScheduleChoice(num_devices, name, costs=options.costs(), loss_last=loss_last)
     if choice.plans_by_costs:
         _check_adaptive(choice, limit, measures=options.profile_steps is not None)
         if isinstance(limit, str):  # a schedule whose activation memory is the limit
@@ -161,7 +161,7 @@ def _read_file(name: str, num_devices: int) -> Schedule | None:
     return found
 
 
-def _check_adaptive(choice: ScheduleConfig, limit: float | str | None, measures: bool) -> None:
+def _check_adaptive(choice: ScheduleChoice, limit: float | str | None, measures: bool) -> None:
     """Raise ScheduleError for inputs that the adaptive scheduler does not support.
 
     With `measures`, the run measures costs if none are given.
@@ -193,8 +193,8 @@ Check = Callable[[Any, str, Placement], None]
 
 
 def translate_and_check(
-    model: Any, choice: ScheduleConfig, options: Options, check: Check
-) -> tuple[ScheduleConfig, Translated]:
+    model: Any, choice: ScheduleChoice, options: Options, check: Check
+) -> tuple[ScheduleChoice, Translated]:
     """Translate options for Megatron's stages and reset them in `model`; reject unsupported ones.
 
     Returns the choice without alternatives that this model does not support, and the translated
@@ -215,14 +215,14 @@ def translate_and_check(
     return choice, replace(translated, warnings=tuple(known_to_lose(model, choice)))
 
 
-def narrowed(settings: Settings) -> ScheduleConfig:
+def narrowed(settings: Settings) -> ScheduleChoice:
     """Return the choice without the alternatives (numbers of slices) that the model rules out."""
     for feature in features():
         settings = replace(settings, choice=feature.narrow(settings))
     return settings.choice
 
 
-def known_to_lose(model: Any, choice: ScheduleConfig) -> Iterator[str]:
+def known_to_lose(model: Any, choice: ScheduleChoice) -> Iterator[str]:
     """Yield a warning for combinations that are slower than Megatron's schedule."""
     whole = getattr(model, "recompute_granularity", None) == "full"
     if whole and choice.name in NAMES and make(choice.name, 2, 2).splits_backward:
@@ -254,7 +254,7 @@ def check_stages(settings: Settings, stage_map: StageMap, ties_ends: bool) -> No
         check_tied_embeddings(stage_map)
 
 
-def check_batch_size(choice: ScheduleConfig, args: Any) -> None:
+def check_batch_size(choice: ScheduleChoice, args: Any) -> None:
     """Raise ScheduleError if the batch size changes and the schedule is for one number."""
     option = next((each for each in BATCH_SIZES if getattr(args, each, None) is not None), None)
     if choice.from_file is not None and option is not None:

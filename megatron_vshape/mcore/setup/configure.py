@@ -34,7 +34,7 @@ from megatron_vshape.mcore.refusals import (
 )
 from megatron_vshape.mcore.setup.choice import (
     Check,
-    ScheduleConfig,
+    ScheduleChoice,
     check_batch_size,
     check_stages,
     resolve_schedule,
@@ -111,7 +111,7 @@ class Pipeline:
     splits_graphs: bool = False  # capture CUDA graphs of F, B and W instead of F and BW
 
     @property
-    def choice(self) -> ScheduleConfig:
+    def choice(self) -> ScheduleChoice:
         """Return the planner's choice."""
         return self.planner.choice
 
@@ -277,7 +277,7 @@ def build_pipeline(
     )
 
 
-def _capture_after_profile(model: Any, choice: ScheduleConfig, options: Options) -> None:
+def _capture_after_profile(model: Any, choice: ScheduleChoice, options: Options) -> None:
     """Make Megatron capture CUDA graphs after profiled steps, which can change the pass order."""
     if choice.plans_by_costs and options.profile_steps and captures_graphs(model):
         graphs.capture_late(model, options.checked_steps[1])
@@ -306,14 +306,14 @@ def _splits_graphs(model: Any, options: Options) -> bool:
     return True
 
 
-def _split(model: Any, choice: ScheduleConfig, options: Options) -> Split:
+def _split(model: Any, choice: ScheduleChoice, options: Options) -> Split:
     """Return the layers of every stage, and the costs of these stages."""
     text, limit_bytes = options.layer_split, _limit_bytes(choice, options)
     ends = next(filter(None, (feature.ends(choice) for feature in features())), None)
     return split_layers(model, choice.placement, text, choice.costs, limit_bytes, ends)
 
 
-def _limit_bytes(choice: ScheduleConfig, options: Options) -> float | None:
+def _limit_bytes(choice: ScheduleChoice, options: Options) -> float | None:
     """Return the memory limit for the layers of the stages, or None if it is unknown.
 
     It is unknown if the run measures its costs, or if the costs do not include the model states of
@@ -330,8 +330,8 @@ def _limit_bytes(choice: ScheduleConfig, options: Options) -> float | None:
 
 
 def _of_model(
-    choice: ScheduleConfig, model: Any, split: Split, stage_map: StageMap, splits_graphs: bool
-) -> ScheduleConfig:
+    choice: ScheduleChoice, model: Any, split: Split, stage_map: StageMap, splits_graphs: bool
+) -> ScheduleChoice:
     """Return the choice with the model's options and the layers of its stages."""
     # Graphs of full layers cover all stages but the last. If costs determine the schedule, they
     # include how short these W are, and `lower` fuses them with their B.

@@ -23,7 +23,7 @@ from megatron_vshape.mcore.refusals import Refusal
 
 if TYPE_CHECKING:  # they use the features, or torch
     from megatron_vshape.mcore.layout.stage_map import ModelEnds, StageMap
-    from megatron_vshape.mcore.setup.choice import ScheduleConfig
+    from megatron_vshape.mcore.setup.choice import ScheduleChoice
     from megatron_vshape.mcore.setup.configure import Pipeline
     from megatron_vshape.mcore.setup.plans import PlannedStep
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
@@ -39,7 +39,7 @@ class Settings:
     """The settings of a run that start-up checks read."""
 
     model: Any  # Megatron's arguments or a library's config
-    choice: ScheduleConfig
+    choice: ScheduleChoice
     options: Options
 
 
@@ -73,21 +73,21 @@ class Feature:
         """Return whether the options enable the feature, which Megatron's schedules do not have."""
         return False
 
-    def configure(self, choice: ScheduleConfig, options: Options) -> ScheduleConfig:
+    def configure(self, choice: ScheduleChoice, options: Options) -> ScheduleChoice:
         """Return the choice with the feature's options; raises for a value that does not fit."""
         return choice
 
     def check(self, settings: Settings) -> None:
         """Reject options that the feature does not support, before the stages are known."""
 
-    def narrow(self, settings: Settings) -> ScheduleConfig:
+    def narrow(self, settings: Settings) -> ScheduleChoice:
         """Return the choice without alternatives that the model does not support."""
         return settings.choice
 
     def check_stages(self, settings: Settings, stage_map: StageMap) -> None:
         """Reject stages that the feature does not support."""
 
-    def ends(self, choice: ScheduleConfig) -> ModelEnds | None:
+    def ends(self, choice: ScheduleChoice) -> ModelEnds | None:
         """Return the costs of a model whose ends belong to no stage, if the feature does that."""
         return None
 
@@ -95,7 +95,7 @@ class Feature:
     measured_kinds: tuple[Kind, ...] = ()
 
     def adapt_costs(
-        self, choice: ScheduleConfig, costs: Costs | None, num_stages: int
+        self, choice: ScheduleChoice, costs: Costs | None, num_stages: int
     ) -> Costs | None:
         """Return the costs of a run: with the feature's passes if it is enabled, else without.
 
@@ -107,7 +107,7 @@ class Feature:
         """Return the schedule with the feature's passes, if the costs include them."""
         return schedule
 
-    def adapt_evaluation(self, choice: ScheduleConfig, wave: Schedule) -> Schedule:
+    def adapt_evaluation(self, choice: ScheduleChoice, wave: Schedule) -> Schedule:
         """Return the schedule of an evaluation with the feature's passes."""
         return wave
 
@@ -133,7 +133,7 @@ class Feature:
         return False
 
     def change_layers(
-        self, state: StepState, chunks: Sequence[Any], choice: ScheduleConfig
+        self, state: StepState, chunks: Sequence[Any], choice: ScheduleChoice
     ) -> None:
         """Change the layers of the built model for the passes of the feature."""
 
@@ -152,7 +152,7 @@ class Feature:
         return None
 
 
-def adapted_costs(choice: ScheduleConfig, costs: Costs | None, num_stages: int) -> Costs | None:
+def adapted_costs(choice: ScheduleChoice, costs: Costs | None, num_stages: int) -> Costs | None:
     """Return the costs with the passes of enabled features, and without those of others."""
     for feature in features():
         costs = feature.adapt_costs(choice, costs, num_stages)

@@ -42,7 +42,7 @@ from megatron_vshape.core.request import (
     evaluate_named,
     limits_of,
 )
-from megatron_vshape.mcore.setup.choice import GIB, ScheduleConfig
+from megatron_vshape.mcore.setup.choice import GIB, ScheduleChoice
 from megatron_vshape.mcore.setup.features import adapted_costs, adapted_schedule, features
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 
@@ -111,7 +111,7 @@ class Planner:
     order. Everything else is deterministic, so every rank computes it for itself.
     """
 
-    def __init__(self, choice: ScheduleConfig, rank_zero: RankZeroPlanner | None = None) -> None:
+    def __init__(self, choice: ScheduleChoice, rank_zero: RankZeroPlanner | None = None) -> None:
         """Set the choice; costs, memory and P2P sizes of the run follow later.
 
         Without `rank_zero` the process searches for itself.
@@ -154,7 +154,7 @@ class Planner:
         """Return the reserved memory per device: static memory and P2P messages."""
         return tuple(each + self._messages * self._message_bytes for each in self.static_bytes)
 
-    def configure(self, choice: ScheduleConfig) -> None:
+    def configure(self, choice: ScheduleChoice) -> None:
         """Plan with this choice from now on."""
         if choice != self.choice:
             self.choice = choice

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
-from megatron_vshape.mcore.step.stage import StepContext, StepFeature, StepHook
+from megatron_vshape.mcore.step.stage import StepContext, StepFeature, StepPart
 from megatron_vshape.mcore.step_state import unwrapped
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class FirstStep(StepFeature):
         self._look: _Look | None = None
         self._is_over = False
 
-    def begin(self, context: StepContext) -> StepHook | None:
+    def begin(self, context: StepContext) -> StepPart | None:
         """Return the observing part in the first training step."""
         if self._is_over or self._look is not None or context.forward_only:
             return None
@@ -67,7 +67,7 @@ class FirstStep(StepFeature):
         self._look = None
 
 
-class _Look(StepHook):
+class _Look(StepPart):
     """Observations of the passes of a rank's stages."""
 
     def __init__(self, context: StepContext) -> None:

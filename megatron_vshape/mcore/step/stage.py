@@ -1,6 +1,6 @@
 """The context of a step, and the stage that runs the passes of one chunk in it.
 
-At the start of every step, each `StepFeature` returns its `StepHook` for this step. The runner and
+At the start of every step, each `StepFeature` returns its `StepPart` for this step. The runner and
 the stages use optional features only through these two classes.
 """
 
@@ -56,7 +56,7 @@ class Backward(NamedTuple):
     whole: WeightJobs | None = None  # runs the W inside (BW); None: jobs are deferred
 
 
-class Made(NamedTuple):
+class PassResults(NamedTuple):
     """Results of the passes; None for a pass that did not run."""
 
     output: Any  # a Tensor
@@ -64,11 +64,11 @@ class Made(NamedTuple):
     gradient: Tensor | None  # gradient of the input
 
 
-PassRunner = Callable[[Any, Forward | None, Backward | None], Made]
+PassRunner = Callable[[Any, Forward | None, Backward | None], PassResults]
 """Runs an F, a B or both for a TransformerConfig."""
 
 
-class StepHook:
+class StepPart:
     """A feature's part in one step; the defaults do nothing.
 
     `stage` is the stage of the pass, and `is_last` whether it is the last stage of the model.
@@ -162,7 +162,7 @@ class StepContext:
     num_tokens: Tensor = _unset()  # of this rank's microbatches; only the last stage counts them
     # Of the features in `features()` that act in this step: without options, none, and `FirstStep`
     # in the first one.
-    parts: list[StepHook] = field(default_factory=list, init=False, compare=False)
+    parts: list[StepPart] = field(default_factory=list, init=False, compare=False)
     loss_store: list[Any] = field(default_factory=list, init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -223,7 +223,7 @@ class StepFeature:
     def change_data(self, context: StepContext) -> None:
         """Replace the `iterators` or the `order` of a training step, before chunks share them."""
 
-    def begin(self, context: StepContext) -> StepHook | None:
+    def begin(self, context: StepContext) -> StepPart | None:
         """Return its part in a step, or None."""
 
     def end(self, context: StepContext) -> None:
@@ -467,7 +467,7 @@ class MegatronStage:
         tracker.ends(work)
 
 
-def run_by_megatron(config: Any, forward: Forward | None, backward: Backward | None) -> Made:
+def run_by_megatron(config: Any, forward: Forward | None, backward: Backward | None) -> PassResults:
     """Run an F, or a B, as Megatron's schedules do."""
     output = num_tokens = gradient = None
     if forward is not None:
@@ -496,7 +496,7 @@ def run_by_megatron(config: Any, forward: Forward | None, backward: Backward | N
         # Megatron's custom_backward: torch's would reject the output, whose data
         # `_finish_forward` has freed.
         gradient = schedules.backward_step(*read, config)
-    return Made(output, num_tokens, gradient)
+    return PassResults(output, num_tokens, gradient)
 
 
 def loss_maker(step: StepContext, reports: bool = True) -> Callable[..., Tensor | None]:

@@ -16,7 +16,7 @@ from megatron_vshape.mcore.setup.features import Feature, Settings, features
 
 if TYPE_CHECKING:
     from megatron_vshape.mcore.layout.stage_map import StageMap
-    from megatron_vshape.mcore.setup.choice import ScheduleConfig
+    from megatron_vshape.mcore.setup.choice import ScheduleChoice
     from megatron_vshape.mcore.setup.configure import Pipeline
     from megatron_vshape.mcore.setup.plans import PlannedStep
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
@@ -32,7 +32,7 @@ class OffloadFeature(Feature):
         """Return a description if the run measures offloading."""
         return "offloading that the run measures" if NAME in settings.choice.enabled else None
 
-    def configure(self, choice: ScheduleConfig, options: Options) -> ScheduleConfig:
+    def configure(self, choice: ScheduleChoice, options: Options) -> ScheduleChoice:
         """Return the choice with the limit of host memory."""
         limit_bytes = _host_limit_bytes(options.host_memory_limit_gib, choice)
         return replace(choice, moved_limit_bytes=limit_bytes)
@@ -97,7 +97,7 @@ def check_copies(copies: bool, model: Any, schedule: str) -> None:
         )
 
 
-def _host_limit_bytes(limit_gib: float | None, choice: ScheduleConfig) -> float:
+def _host_limit_bytes(limit_gib: float | None, choice: ScheduleChoice) -> float:
     """Return the limit of host memory per device for offloading, in bytes.
 
     Raises:

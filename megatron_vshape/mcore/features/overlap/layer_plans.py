@@ -26,10 +26,10 @@ from megatron_vshape.mcore.refusals import UnsupportedError, refusing
 from megatron_vshape.mcore.step.stage import (
     Backward,
     Forward,
-    Made,
+    PassResults,
     StepContext,
     StepFeature,
-    StepHook,
+    StepPart,
 )
 from megatron_vshape.runtime.weight_jobs import WeightJobs
 
@@ -37,7 +37,7 @@ LayerPlan = Any
 """Megatron's TransformerLayerSchedulePlan."""
 
 
-def run_by_layers(config: Any, forward: Forward | None, backward: Backward | None) -> Made:
+def run_by_layers(config: Any, forward: Forward | None, backward: Backward | None) -> PassResults:
     """Run an F, a B, or both overlapped (of different microbatches).
 
     The results may be allocated on the communication stream; they are safe to use on the current
@@ -74,7 +74,7 @@ def run_by_layers(config: Any, forward: Forward | None, backward: Backward | Non
     for tensor in (output, gradient):
         if tensor is not None:
             tensor.record_stream(torch.cuda.current_stream())
-    return Made(output, num_tokens, gradient)
+    return PassResults(output, num_tokens, gradient)
 
 
 def kept_by(output: Tensor) -> Iterator[Tensor]:
@@ -97,7 +97,7 @@ def kept_by(output: Tensor) -> Iterator[Tensor]:
                     yield each
 
 
-class LayerPlans(StepHook):
+class LayerPlans(StepPart):
     """Runs the passes of a step by layer plans."""
 
     run_passes = staticmethod(run_by_layers)
@@ -116,7 +116,7 @@ class OverlappedSteps(StepFeature):
             with refusing():
                 check_script(context.forward_step_func)
 
-    def begin(self, context: StepContext) -> StepHook | None:
+    def begin(self, context: StepContext) -> StepPart | None:
         """Return the runner of the passes; evaluation runs them alone."""
         if context.pipeline.by_layers and not context.forward_only:
             return LayerPlans()

@@ -29,7 +29,7 @@ from megatron_vshape.mcore.refusals import (
 from megatron_vshape.mcore.setup.features import Feature, Settings, features
 
 if TYPE_CHECKING:
-    from megatron_vshape.mcore.setup.choice import ScheduleConfig
+    from megatron_vshape.mcore.setup.choice import ScheduleChoice
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
     from megatron_vshape.mcore.step.stage import StepFeature
     from megatron_vshape.mcore.step_state import StepState
@@ -149,7 +149,7 @@ class SlicesFeature(Feature):
         """Return whether a number of slices is given."""
         return options.slices not in (1, AUTO)
 
-    def configure(self, choice: ScheduleConfig, options: Options) -> ScheduleConfig:
+    def configure(self, choice: ScheduleChoice, options: Options) -> ScheduleChoice:
         """Return the choice with the number of slices of the option or the schedule file."""
         return replace(choice, slices=_slices(options, choice))
 
@@ -158,7 +158,7 @@ class SlicesFeature(Feature):
         if isinstance(settings.choice.slices, int):
             check_slices(settings.choice.slices, settings.model, _other_features(settings))
 
-    def narrow(self, settings: Settings) -> ScheduleConfig:
+    def narrow(self, settings: Settings) -> ScheduleChoice:
         """Return the choice with the numbers of slices that auto may choose for this model."""
         model, choice = settings.model, settings.choice
         if isinstance(choice.slices, int):
@@ -172,7 +172,7 @@ class SlicesFeature(Feature):
         return replace(choice, slices=even_slices(choice.slices, length, model))
 
     def change_layers(
-        self, state: StepState, chunks: Sequence[Any], choice: ScheduleConfig
+        self, state: StepState, chunks: Sequence[Any], choice: ScheduleChoice
     ) -> None:
         """Make attention and routers use the slices of a microbatch together."""
         most = choice.slices if isinstance(choice.slices, int) else max(choice.slices)
@@ -205,7 +205,7 @@ def _other_features(settings: Settings) -> list[str]:
     return [*filter(None, others), *[profiles] * (settings.options.profile_steps is not None)]
 
 
-def _slices(options: Options, choice: ScheduleConfig) -> int | tuple[int, ...]:
+def _slices(options: Options, choice: ScheduleChoice) -> int | tuple[int, ...]:
     """Return the number of slices per microbatch: from the schedule file or the option.
 
     Raises:

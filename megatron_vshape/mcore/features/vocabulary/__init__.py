@@ -46,7 +46,7 @@ from megatron_vshape.mcore.refusals import (
 from megatron_vshape.mcore.setup.features import BuiltChunk, Feature, Settings
 
 if TYPE_CHECKING:
-    from megatron_vshape.mcore.setup.choice import ScheduleConfig
+    from megatron_vshape.mcore.setup.choice import ScheduleChoice
     from megatron_vshape.mcore.setup.configure import Pipeline
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
     from megatron_vshape.mcore.step.stage import StepFeature
@@ -106,7 +106,7 @@ class VocabularyFeature(Feature):
         """Return whether the flag is given."""
         return options.vocab_parallel
 
-    def configure(self, choice: ScheduleConfig, options: Options) -> ScheduleConfig:
+    def configure(self, choice: ScheduleChoice, options: Options) -> ScheduleChoice:
         """Return the choice with the option; a schedule file with vocabulary passes implies it."""
         file = choice.from_file
         shares = options.vocab_parallel or (file is not None and is_shared(file))
@@ -117,14 +117,14 @@ class VocabularyFeature(Feature):
         if settings.choice.shares_vocabulary:
             check_model_options(settings.model)
 
-    def ends(self, choice: ScheduleConfig) -> ModelEnds | None:
+    def ends(self, choice: ScheduleChoice) -> ModelEnds | None:
         """Return the costs of stages without the vocabulary, and of each rank's part of it."""
         return SharedEnds() if choice.shares_vocabulary else None
 
     measured_kinds = (LOGITS,)
 
     def adapt_costs(
-        self, choice: ScheduleConfig, costs: Costs | None, num_stages: int
+        self, choice: ScheduleChoice, costs: Costs | None, num_stages: int
     ) -> Costs | None:
         """Return the costs with vocabulary passes, estimated if unknown, or without them."""
         if not choice.shares_vocabulary:
@@ -136,7 +136,7 @@ class VocabularyFeature(Feature):
         """Return the schedule with vocabulary passes, if the costs include them."""
         return with_vocabulary_passes(schedule, costs)
 
-    def adapt_evaluation(self, choice: ScheduleConfig, wave: Schedule) -> Schedule:
+    def adapt_evaluation(self, choice: ScheduleChoice, wave: Schedule) -> Schedule:
         """Return the schedule with the forward passes of the vocabulary."""
         return share_forwards(wave) if choice.shares_vocabulary else wave
 
