@@ -176,7 +176,7 @@ def _recomputes_biased_mlp(options: Any) -> bool:
     has_dense = not experts or (0 in every if isinstance(every, list) else every != 1)
     has_dense |= "-" in (getattr(options, "hybrid_layer_pattern", None) or "")
     modules = parts_of(getattr(options, "recompute_modules", None))
-    return has_dense and "mlp" in modules and bool(getattr(options, "add_bias_linear", True))
+    return has_dense and "mlp" in modules and bool(getattr(options, "add_bias_linear", False))
 
 
 OVERLAP_OPTION = "overlap_moe_expert_parallel_comm"
