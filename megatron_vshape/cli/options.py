@@ -53,7 +53,7 @@ UNITS = {"gib": GIB, "mib": 2.0**20}
 
 
 @dataclass(frozen=True, slots=True)
-class Units:
+class UnitFormat:
     """Formats times and memory: in ms and GiB with a costs file, otherwise in those of --cost."""
 
     chunk: float  # memory of a chunk, in the unit of the costs
@@ -61,7 +61,7 @@ class Units:
     has_states: bool  # memory includes all tensors, so that chunks do not measure it
 
     @classmethod
-    def of(cls, costs: Costs, options: argparse.Namespace) -> "Units":
+    def of(cls, costs: Costs, options: argparse.Namespace) -> "UnitFormat":
         chunk, in_bytes = chunk_of(costs, options.devices), options.costs is not None
         return cls(chunk, in_bytes, costs.state_bytes is not None)
 
@@ -78,7 +78,7 @@ class Units:
 
 
 @contextmanager
-def limits_told(units: Units) -> Iterator[None]:
+def limits_told(units: UnitFormat) -> Iterator[None]:
     """Format errors about limits that nothing fits in the units of the options."""
     try:
         yield

@@ -24,7 +24,7 @@ from megatron_vshape.cli.help import MEMORY, MODEL, OUTPUT, SCHEDULE, SEARCH, gr
 from megatron_vshape.cli.options import (
     ABOVE_0,
     UNITS,
-    Units,
+    UnitFormat,
     add_cost_arguments,
     add_size_arguments,
     chunks,
@@ -240,7 +240,7 @@ def run(options: argparse.Namespace) -> int:
     if measured is not None and _in_chunks(options):
         measured = measured.of_activations()
     costs = _costs(options, measured)
-    request, units = _request(options, costs, measured), Units.of(costs, options)
+    request, units = _request(options, costs, measured), UnitFormat.of(costs, options)
     if options.frontier is not None:
         return run_frontier(request, options.frontier, options.seconds, units)
     limit = _limit(options, request, measured is not None)
@@ -277,7 +277,7 @@ def _so_far(result: PlanResult) -> str:
 
 
 def _outputs(
-    options: argparse.Namespace, result: PlanResult, limit: float, units: Units
+    options: argparse.Namespace, result: PlanResult, limit: float, units: UnitFormat
 ) -> list[Output]:
     outputs = []
     if options.export is not None:
@@ -290,7 +290,7 @@ def _outputs(
 
 
 def _searched(
-    request: PlanRequest, budget: Budget, units: Units, every: bool
+    request: PlanRequest, budget: Budget, units: UnitFormat, every: bool
 ) -> tuple[PlanResult, str]:
     """Search for the best plan; return it with its comparison table."""
     result = plan_request(request, budget)
@@ -524,7 +524,7 @@ def _split_text(schedule: Schedule) -> str:
     return f"{100 * split / len(kinds):.0f} % of the backward passes"
 
 
-def _print(request: PlanRequest, result: PlanResult, limit: float, units: Units) -> None:
+def _print(request: PlanRequest, result: PlanResult, limit: float, units: UnitFormat) -> None:
     made, slices = result.plan, result.schedule.slices
     timeline = simulate(made.schedule, result.costs)
     if made.schedule.num_devices * made.schedule.num_microbatches <= 256:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_vshape.cli.files import Output, report_written, write_all
-from megatron_vshape.cli.options import Units, limits_told
+from megatron_vshape.cli.options import UnitFormat, limits_told
 from megatron_vshape.cli.progress import Progress, told
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.simulate import simulate
@@ -21,7 +21,7 @@ LAST_LIMIT_S = 30.0
 """Seconds for the search of a frontier's current limit to end after Ctrl-C."""
 
 
-def run_frontier(request: PlanRequest, path: Path, seconds: float | None, units: Units) -> int:
+def run_frontier(request: PlanRequest, path: Path, seconds: float | None, units: UnitFormat) -> int:
     """Plan at every whole number of chunks up to 1F1B's, print the table and write the files.
 
     Args:
@@ -73,7 +73,7 @@ def _followed(
 
 
 def _frontier_rows(
-    points: Sequence[Point], others: Sequence[Point], units: Units
+    points: Sequence[Point], others: Sequence[Point], units: UnitFormat
 ) -> list[list[str]]:
     """Return a heading, a row per limit, and a row per published schedule, by memory.
 
@@ -102,7 +102,9 @@ def _write_csv(rows: Sequence[Sequence[str]], path: Path) -> None:
     path.write_text(text.getvalue(), encoding="utf-8", newline="")
 
 
-def write_page(path: Path, *, result: PlanResult, limit: float, units: Units, command: str) -> None:
+def write_page(
+    path: Path, *, result: PlanResult, limit: float, units: UnitFormat, command: str
+) -> None:
     """Write the plan as an interactive page, with the command that reproduces it."""
     from megatron_vshape.playground.html import plain_facts, write_html
 
