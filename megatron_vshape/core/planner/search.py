@@ -139,11 +139,7 @@ def plan(
     sizes = num_devices, num_microbatches, limit, (goal := Objective(objective))
     counts = (slices,) if isinstance(slices, int) else tuple(slices)
     if isinstance(costs, Costs):
-        allowed = placements or default_placements(num_devices, costs.num_stages, trades)
-        costs = {
-            each: regroup(costs, len(each), f"a placement of {len(each)} stages")
-            for each in allowed
-        }
+        costs = _by_placement(costs, num_devices, placements, trades)
     searches = _searches(costs, sizes, counts, whole, trades, in_host, seed)
     race = _Race(_worth_racing(searches) if trades or counts[1:] else searches, trades)
     if begun is not None:
@@ -156,6 +152,16 @@ def plan(
     # A search's bound covers its strategy alone, and this one all strategies of the placement.
     bound = bound_at(costs_of(made.schedule, costs[own]), own, num_microbatches, limits, goal)
     return replace(made, lower_bound=min(bound, made.value))
+
+
+def _by_placement(
+    costs: Costs, num_devices: int, placements: Sequence[Placement], trades: bool
+) -> dict[Placement, Costs]:
+    """Add the costs up to the stages of each allowed placement (default: `default_placements`)."""
+    allowed = placements or default_placements(num_devices, costs.num_stages, trades)
+    return {
+        each: regroup(costs, len(each), f"a placement of {len(each)} stages") for each in allowed
+    }
 
 
 def _searches(
