@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus",
         type=positive,
         metavar="N",
-        help="Number of GPUs (default: as torchrun starts, or the minimum for the parallel sizes)",
+        help="Number of GPUs (default: as torchrun or SLURM starts, or the minimum for the sizes)",
     )
     model.add_argument(
         "--ranks",

@@ -21,7 +21,7 @@ from megatron_vshape.rehearsal.saved_config import (
     flags_of_config,
     is_saved_config,
 )
-from megatron_vshape.rehearsal.shell_script import ShellScript
+from megatron_vshape.rehearsal.shell_script import ShellScript, SlurmSizes, sbatch_words
 
 FILES = """
     --data-path --train-data-path --valid-data-path --test-data-path --data-cache-path
@@ -89,7 +89,7 @@ class Command:
     script: str
     flags: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
-    launched: Mapping[str, str] = field(default_factory=dict)  # torchrun's nodes and processes
+    launched: Mapping[str, str] = field(default_factory=dict)  # nodes and processes per node
 
     def value(self, flag: str, default: str | None = None) -> str | None:
         """Return the value of the last occurrence of a flag.
@@ -260,9 +260,9 @@ def _launched(words: Sequence[str]) -> dict[str, str]:
 
 
 def launched_gpus(command: Command) -> tuple[int | None, str]:
-    """Return the number of GPUs that torchrun starts, or None and a message if it is not known.
+    """Compute the number of GPUs of torchrun or SLURM, or None and a message if it is not known.
 
-    The message is empty if torchrun's flags are not given at all.
+    The message is empty if neither torchrun's nor SLURM's options are given.
     """
     given = command.launched
     nodes, each = given.get(_NODES, "1"), given.get(_PROCESSES, "")
@@ -437,7 +437,8 @@ def _of_shell(
     """Return the command of a shell script, without the flags of its launcher."""
     numbered = {str(number): word for number, word in enumerate(given, 1)}
     own = {"0": str(path), "BASH_SOURCE": str(path)}
-    variables = {**command.environment, **own, **numbered}
+    sbatch = sbatch_words(text)
+    variables = {**SlurmSizes.of(sbatch).variables(), **command.environment, **own, **numbered}
     read = ShellScript(text, variables, sourced=() if sources else None)
     script, flags, launcher = read.command()
     if not any(word.startswith("--") for word in flags):
@@ -448,7 +449,10 @@ def _of_shell(
     environment = {
         name: value for name, value in read.variables.items() if name.startswith(VARIABLES)
     }
+    slurm = SlurmSizes.of([*sbatch, *launcher])
     launched = _launched([*flags, *launcher])
+    if not launched and slurm.processes:  # srun starts one process per GPU
+        launched = {_NODES: slurm.nodes or "1", _PROCESSES: slurm.processes}
     made = Command(script or command.script, tuple(flags), environment, launched)
     return made.without(lambda flag: flag.startswith(_LAUNCHER))
 

@@ -3,7 +3,7 @@
 Variables, arrays and the line that starts the training are read, as bash expands them, also in
 files that the script sources and in functions that it calls. Of `case` and `if`, only the branch
 that bash takes is read. Where that depends on something else than values of variables, such as
-files, all branches are read in order.
+files, all branches are read in order. Options of sbatch and srun have the number of GPUs.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import operator
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -60,6 +61,12 @@ _PART = re.compile(r"""(?P<quoted>"(?:\\.|[^"\\])*"|'[^']*')|(?P<end>(?<=\s)\d?[
 _STARTS = re.compile(r"([^\s=\"'*]+\.py)[\"']?(?:[ \t]+(.*))?$", re.M)
 
 
+_SIZES_OF_SLURM = {
+    "--nodes": "nodes",
+    "--gpus-per-node": "gpus",
+    "--gres": "gpus",
+    "--ntasks-per-node": "tasks",
+}
 _COMPUTED = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -67,6 +74,57 @@ _COMPUTED = {
     ast.Div: operator.floordiv,
     ast.Mod: operator.mod,
 }
+
+
+def sbatch_words(text: str) -> list[str]:
+    """Split the #SBATCH lines of a script into words; SLURM reads them up to the first command."""
+    words: list[str] = []
+    for line in text.splitlines():
+        if line.strip() and not line.startswith("#"):
+            break
+        if line.startswith("#SBATCH"):
+            words += line.removeprefix("#SBATCH").partition(" #")[0].split()
+    return words
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmSizes:
+    """Numbers of nodes, GPUs per node and tasks per node; empty if not given."""
+
+    nodes: str = ""
+    gpus: str = ""
+    tasks: str = ""
+
+    @classmethod
+    def of(cls, words: Sequence[str]) -> SlurmSizes:
+        """Read the options of sbatch and srun, of which the last of a name applies."""
+        found: dict[str, str] = {}
+        for word, after in pairwise((*words, "")):
+            short = re.fullmatch(r"-N(\d*)", word)
+            name, equals, value = word.partition("=")
+            value = (short[1] or after) if short else value if equals else after
+            field = "nodes" if short else _SIZES_OF_SLURM.get(name)
+            if name == "--gres" and not value.startswith("gpu"):
+                continue
+            if field is not None:
+                found[field] = value.strip("\"'").rpartition(":")[2]  # gpu:h100:8
+        return cls(**found)
+
+    @property
+    def processes(self) -> str:
+        """Processes per node: one for each GPU, or the tasks if there are several."""
+        return self.gpus or (self.tasks if self.tasks != "1" else "")
+
+    def variables(self) -> dict[str, str]:
+        """Name the variables that SLURM sets from these numbers."""
+        values = {
+            "SLURM_NNODES": self.nodes,
+            "SLURM_JOB_NUM_NODES": self.nodes,
+            "SLURM_GPUS_PER_NODE": self.gpus,
+            "SLURM_GPUS_ON_NODE": self.gpus,
+            "SLURM_NTASKS_PER_NODE": self.tasks,
+        }
+        return {name: value for name, value in values.items() if value}
 
 
 class ShellScript:

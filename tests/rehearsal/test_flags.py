@@ -62,6 +62,34 @@ def test_the_gpus_of_a_script_are_those_that_torchrun_starts(
     assert not any("nodes" in flag for flag in command.flags)
 
 
+@pytest.mark.parametrize(
+    ("options", "start", "gpus"),
+    [
+        ("--nodes=4 --ntasks-per-node=8", "srun python pretrain_gpt.py --bf16", 32),
+        ("-N 2 --gpus-per-node=h100:4", "srun python pretrain_gpt.py --bf16", 8),
+        ("-N2 --gres=gpu:h200:8  # as any job", "srun python pretrain_gpt.py --bf16", 16),
+        ("--nodes 4", "srun --ntasks-per-node=8 -N 2 python pretrain_gpt.py --bf16", 16),
+        ("--gpus-per-node 8", "srun python pretrain_gpt.py --bf16", 8),
+        # With one task, SLURM starts a launcher on each node.
+        ("--nodes=4 --ntasks-per-node=1", "srun train.sh pretrain_gpt.py --bf16", None),
+        ("--nodes=4 --ntasks-per-node=1 --gpus-per-node=8", "pretrain_gpt.py --bf16", 32),
+        ("--nodes=2-4 --ntasks-per-node=8", "srun python pretrain_gpt.py --bf16", None),
+        # The options of torchrun come first; SLURM sets these variables.
+        ("--nodes=4 --gpus-per-node=8", "torchrun --nproc-per-node 2 pretrain_gpt.py --bf16", 2),
+        ("--nodes=4 --gpus-per-node=8",
+         "torchrun --nproc-per-node $SLURM_GPUS_ON_NODE --nnodes $SLURM_NNODES pretrain.py --bf16",
+         32),
+    ],
+)  # fmt: skip
+def test_slurm_has_the_number_of_gpus_if_torchrun_has_not(
+    tmp_path: Path, options: str, start: str, gpus: int | None
+) -> None:
+    first, _, rest = options.partition(" --")
+    lines = [f"#SBATCH {first}", *([f"#SBATCH --{rest}"] if rest else []), "A=1", start]
+    script = "\n".join(["#!/bin/bash", *lines, "#SBATCH --nodes=99"])
+    assert launched_gpus(read_command([written(tmp_path, "a.sh", script)]))[0] == gpus
+
+
 def test_flags_alone_are_those_of_a_gpt() -> None:
     assert read_command(FLAGS) == Command("pretrain_gpt.py", FLAGS)
 
