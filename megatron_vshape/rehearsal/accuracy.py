@@ -12,7 +12,7 @@ BETWEEN = "experts, between nodes"
 
 
 def case_of(has_experts: bool, experts_ranks: int, span: int, gpu: Gpu) -> str:
-    """Return the case of a run, a key of `LEFT_OUT`.
+    """Classify a run by its experts: none, within a node, or between nodes; a key of `LEFT_OUT`.
 
     Args:
         has_experts: whether the model has experts.

@@ -19,7 +19,7 @@ from megatron_vshape.rehearsal.device import on_host
 
 
 def install() -> None:
-    """Install the replacements, after Megatron has been imported."""
+    """Replace the parts of Megatron that query the driver or other ranks; after its import."""
     initialize = importlib.import_module("megatron.training.initialize")
     initialize._compile_dependencies = lambda: None  # type: ignore[attr-defined]
     utils: Any = importlib.import_module("megatron.core.pipeline_parallel.utils")

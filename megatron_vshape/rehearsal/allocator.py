@@ -349,7 +349,7 @@ class Replayed(NamedTuple):
 def replay(
     lives: Sequence[Lifetime], emptied: Sequence[int], last_step: int, settings: AllocatorSettings
 ) -> Replayed:
-    """Replay the allocations of a dry run.
+    """Compute the memory that torch's caching allocator reserves for the allocations of a dry run.
 
     Args:
         lives: storages of the run, in the order of their allocation.

@@ -40,7 +40,7 @@ class Current:
 
 
 def install() -> None:
-    """Make torch report a GPU; no value is computed.
+    """Make torch report a GPU, and make values of fake tensors readable; nothing is computed.
 
     Call this before Megatron and Transformer Engine are imported, in a process that does nothing
     else.

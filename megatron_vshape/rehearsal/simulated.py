@@ -32,7 +32,7 @@ class StepTime(NamedTuple):
 
 
 def step_of(found: Sequence[Rank], command: Command, gpu: Gpu, apart: int) -> StepTime:
-    """Estimate the step of all microbatches of the batch.
+    """Estimate the seconds of a step: its schedule, simulated with the estimated passes.
 
     Args:
         found: Results of the estimated ranks, by pipeline rank.

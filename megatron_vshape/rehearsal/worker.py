@@ -46,13 +46,13 @@ def prepare(megatron: str | None, te: str | None) -> None:
     os.environ.update(ENVIRONMENT)
     if megatron:
         sys.path.insert(0, megatron)
-    from megatron_vshape.rehearsal import device, exchanges, others
+    from megatron_vshape.rehearsal import compiled_packages, device, exchanges
     from megatron_vshape.rehearsal.gpus import GPUS
 
     device.install()
     device.Current.gpu = GPUS["h100"]  # for queries during imports
     exchanges.install()
-    others.install()
+    compiled_packages.install()
     if te:
         from megatron_vshape.rehearsal import te_extension, te_kernels
 

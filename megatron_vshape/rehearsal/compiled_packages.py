@@ -17,7 +17,7 @@ _SOFTMAXES = ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_
 
 
 def install() -> None:
-    """Add the replaced modules to sys.modules."""
+    """Make imports of Apex, DeepEP and mamba-ssm return replacements that compute shapes only."""
     _module(
         "fused_weight_gradient_mlp_cuda",
         wgrad_gemm_accum_fp32=_accumulate,
