@@ -42,10 +42,9 @@ from megatron_vshape.tuning.configurations import (
     Layout,
     layers_of_stages,
 )
-from megatron_vshape.tuning.counts import Counts, key_of_count
 from megatron_vshape.tuning.files import Cluster, ModelFile, load, load_sweep, of_model_file
 from megatron_vshape.tuning.machine import Machine
-from megatron_vshape.tuning.predictor import Predictor
+from megatron_vshape.tuning.predictor import Counts, Predictor, key_of_count
 from megatron_vshape.tuning.ranking import kendall_tau
 from megatron_vshape.view.names import display_name
 from megatron_vshape.view.numbers import GIB

@@ -14,9 +14,8 @@ from pathlib import Path
 from megatron_vshape.rehearsal.gpus import GIB, GPUS
 from megatron_vshape.tuning import fsdp
 from megatron_vshape.tuning.configurations import Subject, own_configuration
-from megatron_vshape.tuning.counts import Counts
 from megatron_vshape.tuning.machine import Machine
-from megatron_vshape.tuning.predictor import Predictor
+from megatron_vshape.tuning.predictor import Counts, Predictor
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "pretrain_gpt.py"
 COMMON = """--bf16 --swiglu --normalization RMSNorm --position-embedding-type rope

@@ -51,9 +51,8 @@ from megatron_vshape.tuning.configurations import (
     neighbors,
     own_configuration,
 )
-from megatron_vshape.tuning.counts import Counts
 from megatron_vshape.tuning.machine import Machine
-from megatron_vshape.tuning.predictor import Prediction, Predictor, Verdict, step
+from megatron_vshape.tuning.predictor import Counts, Prediction, Predictor, Verdict, step
 
 MOST_SHAPES = 16
 """Maximum number of configurations next to the command's to estimate."""

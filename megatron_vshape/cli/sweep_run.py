@@ -13,13 +13,12 @@ from megatron_vshape.cli.progress import told
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.gpus import HEADROOM
 from megatron_vshape.rehearsal.ranks import DryRunConfig
-from megatron_vshape.tuning import counts as counting
+from megatron_vshape.tuning import predictor as predicting
 from megatron_vshape.tuning.configurations import Configuration
-from megatron_vshape.tuning.counts import key_of_count
 from megatron_vshape.tuning.files import Loaded, load_sweep
 from megatron_vshape.tuning.grid import Dropped, Expanded, by_kind, expand
 from megatron_vshape.tuning.machine import Machine
-from megatron_vshape.tuning.predictor import Prediction, Predictor
+from megatron_vshape.tuning.predictor import Prediction, Predictor, key_of_count
 from megatron_vshape.tuning.ranking import Pruned, prune
 from megatron_vshape.tuning.report import (
     Row,
@@ -93,7 +92,7 @@ def _expand(loaded: Loaded, options: argparse.Namespace) -> tuple[Predictor, Exp
     predictor = Predictor(
         loaded.subject,
         machine,
-        counting.Counts(
+        predicting.Counts(
             loaded.subject,
             machine,
             partial(DryRunConfig.of, command, machine.gpu, options.megatron, options.te),
@@ -121,7 +120,7 @@ def _predict(loaded: Loaded, options: argparse.Namespace) -> tuple[Predictor, li
 
 def _count(predictor: Predictor, combinations: Sequence[Configuration]) -> None:
     """Estimate each distinct configuration of a stage that is not cached, and print the number."""
-    assert isinstance(predictor.counts, counting.Counts)
+    assert isinstance(predictor.counts, predicting.Counts)
     number = len(set(map(key_of_count, combinations)))
     print(f"{len(combinations)} combinations have stages of {number} shapes, each counted once")
     with told(str) as progress:

@@ -178,7 +178,7 @@ COSTS = Costs.uniform(2, 4)
 
 @pytest.fixture(autouse=True)
 def nothing_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_vshape.tuning.counts.Counts", Fake)
+    monkeypatch.setattr("megatron_vshape.tuning.predictor.Counts", Fake)
 
 
 SWEEP_FILES = {"sweep": SWEEP, "model": MODEL, "cluster": CLUSTER}

@@ -6,7 +6,7 @@ from typing import Any
 from megatron_vshape.core.model.pieces import Piece, Pieces
 from megatron_vshape.rehearsal.counting import Counted
 from megatron_vshape.rehearsal.step_time import Rates
-from megatron_vshape.tuning import counts
+from megatron_vshape.tuning import predictor
 from megatron_vshape.tuning.configurations import FULL, Configuration, Subject
 from megatron_vshape.tuning.files import Loaded
 from megatron_vshape.tuning.machine import Machine
@@ -76,5 +76,5 @@ class Fake:
 
 def install() -> None:
     """Have sweeps of this process rehearse nothing."""
-    module: Any = counts
+    module: Any = predictor
     module.Counts = Fake

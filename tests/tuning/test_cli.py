@@ -23,7 +23,7 @@ from megatron_vshape.view.numbers import GIB
 
 @pytest.fixture(autouse=True)
 def nothing_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_vshape.tuning.counts.Counts", Fake)
+    monkeypatch.setattr("megatron_vshape.tuning.predictor.Counts", Fake)
 
 
 ONE_GRID = {**SWEEP["grid"], "schedule": ["1f1b"], "microbatch_size": [1]}

@@ -10,10 +10,10 @@ from tuning.samples import write_sweep
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal import sources
 from megatron_vshape.tuning.configurations import SweepError
-from megatron_vshape.tuning.counts import Counts, key_of_count
 from megatron_vshape.tuning.files import Loaded, load_sweep
 from megatron_vshape.tuning.grid import expand
 from megatron_vshape.tuning.machine import Machine
+from megatron_vshape.tuning.predictor import Counts, key_of_count
 from megatron_vshape.tuning.trainer_flags import trainer_command
 
 EXPERTS = """

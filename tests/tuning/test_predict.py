@@ -16,11 +16,10 @@ from megatron_vshape.core.model.schedule import Objective
 from megatron_vshape.core.planner.vocabulary import is_shared
 from megatron_vshape.tuning import predictor as predicting
 from megatron_vshape.tuning.configurations import FULL, Layout, SweepError
-from megatron_vshape.tuning.counts import key_of_count
 from megatron_vshape.tuning.files import load_sweep
 from megatron_vshape.tuning.grid import expand
 from megatron_vshape.tuning.machine import Machine
-from megatron_vshape.tuning.predictor import plan_adaptive
+from megatron_vshape.tuning.predictor import key_of_count, plan_adaptive
 from megatron_vshape.tuning.trainer_flags import trainer_command
 from megatron_vshape.view.numbers import GIB
 
