@@ -159,6 +159,7 @@ class Session:
         # receive.
         with refusing_together():
             self._check_model(self.pipeline, model)
+            # For its errors only: each step calls it again with its own data iterator.
             iterators_by_chunk(call["data_iterator"], len(model))
             chunks = [unwrapped(chunk) for chunk in model]  # names without wrapper prefixes
             # A feature changes layers only if the schedule has its passes.
