@@ -121,12 +121,12 @@ def schedule_names() -> tuple[str, ...]:
 
 
 def _option(
-    flag: str, values: Values, told: str, default: Any = None, for_ours: bool = True
+    flag: str, values: Values, help_text: str, default: Any = None, for_ours: bool = True
 ) -> Any:
     """Create the field of an option; `flag` includes the metavar, if it has a value."""
     name, _, metavar = flag.partition(" ")
     return field(
-        default=default, metadata={"option": Option(name, metavar, told, values, for_ours)}
+        default=default, metadata={"option": Option(name, metavar, help_text, values, for_ours)}
     )
 
 

@@ -37,8 +37,8 @@ def ranks_of_this_host() -> int:
 
 
 def _by_launcher(environ: Mapping[str, str]) -> int | None:
-    told = (environ.get(name, "") for name in _LAUNCHERS)
-    return next((int(each) for each in told if each.isdecimal() and int(each)), None)
+    found = (environ.get(name, "") for name in _LAUNCHERS)
+    return next((int(each) for each in found if each.isdecimal() and int(each)), None)
 
 
 def _by_slurm(environ: Mapping[str, str]) -> int | None:

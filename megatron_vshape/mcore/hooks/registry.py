@@ -154,7 +154,7 @@ def install(options: Mapping[str, Any] | None = None) -> None:
     faults = [each.fault for each in examine() if each.fault is not None]
     if faults:
         raise HookError(faults[0])
-    _session = session = Session(library=given)
+    _session = session = Session(registered=given)
     made: dict[int, Any] = {}  # names of one object get one replacement
     # Read before any replacement: `_swap` finds imports by name through the identity of the
     # original.

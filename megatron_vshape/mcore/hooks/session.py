@@ -80,8 +80,8 @@ class Session:
     # The schedule: of this package, or Megatron's own if the user has named one.
     pipeline: Pipeline | None = None
     megatrons_own: str | None = None
-    library: Options | None = None  # the options of `register`
-    chosen_by_flags: bool = False  # Megatron's parser has run; its flags override `library`
+    registered: Options | None = None  # the options of `register`
+    chosen_by_flags: bool = False  # Megatron's parser has run; its flags override `registered`
     names_schedule: bool = False  # the flags name a schedule, even if it is rejected later
     # Keeps the store of the ranks' rendezvous open: some ranks may still read a plan from it.
     rank_zero: RankZeroPlanner | None = None
@@ -236,7 +236,7 @@ class Session:
     @property
     def library_options(self) -> Options | None:
         """The options of `register`; None without them, or if flags decide."""
-        return None if self.chosen_by_flags else self.library
+        return None if self.chosen_by_flags else self.registered
 
     def logs(self, ahead: int) -> bool:
         """Return whether Megatron's trainer logs the step `ahead` steps after the current one."""

@@ -56,7 +56,7 @@ def validate_args(
         # exist yet.
         session.rank_zero = configure.rank_zero_planner(args)
         # Before Megatron's checks, which reject chunks and layer counts that the schedule sets.
-        pipeline = configure.pipeline_from_args(args, session.library, session.rank_zero)
+        pipeline = configure.pipeline_from_args(args, session.registered, session.rank_zero)
         # From here on the hooks act. None for both: Megatron runs as without this package.
         session.choose(pipeline, megatrons_own(args))
         session.chosen_by_flags = True
@@ -80,7 +80,7 @@ def core_transformer_config_from_args(
     this call. They must not keep it: Megatron writes the arguments into checkpoints.
     """
     args = inspect.signature(original).bind(*given, **options).arguments["args"]
-    if not session.chosen_by_flags and session.library is None:
+    if not session.chosen_by_flags and session.registered is None:
         _reject_unvalidated_schedule(args)
     with Replaced() as replaced:
         if session.pipeline is not None:

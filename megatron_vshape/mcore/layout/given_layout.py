@@ -35,12 +35,12 @@ def layers_in(layout: Any) -> tuple[tuple[int, ...], int]:
         ScheduleError: The layout is invalid, or its layers are in another order.
     """
     stages = _names_of(layout)
-    told = as_written(layout)
+    text = as_written(layout)
     names = [name for stage in stages for name in stage]
     counts = names.count(DECODER), names.count(MTP)
     if names != [EMBEDDING, *[DECODER] * counts[0], *[MTP] * counts[1], LOSS]:
         raise ScheduleError(
-            f"{OPTION} {told} must begin with the embedding and end with the loss, with decoder "
+            f"{OPTION} {text} must begin with the embedding and end with the loss, with decoder "
             "layers between them, and then those of multi-token prediction if there are any"
         )
     return tuple(stage.count(DECODER) for stage in stages), counts[1]

@@ -193,8 +193,8 @@ def split_layers(
         if limit_bytes is not None and measured is not None:
             layers = fitting_layers(pieces, layers, placement, limit_bytes)
     if text is not None and os.environ.get("RANK", "0") == "0":
-        told = ",".join(map(str, layers))
-        logger.info("layers per stage, in model order: %s", told)
+        layers_text = ",".join(map(str, layers))
+        logger.info("layers per stage, in model order: %s", layers_text)
     if ends is not None:
         return ends.split(args, sizes, layers, placement, costs)
     unlike = len(set(Share.of_stages(layers, sizes.shares))) > 1 or sizes.predicting > 0

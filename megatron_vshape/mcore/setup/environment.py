@@ -37,7 +37,7 @@ class Environment:
     """The settings that schedules have made in this process."""
 
     made: frozenset[str] = frozenset()  # names of variables, without those that the user has set
-    registers: bool = False  # NCCL registers buffers (nccl_ub of the data-parallel config)
+    registers_buffers: bool = False  # NCCL registers buffers (nccl_ub of the data-parallel config)
 
     def complete(self, options: Any, pipeline: Pipeline) -> None:
         """Set the variables and the allocator for a schedule, and log them in one line.
@@ -46,7 +46,7 @@ class Environment:
         unchanged, and so does the allocator if its variable is set. CUDA reads variables only when
         it starts. If it has started, a warning names them instead.
         """
-        self.made |= _complete(options, pipeline, self.registers, self.made)
+        self.made |= _complete(options, pipeline, self.registers_buffers, self.made)
 
     def withdraw_loading_mode(self) -> None:
         """Remove CUDA_MODULE_LOADING once CUDA has read it, so that children do not inherit it.
@@ -61,7 +61,7 @@ class Environment:
 
     def register_buffers(self) -> None:
         """Undo the allocator settings, because NCCL registers buffers."""
-        self.registers = True
+        self.registers_buffers = True
         undone = frozenset({*ALLOCATOR, REGISTERS}.intersection(self.made))
         self.made -= undone
         if undone:

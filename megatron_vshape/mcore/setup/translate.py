@@ -164,15 +164,15 @@ def _of_layout(options: Any, placement: Placement) -> Layers:
     """Return the split of a layout; its stages are in model order, as ours."""
     layout = options.pipeline_model_parallel_layout
     layers, predicting = given_layout.layers_in(layout)
-    told = f"{given_layout.OPTION} {given_layout.as_written(layout)}"
+    given_text = f"{given_layout.OPTION} {given_layout.as_written(layout)}"
     total = count_layers(options)
     if total is not None and sum(layers) != total:
-        raise ScheduleError(f"{told} has {sum(layers)} layers and the model {total}")
+        raise ScheduleError(f"{given_text} has {sum(layers)} layers and the model {total}")
     predicts = multi_token.num_predicting(options)
     if predicting != predicts and (predicts or total is not None):
         raise ScheduleError(
-            f"{told} has multi-token prediction of depth {predicting}, and {multi_token.OPTION} is "
-            f"{predicts}: make them agree"
+            f"{given_text} has multi-token prediction of depth {predicting}, and "
+            f"{multi_token.OPTION} is {predicts}: make them agree"
         )
     return _regrouped(options, placement, layers)
 

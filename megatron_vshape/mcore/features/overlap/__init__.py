@@ -213,10 +213,10 @@ class OverlapFeature(Feature):
         """Return that passes run by layer plans, and a setting that prevents their overlap."""
         if not pipeline.by_layers:
             return ""
-        told = "\ntraining passes run by Megatron's layer plans, with overlapped communication"
+        text = "\ntraining passes run by Megatron's layer plans, with overlapped communication"
         if pipeline.choice.kernels and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-            told += "; CUDA_DEVICE_MAX_CONNECTIONS=1 prevents the overlap: set it to 32"
-        return told
+            text += "; CUDA_DEVICE_MAX_CONNECTIONS=1 prevents the overlap: set it to 32"
+        return text
 
     def in_steps(self, runner: PipelineRunner) -> StepFeature:
         """Return the runner of layer plans."""

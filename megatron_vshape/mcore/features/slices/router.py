@@ -33,7 +33,7 @@ class _Load:
     def __init__(self) -> None:
         self.tokens: Tensor | None = None
         self.likely: Tensor | None = None
-        self.told: Tensor | None = None  # the loss reported so far
+        self.reported: Tensor | None = None  # the loss reported so far
 
 
 class _Router(NamedTuple):
@@ -60,14 +60,14 @@ class _OfMicrobatch(torch.autograd.Function):
         load = router.kept.setdefault(part.microbatch, {}).setdefault(router.loss, _Load())
         is_mean = router.loss == LOSSES[-1]
         own, sums = tokens.to(likely.dtype), likely.sum(dim=0)
-        if load.tokens is None or load.likely is None or load.told is None:
-            load.tokens, load.likely, load.told = own, sums, torch.zeros_like(sums[0])
+        if load.tokens is None or load.likely is None or load.reported is None:
+            load.tokens, load.likely, load.reported = own, sums, torch.zeros_like(sums[0])
         else:
             load.tokens, load.likely = load.tokens + own, load.likely + sums
         if is_mean:  # a mean over calls with slices, scaled to the tokens of a microbatch
             load.tokens = own * slices_of(part)
         loss = weight * torch.sum(load.likely * load.tokens)
-        grown, load.told = loss - load.told, loss
+        grown, load.reported = loss - load.reported, loss
         ctx.router, ctx.state, ctx.weight, ctx.like = router, state, weight * counts, likely.shape
         return grown
 
@@ -87,9 +87,9 @@ class _Share(torch.autograd.Function):
     """Scale a mean over the tokens of a slice to its share of the microbatch's mean."""
 
     @staticmethod
-    def forward(ctx: Any, mean: Tensor, told: float, back: float) -> Tensor:
+    def forward(ctx: Any, mean: Tensor, reported: float, back: float) -> Tensor:
         ctx.back = back
-        return mean * told
+        return mean * reported
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
