@@ -96,7 +96,7 @@ def _predict(predictor: Predictor, it: Configuration) -> Prediction:
     ranks = it.num_devices // stride
 
     def sharded(piece: Piece, number: float) -> Piece:
-        # Between steps, a stage also keeps inputs of recomputed experts, which are not sharded.
+        # Not sharded: inputs that recomputed experts keep, and workspaces of the last stage.
         kept = max(0.0, piece.state_bytes - number * counted.state_bytes_per_parameter)
         state = number * SHARDED_BYTES / ranks + kept
         return replace(piece, state_bytes=state, dummy_bytes=0.0)
