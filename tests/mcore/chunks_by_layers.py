@@ -153,7 +153,7 @@ class Chunks:
         step.groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
         step.beside, step.gradient_sync = {}, sync
         step.num_tokens = torch.zeros([], dtype=torch.int)
-        step.parts += [layer_plans.LayerPlans()] if by_layers else []
+        step.hooks += [layer_plans.LayerPlans()] if by_layers else []
         self.stages = [
             MegatronStage(step, chunk, chunk, is_last=">" in text, has_chunks=False)
             for chunk, text in enumerate(texts)

@@ -60,7 +60,7 @@ def wrong_beside_shared_experts(rank: int, leaves_alone: bool) -> list[str]:
     chunks = Chunks(rank, ("<DMM>", ""), by_layers=False, **options)
     waiting = Offload(torch.device("cpu"))
     waiting.keep(each for stage in chunks.stages for each in stage.model.parameters())
-    chunks.stages[0].step.parts.append(Waiting(chunks.state, waiting))
+    chunks.stages[0].step.hooks.append(Waiting(chunks.state, waiting))
     careless = patch.object(offload, "_memory_of_other_streams", Segments)
     with (
         streams_without_a_gpu(at_once=False) as streams,

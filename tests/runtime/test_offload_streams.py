@@ -69,7 +69,7 @@ class Streams:
             self._last[what].append((name, clock[name], writes))
 
 
-class StepPart:
+class StepHook:
     """A part of a storage, or of a block, which is copied."""
 
     def __init__(self, tensor: Tensor, streams: Streams) -> None:
@@ -79,7 +79,7 @@ class StepPart:
     def memory(self) -> object:
         return self.tensor.untyped_storage()._cdata
 
-    def copy_(self, other: "StepPart", non_blocking: bool) -> None:
+    def copy_(self, other: "StepHook", non_blocking: bool) -> None:
         assert non_blocking
         self.streams.touch(other.memory, writes=False)
         self.streams.touch(self.memory, writes=True)
@@ -92,9 +92,9 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     parts, resize, forward = Offload._parts, UntypedStorage.resize_, OffloadedStage.forward
     backward = OffloadedStage.backward
 
-    def noted(self: Offload, waiting: Any) -> Iterator[tuple[StepPart, StepPart]]:
+    def noted(self: Offload, waiting: Any) -> Iterator[tuple[StepHook, StepHook]]:
         for pair in parts(self, waiting):
-            yield tuple(StepPart(each, streams) for each in pair)  # type: ignore[misc]
+            yield tuple(StepHook(each, streams) for each in pair)  # type: ignore[misc]
 
     def resized(storage: UntypedStorage, size: int) -> UntypedStorage:
         streams.touch(storage._cdata, writes=True)

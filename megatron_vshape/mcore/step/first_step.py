@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
-from megatron_vshape.mcore.step.stage import StepContext, StepFeature, StepPart
+from megatron_vshape.mcore.step.stage import StepContext, StepFeature, StepHook
 from megatron_vshape.mcore.step_state import unwrapped
 
 logger = logging.getLogger(__name__)
@@ -39,8 +39,8 @@ class FirstStep(StepFeature):
         self._look: _Look | None = None
         self._is_over = False
 
-    def begin(self, context: StepContext) -> StepPart | None:
-        """Return the observing part in the first training step."""
+    def begin(self, context: StepContext) -> StepHook | None:
+        """Return the observing hook in the first training step."""
         if self._is_over or self._look is not None or context.forward_only:
             return None
         self._look = _Look(context)
@@ -67,12 +67,12 @@ class FirstStep(StepFeature):
         self._look = None
 
 
-class _Look(StepPart):
+class _Look(StepHook):
     """Observations of the passes of a rank's stages."""
 
     def __init__(self, context: StepContext) -> None:
         """Register a hook on each chunk with attention, to see how it is called."""
-        # Do not store `context`: it references this part, and the reference cycle would
+        # Do not store `context`: it references this hook, and the reference cycle would
         # keep the trainer's data iterators alive, whose processes then outlive the trainer.
         self.group = context.groups.pp
         self._cut_off: set[int] = set()

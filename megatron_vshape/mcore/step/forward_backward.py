@@ -77,7 +77,7 @@ class PipelineRunner:
         self.calls = ForwardCalls(None)  # of the trainer's function, in the last step
         self._agreement = Agreement()
         self.local_ranks: int | None = None  # number of ranks on this host, once known
-        # All features are asked; most return a part that does nothing unless the schedule or the
+        # All features are asked; most return a hook that does nothing unless the schedule or the
         # options use it.
         parts = (feature.in_steps(self) for feature in features())
         self._step_features = [*(each for each in parts if each is not None), FirstStep()]
@@ -291,7 +291,7 @@ class PipelineRunner:
         context.num_tokens = torch.zeros([], dtype=torch.int, device=context.torch_device)
         # Last, because the parts read everything above, and register for the passes of the step.
         begun = (each.begin(context) for each in self._step_features)
-        context.parts += [part for part in begun if part is not None]
+        context.hooks += [hook for hook in begun if hook is not None]
         return ProgramRun(
             program=context.program,
             device=pipeline_group.rank(),

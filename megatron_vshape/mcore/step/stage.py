@@ -1,6 +1,6 @@
 """The context of a step, and the stage that runs the passes of one chunk in it.
 
-At the start of every step, each `StepFeature` returns its `StepPart` for this step. The runner and
+At the start of every step, each `StepFeature` returns its `StepHook` for this step. The runner and
 the stages use optional features only through these two classes.
 """
 
@@ -68,8 +68,8 @@ PassRunner = Callable[[Any, Forward | None, Backward | None], PassResults]
 """Runs an F, a B or both for a TransformerConfig."""
 
 
-class StepPart:
-    """A feature's part in one step; the defaults do nothing.
+class StepHook:
+    """A feature's hook in one step; the defaults do nothing.
 
     `stage` is the stage of the pass, and `is_last` whether it is the last stage of the model.
     """
@@ -79,7 +79,7 @@ class StepPart:
     run_passes: PassRunner | None = None
 
     def handlers(self) -> Mapping[Kind, Handler]:
-        """Return the functions that run this part's kinds of passes."""
+        """Return the functions that run this feature's kinds of passes."""
         return {}
 
     def around_passes(self) -> AbstractContextManager[None]:
@@ -162,7 +162,7 @@ class StepContext:
     num_tokens: Tensor = _unset()  # of this rank's microbatches; only the last stage counts them
     # Of the features in `features()` that act in this step: without options, none, and `FirstStep`
     # in the first one.
-    parts: list[StepPart] = field(default_factory=list, init=False, compare=False)
+    hooks: list[StepHook] = field(default_factory=list, init=False, compare=False)
     loss_store: list[Any] = field(default_factory=list, init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -183,7 +183,7 @@ class StepContext:
 
     def handlers(self) -> dict[Kind, Handler]:
         """Return the handlers of passes that do not belong to a stage, by kind."""
-        return {kind: each for part in self.parts for kind, each in part.handlers().items()}
+        return {kind: each for hook in self.hooks for kind, each in hook.handlers().items()}
 
     @contextmanager
     def around_passes(self) -> Iterator[None]:
@@ -191,9 +191,9 @@ class StepContext:
         with ExitStack() as stack:
             # Parts may reference this object. Such a cycle would keep the trainer's data iterators
             # alive, whose processes then outlive the trainer.
-            stack.callback(self.parts.clear)
-            for part in self.parts:
-                stack.enter_context(part.around_passes())
+            stack.callback(self.hooks.clear)
+            for hook in self.hooks:
+                stack.enter_context(hook.around_passes())
             yield
 
 
@@ -202,7 +202,7 @@ Started = tuple[StepContext, ProgramRun]
 
 
 class StepFeature:
-    """A feature's part in all steps of a run; the defaults do nothing."""
+    """What a feature does in all steps of a run; the defaults do nothing."""
 
     def check(self, context: StepContext) -> None:
         """Reject a step that the feature does not support, before it is prepared."""
@@ -223,8 +223,8 @@ class StepFeature:
     def change_data(self, context: StepContext) -> None:
         """Replace the `iterators` or the `order` of a training step, before chunks share them."""
 
-    def begin(self, context: StepContext) -> StepPart | None:
-        """Return its part in a step, or None."""
+    def begin(self, context: StepContext) -> StepHook | None:
+        """Return its hook in a step, or None."""
 
     def end(self, context: StepContext) -> None:
         """Called after the passes of a training step."""
@@ -270,7 +270,7 @@ class MegatronStage:
         """Choose the functions that run passes: those of a feature, or Megatron's."""
         # A feature's runner can overlap an F with a B (--overlap-moe-expert-parallel-comm).
         self._feature_runner = next(
-            filter(None, (each.run_passes for each in self.step.parts)), None
+            filter(None, (each.run_passes for each in self.step.hooks)), None
         )
         self._run_pass = self._feature_runner or run_by_megatron
 
@@ -337,8 +337,8 @@ class MegatronStage:
         """Run W."""
         work = Pass(Kind.W, self.stage, microbatch)
         # Features bring back saved activations that they have moved, before the jobs read them.
-        for part in self.step.parts:
-            part.begins(work)
+        for hook in self.step.hooks:
+            hook.begins(work)
         # In the last W of a chunk, the reduction of its first bucket can start.
         self.step.gradient_sync.weights_begin(self.chunk)
         self.step.state.jobs.run((self.stage, microbatch))
@@ -366,13 +366,13 @@ class MegatronStage:
     @property
     def _makes_loss(self) -> bool:
         """Return whether F ends with the loss."""
-        return self.is_last and not any(part.makes_loss for part in self.step.parts)
+        return self.is_last and not any(hook.makes_loss for hook in self.step.hooks)
 
     def _running(self, microbatch: int) -> AbstractContextManager[None]:
         """Set the running chunk and its tokens for code deep in the model."""
         own = None
-        for part in self.step.parts:
-            own = part.tokens_of(microbatch) or own
+        for hook in self.step.hooks:
+            own = hook.tokens_of(microbatch) or own
         return self.step.state.setting(running_chunk=self.chunk, tokens=own)
 
     def backward_arguments(self, microbatch: int, received: Tensor | None, whole: bool) -> Backward:
@@ -400,8 +400,8 @@ class MegatronStage:
         )
         self._has_run = True
         forward_step = step.forward_step
-        for part in step.parts:
-            forward_step = part.forward(self.stage, self.is_last, microbatch, forward_step)
+        for hook in step.hooks:
+            forward_step = hook.forward(self.stage, self.is_last, microbatch, forward_step)
         return Forward(
             step=step,
             chunk=self.chunk,
@@ -418,15 +418,15 @@ class MegatronStage:
         """Store the tensors of an F that B needs; return the tensor for the next stage."""
         step, microbatch = self.step, given.microbatch
         step.num_tokens += num_tokens
-        for part in step.parts:
-            output = part.output(self.is_last, microbatch, output)
+        for hook in step.hooks:
+            output = hook.output(self.is_last, microbatch, output)
         if step.forward_only:
             return None if self.is_last else output.detach()
         # By number, not in a queue as in Megatron: B may run in another order than F.
         self._inputs[microbatch], self._outputs[microbatch] = given.received, output
         self._count(Pass(Kind.F, self.stage, microbatch), output)
-        for part in step.parts:
-            part.ends_forward(self.stage, microbatch, output)
+        for hook in step.hooks:
+            hook.ends_forward(self.stage, microbatch, output)
         if given.makes_loss:
             return None
         # From here on only grad_fn of the output is needed; the alias owns its memory.
@@ -434,8 +434,8 @@ class MegatronStage:
         schedules.deallocate_output_tensor(output, step.config.deallocate_pipeline_outputs)
         if not self.is_last:
             return sent
-        for part in step.parts:
-            part.sent(self.stage, microbatch, sent)
+        for hook in step.hooks:
+            hook.sent(self.stage, microbatch, sent)
         return None
 
     def _backward(
@@ -443,9 +443,9 @@ class MegatronStage:
     ) -> Tensor | None:
         """Run autograd from the output of F, and return the gradient of its input."""
         work = Pass(kind, self.stage, microbatch)
-        for part in self.step.parts:
-            part.begins(work)
-            received = part.gradient(self.is_last, microbatch, received)
+        for hook in self.step.hooks:
+            hook.begins(work)
+            received = hook.gradient(self.is_last, microbatch, received)
         with self._running(microbatch):
             backward = self.backward_arguments(microbatch, received, kind is Kind.BW)
             gradient = self._run_pass(self.step.config, None, backward).gradient
@@ -460,8 +460,8 @@ class MegatronStage:
             return
         if output is not None:
             tracker.add_graph(output)
-            for part in self.step.parts:
-                for tensor in part.retained(output):
+            for hook in self.step.hooks:
+                for tensor in hook.retained(output):
                     tracker.add(tensor)
                     tracker.add_graph(tensor)
         tracker.ends(work)

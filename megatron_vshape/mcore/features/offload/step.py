@@ -11,13 +11,13 @@ from megatron_vshape.core.model.kinds import RELEASE, RELOAD, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.mcore.features.offload import NAME
 from megatron_vshape.mcore.observe.report import RunReport, persistent
-from megatron_vshape.mcore.step.stage import StepContext, StepFeature, StepPart, counted
+from megatron_vshape.mcore.step.stage import StepContext, StepFeature, StepHook, counted
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.offload import Offload
 from megatron_vshape.runtime.program_runner import Handler
 
 
-class Waiting(StepPart):
+class Waiting(StepHook):
     """Offloads and reloads microbatches of one step in separate passes."""
 
     def __init__(self, state: StepState, offload: Offload) -> None:
@@ -52,7 +52,7 @@ class HostMemoryWaiting(StepFeature):
         self._offload: Offload | None = None  # created for the first step that may offload
         self._learns = False  # whether the current step determines what can be offloaded
 
-    def begin(self, context: StepContext) -> StepPart | None:
+    def begin(self, context: StepContext) -> StepHook | None:
         """Return the part that offloads in this step, or None."""
         choice = context.pipeline.choice
         waits = context.program.schedule.copies

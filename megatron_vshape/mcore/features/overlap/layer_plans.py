@@ -29,7 +29,7 @@ from megatron_vshape.mcore.step.stage import (
     PassResults,
     StepContext,
     StepFeature,
-    StepPart,
+    StepHook,
 )
 from megatron_vshape.runtime.weight_jobs import WeightJobs
 
@@ -97,7 +97,7 @@ def kept_by(output: Tensor) -> Iterator[Tensor]:
                     yield each
 
 
-class LayerPlans(StepPart):
+class LayerPlans(StepHook):
     """Runs the passes of a step by layer plans."""
 
     run_passes = staticmethod(run_by_layers)
@@ -116,7 +116,7 @@ class OverlappedSteps(StepFeature):
             with refusing():
                 check_script(context.forward_step_func)
 
-    def begin(self, context: StepContext) -> StepPart | None:
+    def begin(self, context: StepContext) -> StepHook | None:
         """Return the runner of the passes; evaluation runs them alone."""
         if context.pipeline.by_layers and not context.forward_only:
             return LayerPlans()

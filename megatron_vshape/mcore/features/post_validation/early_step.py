@@ -88,7 +88,7 @@ class EarlyStart(StepFeature):
         # so that the transport is consistent for the next step.
         instructions = drain(context.program, ahead.ends, context.groups.pp.rank())
         run_drain(instructions, context.transport, context.transport.blank())
-        context.parts.clear()  # as at the end of a step
+        context.hooks.clear()  # as at the end of a step
         self._runner.drop_step()
         for replay in self._replays:
             replay.rewind()

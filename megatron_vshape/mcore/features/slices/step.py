@@ -25,7 +25,7 @@ from megatron_vshape.mcore.step.stage import (
     ForwardStep,
     StepContext,
     StepFeature,
-    StepPart,
+    StepHook,
     loss_maker,
 )
 from megatron_vshape.mcore.step_state import TokenRange, unwrapped
@@ -47,7 +47,7 @@ class _Called(NamedTuple):
 
 
 @dataclass(eq=False)
-class Slices(StepPart):
+class Slices(StepHook):
     """State of a step's slices on this rank; `lose` computes a loss from losses, [b, s]."""
 
     count: int  # slices per microbatch
@@ -151,7 +151,7 @@ class Slicing(StepFeature):
             check_sequence(planner.choice.slices, context.seq_length, context.config)
         return planner.choice.slices
 
-    def begin(self, context: StepContext) -> StepPart | None:
+    def begin(self, context: StepContext) -> StepHook | None:
         """Return the shared state of a step's slices."""
         if context.passes_per_microbatch > 1:
             slices = Slices(context.passes_per_microbatch, context.seq_length)

@@ -67,7 +67,7 @@ from megatron_vshape.mcore.step.stage import (
     ForwardStep,
     StepContext,
     StepFeature,
-    StepPart,
+    StepHook,
     counted,
     loss_maker,
 )
@@ -96,7 +96,7 @@ _OTHER_LOGITS = (
 
 
 @dataclass(eq=False)
-class SharedVocabulary(StepPart):
+class SharedVocabulary(StepHook):
     """This rank's part of the vocabulary passes in one step."""
 
     context: StepContext
@@ -670,7 +670,7 @@ class VocabularySharing(StepFeature):
         """Set whether the run uses vocabulary parallelism."""
         self.reads_again = shares  # each rank computes a loss of logits from the data of the step
 
-    def begin(self, context: StepContext) -> StepPart | None:
+    def begin(self, context: StepContext) -> StepHook | None:
         """Return this rank's part in a step with vocabulary parallelism."""
         collectives = context.transport.collectives
         if not context.pipeline.choice.shares_vocabulary or collectives is None:
