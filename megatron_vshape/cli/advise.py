@@ -12,6 +12,7 @@ from megatron_vshape.cli.dry_run import (
     add_cluster_argument,
     add_headroom_argument,
     add_program_arguments,
+    dry_run_config,
     fetch_missing,
     headroom_bytes_of,
     machine_of,
@@ -34,7 +35,6 @@ from megatron_vshape.mcore.options import schedule_names
 from megatron_vshape.rehearsal import accuracy, report
 from megatron_vshape.rehearsal.flags import Command, sizes_of
 from megatron_vshape.rehearsal.gpus import GPUS, Gpu
-from megatron_vshape.rehearsal.ranks import DryRunConfig
 from megatron_vshape.rehearsal.saved_config import LAYOUT
 from megatron_vshape.tuning import fsdp
 from megatron_vshape.tuning.advice import ENDS, ENDS_OF_RANKS, Advice, Rows
@@ -140,10 +140,7 @@ def _advice(options: argparse.Namespace, subject: Subject, keep: Sequence[str]) 
             left_out.append(f"{_sizes(it, subject)}: {why}")
         else:
             others.append(it)
-    config = partial(
-        DryRunConfig.of, subject.command, gpu, options.megatron, options.te, options.jobs,
-        options.vocabulary, options.imbalance,
-    )  # fmt: skip
+    config = partial(dry_run_config, options, subject.command, gpu)
     counts = Counts(subject, machine, config)
     headroom_bytes = headroom_bytes_of(options.headroom, gpu.memory_bytes)
     predictor = Predictor(subject, machine, counts, post_validation, headroom_bytes)

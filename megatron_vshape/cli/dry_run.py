@@ -9,8 +9,8 @@ from megatron_vshape.cli.help import MEMORY, MODEL, OUTPUT, PROGRAM, group
 from megatron_vshape.cli.options import headroom_of
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.flags import Command
-from megatron_vshape.rehearsal.gpus import GPUS, HEADROOM
-from megatron_vshape.rehearsal.ranks import missing_sources
+from megatron_vshape.rehearsal.gpus import GPUS, HEADROOM, Gpu
+from megatron_vshape.rehearsal.ranks import DryRunConfig, missing_sources
 from megatron_vshape.rehearsal.sources import PythonSource, cache, fetch, missing_text
 from megatron_vshape.tuning.configurations import SweepError
 from megatron_vshape.tuning.machine import Machine
@@ -63,6 +63,19 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", type=Path, metavar="FILE.json", help="All results to write"
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def dry_run_config(options: argparse.Namespace, command: Command, gpu: Gpu) -> DryRunConfig:
+    """Find the programs of a command's dry run, by the options of `add_program_arguments`."""
+    return DryRunConfig.of(
+        command,
+        gpu,
+        options.megatron,
+        options.te,
+        options.jobs,
+        options.vocabulary,
+        options.imbalance,
+    )
 
 
 def positive(text: str) -> int:

@@ -17,7 +17,7 @@ from megatron_vshape.view.names import plain
 
 def shares(options: argparse.Namespace, measured: Costs | None) -> bool:
     """Return whether the options, not the costs file, enable vocabulary parallelism."""
-    told = measured is not None and measured.shares_vocabulary
+    told = measured is not None and measured.shards_output_layer
     return options.vocab_parallel is not None and not told
 
 
@@ -89,7 +89,7 @@ def _check_measured(options: argparse.Namespace, measured: Costs, layers: float,
             f"{what}: {options.costs} has copy times of the measured stages, not of single "
             f"layers; leave one of the two out"
         )
-    if not measured.shares_vocabulary:
+    if not measured.shards_output_layer:
         return
     given = options.vocab_parallel
     if given is not None and not math.isnan(given):

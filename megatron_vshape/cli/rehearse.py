@@ -10,6 +10,7 @@ from megatron_vshape.cli.dry_run import (
     add_cluster_argument,
     add_headroom_argument,
     add_program_arguments,
+    dry_run_config,
     fetch_missing,
     headroom_bytes_of,
     of_cluster,
@@ -121,10 +122,7 @@ def run(options: argparse.Namespace) -> int:
         print(report.wrapped(unknown))
     sizes = sizes_of(command, options.gpus or gpus)
     stages = ranks_asked_for(options.ranks, sizes.pipeline)
-    config = DryRunConfig.of(
-        command, gpu, options.megatron, options.te, options.jobs, options.vocabulary,
-        options.imbalance,
-    )  # fmt: skip
+    config = dry_run_config(options, command, gpu)
     if options.check:
         return _check(command, config, sizes, stages)
     _check_costs_are_known(command)

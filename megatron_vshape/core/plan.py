@@ -204,7 +204,7 @@ def _search(request: PlanRequest, budget: Budget) -> PlanResult:
     from megatron_vshape.core.planner import search
 
     costs, slices, limits = request.whole(), request.slice_counts(), limits_of(request)
-    if costs.shares_vocabulary:
+    if costs.shards_output_layer:
         return _search_shared(replace(request, slices=slices), budget)
     placements = request.placements or default_placements(
         request.num_devices, costs.num_stages, costs.copies

@@ -173,7 +173,7 @@ def baselines_of(
 
 def with_all_kinds(schedule: Schedule, costs: Costs) -> Schedule:
     """Add the passes of vocabulary parallelism to the schedule, if the costs have them."""
-    return with_vocabulary_passes(schedule, costs) if costs.shares_vocabulary else schedule
+    return with_vocabulary_passes(schedule, costs) if costs.shards_output_layer else schedule
 
 
 def evaluate_schedule(schedule: Schedule, costs: Costs) -> EvaluatedSchedule:

@@ -192,7 +192,7 @@ class Recorder:
             name,
             costs=None if draw.random() < 0.2 and name != "auto" else costs,
             limit_bytes=draw.choice((None, draw.uniform(1, 2.4) * stages / 2 * GIB)),
-            shares_vocabulary=family == "shared"
+            shards_output_layer=family == "shared"
             or (draw.random() < 0.2 and family in ("plain", "whole")),
             may_overlap=family == "joint",
             kernels=draw.random() < 0.5,

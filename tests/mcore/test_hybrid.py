@@ -141,7 +141,7 @@ def test_estimates_equal_those_of_the_gpt(
     monkeypatch.setattr("megatron_vshape.core.planner.search.default_steps", lambda _: 10_000)
 
     def plan(given: Namespace, text: str | None) -> PlannedStep:
-        choice = ScheduleChoice(4, name, shares_vocabulary=shares)
+        choice = ScheduleChoice(4, name, shards_output_layer=shares)
         ends = SharedEnds() if shares else None
         found = split_layers(given, choice.placement, text, None, ends=ends)
         return Planner(replace(choice, estimate=found.estimate)).training(8)

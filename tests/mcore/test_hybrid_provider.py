@@ -32,7 +32,7 @@ def test_it_is_shown_none_and_its_model_is_told(monkeypatch: pytest.MonkeyPatch)
     stage_map = StageMap((0, 1, 1, 0), (1, 1, 1, 1))
     ends = lambda rank, chunk: (not rank and not chunk, not rank and chunk == 1)  # noqa: E731
     session, original = Session(), Provider.provide
-    choice = SimpleNamespace(shares_vocabulary=False)
+    choice = SimpleNamespace(shards_output_layer=False)
     pipeline: Any = SimpleNamespace(stage_map=stage_map, ends=ends, choice=choice)
     session.pipeline = pipeline
     monkeypatch.setattr(Model, "__init__", core_hooks.model_init(session, Model.__init__))

@@ -162,7 +162,7 @@ def test_costs_measured_with_a_shared_vocabulary_plan_the_next_run(
     measuring = ("--pipeline-profile-iterations", "2:4", "--pipeline-trace", str(tmp_path))
     first = train(2, *chosen, *measuring)
     file = tmp_path / "costs.json"
-    assert Costs.load(file).shares_vocabulary
+    assert Costs.load(file).shards_output_layer
     planned = ("--pipeline-layer-split", "auto", "--pipeline-costs", str(file))
     second = train(2, *chosen, *planned)
     assert "layers per stage, in model order: " in second.output[0]

@@ -46,7 +46,7 @@ def costs_of(draw: random.Random) -> Costs:
 
 def by_trainer(name: str, microbatches: int, costs: Costs, limit: float | None) -> object:
     choice = ScheduleChoice(
-        DEVICES, name, costs=costs, limit_bytes=limit, shares_vocabulary=len(costs.others) > 0
+        DEVICES, name, costs=costs, limit_bytes=limit, shards_output_layer=len(costs.others) > 0
     )
     return Planner(choice).training(microbatches).schedule.order
 

@@ -107,9 +107,9 @@ def test_a_file_with_a_shared_vocabulary_shares_it(tmp_path: Path) -> None:
     file = tmp_path / "shared.json"
     costs = Costs.uniform(2, 4, kinds=VOCABULARY)
     file.write_text(share_vocabulary(plain, costs).to_json())
-    assert resolve_schedule(Options(str(file)), 2).shares_vocabulary
+    assert resolve_schedule(Options(str(file)), 2).shards_output_layer
     file.write_text(plain.to_json())
-    assert not resolve_schedule(Options(str(file)), 2).shares_vocabulary
+    assert not resolve_schedule(Options(str(file)), 2).shards_output_layer
 
 
 def known_in_all() -> Costs:

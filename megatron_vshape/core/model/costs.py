@@ -249,8 +249,8 @@ class Costs:
         return dict(self.others).keys() >= set(other_amounts(MOVING))
 
     @property
-    def shares_vocabulary(self) -> bool:
-        """Whether the costs have the passes of vocabulary parallelism."""
+    def shards_output_layer(self) -> bool:
+        """Whether the costs have the passes that all ranks run for embedding and output layer."""
         return dict(self.others).keys() >= VOCABULARY_AMOUNTS
 
     def changes(self, kind: Kind) -> tuple[Sequence[float], Sequence[float]]:

@@ -145,7 +145,7 @@ def in_proportion(costs: Costs, like: Costs) -> Costs:
 
     Times scale with the total time of forwards, bytes with the total activation memory.
     """
-    if costs.shares_vocabulary:
+    if costs.shards_output_layer:
         return costs
     slower = sum(costs.forward_us) / sum(like.forward_us)
     larger = sum(costs.held_after_forward_bytes) / sum(like.held_after_forward_bytes)
@@ -178,7 +178,7 @@ def most_logits_bytes(costs: Costs, waiting: int = max(WAITING)) -> float:
 
 def with_vocabulary_passes(schedule: Schedule, costs: Costs) -> Schedule:
     """Return the schedule, with vocabulary parallelism if the costs contain it."""
-    if is_shared(schedule) or not costs.shares_vocabulary:
+    if is_shared(schedule) or not costs.shards_output_layer:
         return schedule
     return share_vocabulary(schedule, costs, more_room(schedule.name, costs))
 

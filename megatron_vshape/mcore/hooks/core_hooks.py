@@ -101,7 +101,7 @@ def initialize_model_parallel(
     # Megatron asks this number wherever it distinguishes chunks, even if a library has set none.
     bound.arguments["virtual_pipeline_model_parallel_size"] = chunks if chunks > 1 else None
     # If all ranks share the embedding, no rank has a copy of another rank's rows.
-    ends = placement[:1] if choice.shares_vocabulary else placement
+    ends = placement[:1] if choice.shards_output_layer else placement
     bound.arguments["get_embedding_ranks"] = lambda group, *_: embedding_ranks(ends, group)
     return original(*bound.args, **bound.kwargs)
 
@@ -201,7 +201,7 @@ def setup_embeddings(session: Session, original: Function, model: Any) -> None:
         _join(first, model)
         return
     original(model)
-    if pipeline is None or pipeline.choice.shares_vocabulary:
+    if pipeline is None or pipeline.choice.shards_output_layer:
         return
     stage_map, ties = pipeline.stage_map, model.share_embeddings_and_output_weights
     predicts = getattr(model, "mtp_process", False)
@@ -417,7 +417,7 @@ def float16_module_forward(
     outputs = module.module(*inputs, **options)
     # If all ranks share the output layer, the last stage ends before the logits. While all ranks
     # compute logits (`has_logits`), each of them converts its own.
-    makes_loss = session.step.has_logits or (last and not pipeline.choice.shares_vocabulary)
+    makes_loss = session.step.has_logits or (last and not pipeline.choice.shards_output_layer)
     return transformer_module.float16_to_fp32(outputs) if makes_loss and fp32_output else outputs
 
 

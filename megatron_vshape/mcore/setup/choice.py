@@ -55,7 +55,7 @@ class ScheduleChoice:
     whole_stages: frozenset[int] = frozenset()  # stages whose B is not split
     fills_waits: bool = False  # a B that waits for tensor-parallel ranks runs jobs of the next W
     ties_ends: bool = False  # the first and the last stage add to one gradient
-    shares_vocabulary: bool = False  # all ranks share the embedding and the output layer
+    shards_output_layer: bool = False  # the embedding, too, over all ranks
     kernels: bool = False  # P2P messages are GPU kernels (NCCL)
     enabled: frozenset[str] = frozenset()  # features of plans that Megatron's options enable
     slices: int | tuple[int, ...] = 1  # slices per microbatch; auto chooses from several
@@ -78,7 +78,7 @@ class ScheduleChoice:
         return make(name, self.num_devices, num_microbatches, slices=self.slices)
 
     @property
-    def offloads(self) -> bool:
+    def moves_memory(self) -> bool:
         """Return whether the schedule moves memory off devices, or may according to the costs."""
         if self.from_file is not None:
             return self.from_file.copies

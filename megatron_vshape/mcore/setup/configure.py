@@ -322,7 +322,7 @@ def _limit_bytes(choice: ScheduleChoice, options: Options) -> float | None:
     knows = (
         choice.costs is not None
         and choice.costs.state_bytes is not None
-        and not choice.shares_vocabulary
+        and not choice.shards_output_layer
     )
     if choice.name != AUTO or options.profile_steps is not None or not knows:
         return None

@@ -156,8 +156,8 @@ def _evened(options: Any, placement: Placement, layers: Sequence[int], why: str)
 def _can_be_balanced(options: Any) -> bool:
     """Return whether the sizes of the model are known, as by Megatron-LM's flags."""
     sizes = ("padded_vocab_size", "vocab_size")
-    has_vocabulary = any(getattr(options, name, None) for name in sizes)
-    return has_vocabulary and hasattr(options, "group_query_attention")
+    has_sizes = any(getattr(options, name, None) for name in sizes)
+    return has_sizes and hasattr(options, "group_query_attention")
 
 
 def _of_layout(options: Any, placement: Placement) -> Layers:

@@ -40,14 +40,14 @@ class OffloadFeature(Feature):
     def check(self, settings: Settings) -> None:
         """Reject CUDA graphs and a paged stash of activations that may be offloaded."""
         choice = settings.choice
-        may_copy = choice.offloads or (NAME in choice.enabled and choice.name == AUTO)
+        may_copy = choice.moves_memory or (NAME in choice.enabled and choice.name == AUTO)
         check_copies(may_copy, settings.model, choice.name)
 
     def check_stages(self, settings: Settings, stage_map: StageMap) -> None:
         """Reject features whose passes the plans cannot combine with copies."""
         choice = settings.choice
         other = next((each.flag for each in features() if each.ends(choice)), None)
-        if other and (choice.offloads or NAME in choice.enabled):
+        if other and (choice.moves_memory or NAME in choice.enabled):
             raise UnsupportedError(
                 f"{other} does not work with offloading of activations: the combination is not "
                 "implemented. Remove one of the two"
@@ -113,7 +113,7 @@ def _host_limit_bytes(limit_gib: float | None, choice: ScheduleChoice) -> float:
             f"{choice.name} has none. Remove {option}"
         )
     limit_bytes = limit_gib * GIB
-    if file is None or costs is None or not (choice.offloads and costs.copies):
+    if file is None or costs is None or not (choice.moves_memory and costs.copies):
         return limit_bytes
     if costs.num_stages == file.num_stages:
         peaks = peak_moved(file, costs)

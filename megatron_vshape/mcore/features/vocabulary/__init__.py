@@ -100,7 +100,7 @@ class VocabularyFeature(Feature):
         """Return the flag, or a description if a schedule file enables the feature."""
         if settings.options.vocab_parallel:
             return FLAG
-        return "vocabulary parallelism" if settings.choice.shares_vocabulary else None
+        return "vocabulary parallelism" if settings.choice.shards_output_layer else None
 
     def requires_ours(self, options: Options) -> bool:
         """Return whether the flag is given."""
@@ -110,16 +110,16 @@ class VocabularyFeature(Feature):
         """Return the choice with the option; a schedule file with vocabulary passes implies it."""
         file = choice.from_file
         shares = options.vocab_parallel or (file is not None and is_shared(file))
-        return replace(choice, shares_vocabulary=shares)
+        return replace(choice, shards_output_layer=shares)
 
     def check(self, settings: Settings) -> None:
         """Reject options that vocabulary parallelism does not support."""
-        if settings.choice.shares_vocabulary:
+        if settings.choice.shards_output_layer:
             check_model_options(settings.model)
 
     def ends(self, choice: ScheduleChoice) -> ModelEnds | None:
         """Return the costs of stages without the vocabulary, and of each rank's part of it."""
-        return SharedEnds() if choice.shares_vocabulary else None
+        return SharedEnds() if choice.shards_output_layer else None
 
     measured_kinds = (LOGITS,)
 
@@ -127,7 +127,7 @@ class VocabularyFeature(Feature):
         self, choice: ScheduleChoice, costs: Costs | None, num_stages: int
     ) -> Costs | None:
         """Return the costs with vocabulary passes, estimated if unknown, or without them."""
-        if not choice.shares_vocabulary:
+        if not choice.shards_output_layer:
             return costs and without_shared(costs)
         uniform = uniform_shared(choice.num_devices, num_stages)
         return in_proportion(costs or uniform, choice.estimate or uniform)
@@ -138,7 +138,7 @@ class VocabularyFeature(Feature):
 
     def adapt_evaluation(self, choice: ScheduleChoice, wave: Schedule) -> Schedule:
         """Return the schedule with the forward passes of the vocabulary."""
-        return share_forwards(wave) if choice.shares_vocabulary else wave
+        return share_forwards(wave) if choice.shards_output_layer else wave
 
     def least_bytes(self, costs: Costs) -> float:
         """Return the memory of the logits of one microbatch."""
@@ -146,14 +146,14 @@ class VocabularyFeature(Feature):
 
     def change_arguments(self, args: Any, pipeline: Pipeline) -> None:
         """Make Megatron pad the vocabulary to a multiple of the ranks that share it."""
-        if pipeline.choice.shares_vocabulary:
+        if pipeline.choice.shards_output_layer:
             from megatron_vshape.mcore.features.vocabulary.model import pad
 
             pad(args, pipeline.stage_map.num_ranks)
 
     def build_chunk(self, built: BuiltChunk) -> None:
         """Replace embedding and output layer of a chunk by the rows of this rank."""
-        if built.pipeline.choice.shares_vocabulary:
+        if built.pipeline.choice.shards_output_layer:
             from megatron_vshape.mcore.features.vocabulary.model import convert_rows, share
 
             stage_map = built.pipeline.stage_map
@@ -162,7 +162,7 @@ class VocabularyFeature(Feature):
 
     def owns_embeddings(self, pipeline: Pipeline, model: Any) -> bool:
         """Return whether a chunk has rows that all ranks share."""
-        if not pipeline.choice.shares_vocabulary:
+        if not pipeline.choice.shards_output_layer:
             return False
         from megatron_vshape.mcore.features.vocabulary.model import check_rows, is_shared
 
@@ -173,7 +173,7 @@ class VocabularyFeature(Feature):
 
     def check_chunks(self, pipeline: Pipeline, rank: int, chunks: Sequence[Any]) -> None:
         """Reject changes of embedding, output layer and loss, whose forward does not run."""
-        if pipeline.choice.shares_vocabulary:
+        if pipeline.choice.shards_output_layer:
             from megatron_vshape.mcore.features.vocabulary.model import check_ends
 
             ends = pipeline.ends(rank, 0)[0], pipeline.ends(rank, len(chunks) - 1)[1]
@@ -189,7 +189,7 @@ class VocabularyFeature(Feature):
         """Return the passes of the vocabulary."""
         from megatron_vshape.mcore.features.vocabulary.step import VocabularySharing
 
-        return VocabularySharing(runner.pipeline.choice.shares_vocabulary)
+        return VocabularySharing(runner.pipeline.choice.shards_output_layer)
 
 
 FEATURE = VocabularyFeature()
@@ -213,7 +213,7 @@ class SharedEnds:
         """Return the split of a model with vocabulary parallelism."""
         estimate = self._shared(args, sizes, None, layers, placement)
         if costs is not None:
-            measured, known = pieces_of(sizes, costs), costs.shares_vocabulary
+            measured, known = pieces_of(sizes, costs), costs.shards_output_layer
             others = costs if known else self._shared(args, sizes, measured, layers, placement)
             costs = self.without(sizes, measured).costs(layers).having(**dict(others.others))
         return Split(layers, costs, estimate, shares=sizes.shares)

@@ -673,7 +673,7 @@ class VocabularySharing(StepFeature):
     def begin(self, context: StepContext) -> StepHook | None:
         """Return this rank's part in a step with vocabulary parallelism."""
         collectives = context.transport.collectives
-        if not context.pipeline.choice.shares_vocabulary or collectives is None:
+        if not context.pipeline.choice.shards_output_layer or collectives is None:
             return None
         with refusing():
             check_model_options(context.config)
