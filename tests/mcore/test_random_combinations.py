@@ -1,0 +1,102 @@
+"""Random combinations of options are rejected with a reason, or have the results of 1F1B."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from mcore.conftest import UNTIED
+from mcore.farm import Ended, Farm
+from mcore.test_training import losses, relative
+
+EXPERTS = (
+    "--num-experts 4 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 "
+    "--disable-bias-linear --moe-token-dispatcher-type alltoall"
+)
+FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
+SHARDED = "--use-distributed-optimizer"
+POOLS: Sequence[tuple[int, Sequence[str]]] = (  # how many of each are drawn at most
+    (1, ("v-half", "v-min", "v-zb", "zb-h1", "zb-h2", "v-half+", "1f1b-v", "v-two-thirds")),
+    (
+        1,
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel",
+            "--context-parallel-size 2",
+            "--use-distributed-optimizer",
+            "--pipeline-model-parallel-size 4",
+        ),
+    ),
+    (
+        1,
+        (
+            UNTIED,
+            "--swiglu --normalization RMSNorm --disable-bias-linear",
+            EXPERTS,
+            f"{EXPERTS} --moe-router-topk 2 --moe-shared-expert-intermediate-size 32",
+            f"{EXPERTS} --moe-layer-freq ([0]*2+[1]*6)",
+            f"--mtp-num-layers 1 {UNTIED}",
+            "--qk-layernorm",
+            "--attention-output-gate",
+            "--position-embedding-type learned_absolute",
+        ),
+    ),
+    (
+        2,
+        (
+            "--bf16",
+            "--calculate-per-token-loss",
+            "--clip-grad 0.01",
+            f"{SELECTIVE} core_attn",
+            f"{SELECTIVE} mlp --disable-bias-linear",
+            f"{FULL} uniform",
+            f"{FULL} block",
+            f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4000",
+            "--cross-entropy-loss-fusion",
+            "--micro-batch-size 2",
+            "--rampup-batch-size 4 4 24 --global-batch-size 8",
+            "--eval-iters 1 --eval-interval 2",
+            "--decoder-first-pipeline-num-layers 2",
+            "--optimizer sgd",
+        ),
+    ),
+    (
+        2,
+        (
+            "--pipeline-vocab-parallel",
+            "--pipeline-slices 2",
+            "--optimizer-post-validation",
+            "--pipeline-layer-split auto",
+            "--pipeline-profile-iterations 2:2",
+        ),
+    ),
+)
+
+
+def draw(seed: int) -> tuple[str, list[str], list[str]]:
+    """Return a schedule, flags of Megatron, and flags of this package."""
+    chance = random.Random(seed)
+    drawn = [
+        " ".join(chance.sample(pool, chance.randint(min(most, 1), most))) for most, pool in POOLS
+    ]
+    given = "--train-iters 3 --rerun-mode disabled --pipeline-model-parallel-size 2"
+    return drawn[0], f"{given} {' '.join(drawn[1:4])}".split(), drawn[4].split()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(32))
+def test_a_combination_is_rejected_or_right(farm: Farm, seed: int) -> None:
+    schedule, flags, ours = draw(seed)
+    theirs = farm.run(4, *flags, "--pipeline-schedule", "1f1b")
+    if any(theirs.codes):
+        pytest.skip("Megatron does not train it either")
+    mine = farm.run(4, *flags, "--pipeline-schedule", schedule, *ours)
+    if mine.codes == [1] * 4 and "megatron-vshape: --" in mine.output[0]:
+        return
+    compare(mine.check(), theirs, rounded="--bf16" in flags)
+
+
+def compare(mine: Ended, theirs: Ended, rounded: bool) -> None:
+    assert len(losses(mine)) == 3
+    assert relative(losses(mine), losses(theirs)) <= (5e-3 if rounded else 2e-6)
+    norms = (mine.record["grad_norms"], theirs.record["grad_norms"])
+    assert relative(*norms) <= (3e-2 if rounded else 2e-5)
