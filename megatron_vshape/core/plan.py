@@ -1,8 +1,8 @@
 """Plan a schedule: the fastest one for given costs within a memory limit.
 
-The command line, the playground, the trainer and the sweep all call `plan`, with a request in the
-costs' units. Common rules: no plan is worse than an evaluated schedule that fits, and among equal
-times, the plan with less memory is chosen.
+The command line, the playground, the trainer and the sweep call `plan_request`, with a request in
+the costs' units. Common rules: no plan is worse than an evaluated schedule that fits, and among
+equal times, the plan with less memory is chosen.
 """
 
 import math

@@ -43,4 +43,5 @@ def register_and_read(argv: list[str]) -> str:
 if __name__ == "__main__":
     _source = register_and_read(sys.argv)
     __file__ = sys.argv[0]
-    exec(compile(_source, __file__, "exec"), globals())
+    # Not with this file's `annotations`: the script may read its own as types.
+    exec(compile(_source, __file__, "exec", dont_inherit=True), globals())

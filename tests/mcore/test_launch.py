@@ -17,6 +17,9 @@ from megatron.training import arguments, pretrain
 if __name__ == "__main__":
     args = arguments.parse_args()
     print(__file__ == sys.argv[0], args.pipeline_schedule, pretrain.__module__)
+
+    def annotated(x: int): ...
+    assert annotated.__annotations__ == {"x": int}
 """
 
 

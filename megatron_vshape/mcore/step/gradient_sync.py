@@ -32,9 +32,9 @@ class GradientSync:
 
     DDP would start a bucket when autograd passes its parameters for the last time, which is too
     early with deferred weight gradients. So the whole step runs under `no_sync`, and this class
-    starts the buckets: the first one when the last W of its chunk starts, the others when the jobs
-    have added their missing gradients. All data-parallel ranks run the same program, and the
-    buckets of a chunk start in order, so the reductions match.
+    starts the buckets: those without weight jobs when the last W of their chunk starts, the others
+    when the jobs have added their missing gradients. All data-parallel ranks run the same program,
+    and the buckets of a chunk start in order, so the reductions match.
     """
 
     def __init__(

@@ -339,7 +339,7 @@ class MegatronStage:
         # Features bring back saved activations that they have moved, before the jobs read them.
         for hook in self.step.hooks:
             hook.begins(work)
-        # In the last W of a chunk, the reduction of its first bucket can start.
+        # In the last W of a chunk, the reduction of buckets without weight jobs can start.
         self.step.gradient_sync.weights_begin(self.chunk)
         self.step.state.jobs.run((self.stage, microbatch))
         self._count(work)
