@@ -83,10 +83,10 @@ from megatron_vshape.view.numbers import (
 from megatron_vshape.view.text import columns, picture, wants_colour
 
 MOST_CHUNKS = 12
-"""Maximum chunks per rank if the number of layers is unknown."""
+"""Default maximum of chunks per rank."""
 
 BASE_CHUNKS = 4
-"""Chunks per rank of the first plan, if the layers allow."""
+"""Chunks per rank of the searched plan, if the layers allow."""
 
 FIRST_SHARE = 0.5
 """Share of --seconds for the search; the comparison needs the rest."""
@@ -420,7 +420,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _costs(options: argparse.Namespace, measured: Costs | None) -> Costs:
-    """Return the costs of the stages of the first plan."""
+    """Return the costs of the stages that the search distributes."""
     devices, most = options.devices, options.chunks
     split = _pieces(options, measured)
     if split is not None:
@@ -433,15 +433,11 @@ def _costs(options: argparse.Namespace, measured: Costs | None) -> Costs:
         if most is None or measured.num_stages <= most * devices:
             shares = options.vocab_parallel is not None
             return cut(measured.num_stages, "a plan") if shares else measured
-        return cut(most * devices, f"a plan of --chunks {most}")
-    if options.layers is None:
-        chunks = min(most or BASE_CHUNKS, BASE_CHUNKS)
-        check_size(chunks * devices, options.microbatches)
-        return cut(chunks * devices, "a plan")
+    total = options.layers if measured is None else measured.num_stages
     # even numbers first: the V placement needs one
-    wanted = (BASE_CHUNKS, 2, *range(6, MOST_CHUNKS + 1, 2), 3, 1)
-    for chunks in wanted:
-        if chunks <= (most or MOST_CHUNKS) and options.layers % (chunks * devices) == 0:
+    for chunks in (BASE_CHUNKS, 2, *range(6, MOST_CHUNKS + 1, 2), 3, 1):
+        if chunks <= (most or MOST_CHUNKS) and (total or 0) % (chunks * devices) == 0:
+            check_size(chunks * devices, options.microbatches)
             return cut(chunks * devices, "a plan")
     raise ScheduleError(
         f"--layers {options.layers} is not a multiple of {devices} ranks: change --layers, or add "
@@ -629,7 +625,8 @@ def _tried_rows(result: PlanResult, time: Text) -> Iterator[_TableRow]:
     """Yield the plans of the other strategies to save memory, or their lower bounds."""
     best = result.plan
     by_words: dict[str, tuple[float, bool]] = {}
-    for way, value, bound in best.tried:
+    # A single strategy is the searched plan before its B and W are fused.
+    for way, value, bound in best.tried if len(best.tried) > 1 else ():
         words = f"plan: {way.text}"
         found = (bound, True) if value is None else (value, False)
         by_words[words] = min(found, by_words.get(words, found))

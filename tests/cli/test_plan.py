@@ -95,6 +95,22 @@ def test_the_ends_of_a_model_cost_something(capsys: pytest.CaptureFixture[str]) 
     assert "work of the busiest rank 96\n" in capsys.readouterr().out
 
 
+def test_more_chunks_never_exclude_a_v(capsys: pytest.CaptureFixture[str]) -> None:
+    """An odd number of chunks has no V; --chunks is a maximum, and even numbers come first."""
+    sizes = ["plan", "--devices", "4", "--microbatches", "8", "--cost", "1,1.15,.85,.05"]
+    sizes += ["--memory-limit", "5", "--seconds", "2"]
+    for chunks in ("2", "3"):
+        assert main([*sizes, "--chunks", chunks]) == 0
+        assert "recommended: the plan, with 2 chunks per rank" in capsys.readouterr().out
+
+
+def test_the_search_itself_is_no_row(capsys: pytest.CaptureFixture[str]) -> None:
+    """With a time of BW, the plan may be the fused one; its unfused form is no other strategy."""
+    sizes = ["plan", "--devices", "4", "--microbatches", "8", "--chunks", "2", "--seconds", "2"]
+    assert main([*sizes, "--cost", "1,1.15,.85,.05,BW=1.5", "--memory-limit", "5"]) == 0
+    assert "schedule only" not in capsys.readouterr().out
+
+
 HEAVY = ["--layers", "16", "--chunks", "2", "--head", "4"]
 
 
