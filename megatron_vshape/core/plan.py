@@ -47,7 +47,7 @@ from megatron_vshape.core.request import (
 )
 
 WORTH = 0.002
-"""Minimum share of the busiest device's work that full backwards must save to be planned; smaller
+"""Minimum share of the work that full backwards must save to be planned; smaller
 savings are only used where fusing delays no pass."""
 
 
@@ -136,7 +136,7 @@ def _plan_auto(request: PlanRequest, budget: Budget) -> PlanResult:
     found: list[PlanResult] = []
     rejected: ScheduleError | None = None
     bounds = {each: _bound(request, each) for each in placements}
-    # Placements with separate costs need separate searches.
+    # With a layer split, each placement is searched alone, with a share of the time.
     searches = _by_costs(request, placements)
     for each in searches:
         value = min((one.plan.value for one in found), default=math.inf)

@@ -1,9 +1,10 @@
 """Adaptive scheduler: search for the pass order with the least makespan or span.
 
-1. Placements: the V and the loop (`default_placements`), and a loop of four stages per device if
-   the costs distinguish that many. The next steps run for each placement; one budget is shared by
+1. Placements: the V and the loop of all stages; with `trades`, also the loop of two stages per
+   device (`default_placements`). The next steps run for each placement; one budget is shared by
    the orders of all of them.
-2. Steady orders: `modulo` finds cyclic orders within the memory limits with the shortest period.
+2. Steady orders: with at most two stages per device, `modulo` finds cyclic orders within the memory
+   limits with the shortest period.
    Published blocks are added, for a loop with groups of several sizes. Each order is cut to the few
    microbatches that show warm-up and cool-down (`orders.CyclicOrder`).
 3. Starting points: each order as it is, with idle time filled by step 4 of the paper, and with W
@@ -13,7 +14,8 @@
    microbatches, or exchange two, if the objective does not grow (`improve`). After each round the
    worse half of the orders is dropped and the best continue in several copies; W are placed again
    in between. A placement is dropped if its lower bound is above the best order.
-5. Repeat with other random numbers, then a long local search from the best orders of both turns.
+5. Unless the gap to the bound is below `NEAR`: repeat with other random numbers, then a long local
+   search from the best orders of both turns.
    Each order is searched independently, so the plan is the same on any number of cores.
 6. With `trades`, each strategy to save memory is a separate search on each placement. Those with
    offloading start from orders planned for more memory (`offloading`). All share one budget; a
@@ -61,7 +63,7 @@ A copy starts with moves that may lengthen its order. d=4, m=8, 1/1.15/.85/.05, 
 without restarts 50.25.
 """
 
-OLD = TURNS = 3
+LONG_TURN = TURNS = 3
 """Number of turns; the last one continues with the orders of the turns before."""
 
 LONGER = 24
@@ -73,9 +75,8 @@ TURNS_OF_TRADES = 8
 NEAR = 0.003
 """Gap to the bound below which no further turn starts in the default budget.
 
-A turn ends below `ENOUGH`. At d=8, m=64, 1/1.15/.85/.05, 10 chunks, a long turn spends a
-third of a plan's time on the last 0.04%: 400.55 and 400.4, where the bound is 400.15. With 0.002 it
-ended at 400.875, a quarter of a second earlier, and missed useful offloads.
+At d=8, m=64, 1/1.15/.85/.05, 10 chunks, a long turn spends a third of a plan's time on the last
+0.04%: 400.55 and 400.4, where the bound is 400.15. A single turn ends below `ENOUGH`.
 """
 
 STEPS_PER_SECOND = 1_000_000
@@ -141,11 +142,11 @@ def plan(
     if isinstance(costs, Costs):
         costs = _by_placement(costs, num_devices, placements, trades)
     searches = _searches(costs, sizes, counts, whole, trades, in_host, seed)
-    race = _Race(_worth_racing(searches) if trades or counts[1:] else searches, trades)
+    orders = _Race(_worth_racing(searches) if trades or counts[1:] else searches, trades)
     if begun is not None:
-        begun(race.best_plan)
-    race.run(steps, seconds, progress)
-    made = race.best_plan()
+        begun(orders.best_plan)
+    orders.run(steps, seconds, progress)
+    made = orders.best_plan()
     if not trades:
         return made
     own, limits = made.schedule.placement, each_limit(limit, num_devices)
@@ -254,7 +255,7 @@ class _Race:
                     for turn in count(1):
                         # A continued turn starts from the last orders, all other turns from new
                         # ones.
-                        again = turn > 1 if self.trades else turn % OLD == 0
+                        again = turn > 1 if self.trades else turn % LONG_TURN == 0
                         live = stayed if again else self._begin(budget, pool)
                         kept = [] if again else stayed
                         share = budget * LONGER if again and not self.trades else budget
