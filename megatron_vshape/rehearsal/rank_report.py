@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -191,3 +192,12 @@ _LAUNCHES = ("graphs", "host_waits", "experts_hidden")
 def _without_missing(found: Mapping[str, Any], *names: str) -> dict[str, Any]:
     """Drop these optional values if they are None."""
     return {name: value for name, value in found.items() if name not in names or value is not None}
+
+
+def ending(code: int) -> str:
+    """Format how a process ended; a negative exit code is the number of a signal."""
+    if code >= 0:
+        return f"with exit code {code}"
+    name = signal.Signals(-code).name
+    fix = "; if the machine is out of memory, set --jobs 1" if code == -signal.SIGKILL else ""
+    return f"by {name}{fix}"

@@ -16,7 +16,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal import sources
 from megatron_vshape.rehearsal.flags import SCHEDULE, Command, Sizes, environment_of, without_files
 from megatron_vshape.rehearsal.gpus import Gpu
-from megatron_vshape.rehearsal.rank_report import CheckedRank, FailedRank, RankReport
+from megatron_vshape.rehearsal.rank_report import CheckedRank, FailedRank, RankReport, ending
 from megatron_vshape.rehearsal.sources import MissingSourceError, PythonSource
 
 PER_RANK = 4
@@ -171,7 +171,8 @@ def run_jobs(programs: Programs, jobs: Iterable[Mapping[str, Any]]) -> Iterator[
         told.seek(0)
         errors = told.read()
     if worker.returncode:
-        last = [line for line in errors.splitlines() if line.strip()] or ["no reason given"]
+        last = [line for line in errors.splitlines() if line.strip()]
+        last = last or [f"its process ended {ending(worker.returncode)}"]
         raise ScheduleError(f"the dry run could not be prepared: {last[-1]}{_fix(last[-1])}")
 
 

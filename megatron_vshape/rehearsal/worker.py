@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from megatron_vshape.rehearsal.rank_report import ending
+
 LOG_CHARACTERS = 6000
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -186,7 +188,8 @@ def _answer_one(running: dict[int, tuple[str, Any]], out: TextIO) -> None:
             _start(json.dumps(given | {"traces_all": True}), running)
             return
     else:
-        found = {"error": f"the process of rank {given['rank']} was ended ({status})", "log": ""}
+        how = ending(os.waitstatus_to_exitcode(status))
+        found = {"error": f"the process of rank {given['rank']} ended {how}", "log": ""}
     answer.close()
     print(json.dumps({"name": given.get("name", ""), "rank": given["rank"], **found}), file=out)
     out.flush()

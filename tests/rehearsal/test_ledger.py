@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.rehearsal import ranks
+
 PROGRAM = """
 import json, sys, traceback
 from dataclasses import asdict
@@ -491,6 +494,31 @@ def test_a_rank_that_does_not_repeat_runs_again() -> None:
     ran = subprocess.run([sys.executable, "-c", AGAIN], capture_output=True, text=True, check=True)
     expected = [json.dumps({"name": "x", "rank": rank, "traced": 8}) for rank in (0, 1)]
     assert ran.stdout.strip() == str(expected)
+
+
+KILLED = """
+import io, os, signal
+from megatron_vshape.rehearsal import worker
+worker._child = lambda given, answer: os.kill(os.getpid(), signal.SIGKILL)
+out = io.StringIO()
+worker.serve(iter(['{"rank": 3}']), out, 1)
+print(out.getvalue())
+"""
+
+
+def test_a_killed_rank_names_the_signal_and_what_may_help() -> None:
+    ran = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, check=True)
+    error = "the process of rank 3 ended by SIGKILL; if the machine is out of memory, set --jobs 1"
+    assert json.loads(ran.stdout)["error"] == error
+
+
+def test_a_killed_worker_names_the_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nkill -9 $$\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(ScheduleError, match="not be prepared: its process ended by SIGKILL; if"):
+        list(ranks.run_jobs(ranks.Programs(None, None, 1), []))
 
 
 @pytest.fixture(scope="module")
