@@ -232,7 +232,8 @@ def _case_of(command: Command, gpu: Gpu) -> str:
 
 def _sizes(it: Configuration, subject: Subject) -> str:
     """Format the parallel sizes and the recomputation."""
-    words = f"TP {it.tensor_parallel} PP {it.pipeline_parallel}"
+    without = "" if it.sequence_parallel else " without SP"
+    words = f"TP {it.tensor_parallel}{without} PP {it.pipeline_parallel}"
     more = {"CP": it.context_parallel, "EP": it.expert_parallel, "microbatch": it.microbatch_size}
     words += "".join(f" {name} {size}" for name, size in more.items() if size > 1)
     recompute = _recompute(it, subject)

@@ -4,7 +4,7 @@ One list of reasons rejects configurations for `advise` and `sweep`: see `faults
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 from typing import Any
@@ -164,11 +164,19 @@ class Configuration:
     vocab_parallel: bool = False
     expert_parallel: int = 1
     format: str = GIVEN
+    sequence_parallel: bool = True  # if TP > 1
 
     def __post_init__(self) -> None:
         # With vocabulary parallelism, embedding and output layer do not count as layers of a stage.
         if self.vocab_parallel and self.layout is Layout.BALANCED:
             object.__setattr__(self, "layout", Layout.AUTO)
+
+    @property
+    def swept(self) -> dict[str, Any]:
+        """The settings of a run of `sweep`, by name; all of its runs use sequence parallelism."""
+        settings = asdict(self)
+        del settings["sequence_parallel"]
+        return settings
 
     @property
     def workload(self) -> tuple[int, int]:
@@ -282,7 +290,7 @@ class Configuration:
         if self.sequence_length != own.number("--seq-length", 0):
             names = ("seq_length", "max_position_embeddings")
             sizes |= dict.fromkeys(names, self.sequence_length)
-        if self.tensor_parallel > 1:
+        if self.tensor_parallel > 1 and self.sequence_parallel:
             sizes["sequence_parallel"] = True
         command = own.having(**sizes, **_flags_of_recompute(self.recompute))
         if self.format == GIVEN:
@@ -299,6 +307,8 @@ FLAGS = {
     "microbatch_size": "--micro-batch-size",
 }
 """Megatron's flags of the sizes."""
+
+SEQUENCE_PARALLEL = "--sequence-parallel"
 
 POST_VALIDATION = ("--optimizer-post-validation", "--rerun-mode disabled")
 """Flags of runs with post-validation: Megatron's rerun check would synchronize all ranks."""
@@ -341,6 +351,7 @@ def own_configuration(subject: Subject, num_devices: int) -> Configuration:
         data_parallel=1,
         recompute=NONE if subject.recompute == NONE else GIVEN,
         layout=Layout.AUTO,
+        sequence_parallel=sizes["tensor_parallel"] == 1 or subject.command.has(SEQUENCE_PARALLEL),
         **sizes,
     ).on_devices(num_devices)
     batch = number("--global-batch-size", own.microbatch_size * own.data_parallel)
@@ -374,11 +385,14 @@ def neighbors(
     """Yield configurations next to the command's, nearest first; `keep` has names of `SIZES`.
 
     The command's own sizes are also tried without recompute. Other sizes drop recompute where
-    possible; selective recompute is also tried if they need more memory.
+    possible; selective recompute is also tried if they need more memory. All use sequence
+    parallelism if TP > 1, even if the command does not.
     """
+    command, own = own, replace(own, sequence_parallel=True)
     without = own if "recompute" in keep else replace(own, recompute=NONE)
-    if without != own:
-        yield without
+    for it in dict.fromkeys((without, own)):
+        if it != command:
+            yield it
     for move in _MOVES:
         sizes = {name: int(getattr(own, name) * by) for name, by in move.items()}
         least = {"pipeline_parallel": 2}

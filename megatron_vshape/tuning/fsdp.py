@@ -78,7 +78,9 @@ def _configurations(own: Configuration, predictor: Predictor) -> Iterator[Config
     states = layers * counted.parameters.layer * SHARDED_BYTES
     if states * shards / machine.num_devices > predictor.allocatable_bytes(own):
         return
-    base = replace(own, schedule="1f1b", pipeline_parallel=1, layout=Layout.EVEN)
+    base = replace(
+        own, schedule="1f1b", pipeline_parallel=1, layout=Layout.EVEN, sequence_parallel=True
+    )
     for tensor in (1, own.tensor_parallel):
         it = replace(base, tensor_parallel=tensor).on_devices(machine.num_devices)
         if not any(faults(it, subject, machine.num_devices, machine.gpu.node)):

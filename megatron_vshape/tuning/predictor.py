@@ -105,6 +105,8 @@ def key_of_count(it: Configuration) -> Key:
         it.recompute,
         it.format,
         it.features,
+        # Keys of recorded counts must not change: all of them use sequence parallelism.
+        *(() if it.sequence_parallel else (False,)),
     )
 
 

@@ -3,7 +3,7 @@
 import csv
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +167,7 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 def _values(row: Row) -> dict[str, Any]:
     predicted, outcome = row.prediction, row.outcome
-    values = asdict(row.configuration) | {
+    values = row.configuration.swept | {
         "arguments": " ".join(row.configuration.arguments),
         "verdict": row.verdict,
         "predicted_step_s": predicted.step_s,

@@ -6,7 +6,7 @@ import json
 import sqlite3
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ def key_of(configuration: Configuration, loaded: Loaded) -> str:
     # Keys of existing runs must not change: older files lack some fields, others were removed.
     cluster = loaded.cluster.model_dump(mode="json").items()
     given = {name: value for name, value in cluster if value is not None}
-    it = asdict(configuration)
+    it = configuration.swept
     if it["expert_parallel"] == 1:
         del it["expert_parallel"]
     if it["format"] == GIVEN:
@@ -122,7 +122,7 @@ class Results:
         values = (
             key,
             sweep,
-            json.dumps(asdict(result.configuration)),
+            json.dumps(result.configuration.swept),
             outcome.status.value,
             outcome.step_s,
             result.mfu,

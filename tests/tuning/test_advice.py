@@ -12,7 +12,14 @@ from rehearsal.reports import report_of
 from tuning.counts import Fake, predictor_of
 from tuning.samples import load_sample, write_sweep
 
-from megatron_vshape.cli.advise import _changes, _flags, _is_even, _rejected, changes_megatron
+from megatron_vshape.cli.advise import (
+    _changes,
+    _flags,
+    _is_even,
+    _rejected,
+    _sizes,
+    changes_megatron,
+)
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.model.pieces import Piece, Pieces
 from megatron_vshape.core.model.schedule import Schedule
@@ -32,7 +39,7 @@ from megatron_vshape.tuning.configurations import (
 )
 from megatron_vshape.tuning.grid import expand
 from megatron_vshape.tuning.machine import Machine
-from megatron_vshape.tuning.predictor import Prediction, Predictor, step
+from megatron_vshape.tuning.predictor import Prediction, Predictor, key_of_count, step
 
 EXPERTS = """pretrain_gpt.py --num-layers 16 --num-attention-heads 8 --num-experts 8
     --micro-batch-size 2 --seq-length 512
@@ -53,11 +60,13 @@ def test_every_size_is_a_candidate_unless_it_is_kept() -> None:
     assert {it.expert_parallel for it in fitting} == {2, 4, 8}
     assert {it.context_parallel for it in fitting} >= {1, 2, 4}
     assert {it.microbatch_size for it in fitting} == {1, 2, 4}
-    assert {it.recompute for it in found} == {NONE}
+    # The command has no sequence parallelism, so its own sizes are also tried with it.
+    assert {it.recompute for it in found} == {NONE, GIVEN}
+    assert [it for it in found if it.recompute == GIVEN] == [replace(own, sequence_parallel=True)]
     assert {it.num_devices for it in fitting} == {32}
     selective = subject(EXPERTS.replace("granularity full", "granularity selective"))
     both = [it for it in neighbors(own, selective, 32, []) if it.recompute == GIVEN]
-    assert [(it.microbatch_size, it.tensor_parallel) for it in both] == [(2, 1), (4, 2)]
+    assert [(it.microbatch_size, it.tensor_parallel) for it in both] == [(2, 2), (2, 1), (4, 2)]
     keep = ["ep", "cp", "microbatch", "recompute"]
     for it in neighbors(own, model, 32, keep):
         assert (it.expert_parallel, it.context_parallel, it.microbatch_size) == (4, 2, 2)
@@ -80,6 +89,40 @@ def test_flags_of_a_row_are_the_difference_of_two_commands() -> None:
         "--sequence-parallel",
     ]
     assert _changes(own.command(model), own.command(model)) == []
+
+
+def test_today_has_sequence_parallelism_only_if_the_command_has() -> None:
+    """It was counted with it, so the flag that other rows need was never among the changes."""
+    layer = Piece(1.0, 1.0, 1.0, 3.0 * GIB, 0.0)
+    parallel = replace(layer, held_after_forward_bytes=1.5 * GIB)
+    words = f"{LAYERS_36} --global-batch-size 64 --tensor-model-parallel-size 2 --seq-length 64"
+    words = words.replace("parallel-size 4", "parallel-size 2")
+    made = advice(subject(words), Pieces(layer, NOTHING, NOTHING, 0.0))
+    counted = made.predictor.counts(made.own)
+    of_parallel = replace(counted, pieces=Pieces(parallel, NOTHING, NOTHING, 0.0))
+
+    def counts(it: Configuration) -> Counted:
+        has = it.counted_command(made.predictor.subject).has("--sequence-parallel")
+        return of_parallel if has else counted
+
+    model = made.predictor.subject
+    made.predictor = replace(made.predictor, counts=counts)
+    keep = ["tp", "pp", "microbatch", "cp", "recompute"]
+    made.others = list(neighbors(made.own, model, 4, keep))
+    assert len({key_of_count(it) for it in (made.own, *made.others)}) == 2
+    rows = made.rows()
+    today, stock = rows["today"], rows["stock"]
+    assert today is not None
+    assert stock is not None
+    assert (today.fits, stock.fits) == (False, True)
+    assert _sizes(today.configuration, model) == "TP 2 without SP PP 2"
+    flags = Namespace(export=None)
+    assert "--sequence-parallel" in _flags(made, flags, rows, stock)
+    assert "--sequence-parallel" not in _flags(made, flags, rows, today)
+    with_flag = subject(words, "--sequence-parallel")
+    own = own_configuration(with_flag, 4)
+    assert list(neighbors(own, with_flag, 4, keep)) == []
+    assert own.command(with_flag).has("--sequence-parallel")
 
 
 NOTHING = Piece(0.0, 0.0, 0.0, 0.0, 0.0)
