@@ -85,7 +85,7 @@ class Advice:
         # A configuration that does not fit is no baseline: any plan that fits is better.
         mine = self._with_package(self.own, seconds, step(today) if today.fits else math.inf)
         best = [each for each in (mine, found["stock"]) if each is not None]
-        planned, least_s = 0, {it: self._least_s(it) for it in self.others}
+        planned, least_s = 0, {it: self._mean_busy_s(it) for it in self.others}
         for it in sorted(self.others, key=least_s.__getitem__):
             fastest = min(map(step, best), default=math.inf)
             # Sorted by lower bound: none of the remaining configurations can be faster.
@@ -239,13 +239,14 @@ class Advice:
         held_s = pieces.layer.held_after_forward_bytes / self.predictor.machine.gpu.host_rate
         copying = pieces.with_copies(1e6 * held_s / pieces.layer.forward_us)
         found: list[Prediction] = []
-        for costs, least_s in ((pieces, 0.0), (copying, self._least_s(it))):
+        mean_busy_s = self._mean_busy_s(it)
+        for costs, least_s in ((pieces, 0.0), (copying, mean_busy_s)):
             if least_s <= (1 - NEAR) * min([known_s, *map(step, found)]):
                 made = self.predictor.planned_with_layers(it, costs, seconds / 2)
                 found += [] if made is None else [made]
         clearly_s = (1 - NEAR) * min([known_s, *map(step, found)])
         for other in it.with_features(self.predictor.subject):
-            if self._busy_s(it, (0,) * it.pipeline_parallel) <= clearly_s:
+            if mean_busy_s <= clearly_s:
                 found += self._v_schedules(other)
         return min(found, key=step, default=None)
 
@@ -257,17 +258,15 @@ class Advice:
             if found is not None and found.fits:
                 yield found
 
-    def _least_s(self, it: Configuration) -> float:
-        """Return the seconds of the busiest rank without idle time."""
-        return self._busy_s(it, looping(it.pipeline_parallel, 1))
+    def _mean_busy_s(self, it: Configuration) -> float:
+        """Compute the mean work of a rank per step, in seconds: no schedule is faster.
 
-    def _busy_s(self, it: Configuration, devices: Sequence[int]) -> float:
-        """Return the seconds of work of the busiest of these devices, or their mean if only one."""
-        number, ranks = max(devices) + 1, it.pipeline_parallel
-        pieces = self.predictor.pieces(it)
-        costs = pieces.costs(pieces.balanced(self.layers, looping(ranks, 1)))
-        busy_us = costs.busy_us(devices, number, it.num_microbatches)
-        return 1e-6 * busy_us * number / ranks
+        The busiest rank of a placement is no such bound: other layer splits and placements balance
+        the ranks, and vocabulary parallelism divides embedding and output layer among them.
+        """
+        costs = self.predictor.pieces(it).costs((self.layers,))
+        busy_us = costs.busy_us((0,), 1, it.num_microbatches)
+        return 1e-6 * busy_us / it.pipeline_parallel
 
 
 def _layers_of_ranks(command: Command, num_layers: int, ranks: int) -> list[int]:

@@ -29,6 +29,7 @@ from megatron_vshape.rehearsal.gpus import GIB, GPUS, HEADROOM
 from megatron_vshape.rehearsal.step_time import Rates
 from megatron_vshape.tuning.advice import Advice
 from megatron_vshape.tuning.configurations import (
+    FULL,
     GIVEN,
     NONE,
     Configuration,
@@ -171,6 +172,27 @@ def test_stock_megatron_may_distribute_layers_by_their_work() -> None:
     assert [row.layers for row in found] == [(9, 9, 9, 9), (10, 10, 10, 6), (9, 10, 10, 7)]
     # One that does not fit is in no comparison, so it is not simulated.
     assert [row.step_s is not None for row in found] == [row.fits for row in found]
+
+
+def test_sizes_whose_last_rank_has_most_work_may_be_the_fastest() -> None:
+    """Vocabulary parallelism divides an output layer that takes longer than any other rank."""
+    model, layer, head = subject(LAYERS_36), Piece(1.0, 1.0, 1.0, 1.0, 0.0), 36.0
+    last = Piece(head, head, head, 1.0, 0.0)
+    made = advice(model, Pieces(layer, NOTHING, last, 0.0))
+    counted = made.predictor.counts(made.own)
+    faster = replace(counted.pieces, layer=layer.times(0.8), last=last.times(0.8))
+    other = replace(made.own, recompute=FULL)
+    made.predictor = replace(
+        made.predictor,
+        counts=lambda it: replace(counted, pieces=faster) if it.recompute == FULL else counted,
+    )
+    made.others = [other]
+    best = made.rows()["best"]
+    assert best is not None
+    # Without vocabulary parallelism, the output layer alone takes longer than this.
+    assert step(best) < 32 * 3e-6 * 0.8 * head
+    assert (best.configuration.recompute, best.configuration.vocab_parallel) == (FULL, True)
+    assert made._mean_busy_s(other) <= step(best)
 
 
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
