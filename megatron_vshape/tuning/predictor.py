@@ -386,11 +386,15 @@ class Predictor:
         except ScheduleError:
             return None
         name = ADAPTIVE if found.baseline is None else str(found.baseline)
+        if found.is_megatrons:
+            stock = self.published(replace(it, schedule=name), found.costs.layers, is_stock=True)
+            if stock.fits:
+                return stock
+            name = ADAPTIVE  # from a file, this package runs these passes with less memory
         # The search does not include the copy of the embedding on the last stage.
         pieces = self.with_embeddings(pieces, found.schedule.placement)
         costs = pieces.costs(found.costs.layers or ())
-        it = replace(it, schedule=name)
-        made = self.evaluated(it, found.schedule, costs, is_stock=found.is_megatrons)
+        made = self.evaluated(replace(it, schedule=name), found.schedule, costs)
         return made if made.fits else None
 
 

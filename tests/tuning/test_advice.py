@@ -21,14 +21,18 @@ from megatron_vshape.cli.advise import (
     changes_megatron,
 )
 from megatron_vshape.cli.main import main
+from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.model.pieces import Piece, Pieces
 from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.plan import plan_request
+from megatron_vshape.core.request import BaselineSpec, PlanRequest, PlanResult
 from megatron_vshape.rehearsal import accuracy, report
 from megatron_vshape.rehearsal.counting import Counted, Parameters
 from megatron_vshape.rehearsal.gpus import GIB, GPUS, HEADROOM
 from megatron_vshape.rehearsal.step_time import Rates
 from megatron_vshape.tuning.advice import Advice
 from megatron_vshape.tuning.configurations import (
+    ADAPTIVE,
     FULL,
     GIVEN,
     NONE,
@@ -193,6 +197,37 @@ def test_sizes_whose_last_rank_has_most_work_may_be_the_fastest() -> None:
     assert step(best) < 32 * 3e-6 * 0.8 * head
     assert (best.configuration.recompute, best.configuration.vocab_parallel) == (FULL, True)
     assert made._mean_busy_s(other) <= step(best)
+
+
+@pytest.mark.parametrize("dummy_gib", [0.0, 2.0, 9.0])
+def test_a_plan_like_1f1b_needs_the_memory_of_megatron_to_be_stock(
+    dummy_gib: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two layers per rank: 72 GiB, and the dummy gradients that Megatron's backward keeps."""
+
+    def plan_1f1b(request: PlanRequest, budget: Budget) -> PlanResult:
+        # As the search finds for these costs, but independent of its time limit.
+        made = plan_request(replace(request, name="1f1b"), budget)
+        return replace(made, baseline=BaselineSpec("1f1b"), is_megatrons=True)
+
+    monkeypatch.setattr("megatron_vshape.tuning.predictor.plan_request", plan_1f1b)
+    pieces = Pieces(
+        Piece(1.0, 2.0, 0.01, 5 * GIB, 5 * GIB, state_bytes=15 * GIB, dummy_bytes=dummy_gib * GIB),
+        NOTHING,
+        NOTHING,
+        0.0,
+        host_us=10.0,
+    )
+    made = advice(subject(LAYERS_36.replace("36", "8")), pieces)
+    plan = made.predictor.planned_with_layers(made.own, pieces, 0.5)
+    stock = made.published("1f1b", made.own, is_stock=True)
+    assert plan is not None
+    assert stock is not None
+    assert plan.is_stock == stock.fits == (dummy_gib < 9.0)
+    assert plan.configuration.schedule == ("1f1b" if stock.fits else ADAPTIVE)
+    assert step(plan) == pytest.approx(step(stock))
+    less = 0.0 if stock.fits else 2 * dummy_gib * GIB
+    assert plan.peak_bytes == pytest.approx(stock.peak_bytes - less)
 
 
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
