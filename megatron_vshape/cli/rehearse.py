@@ -134,7 +134,7 @@ def run(options: argparse.Namespace) -> int:
         found = _found(rehearse_all(config.programs, jobs))
         mine = found.pop("")
         helps = [] if options.alone else remedy_lines(command, config, sizes, mine, headroom_bytes)
-    step = step_of(mine, command, gpu, sizes.world // sizes.pipeline)
+    step = step_of(mine, command, gpu, sizes.stage_stride)
     _print(mine, found, command, gpu, sizes, step)
     verdict = report.verdict(mine, gpu, headroom_bytes)
     for line in (verdict, *helps):
@@ -296,8 +296,7 @@ def _write_costs(
             # Only the first tensor-parallel rank reads data: the others would receive it.
             ranks = [job | {"rank": job["rank"] - job["rank"] % sizes.tensor} for job in jobs]
             found = _measured(found, ranks, config)
-    apart = sizes.world // sizes.pipeline
-    costs = counted.counted_costs(found, config.gpu, sizes.pipeline, apart)
+    costs = counted.counted_costs(found, config.gpu, sizes.pipeline, sizes.stage_stride)
     write_all([Output("--costs", options.costs, lambda path: _write_text(path, costs.to_json()))])
     print("\n".join(source_lines(costs)))
     print(

@@ -30,7 +30,13 @@ from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout import sizes as layer_sizes
 from megatron_vshape.rehearsal import sources
 from megatron_vshape.rehearsal.counted import always_bytes, both_backwards, counted_costs
-from megatron_vshape.rehearsal.flags import Command, Sizes, environment_of, sizes_of
+from megatron_vshape.rehearsal.flags import (
+    STAGE_BEFORE_DATA,
+    Command,
+    Sizes,
+    environment_of,
+    sizes_of,
+)
 from megatron_vshape.rehearsal.gpus import Gpu
 from megatron_vshape.rehearsal.rank_report import FailedRank, RankReport
 from megatron_vshape.rehearsal.ranks import DryRunConfig, rehearse_all
@@ -243,18 +249,20 @@ def counted(
     """
     if isinstance(ranks, str):
         raise ScheduleError(f"cannot be rehearsed: {ranks}")
-    found = _of_equal_layers(ranks, gpu, world, pipeline, rates)
+    # Not `sizes_of`, which rejects a global batch that does not divide.
+    tensor, context = (
+        command.number(f"--{name}-parallel-size", 1) for name in ("tensor-model", "context")
+    )
+    sizes = Sizes(world, tensor, context, pipeline, command.has(STAGE_BEFORE_DATA))
+    found = _of_equal_layers(ranks, gpu, sizes, rates)
     return of_unlike_layers(found, command, world)
 
 
-def _of_equal_layers(
-    ranks: Ranks, gpu: Gpu, world: int, pipeline: int, rates: Rates | None
-) -> Counted:
+def _of_equal_layers(ranks: Ranks, gpu: Gpu, sizes: Sizes, rates: Rates | None) -> Counted:
     reached = rates or rates_of(gpu)
-    apart = world // pipeline
-    ratio = apart * PIPELINE / ranks[0].sizes.world
+    ratio = sizes.world // sizes.pipeline * PIPELINE / ranks[0].sizes.world
     first, second, *dense = (_spread(each, ratio) for each in ranks)
-    costs = counted_costs((first, second), gpu, PIPELINE, apart, rates)
+    costs = counted_costs((first, second), gpu, PIPELINE, sizes.stage_stride, rates)
     step = second.work.spread(ratio, second.shards_optimizer)
     state = sum(second.held_parts[part] for part in ("weights", "gradients", "optimizer"))
     of_layer = _forward_flops(second, 0)

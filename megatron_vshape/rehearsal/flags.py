@@ -70,6 +70,8 @@ VOCABULARIES = {
 
 SCHEDULE = "--pipeline-schedule"
 
+STAGE_BEFORE_DATA = "--use-tp-pp-dp-mapping"
+
 _CHUNKS = ("--num-layers-per-virtual", "--num-virtual", "--pipeline-model-parallel-layout")
 
 _OTHER_MODELS = {
@@ -511,12 +513,16 @@ class Sizes:
         """Return the number of data-parallel pipelines."""
         return self.world // (self.tensor * self.context * self.pipeline)
 
+    @property
+    def stage_stride(self) -> int:
+        """Distance between neighboring pipeline ranks in GPUs."""
+        if self.stage_before_data:
+            return self.tensor * self.context
+        return self.world // self.pipeline
+
     def last_rank(self, stage: int) -> int:
         """Return the last rank of a pipeline stage."""
-        inner = self.tensor * self.context
-        if self.stage_before_data:
-            return ((self.replicas - 1) * self.pipeline + stage) * inner + inner - 1
-        return (stage + 1) * (self.world // self.pipeline) - 1
+        return self.world - 1 - (self.pipeline - 1 - stage) * self.stage_stride
 
 
 def sizes_of(command: Command, gpus: int | None) -> Sizes:
@@ -538,7 +544,7 @@ def sizes_of(command: Command, gpus: int | None) -> Sizes:
             f"EP {experts} x ETP {expert_tensor}. Set the number in --gpus to a multiple of {least}"
         )
     _check_batch(command, world // (tensor * context * pipeline))
-    return Sizes(world, tensor, context, pipeline, command.has("--use-tp-pp-dp-mapping"))
+    return Sizes(world, tensor, context, pipeline, command.has(STAGE_BEFORE_DATA))
 
 
 def _check_batch(command: Command, replicas: int) -> None:

@@ -1,5 +1,7 @@
 """Counted ranks, and what of them depends on where they run."""
 
+from dataclasses import replace
+
 import pytest
 from rehearsal.reports import pass_of, report_of
 
@@ -17,10 +19,10 @@ from megatron_vshape.rehearsal.counting import (
     least_of,
     of_unlike_layers,
 )
-from megatron_vshape.rehearsal.flags import read_command
+from megatron_vshape.rehearsal.flags import Command, read_command
 from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.rank_report import RankReport
-from megatron_vshape.rehearsal.step_time import Rates
+from megatron_vshape.rehearsal.step_time import Rates, send_us
 from megatron_vshape.rehearsal.work import Work
 
 EXPERTS = read_command(
@@ -146,6 +148,19 @@ def test_parameters_are_counted_without_the_inputs_that_layers_keep() -> None:
     assert found.parameters == Parameters(1.0, 4.0, 3.0)
     assert found.state_bytes_per_parameter == 1000
     assert found.pieces.layer.state_bytes == 1000 + 20 - MESSAGE
+
+
+@pytest.mark.parametrize(("more", "distance"), [((), 8), (("--use-tp-pp-dp-mapping",), 2)])
+def test_messages_between_neighboring_ranks_of_a_node_use_its_fast_links(
+    more: tuple[str, ...], distance: int
+) -> None:
+    """The rank order decides: they used the network even if stages are TP x CP ranks apart."""
+    flags = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "4", *more)
+    command, gpu, size = Command("pretrain_gpt.py", flags), GPUS["h100"], 2**24
+    ranks = [replace(rank(stage, 5), message_bytes=size) for stage in (0, 1)]
+    pieces = counted(ranks, command, gpu, 32, 4).pieces
+    assert pieces.send_us == send_us(size, gpu, distance)
+    assert send_us(size, gpu, 8) > 4 * send_us(size, gpu, 2)
 
 
 def test_what_a_step_has_once_is_spread_over_replicas() -> None:

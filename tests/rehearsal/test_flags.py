@@ -317,12 +317,14 @@ def test_the_least_number_of_gpus_divides_among_experts() -> None:
     sizes = sizes_of(Command("pretrain_gpt.py", tuple(flags.split())), None)
     assert sizes.world == 32
     assert [sizes.last_rank(stage) for stage in range(4)] == [7, 15, 23, 31]
+    assert sizes.stage_stride == 8
 
 
 def test_neighbours_can_be_stages() -> None:
     flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping"
     sizes = sizes_of(Command("pretrain_gpt.py", tuple(flags.split())), 8)
     assert [sizes.last_rank(stage) for stage in range(2)] == [5, 7]
+    assert sizes.stage_stride == 2
 
 
 def test_ranks_are_named() -> None:
