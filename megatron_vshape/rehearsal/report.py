@@ -122,11 +122,11 @@ def _holder(holder: Holder) -> str:
 
 
 def verdict(found: Sequence[RankReport], gpu: Gpu, headroom_bytes: float) -> str:
-    """Format whether the ranks fit into the GPU, by how much, and the largest rank."""
+    """Format whether the ranks fit into the GPU, by how much, and the rank that needs most."""
     most = min(found, key=lambda each: _unused_bytes(each, gpu, headroom_bytes))
     peak, outside = needed(most), gpu.outside_bytes(most.communicators)
     of_gpu = f"the {gib(gpu.memory_bytes)} GiB of the {gpu.name.upper()}"
-    text = f"rank {most.stage} has the largest peak, {gib(peak)} GiB"
+    text = f"rank {most.stage} needs the most memory: a peak of {gib(peak)} GiB"
     taken = f"after about {gib(outside)} for CUDA and NCCL"
     fit = gpu.fit_of(peak, most.communicators, headroom_bytes)
     if fit is Fit.TOO_LARGE:

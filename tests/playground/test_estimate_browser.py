@@ -30,7 +30,7 @@ def test_a_command_is_estimated_by_keyboard(page: Any, server: str) -> None:
     page.keyboard.press("Enter")
     page.wait_for_selector("#verdict", timeout=PATIENCE_MS)
     settled(page)
-    assert page.inner_text("#verdict").startswith("Fits: rank 0 has the largest peak")
+    assert page.inner_text("#verdict").startswith("Fits: rank 0 reserves about")
     assert re.match(r"Step time\n0\.\d\d s", page.inner_text("#numbers div"))
     assert "B200" in page.text_content("svg.chart")
     bar = page.locator("svg.chart rect[class^=part-]")
