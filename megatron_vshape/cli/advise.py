@@ -140,6 +140,10 @@ def _advice(options: argparse.Namespace, subject: Subject, keep: Sequence[str]) 
             left_out.append(f"{_sizes(it, subject)}: {why}")
         else:
             others.append(it)
+    left_out += [
+        f"{_sizes(it, subject)}: advise evaluates at most {MOST_SHAPES} other configurations"
+        for it in others[MOST_SHAPES:]
+    ]
     config = partial(dry_run_config, options, subject.command, gpu)
     counts = Counts(subject, machine, config)
     headroom_bytes = headroom_bytes_of(options.headroom, gpu.memory_bytes)
@@ -147,12 +151,12 @@ def _advice(options: argparse.Namespace, subject: Subject, keep: Sequence[str]) 
     case = _case_of(subject.command, gpu)
     advice = Advice(predictor, own, case, options.seconds, grid=grid, left_out=left_out)
     with told(lambda us: f"{us * 1e-6:.1f} s"):
-        counts.count([own, *grid, *others[: MOST_SHAPES - 1]], lambda *_: None)
+        counts.count([own, *grid, *others[:MOST_SHAPES]], lambda *_: None)
     try:
         counts(own)
     except SweepError as error:
         raise ScheduleError(f"the command could not be estimated: {error}") from None
-    for it in others[: MOST_SHAPES - 1]:
+    for it in others[:MOST_SHAPES]:
         try:
             counts(it)
             advice.others.append(it)

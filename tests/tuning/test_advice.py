@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -431,6 +432,34 @@ def test_a_command_that_cannot_run_on_the_gpus_is_rejected(
     """It was compared as if it left GPUs idle, and as if batches could be split."""
     assert main(["advise", "--gpus", gpus, "--", "pretrain_gpt.py", *SMALL.split()]) == 2
     assert reason in capsys.readouterr().err
+
+
+def test_configurations_beyond_the_maximum_are_not_evaluated_and_listed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One less than the maximum was evaluated, and the others were left out without a word."""
+    counted: list[Configuration] = []
+
+    class Recorded(Fake):
+        def count(self, combinations: Iterable[Configuration], tell: Any) -> tuple[int, int]:
+            counted.extend(combinations)
+            return 0, 0
+
+    monkeypatch.setattr("megatron_vshape.cli.advise.Counts", Recorded)
+    monkeypatch.setattr("megatron_vshape.cli.advise.MOST_SHAPES", 1)
+    words = ["pretrain_gpt.py", *SMALL.split()]
+    command = ["advise", "--gpus", "2xH100", "--keep", "tp,cp", "--seconds", "0.1", "--", *words]
+    assert main(command) == 0
+    model = Subject.of_command(words, "")
+    own = own_configuration(model, 2)
+    others = [
+        it for it in neighbors(own, model, 2, ["tp", "cp"]) if not list(faults(it, model, 2, 8))
+    ]
+    assert counted == [own, *others[:1]]
+    shown = " ".join(capsys.readouterr().out.split())
+    why = "advise evaluates at most 1 other configurations"
+    assert shown.count(why) == len(others) - 1 == 1
+    assert f"; {_sizes(others[1], model)}: {why}" in shown.partition("Not evaluated: ")[2]
 
 
 @pytest.mark.parametrize(
