@@ -37,7 +37,13 @@ from megatron_vshape.rehearsal.flags import Command, sizes_of
 from megatron_vshape.rehearsal.gpus import GPUS, Gpu
 from megatron_vshape.rehearsal.saved_config import LAYOUT
 from megatron_vshape.tuning import fsdp
-from megatron_vshape.tuning.advice import ENDS, ENDS_OF_RANKS, Advice, Rows
+from megatron_vshape.tuning.advice import (
+    ENDS,
+    ENDS_OF_RANKS,
+    FLAGS_OF_SCHEDULE,
+    Advice,
+    Rows,
+)
 from megatron_vshape.tuning.configurations import (
     ADAPTIVE,
     GIVEN,
@@ -416,10 +422,11 @@ def _flags(advice: Advice, options: argparse.Namespace, rows: Rows, row: Predict
     """Return the flags that make today's command run a row; each may be one to remove."""
     subject, it = advice.predictor.subject, row.configuration
     words = _changes(advice.own.command(subject), it.command(subject))
+    own = [f"remove {flag}" for flag in FLAGS_OF_SCHEDULE if subject.command.has(flag)]
     if it.schedule == fsdp.NAME:
-        return [*words, *fsdp.FLAGS]
+        return [*words, *own, *fsdp.FLAGS]
     if row.is_stock:
-        return words + changes_megatron(row, subject.command)
+        return words + own + changes_megatron(row, subject.command)
     # Training runs a schedule by name, but for plans and names with a number of chunks.
     target, has_name = it.schedule, it.schedule in schedule_names()
     # --export writes the best row, if it has a schedule; rows of a grid may have none.
@@ -431,9 +438,9 @@ def _flags(advice: Advice, options: argparse.Namespace, rows: Rows, row: Predict
     if advice.predictor.post_validation:
         words += POST_VALIDATION
     split = ",".join(map(str, row.layers)) if len(set(row.layers)) > 1 else ""
-    return words + [
-        f"{flag} {value}".strip() for flag, value in it.schedule_flags(target, split).items()
-    ]
+    flags = it.schedule_flags(target, split)
+    words += [text for text in own if text.removeprefix("remove ") not in flags]
+    return words + [f"{flag} {value}".strip() for flag, value in flags.items()]
 
 
 def _changes(today: Command, other: Command) -> list[str]:

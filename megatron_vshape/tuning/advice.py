@@ -1,6 +1,7 @@
 """Compare a run with the best of stock Megatron, and the best with this package."""
 
 import math
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -8,16 +9,23 @@ from operator import sub
 
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.layers import even_layers, even_with_ends
+from megatron_vshape.core.model.layers import AUTO_SPLIT, even_layers, even_with_ends
 from megatron_vshape.core.model.placement import Placement, looping, v_shape
+from megatron_vshape.core.plan import published_schedule
 from megatron_vshape.core.request import (
+    AUTO,
     MEMORY_NAMES,
+    PLUS_NAMES,
     is_megatrons_own,
     megatrons_name,
     why_not_stock,
+    with_chunks,
 )
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.given_layout import layers_in
+from megatron_vshape.mcore.layout.stage_map import specified_layers
+from megatron_vshape.mcore.options import UnsupportedError
+from megatron_vshape.mcore.setup.translate import translate
 from megatron_vshape.rehearsal import accuracy
 from megatron_vshape.rehearsal.flags import SCHEDULE, Command
 from megatron_vshape.rehearsal.saved_config import LAYOUT
@@ -32,6 +40,20 @@ NEAR = 0.02
 """Minimum possible gain over the best known step for a strategy to be evaluated."""
 
 ENDS = ("embedding", "loss")
+
+LAYER_SPLIT, VOCAB_PARALLEL = "--pipeline-layer-split", "--pipeline-vocab-parallel"
+
+FLAGS_OF_SCHEDULE = SCHEDULE, LAYER_SPLIT, VOCAB_PARALLEL
+"""Flags of this package that determine the row of a command."""
+
+VIRTUAL_STAGES = (
+    "--num-virtual-stages-per-pipeline-rank",
+    "--num-layers-per-virtual-pipeline-stage",
+)
+"""Megatron's flags for several stages per rank."""
+
+INTERLEAVED_CHUNKS = 2
+"""Stages per rank of interleaved-1f1b without a number, as in training."""
 
 ENDS_OF_RANKS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
 """Flags for the layers of the first and the last pipeline rank."""
@@ -133,21 +155,53 @@ class Advice:
         """Predict the command as it is; with the nearest layer split if Megatron rejects its own.
 
         Raises:
-            ScheduleError: it names a schedule that does not exist, or not for its sizes.
+            ScheduleError: the schedule does not exist or does not support its sizes, layer split or
+                features; or advise does not support it.
         """
-        given = self.predictor.subject.command.value(SCHEDULE)
-        name, layers, why = (given, None, "") if given else self._megatrons()
-        found = self.published(name, self.own, is_stock=given is None, layers=layers)
+        command = self.predictor.subject.command
+        name = command.value(SCHEDULE)
+        _check_flags_of_schedule(command, name)
+        if name is not None and not is_megatrons_own(name):
+            it = replace(self.own, schedule=name, vocab_parallel=command.has(VOCAB_PARALLEL))
+            return self.predictor.published(it, self._given_layers(name), always=True)
+        command = _with_virtual_stages(command, name)
+        name, layers, why = self._megatrons(command)
+        if command.has(LAYER_SPLIT):
+            it = replace(self.own, schedule=name)
+            return self.predictor.published(it, self._given_layers(name), True, always=True)
+        found = self.published(name, self.own, is_stock=True, layers=layers)
         if found is None:
-            raise ScheduleError(f"schedule {name} does not exist, or not for these sizes")
+            microbatches, ranks = self.own.num_microbatches, self.own.pipeline_parallel
+            why = why_not_stock(name, ranks, microbatches) or "they are not supported"
+            raise ScheduleError(f"Megatron's {name} does not support these sizes: {why}")
         return replace(found, verdict=Verdict.REJECTED, reason=why) if why else found
 
-    def _megatrons(self) -> tuple[str, tuple[int, ...] | None, str]:
-        """Return Megatron's schedule for the command, and the layers per stage.
+    def _given_layers(self, name: str) -> tuple[int, ...] | None:
+        """Return the layers per stage that training gives the named schedule; None: balanced.
+
+        Raises:
+            ScheduleError: the schedule or the layers do not fit these sizes.
+        """
+        it, command = self.own, self.predictor.subject.command
+        schedule = published_schedule(name, it.pipeline_parallel, it.num_microbatches)
+        names = {word.partition("=")[0] for word in command.flags if word.startswith("--")}
+        options = (flag.removeprefix("--").replace("-", "_") for flag in names)
+        arguments = Namespace(**{option: command.option(option) for option in options})
+        text = command.value(LAYER_SPLIT)
+        try:
+            text = translate(arguments, schedule.placement, text).layer_split
+        except UnsupportedError as error:
+            raise ScheduleError(str(error)) from None
+        if text == AUTO_SPLIT:
+            return None
+        return specified_layers(arguments, schedule.placement, text, None)[0]
+
+    def _megatrons(self, command: Command) -> tuple[str, tuple[int, ...] | None, str]:
+        """Return Megatron's schedule for a command, and the layers per stage.
 
         If Megatron rejects the layer split, the layers are None and the third value is the reason.
         """
-        command, pipeline = self.predictor.subject.command, self.own.pipeline_parallel
+        pipeline = self.own.pipeline_parallel
         given: Sequence[int] = ()
         if command.pattern:
             parts = hybrid.parts(command.pattern)
@@ -267,6 +321,46 @@ class Advice:
         costs = self.predictor.pieces(it).costs((self.layers,))
         busy_us = costs.busy_us((0,), 1, it.num_microbatches)
         return 1e-6 * busy_us / it.pipeline_parallel
+
+
+def _check_flags_of_schedule(command: Command, name: str | None) -> None:
+    """Raise ScheduleError if a flag does not fit the schedule, or advise does not support it."""
+    if name == AUTO or name in PLUS_NAMES:
+        raise ScheduleError(
+            f"advise does not support {SCHEDULE} {name}, because training plans this schedule for "
+            f"measured costs: name another one, such as v-half, or remove {SCHEDULE}"
+        )
+    if command.value("--pipeline-slices", "1") != "1":
+        raise ScheduleError(
+            "advise does not support --pipeline-slices: remove it, or estimate the command with "
+            "rehearse"
+        )
+    own = name is None or is_megatrons_own(name)
+    for flag, has_no_effect in ((LAYER_SPLIT, name is None), (VOCAB_PARALLEL, own)):
+        if command.has(flag) and has_no_effect:
+            raise ScheduleError(
+                f"{flag} has no effect with {name or 'the schedule of Megatron'}: remove it, or "
+                f"set {SCHEDULE} to a schedule of this package, such as v-half"
+            )
+
+
+def _with_virtual_stages(command: Command, name: str | None) -> Command:
+    """Set Megatron's flag for the virtual stages of the schedule that `name` requests.
+
+    Raises:
+        ScheduleError: another flag defines their number, too.
+    """
+    has_chunks = any(map(command.has, VIRTUAL_STAGES))
+    if name is None or (name == "interleaved-1f1b" and has_chunks):
+        return command
+    if has_chunks:
+        raise ScheduleError(
+            f"{SCHEDULE} {name} defines the number of virtual stages per rank: remove it, or "
+            "Megatron's option for virtual stages"
+        )
+    of_name = with_chunks(name)
+    chunks = of_name.chunks if of_name else 1 if name == "1f1b" else INTERLEAVED_CHUNKS
+    return command.having(num_virtual_stages_per_pipeline_rank=chunks)
 
 
 def _layers_of_ranks(command: Command, num_layers: int, ranks: int) -> list[int]:

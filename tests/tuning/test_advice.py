@@ -23,6 +23,7 @@ from megatron_vshape.cli.advise import (
 )
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.budget import Budget
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.pieces import Piece, Pieces
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.plan import plan_request
@@ -30,6 +31,7 @@ from megatron_vshape.core.request import BaselineSpec, PlanRequest, PlanResult
 from megatron_vshape.rehearsal import accuracy, report
 from megatron_vshape.rehearsal.counting import Counted, Parameters
 from megatron_vshape.rehearsal.gpus import GIB, GPUS, HEADROOM
+from megatron_vshape.rehearsal.saved_config import LAYOUT
 from megatron_vshape.rehearsal.step_time import Rates
 from megatron_vshape.tuning.advice import Advice
 from megatron_vshape.tuning.configurations import (
@@ -291,8 +293,119 @@ def test_a_split_that_megatron_rejects_is_no_baseline(flags: str, reason: str, f
     assert rows["stock"] is not None
     assert rows["stock"].fits
     # This package's schedules support uneven layers.
-    model = subject(f"{LAYERS_36} --num-layers 30 --pipeline-schedule v-half")
+    ours = "--pipeline-schedule v-half --pipeline-layer-split auto"
+    model = subject(f"{LAYERS_36} --num-layers 30 {ours}")
     assert advice(model, made.predictor.pieces(made.own)).today().fits
+
+
+V_HALF, INTERLEAVED = "--pipeline-schedule v-half", "--pipeline-schedule interleaved-1f1b"
+SPLIT = "--pipeline-layer-split"
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "layers"),
+    [
+        ("--pipeline-schedule 1f1b", "1f1b", (8,) * 4),
+        (f"--pipeline-schedule 1f1b {SPLIT} 9,9,8,6", "1f1b", (9, 9, 8, 6)),
+        (f"--pipeline-schedule 1f1b {LAST} 5", "1f1b", (9, 9, 9, 5)),
+        (INTERLEAVED, "interleaved-1f1b:2", (4,) * 8),
+        (f"{INTERLEAVED}:4", "interleaved-1f1b:4", (2,) * 16),
+        (f"{INTERLEAVED} {SPLIT} 4,4,4,4,5,4,4,3", "interleaved-1f1b:2", (4, 4, 4, 4, 5, 4, 4, 3)),
+        (
+            f"{INTERLEAVED} --num-layers-per-virtual-pipeline-stage 2",
+            "interleaved-1f1b:4",
+            (2,) * 16,
+        ),
+        (V_HALF, "v-half", (4,) * 8),
+        (f"{V_HALF} {SPLIT} 3,4,4,5,5,4,4,3", "v-half", (3, 4, 4, 5, 5, 4, 4, 3)),
+        (
+            f"{V_HALF} {LAYOUT} Et*3|(t*4|)*2t*5|t*5|(t*4|)*2t*3L",
+            "v-half",
+            (3, 4, 4, 5, 5, 4, 4, 3),
+        ),
+    ],
+)
+def test_today_has_the_schedule_and_layers_of_the_command(
+    flags: str, name: str, layers: tuple[int, ...]
+) -> None:
+    """Layers were balanced for a loop instead, and Megatron's own schedules had less memory."""
+    model = subject(f"{LAYERS_36} --num-layers 32 {flags}")
+    head = Piece(4.0, 4.0, 4.0, 1.0, 0.0)
+    layer = Piece(1.0, 1.0, 1.0, GIB, 0.0, state_bytes=GIB, dummy_bytes=GIB)
+    pieces = Pieces(layer, NOTHING, head, 0.0)
+    row = advice(model, pieces).today()
+    assert (row.configuration.schedule, row.layers) == (name, layers)
+    assert row.is_stock == (name != "v-half")
+    if name == "1f1b":
+        assert row.ranks[0].states == 2 * layers[0] * GIB  # with dummy gradients
+
+
+def test_today_has_the_vocabulary_parallelism_of_the_command() -> None:
+    head = Piece(32.0, 32.0, 32.0, 1.0, 0.0)
+    pieces = Pieces(Piece(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, head, 0.0)
+
+    def today(*more: str) -> Prediction:
+        return advice(subject(f"{LAYERS_36} --num-layers 32 {V_HALF}", *more), pieces).today()
+
+    shared = today("--pipeline-vocab-parallel")
+    assert shared.configuration.vocab_parallel
+    assert step(shared) < 0.7 * step(today())
+
+
+def test_a_stock_row_removes_the_flags_of_the_schedule() -> None:
+    model = subject(f"{LAYERS_36} {V_HALF} {SPLIT} 4,5,5,4,4,5,5,4 --pipeline-vocab-parallel")
+    made = advice(model, Pieces(Piece(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, NOTHING, 0.0))
+    stock = made.published("1f1b", made.own, is_stock=True)
+    ours = made.published("v-min", made.own, is_stock=False, layers=(4, 5, 5, 4, 4, 5, 5, 4))
+    assert stock is not None
+    assert ours is not None
+    words = _flags(made, Namespace(export=None), {"best": None}, stock)
+    assert words[:3] == [
+        "remove --pipeline-schedule",
+        "remove --pipeline-layer-split",
+        "remove --pipeline-vocab-parallel",
+    ]
+    assert _flags(made, Namespace(export=None), {"best": None}, ours) == [
+        "remove --pipeline-vocab-parallel",
+        "--pipeline-schedule v-min",
+        "--pipeline-layer-split 4,5,5,4,4,5,5,4",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem", "fix"),
+    [
+        ("--pipeline-schedule v-half+", "does not support --pipeline-schedule v-half+", "remove"),
+        ("--pipeline-schedule auto", "does not support --pipeline-schedule auto", "remove"),
+        ("--pipeline-schedule other", "there is no schedule 'other'", "The names are gpipe"),
+        (f"{V_HALF} --pipeline-slices 2", "does not support --pipeline-slices", "rehearse"),
+        (V_HALF, "36 layers do not divide among 8 stages", f"{SPLIT}"),
+        (f"{V_HALF} {LAST} 5 {WITH_ENDS}", "each define the layers", "remove all but one"),
+        (f"{V_HALF} {SPLIT} 4,4", "4,4 has 2 numbers", "give one number per stage"),
+        (f"{SPLIT} 9,9,9,9", f"{SPLIT} has no effect", "set --pipeline-schedule"),
+        (
+            "--pipeline-schedule 1f1b --pipeline-vocab-parallel",
+            "--pipeline-vocab-parallel has no effect with 1f1b",
+            "set --pipeline-schedule",
+        ),
+        (
+            f"{INTERLEAVED}:3 --num-virtual-stages-per-pipeline-rank 3",
+            "defines the number of virtual stages per rank",
+            "remove it",
+        ),
+    ],
+)
+def test_flags_of_a_schedule_that_advise_cannot_follow_are_rejected(
+    flags: str, problem: str, fix: str
+) -> None:
+    made = advice(
+        subject(f"{LAYERS_36} {flags}"),
+        Pieces(Piece(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, NOTHING, 0.0),
+    )
+    with pytest.raises(ScheduleError) as error:
+        made.today()
+    assert problem in str(error.value)
+    assert fix in str(error.value)
 
 
 @pytest.mark.parametrize("peak_gib", [70.0, 73.5, 74.0, 76.5, 77.0])
