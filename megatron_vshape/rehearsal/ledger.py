@@ -179,7 +179,7 @@ class Ledger(TorchDispatchMode):
         if found is not None and found[1] is not None and found[1] is not _EMPTY:
             found[1].what = what
 
-    def pass_by(self, *sizes: int) -> None:
+    def add_temporary(self, *sizes: int) -> None:
         """Count temporary memory of a kernel, allocated in addition to all of its results."""
         # Inside a fused kernel they count at its end, together with its results.
         if self._inside:
@@ -192,7 +192,7 @@ class Ledger(TorchDispatchMode):
         for each in records:
             self._end(each)
 
-    def stay(self, size: int, what: str) -> None:
+    def add_permanent(self, size: int, what: str) -> None:
         """Count permanent memory that no Python tensor owns."""
         self._record(size, ()).what = what
         self._change(size)
@@ -239,7 +239,7 @@ class Ledger(TorchDispatchMode):
                 each.fused = each.died < NEVER
             self.mark()
             sizes, self._beside = self._beside, ()
-            self.pass_by(*sizes)
+            self.add_temporary(*sizes)
 
     def on_host(self, on_host: bool = True) -> contextlib.AbstractContextManager[None]:
         """Count factory results in this context as host memory, or as GPU memory."""
@@ -297,7 +297,7 @@ class Ledger(TorchDispatchMode):
         backward = torch._C._current_graph_task_id() != -1
         if backward not in self._handles:
             self._handles.add(backward)
-            self.stay(self._workspace, WORKSPACES)
+            self.add_permanent(self._workspace, WORKSPACES)
 
     def moved(self, *values: Any) -> None:
         """Count a memory-bound kernel with the bytes that it reads and writes."""
@@ -366,7 +366,7 @@ class Ledger(TorchDispatchMode):
         self, func: Any, args: Any, scratch: tuple[int, ...], moved_bytes: int, makes: bool
     ) -> None:
         """Count the kernel of an operation."""
-        self.pass_by(*scratch)
+        self.add_temporary(*scratch)
         if func in GEMMS:
             self._gemm(args)
         # Neither new storage nor a write: a view, which launches no kernel.
@@ -518,7 +518,7 @@ def fused(ledger: Ledger, function: Callable[..., Any]) -> Callable[..., Any]:
             if each._version != version
         )
         if copied:
-            ledger.pass_by(copied)
+            ledger.add_temporary(copied)
         ledger.moved(args, (out,))
         return out
 

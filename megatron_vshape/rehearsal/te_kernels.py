@@ -356,7 +356,7 @@ def fused_attn_bwd(queries: int, keys: int, *args: Any) -> list[Any]:
     if Current.ledger is not None and q.element_size() == 2:
         each_head = heads // k.shape[-2] * (k.numel() + v.numel()) * k.element_size()
         shared = each_head if k.shape[-2] < heads else 0
-        Current.ledger.pass_by(4 * q.numel() + 4 * batch * heads * queries + shared)
+        Current.ledger.add_temporary(4 * q.numel() + 4 * batch * heads * queries + shared)
     # Five GEMMs to the forward's two: the scores again, dV, dP, dQ and dK.
     _count_attention(q, 5.0 * batch * heads * queries * seen * (q.shape[-1] + v.shape[-1]))
     return [_like(q), _like(k), _like(v), None, _like(offset[0]) if offset else None]

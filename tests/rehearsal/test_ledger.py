@@ -57,7 +57,7 @@ CASES = {
         x = gpu(MIB)
         torch.cuda.empty_cache()
         y = fused(ledger, lambda x: (x + 1) * 2)(x)
-        ledger.pass_by(MIB, 2 * MIB)  # two temporaries of one kernel
+        ledger.add_temporary(MIB, 2 * MIB)  # two temporaries of one kernel
         real = [(each.size // MIB, each.died < 2**60) for each in ledger.records if not each.fused]
         assert real == [(4, False), (4, False), (1, True), (2, True)], real
         assert len(ledger.records) == 5 and ledger.emptied == [1]
