@@ -43,6 +43,7 @@ from megatron_vshape.tuning.advice import (
     FLAGS_OF_SCHEDULE,
     Advice,
     Rows,
+    check_schedule_flags,
 )
 from megatron_vshape.tuning.configurations import (
     ADAPTIVE,
@@ -119,6 +120,7 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     keep = _kept(options.keep)
     subject = Subject.of_command(options.command, "")
+    check_schedule_flags(subject.command)
     fetch_missing(options, subject.command)
     if own_configuration(subject, 1).pipeline_parallel < 2:
         raise ScheduleError(

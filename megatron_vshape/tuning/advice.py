@@ -160,7 +160,6 @@ class Advice:
         """
         command = self.predictor.subject.command
         name = command.value(SCHEDULE)
-        _check_flags_of_schedule(command, name)
         if name is not None and not is_megatrons_own(name):
             it = replace(self.own, schedule=name, vocab_parallel=command.has(VOCAB_PARALLEL))
             return self.predictor.published(it, self._given_layers(name), always=True)
@@ -323,8 +322,9 @@ class Advice:
         return 1e-6 * busy_us / it.pipeline_parallel
 
 
-def _check_flags_of_schedule(command: Command, name: str | None) -> None:
+def check_schedule_flags(command: Command) -> None:
     """Raise ScheduleError if a flag does not fit the schedule, or advise does not support it."""
+    name = command.value(SCHEDULE)
     if name == AUTO or name in PLUS_NAMES:
         raise ScheduleError(
             f"advise does not support {SCHEDULE} {name}, because training plans this schedule for "

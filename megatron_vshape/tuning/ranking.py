@@ -1,4 +1,4 @@
-"""Rank predictions, prune those not worth a run, and compare rankings with measured ones."""
+"""Rank the predictions of `sweep`, prune those not worth a run, and compare with measurements."""
 
 import itertools
 import math

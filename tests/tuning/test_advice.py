@@ -375,19 +375,10 @@ def test_a_stock_row_removes_the_flags_of_the_schedule() -> None:
 @pytest.mark.parametrize(
     ("flags", "problem", "fix"),
     [
-        ("--pipeline-schedule v-half+", "does not support --pipeline-schedule v-half+", "remove"),
-        ("--pipeline-schedule auto", "does not support --pipeline-schedule auto", "remove"),
         ("--pipeline-schedule other", "there is no schedule 'other'", "The names are gpipe"),
-        (f"{V_HALF} --pipeline-slices 2", "does not support --pipeline-slices", "rehearse"),
         (V_HALF, "36 layers do not divide among 8 stages", f"{SPLIT}"),
         (f"{V_HALF} {LAST} 5 {WITH_ENDS}", "each define the layers", "remove all but one"),
         (f"{V_HALF} {SPLIT} 4,4", "4,4 has 2 numbers", "give one number per stage"),
-        (f"{SPLIT} 9,9,9,9", f"{SPLIT} has no effect", "set --pipeline-schedule"),
-        (
-            "--pipeline-schedule 1f1b --pipeline-vocab-parallel",
-            "--pipeline-vocab-parallel has no effect with 1f1b",
-            "set --pipeline-schedule",
-        ),
         (
             f"{INTERLEAVED}:3 --num-virtual-stages-per-pipeline-rank 3",
             "defines the number of virtual stages per rank",
@@ -395,9 +386,7 @@ def test_a_stock_row_removes_the_flags_of_the_schedule() -> None:
         ),
     ],
 )
-def test_flags_of_a_schedule_that_advise_cannot_follow_are_rejected(
-    flags: str, problem: str, fix: str
-) -> None:
+def test_layers_that_training_rejects_are_rejected(flags: str, problem: str, fix: str) -> None:
     made = advice(
         subject(f"{LAYERS_36} {flags}"),
         Pieces(Piece(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, NOTHING, 0.0),
@@ -406,6 +395,35 @@ def test_flags_of_a_schedule_that_advise_cannot_follow_are_rejected(
         made.today()
     assert problem in str(error.value)
     assert fix in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem", "fix"),
+    [
+        ("--pipeline-schedule v-half+", "does not support --pipeline-schedule v-half+", "remove"),
+        ("--pipeline-schedule auto", "does not support --pipeline-schedule auto", "remove"),
+        (f"{V_HALF} --pipeline-slices 2", "does not support --pipeline-slices", "rehearse"),
+        (f"{SPLIT} 4,4", f"{SPLIT} has no effect", "set --pipeline-schedule"),
+        (
+            "--pipeline-schedule 1f1b --pipeline-vocab-parallel",
+            "--pipeline-vocab-parallel has no effect with 1f1b",
+            "set --pipeline-schedule",
+        ),
+    ],
+)
+def test_flags_of_a_schedule_are_checked_before_dry_runs(
+    flags: str,
+    problem: str,
+    fix: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("megatron_vshape.cli.advise.Counts", None)
+    words = ["pretrain_gpt.py", *SMALL.split(), *flags.split()]
+    assert main(["advise", "--gpus", "2xH100", "--", *words]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert problem in shown
+    assert fix in shown
 
 
 @pytest.mark.parametrize("peak_gib", [70.0, 73.5, 74.0, 76.5, 77.0])
