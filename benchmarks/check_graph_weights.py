@@ -309,7 +309,7 @@ def _passes(sizes: Sizes, whole: bool) -> list[Any]:
     if whole:
         stages = frozenset(range(2 * sizes.ranks))
         choice = ScheduleChoice(sizes.ranks, "v-half", whole_stages=stages)
-    program = Planner(choice).training(sizes.microbatches).program
+    program = Planner(choice).plan_step(sizes.microbatches).program
     return passes_of(program, 0, stages_of(choice.placement, sizes.ranks)[0])
 
 

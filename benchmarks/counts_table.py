@@ -23,18 +23,18 @@ def times_ms(name: str, transport: str, devices: int, counts: range) -> dict[str
     """Measure the plan, the hash and the evaluation program of every count, in ms of processor."""
     planner = Planner(ScheduleChoice(devices, name, kernels=transport != "gloo"))
     if "variable" in transport:
-        planner.expect_any_length()
-    planner.training(2)  # one-time work of a process: imports and tables of kinds
+        planner.expect_length_on_arrival()
+    planner.plan_step(2)  # one-time work of a process: imports and tables of kinds
     found: dict[str, list[float]] = {"plan": [], "hash": [], "again": [], "evaluation": []}
     for count in counts:
         clock = [time.process_time()]
-        program = planner.training(count).program
+        program = planner.plan_step(count).program
         clock.append(time.process_time())
         hashlib.sha256(program.text().encode()).hexdigest()
         clock.append(time.process_time())
-        planner.training(count)
+        planner.plan_step(count)
         clock.append(time.process_time())
-        planner.evaluation(count)
+        planner.evaluation_program(count)
         clock.append(time.process_time())
         for key, begin, end in zip(found, clock, clock[1:], strict=False):
             found[key].append(1e3 * (end - begin))

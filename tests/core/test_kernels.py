@@ -34,11 +34,12 @@ from megatron_vshape.core.program.lowering import forward_wave, lower
 HEALTHY = list(HealthCheck)
 
 
-def runs_to_the_end(rows: Rows, waits: float, seed: int, takes: bool = False) -> bool:
+def runs_to_the_end(rows: Rows, waits: float, seed: int, length_on_arrival: bool = False) -> bool:
     """Return whether all devices end where a share of the passes wait for their device's kernels.
 
     Devices go on in any order. A kernel ends when both ends have begun. What waits does so for the
-    kernels that its device has begun before it. With `takes` a receive waits for its message.
+    kernels that its device has begun before it. With `length_on_arrival` a
+    receive waits for its message.
     """
     draw = random.Random(seed)
     waiting = {
@@ -61,7 +62,7 @@ def runs_to_the_end(rows: Rows, waits: float, seed: int, takes: bool = False) ->
             elif isinstance(each, Await | Release):
                 is_able = len(begun.get(each.message, ())) == 2
             else:
-                is_able = not takes or isinstance(each, Send) or each.message in begun
+                is_able = not length_on_arrival or isinstance(each, Send) or each.message in begun
             if is_able:
                 able.append(device)
         if not able:
@@ -84,10 +85,10 @@ def in_order(rows: Rows, kind: type[Send] | type[Receive]) -> dict[object, list[
     return found
 
 
-def check(program: Program, takes: bool = False) -> None:
+def check(program: Program, length_on_arrival: bool = False) -> None:
     """Assert all that a program for kernels has to be."""
     rows = program.instructions
-    assert not deadlocks_under_device_sync(program, takes=takes)
+    assert not deadlocks_under_device_sync(program, length_on_arrival=length_on_arrival)
     assert in_order(rows, Send) == in_order(rows, Receive)
     for device, row in enumerate(rows):
         passes = [each.work for each in row if isinstance(each, Run)]
@@ -106,16 +107,19 @@ def check(program: Program, takes: bool = False) -> None:
                 sent.remove(each.message)
         assert not posted
     for seed, waits in enumerate((0.0, 0.3, 1.0)):
-        assert runs_to_the_end(rows, waits, seed, takes)
+        assert runs_to_the_end(rows, waits, seed, length_on_arrival)
 
 
 @settings(max_examples=60, suppress_health_check=HEALTHY)
-@given(data=st.data(), takes=st.booleans())
-def test_no_wait_for_a_device_hangs(data: st.DataObject, takes: bool) -> None:
+@given(data=st.data(), length_on_arrival=st.booleans())
+def test_no_wait_for_a_device_hangs(data: st.DataObject, length_on_arrival: bool) -> None:
     schedule = data.draw(made(max_devices=6, max_microbatches=8))
     costs = data.draw(st.none() | costs_of(schedule.num_stages))
     timeline = data.draw(st.sampled_from([None, simulate(schedule, costs)]))
-    check(lower(schedule, timeline, kernels=True, takes=takes), takes)
+    check(
+        lower(schedule, timeline, kernels=True, length_on_arrival=length_on_arrival),
+        length_on_arrival,
+    )
 
 
 @settings(max_examples=30, suppress_health_check=HEALTHY)
@@ -140,8 +144,8 @@ def test_nor_in_an_order_that_nobody_has_planned(data: st.DataObject) -> None:
         done.add(work)
         rows[placement[work.stage]].append(work)
     schedule = Schedule("drawn", devices, microbatches, placement, tuple(map(tuple, rows)))
-    for takes in (False, True):
-        check(lower(schedule, kernels=True, takes=takes), takes)
+    for length_on_arrival in (False, True):
+        check(lower(schedule, kernels=True, length_on_arrival=length_on_arrival), length_on_arrival)
 
 
 @settings(max_examples=40, suppress_health_check=HEALTHY)
@@ -198,7 +202,7 @@ def test_a_receive_in_a_gap_after_its_sender_has_waited_hangs() -> None:
     late = Program(program.schedule, ((gradient, *first), program.instructions[1]), 1)
     assert not deadlocks_under_device_sync(program)
     assert deadlocks_under_device_sync(late)
-    assert deadlocks_under_device_sync(late, takes=True)
+    assert deadlocks_under_device_sync(late, length_on_arrival=True)
 
 
 @pytest.mark.parametrize(("devices", "microbatches"), [(7, 8), (8, 9), (8, 10)])
@@ -268,5 +272,10 @@ def test_a_schedule_that_deadlocks_is_told() -> None:
 
 @pytest.mark.parametrize("placement", [looping(4, 2), v_shape(4)])
 def test_evaluation_hangs_neither(placement: tuple[int, ...]) -> None:
-    for takes in (False, True):
-        check(lower(forward_wave(placement, 4, 20), kernels=True, takes=takes), takes)
+    for length_on_arrival in (False, True):
+        check(
+            lower(
+                forward_wave(placement, 4, 20), kernels=True, length_on_arrival=length_on_arrival
+            ),
+            length_on_arrival,
+        )

@@ -66,7 +66,7 @@ def _plan_anew(runner: Any, seed: int) -> str:
     planner = runner.pipeline.planner
     planner.adopt(costs(len(planner.choice.placement), seed))
     runner.report.remeasure()
-    return str(abs(hash(planner.training(8).schedule.order)) % 10**8)
+    return str(abs(hash(planner.plan_step(8).schedule.order)) % 10**8)
 
 
 def _measure() -> dict[str, int]:

@@ -38,7 +38,7 @@ TOLD = re.compile(
 
 def passes(device: int, kind: Kind) -> list[Pass]:
     """Return the passes of a kind that a device runs, in order; a W that stands with B is in BW."""
-    program = Planner(ScheduleChoice(4, "v-half")).training(8).program
+    program = Planner(ScheduleChoice(4, "v-half")).plan_step(8).program
     runs = [each.work for each in program.instructions[device] if isinstance(each, Run)]
     return [work for work in runs if work.kind is kind]
 

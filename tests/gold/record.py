@@ -201,8 +201,8 @@ class Recorder:
 
         def plan() -> str:
             planner = Planner(choice)
-            made = planner.training(microbatches)
-            programs = [made.program.text(), planner.evaluation(microbatches).text()]
+            made = planner.plan_step(microbatches)
+            programs = [made.program.text(), planner.evaluation_program(microbatches).text()]
             held = peak_held(made.schedule, made.costs)
             return "\n".join(
                 (made.schedule.to_json(), f"{made.timeline.makespan!r} {held!r}", *programs)
@@ -290,7 +290,7 @@ class Recorder:
 
     def _trains(self, path: Path, schedule: Schedule) -> str:
         planner = Planner(resolve_schedule(Options(schedule=str(path)), schedule.num_devices))
-        made = planner.training(schedule.num_microbatches)
+        made = planner.plan_step(schedule.num_microbatches)
         return f"{made.timeline.makespan!r}\n{made.program.text()}"
 
     def predict(self, at: int) -> None:

@@ -256,14 +256,14 @@ class Process:
         self.environ = environ
         pipeline: Any = Namespace(choice=Namespace(name="v-half", kernels=kernels))
         self.made = environment.Environment()
-        self.made.complete(asked, pipeline)
+        self.made.set_variables(asked, pipeline)
         return environ
 
     def again(self, asked: Namespace, kernels: bool = True) -> None:
         """Do so for a run that is tried again in this process."""
         pipeline: Any = Namespace(choice=Namespace(name="v-half", kernels=kernels))
         before = self.made.made
-        self.made.complete(asked, pipeline)
+        self.made.set_variables(asked, pipeline)
         assert self.made.made == before
 
 

@@ -61,7 +61,7 @@ def start(rank: int, given: object) -> None:
         nonlocal steps
         if not context.forward_only:
             planner: Planner = self.pipeline.planner
-            like = planner.training(context.num_microbatches).schedule
+            like = planner.plan_step(context.num_microbatches).schedule
             plan = planner._build_step(drawn(like, steps))
             planner.use(plan)
             print(f"order {zlib.crc32(repr(plan.program.schedule.order).encode()):x} runs")

@@ -155,7 +155,7 @@ class Chunks:
         step.num_tokens = torch.zeros([], dtype=torch.int)
         step.hooks += [layer_plans.LayerPlans()] if by_layers else []
         self.stages = [
-            MegatronStage(step, chunk, chunk, is_last=">" in text, has_chunks=False)
+            MegatronStage(step, chunk, chunk, is_last=">" in text, has_several_chunks=False)
             for chunk, text in enumerate(texts)
         ]
         # Asked without a stage, it is about the one that runs, which a run's hooks know.

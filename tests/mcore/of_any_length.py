@@ -24,7 +24,7 @@ def start(rank: int, given: object) -> None:
     """
     if given is not None:
         VariableTransport.post = _take  # type: ignore[method-assign]
-        Planner.expect_any_length = _as_kernels(Planner.expect_any_length)  # type: ignore[method-assign]
+        Planner.expect_length_on_arrival = _as_kernels(Planner.expect_length_on_arrival)  # type: ignore[method-assign]
     MockGPTDataset.__getitem__ = _cut(GPTDataset.__getitem__)  # type: ignore[method-assign]
     name = "core_transformer_config_from_args"
     # Where the flags are, and in 0.19 where the model's config is made; 0.18 has it in both places

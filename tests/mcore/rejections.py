@@ -29,7 +29,7 @@ def rejection(*flags: str, ranks: int = 4) -> str:
     args = _parser().parse_args([*MODEL, *size, *flags])
     args.data_parallel_size = 1
     try:
-        configure.complete(configure.pipeline_from_args(args), args)
+        configure.make_schedule_of_run(configure.pipeline_from_args(args), args)
     except (ScheduleError, UnreadableError, UnsupportedError) as error:
         return str(error)
     raise AssertionError(f"nothing is rejected: {flags}")

@@ -68,11 +68,11 @@ def test_losses_are_those_of_1f1b_and_nothing_accumulates(
 def test_any_number_of_microbatches_has_a_program(name: str, kernels: bool) -> None:
     planner = Planner(ScheduleChoice(4, name, kernels=kernels))
     for count in (*range(1, 18), 31):
-        plan, program = planner.training(count), planner.evaluation(count)
+        plan, program = planner.plan_step(count), planner.evaluation_program(count)
         assert plan.schedule.num_microbatches == count
         assert program.schedule.num_microbatches == count
-        assert planner.training(count) is plan
-        assert planner.evaluation(count) is program
+        assert planner.plan_step(count) is plan
+        assert planner.evaluation_program(count) is program
 
 
 def test_plans_are_dropped_when_they_have_not_been_used_for_long(
@@ -80,13 +80,13 @@ def test_plans_are_dropped_when_they_have_not_been_used_for_long(
 ) -> None:
     monkeypatch.setattr(plans, "MOST_MICROBATCHES", 20)
     planner = Planner(ScheduleChoice(2, "v-half"))
-    first = planner.training(2)
+    first = planner.plan_step(2)
     for count in range(3, 40):
-        planner.training(count)
-        planner.evaluation(count)
+        planner.plan_step(count)
+        planner.evaluation_program(count)
         if count < 19:  # used again, and so kept beside the latest
-            assert planner.training(2) is first
-    assert planner.training(2) is not first
+            assert planner.plan_step(2) is first
+    assert planner.plan_step(2) is not first
     assert list(planner._training) == [2]
     assert len(planner._evaluation) == 1
 
@@ -100,6 +100,6 @@ def test_a_plan_is_made_without_collections(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(plans, "lower", lower)
     planner = Planner(ScheduleChoice(2, "v-half"))
-    planner.training(3)
-    planner.evaluation(3)
+    planner.plan_step(3)
+    planner.evaluation_program(3)
     assert (enabled, gc.isenabled()) == ([False, False], True)

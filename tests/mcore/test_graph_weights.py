@@ -165,7 +165,7 @@ class TestHazards:
 def _rows(name: str, ranks: int, microbatches: int) -> list[tuple[int, list[ChunkPass]]]:
     """Return of every rank of a schedule how many chunks and which passes it has."""
     planner = Planner(ScheduleChoice(ranks, name))
-    program = planner.training(microbatches).program
+    program = planner.plan_step(microbatches).program
     stages = stages_of(planner.choice.placement, ranks)
     return [(len(own), passes_of(program, rank, own)) for rank, own in enumerate(stages)]
 

@@ -64,7 +64,7 @@ def rows_of(schedule: str, ranks: int, microbatches: int) -> list[list[int]]:
     choice = ScheduleChoice(ranks, schedule)
     own = stages_of(choice.placement, ranks)
     rows = []
-    for rank, row in enumerate(Planner(choice).training(microbatches).schedule.order):
+    for rank, row in enumerate(Planner(choice).plan_step(microbatches).schedule.order):
         number = {stage: at for at, stage in enumerate(own[rank], 1)}
         rows.append([number[each.stage] * SIGNS[each.kind] for each in row if each.kind in SIGNS])
     return rows
@@ -138,7 +138,7 @@ def test_transformer_engine_captures_and_replays_them(
 @pytest.mark.parametrize("name", NAMES)
 def test_the_order_is_the_programs_with_every_microbatch_once(name: str) -> None:
     planner = Planner(ScheduleChoice(4, name))
-    program = planner.training(8).program
+    program = planner.plan_step(8).program
     for rank, stages in enumerate(stages_of(planner.choice.placement, 4)):
         order = capture_order(program, rank, stages)
         chunks = range(1, len(stages) + 1)
@@ -218,7 +218,7 @@ class TestScope:
         assert cover_whole_layers(given) is covers
 
     def test_stages_that_are_covered_run_whole_backwards(self) -> None:
-        plan = Planner(ScheduleChoice(4, "v-half", whole_stages=frozenset(range(7)))).training(8)
+        plan = Planner(ScheduleChoice(4, "v-half", whole_stages=frozenset(range(7)))).plan_step(8)
         kinds = {each.kind for row in plan.schedule.order for each in row if each.stage < 7}
         assert kinds == {Kind.F, Kind.BW}
         kinds = {each.kind for row in plan.schedule.order for each in row if each.stage == 7}
@@ -235,8 +235,8 @@ def test_graphs_are_captured_when_the_order_is_the_last() -> None:
 
 def test_no_other_program_runs_than_the_captured_one() -> None:
     planner = Planner(ScheduleChoice(4, "v-half"))
-    captured = planner.training(8).program
+    captured = planner.plan_step(8).program
     _check_captured(None, captured)
-    _check_captured(captured, planner.training(8).program)
+    _check_captured(captured, planner.plan_step(8).program)
     with pytest.raises(ValueError, match="captured for the passes of 8 microbatches in one order"):
-        _check_captured(captured, planner.training(12).program)
+        _check_captured(captured, planner.plan_step(12).program)

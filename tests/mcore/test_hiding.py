@@ -66,7 +66,7 @@ def test_passes_whose_memory_is_counted_run_apart(counted: bool) -> None:
         defer(lambda: ran.append("job"))
     beside = {Pass.parse("B1.3"): Beside(Pass.parse("W2.0"), 1.0)}
     step: Any = SimpleNamespace(state=state, beside=beside, hooks=[])
-    stage = MegatronStage(step, 0, 1, is_last=False, has_chunks=True)
+    stage = MegatronStage(step, 0, 1, is_last=False, has_several_chunks=True)
     stage._backward = lambda *unused: run_beside()  # type: ignore[method-assign]
     stage.backward_inputs(2, None)
     assert not ran  # the plan has nothing beside that B

@@ -144,7 +144,7 @@ def test_estimates_equal_those_of_the_gpt(
         choice = ScheduleChoice(4, name, shards_output_layer=shares)
         ends = SharedEnds() if shares else None
         found = split_layers(given, choice.placement, text, None, ends=ends)
-        return Planner(replace(choice, estimate=found.estimate)).training(8)
+        return Planner(replace(choice, estimate=found.estimate)).plan_step(8)
 
     in_symbols = split and ",".join(str(2 * int(each)) for each in split.split(","))
     gpt = plan(model(None, num_layers=8, mtp_num_layers=depths), split)

@@ -210,7 +210,7 @@ def test_auto_keeps_the_limit_of_host_memory(tmp_path: Path) -> None:
     for chunks in (3.0, 1e6):
         limit = chunks * LARGE * (1 + 1 / HOST_BLOCKS) / GIB
         options = Options("auto", 60.0, str(file), "v-min", limit)
-        schedule = Planner(resolve_schedule(options, 2)).training(16).schedule
+        schedule = Planner(resolve_schedule(options, 2)).plan_step(16).schedule
         peaks.append(max(peak_moved(schedule, costs)))
     assert 0 < peaks[0] <= 3 * LARGE * (1 + 1e-9) < peaks[1]
 

@@ -48,7 +48,7 @@ def by_trainer(name: str, microbatches: int, costs: Costs, limit: float | None) 
     choice = ScheduleChoice(
         DEVICES, name, costs=costs, limit_bytes=limit, shards_output_layer=len(costs.others) > 0
     )
-    return Planner(choice).training(microbatches).schedule.order
+    return Planner(choice).plan_step(microbatches).schedule.order
 
 
 def by_command(file: Path, name: str, microbatches: int, limit: float | None) -> object:

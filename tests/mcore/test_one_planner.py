@@ -67,7 +67,7 @@ def test_a_job_of_many_ranks_plans_in_one_process(monkeypatch: pytest.MonkeyPatc
 
     def run(rank: int) -> tuple[str, ...]:
         planner = Planner(choice, Simulated(rank, RANKS, store))
-        return tuple(planner.training(number).program.text() for number in (2, 3))
+        return tuple(planner.plan_step(number).program.text() for number in (2, 3))
 
     found = on_ranks(RANKS, run)
     assert len(asked) == 2

@@ -25,9 +25,9 @@ from megatron_vshape.mcore.setup.plans import Planner
 
 def test_plans_are_kept_and_made_anew_for_other_microbatches() -> None:
     planner = Planner(ScheduleChoice(4, "v-half"))
-    assert planner.training(8) is planner.training(8)
-    assert planner.training(5).schedule.num_microbatches == 5
-    assert planner.evaluation(3) is planner.evaluation(3)
+    assert planner.plan_step(8) is planner.plan_step(8)
+    assert planner.plan_step(5).schedule.num_microbatches == 5
+    assert planner.evaluation_program(3) is planner.evaluation_program(3)
 
 
 @pytest.mark.parametrize("kernels", [False, True])
@@ -41,7 +41,7 @@ def test_a_new_number_of_microbatches_is_simulated_once(
     planner = Planner(ScheduleChoice(3, "v-half", kernels=kernels))
     for count in (11, 12):
         ran.clear()
-        timeline = planner.training(count).timeline
+        timeline = planner.plan_step(count).timeline
         assert timeline.schedule.num_microbatches == count
         assert len(ran) == 1
 
@@ -49,33 +49,33 @@ def test_a_new_number_of_microbatches_is_simulated_once(
 def test_the_smallest_program_uses_all_streams() -> None:
     for name in ("1f1b", "v-half"):
         planner = Planner(ScheduleChoice(4, name))
-        assert streams_of(planner.smallest()) == streams_of(planner.training(9).program)
+        assert streams_of(planner.smallest()) == streams_of(planner.plan_step(9).program)
 
 
 def test_a_file_is_for_its_own_microbatches(tmp_path: Path) -> None:
     file = tmp_path / "v.json"
     file.write_text(make("v-min", 3, 7).to_json())
     planner = Planner(resolve_schedule(Options(str(file)), 3))
-    assert planner.training(7).schedule.order == make("v-min", 3, 7).order
+    assert planner.plan_step(7).schedule.order == make("v-min", 3, 7).order
     with pytest.raises(ScheduleError, match="is for 7 microbatches, this run has 8 in a step"):
-        planner.training(8)
-    assert planner.evaluation(8).schedule.num_microbatches == 8
+        planner.plan_step(8)
+    assert planner.evaluation_program(8).schedule.num_microbatches == 8
 
 
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_auto_without_a_limit_plans_for_the_memory_of_1f1b(chunks: int) -> None:
     """However many stages the costs tell apart; V-ZB and its like fill that memory."""
     costs = Costs.uniform(4, 4 * chunks, 1.0, 1.15, 0.85, 0.05)
-    made = Planner(ScheduleChoice(4, "auto", costs=costs)).training(12).schedule
+    made = Planner(ScheduleChoice(4, "auto", costs=costs)).plan_step(12).schedule
     assert max(peak_held(made, costs)) == pytest.approx(8)
 
 
 def test_adjacent_passes_overlap_if_the_run_can() -> None:
     for name in ("v-zb", "interleaved-1f1b"):
-        made = Planner(ScheduleChoice(4, name, may_overlap=True)).training(16)
+        made = Planner(ScheduleChoice(4, name, may_overlap=True)).plan_step(16)
         assert made.schedule.overlapped
-        assert made.schedule.order == Planner(ScheduleChoice(4, name)).training(16).schedule.order
-        assert not Planner(ScheduleChoice(4, name)).training(16).schedule.overlapped
+        assert made.schedule.order == Planner(ScheduleChoice(4, name)).plan_step(16).schedule.order
+        assert not Planner(ScheduleChoice(4, name)).plan_step(16).schedule.overlapped
 
 
 def test_a_file_whose_microbatches_run_out_of_turn(tmp_path: Path) -> None:
@@ -129,14 +129,14 @@ def test_a_limit_leaves_the_runs_own_state_free_and_what_passes_work_with() -> N
     costs, limit, own = known_in_all(), 56 * GIB, (32.0 * GIB, *(18.5 * GIB,) * 3)
     planner = Planner(ScheduleChoice(4, "auto", costs=costs, limit_bytes=limit))
     planner.reserve(own)
-    schedule = planner.training(8).schedule
+    schedule = planner.plan_step(8).schedule
     within = peak_held(schedule, costs.without_state())
     needed = [held + kept for held, kept in zip(within, own, strict=True)]
     assert 48 * GIB < max(needed) <= limit
     planner = Planner(ScheduleChoice(4, "auto", costs=costs, limit_bytes=41 * GIB))
     planner.reserve(own)
     with pytest.raises(ScheduleError, match=r"at least 10\.000 GiB of them.*is 42\.000 GiB"):
-        planner.training(8)
+        planner.plan_step(8)
 
 
 def test_the_log_begins_with_all_that_every_rank_needs(tmp_path: Path) -> None:

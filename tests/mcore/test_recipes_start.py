@@ -140,7 +140,7 @@ def said_by_training(options: dict[str, Any]) -> str | None:
     try:
         pipeline = configure.pipeline_from_args(args)
         args.data_parallel_size, args.micro_batch_size, args.global_batch_size = 1, 1, 8
-        configure.complete(pipeline, args)
+        configure.make_schedule_of_run(pipeline, args)
     except (ScheduleError, UnsupportedError) as error:
         return str(error)
     assert pipeline is not None

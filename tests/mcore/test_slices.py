@@ -358,11 +358,11 @@ def test_a_file_says_its_slices(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text(make("v-zb", 2, 3, slices=4).to_json())
     choice = resolve_schedule(options(schedule=str(file), slices=1), 2)
-    assert (choice.slices, Planner(choice).training(3).schedule.num_microbatches) == (4, 12)
+    assert (choice.slices, Planner(choice).plan_step(3).schedule.num_microbatches) == (4, 12)
     with pytest.raises(ScheduleError, match="has 4 slices per microbatch, not the 2 of"):
         resolve_schedule(options(schedule=str(file), slices=2), 2)
     with pytest.raises(ScheduleError, match="is for 3 microbatches, this run has 12 in a step"):
-        Planner(choice).training(12)
+        Planner(choice).plan_step(12)
 
 
 def test_a_schedule_by_name_does_not_choose_its_slices() -> None:
@@ -382,7 +382,7 @@ def test_auto_chooses_slices_for_a_run(tmp_path: Path, host: float, chosen: int)
     given = auto(tmp_path, host)
     choice = narrowed(Settings(Namespace(seq_length=48), resolve_schedule(given, 2), given))
     assert choice.slices == (1, 2, 4, 8)
-    schedule = Planner(choice).training(2).schedule
+    schedule = Planner(choice).plan_step(2).schedule
     assert (schedule.slices, schedule.num_microbatches) == (chosen, 2 * chosen)
 
 
@@ -395,7 +395,7 @@ def test_auto_has_what_the_sequence_and_the_model_allow(
     assert narrowed(Settings(Namespace(seq_length=24, **parts), choice, given)).slices == (1, 2, 4)
     planner = Planner(narrowed(Settings(Namespace(), choice, given)))
     planner.configure(replace(planner.choice, slices=(1, 2)))
-    assert planner.training(2).schedule.slices == 2
+    assert planner.plan_step(2).schedule.slices == 2
     caplog.set_level("INFO")
     assert narrowed(Settings(Namespace(context_parallel_size=2), choice, given)).slices == 1
     assert "microbatches stay whole: --pipeline-slices does not work with" in caplog.text
@@ -403,7 +403,7 @@ def test_auto_has_what_the_sequence_and_the_model_allow(
 
 def test_a_planned_run_takes_one_number(tmp_path: Path) -> None:
     given = auto(tmp_path, 1.0, slices=4)
-    assert Planner(resolve_schedule(given, 2)).training(2).schedule.slices == 4
+    assert Planner(resolve_schedule(given, 2)).plan_step(2).schedule.slices == 4
     file = tmp_path / "mine.json"
     file.write_text(make("v-zb", 2, 3, slices=4).to_json())
     assert resolve_schedule(options(schedule=str(file), slices="auto"), 2).slices == 4

@@ -99,7 +99,7 @@ def test_the_order_is_final_after_the_trial(
     monkeypatch.setattr(Profiler, "_log", lambda *_: None)
     plan, other = schedule_step("auto"), named and schedule_step(named)
     planner = FakePlanner()
-    planner.training, planner.best_by_name = lambda _: plan, lambda _: other
+    planner.plan_step, planner.best_by_name = lambda _: plan, lambda _: other
     pipeline = SimpleNamespace(
         options=SimpleNamespace(profile_steps=(2, 2), checked_steps=(4, 4), trace_folder=None),
         choice=SimpleNamespace(plans_by_costs=True),
@@ -136,7 +136,7 @@ def test_the_plan_is_compared_with_the_fastest_schedule_within_the_limit(
     if isinstance(limit, str):
         choice = replace(choice, limit_of=limit)
     planner = Planner(choice)
-    plan = Planner(ScheduleChoice(4, "1f1b-v")).training(8)
+    plan = Planner(ScheduleChoice(4, "1f1b-v")).plan_step(8)
     best = planner.best_by_name(plan)
     assert name == (best and best.schedule.name)
     if best is not None:  # a plan that is this schedule needs no trial

@@ -59,7 +59,7 @@ def test_a_weight_is_loaded_where_its_stage_is(monkeypatch: pytest.MonkeyPatch) 
     session = Session()
     try:
         for _ in range(2):  # of each chunk; the class is taught once
-            libraries.have_stages_found(session, pipeline)
+            libraries.patch_roll_converter(session, pipeline)
         found = [places_of(f"decoder.layers.{layer}.weight") for layer in range(LAYERS)]
         assert found == [[(1, 0)], [(1, 0)], [(0, 0)], [(0, 1)], [(1, 1)]]
         assert [DistConverter(0)._get_layer_info(layer)[0] for layer in range(3)] == [0, 1, 0]

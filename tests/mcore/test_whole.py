@@ -39,9 +39,9 @@ def test_every_backward_is_whole(name: str) -> None:
     verify(schedule)
     kinds = {work.kind for row in schedule.order for work in row}
     assert kinds == {Kind.F, Kind.BW}
-    plan = Planner(ScheduleChoice(4, name, keeps_backward_whole=True)).training(8)
+    plan = Planner(ScheduleChoice(4, name, keeps_backward_whole=True)).plan_step(8)
     assert not plan.program.schedule.splits_backward
-    assert plan.peak_chunks <= Planner(ScheduleChoice(4, name)).training(8).peak_chunks
+    assert plan.peak_chunks <= Planner(ScheduleChoice(4, name)).plan_step(8).peak_chunks
 
 
 class TopKRouter(nn.Linear):

@@ -97,7 +97,7 @@ def test_the_command_makes_this_very_plan_and_training_takes_its_file(tmp_path):
     schedule = Schedule.from_json(planned("schedule-file", costs=priced).decode())
     assert load_schedule(path) == schedule
     planner = plans.Planner(choice.resolve_schedule(options.Options(str(path)), DEVICES))
-    assert planner.training(MICROBATCHES).schedule == schedule
+    assert planner.plan_step(MICROBATCHES).schedule == schedule
     assert shown(costs=priced)["facts"]["train"] == ""  # the page names the file
 
 

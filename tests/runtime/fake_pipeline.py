@@ -31,11 +31,15 @@ Waits = Callable[[Device, Pass], bool]
 """Whether the host waits for its whole device inside a pass."""
 
 
-def program_of(name: str, devices: int, microbatches: int, *, takes: bool = False) -> Program:
+def program_of(
+    name: str, devices: int, microbatches: int, *, length_on_arrival: bool = False
+) -> Program:
     """Return a program of the catalogue, fused where that delays nothing."""
     schedule = make(name, devices, microbatches)
     costs = Costs.uniform(devices, schedule.num_stages, 1, 1.15, 0.85, 0.05)
-    return lower(schedule, simulate(schedule, costs), kernels=True, takes=takes)
+    return lower(
+        schedule, simulate(schedule, costs), kernels=True, length_on_arrival=length_on_arrival
+    )
 
 
 def never(device: Device, work: Pass) -> bool:
@@ -120,26 +124,26 @@ class FakeStage:
 class Train:
     """What every host does: some steps of a program, and an optimizer after each.
 
-    With `ends` the hosts wait for their devices where a step is cut. With `takes` messages are of
-    unlike length.
+    With `ends` the hosts wait for their devices where a step is cut. With
+    `length_on_arrival` messages are of unlike length.
     """
 
     program: Program
     waits: Waits = never
     steps: int = 1
     ends: Cut | None = None
-    takes: bool = False
+    length_on_arrival: bool = False
     transports: dict[int, Transport] = field(default_factory=dict)
 
     def __call__(self, device: Device) -> None:
         program, rank = self.program, device.rank
-        made = VariableTransport if self.takes else Transport
+        made = VariableTransport if self.length_on_arrival else Transport
         num_devices = program.schedule.num_devices
         transport = made([range(num_devices)], SHAPE, torch.float32, "meta", timeout_s=9)
         self.transports[rank] = transport
         transport.prepare(program)
         device.waits_for_compute = 0  # to meet the others it may
-        stages = stages_of(program.schedule.placement, device, self.waits, self.takes)
+        stages = stages_of(program.schedule.placement, device, self.waits, self.length_on_arrival)
         for step in range(self.steps):
             for stage in stages.values():
                 stage.step = step
@@ -153,13 +157,13 @@ class Train:
 
 
 def stages_of(
-    placement: Placement, device: Device, waits: Waits, takes: bool
+    placement: Placement, device: Device, waits: Waits, length_on_arrival: bool
 ) -> dict[int, FakeStage]:
     """Return the stages of a device."""
     number = len(placement)
 
     def length_of(microbatch: int) -> int:
-        return SHAPE[0] * (1 + microbatch % 3) if takes else SHAPE[0]
+        return SHAPE[0] * (1 + microbatch % 3) if length_on_arrival else SHAPE[0]
 
     return {
         stage: FakeStage(device, stage, number, waits, length_of)

@@ -46,7 +46,7 @@ def blocks_hold(world: World, train: Train) -> bool:
     And no more than it has communicators, each of which runs one after the other. Shapes, which
     wait for no pass, come on top: one that the host waits for, and one that leaves.
     """
-    program, shapes = train.program, 2 * train.takes
+    program, shapes = train.program, 2 * train.length_on_arrival
     sent = {each.message for row in program.instructions for each in row if isinstance(each, Send)}
     ends = {(device, *m[1:]) for m in sent for device in (m.source, m.target)}
     used = Counter(device for device, *_ in ends)
@@ -74,8 +74,8 @@ def completes(train: Train, seeds: Iterable[int]) -> None:
 def check(name: str, devices: int, microbatches: int) -> None:
     program = program_of(name, devices, microbatches)
     completes(Train(program, steps=2), range(4))
-    taking = program_of(name, devices, microbatches, takes=True)
-    completes(Train(taking, steps=2, takes=True), range(4, 7))
+    taking = program_of(name, devices, microbatches, length_on_arrival=True)
+    completes(Train(taking, steps=2, length_on_arrival=True), range(4, 7))
     early, ends = prefix_before_loss(program)
     completes(Train(early, steps=2, ends=ends), range(7, 9))
 
@@ -103,16 +103,18 @@ def test_every_large_program_ends(name: str, size: tuple[int, int]) -> None:
 @pytest.mark.parametrize("placement", [looping(3, 2), v_shape(4)])
 def test_every_evaluation_ends(placement: tuple[int, ...]) -> None:
     devices = max(placement) + 1
-    for takes in (False, True):
-        program = lower(forward_wave(placement, devices, 9), kernels=True, takes=takes)
-        completes(Train(program, steps=2, takes=takes), range(4))
+    for length_on_arrival in (False, True):
+        program = lower(
+            forward_wave(placement, devices, 9), kernels=True, length_on_arrival=length_on_arrival
+        )
+        completes(Train(program, steps=2, length_on_arrival=length_on_arrival), range(4))
 
 
 def test_no_host_waits_for_its_passes_to_learn_the_length_of_a_message() -> None:
-    program = program_of("v-half", 4, 6, takes=True)
+    program = program_of("v-half", 4, 6, length_on_arrival=True)
     for seed in range(6):
         world = any_world(4, seed)
-        world.run(Train(program, steps=2, takes=True))
+        world.run(Train(program, steps=2, length_on_arrival=True))
         assert [device.waits_for_compute for device in world.devices] == [0] * 4
 
 
@@ -155,15 +157,15 @@ def test_the_proof_foretells_where_a_receive_may_be_moved(name: str, size: tuple
 
 def test_messages_of_any_length_rely_on_a_buffer_in_one_queue_only() -> None:
     """That a length leaves before it is received, as `VariableTransport` says of it."""
-    program = program_of("1f1b", 2, 3, takes=True)
+    program = program_of("1f1b", 2, 3, length_on_arrival=True)
     for connections in (1, 32):
         world = World(2, 0, connections)
         world.buffered_bytes = 0
         if connections == 1:
             with pytest.raises(Hangs):
-                world.run(Train(program, always, takes=True))
+                world.run(Train(program, always, length_on_arrival=True))
         else:
-            world.run(Train(program, always, takes=True))
+            world.run(Train(program, always, length_on_arrival=True))
 
 
 def test_posting_all_at_once_holds_more_blocks_than_planned() -> None:

@@ -42,7 +42,14 @@ def test_the_runtime_has_no_race(name: str) -> None:
     for lead in (TO_THE_END, 1):
         run(Train(program, steps=2), lead)
         run(Train(early, steps=2, ends=ends), lead)
-        run(Train(program_of(name, 3, microbatches, takes=True), steps=2, takes=True), lead)
+        run(
+            Train(
+                program_of(name, 3, microbatches, length_on_arrival=True),
+                steps=2,
+                length_on_arrival=True,
+            ),
+            lead,
+        )
 
 
 def reads_without_a_wait(changed: Change) -> None:
@@ -188,9 +195,13 @@ MUTANTS: dict[str, tuple[Callable[[Change], None], bool]] = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_every_race_is_found(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    change, takes = MUTANTS[mutant]
+    change, length_on_arrival = MUTANTS[mutant]
     change(monkeypatch)
-    train = Train(program_of("v-half", 4, 8, takes=takes), steps=2, takes=takes)
+    train = Train(
+        program_of("v-half", 4, 8, length_on_arrival=length_on_arrival),
+        steps=2,
+        length_on_arrival=length_on_arrival,
+    )
     with pytest.raises(Race, match="is not ordered after"):
         run(train)
     # And without the sanitizer a kernel finds wrong data where hosts are as far ahead.

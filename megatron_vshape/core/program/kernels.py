@@ -73,7 +73,7 @@ class _Transfer:
 
 
 def lower_to_kernels(
-    planned: Timeline, early: Sequence[int] | None = None, *, takes: bool = False
+    planned: Timeline, early: Sequence[int] | None = None, *, length_on_arrival: bool = False
 ) -> Program:
     """Lower the planned schedule to a program in which no synchronization of a device can deadlock.
 
@@ -81,23 +81,26 @@ def lower_to_kernels(
         planned: timeline of the schedule.
         early: number of passes that every device runs before all devices stop together. Messages
             sent before that point are posted before it, and no others.
-        takes: the length of a message is unknown until it arrives, so that posting also receives it
-            and blocks. Then no receive is posted before its send, except for the next pass.
+        length_on_arrival: the length of a message is unknown until it arrives, so that posting also
+            receives it and blocks. Then no receive is posted before its send, except for the next
+            pass.
 
     Raises:
         ScheduleError: the schedule itself deadlocks.
     """
     placed = _Placed(planned, early)
-    if not takes:
+    if not length_on_arrival:
         placed.post_early()
     program = placed.program()
-    stuck = deadlocks_under_device_sync(program, takes=takes)
+    stuck = deadlocks_under_device_sync(program, length_on_arrival=length_on_arrival)
     if stuck:
         raise ScheduleError(explain_stuck_messages(stuck))
     return program
 
 
-def deadlocks_under_device_sync(program: Program, *, takes: bool = False) -> dict[int, Instruction]:
+def deadlocks_under_device_sync(
+    program: Program, *, length_on_arrival: bool = False
+) -> dict[int, Instruction]:
     """Return the blocked devices, with their instructions, if every device waits in every pass.
 
     Each device waits for its own posted receives and started sends. All streams share one hardware
@@ -125,7 +128,7 @@ def deadlocks_under_device_sync(program: Program, *, takes: bool = False) -> dic
                 # `other` is the peer: the sum of both ends minus this one.
                 work, other = message.work, message.source + message.target - device
                 # The receive blocks until the length arrives, so its send must come first.
-                is_too_soon = takes and isinstance(each, Receive) and work not in sent
+                is_too_soon = length_on_arrival and isinstance(each, Receive) and work not in sent
                 # Behind another transfer of its stream, this one would block the hardware queue.
                 if is_too_soon or _is_behind(message, own):
                     break
@@ -249,6 +252,7 @@ class _Placed:
                 if (message := read_by(work)) is not None:
                     row.append(Await(message))
             row.append(Run(*step))
+            # These sends open the next gap, so they come before its receives and releases.
             for work in step:
                 if (message := sent_after(work)) is not None:
                     row.append(Send(message))

@@ -53,7 +53,7 @@ def lower(
     window: int = WINDOW,
     *,
     kernels: bool = False,
-    takes: bool = False,
+    length_on_arrival: bool = False,
 ) -> Program:
     """Add P2P messages to a schedule and prove that their order cannot deadlock.
 
@@ -63,7 +63,8 @@ def lower(
             in the meantime: splitting has no benefit there, and a full backward hides collectives.
         window: receives posted ahead per stream and sender; increased if the proof requires it.
         kernels: messages are kernels, so place receives as in `program.kernels`.
-        takes: the length of a message is unknown until it arrives, so it is received once sent.
+        length_on_arrival: the length of a message is unknown until it arrives, so it is received
+            once sent.
 
     >>> from megatron_vshape import lower, make
     >>> print(lower(make("1f1b", 2, 1)).text())
@@ -76,7 +77,7 @@ def lower(
     if kernels:
         planned = simulate(schedule) if timeline is None else _fused(timeline)
         # `lower_to_kernels` proves that its program completes; it needs no search for a window.
-        return lower_to_kernels(_launched(planned), takes=takes)
+        return lower_to_kernels(_launched(planned), length_on_arrival=length_on_arrival)
     if timeline is not None:
         schedule = fuse(timeline)
     if window < 1:

@@ -72,7 +72,7 @@ def _set_stages(session: Session, options: Options, config: Any) -> None:
     if pipeline is None:
         pipeline = configure.pipeline_from_config(config, options)
         session.choose(pipeline, None)
-        session.environment.complete(config, pipeline)
+        session.environment.set_variables(config, pipeline)
         return
     sizes = config.pipeline_model_parallel_size, config.num_layers
     known = pipeline.stage_map.num_ranks, sum(pipeline.stage_map.layers)
@@ -158,7 +158,7 @@ def model_init(session: Session, original: Function) -> Function:
         session.build.is_extensible = True
         # Before DDP and Float16Module wrap the model, which copy its parameters into buffers.
         _build_features(session, pipeline, self, chunk or 0)
-        libraries.have_stages_found(session, pipeline)
+        libraries.patch_roll_converter(session, pipeline)
 
     return init
 

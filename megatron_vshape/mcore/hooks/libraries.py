@@ -134,7 +134,7 @@ _ROWS = "embedding.word_embeddings.weight"
 _CONVERTER = "mcore_adapter.models.converter.dist_converter"
 
 
-def have_stages_found(session: Session, pipeline: Pipeline) -> None:
+def patch_roll_converter(session: Session, pipeline: Pipeline) -> None:
     """Make ROLL's mcore_adapter load the weights of the stages of this rank.
 
     The converter numbers stages by chunk, then rank, and treats a tied output layer as a separate

@@ -174,7 +174,7 @@ def uninstall() -> None:
     global _session
     if _session is None:
         return
-    undone = _session.with_pipeline.undo() + _session.replaced.undo()
+    undone = _session.pipeline_hooks.undo() + _session.replaced.undo()
     _session = None
     replacements = {id(value): (value, original) for value, original in undone}
     # Only functions have an identity to search for: a value such as True is shared by everything.
@@ -218,7 +218,7 @@ def _install(hook: Hook, session: Session, made: dict[int, Any]) -> None:
     if not hook.expects or id(original) not in made:
         made[id(original)] = hook.replacement(session, original)
     if hook.only_with_pipeline:
-        session.with_pipeline.values.append((owner, hook.name, made[id(original)]))
+        session.pipeline_hooks.values.append((owner, hook.name, made[id(original)]))
     else:
         session.replaced.put(owner, hook.name, made[id(original)])
 

@@ -99,7 +99,7 @@ class Session:
     is_capturing: bool = False  # Transformer Engine is capturing CUDA graphs
     # Replaced attributes of Megatron and libraries.
     replaced: Replaced = field(default_factory=Replaced)
-    with_pipeline: Switched = field(default_factory=Switched)
+    pipeline_hooks: Switched = field(default_factory=Switched)
 
     def choose(self, pipeline: Pipeline | None, megatrons_own: str | None) -> None:
         """Set the schedule of the run, install the hooks that need one, and reset the runner."""
@@ -107,7 +107,7 @@ class Session:
         self.build.is_extensible = False
         self.step.splits_backward = pipeline is not None
         # These hooks replace classes and flags, which cannot pass a call to the original.
-        self.with_pipeline.switch(pipeline is not None)
+        self.pipeline_hooks.switch(pipeline is not None)
 
     def patch_once(self, owner: type, make: Callable[[], Mapping[str, Any]]) -> None:
         """Set attributes of a library's class, which `make` returns, until `uninstall`."""
@@ -230,7 +230,7 @@ class Session:
         everyones = report.most_of_replicas(own, group, lambda each: each.total)
         pipeline.planner.reserve([each.total for each in everyones], message_bytes)
         # Determines the maximum number of P2P buffers, which are outside the memory of passes.
-        pipeline.planner.training(num_microbatches)
+        pipeline.planner.plan_step(num_microbatches)
         return everyones
 
     @property
@@ -329,7 +329,7 @@ def convert_schedule_table_to_order(
     rank = parallel_state.get_pipeline_model_parallel_rank()
     # The helper of a vision encoder has one chunk, the first, and captures it separately.
     stages = session.pipeline.stage_map.stages(rank)[:num_chunks]
-    program = session.pipeline.planner.training(len(table) // num_chunks).program
+    program = session.pipeline.planner.plan_step(len(table) // num_chunks).program
     # Replays must follow the captured order, so the step rejects any other program from now on.
     session.step.captured = program
     return capture_order(program, rank, stages)
@@ -357,7 +357,7 @@ def _capture_of_weights(pipeline: Pipeline, helper: Any) -> graphs.Capture:
     """Return a capture of weight gradients in the order of this rank's W passes."""
     rank = parallel_state.get_pipeline_model_parallel_rank()
     stages = pipeline.stage_map.stages(rank)[: helper.num_model_chunks]
-    program = pipeline.planner.training(get_num_microbatches()).program
+    program = pipeline.planner.plan_step(get_num_microbatches()).program
     overlaps = pipeline.overlaps_grad_reduce or overlaps_grad_reduce(helper.model[0])
     return graphs.Capture(
         helper.callables_per_chunk,

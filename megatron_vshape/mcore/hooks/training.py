@@ -62,11 +62,11 @@ def validate_args(
         session.chosen_by_flags = True
     if pipeline is not None:
         # Before the original: Megatron's checks initialize CUDA, which reads the environment.
-        session.environment.complete(args, pipeline)
+        session.environment.set_variables(args, pipeline)
     validated = original(args, *rest, **options)
     # After them: the number of microbatches and some sizes are known only now.
     with refusing():
-        configure.complete(session.pipeline, args)
+        configure.make_schedule_of_run(session.pipeline, args)
     return validated
 
 

@@ -123,7 +123,7 @@ class MeteredSchedule:
             state,
             f"{name} (Megatron's own)",
             [_stage_of(chunk) for chunk in range(chunks)],
-            None if planner is None else planner.training,
+            None if planner is None else planner.plan_step,
         )
 
     def __call__(self, **arguments: Any) -> Any:

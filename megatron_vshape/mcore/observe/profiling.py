@@ -237,7 +237,7 @@ class Profiler:
             self._log("measured costs: %s", format_costs(now))
             return now
         with refusing():
-            plan = planner.training(program.schedule.num_microbatches)
+            plan = planner.plan_step(program.schedule.num_microbatches)
         self.report.remeasure()
         after = prediction_of(plan.program.schedule, costs, rest_us)
         self._log(
@@ -254,7 +254,7 @@ class Profiler:
             return
         self._is_tried = True
         with refusing():
-            plan = planner.training(ran.num_microbatches)
+            plan = planner.plan_step(ran.num_microbatches)
             self._named = planner.best_by_name(plan)
         if self._named is not None:
             self._trial = Trial(planner, plan, self._named)
@@ -281,7 +281,7 @@ class Profiler:
         folder = self.pipeline.options.trace_folder
         if folder is None or dist.get_rank() != 0:
             return
-        schedule = self.pipeline.planner.training(num_microbatches).schedule
+        schedule = self.pipeline.planner.plan_step(num_microbatches).schedule
         try:
             (Path(folder) / "schedule.json").write_text(schedule.to_json(), encoding="utf-8")
         except OSError as error:

@@ -295,7 +295,7 @@ def _sharing() -> str:
 
 def opening_lines(pipeline: Pipeline, num_microbatches: int, local_ranks: int | None = None) -> str:
     """Format the schedule: a headline, notes and its picture. `local_ranks` share this host."""
-    plan = pipeline.planner.training(num_microbatches)
+    plan = pipeline.planner.plan_step(num_microbatches)
     schedule = plan.schedule
     notes = ""
     if shares_processors():

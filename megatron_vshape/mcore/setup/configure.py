@@ -262,7 +262,8 @@ def build_pipeline(
         kernels=kernels,
     )
     _capture_after_profile(model, choice, options)
-    # 4. The planner: it makes no plan before the number of microbatches is known (`complete`).
+    # 4. The planner: it makes no plan before the number of microbatches is known
+    #    (`make_schedule_of_run`).
     measures = choice.name == AUTO and options.profile_steps is not None
     return Pipeline(
         options,
@@ -363,7 +364,7 @@ def recomputed_inputs(model: Any) -> tuple[str, ...]:
     return tuple(module for module in modules if module != "core_attn")
 
 
-def complete(pipeline: Pipeline | None, args: Namespace) -> None:
+def make_schedule_of_run(pipeline: Pipeline | None, args: Namespace) -> None:
     """Make the schedule of the run, with the sizes that Megatron has validated; check these.
 
     Raises:
@@ -387,7 +388,7 @@ def complete(pipeline: Pipeline | None, args: Namespace) -> None:
     if pipeline.choice.name != AUTO and not varies:
         copies = args.data_parallel_size * (getattr(args, "gtp_weight_remat_size", None) or 1)
         microbatches = args.global_batch_size // (args.micro_batch_size * copies)
-        pipeline.planner.training(max(microbatches, 1))
+        pipeline.planner.plan_step(max(microbatches, 1))
 
 
 def check_changing(pipeline: Pipeline | None, args: Namespace) -> None:
@@ -401,7 +402,7 @@ def check_changing(pipeline: Pipeline | None, args: Namespace) -> None:
         check_interleaved(args, changing_counts(args))
     elif pipeline.choice.name in JOINT_NAMES:  # all others support any number
         for count in changing_counts(args):
-            pipeline.planner.training(count.number)
+            pipeline.planner.plan_step(count.number)
 
 
 def pipeline_from_config(config: Any, options: Options) -> Pipeline:

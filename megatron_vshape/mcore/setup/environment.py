@@ -39,7 +39,7 @@ class Environment:
     made: frozenset[str] = frozenset()  # names of variables, without those that the user has set
     registers_buffers: bool = False  # NCCL registers buffers (nccl_ub of the data-parallel config)
 
-    def complete(self, options: Any, pipeline: Pipeline) -> None:
+    def set_variables(self, options: Any, pipeline: Pipeline) -> None:
         """Set the variables and the allocator for a schedule, and log them in one line.
 
         `options` are Megatron's arguments or a config. Variables that the user has set stay

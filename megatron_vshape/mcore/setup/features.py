@@ -148,7 +148,7 @@ class Feature:
         return ()
 
     def in_steps(self, runner: PipelineRunner) -> StepFeature | None:
-        """Return the feature's part in the steps of a run, if it has one."""
+        """Create the StepFeature of a run, or return None if the feature has none."""
         return None
 
 

@@ -107,7 +107,7 @@ class PlannedStep:
 class Planner:
     """Plans and caches the programs of one schedule.
 
-    Rank 0 runs every search for all ranks, which call `training` for the same numbers in the same
+    Rank 0 runs every search for all ranks, which call `plan_step` for the same numbers in the same
     order. Everything else is deterministic, so every rank computes it for itself.
     """
 
@@ -123,7 +123,7 @@ class Planner:
         self.static_bytes = (0.0,) * choice.num_devices
         self._message_bytes = 0.0  # per P2P message, sent or received
         self._messages = MESSAGES
-        self._any_length = False  # message lengths are known only on arrival
+        self._length_on_arrival = False  # message lengths are known only on arrival
         self._training: dict[int, PlannedStep] = {}
         self._evaluation: dict[int, Program] = {}
         self._bubbles: dict[tuple[int, Costs], float] = {}
@@ -160,14 +160,14 @@ class Planner:
             self.choice = choice
             self._training.clear()
 
-    def expect_any_length(self) -> None:
+    def expect_length_on_arrival(self) -> None:
         """Make programs for messages whose length is known only on arrival from now on."""
-        if not self._any_length:
-            self._any_length = True
+        if not self._length_on_arrival:
+            self._length_on_arrival = True
             self._training.clear()
             self._evaluation.clear()
 
-    def training(self, num_microbatches: int) -> PlannedStep:
+    def plan_step(self, num_microbatches: int) -> PlannedStep:
         """Plan a training step of `num_microbatches`, or return the plan made before.
 
         Raises:
@@ -228,7 +228,12 @@ class Planner:
         # 4. Times. P2P messages are posted in the order in which this timeline expects them.
         timeline = simulate(schedule, costs)
         # 5. Programs of all ranks, which `lower` proves free of deadlocks.
-        program = lower(schedule, timeline, kernels=self.choice.kernels, takes=self._any_length)
+        program = lower(
+            schedule,
+            timeline,
+            kernels=self.choice.kernels,
+            length_on_arrival=self._length_on_arrival,
+        )
         return PlannedStep(schedule, timeline, program, costs, self._beside(program, costs))
 
     def use(self, plan: PlannedStep) -> None:
@@ -279,7 +284,7 @@ class Planner:
 
     def predicted_bubble(self, num_microbatches: int) -> float:
         """Return the bubble of a training step at the current costs."""
-        plan = self.training(num_microbatches)
+        plan = self.plan_step(num_microbatches)
         costs = self._costs_of(plan.schedule)
         if costs is None:
             return plan.timeline.bubble
@@ -288,7 +293,7 @@ class Planner:
             self._bubbles[key] = simulate(plan.schedule, costs).bubble
         return self._bubbles[key]
 
-    def evaluation(self, num_microbatches: int) -> Program:
+    def evaluation_program(self, num_microbatches: int) -> Program:
         """Make the program of an evaluation step, which has only forward passes, or recall it."""
         program = recall(self._evaluation, num_microbatches)
         if program is not None:
@@ -299,7 +304,9 @@ class Planner:
             wave = forward_wave(self.choice.placement, self.choice.num_devices, num_microbatches)
             for feature in features():
                 wave = feature.adapt_evaluation(self.choice, wave)
-            program = lower(wave, kernels=self.choice.kernels, takes=self._any_length)
+            program = lower(
+                wave, kernels=self.choice.kernels, length_on_arrival=self._length_on_arrival
+            )
         keep(self._evaluation, num_microbatches, program)
         return program
 

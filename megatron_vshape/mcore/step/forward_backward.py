@@ -70,17 +70,17 @@ class PipelineRunner:
         self._place = Place()
         rank = parallel_state.get_pipeline_model_parallel_rank()
         planner, stages = pipeline.planner, pipeline.stage_map.stages(rank)
-        self.report = RunReport(state, pipeline.choice.name, stages, planner.training)
+        self.report = RunReport(state, pipeline.choice.name, stages, planner.plan_step)
         self._profiler = Profiler(pipeline, self.report)
         self.meter = BubbleMeter(logs, planner.predicted_bubble)
         self._gatherer = LossGatherer()
         self.calls = ForwardCalls(None)  # of the trainer's function, in the last step
         self._agreement = Agreement()
         self.local_ranks: int | None = None  # number of ranks on this host, once known
-        # All features are asked; most return a hook that does nothing unless the schedule or the
-        # options use it.
-        parts = (feature.in_steps(self) for feature in features())
-        self._step_features = [*(each for each in parts if each is not None), FirstStep()]
+        # Every feature is called; most return a StepFeature that does nothing unless the schedule
+        # or the options use it.
+        made = (feature.in_steps(self) for feature in features())
+        self._step_features = [*(each for each in made if each is not None), FirstStep()]
 
     def __call__(
         self, *, adjust_tensor_shapes_fn: Any = None, p2p_communicator: Any = None, **arguments: Any
@@ -289,7 +289,7 @@ class PipelineRunner:
             has_loss=pipeline_group.rank() == self.pipeline.stage_map.loss_rank,
         )
         context.num_tokens = torch.zeros([], dtype=torch.int, device=context.torch_device)
-        # Last, because the parts read everything above, and register for the passes of the step.
+        # Last, because the StepHooks read everything above, and register for the passes.
         begun = (each.begin(context) for each in self._step_features)
         context.hooks += [hook for hook in begun if hook is not None]
         return ProgramRun(
@@ -322,8 +322,8 @@ class PipelineRunner:
         """Return the program of all ranks, and the W jobs that its B's overlap with."""
         planner = self.pipeline.planner
         if context.forward_only:
-            return planner.evaluation(context.num_microbatches), {}
-        plan = planner.training(context.num_microbatches)
+            return planner.evaluation_program(context.num_microbatches), {}
+        plan = planner.plan_step(context.num_microbatches)
         # Collective, and before any pass: later, a rank with another program would only be noticed
         # as a message that never arrives.
         with refusing():
@@ -359,7 +359,7 @@ class PipelineRunner:
             kind: type[Transport] = Transport
             if config.variable_seq_lengths:
                 kind = VariableTransport
-                self.pipeline.planner.expect_any_length()
+                self.pipeline.planner.expect_length_on_arrival()
             self._transport = kind(
                 _all_pipelines(pipeline_group),
                 shape,
@@ -411,7 +411,7 @@ def _stages(context: StepContext) -> Mapping[int, Stage]:
             chunk,
             stage,
             is_last=stage == stage_map.last_stage,
-            has_chunks=stage_map.num_chunks > 1,
+            has_several_chunks=stage_map.num_chunks > 1,
         )
         for chunk, stage in enumerate(context.stages)
     }

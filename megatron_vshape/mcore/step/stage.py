@@ -187,10 +187,10 @@ class StepContext:
 
     @contextmanager
     def around_passes(self) -> Iterator[None]:
-        """Enter the contexts of all parts around the passes."""
+        """Enter the contexts of all StepHooks around the passes."""
         with ExitStack() as stack:
-            # Parts may reference this object. Such a cycle would keep the trainer's data iterators
-            # alive, whose processes then outlive the trainer.
+            # A StepHook may reference this object. Such a cycle would keep the trainer's data
+            # iterators alive, whose processes then outlive the trainer.
             stack.callback(self.hooks.clear)
             for hook in self.hooks:
                 stack.enter_context(hook.around_passes())
@@ -261,7 +261,7 @@ class MegatronStage:
     chunk: int
     stage: int
     is_last: bool
-    has_chunks: bool  # whether the rank has several chunks
+    has_several_chunks: bool  # whether the rank has several chunks
     _has_run: bool = False
     _inputs: dict[int, Tensor | None] = field(default_factory=dict)
     _outputs: dict[int, Tensor] = field(default_factory=dict)
@@ -406,7 +406,7 @@ class MegatronStage:
             step=step,
             chunk=self.chunk,
             # As Megatron: no vp_stage without virtual stages.
-            vp_stage=self.chunk if self.has_chunks else None,
+            vp_stage=self.chunk if self.has_several_chunks else None,
             microbatch=microbatch,
             forward_step=forward_step,
             received=received,

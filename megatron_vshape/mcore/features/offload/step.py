@@ -53,7 +53,7 @@ class HostMemoryWaiting(StepFeature):
         self._learns = False  # whether the current step determines what can be offloaded
 
     def begin(self, context: StepContext) -> StepHook | None:
-        """Return the part that offloads in this step, or None."""
+        """Create the StepHook that offloads in this step, or return None."""
         choice = context.pipeline.choice
         waits = context.program.schedule.copies
         self._learns = False

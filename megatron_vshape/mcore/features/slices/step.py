@@ -146,7 +146,7 @@ class Slicing(StepFeature):
         if not isinstance(planner.choice.slices, int):
             fine = even_slices(planner.choice.slices, context.seq_length, context.config)
             planner.configure(replace(planner.choice, slices=fine))
-            return planner.training(context.num_microbatches).schedule.slices
+            return planner.plan_step(context.num_microbatches).schedule.slices
         with refusing():
             check_sequence(planner.choice.slices, context.seq_length, context.config)
         return planner.choice.slices

@@ -320,7 +320,7 @@ class VariableLength(StepFeature):
             return
         if pipeline.choice.name != AUTO or not may_reorder(config):
             return
-        plan = pipeline.planner.training(count)
+        plan = pipeline.planner.plan_step(count)
         if plan.schedule.num_microbatches != count:  # parts of microbatches
             return
         if self._keeps_order is None:
