@@ -2,7 +2,9 @@
 
 A function marked with `replaces` gets the session, the original function and the arguments of a
 call. Until a schedule is requested, only the original runs. A function marked with
-`replaces_always` runs even then, because it detects the request or runs before it.
+`replaces_always` runs even then, because it detects the request or runs before it. Both decorators
+make factories (session, original) -> replacement, the form that `Hook.replacement` requires; for a
+class or a value, the factory is written out.
 """
 
 from __future__ import annotations
@@ -116,8 +118,14 @@ class Target:
         return ABSENT if owner is None else vars(owner).get(self.name, ABSENT)
 
 
+@dataclass(frozen=True, slots=True)
 class Dependency(Target):
-    """A function of Megatron that this package calls but does not replace."""
+    """A function of Megatron that this package calls but does not replace.
+
+    `sets` lists attributes that the function, a constructor, has to set on its object.
+    """
+
+    sets: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -258,6 +258,26 @@ def test_every_target_that_moves_is_named_with_the_version(
     assert all(a is b for a, b in zip(before, current(), strict=True))
 
 
+SETTING = [each for each in registry.PROBES if each.sets]
+
+
+@pytest.mark.parametrize("record", SETTING, ids=lambda record: record.target)
+def test_an_attribute_of_ddp_that_moves_is_named_with_the_version(
+    record: registry.Dependency, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def constructor(self: Any, *others: Any) -> None:
+        self.ddp_config = self.buckets = self.params = None
+
+    monkeypatch.setattr(record.owner(), record.name, constructor)
+    with pytest.raises(registry.HookError) as moved:
+        registry.install()
+    names = [each for each in record.sets if each not in ("ddp_config", "buckets")]
+    assert str(moved.value) == (
+        f"megatron-core {megatron.core.__version__} is not supported: {record.target} does not "
+        f"set {', '.join(names)}, which this package uses"
+    )
+
+
 def test_a_release_that_never_had_a_target_is_not_missing_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

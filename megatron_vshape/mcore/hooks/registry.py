@@ -1,7 +1,9 @@
 """All attributes of Megatron that this package replaces, with reasons, and their removal.
 
-Each module of hooks ends with its table `HOOKS`. The functions in it are marked with `replaces` or
-`replaces_always` (`mcore.hook`), and share one `Session`.
+Each module of hooks ends with its table `HOOKS`, whose entries share one `Session`. A replacement
+of a function is marked with `replaces` or `replaces_always` (`mcore.hook`). For a constructor, a
+class or a value (`model_init`, `linear_function`, `fused_kernels`, `fusion_available`), the table
+has a factory (session, original) -> replacement.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from megatron_vshape.mcore.setup.features import features
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _UTILS = "megatron.core.pipeline_parallel.utils"
+_DISTRIBUTED = "megatron.core.distributed"
 _TRAINER = "megatron.training"
 _TRAINING = "megatron.training.training"
 
@@ -121,6 +124,46 @@ PROBES = (
         "MTPLossLoggingHelper.tracker",
         (),
         "has the losses of multi-token prediction, which another rank logs",
+    ),
+    # `step.gradient_sync` starts the reductions of DDP's bucket groups itself.
+    Dependency(
+        f"{_DISTRIBUTED}.distributed_data_parallel",
+        "DistributedDataParallel.__init__",
+        ("self",),
+        "groups the gradients that a W completes",
+        ("ddp_config", "bucket_groups", "expert_parallel_bucket_groups"),
+    ),
+    Dependency(
+        f"{_DISTRIBUTED}.distributed_data_parallel",
+        "DistributedDataParallel.scale_gradients",
+        ("scaling_factor",),
+        "divides gradients by the number of tokens",
+    ),
+    Dependency(
+        f"{_DISTRIBUTED}.distributed_data_parallel_config",
+        "DistributedDataParallelConfig.overlap_grad_reduce",
+        (),
+        "makes reductions asynchronous",
+    ),
+    Dependency(
+        f"{_DISTRIBUTED}.param_and_grad_buffer",
+        "_ParamAndGradBucketGroup.__init__",
+        ("self",),
+        "has the state of a reduction, which the last W of its bucket starts",
+        ("buckets", "is_first_batch", "is_last_microbatch"),
+    ),
+    Dependency(
+        f"{_DISTRIBUTED}.param_and_grad_buffer",
+        "_ParamAndGradBucketGroup.start_grad_sync",
+        ("self", "force_all_reduce"),
+        "starts the reduction of a bucket group",
+    ),
+    Dependency(
+        f"{_DISTRIBUTED}.param_and_grad_buffer",
+        "_ParamAndGradBucket.__init__",
+        ("self",),
+        "has the parameters whose gradients are reduced together",
+        ("params_list",),
     ),
 )
 
@@ -227,7 +270,7 @@ def _examine(record: Target) -> Finding:
     original = record.original()
     if original is ABSENT:
         return Finding(record, False, _absence(record))
-    return Finding(record, True, _other_parameters(record, original))
+    return Finding(record, True, _other_parameters(record, original) or _unset(record, original))
 
 
 def _absence(record: Target) -> str | None:
@@ -256,6 +299,22 @@ def _other_parameters(record: Target, original: Any) -> str | None:
     return (
         f"{_version()} is not supported: {record.target} takes ({', '.join(parameters)}) and "
         f"this package needs {', '.join(missing)}"
+    )
+
+
+def _unset(record: Target, original: Any) -> str | None:
+    """Return the error message if a constructor does not set the attributes of its probe."""
+    if not isinstance(record, Dependency) or not record.sets:
+        return None
+    # An object of this class would need process groups. The names of a function's code include
+    # those of the attributes that it sets.
+    code = getattr(inspect.unwrap(original), "__code__", None)
+    missing = [name for name in record.sets if code is not None and name not in code.co_names]
+    if not missing:
+        return None
+    return (
+        f"{_version()} is not supported: {record.target} does not set {', '.join(missing)}, "
+        "which this package uses"
     )
 
 
