@@ -90,12 +90,13 @@ def core_transformer_config_from_args(
 
 @replaces_always
 def pretrain(session: Session, original: Function, *args: Any, **options: Any) -> Any:
-    """Build chunks for the right stages on Megatron < 0.19, and free all state after the run."""
+    """Build the chunks of a model_provider as their stages; free all state after the run."""
     bound = inspect.signature(original).bind(*args, **options)
     provider = bound.arguments.get("model_provider")
     if provider is not None:
-        # Newer releases build chunks through `build_virtual_pipeline_stages` instead.
+        # Without one, Megatron builds chunks through `build_virtual_pipeline_stages`.
         bound.arguments["model_provider"] = _model_provider(session, provider)
+    # Still None in 0.17, where `pretrain` itself parses the arguments. Each step checks again.
     if session.pipeline is not None:
         given = (bound.arguments.get(name) for name in ("pg_collection", "p2p_communicator"))
         with refusing():
@@ -109,7 +110,19 @@ def pretrain(session: Session, original: Function, *args: Any, **options: Any) -
 
 
 def _model_provider(session: Session, provider: Function) -> Function:
-    """Wrap a provider so that it builds stages; Megatron <= 0.18 calls it once per chunk."""
+    """Wrap a provider so that it builds stages; `get_model` calls it once per chunk.
+
+    Megatron derives `pre_process` and `post_process` from the rank, which is wrong for a V
+    placement. Three hooks set them for the stage, because releases build models differently:
+
+    * this one, if `pretrain` gets a provider: always in 0.17 and 0.18, optional since 0.19
+    * `build_virtual_pipeline_stages`, if it gets a model config (since 0.19; 0.18 has the function
+      for libraries)
+    * `core_hooks.model_init`, for the constructors of GPTModel and HybridModel in libraries
+
+    `model_init` is not enough: a provider may build another class, and may use both values itself,
+    for example to choose the layers of a stage.
+    """
     takes = inspect.signature(provider).parameters
     # A model_provider without vp_stage is fine with one chunk per rank.
     takes_chunks = "vp_stage" in takes or any(
@@ -350,7 +363,7 @@ HOOKS = (
         _TRAINING,
         "pretrain",
         ("forward_step_func", "model_provider"),
-        "model chunks of the right stages before 0.19; no data is kept after the run",
+        "model chunks of the right stages from a provider; no data is kept after the run",
         pretrain,
         everywhere=True,
     ),
