@@ -30,7 +30,13 @@ from megatron_vshape.rehearsal import accuracy
 from megatron_vshape.rehearsal.flags import SCHEDULE, Command
 from megatron_vshape.rehearsal.saved_config import LAYOUT
 from megatron_vshape.tuning import fsdp
-from megatron_vshape.tuning.configurations import ADAPTIVE, Configuration, count_stages
+from megatron_vshape.tuning.configurations import (
+    ADAPTIVE,
+    LAYER_SPLIT,
+    SHARDED_OUTPUT,
+    Configuration,
+    count_stages,
+)
 from megatron_vshape.tuning.predictor import TIME_LIMIT, Prediction, Predictor, Verdict, step
 
 PLANNED_SHAPES = 3
@@ -41,9 +47,7 @@ NEAR = 0.02
 
 ENDS = ("embedding", "loss")
 
-LAYER_SPLIT, VOCAB_PARALLEL = "--pipeline-layer-split", "--pipeline-vocab-parallel"
-
-FLAGS_OF_SCHEDULE = SCHEDULE, LAYER_SPLIT, VOCAB_PARALLEL
+FLAGS_OF_SCHEDULE = SCHEDULE, LAYER_SPLIT, SHARDED_OUTPUT
 """Flags of this package that determine the row of a command."""
 
 VIRTUAL_STAGES = (
@@ -161,7 +165,7 @@ class Advice:
         command = self.predictor.subject.command
         name = command.value(SCHEDULE)
         if name is not None and not is_megatrons_own(name):
-            it = replace(self.own, schedule=name, vocab_parallel=command.has(VOCAB_PARALLEL))
+            it = self.own.with_schedule_of(command, name)
             return self.predictor.published(it, self._given_layers(name), always=True)
         command = _with_virtual_stages(command, name)
         name, layers, why = self._megatrons(command)
@@ -315,7 +319,7 @@ class Advice:
         """Compute the mean work of a rank per step, in seconds: no schedule is faster.
 
         The busiest rank of a placement is no such bound: other layer splits and placements balance
-        the ranks, and vocabulary parallelism divides embedding and output layer among them.
+        the ranks, and embedding and output layer can be sharded over all of them.
         """
         costs = self.predictor.pieces(it).costs((self.layers,))
         busy_us = costs.busy_us((0,), 1, it.num_microbatches)
@@ -336,7 +340,7 @@ def check_schedule_flags(command: Command) -> None:
             "rehearse"
         )
     own = name is None or is_megatrons_own(name)
-    for flag, has_no_effect in ((LAYER_SPLIT, name is None), (VOCAB_PARALLEL, own)):
+    for flag, has_no_effect in ((LAYER_SPLIT, name is None), (SHARDED_OUTPUT, own)):
         if command.has(flag) and has_no_effect:
             raise ScheduleError(
                 f"{flag} has no effect with {name or 'the schedule of Megatron'}: remove it, or "

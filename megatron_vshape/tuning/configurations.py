@@ -19,6 +19,8 @@ from megatron_vshape.core.request import PlanRequest
 from megatron_vshape.mcore.layout.sizes import ModelSizes, sizes_of, widths_of
 from megatron_vshape.rehearsal.flags import SCHEDULE, VOCABULARIES, Command, read_command
 
+LAYER_SPLIT, SHARDED_OUTPUT = "--pipeline-layer-split", "--pipeline-vocab-parallel"
+
 ADAPTIVE = "adaptive"
 """Method that plans for the costs and the memory of each configuration."""
 
@@ -222,6 +224,10 @@ class Configuration:
         """Names of the enabled features of this package."""
         return ("vocabulary parallelism",) if self.vocab_parallel else ()
 
+    def with_schedule_of(self, command: Command, name: str) -> "Configuration":
+        """Set a published schedule of this package, with the features of the command."""
+        return replace(self, schedule=name, vocab_parallel=command.has(SHARDED_OUTPUT))
+
     @property
     def features_in_json(self) -> dict[str, bool]:
         """The features, by their names in the JSON of `advise`."""
@@ -252,9 +258,9 @@ class Configuration:
         """Return this package's flags for a schedule, a layer split and the features."""
         flags = {SCHEDULE: schedule}
         if self.vocab_parallel:
-            flags["--pipeline-vocab-parallel"] = ""
+            flags[SHARDED_OUTPUT] = ""
         if split:
-            flags["--pipeline-layer-split"] = split
+            flags[LAYER_SPLIT] = split
         return flags
 
     def counted_as(self, subject: Subject) -> "Configuration":
