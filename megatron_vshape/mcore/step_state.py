@@ -61,7 +61,7 @@ class StepState:
     One object per process. A step resets all fields that it sets.
     """
 
-    splits_backward: bool = False  # linear layers must support deferred weight gradients
+    splits_backward: bool = False  # a schedule of this package runs
     jobs: WeightJobs = field(default_factory=WeightJobs)
     running_chunk: int | None = None  # the chunk of Megatron's "is this the first stage?" checks
     graph_memory: GraphMemory = field(default_factory=GraphMemory)

@@ -468,7 +468,7 @@ HOOKS = (
             module,
             name,
             ("pre_process", "post_process", "vp_stage"),
-            "builds a library's chunk as the stage that it is",
+            "builds a chunk as the stage that it is",
             model_init,
             since=since,
         )

@@ -118,7 +118,7 @@ def _model_provider(session: Session, provider: Function) -> Function:
     * this one, if `pretrain` gets a provider: always in 0.17 and 0.18, optional since 0.19
     * `build_virtual_pipeline_stages`, if it gets a model config (since 0.19; 0.18 has the function
       for libraries)
-    * `core_hooks.model_init`, for the constructors of GPTModel and HybridModel in libraries
+    * `core_hooks.model_init`, for every constructor of GPTModel and HybridModel
 
     `model_init` is not enough: a provider may build another class, and may use both values itself,
     for example to choose the layers of a stage.

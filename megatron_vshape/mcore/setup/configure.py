@@ -147,6 +147,7 @@ def pipeline_from_args(
     options = options_of(args)
     if options.schedule is None and registered is not None:
         options = registered
+    # Options that are not given are no attributes of args.
     if options.schedule is not None or "pipeline_timeout" in args:
         _check_values(args, options)
     name, ranks = options.schedule, args.pipeline_model_parallel_size

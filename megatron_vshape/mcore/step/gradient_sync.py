@@ -58,7 +58,7 @@ class GradientSync:
         self._disables_hooks = wants and not forward_only
         self.overlaps = self._disables_hooks and not _accumulates(model)
         self._splits_last = not pipeline.choice.keeps_backward_whole
-        # By chunk: its last W, and not that of the step, completes the gradients of its buckets.
+        # By chunk, the backwards whose W has not ended: the last one completes its gradients.
         self._left = [num_microbatches] * len(model)
         self._closed: set[int] = set()
         self._force_all_reduce = bool(force_all_reduce)
