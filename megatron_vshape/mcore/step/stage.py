@@ -202,7 +202,7 @@ Started = tuple[StepContext, ProgramRun]
 
 
 class StepFeature:
-    """What a feature does in all steps of a run; the defaults do nothing."""
+    """A feature in all steps of a run; the defaults do nothing."""
 
     def check(self, context: StepContext) -> None:
         """Reject a step that the feature does not support, before it is prepared."""
