@@ -77,13 +77,13 @@ class Budget:
     def run(
         self,
         work: Callable[[], _Result],
-        tell: Callable[[PlanResult | None], None],
+        on_interrupt: Callable[[PlanResult | None], None],
         grace_s: float = GRACE_S,
     ) -> _Result | None:
         """Run `work` in a thread and return its result; None if stopped without end in `grace_s`.
 
         Because of the thread, Ctrl-C is handled at once, not only between two steps of the search:
-        `tell` is called with the best result so far. A second Ctrl-C is raised.
+        `on_interrupt` is called with the best result so far. A second Ctrl-C is raised.
         """
         done, results, errors = threading.Event(), list[_Result](), list[BaseException]()
 
@@ -101,7 +101,7 @@ class Budget:
         except KeyboardInterrupt:
             self.interrupt()
             with _told_first():
-                tell(self.best())
+                on_interrupt(self.best())
         done.wait(grace_s)
         if errors and not isinstance(errors[0], KeyboardInterrupt):
             raise errors[0]

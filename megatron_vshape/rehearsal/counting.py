@@ -340,7 +340,7 @@ def _with_dense(pieces: Pieces, dense: Piece, option: layer_sizes.Options) -> Pi
 
 
 def _spread(rank: RankReport, ratio: float) -> RankReport:
-    """Return a rank's report with `ratio` times as many replicas sharding the optimizer."""
+    """Return a rank's report if `ratio` times the replicas shard the optimizer."""
     parts = dict(rank.held_parts)
     before = parts["optimizer"]
     if rank.shards_optimizer:

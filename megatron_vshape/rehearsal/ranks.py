@@ -20,7 +20,7 @@ from megatron_vshape.rehearsal.rank_report import CheckedRank, FailedRank, RankR
 from megatron_vshape.rehearsal.sources import MissingSourceError, PythonSource
 
 PER_RANK = 4
-"""Maximum microbatches per pipeline rank in a dry run of this package's schedules."""
+"""Maximum microbatches per pipeline rank: a schedule reaches its peak in the first ones."""
 
 
 @dataclass(frozen=True, slots=True)

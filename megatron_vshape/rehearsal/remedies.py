@@ -26,13 +26,10 @@ from megatron_vshape.core.planner.vocabulary import (
 from megatron_vshape.rehearsal import counting, report
 from megatron_vshape.rehearsal.flags import SCHEDULE, Command, Sizes
 from megatron_vshape.rehearsal.rank_report import RankReport
-from megatron_vshape.rehearsal.ranks import DryRunConfig, rehearse_all
+from megatron_vshape.rehearsal.ranks import PER_RANK, DryRunConfig, rehearse_all
 
 NAMES = ("v-half", "v-min")
 """Schedules to try: the one with the smaller bubble first."""
-
-PER_RANK = 4
-"""Maximum simulated microbatches per rank: a schedule reaches its peak in the first ones."""
 
 MOST_RANKS = 8
 """Pipeline ranks up to which a layer split is searched for (minutes above)."""

@@ -120,7 +120,7 @@ class Work:
         return cls(products, attention, exchanges=exchanges, **sums)
 
     def spread(self, ratio: float, is_sharded: bool) -> Work:
-        """Scale the work that a step has once to `ratio` times as many data-parallel replicas.
+        """Scale the work that a step has once to `ratio` times the data-parallel replicas.
 
         Only work that occurs once per step depends on the replicas: its collectives and, if
         `is_sharded`, the optimizer's bytes.

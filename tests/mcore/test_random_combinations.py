@@ -6,23 +6,19 @@ from collections.abc import Sequence
 import pytest
 from mcore.conftest import UNTIED
 from mcore.farm import Ended, Farm
+from mcore.test_composition import EXPERTS, SEQUENCE, SHARDED
 from mcore.test_training import losses, relative
 
-EXPERTS = (
-    "--num-experts 4 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 "
-    "--disable-bias-linear --moe-token-dispatcher-type alltoall"
-)
 FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
-SHARDED = "--use-distributed-optimizer"
 POOLS: Sequence[tuple[int, Sequence[str]]] = (  # how many of each are drawn at most
     (1, ("v-half", "v-min", "v-zb", "zb-h1", "zb-h2", "v-half+", "1f1b-v", "v-two-thirds")),
     (
         1,
         (
-            "--tensor-model-parallel-size 2 --sequence-parallel",
+            SEQUENCE,
             "--context-parallel-size 2",
-            "--use-distributed-optimizer",
+            SHARDED,
             "--pipeline-model-parallel-size 4",
         ),
     ),

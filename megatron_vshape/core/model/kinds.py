@@ -1,4 +1,4 @@
-"""Table of pass kinds: all properties of passes, one row per kind, and what a pass waits for.
+"""Table of pass kinds: all properties of passes, one row per kind, and the dependencies of passes.
 
 F, B, W and BW are its first rows, and no other module lists kinds: the simulator, the proofs, the
 planner, the lowering, the runner, figures, traces and files read this table. `define` adds a row.

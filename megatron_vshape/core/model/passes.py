@@ -1,4 +1,4 @@
-"""Passes of a pipeline and their text form; `kinds` defines what a pass waits for."""
+"""Passes of a pipeline and their text form; their dependencies are in `kinds`."""
 
 import re
 from collections.abc import Iterator, Sequence
