@@ -1,9 +1,14 @@
-"""What the markers mean; declared in pyproject.toml."""
+"""Markers (declared in pyproject.toml), and an empty home directory for every test."""
 
 import contextlib
+import os
+import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+pytest_plugins = ["skips"]
 
 # A busy machine makes any example slow, and the deadline of 200 ms would fail a correct one.
 settings.register_profile("any machine", deadline=None)
@@ -13,6 +18,33 @@ with contextlib.suppress(ImportError):
     # Imported after Megatron, whose dependencies log by absl, it has absl close what stands for
     # stderr, which is pytest's.
     import submitit  # noqa: F401
+
+
+TE_VARIABLE = "TRANSFORMER_ENGINE_PYTHON"
+DOWNLOADS = Path(__file__).parents[1] / ".cache" / "megatron_vshape"
+"""Downloads of scripts/test.sh."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Replace the home and cache directories by empty ones, for processes of the tests as well.
+
+    A test that passes only because of an earlier download of the user then fails. Transformer
+    Engine's Python is that of scripts/test.sh, unless its variable is set.
+    """
+    if hasattr(config, "workerinput"):
+        return  # pytest-xdist's workers inherit the environment
+    home = Path.home()
+    pip_cache = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache", "pip")
+    os.environ.setdefault("PIP_CACHE_DIR", str(pip_cache))
+    if (home / ".pyenv").is_dir():
+        os.environ.setdefault("PYENV_ROOT", str(home / ".pyenv"))
+    directory = tempfile.TemporaryDirectory(prefix="home-", ignore_cleanup_errors=True)
+    config.add_cleanup(directory.cleanup)
+    os.environ["HOME"] = directory.name
+    os.environ["XDG_CACHE_HOME"] = str(Path(directory.name, ".cache"))
+    downloads = sorted(DOWNLOADS.glob("transformer_engine-*"))
+    if downloads:
+        os.environ.setdefault(TE_VARIABLE, str(downloads[-1]))
 
 
 SLOW = {

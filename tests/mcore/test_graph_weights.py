@@ -11,9 +11,10 @@ import pytest
 import torch
 from mcore.farm import Ended, Farm
 from mcore.test_graphs import GRAPHS, MODEL, MODULES, PLUGIN, assert_same_numbers, captured_orders
-from mcore.test_real_te import HOW, directories
+from mcore.test_real_te import directories
 from mcore.test_te_training import EXPERTS, LATENT, MODELS
 from packaging.version import Version
+from skips import TE_MISSING
 from torch import nn
 
 from megatron_vshape.core.model.kinds import Kind
@@ -75,7 +76,8 @@ class Trained:
 
 
 @pytest.fixture(
-    scope="module", params=directories() or [pytest.param("", marks=pytest.mark.skip(reason=HOW))]
+    scope="module",
+    params=directories() or [pytest.param("", marks=pytest.mark.skip(reason=TE_MISSING))],
 )
 def trained(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

@@ -14,9 +14,10 @@ import torch
 from mcore.conftest import UNTIED
 from mcore.farm import Ended, Farm
 from mcore.graphs_on_cpu import POOL_ID, PRINTED
-from mcore.test_real_te import HOW, directories
+from mcore.test_real_te import directories
 from megatron import core
 from megatron.core.transformer import cuda_graphs
+from skips import TE_MISSING
 from torch import nn
 
 from megatron_vshape.core.model.kinds import Kind
@@ -116,7 +117,7 @@ def test_the_graphs_that_megatron_captures_are_rejected(given: dict[str, object]
 
 
 @pytest.mark.parametrize(
-    "directory", directories() or [pytest.param("", marks=pytest.mark.skip(reason=HOW))]
+    "directory", directories() or [pytest.param("", marks=pytest.mark.skip(reason=TE_MISSING))]
 )
 @pytest.mark.parametrize("modules", ["", "attn", "mlp"])
 def test_transformer_engine_captures_and_replays_them(

@@ -9,18 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from skips import TE_MISSING
 
 VARIABLE = "TRANSFORMER_ENGINE_PYTHON"
-HOW = (
-    f"{VARIABLE} is not set: for each version run `pip download --no-deps "
-    "transformer-engine==VERSION`, unpack the wheel into a directory, put einops, onnxscript, "
-    "onnx, onnx_ir and ml_dtypes where Python finds them, and set the variable to the "
-    f"directories, separated by {os.pathsep!r}"
-)
 
 
 def directories() -> list[str]:
-    """Return where versions of Transformer Engine's Python lie."""
+    """Return the directories of Transformer Engine's Python, one for each version."""
     named = os.environ.get(VARIABLE, "")
     if named:
         return named.split(os.pathsep)
@@ -33,7 +28,7 @@ def directories() -> list[str]:
 SCRIPT = str(Path(__file__).with_name("te_on_cpu.py"))
 
 in_every_directory = pytest.mark.parametrize(
-    "directory", directories() or [pytest.param("", marks=pytest.mark.skip(reason=HOW))]
+    "directory", directories() or [pytest.param("", marks=pytest.mark.skip(reason=TE_MISSING))]
 )
 
 

@@ -11,7 +11,8 @@ import torch
 from mcore import fp8_unquantized
 from mcore.conftest import UNTIED, needs_hybrid
 from mcore.farm import Ended, Farm
-from mcore.test_real_te import HOW, directories
+from mcore.test_real_te import directories
+from skips import TE_MISSING
 
 TE = (
     "--transformer-impl transformer_engine --attention-backend unfused --clip-grad 0 "
@@ -55,7 +56,7 @@ Train = Callable[..., Ended]
 
 @pytest.fixture(
     scope="module",
-    params=directories() or [pytest.param("", marks=pytest.mark.skip(reason=HOW))],
+    params=directories() or [pytest.param("", marks=pytest.mark.skip(reason=TE_MISSING))],
 )
 def train(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

@@ -17,10 +17,8 @@ from shared_costs import shared_costs
 
 import megatron_vshape
 from megatron_vshape import Costs, Schedule, make
-from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.core.planner.vocabulary import share_vocabulary
-from megatron_vshape.rehearsal.sources import find_te
 
 pytest.importorskip("megatron.core")
 
@@ -66,17 +64,13 @@ SCHEDULES: dict[str, Callable[[], Schedule]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_ranks_hold_what_is_planned(tmp_path: Path, name: str, model: str) -> None:
-    try:
-        te = find_te(None)
-    except ScheduleError as error:
-        pytest.skip(str(error))
+def test_ranks_hold_what_is_planned(te_python: Path, tmp_path: Path, name: str, model: str) -> None:
     schedule = SCHEDULES[name]()
     megatron_vshape.verify(schedule)
     plan, found = tmp_path / "schedule.json", tmp_path / "found.json"
     plan.write_text(schedule.to_json())
     command = [sys.executable, "-m", "megatron_vshape", "rehearse", "--alone", "--json", str(found)]
-    command += ["--te", str(te), "--ranks", os.environ.get("REAL_SIZE_RANKS", "all"), "--"]
+    command += ["--te", str(te_python), "--ranks", os.environ.get("REAL_SIZE_RANKS", "all"), "--"]
     flags = [*COMMON, *MODELS[model].split(), "--pipeline-schedule", str(plan)]
     ran = subprocess.run(
         [*command, "pretrain_gpt.py", *flags],

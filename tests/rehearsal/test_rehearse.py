@@ -12,14 +12,13 @@ from rehearsal.planned import off_the_plan, with_copies
 from rehearsal.reports import pass_of, report_of
 from rehearsal.warm import PassRecord, Warm, alone
 
-from megatron_vshape import Costs, ScheduleError, load_schedule, make, peak_held, verify
+from megatron_vshape import Costs, load_schedule, make, peak_held, verify
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.program.lowering import fuse
 from megatron_vshape.rehearsal.counted import MICROBATCHES, both_backwards, with_measured
 from megatron_vshape.rehearsal.flags import read_command, sizes_of
 from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.ranks import DryRunConfig
-from megatron_vshape.rehearsal.sources import find_te
 
 pytest.importorskip("megatron.core")
 
@@ -106,11 +105,8 @@ def test_a_v_is_rehearsed_beside_megatrons_own(
         assert all(max(held[who] for _, _, held in rank["curve"]) > 0 for who in "FB")
 
 
+@pytest.mark.usefixtures("te_python")
 def test_w_gathers_what_b_keeps_a_part_of(warm: Warm, tmp_path: Path) -> None:
-    try:
-        find_te(None)
-    except ScheduleError as error:
-        pytest.skip(str(error))
     shards = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
     flags = [*TINY, "--transformer-impl", "transformer_engine", *shards]
     _, found = rehearse(warm, tmp_path, [*flags, "--pipeline-schedule", "v-half"], "--alone")
@@ -131,12 +127,9 @@ def test_w_gathers_what_b_keeps_a_part_of(warm: Warm, tmp_path: Path) -> None:
     assert ran["F"]["adds_bytes"] + ran["B"]["adds_bytes"] == two_bytes_a_part * values
 
 
+@pytest.mark.usefixtures("te_python")
 def test_memory_of_graphs_is_counted_apart(warm: Warm, tmp_path: Path) -> None:
     """Captured in step 2 by its flags, which a rehearsal has none of."""
-    try:
-        find_te(None)
-    except ScheduleError as error:
-        pytest.skip(str(error))
     own = ["--transformer-impl", "transformer_engine", "--pipeline-schedule", "v-half"]
     graphs = ["--cuda-graph-impl", "transformer_engine", "--cuda-graph-warmup-steps", "1"]
     printed, found = rehearse(warm, tmp_path, [*TINY, *own, *graphs], "--alone")
@@ -558,11 +551,8 @@ EXPERTS = """
 """.split()
 
 
+@pytest.mark.usefixtures("te_python")
 def test_deepep_receives_a_token_once(warm: Warm, tmp_path: Path) -> None:
-    try:
-        find_te(None)
-    except ScheduleError as error:
-        pytest.skip(str(error))
     flex = ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend"]
     sent, peaks = [], []
     for backend in ("deepep", "hybridep"):

@@ -14,7 +14,6 @@ from rehearsal.warm import Warm
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.flags import read_command
-from megatron_vshape.rehearsal.sources import find_te
 
 pytest.importorskip("megatron.training.arguments")
 yaml = pytest.importorskip("yaml")
@@ -287,15 +286,12 @@ BY_HAND = """
 
 @pytest.mark.parametrize("layers", ["local", "transformer_engine"])
 def test_a_saved_run_takes_the_bytes_of_the_same_flags(
-    warm: Warm, tmp_path: Path, layers: str
+    request: pytest.FixtureRequest, warm: Warm, tmp_path: Path, layers: str
 ) -> None:
     norm = "LayerNorm" if layers == "local" else "RMSNorm"
     precision = None if layers == "local" else "bf16_mixed"
     if layers != "local":
-        try:
-            find_te(None)
-        except ScheduleError as error:
-            pytest.skip(str(error))
+        request.getfixturevalue("te_python")
     found = saved("dense") | {"mixed_precision": precision}
     found["model"] |= {"transformer_impl": layers, "normalization": norm}
     of_file = rehearsed(warm, tmp_path, written(tmp_path, found))
