@@ -1,10 +1,11 @@
-"""The judge: an independent replay of schedule files, where the checkout has one beside it."""
+"""Independent replays of schedules: that of the tests and, beside the checkout, another program."""
 
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import joint_replay
 import pytest
 
 from megatron_vshape.core.model.costs import Costs
@@ -12,32 +13,55 @@ from megatron_vshape.core.model.schedule import Schedule
 
 JUDGE = Path(__file__).parents[2] / ".." / "shared" / "judge" / "replay.py"
 
-Replay = Callable[[Schedule, Costs], "dict[str, Any] | str"]
+Figures = dict[str, float]
+Replay = Callable[[Schedule, Costs], list[Figures]]
+
+
+def figures_of_tests(schedule: Schedule, costs: Costs) -> Figures:
+    """Replay a schedule by the rules alone."""
+    slots = joint_replay.replay(schedule, costs)
+    assert list(map(len, slots)) == list(map(len, schedule.order))
+    makespan = max(row[-1][1] for row in slots) - min(row[0][0] for row in slots)
+    span = max(row[-1][1] - row[0][0] for row in slots)
+    busy = max(sum(end - start for start, end in row) for row in slots)
+    return {
+        "makespan": makespan,
+        "span": span,
+        "busy": busy,
+        "overhead": makespan - busy,
+        "bubble": 1 - busy / makespan,
+        "span_bubble": 1 - busy / span,
+        "peak": joint_replay.peak_of(schedule, costs),
+    }
+
+
+def figures_of_judge(judge: Any, schedule: Schedule, costs: Costs) -> Figures:
+    """Replay the schedule file by the program beside the checkout."""
+    file = {
+        "name": schedule.name,
+        "num_devices": schedule.num_devices,
+        "num_microbatches": schedule.num_microbatches,
+        "placement": list(schedule.placement),
+        "order": [list(map(str, row)) for row in schedule.order],
+    }
+    times = {"F": costs.forward_us, "B": costs.backward_us, "W": costs.weight_us}
+    figures: Figures = judge.replay(file, times, costs.send_us, costs.held_after_forward_bytes)
+    return figures
 
 
 @pytest.fixture(scope="session")
 def replay() -> Replay:
-    """Return a function to the judge's figures, or to the reason why it refuses a schedule."""
-    if not JUDGE.exists():
-        pytest.skip("no judge: put shared/judge/replay.py beside the checkout to compare with it")
-    spec = importlib.util.spec_from_file_location("judge_replay", JUDGE)
-    assert spec is not None
-    assert spec.loader is not None
-    judge = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(judge)
+    """Return a function that replays a schedule by every replay there is."""
+    judge: Any = None
+    if JUDGE.exists():
+        spec = importlib.util.spec_from_file_location("judge_replay", JUDGE)
+        assert spec is not None
+        assert spec.loader is not None
+        judge = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(judge)
 
-    def figures(schedule: Schedule, costs: Costs) -> dict[str, Any] | str:
-        data = {
-            "name": schedule.name,
-            "num_devices": schedule.num_devices,
-            "num_microbatches": schedule.num_microbatches,
-            "placement": list(schedule.placement),
-            "order": [list(map(str, row)) for row in schedule.order],
-        }
-        times = {"F": costs.forward_us, "B": costs.backward_us, "W": costs.weight_us}
-        try:
-            return judge.replay(data, times, costs.send_us, costs.held_after_forward_bytes)
-        except judge.Invalid as reason:
-            return str(reason)
+    def figures(schedule: Schedule, costs: Costs) -> list[Figures]:
+        by_tests = figures_of_tests(schedule, costs)
+        return [by_tests, figures_of_judge(judge, schedule, costs)] if judge else [by_tests]
 
     return figures
