@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -162,7 +162,8 @@ def make_model(shape: str, config: Any, given: dict[str, Any]) -> list[nn.Module
         if hasattr(config, "provide"):
             made = config.provide(**ends)
         else:
-            made = build(config, given.get("pattern"), shape == "areal", ends)
+            ties = given.get("ties", shape == "areal")
+            made = build(config, given.get("pattern"), ties, ends)
         for what in given.get("extends", ()):
             extend(made, what, where, chunks, group)
         fill(made)
@@ -333,11 +334,13 @@ def fill(model: nn.Module) -> None:
                 parameter.copy_(torch.randn(shape, generator=generator)[rows] * 0.1)
 
 
-def batches(step: int, count: int, lengths: list[int]) -> Iterator[dict[str, Tensor]]:
-    """Yield a step's microbatches."""
+def batches(
+    step: int, count: int, lengths: list[int], sequences: Sequence[int] = (1,)
+) -> Iterator[dict[str, Tensor]]:
+    """Yield a step's microbatches, whose lengths and numbers of sequences repeat these."""
     for at in range(count):
         generator = torch.Generator().manual_seed(1000 * step + at)
-        size = 1, lengths[at % len(lengths)] + 1
+        size = sequences[at % len(sequences)], lengths[at % len(lengths)] + 1
         tokens = torch.randint(0, VOCABULARY, size, generator=generator)
         yield {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
@@ -562,6 +565,7 @@ def iterators(given: dict[str, Any], model: list[nn.Module], *step: Any) -> Any:
     """Return a step's microbatches, by default a list with each chunk's own."""
     if given.get("reads_other_data") == dist.get_rank():
         step = step[0] + 100, *step[1:]
+    step = *step, given.get("sequences", (1,))
     one, how = batches(*step), given.get("iterators")
     lists = {"listed": [one], "repeated": [one] * len(model), "bare": one}
     return lists[how] if how else [batches(*step) for _ in model]

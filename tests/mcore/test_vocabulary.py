@@ -228,6 +228,26 @@ def test_a_library(farm: Farm, tmp_path: Path, shape: str) -> None:
         same(joined(ours), plain)
 
 
+VARIABLE = {
+    "lengths": {},
+    "lengths, tied": {"ties": True},
+    "numbers of sequences": {"sequences": [1, 2]},
+    "lengths and numbers of sequences, MTP": {"sequences": [2, 1], "predicting": 1},
+}
+"""Microbatches of 24, 7 and 16 tokens; labels are passed to the model."""
+
+
+@pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
+@pytest.mark.parametrize("given", VARIABLE.values(), ids=VARIABLE)
+def test_variable_length_microbatches_equal_megatron(
+    farm: Farm, tmp_path: Path, given: dict[str, Any], schedule: str
+) -> None:
+    plain = run_library(farm, tmp_path, "verl", None, ranks=2, **given)
+    options = {"vocab_parallel": True}
+    ours = run_library(farm, tmp_path, "verl", schedule, options=options, ranks=2, **given)
+    same(joined(ours), joined(plain))
+
+
 OF_LOGITS = {
     "where it is called": {"reads_logits": "call"},
     "in the loss": {"reads_logits": "loss"},

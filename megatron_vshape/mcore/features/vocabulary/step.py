@@ -22,6 +22,7 @@ In names and comments, g is the gradient of the losses and X the hidden state of
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -518,15 +519,21 @@ class SharedVocabulary(StepHook):
         if self._wants_logits:
             return
         before = microbatch - 1 if self.learns else -1
-        # One broadcast for both: float64 represents labels exactly.
-        notes = self._empty((2, *shape), torch.float64)
+        numbers = [microbatch] if before < 0 else [microbatch, before]
+        # One broadcast for both, flat because the two microbatches may differ in shape. float64
+        # represents labels exactly.
+        shapes = [self._logits_shape(number) for number in numbers]
+        sizes = [math.prod(shape) for shape in shapes]
+        notes = self._empty((sum(sizes),), torch.float64)
+        labels, *gradients = map(Tensor.view, notes.split(sizes), shapes)
         if self._device == self._loss_device:
-            notes[0] = self._labels[microbatch]
-            notes[1] = 0 if before < 0 else self._gradient(before)
-        notes = self.collectives.from_one(self._loss_device, notes, what)
-        self._labels[microbatch] = notes[0].long()
-        if before >= 0:
-            self._gradients.setdefault(before, notes[1].float())
+            labels.copy_(self._labels[microbatch])
+            for gradient in gradients:
+                gradient.copy_(self._gradient(before))
+        self.collectives.from_one(self._loss_device, notes, what)
+        self._labels[microbatch] = labels.long()
+        for gradient in gradients:
+            self._gradients.setdefault(before, gradient.float())
 
     def _logits_shape(self, microbatch: int) -> tuple[int, int]:
         """Return [b, s] including the sequences of multi-token prediction (training only)."""
