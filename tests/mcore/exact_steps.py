@@ -34,6 +34,10 @@ class Steps:
                 {
                     "loss": {key: float(value) for key, value in loss.items()},
                     "norm": None if norm is None else float(norm),
+                    "group norms": {
+                        name: float(value)
+                        for name, value in getattr(optimizer, "grad_norms_by_group", {}).items()
+                    },
                     "skipped": skipped,
                     "loss scale": float(optimizer.get_loss_scale()),
                     "learning rates": [group["lr"] for group in optimizer.param_groups],

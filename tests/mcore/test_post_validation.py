@@ -9,6 +9,7 @@ import pytest
 import torch
 from mcore.conftest import UNTIED
 from mcore.farm import Ended, Farm
+from megatron.core.optimizer import optimizer as megatron_optimizer
 
 V_ZB = ("--pipeline-schedule", "v-zb", "--rerun-mode", "disabled", UNTIED)
 FIFTY = (*V_ZB, *"--train-iters 50 --log-interval 10 --no-check-for-nan-in-loss-and-grad".split())
@@ -111,6 +112,28 @@ def test_bf16_distributed_optimizer_with_dropout_and_per_token_loss(lab: Lab) ->
     _, ahead = lab.both(*flags, infected=(5, 8))
     made, undone = guesses(ahead)
     assert 0 < undone < made
+
+
+@pytest.mark.skipif(
+    not hasattr(megatron_optimizer, "SEPARATE_GRAD_NORM_GROUPS"),
+    reason="this Megatron has no --mtp-detach-heads",
+)
+def test_clipping_by_the_norm_of_detached_mtp_layers(lab: Lab) -> None:
+    """Only the norm of the group exceeds the limit, and only in some steps."""
+    limit = 12.5
+    flags = "--train-iters 12 --num-layers 4 --mtp-num-layers 1 --mtp-detach-heads"
+    flags = [*flags.split(), *"--mtp-loss-scaling-factor 20 --clip-grad".split(), str(limit)]
+    plain, ahead = lab.both(*FIFTY, *DATA_PARALLEL, *flags)
+    assert max(each["norm"] for each in plain.steps) < limit
+    assert {each["group norms"]["mtp"] > limit for each in plain.steps} == {True, False}
+    made, undone = guesses(ahead)
+    assert 0 < undone < made
+
+
+def test_separate_gradient_norms_are_the_reviewed_ones() -> None:
+    """A new group needs a review of post-validation: the step is valid only if no norm clips."""
+    groups = getattr(megatron_optimizer, "SEPARATE_GRAD_NORM_GROUPS", ("mtp",))
+    assert groups == ("mtp",)
 
 
 PRECISIONS = {

@@ -37,9 +37,11 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from megatron.core.optimizer import optimizer as megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
@@ -63,11 +65,29 @@ KNOWN = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
 Step = Callable[[Any], tuple[bool, Any, Any]]
 
 
+class GradNorms(NamedTuple):
+    """The norms that Megatron clips by: floats, or tensors with one element."""
+
+    main: Any  # of all parameters that are in no group
+    by_group: dict[str, Any]  # of SEPARATE_GRAD_NORM_GROUPS; empty without clipping
+
+    @classmethod
+    def compute(cls, optimizer: Any) -> GradNorms:
+        """Compute the norms with Megatron's own reductions."""
+        main, clips = optimizer.get_grad_norm(), _clips_groups(optimizer)
+        return cls(main, optimizer._compute_grad_norms_by_group() if clips else {})
+
+    @classmethod
+    def of_last_step(cls, optimizer: Any, main: Any) -> GradNorms:
+        """Return the norms of the step that `optimizer` has just made."""
+        return cls(main, optimizer.grad_norms_by_group if _clips_groups(optimizer) else {})
+
+
 class StepVerdict(NamedTuple):
     """Results of the reductions of one step."""
 
     found_inf: tuple[bool, ...]  # per optimizer with a loss scale
-    norm: Any  # global gradient norm: a float, or a tensor with one element
+    norms: GradNorms
     stands: bool  # whether the step without clipping is valid
 
 
@@ -89,7 +109,8 @@ class PostValidation:
         if self._calm < STEPS_BEFORE_A_GUESS or not next_step_follows(get_args()):
             result = original(optimizer)
             success, norm, _ = result
-            self._note(bool(success) and _stands(optimizer, norm))
+            norms = GradNorms.of_last_step(optimizer, norm)
+            self._note(bool(success) and _stands(optimizer, norms))
             return result
         return self._guess(optimizer, original)
 
@@ -150,8 +171,8 @@ class Reductions:
         self._started: list[_Started] = []
         with _reducing_in(optimizer, lambda group: _Later(group, self._started)):
             found_inf = optimizer.prepare_grads()
-            norm = optimizer.get_grad_norm()
-        self.own_part_stands = not found_inf and _stands(optimizer, norm)
+            norms = GradNorms.compute(optimizer)
+        self.own_part_stands = not found_inf and _stands(optimizer, norms)
 
     def wait(self) -> StepVerdict:
         """Wait for the global results, and update the loss scale."""
@@ -168,9 +189,9 @@ class Reductions:
             for each in _working(self._optimizer):
                 # The result includes the part of this rank already.
                 replaced.put(each, "get_grads_for_grad_norm", lambda *_, **__: [])
-            norm = self._optimizer.get_grad_norm()
-        stands = not any(found_inf) and _stands(self._optimizer, norm)
-        return StepVerdict(found_inf, norm, stands)
+            norms = GradNorms.compute(self._optimizer)
+        stands = not any(found_inf) and _stands(self._optimizer, norms)
+        return StepVerdict(found_inf, norms, stands)
 
 
 class _Started(NamedTuple):
@@ -282,17 +303,28 @@ def _scaler(optimizer: Any) -> Any:
     return getattr(optimizer, "grad_scaler", None)
 
 
-def _stands(optimizer: Any, norm: Any) -> bool:
-    """Return whether a step with this norm neither clips nor skips.
+def _clips_groups(optimizer: Any) -> bool:
+    """Return whether Megatron clips groups of parameters by separate norms (from 0.19 on)."""
+    # Test only for the groups: if a release renames the method that computes their norms, a step
+    # must fail instead of applying gradients that are not clipped.
+    return hasattr(megatron_optimizer, "SEPARATE_GRAD_NORM_GROUPS") and any(
+        each.config.clip_grad > 0.0 for each in _working(optimizer)
+    )
+
+
+def _stands(optimizer: Any, norms: GradNorms) -> bool:
+    """Return whether a step with these norms neither clips nor skips.
 
     Uses Megatron's expressions, so that the result is exact to the last bit. The comparisons are
     false for a NaN norm.
     """
     for each in _working(optimizer):
+        clip_grad = each.config.clip_grad
         limit = getattr(each.config, "grad_norm_skip_threshold", math.inf)
-        if each.config.clip_grad > 0.0 and not each.config.clip_grad / (norm + 1.0e-6) >= 1.0:
-            return False
-        if not norm <= limit:
+        for norm in (norms.main, *norms.by_group.values()) if clip_grad > 0.0 else ():
+            if not clip_grad / (norm + 1.0e-6) >= 1.0:
+                return False
+        if not norms.main <= limit:
             return False
     return True
 
@@ -333,7 +365,10 @@ def _validated(optimizer: Any, verdict: StepVerdict) -> Iterator[None]:
     """Make `optimizer.step` use validated results, and skip the update if it was valid."""
     with Replaced() as replaced:
         replaced.put(optimizer, "prepare_grads", lambda: any(verdict.found_inf))
-        replaced.put(optimizer, "get_grad_norm", lambda: verdict.norm)
+        replaced.put(optimizer, "get_grad_norm", lambda: verdict.norms.main)
+        if _clips_groups(optimizer):
+            by_group = partial(setattr, optimizer, "grad_norms_by_group", verdict.norms.by_group)
+            replaced.put(optimizer, "_compute_grad_norms_by_group", by_group)
         if verdict.stands:
             replaced.put(optimizer, "step_with_ready_grads", lambda: True)
         yield
