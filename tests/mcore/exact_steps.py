@@ -16,7 +16,8 @@ from torch import nn
 
 class Steps:
     """What one rank keeps; `given` says which steps, from 0, get an infinite gradient
-    (`infected`), after how many the rank sends itself SIGTERM (`stopped`), and the `folder`.
+    (`infected`), after how many the rank sends itself SIGTERM (`stopped`), whether each step gets
+    another forward step function (`renews_forward_step`), and the `folder`.
     """
 
     def __init__(self, rank: int, given: dict[str, Any]) -> None:
@@ -26,9 +27,11 @@ class Steps:
 
     def keep_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def step(*args: Any, **options: Any) -> Any:
-            result = original(*args, **options)
-            model, optimizer = args[2:4]
+        def step(forward_step: Any, *args: Any, **options: Any) -> Any:
+            if self._given["renews_forward_step"]:
+                forward_step = functools.partial(forward_step)
+            result = original(forward_step, *args, **options)
+            model, optimizer = args[1:3]
             loss, skipped, norm = result[0], result[1], result[5]
             self.kept["steps"].append(
                 {

@@ -71,11 +71,22 @@ class Lab:
         self.folder = folder
         self._runs = 0
 
-    def run(self, *flags: str, infected: tuple[int, ...] = (), stopped: int | None = None) -> Exact:
+    def run(
+        self,
+        *flags: str,
+        infected: tuple[int, ...] = (),
+        stopped: int | None = None,
+        renews_forward_step: bool = False,
+    ) -> Exact:
         self._runs += 1
         folder = self.folder / f"run{self._runs}"
         folder.mkdir()
-        given = {"folder": str(folder), "infected": infected, "stopped": stopped}
+        given = {
+            "folder": str(folder),
+            "infected": infected,
+            "stopped": stopped,
+            "renews_forward_step": renews_forward_step,
+        }
         run = self.farm.run(4, *flags, plugin=PLUGIN, given=given, timeout_s=400).check()
         kept = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(4)]
         return Exact(run, kept)
@@ -134,6 +145,15 @@ def test_separate_gradient_norms_are_the_reviewed_ones() -> None:
     """A new group needs a review of post-validation: the step is valid only if no norm clips."""
     groups = getattr(megatron_optimizer, "SEPARATE_GRAD_NORM_GROUPS", ("mtp",))
     assert groups == ("mtp",)
+
+
+def test_a_step_with_other_arguments_than_the_early_started_one(lab: Lab) -> None:
+    """It is rolled back with its parameter all-gathers, which the step starts again."""
+    flags = (*FIFTY, *DATA_PARALLEL, "--num-layers", "4", "--train-iters", "6", "--clip-grad", "9")
+    plain = lab.run(*flags)
+    ahead = lab.run(*flags, POST_VALIDATION, renews_forward_step=True)
+    assert ahead.equals(plain)
+    assert guesses(ahead) == (6 - 2 - 1, 0)  # not the first two, nor the last
 
 
 PRECISIONS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,6 +89,9 @@ class EarlyStart(StepFeature):
         # so that the transport is consistent for the next step.
         instructions = drain(context.program, ahead.ends, context.groups.pp.rank())
         run_drain(instructions, context.transport, context.transport.blank())
+        # The early forwards have started all-gathers, which may still write to the parameters, and
+        # the next step starts them again.
+        _finish_gathering(context.chunks)
         context.hooks.clear()  # as at the end of a step
         self._runner.drop_step()
         for replay in self._replays:
@@ -130,6 +134,16 @@ class EarlyStart(StepFeature):
             self._cut = program, prefix_before_loss(program)
         early, _ = self._cut[1]
         return early
+
+
+def _finish_gathering(chunks: Sequence[Any]) -> None:
+    """Wait for running parameter all-gathers, and mark all parameters to be gathered again."""
+    for chunk in chunks:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            if group.param_gather_handle is not None:
+                group.param_gather_handle.wait()
+                group.param_gather_handle = None
+            group.param_gather_dispatched = False
 
 
 def _validation(session: Session) -> PostValidation | None:

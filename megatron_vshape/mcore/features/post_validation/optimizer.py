@@ -146,8 +146,6 @@ class PostValidation:
     def _undo(self, optimizer: Any) -> None:
         """Restore the model and the optimizer to the state before the step."""
         self.roll_back()
-        # A parameter all-gather may still write to the model's parameters.
-        _finish_gathering(optimizer)
         self._backup.restore()
         with _without_updates(optimizer):
             optimizer.step_with_ready_grads()  # copies the parameters in fp32 to the model's
@@ -327,16 +325,6 @@ def _stands(optimizer: Any, norms: GradNorms) -> bool:
         if not norms.main <= limit:
             return False
     return True
-
-
-def _finish_gathering(optimizer: Any) -> None:
-    """Wait for running parameter all-gathers, and mark all parameters to be gathered again."""
-    for chunk in getattr(optimizer, "model_chunks", []):
-        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-            if group.param_gather_handle is not None:
-                group.param_gather_handle.wait()
-                group.param_gather_handle = None
-            group.param_gather_dispatched = False
 
 
 @contextmanager
