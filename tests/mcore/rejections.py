@@ -33,3 +33,9 @@ def rejection(*flags: str, ranks: int = 4) -> str:
     except (ScheduleError, UnreadableError, UnsupportedError) as error:
         return str(error)
     raise AssertionError(f"nothing is rejected: {flags}")
+
+
+def megatron_choices(flag: str) -> list[str]:
+    """Return the values that Megatron's parser accepts for an option."""
+    (action,) = (action for action in _parser()._actions if flag in action.option_strings)
+    return list(action.choices or ())

@@ -16,6 +16,7 @@ import pytest
 import torch
 from mcore.conftest import UNTIED, needs_hybrid
 from mcore.farm import Ended, Farm
+from mcore.rejections import megatron_choices
 from mcore.test_memory import FLAGS, figures
 from mcore.test_training import TWO, assert_equal_training
 
@@ -301,7 +302,6 @@ def test_slices_of_a_hybrid_model(train: Callable[..., Ended], pattern: str) -> 
 GIVEN = {
     "context_parallel_size": 2,
     "moe_expert_capacity_factor": 1.0,
-    "moe_router_load_balancing_type": "sinkhorn",
     "mtp_use_repeated_layer": True,
     "mtp_hsm": True,
     "cuda_graph_impl": "transformer_engine",
@@ -318,6 +318,28 @@ def test_what_slices_do_not_go_with_is_refused(name: str) -> None:
     check_slices(1, Namespace(**{name: GIVEN[name]}))
     with pytest.raises(UnsupportedError, match="--pipeline-slices does not work with "):
         check_slices(2, Namespace(**{name: GIVEN[name]}))
+
+
+SUPPORTED_BALANCING = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
+"""Types whose losses are sums over tokens, which the slices of a microbatch add up."""
+REJECTED_BALANCING = {"sinkhorn", "quantile_balancing"}
+
+
+@pytest.mark.parametrize("value", sorted(REJECTED_BALANCING))
+@pytest.mark.parametrize("is_list", [False, True])
+def test_balancing_per_call_is_rejected(value: str, is_list: bool) -> None:
+    options = Namespace(moe_router_load_balancing_type=["aux_loss", value] if is_list else value)
+    text = f"--moe-router-load-balancing-type .*{value}.*: it would be computed per slice"
+    with pytest.raises(UnsupportedError, match=text):
+        check_slices(2, options)
+
+
+def test_all_balancing_types_of_megatron_are_reviewed() -> None:
+    """A new type is rejected or supported only after a review of its statistics."""
+    choices = set(megatron_choices("--moe-router-load-balancing-type"))
+    assert choices <= SUPPORTED_BALANCING | REJECTED_BALANCING
+    for value in SUPPORTED_BALANCING:
+        check_slices(2, Namespace(moe_router_load_balancing_type=value))
 
 
 @pytest.mark.parametrize("pattern", ["*-|*E/*-", None])

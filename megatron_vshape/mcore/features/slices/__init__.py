@@ -65,7 +65,15 @@ REFUSALS = (
     *each_of(_OWN_KEYS, "external_cuda_graph", "enable_cuda_graph"),
     Refusal("experimental_attention_variant", UNTRIED, is_set=is_given),
     Refusal("moe_expert_capacity_factor", _OF_A_SLICE, is_set=is_given),
-    Refusal("moe_router_load_balancing_type", _OF_A_SLICE, is_set=has_part("sinkhorn")),
+    *(
+        Refusal(
+            "moe_router_load_balancing_type",
+            _OF_A_SLICE,
+            is_set=has_part(balancing),
+            shows_value=True,
+        )
+        for balancing in ("sinkhorn", "quantile_balancing")
+    ),
     Refusal(
         "mtp_use_repeated_layer",
         "one layer would have keys of several depths",
