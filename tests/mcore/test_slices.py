@@ -19,6 +19,7 @@ from mcore.farm import Ended, Farm
 from mcore.rejections import megatron_choices
 from mcore.test_memory import FLAGS, figures
 from mcore.test_training import TWO, assert_equal_training
+from megatron.core.enums import Fp8Recipe
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -318,6 +319,36 @@ def test_what_slices_do_not_go_with_is_refused(name: str) -> None:
     check_slices(1, Namespace(**{name: GIVEN[name]}))
     with pytest.raises(UnsupportedError, match="--pipeline-slices does not work with "):
         check_slices(2, Namespace(**{name: GIVEN[name]}))
+
+
+FULL_RECOMPUTE = {"recompute_granularity": "full"}
+
+
+def selective(*modules: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+
+
+@pytest.mark.parametrize("recipe", ["delayed", Fp8Recipe.delayed, None, "custom"])
+@pytest.mark.parametrize("recompute", [FULL_RECOMPUTE, selective("core_attn", "mlp")])
+def test_delayed_fp8_scaling_of_recomputed_layers_is_rejected(
+    recipe: Any, recompute: dict[str, Any]
+) -> None:
+    options = Namespace(fp8="hybrid", fp8_recipe=recipe, **recompute)
+    with pytest.raises(UnsupportedError, match="--fp8-recipe delayed or custom with recomp"):
+        check_slices(2, options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fp8": None, "fp8_recipe": "delayed"} | FULL_RECOMPUTE,
+        {"fp8": "hybrid", "fp8_recipe": "tensorwise"} | FULL_RECOMPUTE,
+        {"fp8": "hybrid", "fp8_recipe": "delayed"} | selective("core_attn"),
+        {"fp8": "hybrid", "fp8_recipe": "delayed", "recompute_granularity": None},
+    ],
+)
+def test_other_fp8_scaling_and_recompute_are_supported(options: dict[str, Any]) -> None:
+    check_slices(2, Namespace(**options))
 
 
 SUPPORTED_BALANCING = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}

@@ -25,6 +25,7 @@ from megatron_vshape.mcore.refusals import (
     has_part,
     is_given,
     is_one_of,
+    parts_of,
 )
 from megatron_vshape.mcore.setup.features import Feature, Settings, features
 
@@ -52,6 +53,21 @@ def _has_other_layers(options: Any) -> bool:
     return unknown or bool(set(pattern or "") - set("*-E|/"))
 
 
+_FP8_MODULES = {"mlp", "moe", "shared_experts", "mla_up_proj"}
+"""Values of --recompute-modules whose recomputation runs FP8 GEMMs."""
+
+
+def _recomputes_delayed_fp8(options: Any) -> bool:
+    """Check for recomputed FP8 layers with delayed scaling, which a custom recipe may have."""
+    recipe = getattr(options, "fp8_recipe", None) or "delayed"
+    is_delayed = getattr(recipe, "value", recipe) in ("delayed", "custom")
+    if not getattr(options, "fp8", None) or not is_delayed:
+        return False
+    granularity = getattr(options, "recompute_granularity", None)
+    modules = parts_of(getattr(options, "recompute_modules", None))
+    return granularity == "full" or (granularity == "selective" and bool(modules & _FP8_MODULES))
+
+
 REFUSALS = (
     Refusal(OVERLAP_OPTION, UNTRIED),
     Refusal(
@@ -64,6 +80,15 @@ REFUSALS = (
     Refusal("cuda_graph_impl", _OWN_KEYS, **GRAPHS),
     *each_of(_OWN_KEYS, "external_cuda_graph", "enable_cuda_graph"),
     Refusal("experimental_attention_variant", UNTRIED, is_set=is_given),
+    # FP8GlobalStateManager.get_old_fp8_meta_tensors_for_recompute takes the oldest saved scale.
+    Refusal(
+        "fp8_recipe",
+        "Transformer Engine recomputes with the saved FP8 scales in the order of the forwards, and "
+        "the slices of a microbatch run backward in the reverse order",
+        fix="Use another --fp8-recipe, or recompute only core_attn and layernorm",
+        flag="--fp8-recipe delayed or custom with recomputed FP8 layers",
+        holds=_recomputes_delayed_fp8,
+    ),
     Refusal("moe_expert_capacity_factor", _OF_A_SLICE, is_set=is_given),
     *(
         Refusal(
