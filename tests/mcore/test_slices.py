@@ -303,6 +303,9 @@ def test_slices_of_a_hybrid_model(train: Callable[..., Ended], pattern: str) -> 
 GIVEN = {
     "context_parallel_size": 2,
     "moe_expert_capacity_factor": 1.0,
+    "save_dgrads_interval": 2,
+    "save_activations_interval": 2,
+    "save_tokens_per_expert_interval": 2,
     "mtp_use_repeated_layer": True,
     "mtp_hsm": True,
     "cuda_graph_impl": "transformer_engine",

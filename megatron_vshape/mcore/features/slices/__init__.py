@@ -43,6 +43,7 @@ _LOGITS_OF_SLICES = "it pairs logits with full microbatches, and these are of sl
 _OF_FULL = "it replays the expert choices of a full microbatch, and not of a slice"
 _NO_STATE = "the state between slices is not implemented"
 _OF_A_SLICE = "it would be computed per slice instead of per microbatch"
+_SAVES_A_SLICE = "it would save the values of a slice as those of a microbatch"
 _OWN_KEYS = "every slice has a different number of keys"
 
 
@@ -127,6 +128,10 @@ REFUSALS = (
     *each_of(_OF_FULL, *ROUTER_REPLAY),
     Refusal("perform_rl_step", "it needs logits, and slices compute losses"),
     *each_of(_LOGITS_OF_SLICES, "logits_save_dir", "logits_load_dir", in_config=False),
+    *(
+        Refusal(f"save_{values}_interval", _SAVES_A_SLICE, is_set=is_given, in_config=False)
+        for values in ("activations", "dgrads", "tokens_per_expert")
+    ),
 )
 """Options that slices reject."""
 
