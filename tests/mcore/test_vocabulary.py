@@ -1,5 +1,6 @@
 """A vocabulary that all pipeline ranks share: the numbers of Megatron's own 1F1B."""
 
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.planner.vocabulary import share_vocabulary
+from megatron_vshape.mcore.features.vocabulary import check_model_options
+from megatron_vshape.mcore.refusals import UnsupportedError
 
 Train = Callable[..., Ended]
 
@@ -193,6 +196,13 @@ def test_a_loss_function_is_told_that_it_runs_on_the_last_stage(farm: Farm, flag
     schedule = ("--pipeline-schedule", "v-half", *flags.split())
     ended = farm.run(2, *schedule, *STEPS, UNTIED, plugin=plugin).check()
     assert len(losses(ended)) == 3
+
+
+@pytest.mark.parametrize("values", ["dgrads", "activations"])
+def test_saving_tensors_of_the_output_layer_is_rejected(values: str) -> None:
+    text = f"^{SHARED} does not work with --save-{values}-interval: it saves tensors"
+    with pytest.raises(UnsupportedError, match=text):
+        check_model_options(Namespace(**{f"save_{values}_interval": 2}))
 
 
 def test_megatrons_own_schedule_has_none(farm: Farm) -> None:

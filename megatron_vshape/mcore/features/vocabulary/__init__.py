@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 FLAG = "--pipeline-vocab-parallel"
 
 _WANTS_LOGITS = "it needs the full logits, which no rank has"
+_NO_FORWARD = "it saves tensors of the output layer, whose forward does not run"
 _WIDE_LOGITS = "each rank computes its rows of the logits in the dtype of the parameters"
 _OF_F_B_W = "graphs capture only F, B and W"
 
@@ -73,6 +74,10 @@ REFUSALS = (
         _WANTS_LOGITS,
         *("logits_save_dir", "logits_load_dir", "export_kd_teacher_load"),
         in_config=False,
+    ),
+    *(
+        Refusal(f"save_{values}_interval", _NO_FORWARD, is_set=is_given, in_config=False)
+        for values in ("activations", "dgrads")
     ),
     Refusal(
         "logit_dtype",
