@@ -60,3 +60,32 @@ def test_saved_input_gradients_equal_megatron_bitwise(
     assert ours.keys() == theirs.keys()
     assert len(theirs) > 80
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
+DROPOUT = (UNTIED, *"--hidden-dropout 0.1 --attention-dropout 0.1 --train-iters 2".split())
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute"),
+    [
+        ("v-half", FULL),
+        ("v-half --pipeline-slices 2", SELECTIVE),
+        ("v-half --pipeline-vocab-parallel", FULL),
+        pytest.param("v-half", SELECTIVE, marks=pytest.mark.slow),
+        pytest.param("zb-h1", FULL, marks=pytest.mark.slow),
+        pytest.param("v-half --pipeline-slices 2", FULL, marks=pytest.mark.slow),
+        pytest.param("v-half --pipeline-vocab-parallel", SELECTIVE, marks=pytest.mark.slow),
+    ],
+)
+def test_recompute_with_dropout_is_bitwise_equal(
+    train: Callable[..., Ended], schedule: str, recompute: str
+) -> None:
+    flags = ("--pipeline-schedule", *schedule.split(), *DROPOUT)
+    plain, ours = train(2, *flags), train(2, *flags, *recompute.split())
+    assert ours.record["losses"] == plain.record["losses"]
+    for key in ("gradients", "parameters"):
+        mine, theirs = ours.merged(key), plain.merged(key)
+        assert mine.keys() == theirs.keys()
+        assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
