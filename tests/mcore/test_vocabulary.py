@@ -10,6 +10,7 @@ import pytest
 import torch
 from mcore.conftest import UNTIED
 from mcore.farm import Ended, Farm
+from mcore.other_trainer import DeferredConfig
 from mcore.test_composition import CONTEXT, EXPERT_PARALLEL, OVERLAP, SEQUENCE, TENSOR
 from mcore.test_library import Learnt, same
 from mcore.test_library import run as run_library
@@ -25,7 +26,9 @@ from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.planner.vocabulary import share_vocabulary
 from megatron_vshape.mcore.features.vocabulary import check_model_options
+from megatron_vshape.mcore.options import options_from
 from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.setup.configure import pipeline_from_config
 
 Train = Callable[..., Ended]
 
@@ -203,6 +206,18 @@ def test_saving_tensors_of_the_output_layer_is_rejected(values: str) -> None:
     text = f"^{SHARED} does not work with --save-{values}-interval: it saves tensors"
     with pytest.raises(UnsupportedError, match=text):
         check_model_options(Namespace(**{f"save_{values}_interval": 2}))
+
+
+def test_a_model_of_mcore_bridge_is_rejected() -> None:
+    options = options_from({"schedule": "v-half", "vocab_parallel": True})
+    config = DeferredConfig(num_layers=8, hidden_size=32, num_attention_heads=4)
+    config.pipeline_model_parallel_size = 2
+    assert pipeline_from_config(config, options).choice.shards_output_layer
+    swift = type("ModelConfig", (DeferredConfig,), {"__module__": "mcore_bridge.config"})
+    config = swift(num_layers=8, hidden_size=32, num_attention_heads=4)
+    config.pipeline_model_parallel_size = 2
+    with pytest.raises(UnsupportedError, match=f"^{SHARED} does not work with a model of mcore_br"):
+        pipeline_from_config(config, options)
 
 
 def test_megatrons_own_schedule_has_none(farm: Farm) -> None:

@@ -59,6 +59,13 @@ _NO_FORWARD = "it saves tensors of the output layer, whose forward does not run"
 _WIDE_LOGITS = "each rank computes its rows of the logits in the dtype of the parameters"
 _OF_F_B_W = "graphs capture only F, B and W"
 
+
+def _is_of_mcore_bridge(config: Any) -> bool:
+    """Check for a config of ms-swift's mcore_bridge, which NVIDIA's Megatron-Bridge is not."""
+    packages = (base.__module__.partition(".")[0] for base in type(config).__mro__)
+    return "mcore_bridge" in packages
+
+
 REFUSALS = (
     Refusal("optimizer_post_validation", UNTRIED, in_config=False),
     Refusal(OVERLAP_OPTION, UNTRIED),
@@ -68,6 +75,12 @@ REFUSALS = (
         UNTRIED,
         *("use_mup", "mtp_detach_heads", "fp32_residual_connection", "enable_autocast"),
         *("init_model_with_meta_device", "fp8_output_proj"),
+    ),
+    Refusal(
+        "hf_model_type",
+        "mcore_bridge loads and saves the embedding and the output layer as weights of one stage",
+        flag="a model of mcore_bridge (ms-swift)",
+        holds=_is_of_mcore_bridge,
     ),
     Refusal("perform_rl_step", _WANTS_LOGITS),
     *each_of(
