@@ -10,6 +10,9 @@ import torch
 from mcore.conftest import UNTIED
 from mcore.farm import Ended, Farm
 from megatron.core.optimizer import optimizer as megatron_optimizer
+from offloaded import offloaded
+
+from megatron_vshape.core.paper.catalogue import make
 
 V_ZB = ("--pipeline-schedule", "v-zb", "--rerun-mode", "disabled", UNTIED)
 FIFTY = (*V_ZB, *"--train-iters 50 --log-interval 10 --no-check-for-nan-in-loss-and-grad".split())
@@ -145,6 +148,16 @@ def test_separate_gradient_norms_are_the_reviewed_ones() -> None:
     """A new group needs a review of post-validation: the step is valid only if no norm clips."""
     groups = getattr(megatron_optimizer, "SEPARATE_GRAD_NORM_GROUPS", ("mtp",))
     assert groups == ("mtp",)
+
+
+def test_offloaded_activations_of_an_early_started_step(lab: Lab, tmp_path: Path) -> None:
+    file = tmp_path / "schedule.json"
+    file.write_text(offloaded(make("v-zb", 2, 4)).to_json())
+    precision = "--bf16 --loss-scale 64 --clip-grad 100 --num-layers 4 --train-iters 8"
+    flags = (*FIFTY, *DATA_PARALLEL, *precision.split(), "--pipeline-schedule", str(file))
+    _, ahead = lab.both(*flags, infected=(5,))
+    assert "microbatches and stages are offloaded" in ahead.run.output[0]
+    assert guesses(ahead) == (4, 1)
 
 
 def test_a_step_with_other_arguments_than_the_early_started_one(lab: Lab) -> None:
