@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args
 from megatron.training.utils import print_rank_0
 
@@ -231,6 +232,21 @@ def evaluate_and_print_results(
     return original(*args, **options)
 
 
+@replaces
+def dummy_train_step(session: Session, original: Function, data_iterator: Any) -> None:
+    """Skip the microbatches of a training step in the data iterators of all chunks.
+
+    Megatron supports one iterator only, and fails on ranks that read no data.
+    """
+    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+    unique = {id(iterator): iterator for iterator in iterators if iterator is not None}
+    machine = get_rerun_state_machine()
+    while machine.should_run_forward_backward(data_iterator):
+        for iterator in unique.values():
+            for _ in range(get_num_microbatches()):
+                next(iterator)
+
+
 def _check_non_loss_data(session: Session, given: Mapping[str, Any]) -> None:
     """Raise RefusedError if only the last rank would collect data after an evaluation."""
     name = session.megatrons_own if session.pipeline is None else session.pipeline.choice.name
@@ -380,6 +396,13 @@ HOOKS = (
         ("process_non_loss_data_func", "non_loss_data_func"),
         "rejects data that only the last rank would collect, which would hang the pipeline",
         evaluate_and_print_results,
+    ),
+    Hook(
+        _TRAINING,
+        "dummy_train_step",
+        ("data_iterator",),
+        "skips the microbatches of all chunks in an iteration of --iterations-to-skip",
+        dummy_train_step,
     ),
     Hook(
         _TRAINING,
