@@ -1,10 +1,17 @@
 """Functions of Megatron's trainer that support one model chunk per rank, with several."""
 
+from pathlib import Path
+
 import pytest
 from mcore.conftest import UNTIED
+from mcore.farm import Ended, Farm
 from mcore.test_training import Train, assert_equal_training, losses
 
 SKIP = ("--iterations-to-skip", "2", "3", "--train-iters", "4", "--log-interval", "2", UNTIED)
+SETS = (
+    "--multiple-validation-sets --full-validation --eval-interval 2 --train-iters 2 --split 50,50,0"
+).split()
+SETS_PLUGIN = Path(__file__).with_name("several_sets.py")
 
 
 @pytest.mark.parametrize(
@@ -22,3 +29,34 @@ def test_skipped_iterations_equal_1f1b(train: Train, ranks: int, flags: str) -> 
     expected = train(2, "--pipeline-schedule", "1f1b", *SKIP)
     assert len(losses(expected)) == 2
     assert_equal_training(train(ranks, "--pipeline-schedule", *flags.split(), *SKIP), expected)
+
+
+def evaluate_sets(farm: Farm, ranks: int, schedule: str, everywhere: bool) -> Ended:
+    given = {"everywhere": everywhere}
+    flags = ("--pipeline-schedule", schedule, *SETS)
+    return farm.run(ranks, *flags, plugin=SETS_PLUGIN, given=given).check()
+
+
+@pytest.fixture(scope="module")
+def losses_of_sets(farm: Farm) -> Ended:
+    run = evaluate_sets(farm, 2, "1f1b", everywhere=True)
+    first, second, *end = [evaluation["lm loss"] for evaluation in run.record["evaluations"]]
+    assert first != pytest.approx(second, rel=1e-4)
+    assert end == [first, second]
+    return run
+
+
+@pytest.mark.parametrize("everywhere", [True, False], ids=["data everywhere", "data at ends"])
+@pytest.mark.parametrize(
+    ("ranks", "schedule"),
+    [
+        (2, "v-half"),
+        pytest.param(4, "v-half", marks=pytest.mark.slow),
+        pytest.param(2, "interleaved-1f1b", marks=pytest.mark.slow),
+        pytest.param(4, "zb-h1", marks=pytest.mark.slow),
+    ],
+)
+def test_losses_of_validation_sets_equal_1f1b(
+    farm: Farm, losses_of_sets: Ended, ranks: int, schedule: str, everywhere: bool
+) -> None:
+    assert_equal_training(evaluate_sets(farm, ranks, schedule, everywhere), losses_of_sets)

@@ -10,7 +10,7 @@ import inspect
 import logging
 import os
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.core import parallel_state
@@ -193,7 +193,7 @@ def train(session: Session, original: Function, *args: Any, **options: Any) -> A
     if not session.is_idle:
         given = inspect.signature(original).bind(*args, **options).arguments
         if get_args().do_valid or get_args().do_test:
-            _check_non_loss_data(session, given)
+            _check_evaluation(session, given)
         with refusing():
             configure.check_changing(pipeline, get_args())
     if pipeline is not None:
@@ -227,9 +227,41 @@ def train(session: Session, original: Function, *args: Any, **options: Any) -> A
 def evaluate_and_print_results(
     session: Session, original: Function, *args: Any, **options: Any
 ) -> Any:
-    """Check the options of an evaluation without training (--skip-train)."""
-    _check_non_loss_data(session, inspect.signature(original).bind(*args, **options).arguments)
-    return original(*args, **options)
+    """Evaluate each validation set with the iterators of all chunks.
+
+    Megatron reads the list of chunks as the list of validation sets. The options are checked here
+    too, for an evaluation without training (--skip-train).
+    """
+    bound = inspect.signature(original).bind(*args, **options)
+    _check_evaluation(session, bound.arguments)
+    settings = get_args()
+    has_chunks = getattr(settings, "virtual_pipeline_model_parallel_size", None) is not None
+    if has_chunks and getattr(settings, "multiple_validation_sets", False):
+        bound.arguments["data_iterator"] = iterators_by_set(bound.arguments["data_iterator"])
+    return original(*bound.args, **bound.kwargs)
+
+
+def iterators_by_set(iterators: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Transpose data iterators from [chunk][validation set] to [validation set][chunk]."""
+    return [list(chunks) for chunks in zip(*iterators, strict=True)]
+
+
+@replaces
+def build_train_valid_test_data_iterators(
+    session: Session, original: Function, *args: Any, **options: Any
+) -> Any:
+    """Keep the lengths of several validation sets if a chunk reads no data.
+
+    Megatron calls this function for each chunk. A chunk in the middle of the model overwrites the
+    lengths with None, which the broadcast of rank 0's lengths before an evaluation cannot send.
+    """
+    settings = get_args()
+    lengths = settings.eval_iters
+    iterators = original(*args, **options)
+    if isinstance(settings.eval_iters, list) and None in settings.eval_iters:
+        has_lengths = isinstance(lengths, list)
+        settings.eval_iters = lengths if has_lengths else [0] * len(settings.eval_iters)
+    return iterators
 
 
 @replaces
@@ -245,6 +277,18 @@ def dummy_train_step(session: Session, original: Function, data_iterator: Any) -
         for iterator in unique.values():
             for _ in range(get_num_microbatches()):
                 next(iterator)
+
+
+def _check_evaluation(session: Session, arguments: Mapping[str, Any]) -> None:
+    """Raise RefusedError for an evaluation that would fail or hang after the training steps."""
+    settings = get_args()
+    if getattr(settings, "multiple_validation_sets", False) and settings.do_test:
+        raise RefusedError(
+            "--multiple-validation-sets does not work with a test set: Megatron reads the test "
+            "set as a list of validation sets. Remove --test-data-path, or the test data of "
+            "--per-split-data-args-path"
+        )
+    _check_non_loss_data(session, arguments)
 
 
 def _check_non_loss_data(session: Session, given: Mapping[str, Any]) -> None:
@@ -393,9 +437,17 @@ HOOKS = (
     Hook(
         _TRAINING,
         "evaluate_and_print_results",
-        ("process_non_loss_data_func", "non_loss_data_func"),
-        "rejects data that only the last rank would collect, which would hang the pipeline",
+        ("data_iterator", "process_non_loss_data_func", "non_loss_data_func"),
+        "reads each validation set by the iterators of all chunks; rejects data that only the last "
+        "rank would collect, which would hang the pipeline",
         evaluate_and_print_results,
+    ),
+    Hook(
+        _TRAINING,
+        "build_train_valid_test_data_iterators",
+        ("build_train_valid_test_datasets_provider",),
+        "keeps the lengths of several validation sets, which a chunk without data overwrites",
+        build_train_valid_test_data_iterators,
     ),
     Hook(
         _TRAINING,
