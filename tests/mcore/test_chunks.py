@@ -1,5 +1,7 @@
-"""Functions of Megatron's trainer that support one model chunk per rank, with several."""
+"""Functions of Megatron that support one model chunk per rank, with several."""
 
+import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -60,3 +62,42 @@ def test_losses_of_validation_sets_equal_1f1b(
     farm: Farm, losses_of_sets: Ended, ranks: int, schedule: str, everywhere: bool
 ) -> None:
     assert_equal_training(evaluate_sets(farm, ranks, schedule, everywhere), losses_of_sets)
+
+
+HAS_BUILDERS = find_spec("megatron.training.models") is not None
+needs_builders = pytest.mark.skipif(
+    not HAS_BUILDERS, reason="Megatron-LM builds heterogeneous layers in a script before 0.19"
+)
+
+
+def heterogeneous_flags(layers: str) -> list[str]:
+    """Return flags for layers: f full, a without attention, m without MLP, x without both."""
+    blocks = [
+        {
+            "attention": {"no_op": kind in "ax", "n_heads_in_group": None if kind in "ax" else 2},
+            "ffn": {"no_op": kind in "mx", "ffn_mult": None if kind in "mx" else 2.0},
+        }
+        for kind in layers
+    ]
+    sizes = {"num_hidden_layers": 8, "hidden_size": 32, "num_attention_heads": 4}
+    rope = {"rope_theta": 10000, "rope_scaling": {"factor": 8.0}, "tie_word_embeddings": False}
+    config = {"hidden_act": "silu", **sizes, **rope, "block_configs": blocks}
+    flags = (
+        "--swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2 "
+        "--use-rotary-position-embeddings --use-rope-scaling --disable-bias-linear "
+        "--train-iters 2 --heterogeneous-layers-config-path"
+    )
+    return [UNTIED, *flags.split(), json.dumps(config)]
+
+
+@needs_builders
+@pytest.mark.parametrize("schedule", ["v-half", pytest.param("v-zb", marks=pytest.mark.slow)])
+def test_heterogeneous_layers_equal_1f1b(train: Train, tmp_path: Path, schedule: str) -> None:
+    *flags, text = heterogeneous_flags("famxffmf")
+    file = tmp_path / "layers.json"
+    file.write_text(text)
+    expected, run = (
+        train(2, "--pipeline-schedule", name, *flags, str(file)) for name in ("1f1b", schedule)
+    )
+    assert len(losses(expected)) == 2
+    assert_equal_training(run, expected)

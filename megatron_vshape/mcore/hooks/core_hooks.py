@@ -387,6 +387,17 @@ def select_pipeline_segment(
 
 
 @replaces
+def heterogeneous_layer_spec(
+    session: Session, original: Function, *args: Any, **options: Any
+) -> Any:
+    """Return the layer specs of the chunk that is built; Megatron calls it without its vp_stage."""
+    bound = inspect.signature(original).bind(*args, **options)
+    if bound.arguments.get("vp_stage") is None:
+        bound.arguments["vp_stage"] = session.build.provided_chunk
+    return original(*bound.args, **bound.kwargs)
+
+
+@replaces
 def several_stacks_init(
     session: Session, original: Function, model: Any, *args: Any, **options: Any
 ) -> None:
@@ -476,6 +487,14 @@ HOOKS = (
             ("megatron.core.models.gpt.gpt_model", "GPTModel.__init__", (0, 0)),
             ("megatron.core.models.hybrid.hybrid_model", "HybridModel.__init__", (0, 18)),
         )
+    ),
+    Hook(
+        "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs",
+        "get_gpt_heterogeneous_layer_spec",
+        ("config", "vp_stage"),
+        "builds the layers of each chunk; the trainer calls it without vp_stage",
+        heterogeneous_layer_spec,
+        everywhere=True,
     ),
     Hook(
         "megatron.core.models.common.language_module.language_module",

@@ -192,14 +192,10 @@ def provide_hybrid(
     """
     if session.pipeline is None or vp_stage is None:
         return original(config, pre_process, post_process, vp_stage)
-    session.build.provided_chunk = vp_stage
-    try:
-        with Replaced() as replaced:
-            # The provider raises if the config has virtual stages.
-            replaced.put(config, "virtual_pipeline_model_parallel_size", None)
-            return original(config, pre_process, post_process)
-    finally:
-        session.build.provided_chunk = None
+    with session.build.providing(vp_stage), Replaced() as replaced:
+        # The provider raises if the config has virtual stages.
+        replaced.put(config, "virtual_pipeline_model_parallel_size", None)
+        return original(config, pre_process, post_process)
 
 
 _WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"

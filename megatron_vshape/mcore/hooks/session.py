@@ -64,10 +64,19 @@ class BuildState:
     # may extend the model then, and query which chunks are the first and the last stage.
     is_extensible: bool = False
     first_chunk: Callable[[], Any] = lambda: None  # weak reference to this rank's first chunk
-    provided_chunk: int | None = None  # chunk in construction by a provider without vp_stage
+    provided_chunk: int | None = None  # chunk that a provider builds now, by `providing`
     embedding_chunk: nn.Module | None = None  # with the embedding, until the last one is built
     # Last chunk -> first chunk of the same rank, whose embedding weights it shares.
     tied_to: WeakKeyDictionary[nn.Module, nn.Module] = field(default_factory=WeakKeyDictionary)
+
+    @contextmanager
+    def providing(self, chunk: int | None) -> Iterator[None]:
+        """Use `chunk` in this context where a provider calls Megatron without a vp_stage."""
+        before, self.provided_chunk = self.provided_chunk, chunk
+        try:
+            yield
+        finally:
+            self.provided_chunk = before
 
 
 @dataclass(slots=True)
@@ -186,8 +195,9 @@ class Session:
                 "or choose a schedule with one where it knows of no more, such as zb-h1"
             )
         rank = parallel_state.get_pipeline_model_parallel_rank()
+        unwrapped_chunks = [unwrapped(chunk) for chunk in model]
         for feature in features():
-            feature.check_chunks(pipeline, rank, [unwrapped(each) for each in model])
+            feature.check_chunks(pipeline, rank, unwrapped_chunks)
 
     def connect(
         self, pipeline: Pipeline, model: Sequence[nn.Module], tokens: int, num_microbatches: int
