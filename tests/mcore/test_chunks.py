@@ -1,4 +1,4 @@
-"""Functions of Megatron that support one model chunk per rank, with several."""
+"""Functions of Megatron and of libraries that support one model chunk per rank, with several."""
 
 import json
 from importlib.util import find_spec
@@ -8,6 +8,9 @@ import pytest
 from mcore.conftest import UNTIED
 from mcore.farm import Ended, Farm
 from mcore.test_training import Train, assert_equal_training, losses
+
+from megatron_vshape.mcore.layout.built_layers import _check_kinds
+from megatron_vshape.mcore.refusals import UnsupportedError
 
 SKIP = ("--iterations-to-skip", "2", "3", "--train-iters", "4", "--log-interval", "2", UNTIED)
 SETS = (
@@ -101,3 +104,55 @@ def test_heterogeneous_layers_equal_1f1b(train: Train, tmp_path: Path, schedule:
     )
     assert len(losses(expected)) == 2
     assert_equal_training(run, expected)
+
+
+WRONG_CHUNKS = Path(__file__).with_name("wrong_chunks.py")
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-layer-freq [0]*2+[1]*6 --disable-bias-linear"
+).split()
+
+
+@needs_builders
+@pytest.mark.parametrize(
+    ("name", "flags", "text"),
+    [
+        (
+            "get_gpt_decoder_block_spec",
+            EXPERTS,
+            "chunk 1 is stage 3 and was built with the kinds of layers that moe_layer_freq gives "
+            "to chunk 0 (stage 0)",
+        ),
+        ("GPTModel", [UNTIED], "chunk 1 is stage 3 and was built with the layers [1, 2], not with"),
+    ],
+)
+def test_layers_of_another_chunk_are_rejected(
+    farm: Farm, name: str, flags: list[str], text: str
+) -> None:
+    run = farm.run(2, "--pipeline-schedule", "v-half", *flags, plugin=WRONG_CHUNKS, given=name)
+    assert 0 not in run.codes
+    assert text in "".join(run.output)
+
+
+DENSE, EXPERTS_ONLY = [False, False], [True, True]
+
+
+@pytest.mark.parametrize(
+    ("expected", "built"),
+    [
+        ([EXPERTS_ONLY, EXPERTS_ONLY], [DENSE, DENSE]),
+        ([EXPERTS_ONLY, EXPERTS_ONLY], [EXPERTS_ONLY, DENSE]),
+        ([DENSE, EXPERTS_ONLY], [EXPERTS_ONLY, EXPERTS_ONLY]),
+        ([DENSE, EXPERTS_ONLY], [DENSE, [False, True]]),
+        ([DENSE, EXPERTS_ONLY], [[None, None], [None, None]]),  # layers of other classes
+    ],
+)
+def test_specs_that_differ_from_the_option_are_accepted(
+    expected: list[list[bool]], built: list[list[bool | None]]
+) -> None:
+    _check_kinds("moe_layer_freq", (0, 3), built, expected)
+
+
+def test_linear_attention_of_another_chunk_is_rejected() -> None:
+    expected = [[True, True], [True, False]]
+    with pytest.raises(UnsupportedError, match="linear_attention_freq gives to chunk 0"):
+        _check_kinds("linear_attention_freq", (0, 3), [expected[0], expected[0]], expected)

@@ -26,6 +26,7 @@ from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from torch import Tensor, nn
 
 from megatron_vshape.mcore.hook import Function, Replaced, Session, replaces
+from megatron_vshape.mcore.layout.built_layers import has_experts
 from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
 from megatron_vshape.mcore.setup.configure import Pipeline
@@ -111,14 +112,9 @@ def gathered(own: Tensor, config: Any, stage_map: StageMap) -> Tensor:
 
 def moe_layers_of_stages(config: Any, layers: Sequence[int]) -> list[int]:
     """Count the MoE layers of every stage by Megatron's `moe_layer_freq`."""
-    frequency = config.moe_layer_freq
     ends = [0, *accumulate(layers)]
-    has_experts = (
-        [not at % frequency for at in range(ends[-1])]
-        if isinstance(frequency, int)
-        else [bool(each) for each in frequency]
-    )
-    return [sum(has_experts[begin:end]) for begin, end in pairwise(ends)]
+    by_layer = has_experts(config, ends[-1])
+    return [sum(by_layer[begin:end]) for begin, end in pairwise(ends)]
 
 
 def _layers(choices: Tensor, begin: int, end: int) -> Tensor:

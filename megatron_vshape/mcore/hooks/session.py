@@ -22,6 +22,7 @@ from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.mcore.hook import Function, Hook, Replaced, Switched, replaces
 from megatron_vshape.mcore.hooks import libraries
+from megatron_vshape.mcore.layout.built_layers import check_layers
 from megatron_vshape.mcore.observe import report
 from megatron_vshape.mcore.observe.bubble import MeteredSchedule, count_backward, count_forward
 from megatron_vshape.mcore.options import Options
@@ -196,6 +197,7 @@ class Session:
             )
         rank = parallel_state.get_pipeline_model_parallel_rank()
         unwrapped_chunks = [unwrapped(chunk) for chunk in model]
+        check_layers(pipeline.stage_map, rank, unwrapped_chunks)
         for feature in features():
             feature.check_chunks(pipeline, rank, unwrapped_chunks)
 
