@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel import schedules
 import megatron_vshape
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.mcore.hooks import session as hooks
-from megatron_vshape.mcore.hooks.libraries import moe_layers_of_stages
+from megatron_vshape.mcore.hooks.libraries import gather_by_placement, moe_layers_of_stages
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.refusals import UnsupportedError
@@ -69,6 +69,25 @@ def test_dense_layers_have_no_choices() -> None:
     assert moe_layers_of_stages(config, (1, 2, 3, 2)) == [1, 1, 1, 1]
     config.moe_layer_freq = [0, 0, 0, 1, 1, 1, 1, 1]
     assert moe_layers_of_stages(config, (1, 2, 3, 2)) == [0, 0, 3, 2]
+
+
+def test_gather_is_replaced_in_a_renamed_module() -> None:
+    """Forks of verl and ROLL move the functions of router_replay_utils."""
+    fork: Any = ModuleType("replay_of_a_fork")
+    exec("def pp_gather(local_layers_router_map, tf_config): ...", vars(fork))
+    unrelated: Any = ModuleType("unrelated")
+    exec("def pp_gather(obj): ...", vars(unrelated))
+    originals = fork.pp_gather, unrelated.pp_gather
+    session = Session(pipeline=V_HALF)
+    sys.modules |= {"replay_of_a_fork": fork, "unrelated": unrelated}
+    try:
+        gather_by_placement(session)
+        assert fork.pp_gather.__wrapped__ is originals[0]
+        assert unrelated.pp_gather is originals[1]
+    finally:
+        session.replaced.undo()
+        del sys.modules["replay_of_a_fork"], sys.modules["unrelated"]
+    assert fork.pp_gather is originals[0]
 
 
 PLUGIN = Path(__file__).parent / "replays_routers.py"

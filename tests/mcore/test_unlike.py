@@ -169,10 +169,10 @@ def test_active_dropout_keeps_the_order(farm: Farm, tmp_path: Path) -> None:
 
 def test_stored_logits_keep_the_order() -> None:
     """Megatron pairs them with microbatches by the number of calls."""
-    stored = ("logits_load_dir", "logits_save_dir", "use_routing_replay")
+    stored = ("logits_load_dir", "logits_save_dir", "use_routing_replay", "use_indexer_replay")
     for name, keeps in (*((each, True) for each in stored), ("other", False)):
         assert _counts_calls(SimpleNamespace(**{name: "somewhere"})) is keeps
-    assert not _counts_calls(SimpleNamespace(logits_load_dir=None))
+    assert not _counts_calls(SimpleNamespace(logits_load_dir=None, use_indexer_replay=False))
 
 
 def test_a_fault_that_one_rank_finds_ends_all(farm: Farm, tmp_path: Path) -> None:

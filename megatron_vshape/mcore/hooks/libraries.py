@@ -32,8 +32,8 @@ from megatron_vshape.mcore.refusals import UnsupportedError, refusing
 from megatron_vshape.mcore.setup.configure import Pipeline
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 
-LIBRARY = "router_replay_utils"
-"""Last part of the module names of verl's and ROLL's functions."""
+GATHER_PARAMETERS = ("local_layers_router_map", "tf_config")
+"""First parameters of verl's and ROLL's `pp_gather`."""
 
 
 def schedule_table(
@@ -70,13 +70,16 @@ def schedule_table(
 
 
 def gather_by_placement(session: Session) -> None:
-    """Have loaded libraries gather recorded choices by the placement of the schedule."""
+    """Make loaded libraries gather recorded choices by the placement of the schedule.
+
+    verl, ROLL and their forks have this function in modules of different names.
+    """
     for module in list(sys.modules.values()):
-        found = vars(module).get("pp_gather") if inspect.ismodule(module) else None
-        if not inspect.isfunction(found) or hasattr(found, "__wrapped__"):
+        function = vars(module).get("pp_gather") if inspect.ismodule(module) else None
+        if not inspect.isfunction(function) or hasattr(function, "__wrapped__"):
             continue
-        if found.__module__.rpartition(".")[2] == LIBRARY:
-            session.replaced.put(module, "pp_gather", _gathers(session, found))
+        if tuple(inspect.signature(function).parameters)[:2] == GATHER_PARAMETERS:
+            session.replaced.put(module, "pp_gather", _gathers(session, function))
 
 
 def _gathers(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:

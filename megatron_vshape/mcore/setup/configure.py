@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from argparse import Namespace
 from dataclasses import dataclass, replace
 from typing import Any
@@ -285,14 +286,21 @@ def _capture_after_profile(model: Any, choice: ScheduleChoice, options: Options)
         graphs.capture_late(model, options.checked_steps[1])
 
 
-def _counts_calls(model: Any) -> bool:
-    """Check for stored logits or expert choices that are paired with microbatches by call number.
+_COUNTS_CALLS = re.compile(r"logits_(save|load)_dir|use_(\w+_)?replay")
+"""Options of Megatron, slime and miles that store values in the order of forward calls."""
 
-    In another order of microbatches each would get those of another one. slime and miles store
-    expert choices so (use_routing_replay).
+
+def _counts_calls(model: Any) -> bool:
+    """Check for stored values that are paired with microbatches by call number.
+
+    In another order, a microbatch would get the values of another one. slime and miles store the
+    choices of routers (use_routing_replay) and of indexers (use_indexer_replay) this way, and name
+    further ones by the same pattern.
     """
-    names = "logits_save_dir", "logits_load_dir", "use_routing_replay"
-    return any(getattr(model, name, None) not in (None, False) for name in names)
+    return any(
+        _COUNTS_CALLS.fullmatch(name) and value not in (None, False)
+        for name, value in vars(model).items()
+    )
 
 
 def _splits_graphs(model: Any, options: Options) -> bool:
