@@ -1,16 +1,24 @@
 """Functions of Megatron and of libraries that support one model chunk per rank, with several."""
 
+import copy
 import json
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from mcore.conftest import UNTIED
 from mcore.farm import Ended, Farm
 from mcore.test_training import Train, assert_equal_training, losses
 
+from megatron_vshape.core.model.placement import v_shape
+from megatron_vshape.mcore.hooks import core_hooks
+from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout.built_layers import _check_kinds
+from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.setup.configure import StageLayout
 
 SKIP = ("--iterations-to-skip", "2", "3", "--train-iters", "4", "--log-interval", "2", UNTIED)
 SETS = (
@@ -156,3 +164,24 @@ def test_linear_attention_of_another_chunk_is_rejected() -> None:
     expected = [[True, True], [True, False]]
     with pytest.raises(UnsupportedError, match="linear_attention_freq gives to chunk 0"):
         _check_kinds("linear_attention_freq", (0, 3), [expected[0], expected[0]], expected)
+
+
+def test_encoder_with_a_copy_of_the_config_is_rejected() -> None:
+    config = SimpleNamespace(
+        pipeline_model_parallel_layout=StageLayout(StageMap(v_shape(2), (2, 2, 2, 2))),
+        pipeline_model_parallel_size=2,
+        num_layers=8,
+    )
+    pipeline: Any = object()
+    calls: list[Any] = []
+    build = core_hooks.block_init(
+        Session(pipeline=pipeline), lambda block, config: calls.append(config)
+    )
+    build(None, config)
+    encoder = copy.deepcopy(config)
+    encoder.pipeline_model_parallel_size, encoder.num_layers = 1, 3
+    with pytest.raises(UnsupportedError, match="encoder of 3 layers .* the stages 2,2,2,2"):
+        build(None, encoder)
+    encoder.pipeline_model_parallel_layout = None
+    build(None, encoder)
+    assert calls == [config, encoder]

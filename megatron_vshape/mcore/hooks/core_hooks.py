@@ -398,6 +398,32 @@ def heterogeneous_layer_spec(
 
 
 @replaces
+def block_init(
+    session: Session, original: Function, block: Any, *args: Any, **options: Any
+) -> None:
+    """Reject a second stack of layers that was configured by a copy of the model's config.
+
+    Libraries build an image encoder on one rank with such a copy (mbridge's Qwen2.5-VL). The copy
+    still has the stages of the language model, and Megatron would build the layers of a stage.
+    """
+    config = inspect.signature(original).bind(block, *args, **options).arguments["config"]
+    layout = getattr(config, "pipeline_model_parallel_layout", None)
+    if isinstance(layout, StageLayout):
+        sizes = config.pipeline_model_parallel_size, config.num_layers
+        stage_map = layout.stage_map
+        if sizes != (stage_map.num_ranks, sum(stage_map.layers)):
+            # Not RefusedError: only the ranks of the first stage build an encoder, and a library
+            # reports an exception of one rank.
+            raise UnsupportedError(
+                f"vision-language models whose encoder has a copy of the language model's config "
+                f"are not supported: the encoder of {sizes[1]} layers would be built with the "
+                f"layers of one of the stages {','.join(map(str, stage_map.layers))}. Remove the "
+                "schedule, and Megatron runs its own"
+            )
+    original(block, *args, **options)
+
+
+@replaces
 def several_stacks_init(
     session: Session, original: Function, model: Any, *args: Any, **options: Any
 ) -> None:
@@ -487,6 +513,13 @@ HOOKS = (
             ("megatron.core.models.gpt.gpt_model", "GPTModel.__init__", (0, 0)),
             ("megatron.core.models.hybrid.hybrid_model", "HybridModel.__init__", (0, 18)),
         )
+    ),
+    Hook(
+        "megatron.core.transformer.transformer_block",
+        "TransformerBlock.__init__",
+        ("self", "config"),
+        "rejects an encoder that would be built with the layers of a stage",
+        block_init,
     ),
     Hook(
         "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs",
