@@ -1,5 +1,7 @@
 """Stages on ranks and chunks, and what Megatron reads of it."""
 
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("megatron.core")
@@ -88,6 +90,35 @@ def test_layers_that_route_by_tokens_stay_with_the_embedding() -> None:
         ScheduleError, match="moe_n_hash_layers 3 needs that many layers in the first"
     ):
         stage_map.check_hash_layers(StageMap(v_shape(2), (2, 3, 3, 1)), 3)
+
+
+LEVELS = SimpleNamespace(deepstack_visual_indexes=[8, 16, 24])
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        SimpleNamespace(vision_config=LEVELS),  # Megatron-Bridge
+        SimpleNamespace(hf_config=SimpleNamespace(vision_config=LEVELS)),  # mcore-bridge
+        LEVELS,  # mbridge
+    ],
+)
+def test_deepstack_layers_are_on_the_first_stage(model: SimpleNamespace) -> None:
+    stage_map.check_deepstack(StageMap(v_shape(2), (3, 1, 1, 3)), model)
+    with pytest.raises(ScheduleError, match="has 3 levels, .* the stages have 2,2,2,2 layers"):
+        stage_map.check_deepstack(StageMap(v_shape(2), (2, 2, 2, 2)), model)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        SimpleNamespace(language_model_only=True, vision_config=LEVELS),
+        # The field of the encoder overrides a default of the model (Megatron-Bridge's Qwen3.5-VL).
+        SimpleNamespace(vision_config=SimpleNamespace(deepstack_visual_indexes=[]), **vars(LEVELS)),
+    ],
+)
+def test_models_without_deepstack_need_no_layers(model: SimpleNamespace) -> None:
+    stage_map.check_deepstack(StageMap(v_shape(2), (2, 2, 2, 2)), model)
 
 
 def test_stage_map_knows_its_ends() -> None:

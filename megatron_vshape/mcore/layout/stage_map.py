@@ -114,6 +114,35 @@ def check_hash_layers(stage_map: StageMap, num_hash_layers: int) -> None:
         )
 
 
+def check_deepstack(stage_map: StageMap, model: Any) -> None:
+    """Raise ScheduleError unless all layers that add image features are on the first stage.
+
+    The first layers of Qwen3-VL add features of inner layers of the image encoder (deepstack),
+    which only the first stage has.
+    """
+    num_levels = _num_deepstack_levels(model)
+    if num_levels > stage_map.layers[0]:
+        raise ScheduleError(
+            f"deepstack_visual_indexes has {num_levels} levels, which need that many layers in the "
+            f"first stage, and the stages have {','.join(map(str, stage_map.layers))} layers: give "
+            f"a --pipeline-layer-split that begins with {num_levels} or more, or use fewer stages"
+        )
+
+
+def _num_deepstack_levels(model: Any) -> int:
+    """Return the number of layers of a library's model that add image features.
+
+    Megatron-Bridge and mcore-bridge state it in the config of the encoder, mbridge in the config
+    of the model.
+    """
+    if getattr(model, "language_model_only", False):  # mcore-bridge trains without the encoder
+        return 0
+    owners = (model, getattr(model, "hf_config", None), getattr(model, "thinker_config", None))
+    encoders = (getattr(owner, "vision_config", None) for owner in owners)
+    levels = (getattr(config, "deepstack_visual_indexes", None) for config in (*encoders, model))
+    return len(next((indexes for indexes in levels if indexes is not None), ()))
+
+
 def check_tied_embeddings(stage_map: StageMap) -> None:
     """Raise ScheduleError if neither this package nor Megatron can tie the two embeddings."""
     ends = stage_map.end_ranks

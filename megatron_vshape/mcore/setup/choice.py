@@ -22,6 +22,7 @@ from megatron_vshape.mcore.layout import multi_token
 from megatron_vshape.mcore.layout.stage_map import (
     HASH_LAYERS,
     StageMap,
+    check_deepstack,
     check_ends,
     check_hash_layers,
     check_tied_embeddings,
@@ -250,6 +251,7 @@ def check_stages(settings: Settings, stage_map: StageMap, ties_ends: bool) -> No
         check_ends(stage_map)
     multi_token.check_ends(stage_map)
     check_hash_layers(stage_map, getattr(settings.model, HASH_LAYERS, None) or 0)
+    check_deepstack(stage_map, settings.model)
     if ties_ends:
         check_tied_embeddings(stage_map)
 
