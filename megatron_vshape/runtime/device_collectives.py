@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vshape.core.model.kinds import COLLECTIVES
-from megatron_vshape.runtime.failures import no_progress
+from megatron_vshape.runtime.failures import WaitingThreads, no_progress
 from megatron_vshape.runtime.program_runner import stream_of
 
 Result = TypeVar("Result")
@@ -93,8 +93,9 @@ class DeviceCollectives:
         self.is_closed = False
         self.connect()
         # gloo's collectives block the calling thread; on a GPU they are only launched.
-        if self._blocks:  # a daemon, so that a failed run can end while it waits
-            threading.Thread(target=self._work, name=COLLECTIVES, daemon=True).start()
+        if self._blocks:
+            threads = WaitingThreads(self.close, lambda: [self._summed])
+            threads.start(self._work, name=COLLECTIVES)
 
     def connect(self) -> None:
         """Connect all ranks: the first use of a communicator blocks until all have arrived."""

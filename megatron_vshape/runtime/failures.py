@@ -14,9 +14,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 EXIT_S = 2.0
-"""Seconds for which the end of the interpreter waits for a query of the watchdog."""
+"""Seconds for which the end of the interpreter waits for a thread of this package."""
 
 
 def no_progress(timeout_s: float) -> str:
@@ -163,6 +164,57 @@ class Watch:
                 self._ahead.popleft()
             return [*(describe() for _, describe in self._ahead.copy()), *self.under_way()]
 
+
+class WaitingThreads:
+    """Daemon threads that wait for gloo, and that end before the interpreter does.
+
+    The interpreter ends a daemon thread as soon as it needs the GIL. After a wait for gloo, that is
+    in a C++ destructor, and the process would abort (SIGABRT). So at exit the threads stop, and the
+    connections that they still wait for are closed: the peers of a failed run may never answer.
+    """
+
+    def __init__(
+        self, stop: Callable[[], None], pending: Callable[[], Iterable[dist.ProcessGroup]]
+    ) -> None:
+        """Set the function that ends idle threads, and the groups that busy ones wait for."""
+        self._stop, self._pending = stop, pending
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+
+    def start(self, run: Callable[..., None], *args: Any, name: str) -> None:
+        """Start a thread."""
+        thread = threading.Thread(target=self._run, args=(run, *args), name=name, daemon=True)
+        with self._lock:
+            if not self._threads:
+                atexit.register(self._end)
+            self._threads.append(thread)
+        thread.start()
+
+    def _run(self, run: Callable[..., None], *args: Any) -> None:
+        run(*args)
+        with self._lock:
+            self._threads.remove(threading.current_thread())
+            if not self._threads:
+                atexit.unregister(self._end)
+
+    def _end(self) -> None:
+        threads = self._threads.copy()
+        self._stop()
+        for group in self._pending():
+            close_connections(group)
+        for thread in threads:
+            thread.join(PATIENCE_S + EXIT_S)  # it may still look for the cause of a failure
+
+
+def close_connections(group: dist.ProcessGroup) -> None:
+    """Close the connections of a gloo group; its pending transfers fail."""
+    # gloo has no function for it, but closes all connections of a group after a timeout.
+    peer = (group.rank() + 1) % group.size()
+    with suppress(RuntimeError):
+        group.recv([torch.empty(1)], peer, _CLOSING_TAG).wait(timedelta(milliseconds=1))
+
+
+_CLOSING_TAG = 2**30  # no message of this package has it
 
 logger = logging.getLogger(__name__)
 

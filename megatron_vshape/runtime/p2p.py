@@ -25,7 +25,12 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.instructions import Await, Message, Program, Run, Send, Stream
 from megatron_vshape.runtime import nccl
 from megatron_vshape.runtime.device_collectives import DeviceCollectives
-from megatron_vshape.runtime.failures import Watch, cause_of_others, no_progress
+from megatron_vshape.runtime.failures import (
+    WaitingThreads,
+    Watch,
+    cause_of_others,
+    no_progress,
+)
 from megatron_vshape.runtime.program_runner import Place, describe
 
 GIB = 2.0**30
@@ -100,7 +105,7 @@ class Transport:
         # with a timeout it blocks too.
         self._waits_block = self._torch_device.type == "cpu"
         self._sends: _PolledSends | _WaitedSends = (
-            _WaitedSends(timeout_s, self._describe_send)
+            _WaitedSends(timeout_s, self._describe_send, lambda message: self._channel(message)[0])
             if self._waits_block
             else _PolledSends(self._describe_send)
         )
@@ -560,9 +565,15 @@ class _WaitedSends:
     A thread per channel waits for its sends in the order in which they start and complete.
     """
 
-    def __init__(self, timeout_s: float, describe: Callable[[Message], str]) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        describe: Callable[[Message], str],
+        group_of: Callable[[Message], dist.ProcessGroup],
+    ) -> None:
         self._timeout_s = timeout_s
         self._describe = describe
+        self._threads = WaitingThreads(self.close, lambda: map(group_of, self.left()))
         self._queues: dict[Edge, SimpleQueue[_Sent | None]] = {}
         self._ended = threading.Condition()
         self._left: list[Message] = []  # in the order of their start
@@ -578,8 +589,7 @@ class _WaitedSends:
         if queue is None:
             queue = self._queues[edge] = SimpleQueue()
             name = f"sends to device {sent.message.target}"
-            # A daemon: after a failure elsewhere, a send may never complete.
-            threading.Thread(target=self._reap, args=(queue,), name=name, daemon=True).start()
+            self._threads.start(self._reap, queue, name=name)
         with self._ended:
             self._left.append(sent.message)
         queue.put(sent)

@@ -1,9 +1,12 @@
 """The transport on gloo ranks: what is sent is safe, and a wait that fails says why."""
 
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -651,3 +654,40 @@ def test_an_older_class_is_not_split_off_the_world(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(older.Options, "lazy_init", False, raising=False)
     with nccl.made_by_pairs():
         assert world.bound_device_id == torch.device("cuda", 3)
+
+
+EXITS_WHILE_A_SEND_WAITS = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.program.instructions import Send
+from megatron_vshape.core.program.lowering import lower
+from megatron_vshape.runtime.p2p import Transport
+
+peer = os.fork()
+rank = int(peer == 0)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
+program = lower(make("1f1b", 2, 2))
+transport = Transport([[0, 1]], (3000, 1, 1000), torch.float32, "cpu", timeout_s=60)
+transport.prepare(program)
+dist.barrier()
+if rank == 1:
+    time.sleep(120)
+    os._exit(0)
+first = next(each.message for each in program.instructions[0] if isinstance(each, Send))
+transport.send(first, transport.blank())
+
+class KillsPeer:
+    def __del__(self, kill=os.kill, sleep=time.sleep):
+        kill(peer, signal.SIGKILL)  # while the interpreter ends
+        sleep(1)
+
+kills = KillsPeer()
+"""
+
+
+def test_a_rank_that_exits_while_a_send_waits_does_not_abort(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", EXITS_WHILE_A_SEND_WAITS, str(tmp_path / "store")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (run.returncode, run.stderr) == (0, "")
