@@ -2,15 +2,16 @@
 
     torchrun --nproc-per-node 4 -m megatron_vshape.mcore.launch PATH/pretrain_gpt.py FLAGS...
 
-If torch finds no GPU, the script trains on the CPU. The script is executed in this module's
-`__main__` instead of by runpy: saving a checkpoint spawns processes that import the main file
-again. That file must be this one, which does nothing when imported.
+If torch finds no GPU, the script trains on the CPU. The script runs in a `__main__` module of its
+own, as under `python SCRIPT`: processes that it spawns import it again, and find its classes.
 """
 
 from __future__ import annotations
 
+import builtins
 import sys
 from pathlib import Path
+from types import ModuleType
 
 from megatron_vshape.mcore import cpu
 
@@ -40,8 +41,15 @@ def register_and_read(argv: list[str]) -> str:
     return source
 
 
-if __name__ == "__main__":
-    _source = register_and_read(sys.argv)
-    __file__ = sys.argv[0]
+def run_script(source: str, path: str) -> None:
+    """Run a script in a new `__main__` module, without the names of this one."""
+    # Its `__spec__` is None, so that multiprocessing imports the script by its path.
+    module = ModuleType("__main__")
+    module.__dict__.update(__file__=path, __builtins__=builtins)
+    sys.modules["__main__"] = module
     # Not with this file's `annotations`: the script may read its own as types.
-    exec(compile(_source, __file__, "exec", dont_inherit=True), globals())
+    exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
+
+
+if __name__ == "__main__":
+    run_script(register_and_read(sys.argv), sys.argv[0])

@@ -23,6 +23,24 @@ if __name__ == "__main__":
 """
 
 
+SPAWNING = """
+import multiprocessing
+import sys
+
+names = {name for name in globals() if not name.startswith("__")}
+
+class Batch:
+    size = 3
+
+def double(batch):
+    return 2 * batch.size
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(sorted(names), __spec__, pool.apply(double, (Batch(),)))
+"""
+
+
 def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "megatron_vshape.mcore.launch", *arguments]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
@@ -36,6 +54,16 @@ def test_runs_a_script_with_the_flags(tmp_path: Path) -> None:
     run = launch(str(script), "--pipeline-schedule", "v-min")
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines()[-1] == "True v-min megatron.training.training"
+
+
+def test_the_script_has_its_own_main_module_and_spawned_processes_find_its_classes(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "spawning.py"
+    script.write_text(SPAWNING)
+    run = launch(str(script))
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1] == "['multiprocessing', 'sys'] None 6"
 
 
 def test_tells_what_is_wrong_with_the_command(tmp_path: Path) -> None:
