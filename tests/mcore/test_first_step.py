@@ -37,11 +37,38 @@ class Chunk(nn.Module):
         return self.weight * x
 
 
-def two_steps(rank: int, passes_on: tuple[bool, bool], by_place: bool) -> list[str]:
+class MambaMixer(nn.Module):
+    """A layer that is found by its name, as Megatron's, whose kernels are not installed."""
+
+
+class GatedDeltaNet(nn.Module):
+    """Likewise."""
+
+
+class RecurrentChunk(Chunk):
+    """A chunk without attention."""
+
+    def __init__(self, mixer: type[nn.Module]) -> None:
+        super().__init__()
+        self.core_attention = None  # type: ignore[assignment]
+        self.mixer = mixer()
+
+
+def packed_params(**fields: Any) -> Any:
+    return SimpleNamespace(cu_seqlens_q=torch.tensor([0, 3, 8]), **fields)
+
+
+def two_steps(
+    rank: int,
+    passes_on: tuple[Any, Any],
+    by_place: bool,
+    mixer: type[nn.Module] | None = None,
+) -> list[str]:
     """Return the warnings of one of two ranks, each of which has a stage."""
     texts: list[str] = []
     first_step.logger.warning = texts.append  # type: ignore[assignment,method-assign]
-    chunk, capability = Chunk(), FirstStep()
+    chunk = Chunk() if mixer is None or rank == 0 else RecurrentChunk(mixer)
+    capability = FirstStep()
     beginning: Any = SimpleNamespace(
         forward_only=False,
         groups=SimpleNamespace(pp=dist.group.WORLD),
@@ -50,7 +77,7 @@ def two_steps(rank: int, passes_on: tuple[bool, bool], by_place: bool) -> list[s
     )
     for _ in range(2):
         part = capability.begin(beginning)
-        ends = object() if passes_on[rank] else None
+        ends = passes_on[rank] or None
         y = chunk(torch.ones(2), ends) if by_place else chunk(torch.ones(2), packed_seq_params=ends)
         if part is not None:
             part.ends_forward(rank, 0, y)
@@ -68,6 +95,28 @@ def test_a_stage_without_packed_sequences_among_others_is_rejected(by_place: boo
     assert len(first) == 1
     assert first == second  # so that all ranks end
     assert first[0].startswith("stages 1 were called without packed_seq_params for microbatches")
+
+
+@pytest.mark.parametrize("mixer", [MambaMixer, GatedDeltaNet])
+def test_a_stage_without_attention_that_gets_no_packed_sequences_is_rejected(
+    mixer: type[nn.Module],
+) -> None:
+    packed = packed_params(seq_idx=torch.zeros(1, 8))
+    first, second = run_ranks(2, two_steps, (packed, None), False, mixer)
+    assert first == second
+    assert first[0].startswith("stages 1 were called without packed_seq_params for microbatches")
+    assert run_ranks(2, two_steps, (packed, packed), False, mixer) == [[], []]
+
+
+def test_mamba_layers_without_seq_idx_are_rejected() -> None:
+    packed = packed_params(seq_idx=None)
+    first, second = run_ranks(2, two_steps, (packed, packed), False, MambaMixer)
+    assert first == second
+    assert first[0].startswith("stages 1 have Mamba layers and were called with packed_seq_params")
+    # Other layers do not read it, and one sequence has no borders.
+    assert run_ranks(2, two_steps, (packed, packed), False, GatedDeltaNet) == [[], []]
+    one = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 8]), seq_idx=None)
+    assert run_ranks(2, two_steps, (one, one), False, MambaMixer) == [[], []]
 
 
 def test_microbatches_of_one_sequence_may_be_unpacked_on_all_stages() -> None:

@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 PACKED = "packed_seq_params"
 
+RECURRENT = frozenset({"MambaMixer", "GatedDeltaNet"})
+"""Classes of layers without attention whose state passes from token to token."""
+
 
 class _StageFindings(NamedTuple):
     """The findings of one stage."""
@@ -29,6 +32,7 @@ class _StageFindings(NamedTuple):
     stage: int
     without_gradient: int  # trainable parameters, if the output of an F requires no gradient
     packed: frozenset[bool]  # whether the model got packed sequences, over all microbatches
+    lacks_seq_idx: bool = False  # whether Mamba layers got packed sequences without seq_idx
 
 
 class FirstStep(StepFeature):
@@ -71,23 +75,26 @@ class _Look(StepHook):
     """Observations of the passes of a rank's stages."""
 
     def __init__(self, context: StepContext) -> None:
-        """Register a hook on each chunk with attention, to see how it is called."""
+        """Register a hook on each chunk with attention or state, to see how it is called."""
         # Do not store `context`: it references this hook, and the reference cycle would
         # keep the trainer's data iterators alive, whose processes then outlive the trainer.
         self.group = context.groups.pp
         self._cut_off: set[int] = set()
         self._packed: dict[int, set[bool]] = {}
+        self._without_seq_idx: set[int] = set()
         self._chunks = dict(zip(context.stages, map(unwrapped, context.chunks), strict=True))
         self._hooks = []
         for stage, chunk in self._chunks.items():
             names = list(inspect.signature(chunk.forward).parameters)
-            if PACKED in names and _has_attention(chunk):
+            if PACKED in names and _mixes_tokens(chunk):
                 note = partial(self._note, stage, names.index(PACKED))
                 self._hooks.append(chunk.register_forward_pre_hook(note, with_kwargs=True))
 
     def _note(self, stage: int, at: int, model: nn.Module, args: Any, options: Any) -> None:
-        given = args[at] if len(args) > at else options.get(PACKED)
-        self._packed.setdefault(stage, set()).add(given is not None)
+        packed = args[at] if len(args) > at else options.get(PACKED)
+        self._packed.setdefault(stage, set()).add(packed is not None)
+        if _has_mamba(model) and _lacks_seq_idx(packed):
+            self._without_seq_idx.add(stage)
 
     def ends_forward(self, stage: int, number: int, output: Tensor) -> None:
         """Record an output without gradient: autograd found no trainable parameter before it."""
@@ -106,13 +113,35 @@ class _Look(StepHook):
                 stage,
                 _num_trainable(chunk) if stage in self._cut_off else 0,
                 frozenset(self._packed.get(stage, ())),
+                lacks_seq_idx=stage in self._without_seq_idx,
             )
             for stage, chunk in self._chunks.items()
         ]
 
 
-def _has_attention(chunk: nn.Module) -> bool:
-    return any(getattr(each, "core_attention", None) is not None for each in chunk.modules())
+def _mixes_tokens(chunk: nn.Module) -> bool:
+    """Return whether a layer of the chunk lets tokens depend on earlier ones."""
+    return any(
+        getattr(module, "core_attention", None) is not None or _class_names(module) & RECURRENT
+        for module in chunk.modules()
+    )
+
+
+def _has_mamba(chunk: nn.Module) -> bool:
+    return any("MambaMixer" in _class_names(module) for module in chunk.modules())
+
+
+def _class_names(module: nn.Module) -> set[str]:
+    # Names, because importing the classes needs the packages of their kernels.
+    return {base.__name__ for base in type(module).__mro__}
+
+
+def _lacks_seq_idx(packed: Any) -> bool:
+    """Return whether several packed sequences have no seq_idx, the only field that Mamba reads."""
+    ends = getattr(packed, "cu_seqlens_q", None)
+    has_several = isinstance(ends, Tensor) and len(ends) > 2
+    # Megatron before 0.17 has no such field, and rejects packed sequences in Mamba layers.
+    return has_several and getattr(packed, "seq_idx", ends) is None
 
 
 def _num_trainable(chunk: nn.Module) -> int:
@@ -134,15 +163,22 @@ def warnings(found: Iterable[_StageFindings]) -> list[str]:
 
 
 def check_packed(found: Iterable[_StageFindings]) -> None:
-    """Raise UnsupportedError if stages got packed sequences for different microbatches.
+    """Raise UnsupportedError if a stage does not get the borders of packed sequences.
 
-    Attention of a stage without the ends of its sequences would cross them, and train on that.
+    Its attention and its Mamba layers would cross them, and train on that.
     """
     stages = sorted((each for each in set(found) if each.packed), key=lambda each: each.stage)
+    without_seq_idx = ", ".join(str(each.stage) for each in stages if each.lacks_seq_idx)
+    if without_seq_idx:
+        raise UnsupportedError(
+            f"stages {without_seq_idx} have Mamba layers and were called with {PACKED} without "
+            "seq_idx: the state of these layers would cross the borders of packed sequences. Pass "
+            "total_tokens to PackedSeqParams, which computes seq_idx, on every stage"
+        )
     if len({each.packed for each in stages}) > 1:
         without = ", ".join(str(each.stage) for each in stages if False in each.packed)
         raise UnsupportedError(
             f"stages {without} were called without {PACKED} for microbatches that other stages got "
-            "it for: their attention would cross the borders of packed sequences. Pass it to the "
+            "it for: their layers would cross the borders of packed sequences. Pass it to the "
             "model on every stage, from a data iterator on every rank and for every chunk"
         )
