@@ -382,14 +382,6 @@ def check_arguments(args: Namespace, schedule: str, placement: Placement) -> Non
             "--context-parallel-size 1",
             "perform_rl_step",
         )
-    on_gpus = getattr(args, "distributed_backend", "nccl") == "nccl"
-    if on_gpus and above_one(getattr(args, "timing_log_level", None)):
-        raise UnsupportedError(
-            f"--pipeline-schedule {schedule} does not work with --timing-log-level "
-            f"{args.timing_log_level} on GPUs: its timers synchronize the GPU within a pass, which "
-            "waits for P2P messages of later passes. Use 0 or 1",
-            "timing_log_level",
-        )
     if getattr(args, "transformer_impl", ENGINE) == ENGINE and not has_transformer_engine():
         raise MissingError(
             "--transformer-impl transformer_engine needs Transformer Engine, which is not "

@@ -99,7 +99,7 @@ TABLE: list[tuple[dict[str, Any], str | None]] = [
     ({"overlap_moe_expert_parallel_comm": True}, "with --expert-model-parallel-size 1"),
     (OVERLAPPED | {"pipeline_schedule": "zb-h1"}, "with a schedule with one chunk per rank"),
     (OVERLAPPED | {"cuda_graph_impl": "transformer_engine"}, None),  # set aside
-    ({"timing_log_level": 2, "distributed_backend": "nccl"}, "with --timing-log-level 2 on GPUs"),
+    ({"timing_log_level": 2, "distributed_backend": "nccl"}, None),
     ({"use_megatron_fsdp": True}, "--use-megatron-fsdp: it supports DDP only. Use DDP"),
     ({"moe_paged_stash": True, "rampup_batch_size": [1, 1, 9]}, "with --moe-paged-stash does not"),
     ({"gtp_weight_remat_size": 2}, "--tensor-parallel-num-weight-shards above"),

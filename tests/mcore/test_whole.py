@@ -190,17 +190,6 @@ def test_what_a_script_sets_in_the_config_alone_is_refused() -> None:
             check_config(config)
 
 
-def test_timers_within_passes_are_refused_on_gpus() -> None:
-    args: Any = SimpleNamespace(
-        transformer_impl="local", distributed_backend="nccl", timing_log_level=2
-    )
-    with pytest.raises(UnsupportedError, match="does not work with --timing-log-level 2 on GPUs"):
-        check_arguments(args, "v-half", V)
-    for level, backend in ((1, "nccl"), (2, "gloo")):
-        args.timing_log_level, args.distributed_backend = level, backend
-        check_arguments(args, "v-half", V)
-
-
 def test_a_rank_gives_up_before_megatrons_watchdogs() -> None:
     parser = add_arguments(ArgumentParser())
     args = parser.parse_args([])
