@@ -618,7 +618,10 @@ def train(given: dict[str, Any], register: Callable[[], None]) -> dict[str, Any]
     read: dict[str, list[list[float] | None]] = {each.__name__: [] for each in READERS}
     # The scan of Mamba's layers is a loop in Python, and takes as long as all else.
     usual = 4 if "pattern" in given else 8
-    for step, count in enumerate((8, 4, 8) if shape == "verl" else (usual,) * 3):
+    counts = (8, 4, 8) if shape == "verl" else (usual,) * 3
+    if "counts" in given:  # of each replica
+        counts = given["counts"][replica]
+    for step, count in enumerate(counts):
         lengths = [LONGEST, 7, 16] if shape == "verl" else [LONGEST]
         for chunk in model:
             chunk.zero_grad_buffer()

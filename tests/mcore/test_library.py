@@ -130,6 +130,21 @@ def test_all_is_as_under_the_librarys_own_1f1b(
     same(ours, plain)
 
 
+COUNTS = ((4, 4, 4, 5, 3, 4), (4, 3, 3, 6, 4, 3))
+"""Microbatches of each replica: equal, new to one of them or to both, and known to both."""
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
+def test_losses_equal_megatron_with_unequal_microbatches_of_replicas(
+    farm: Farm, tmp_path: Path, schedule: str, overlaps: bool
+) -> None:
+    options = {"pipeline": 2, "counts": COUNTS, "distributed_optimizer": overlaps}
+    plain = run(farm, tmp_path, "verl", None, **options)
+    assert sorted(map(len, plain.losses)) == sorted(sum(COUNTS, ()))
+    same(run(farm, tmp_path, "verl", schedule, **options), plain)
+
+
 @pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
 def test_results_are_where_any_library_looks_for_them(
     farm: Farm, tmp_path: Path, schedule: str

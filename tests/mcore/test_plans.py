@@ -9,12 +9,13 @@ from posting import streams_of
 from megatron_vshape.core.check import simulate
 from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import VOCABULARY, ScheduleError
+from megatron_vshape.core.model.kinds import VOCABULARY, Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
-from megatron_vshape.core.paper.catalogue import NAMES, make
+from megatron_vshape.core.paper.catalogue import EVERY_NAME, JOINT_NAMES, NAMES, make
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner.vocabulary import share_vocabulary
+from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.core.request import PlanRequest, find
 from megatron_vshape.mcore.observe.report import opening_lines
 from megatron_vshape.mcore.options import Options, options_from
@@ -151,3 +152,24 @@ def test_the_log_begins_with_all_that_every_rank_needs(tmp_path: Path) -> None:
     base = 15 + 9 + 4 * 8
     assert f"peak {100 * max(peaks) / base:.0f} % of 1F1B at PP 4, by rank {each} GiB, incl" in log
     assert "including model states of 18 18 18 31 GiB" in log
+
+
+def last_backwards(program: Program) -> list[list[int]]:
+    """Return the stages of every rank in the order of their last weight gradients."""
+    return [
+        list(dict.fromkeys(work.stage for work in reversed(row) if work.kind in (Kind.W, Kind.BW)))
+        for row in program.schedule.order
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "slices"), [*((name, 1) for name in EVERY_NAME), *((name, 2) for name in NAMES)]
+)
+def test_chunks_end_in_the_same_order_for_any_number_of_microbatches(
+    name: str, slices: int
+) -> None:
+    """So replicas with different numbers of microbatches reduce their chunks in the same order."""
+    planner = Planner(ScheduleChoice(4, name, slices=slices, may_overlap=name in JOINT_NAMES))
+    counts = range(8, 40, 4) if name in JOINT_NAMES else range(1, 19)
+    orders = [last_backwards(planner.plan_step(count).program) for count in counts]
+    assert orders == [orders[0]] * len(orders)

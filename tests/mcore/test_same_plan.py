@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from runtime.ranks import run_ranks
 
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
@@ -43,6 +44,42 @@ def test_ranks_with_unlike_orders_all_know() -> None:
     assert said == [[text]] * 3
     assert text.startswith("rank 2 has planned another order than rank 0 for 4 microbatches: ")
     assert run_ranks(2, compare_programs, ("v-half", "v-half")) == [[], []]
+
+
+def compare_counts(rank: int, count_of: tuple[int, ...], has_replicas: bool) -> str:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])] if has_replicas else []
+    pipeline = groups[rank // 2] if has_replicas else None
+    program = lower(make("v-half", 2, count_of[rank]))
+    try:
+        Agreement().check(program, groups=[pipeline])
+    except ScheduleError as error:
+        return str(error)
+    return ""
+
+
+def test_only_dependent_ranks_need_the_same_number_of_microbatches() -> None:
+    assert run_ranks(4, compare_counts, (4, 4, 3, 3), True) == [""] * 4
+    text, *others = run_ranks(4, compare_counts, (4, 4, 3, 3), False)
+    assert text.startswith("rank 2 runs 3 microbatches in this step, rank 0 runs 4: ")
+    assert others == [text] * 3
+    assert run_ranks(2, compare_counts, (4, 3), False)[0].startswith("rank 1 runs 3 microbatches")
+
+
+def compare_in_two_groups(rank: int, names: tuple[str, ...]) -> str:
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    try:
+        Agreement().check(
+            lower(make(names[rank], 2, 4)), groups=[rows[rank // 2], columns[rank % 2]]
+        )
+    except ScheduleError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_of_several_groups_compare_through_common_ranks() -> None:
+    texts = run_ranks(4, compare_in_two_groups, ("v-half", "v-half", "v-half", "v-zb"))
+    assert all("rank 3 has planned another order than rank 0" in text for text in texts)
 
 
 def compare_what_b_runs(rank: int, shares: tuple[float, ...]) -> str:

@@ -1,7 +1,7 @@
 """From the choice of a schedule to the programs for every number of microbatches.
 
 One rank plans for all, but each rank builds its program from its own copy of costs and files, so
-all ranks compare their programs before a step (`Agreement`).
+ranks that depend on each other compare their programs before a step (`Agreement`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -470,23 +470,38 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
+class _Record(NamedTuple):
+    """The program of a rank, for the comparison with other ranks."""
+
+    num_microbatches: int
+    text_hash: str
+
+
 class Agreement:
-    """Compares the programs of all ranks of the world, once per program."""
+    """Compares the programs of ranks that depend on each other, once per program."""
 
     def __init__(self) -> None:
         self._agreed: dict[int, Program] = {}  # by number of microbatches
 
-    def check(self, program: Program, beside: Mapping[Pass, Beside] | None = None) -> None:
+    def check(
+        self,
+        program: Program,
+        beside: Mapping[Pass, Beside] | None = None,
+        num_microbatches: int | None = None,
+        groups: Sequence[dist.ProcessGroup | None] = (None,),
+    ) -> None:
         """Check that all ranks run this program; all ranks call this for the same steps.
 
-        If data-parallel replicas ran different schedules, they would start their reductions in
-        different orders, which hangs or sums wrong tensors. The same is true for tensor-parallel
-        ranks that run different jobs inside a B. Ranks of one pipeline with different programs
-        could wait for each other forever.
+        Ranks of one pipeline with different programs could wait for each other forever. The same is
+        true for ranks that run different passes around a tensor-parallel, context-parallel or
+        expert-parallel collective.
 
         Args:
             program: The program of this step.
             beside: The W jobs that run inside each B.
+            num_microbatches: The trainer's number; None: that of the program.
+            groups: Groups whose ranks need the same program, directly or through a common rank.
+                None in it is the group of all ranks.
 
         Raises:
             ScheduleError: On all ranks, if one has a different program.
@@ -498,14 +513,34 @@ class Agreement:
             return
         text = f"{schedule.placement} {program.text()} {sorted((beside or {}).items())}"
         # A hash, because the text of a program can have megabytes.
-        own = hashlib.sha256(text.encode()).hexdigest()
-        everyones = [own] * dist.get_world_size()
-        dist.all_gather_object(everyones, own)
-        others = [rank for rank, each in enumerate(everyones) if each != everyones[0]]
-        if others:
+        own = _Record(
+            num_microbatches or schedule.num_microbatches,
+            hashlib.sha256(text.encode()).hexdigest(),
+        )
+        records = {dist.get_rank(): own}
+        for group in groups:
+            parts = [records] * dist.get_world_size(group)
+            dist.all_gather_object(parts, records, group=group)
+            records = {rank: record for part in parts for rank, record in part.items()}
+        _check_records(records)
+        keep(self._agreed, schedule.num_microbatches, program)
+
+
+def _check_records(records: Mapping[int, _Record]) -> None:
+    """Raise ScheduleError unless all ranks run the same program."""
+    first = min(records)
+    expected = records[first]
+    for rank, record in sorted(records.items()):
+        if record.num_microbatches != expected.num_microbatches:
             raise ScheduleError(
-                f"rank {others[0]} has planned another order than rank 0 for "
-                f"{schedule.num_microbatches} microbatches: give every node the same costs and "
+                f"rank {rank} runs {record.num_microbatches} microbatches in this step, rank "
+                f"{first} runs {expected.num_microbatches}: the ranks of a pipeline need the same "
+                "number, and so do all data-parallel replicas with expert parallelism, a searched "
+                "schedule or a schedule file. Pass the same num_microbatches on all of these ranks"
+            )
+        if record != expected:
+            raise ScheduleError(
+                f"rank {rank} has planned another order than rank {first} for "
+                f"{expected.num_microbatches} microbatches: give every node the same costs and "
                 "schedule files"
             )
-        keep(self._agreed, schedule.num_microbatches, program)

@@ -328,8 +328,28 @@ class PipelineRunner:
         # as a message that never arrives.
         with refusing():
             _check_captured(self._state.captured, plan.program)
-            self._agreement.check(plan.program, plan.beside)
+            self._agreement.check(
+                plan.program, plan.beside, context.num_microbatches, self._dependent_groups(context)
+            )
         return plan.program, plan.beside if fills_waits else {}
+
+    def _dependent_groups(self, context: StepContext) -> Sequence[dist.ProcessGroup | None]:
+        """Return the groups whose ranks need the same program; None is the group of all ranks.
+
+        Data-parallel replicas may run different numbers of microbatches, as with Megatron's
+        schedules: in a named schedule the chunks of a rank end in the same order for any number, so
+        their gradient reductions match.
+        """
+        config, groups = context.config, context.groups
+        tensor = config.tensor_model_parallel_size
+        expert_tensor = config.expert_tensor_parallel_size or tensor
+        has_expert_groups = config.expert_model_parallel_size > 1 or expert_tensor != tensor
+        choice = self.pipeline.choice
+        # Groups of experts span replicas. A searched schedule is one for all replicas, and a file
+        # may differ between nodes.
+        if has_expert_groups or choice.plans_by_costs or choice.from_file is not None:
+            return (None,)
+        return groups.tp, groups.cp, groups.pp
 
     def _reports(self, context: StepContext) -> list[Any]:
         """Return the losses on the ranks where the trainer reads them."""

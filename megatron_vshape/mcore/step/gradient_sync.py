@@ -33,8 +33,9 @@ class GradientSync:
     DDP would start a bucket when autograd passes its parameters for the last time, which is too
     early with deferred weight gradients. So the whole step runs under `no_sync`, and this class
     starts the buckets: those without weight jobs when the last W of their chunk starts, the others
-    when the jobs have added their missing gradients. All data-parallel ranks run the same program,
-    and the buckets of a chunk start in order, so the reductions match.
+    when the jobs have added their missing gradients. The chunks of a rank end in the same order on
+    all data-parallel ranks, even if their numbers of microbatches differ (`test_plans.py`), and the
+    buckets of a chunk start in order. So the reductions match.
     """
 
     def __init__(
