@@ -9,8 +9,10 @@ from functools import partial
 from types import CodeType
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
+from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.runtime.activation_tracker import ActivationTracker
 from megatron_vshape.runtime.graph_memory import GraphMemory
@@ -68,6 +70,8 @@ class StepState:
     # A `split.graphs.Capture` while Transformer Engine captures F, B and W.
     capture: Any = None
     captured: Program | None = None  # the program that CUDA graphs replay; no other can run
+    # Type, chunk and microbatch of every pass of a step, if CUDA graphs replay W separately.
+    captured_passes: Sequence[tuple[Kind, int, int]] | None = None
     tracker: ActivationTracker | None = None  # set while a step measures activation memory
     late_checks: Checks | None = None  # set while passes run; stores loss checks
     timer: PassTimer | None = None  # set while a step of Megatron's schedules is timed

@@ -1,5 +1,7 @@
 """When GradientSync starts which reduction, on chunks with made-up bucket groups."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_vshape.mcore.refusals import UnsupportedError
-from megatron_vshape.mcore.step.gradient_sync import GradientSync
+from megatron_vshape.mcore.step.gradient_sync import GradientSync, splits_last
 
 
 class Group:
@@ -134,3 +136,43 @@ def test_the_caller_who_accumulates_over_several_calls_reduces_itself() -> None:
         for _ in range(2):
             run_w(sync, log, 0, [])
     assert log == []
+
+
+def test_a_step_within_no_sync_does_not_end_it() -> None:
+    chunk = chunk_of("b", [])
+
+    @contextmanager
+    def no_sync() -> Iterator[None]:
+        """Megatron's: it sets the flag at its end, without a look at its value before."""
+        for group in chunk.bucket_groups:
+            group.is_last_microbatch = False
+        yield
+        for group in chunk.bucket_groups:
+            group.is_last_microbatch = True
+
+    config = SimpleNamespace(param_sync_func=None, no_sync_func=no_sync)
+    choice = SimpleNamespace(keeps_backward_whole=False)
+    pipeline: Any = SimpleNamespace(overlaps_grad_reduce=True, choice=choice)
+    with no_sync():
+        with GradientSync(config, [chunk], pipeline, 2, False).without_ddp():
+            assert not GradientSync(config, [chunk], pipeline, 2, False).overlaps
+        assert not any(group.is_last_microbatch for group in chunk.bucket_groups)
+    with GradientSync(config, [chunk], pipeline, 2, False).without_ddp():
+        assert not any(group.is_last_microbatch for group in chunk.bucket_groups)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_the_last_backward_is_split_in_every_step_as_captured(recomputes: bool) -> None:
+    """CUDA graphs are captured once, for steps within the caller's no_sync as well."""
+    splits = []
+    for is_last_call in (False, True):
+        chunk = chunk_of("b", [])
+        for group in chunk.bucket_groups:
+            group.is_last_microbatch = is_last_call
+        sync = sync_of([chunk], recomputes=recomputes)
+        sync.weights_done(0)
+        splits.append(sync.splits(0))
+    pipeline: Any = SimpleNamespace(
+        overlaps_grad_reduce=True, choice=SimpleNamespace(keeps_backward_whole=recomputes)
+    )
+    assert splits == [splits_last(pipeline, chunk)] * 2 == [not recomputes] * 2

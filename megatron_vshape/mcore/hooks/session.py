@@ -45,7 +45,7 @@ from megatron_vshape.mcore.split.linear_layers import (
     make_split_linear,
 )
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner, message_bytes
-from megatron_vshape.mcore.step.gradient_sync import overlaps_grad_reduce
+from megatron_vshape.mcore.step.gradient_sync import splits_last
 from megatron_vshape.mcore.step.losses import can_wait
 from megatron_vshape.mcore.step.microbatches import iterators_by_chunk
 from megatron_vshape.mcore.step_state import StepState, unwrapped
@@ -361,6 +361,12 @@ def create_cudagraphs(session: Session, original: Function, helper: Any) -> None
     try:
         with graphs.capturing(helper, capture, session.step):
             original(helper)
+        # The helper of a vision encoder has only the first chunk.
+        if capture is not None and helper.num_model_chunks == pipeline.stage_map.num_chunks:
+            # Passes of features have no graphs.
+            session.step.captured_passes = [
+                work for work in capture.passes if work.kind in (Kind.F, Kind.B, Kind.W, Kind.BW)
+            ]
     finally:
         session.is_capturing = False
 
@@ -370,13 +376,10 @@ def _capture_of_weights(pipeline: Pipeline, helper: Any) -> graphs.Capture:
     rank = parallel_state.get_pipeline_model_parallel_rank()
     stages = pipeline.stage_map.stages(rank)[: helper.num_model_chunks]
     program = pipeline.planner.plan_step(get_num_microbatches()).program
-    overlaps = pipeline.overlaps_grad_reduce or overlaps_grad_reduce(helper.model[0])
-    return graphs.Capture(
-        helper.callables_per_chunk,
-        covered(helper.model),
-        passes_of(program, rank, stages),
-        splits_last=overlaps and not pipeline.choice.keeps_backward_whole,
-    )
+    passes = passes_of(program, rank, stages)
+    if splits_last(pipeline, helper.model[0]):
+        passes = graphs.with_last_split(passes)
+    return graphs.Capture(helper.callables_per_chunk, covered(helper.model), passes)
 
 
 @replaces

@@ -87,6 +87,20 @@ def passes_of(program: Program, rank: int, stages: Sequence[int]) -> list[ChunkP
     ]
 
 
+def with_last_split(passes: Sequence[ChunkPass]) -> list[ChunkPass]:
+    """Split the last full backward of each chunk into B and W, as with --overlap-grad-reduce."""
+    last = {work.chunk: at for at, work in enumerate(passes) if Kind.W in work.kind.does}
+    return [
+        part
+        for at, work in enumerate(passes)
+        for part in (
+            (work._replace(kind=Kind.B), work._replace(kind=Kind.W))
+            if work.kind is Kind.BW and last[work.chunk] == at
+            else (work,)
+        )
+    ]
+
+
 def capture_order(program: Program, rank: int, stages: Sequence[int]) -> list[int]:
     """List a rank's passes in Megatron's format for TE: chunk number for F, negative number for B.
 
@@ -123,30 +137,23 @@ def layer_order(
     passes: Sequence[ChunkPass],
     chunks: Sequence[Sequence[bool]],
     microbatches: int,
-    splits_last: bool = False,
 ) -> list[float]:
     """List a rank's passes per layer as TE's `_order`: n for F, -n for B, -n - 0.5 for W.
 
     n starts at 1 and counts by chunk, microbatch and layer, as Megatron numbers its graphs.
-    `chunks` has one flag per layer: whether the layer has weight gradients. With `splits_last`, the
-    last full backward of a chunk runs as B, then W, as with --overlap-grad-reduce.
+    `chunks` has one flag per layer: whether the layer has weight gradients. A full backward runs B
+    and W layer by layer.
     """
     starts = [microbatches * sum(map(len, chunks[:at])) for at in range(len(chunks))]
-    left = [microbatches] * len(chunks)
     order: list[float] = []
     for kind, chunk, microbatch in passes:
         first = starts[chunk] + microbatch * len(chunks[chunk]) + 1
         layers = [*enumerate(chunks[chunk], first)]
-        b, w = Kind.B in kind.does, Kind.W in kind.does
-        left[chunk] -= w
+        has_b, has_w = Kind.B in kind.does, Kind.W in kind.does
         if Kind.F in kind.does:
             order += [number for number, _ in layers]
-        # With --overlap-grad-reduce, the last full backward of a chunk runs as B, then W. Every
-        # other one runs B and W layer by layer.
-        parts = [(b, False), (False, w)] if splits_last and not left[chunk] else [(b, w)]
-        for has_b, has_w in parts:
-            for number, has_weights in reversed(layers):
-                order += [-number] * has_b + [-number - 0.5] * (has_w and has_weights)
+        for number, has_weights in reversed(layers):
+            order += [-number] * has_b + [-number - 0.5] * (has_w and has_weights)
     return order
 
 
@@ -162,17 +169,15 @@ class Capture:
         chunks: Sequence[Sequence[nn.Module]],
         covered: Collection[nn.Module],
         passes: Sequence[ChunkPass],
-        splits_last: bool,
     ) -> None:
         """Set up the capture.
 
         Args:
             chunks: The captured layers of each chunk.
             covered: All modules that CUDA graphs cover.
-            passes: The passes of this rank.
-            splits_last: Whether the last full backward of a chunk runs as B, then W.
+            passes: The passes of this rank, as they are replayed.
         """
-        self._chunks, self._passes, self._splits_last = chunks, passes, splits_last
+        self._chunks, self.passes = chunks, passes
         self._owners: dict[nn.Module, nn.Module] = {}  # linear layer -> captured layer
         self._turns: dict[nn.Module, list[int]] = {}  # microbatches in the order of W
         for at, layers in enumerate(chunks):
@@ -226,7 +231,7 @@ class Capture:
             options["fp8_enabled"] = tuple(of_layer[each] for each in repeated)
         owners = set(self._owners.values())
         weights = [[layer in owners for layer in layers] for layers in self._chunks]
-        options["_order"] = layer_order(self._passes, weights, many, self._splits_last)
+        options["_order"] = layer_order(self.passes, weights, many)
         options["_num_layers_per_chunk"] = [1] * len(repeated)
         return original(repeated, sample_args, **options)
 

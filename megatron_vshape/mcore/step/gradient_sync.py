@@ -57,8 +57,9 @@ class GradientSync:
         self._model = model
         wants = pipeline.overlaps_grad_reduce or overlaps_grad_reduce(model[0])
         self._disables_hooks = wants and not forward_only
-        self.overlaps = self._disables_hooks and not _accumulates(model)
-        self._splits_last = not pipeline.choice.keeps_backward_whole
+        self._accumulates = _accumulates(model)
+        self.overlaps = self._disables_hooks and not self._accumulates
+        self._splits_last = not forward_only and splits_last(pipeline, model[0])
         # By chunk, the backwards whose W has not ended: the last one completes its gradients.
         self._left = [num_microbatches] * len(model)
         self._closed: set[int] = set()
@@ -81,7 +82,8 @@ class GradientSync:
         """Disable DDP's own reductions during a step."""
         with contextlib.ExitStack() as stack:
             no_sync = self._config.no_sync_func
-            if no_sync is not None:
+            # The end of this context would end the caller's `no_sync` as well.
+            if no_sync is not None and not self._accumulates:
                 # With several chunks, Megatron's trainer sets one context per chunk.
                 for enter in self._per_chunk(no_sync) if isinstance(no_sync, list) else [no_sync]:
                     stack.enter_context(enter())
@@ -105,10 +107,9 @@ class GradientSync:
     def splits(self, chunk: int) -> bool:
         """Return whether a full backward of the chunk runs as B, then W.
 
-        True for the last one, so that its buckets start one by one. False with full recompute,
-        because all recomputed activations would be allocated between B and W.
+        True for the last one, so that its buckets start one by one.
         """
-        return self.overlaps and self._splits_last and self._left[chunk] == 1
+        return self._splits_last and self._left[chunk] == 1
 
     def weights_begin(self, chunk: int) -> None:
         """Record that a W of the chunk starts; its B has run."""
@@ -160,6 +161,17 @@ class GradientSync:
 
     def _per_chunk(self, function: Any) -> list[Any]:
         return function if isinstance(function, list) else [function] * len(self._model)
+
+
+def splits_last(pipeline: Pipeline, chunk: nn.Module) -> bool:
+    """Return whether the last full backward of every chunk runs as B, then W.
+
+    CUDA graphs are captured in this order, so it depends on the run only, not on a step: the caller
+    may run some steps within DDP's `no_sync`. False with full recompute, because all recomputed
+    activations would be allocated between B and W.
+    """
+    overlaps = pipeline.overlaps_grad_reduce or overlaps_grad_reduce(chunk)
+    return overlaps and not pipeline.choice.keeps_backward_whole
 
 
 def divide_by_tokens(model: Sequence[Any], tokens: Tensor, groups: Any) -> None:

@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
-from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.core.program.lowering import Beside
@@ -164,6 +164,7 @@ class StepContext:
     # in the first one.
     hooks: list[StepHook] = field(default_factory=list, init=False, compare=False)
     loss_store: list[Any] = field(default_factory=list, init=False, compare=False)
+    num_replayed: int = field(default=0, init=False, compare=False)  # passes with CUDA graphs
 
     def __post_init__(self) -> None:
         """Set the chunks and their config."""
@@ -184,6 +185,25 @@ class StepContext:
     def handlers(self) -> dict[Kind, Handler]:
         """Return the handlers of passes that do not belong to a stage, by kind."""
         return {kind: each for hook in self.hooks for kind, each in hook.handlers().items()}
+
+    def check_captured(self, kind: Kind, chunk: int, microbatch: int) -> None:
+        """Raise ScheduleError unless this is the next pass in the captured order of CUDA graphs.
+
+        Graphs share memory in the order of their capture, so replays in another order would
+        overwrite tensors that later passes read.
+        """
+        captured = self.state.captured_passes
+        if captured is None or self.forward_only:
+            return
+        if captured[self.num_replayed] != (kind, chunk, microbatch):
+            expected = captured[self.num_replayed]
+            raise ScheduleError(
+                f"CUDA graphs were captured for {expected[0]} of microbatch {expected[2]} in chunk "
+                f"{expected[1]} as pass {self.num_replayed} of a step, which runs {kind} of "
+                f"microbatch {microbatch} in chunk {chunk}: replays in another order overwrite "
+                "each other's memory. Add --pipeline-split-graphs off"
+            )
+        self.num_replayed += 1
 
     @contextmanager
     def around_passes(self) -> Iterator[None]:
@@ -336,6 +356,7 @@ class MegatronStage:
     def backward_weights(self, microbatch: int) -> None:
         """Run W."""
         work = Pass(Kind.W, self.stage, microbatch)
+        self.step.check_captured(Kind.W, self.chunk, microbatch)
         # Features bring back saved activations that they have moved, before the jobs read them.
         for hook in self.step.hooks:
             hook.begins(work)
@@ -377,6 +398,7 @@ class MegatronStage:
 
     def backward_arguments(self, microbatch: int, received: Tensor | None, whole: bool) -> Backward:
         """Return the arguments of a B, and drop the stage's references to them."""
+        self.step.check_captured(Kind.BW if whole else Kind.B, self.chunk, microbatch)
         # Dropped before B runs, so that autograd can free each activation as soon as it is used.
         inputs, outputs = self._inputs.pop(microbatch), self._outputs.pop(microbatch)
         return Backward(
@@ -390,6 +412,7 @@ class MegatronStage:
     def _forward_arguments(self, microbatch: int, received: Tensor | None) -> Forward:
         """Return the arguments of an F."""
         step = self.step
+        step.check_captured(Kind.F, self.chunk, microbatch)
         if received is not None and not step.forward_only:
             # B sends the gradient of this tensor to the previous stage.
             received.requires_grad_()
