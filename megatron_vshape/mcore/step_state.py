@@ -139,3 +139,14 @@ def unwrapped(chunk: nn.Module) -> Any:
     while isinstance(inner := getattr(chunk, "module", None), nn.Module):
         chunk = inner
     return chunk
+
+
+def device_of(chunks: Iterable[nn.Module]) -> torch.device:
+    """Return the device of a rank's chunks; without parameters, the current device."""
+    parameters = (parameter for chunk in chunks for parameter in chunk.parameters())
+    parameter = next(parameters, None)
+    if parameter is not None:
+        return parameter.device
+    # A stage of no-op layers has none; its messages are on the device that Megatron uses.
+    is_on_gpu = torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")

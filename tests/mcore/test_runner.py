@@ -1,15 +1,20 @@
 """What the function that Megatron calls for every step leaves behind."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("megatron.training")
 
 import torch
+from torch import nn
 
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
-from megatron_vshape.mcore.step_state import StepState
+from megatron_vshape.mcore.step.stage import MegatronStage, PassResults, StepContext, StepHook
+from megatron_vshape.mcore.step_state import StepState, device_of
 
 
 def test_weight_jobs_of_a_step_that_failed_are_let_go_of() -> None:
@@ -31,3 +36,54 @@ def test_a_step_connects_communicators_that_a_library_has_replaced() -> None:
     )
     runner._ready_transport(SimpleNamespace(pipeline_dtype=torch.float32), (4, 1, 8), None, None)
     assert calls == ["reconnect", "expect"]
+
+
+class TwoOutputs(StepHook):
+    """Runs the passes of a model that returns two tensors."""
+
+    def run_passes(self, config: Any, forward: Any, backward: Any) -> PassResults:
+        return PassResults((torch.ones(2), torch.ones(1)), torch.tensor(0), None)
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_a_stage_that_returns_several_tensors_is_rejected(forward_only: bool) -> None:
+    step: Any = SimpleNamespace(
+        hooks=[TwoOutputs()],
+        state=StepState(),
+        config=None,
+        pipeline=SimpleNamespace(choice=SimpleNamespace(name="v-half")),
+        forward_only=forward_only,
+        first_val_step=None,
+        forward_step=None,
+        num_tokens=0,
+        check_captured=lambda *work: None,
+    )
+    stage = MegatronStage(step, chunk=0, stage=1, is_last=False, has_several_chunks=True)
+    with pytest.raises(UnsupportedError, match="^stage 1 returned a tuple of 2 items: a stage of"):
+        stage.forward(0, torch.ones(2))
+
+
+def test_passes_in_another_order_than_captured_are_rejected() -> None:
+    state = StepState(captured_passes=[(Kind.F, 0, 0), (Kind.B, 0, 0), (Kind.W, 0, 0)])
+    context = StepContext.__new__(StepContext)
+    context.state, context.forward_only, context.num_replayed = state, False, 0
+    context.check_captured(Kind.F, 0, 0)
+    with pytest.raises(ScheduleError, match="captured for B of microbatch 0 .* runs BW of micro"):
+        context.check_captured(Kind.BW, 0, 0)
+    context.check_captured(Kind.B, 0, 0)
+    context.forward_only = True  # evaluation replays no graphs
+    context.check_captured(Kind.F, 0, 1)
+
+
+def test_adjusted_message_shapes_are_rejected() -> None:
+    runner = PipelineRunner.__new__(PipelineRunner)
+    runner.pipeline = SimpleNamespace(  # type: ignore[assignment]
+        choice=SimpleNamespace(name="v-half")
+    )
+    with pytest.raises(RefusedError, match="v-half does not support adjust_tensor_shapes_fn: "):
+        runner(adjust_tensor_shapes_fn=lambda *shapes: shapes)
+
+
+def test_a_stage_without_parameters_has_a_device() -> None:
+    assert device_of([nn.Identity(), nn.Linear(1, 1, device="meta")]).type == "meta"
+    assert device_of([nn.Identity()]).type == ("cuda" if torch.cuda.is_available() else "cpu")

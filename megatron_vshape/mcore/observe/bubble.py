@@ -20,7 +20,7 @@ from megatron_vshape.core.paper import catalogue
 from megatron_vshape.mcore.observe.report import RunReport
 from megatron_vshape.mcore.setup.choice import ScheduleChoice
 from megatron_vshape.mcore.setup.plans import Planner
-from megatron_vshape.mcore.step_state import StepState
+from megatron_vshape.mcore.step_state import StepState, device_of
 from megatron_vshape.runtime.activation_tracker import ActivationTracker
 from megatron_vshape.runtime.measure import PassTimer
 
@@ -134,7 +134,7 @@ class MeteredSchedule:
         model, microbatches = arguments["model"], arguments["num_microbatches"]
         tokens = microbatches * arguments["micro_batch_size"] * arguments["seq_length"]
         chunks = model if isinstance(model, list) else [model]
-        torch_device = next(chunks[0].parameters()).device
+        torch_device = device_of(chunks)
         with self.report.training_step(chunks, microbatches, tokens):
             timer = self.meter.begin_step(microbatches, torch_device)
             with self._state.setting(timer=timer):

@@ -26,7 +26,13 @@ from megatron_vshape.core.program.lowering import Beside
 from megatron_vshape.mcore.observe.bubble import BubbleMeter, Logs
 from megatron_vshape.mcore.observe.profiling import Profiler
 from megatron_vshape.mcore.observe.report import RunReport
-from megatron_vshape.mcore.refusals import check_config, check_one_module, refusing, uses_stash
+from megatron_vshape.mcore.refusals import (
+    UnsupportedError,
+    check_config,
+    check_one_module,
+    refusing,
+    uses_stash,
+)
 from megatron_vshape.mcore.setup.configure import Pipeline
 from megatron_vshape.mcore.setup.features import features
 from megatron_vshape.mcore.setup.plans import Agreement
@@ -41,7 +47,7 @@ from megatron_vshape.mcore.step.microbatches import (
     share_iterators,
 )
 from megatron_vshape.mcore.step.stage import MegatronStage, StepContext, StepFeature
-from megatron_vshape.mcore.step_state import StepState
+from megatron_vshape.mcore.step_state import StepState, device_of
 from megatron_vshape.runtime.failures import (
     forget_cause,
     publish_cause_at_exit,
@@ -90,8 +96,8 @@ class PipelineRunner:
         The parameters are those of Megatron's function. The reports are returned on the last
         pipeline rank, where the trainer reads them, and on the rank of the last stage.
         """
-        if adjust_tensor_shapes_fn is not None:
-            raise ValueError("adjust_tensor_shapes_fn is not supported by --pipeline-schedule")
+        with refusing():
+            _check_shapes(self.pipeline.choice.name, adjust_tensor_shapes_fn)
         # Megatron calls by keyword. A parameter that a later release adds fails here, by its name.
         context = StepContext(self._state, self.pipeline, **arguments)
         with refusing():
@@ -114,7 +120,7 @@ class PipelineRunner:
         """
         chunk = model[0] if isinstance(model, list) else model
         group = parallel_state.get_pipeline_model_parallel_group()
-        device = next(chunk.parameters()).device
+        device = device_of([chunk])
         # Any shape will do here: each step announces its own.
         return self._ready_transport(get_model_config(chunk), (1, 1, 1), device, group).summary()
 
@@ -420,6 +426,16 @@ class PipelineRunner:
         # Megatron uses the count of the last rank, but only the loss rank has counted tokens.
         dist.all_reduce(context.num_tokens, group=groups.pp)
         finalize(context.chunks, context.num_tokens, **options)
+
+
+def _check_shapes(schedule: str, adjust_tensor_shapes_fn: Any) -> None:
+    """Raise UnsupportedError if the trainer would change the shapes of messages."""
+    if adjust_tensor_shapes_fn is not None:
+        raise UnsupportedError(
+            f"--pipeline-schedule {schedule} does not support adjust_tensor_shapes_fn: a message "
+            "between stages is one tensor [s, b, h], with the sizes of the model's config. Call "
+            "the schedule without adjust_tensor_shapes_fn, or remove --pipeline-schedule"
+        )
 
 
 def _stages(context: StepContext) -> Mapping[int, Stage]:

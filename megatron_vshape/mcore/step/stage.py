@@ -22,9 +22,10 @@ from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.core.program.lowering import Beside
+from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.setup.configure import Pipeline
 from megatron_vshape.mcore.step.gradient_sync import GradientSync
-from megatron_vshape.mcore.step_state import StepState, TokenRange
+from megatron_vshape.mcore.step_state import StepState, TokenRange, device_of
 from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.program_runner import Handler, ProgramRun
 from megatron_vshape.runtime.weight_jobs import WeightJobs
@@ -180,7 +181,7 @@ class StepContext:
     @property
     def torch_device(self) -> torch.device:
         """The device of the model."""
-        return next(self.chunks[0].parameters()).device
+        return device_of(self.chunks)
 
     def handlers(self) -> dict[Kind, Handler]:
         """Return the handlers of passes that do not belong to a stage, by kind."""
@@ -440,6 +441,8 @@ class MegatronStage:
     def _finish_forward(self, given: Forward, output: Tensor, num_tokens: Tensor) -> Tensor | None:
         """Store the tensors of an F that B needs; return the tensor for the next stage."""
         step, microbatch = self.step, given.microbatch
+        if not self.is_last:
+            self._check_output(output)
         step.num_tokens += num_tokens
         for hook in step.hooks:
             output = hook.output(self.is_last, microbatch, output)
@@ -460,6 +463,17 @@ class MegatronStage:
         for hook in step.hooks:
             hook.sent(self.stage, microbatch, sent)
         return None
+
+    def _check_output(self, output: Any) -> None:
+        """Raise UnsupportedError unless the output of an F can be sent to the next stage."""
+        if isinstance(output, Tensor):
+            return
+        size = f" of {len(output)} items" if isinstance(output, (tuple, list, dict)) else ""
+        raise UnsupportedError(
+            f"stage {self.stage} returned a {type(output).__name__}{size}: a stage of "
+            f"--pipeline-schedule {self.step.pipeline.choice.name} sends one tensor per microbatch "
+            "to the next stage. Return one tensor from the model, or remove --pipeline-schedule"
+        )
 
     def _backward(
         self, microbatch: int, received: Tensor | None, kind: Kind = Kind.B
