@@ -6,6 +6,7 @@ import importlib.metadata
 import platform
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group(parser, OUTPUT).add_argument(
         "--verbose",
         action="store_true",
-        help="Print all hooks, and the options that each feature rejects",
+        help="Print all hooks, the options that each feature rejects, and the judgement of every "
+        "argument of Megatron",
     )
 
 
@@ -55,6 +57,7 @@ def run(options: argparse.Namespace) -> int:
     if options.verbose:
         for title, refusals in _refusals_by_feature():
             print(_section(f"rejected with {title}", _refused(refusals)))
+        print(_section("arguments of Megatron's parser", _judgements()))
         if is_installed("torch"):
             print(_section("weight gradient kernels", _two_columns(list(_kernels()))))
     else:
@@ -233,6 +236,30 @@ def _options() -> str:
     for name in sorted(rows, key=lambda each: each.lstrip("-")):
         lines.append(name)
         lines += [f"    {line}" for line in _wrapped(rows[name], WIDTH - 6)]
+    return "\n".join(lines)
+
+
+def _judgements() -> str:
+    """Format the number of arguments by judgement, and all arguments by topic."""
+    from megatron_vshape.mcore.setup.judged_arguments import TOPICS
+    from megatron_vshape.mcore.setup.judgements import judgements, words
+
+    table = judgements()
+    counts = Counter(judged.judgement for judged in table.values())
+    listed = dict.fromkeys(topic.judgement for topic in TOPICS)
+    above = [judgement for judgement in counts if judgement not in listed]
+    numbers = ", ".join(f"{counts[judgement]} {judgement}" for judgement in above)
+    lines = [f"{numbers}: see above", "*: some features reject it or some of its values, see above"]
+    for judgement in listed:
+        lines.append(f"{counts[judgement]} {judgement}")
+        for topic in (topic for topic in TOPICS if topic.judgement == judgement):
+            names = (
+                f"{word.name}{'*' if table[word.name].rejected_with else ''}"
+                for word in words(topic.names)
+            )
+            title = _wrapped(f"{topic.title}: {topic.reason}", WIDTH - 4, "  ")
+            lines += [f"  {line}" for line in title]
+            lines += [f"      {line}" for line in _wrapped(", ".join(names), WIDTH - 8)]
     return "\n".join(lines)
 
 

@@ -45,6 +45,8 @@ def test_where_everything_fits() -> None:
     from megatron_vshape.mcore.hooks import registry
     from megatron_vshape.mcore.refusals import REFUSALS, By
     from megatron_vshape.mcore.setup.features import features
+    from megatron_vshape.mcore.setup.judged_arguments import TOPICS
+    from megatron_vshape.mcore.setup.judgements import words
     from megatron_vshape.mcore.setup.translate import TRANSLATIONS
 
     run = python("-m", "megatron_vshape.cli.main", "doctor", "--verbose")
@@ -63,6 +65,9 @@ def test_where_everything_fits() -> None:
     assert all(each.becomes in text for each in TRANSLATIONS)
     names = [name.replace("_", "-") for each in TRANSLATIONS for name in each.names]
     assert all(f" --{name} " in text for name in names)
+    judged = [word.name for topic in TOPICS for word in words(topic.names)]
+    assert not {*judged} - {*text.replace(",", "").replace("*", "").split()}
+    assert all(topic.reason in text for topic in TOPICS)
     assert "fp32, fp32 accumulation, on this cpu addmm" in text
     assert text.endswith("ready to train")
 

@@ -93,6 +93,7 @@ class Session:
     registered: Options | None = None  # the options of `register`
     chosen_by_flags: bool = False  # Megatron's parser has run; its flags override `registered`
     names_schedule: bool = False  # the flags name a schedule, even if it is rejected later
+    megatron_defaults: Mapping[str, Any] = field(default_factory=dict)  # of its own arguments
     # Keeps the store of the ranks' rendezvous open: some ranks may still read a plan from it.
     rank_zero: RankZeroPlanner | None = None
     environment: Environment = field(default_factory=Environment)

@@ -27,6 +27,7 @@ from megatron_vshape.mcore.options import add_arguments
 from megatron_vshape.mcore.refusals import RefusedError, check_one_module, refusing
 from megatron_vshape.mcore.setup import configure
 from megatron_vshape.mcore.setup.configure import Pipeline
+from megatron_vshape.mcore.setup.judgements import warn_of_unjudged
 from megatron_vshape.mcore.setup.megatron_schedules import megatrons_own
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 from megatron_vshape.runtime.failures import last_words
@@ -38,13 +39,19 @@ logger = logging.getLogger(__name__)
 def add_megatron_arguments(
     session: Session, original: Function, parser: ArgumentParser
 ) -> ArgumentParser:
-    """Add this package's flags after Megatron's."""
+    """Add this package's flags after Megatron's, whose defaults the session records."""
 
     def record(name: str) -> str:
         session.names_schedule = True
         return name
 
-    return add_arguments(original(parser), record)
+    # A library's parser may have its own arguments before and after this call.
+    others = {action.dest for action in parser._actions}
+    parser = original(parser)
+    session.megatron_defaults = {
+        action.dest: action.default for action in parser._actions if action.dest not in others
+    }
+    return add_arguments(parser, record)
 
 
 @replaces_always
@@ -62,6 +69,8 @@ def validate_args(
         session.choose(pipeline, megatrons_own(args))
         session.chosen_by_flags = True
     if pipeline is not None:
+        # Before the original, which changes arguments.
+        warn_of_unjudged(args, session.megatron_defaults)
         # Before the original: Megatron's checks initialize CUDA, which reads the environment.
         session.environment.set_variables(args, pipeline)
     validated = original(args, *rest, **options)
