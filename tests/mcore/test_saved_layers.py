@@ -1,15 +1,33 @@
-"""A checkpoint by ranks (--ckpt-format torch) loads where its layers are, and nowhere else."""
+"""A checkpoint by ranks loads with the layers that it was saved with, and with no others.
+
+These are checkpoints of --ckpt-format torch, and the default state of distributed optimizers.
+"""
 
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from mcore.conftest import UNTIED
 from mcore.farm import Ended, Farm
 
 pytest.importorskip("megatron.training")
 
-from megatron_vshape.mcore.hooks.checkpoints import RECORD, check_layers, saved_layers
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from megatron_vshape.mcore.hooks import optimizer_state
+from megatron_vshape.mcore.hooks.checkpoints import check_layers
+from megatron_vshape.mcore.hooks.optimizer_state import check_optimizer_state, has_state_by_rank
+from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.setup.rank_layers import (
+    RECORD,
+    layers_of_megatron,
+    layers_of_stages,
+    saved_layers,
+)
 
 V_HALF = "--pipeline-schedule v-half"
 FORMAT = ("--ckpt-format", "torch")
@@ -37,21 +55,94 @@ def test_what_the_record_says_counts() -> None:
     assert saved_layers(saved(pipeline_schedule="v-half", **{RECORD: layers})) == layers
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"pipeline_schedule": "v-half"},  # of a version without a record
-        {"decoder_first_pipeline_num_layers": 1},
-        {"pipeline_model_parallel_layout": "Et|t|t|tL"},
-        {"hybrid_layer_pattern": "*-*-*-*-"},
-    ],
-)
-def test_other_checkpoints_may_not_tell(
-    changed: dict[str, object], caplog: pytest.LogCaptureFixture
-) -> None:
-    assert saved_layers(saved(**changed)) is None
+def test_other_checkpoints_may_not_tell(caplog: pytest.LogCaptureFixture) -> None:
+    assert saved_layers(saved(pipeline_schedule="v-half")) is None  # of a version without a record
+    assert saved_layers(saved(num_layers=7)) is None  # no split of Megatron
     check_layers(None, LOOPING, "/folder")
     assert "does not state which rank had which layers" in caplog.text
+
+
+def test_layouts_and_patterns_have_layers_by_chunk_then_rank() -> None:
+    layout = saved(pipeline_model_parallel_layout="Et|tt|tttt|tmL", mtp_num_layers=1)
+    ranks = [[[0, 1], [4, 5, 6, 7]], [[2, 3], [8, 9, -1]]]
+    assert saved_layers(layout) == ranks
+    pattern = saved(hybrid_layer_pattern="*|-*|-*-*|-/*", virtual_pipeline_model_parallel_size=None)
+    assert saved_layers(pattern) == ranks
+
+
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+COUNTED = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
+
+
+@pytest.mark.parametrize("chunks", [None, 2])
+@pytest.mark.parametrize(
+    ("num_layers", "options"),
+    [
+        (16, {}),
+        (16, {FIRST: 2, LAST: 2}),
+        (12, {FIRST: 6}),
+        (10, {LAST: 4}),
+        (14, dict.fromkeys(COUNTED, True)),
+        (15, {COUNTED[0]: True}),
+    ],
+)
+def test_layers_are_those_that_megatron_builds(
+    num_layers: int, options: dict[str, Any], chunks: int | None
+) -> None:
+    config: Any = SimpleNamespace(
+        num_layers=num_layers,
+        pipeline_model_parallel_size=4,
+        virtual_pipeline_model_parallel_size=chunks,
+        pipeline_model_parallel_layout=None,
+        **({FIRST: None, LAST: None} | dict.fromkeys(COUNTED, False) | options),
+    )
+
+    def built(rank: int, chunk: int | None) -> list[int]:
+        offset = get_transformer_layer_offset(config, chunk, rank)
+        count = get_num_layers_to_build(config, chunk, rank)
+        return list(range(offset + 1, offset + count + 1))
+
+    layers = layers_of_megatron(config)
+    assert layers is not None
+    ends = {0, -1}
+    assert [[[at for at in chunk if at not in ends] for chunk in rank] for rank in layers] == [
+        [built(rank, chunk) for chunk in ([None] if chunks is None else range(chunks))]
+        for rank in range(4)
+    ]
+
+
+def test_all_ranks_have_rows_of_a_shared_vocabulary() -> None:
+    stage_map = StageMap((0, 1, 1, 0), (2, 2, 2, 2))
+    whole = [[[0, 1, 2], [7, 8, -1]], [[3, 4], [5, 6]]]
+    assert layers_of_stages(stage_map) == whole
+    rows = layers_of_stages(stage_map, has_vocabulary_rows=True)
+    assert rows == [[[0, 1, 2, -2], [7, 8, -1, -2]], [[3, 4, -2], [5, 6, -2]]]
+    with pytest.raises(UnsupportedError, match="and has embedding, 1, 2, vocabulary rows | 7"):
+        check_layers(whole, rows, "/folder")
+
+
+def test_optimizer_state_by_rank_is_found_among_several_optimizers() -> None:
+    assert not has_state_by_rank({"model": {}, "optimizer": {"state": {}}})
+    for form, is_by_rank in (("dp_reshardable", True), ("fully_reshardable", False)):
+        dense, experts = {"param_state": {}}, {"param_state_sharding_type": form}
+        assert has_state_by_rank({"optimizer": {0: dense, 1: experts}}) == is_by_rank
+
+
+def test_optimizer_state_of_unknown_layers_is_rejected() -> None:
+    with pytest.raises(UnsupportedError, match="does not state which rank had which layers"):
+        check_optimizer_state(None, LOOPING, "/folder")
+    check_optimizer_state(LOOPING, LOOPING, "/folder")
+
+
+def test_layers_are_known_from_the_config_that_megatron_bridge_saves(tmp_path: Path) -> None:
+    sizes = "num_layers: 8, pipeline_model_parallel_size: 2"
+    for model, layers in (
+        (f"{sizes}, virtual_pipeline_model_parallel_size: 2", LOOPING),
+        (f"{sizes}, pipeline_model_parallel_layout: Etttt|ttttL", None),  # maybe of a V
+    ):
+        (tmp_path / "run_config.yaml").write_text(f"model: {{{model}}}")
+        assert saved_layers(optimizer_state._saved_by_bridge(str(tmp_path))) == layers
+    assert saved_layers(optimizer_state._saved_by_bridge(str(tmp_path / "none"))) is None
 
 
 def test_the_error_names_a_difference() -> None:
@@ -95,6 +186,7 @@ def test_the_same_placement_resumes(farm: Farm, folder: Path) -> None:
     [
         f"{V_HALF} --pipeline-layer-split 3,1,3,1",  # of as many parameters: even the moments fit
         f"{V_HALF} --pipeline-layer-split 1,3,2,2 --no-load-optim",
+        f"{V_HALF} --pipeline-vocab-parallel --no-load-optim",
         pytest.param(
             "--pipeline-schedule interleaved-1f1b --no-load-optim", marks=pytest.mark.slow
         ),
@@ -133,3 +225,96 @@ def test_the_fix_that_the_error_names(farm: Farm, folder: Path, tmp_path: Path) 
     whole = farm.run(2, *V_HALF.split(), "--train-iters", "3").check()
     (step,) = other.record["losses"]
     assert step["lm loss"] == pytest.approx(whole.record["losses"][2]["lm loss"], rel=1e-6)
+
+
+STATE = ("--use-distributed-optimizer", "--bf16", *UNTIED.split(), "--train-iters", "2")
+ADAM = Path(__file__).with_name("fused_adam.py")
+
+
+def save_state(farm: Farm, folder: Path, *flags: str, stock: bool = False) -> Ended:
+    saves = ("--save", str(folder), "--save-interval", "2")
+    return farm.run(2, *STATE, *flags, *saves, stock=stock, plugin=ADAM).check()
+
+
+def load_state(farm: Farm, folder: Path, *flags: str) -> Ended:
+    return farm.run(2, *STATE, *flags, "--load", str(folder), plugin=ADAM, timeout_s=120)
+
+
+@pytest.fixture(scope="module")
+def v_half_state(farm: Farm, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
+    path = tmp_path_factory.mktemp("state")
+    return path, save_state(farm, path, *V_HALF.split())
+
+
+@pytest.fixture(scope="module")
+def stock_state(farm: Farm, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
+    path = tmp_path_factory.mktemp("state")
+    return path, save_state(farm, path, stock=True)
+
+
+def assert_state_equal(loaded: Ended, saved: Ended) -> None:
+    loaded.check()
+    assert loaded.record["losses"] == []
+    for key in ("parameters", "moments"):
+        mine, theirs = loaded.whole(key), saved.whole(key)
+        assert mine.keys() == theirs.keys()
+        assert {name for name in theirs if not mine[name].equal(theirs[name])} == set()
+
+
+def test_default_optimizer_state_loads_with_the_same_layers(
+    farm: Farm, v_half_state: tuple[Path, Ended], stock_state: tuple[Path, Ended]
+) -> None:
+    for (folder, saved_run), schedule in ((v_half_state, "v-zb"), (stock_state, "zb-h1")):
+        loaded = load_state(farm, folder, "--pipeline-schedule", schedule)
+        assert_state_equal(loaded, saved_run)
+
+
+def assert_rejects_state(run: Ended, *texts: str) -> None:
+    assert run.codes == [1, 1], run.output
+    for text in (
+        "the distributed optimizer saved it by rank",
+        "--dist-ckpt-optim-fully-reshardable",
+        *texts,
+    ):
+        assert [text in output for output in run.output] == [True, False], run.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "placement"),
+    [
+        # As many parameters per rank and chunk: Megatron would load the state of other layers.
+        (f"{V_HALF} --pipeline-layer-split 3,1,3,1", "has embedding, 1, 2, 3 | 8, output here"),
+        (f"{V_HALF} --pipeline-vocab-parallel", "7, 8, output, vocabulary rows here"),
+        ("", "has embedding, 1, 2, 3, 4 here"),  # stock Megatron with this package registered
+    ],
+)
+def test_default_optimizer_state_of_other_layers_is_rejected(
+    farm: Farm, v_half_state: tuple[Path, Ended], flags: str, placement: str
+) -> None:
+    run = load_state(farm, v_half_state[0], *flags.split())
+    assert_rejects_state(run, "rank 0 had embedding, 1, 2 | 7, 8, output", placement)
+
+
+def test_default_optimizer_state_of_stock_megatron_is_rejected_under_a_v(
+    farm: Farm, stock_state: tuple[Path, Ended]
+) -> None:
+    folder, saved_run = stock_state
+    run = load_state(farm, folder, *V_HALF.split())
+    assert_rejects_state(run, "had embedding, 1, 2, 3, 4 and has embedding, 1, 2 | 7, 8, output")
+    weights = load_state(farm, folder, *V_HALF.split(), "--no-load-optim").check()
+    mine, theirs = weights.whole("parameters"), saved_run.whole("parameters")
+    assert {name for name in theirs if not mine[name].equal(theirs[name])} == set()
+
+
+@pytest.mark.slow
+def test_the_fixes_for_default_optimizer_state(farm: Farm, tmp_path: Path) -> None:
+    """Interleaved layers load under the same placement, and convert to those of a V."""
+    saved_run = save_state(farm, tmp_path / "default", *TWO_CHUNKS.split(), stock=True)
+    grouped = ("--pipeline-schedule", "grouped-interleaved-1f1b")
+    assert_state_equal(load_state(farm, tmp_path / "default", *grouped), saved_run)
+    more = ("--train-iters", "3", "--dist-ckpt-optim-fully-reshardable")
+    saves = ("--save", str(tmp_path / "full"), "--save-interval", "3")
+    converted = load_state(farm, tmp_path / "default", *TWO_CHUNKS.split(), *more, *saves).check()
+    loaded = load_state(farm, tmp_path / "full", *V_HALF.split(), *more)
+    converted.record["losses"].clear()
+    assert_state_equal(loaded, converted)

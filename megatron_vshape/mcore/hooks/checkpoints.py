@@ -2,8 +2,9 @@
 
 Megatron writes a checkpoint of `--ckpt-format torch` by rank and chunk, with layer numbers local to
 the chunk. A run with another placement or layer split would load each layer as a different one. If
-the names differ too, Megatron loads matching names and prints the others. Distributed checkpoints
-use global layer numbers, so any schedule can load them.
+the names differ too, Megatron loads matching names and prints the others. Weights in distributed
+checkpoints have global layer numbers, so any schedule can load them; for the state of distributed
+optimizers, see `optimizer_state`.
 """
 
 from __future__ import annotations
@@ -13,124 +14,55 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.training import get_args
-from torch import nn
 
-from megatron_vshape.core.model.placement import looping, stages_of
-from megatron_vshape.core.request import is_megatrons_own
 from megatron_vshape.mcore.hook import Function, Hook, Replaced, replaces, replaces_always
+from megatron_vshape.mcore.hooks.optimizer_state import UNKNOWN_LAYERS, layers_of_pipeline
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
+from megatron_vshape.mcore.setup.rank_layers import (
+    RECORD,
+    Layers,
+    difference,
+    layers_of_megatron,
+    saved_layers,
+)
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
-from megatron_vshape.mcore.step_state import unwrapped
 
 logger = logging.getLogger(__name__)
 
 
-RECORD = "pipeline_rank_layers"
-"""Attribute of the saved arguments with the layers, as plain lists."""
-
-
-Layers = list[list[list[int]]]
-"""Layer numbers per rank and chunk. A leading 0 is the embedding, a trailing -1 the output
-layer."""
-
-
-_UNEVEN = (
-    "pipeline_model_parallel_layout",
-    "hybrid_layer_pattern",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
-
-
-def layers_of_ranks(model: Iterable[nn.Module], group: dist.ProcessGroup) -> Layers | None:
-    """Gather the layers of all pipeline ranks; None if the model is not a stack of layers.
-
-    All ranks of the pipeline call this with their chunks.
-    """
-    everyones: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyones, [_layers(unwrapped(chunk)) for chunk in model], group)
-    known = all(chunk is not None for rank in everyones for chunk in rank)
-    return everyones if known else None
-
-
-def _layers(chunk: Any) -> list[int] | None:
-    layers = getattr(getattr(chunk, "decoder", None), "layers", None)
-    if layers is None:
-        return None
-    numbers = [int(layer.layer_number) for layer in layers]
-    return [*[0] * bool(chunk.pre_process), *numbers, *[-1] * bool(chunk.post_process)]
-
-
-def saved_layers(args: Any) -> Layers | None:
-    """Return the layers according to a checkpoint's arguments; None if unknown.
-
-    A checkpoint without a record is from Megatron's schedules or from an earlier version of this
-    package.
-    """
-    record: Layers | None = getattr(args, RECORD, None)
-    name = getattr(args, "pipeline_schedule", None)
-    has_own = name is not None and not is_megatrons_own(name)
-    if record is not None or has_own or any(getattr(args, each, None) for each in _UNEVEN):
-        return record
-    ranks = getattr(args, "pipeline_model_parallel_size", None)
-    if ranks is None:
-        return None
-    chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
-    placement, each = looping(ranks, chunks), args.num_layers // (ranks * chunks)
-    last = len(placement) - 1
-
-    def stage(at: int) -> list[int]:
-        numbers = range(at * each + 1, (at + 1) * each + 1)
-        return [*[0] * (at == 0), *numbers, *[-1] * (at == last)]
-
-    return [[stage(at) for at in own] for own in stages_of(placement, ranks)]
-
-
-def check_layers(saved: Layers | None, here: Layers | None, folder: str) -> None:
-    """Compare a checkpoint's layers with those of this run, both for all ranks.
+def check_layers(saved: Layers | None, current: Layers | None, folder: str) -> None:
+    """Compare the layers of a checkpoint by ranks with those of this run.
 
     Raises:
         UnsupportedError: The layers are on other ranks or chunks.
     """
-    if here is None:
+    if current is None:
         return
     if saved is None:
-        logger.warning(
-            "the checkpoint in %s does not state which rank had which layers: make sure that this "
-            "run has the same pipeline schedule and layer split",
-            folder,
-        )
+        logger.warning(UNKNOWN_LAYERS, folder)
         return
-    if saved == here:
+    differs = difference(saved, current)
+    if differs is None:
         return
-    differs = f"it has {len(saved)} pipeline ranks and this run {len(here)}"
-    if len(saved) == len(here):
-        rank = next(at for at, own in enumerate(saved) if own != here[at])
-        differs = f"rank {rank} had {_told(saved[rank])} and has {_told(here[rank])} here"
     raise UnsupportedError(
         f"--load {folder} does not work with this schedule: the checkpoint was saved with "
-        f"--ckpt-format torch, which keeps layers by rank, and {differs}. Use the schedule and the "
-        "--pipeline-layer-split of the run that saved it. Or let that run convert it: with its "
-        "flags, --ckpt-convert-format torch_dist and --ckpt-convert-save DIR; any schedule loads "
-        "the result"
+        f"--ckpt-format torch, which keeps layers by rank, and {differs}. Use the schedule, the "
+        "--pipeline-layer-split and the --pipeline-vocab-parallel of the run that saved it. Or let "
+        "that run convert it: with its flags, --ckpt-convert-format torch_dist and "
+        "--ckpt-convert-save DIR; any schedule loads the result"
     )
 
 
-def _told(chunks: Sequence[Sequence[int]]) -> str:
-    words = {0: "embedding", -1: "output"}
-    return " | ".join(
-        ", ".join(words.get(each, str(each)) for each in chunk) or "no layers" for chunk in chunks
-    )
+def layers_of_run(session: Session) -> Layers | None:
+    """Return the layers of all ranks under the schedule of this run; None if unknown."""
+    if session.pipeline is None:
+        return layers_of_megatron(get_args())
+    return layers_of_pipeline(session.pipeline)
 
 
 @replaces_always
@@ -148,35 +80,32 @@ def read_metadata(session: Session, original: Function, *args: Any, **options: A
 def save_checkpoint(session: Session, original: Function, *args: Any, **options: Any) -> Any:
     """Save a checkpoint without the effects of a step that has started early.
 
-    These effects are random-number states and consumed microbatches. A checkpoint by ranks
-    (--ckpt-format torch) also records the layers of each rank.
+    These effects are random-number states and consumed microbatches. The arguments in a checkpoint
+    by ranks (--ckpt-format torch) also record the layers of each rank.
     """
     if isinstance(session.runner, PipelineRunner):
         session.runner.roll_back()
     with Replaced() as replaced:
         if get_args().ckpt_format == "torch":
-            model = inspect.signature(original).bind(*args, **options).arguments["model"]
-            layers = layers_of_ranks(model, parallel_state.get_pipeline_model_parallel_group())
-            replaced.put(get_args(), RECORD, layers)
+            replaced.put(get_args(), RECORD, layers_of_run(session))
         return original(*args, **options)
 
 
 @replaces_always
 def load_checkpoint(session: Session, original: Function, *args: Any, **options: Any) -> Any:
-    """Remember the model while its checkpoint is loaded, to compare the layers of both."""
-    bound = inspect.signature(original).bind(*args, **options)
-    session.loading_model = bound.arguments["ddp_model"]
+    """Set the layers of this run while a checkpoint is loaded, to compare both."""
+    session.loading_layers = layers_of_run(session)
     try:
         return original(*args, **options)
     finally:
-        session.loading_model = None
+        session.loading_layers = None
 
 
 @replaces_always
 def load_base_checkpoint(session: Session, original: Function, *args: Any, **options: Any) -> Any:
     """Reject a checkpoint by ranks (--ckpt-format torch) whose layers are on other ranks."""
     read = original(*args, **options)
-    if session.loading_model is not None:
+    if session.loading_layers is not None:
         given = inspect.signature(original).bind(*args, **options).arguments
         if not given.get("rank0"):  # with rank0, only the arguments are read
             _compare_layers(session, read, given["load_dir"])
@@ -187,16 +116,13 @@ def _compare_layers(session: Session, read: Any, folder: Any) -> None:
     """Raise RefusedError on all ranks if a checkpoint by ranks does not match the stages."""
     state, *_, form = read
     saved_by = state and state.get("args")
-    # Distributed formats find a layer by its name, so only legacy checkpoints depend on the rank.
+    # Distributed formats find a layer by its name. `optimizer_state` checks their optimizer state.
     if getattr(form, "name", None) != "LEGACY":
         return
     if session.is_idle and not hasattr(saved_by, RECORD):  # no schedule, neither then nor now
         return
-    here = layers_of_ranks(
-        session.loading_model, parallel_state.get_pipeline_model_parallel_group()
-    )
     with refusing():
-        check_layers(saved_by and saved_layers(saved_by), here, str(folder))
+        check_layers(saved_by and saved_layers(saved_by), session.loading_layers, str(folder))
 
 
 _FOLDER = re.compile(r"iter_([0-9]{7,})")
@@ -271,7 +197,7 @@ HOOKS = (
         _CHECKPOINTING,
         "load_checkpoint",
         ("ddp_model",),
-        "compares where a checkpoint by ranks (--ckpt-format torch) and the model have each layer",
+        "compares the layers of every rank in a checkpoint and in this run",
         load_checkpoint,
         everywhere=True,
     ),

@@ -19,6 +19,7 @@ from megatron import core  # an attribute of its package only once it has been i
 
 from megatron_vshape.mcore.hook import ABSENT, Dependency, Hook, Release, Replaced, Target
 from megatron_vshape.mcore.hooks.core_hooks import HOOKS as STAGE_HOOKS
+from megatron_vshape.mcore.hooks.optimizer_state import HOOKS as CHECKPOINT_HOOKS
 from megatron_vshape.mcore.hooks.session import HOOKS as STEP_HOOKS
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.options import options_from
@@ -57,6 +58,7 @@ HOOKS = (
     *_trainers_hooks(),
     *STAGE_HOOKS,
     *STEP_HOOKS,
+    *CHECKPOINT_HOOKS,
     *(hook for feature in features() for hook in feature.hooks()),
 )
 """All hooks."""

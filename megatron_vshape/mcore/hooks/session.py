@@ -37,6 +37,7 @@ from megatron_vshape.mcore.setup.environment import Environment
 from megatron_vshape.mcore.setup.features import features
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.setup.rank_layers import Layers
 from megatron_vshape.mcore.split import graphs
 from megatron_vshape.mcore.split.graphs import capture_order, covered, passes_of
 from megatron_vshape.mcore.split.linear_layers import (
@@ -100,7 +101,7 @@ class Session:
     # Build and checkpoint.
     build: BuildState = field(default_factory=BuildState)
     optimizer: Any = None
-    loading_model: Any = None  # the model whose checkpoint is being loaded
+    loading_layers: Layers | None = None  # of this run, while the trainer loads a checkpoint
     # Steps. The runner is the step function of the trainer; it is created before training starts,
     # or in the first step of a library.
     runner: PipelineRunner | MeteredSchedule | None = None

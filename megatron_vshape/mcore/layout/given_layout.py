@@ -34,7 +34,7 @@ def layers_in(layout: Any) -> tuple[tuple[int, ...], int]:
     Raises:
         ScheduleError: The layout is invalid, or its layers are in another order.
     """
-    stages = _names_of(layout)
+    stages = stages_in(layout)
     text = as_written(layout)
     names = [name for stage in stages for name in stage]
     counts = names.count(DECODER), names.count(MTP)
@@ -63,7 +63,12 @@ def as_written(layout: Any) -> str:
     return f"{getattr(layout, 'input_data', layout)!s:.80}"
 
 
-def _names_of(layout: Any) -> list[list[str]]:
+def stages_in(layout: Any) -> list[list[str]]:
+    """Return the names of the layers of every stage, in model order.
+
+    Raises:
+        ScheduleError: The text of the layout is invalid.
+    """
     if isinstance(layout, str):
         return _parsed(layout)
     ranks = getattr(layout, "layout", None)

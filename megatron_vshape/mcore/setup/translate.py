@@ -217,7 +217,8 @@ FIRST = ("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stag
 LAST = ("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage")
 
 
-def _first_given(options: Any, names: Sequence[str]) -> int | None:
+def first_given(options: Any, names: Sequence[str]) -> int | None:
+    """Return the value of the first of these options that is set, or None."""
     return next((v for name in names if (v := getattr(options, name, None)) is not None), None)
 
 
@@ -230,7 +231,7 @@ def _of_ranks(options: Any, placement: Placement) -> Layers:
     """
     ranks = max(placement) + 1
     total = _needed_layers(options, FIRST[0])
-    first, last = _first_given(options, FIRST), _first_given(options, LAST)
+    first, last = first_given(options, FIRST), first_given(options, LAST)
     layers = given_layout.of_ranks(total, ranks, first, last)
     if len(placement) == ranks:
         return Layers(_numbers(layers), "the first and the last stage")

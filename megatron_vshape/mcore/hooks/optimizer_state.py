@@ -1,0 +1,160 @@
+"""Distributed optimizer state whose form depends on the layers of each rank.
+
+By default, Megatron's distributed optimizer saves the buffers of each rank without the names of
+their parameters (`dp_reshardable`, and the older forms). A run with other layers on a rank would
+load the state of other parameters where the sizes are equal, and fail with "Global shape mismatch"
+where they are not. So a checkpoint records the layers of all ranks, and they are compared before
+such state is loaded. All trainers save and load through `megatron.core.dist_checkpointing`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_vshape.mcore.hook import Function, Hook, replaces, replaces_always
+from megatron_vshape.mcore.hooks.session import Session
+from megatron_vshape.mcore.refusals import UnsupportedError, refusing
+from megatron_vshape.mcore.setup.configure import Pipeline
+from megatron_vshape.mcore.setup.rank_layers import (
+    RECORD,
+    Layers,
+    difference,
+    layers_of_stages,
+    saved_layers,
+)
+
+logger = logging.getLogger(__name__)
+
+UNKNOWN_LAYERS = (
+    "the checkpoint in %s does not state which rank had which layers: make sure that this run has "
+    "the same pipeline schedule and layer split"
+)
+
+_FORM = "param_state_sharding_type"
+"""Entry of an optimizer's state with the name of its form."""
+
+
+def layers_of_pipeline(pipeline: Pipeline) -> Layers:
+    """Return the layers of all ranks under a schedule of this package."""
+    return layers_of_stages(pipeline.stage_map, pipeline.choice.shards_output_layer)
+
+
+@replaces
+def save(session: Session, original: Function, *args: Any, **options: Any) -> Any:
+    """Record the layers of all ranks in the content metadata of a checkpoint."""
+    bound = inspect.signature(original).bind(*args, **options)
+    metadata = bound.arguments.get("content_metadata")
+    # Without content metadata, Megatron takes a checkpoint for one of an older release.
+    if session.pipeline is not None and metadata is not None:
+        layers = layers_of_pipeline(session.pipeline)
+        bound.arguments["content_metadata"] = {**metadata, RECORD: layers}
+    return original(*bound.args, **bound.kwargs)
+
+
+@replaces_always
+def load(session: Session, original: Function, *args: Any, **options: Any) -> Any:
+    """Reject optimizer state that was saved with other layers on the ranks."""
+    arguments = inspect.signature(original).bind(*args, **options).arguments
+    if has_state_by_rank(arguments["sharded_state_dict"]):
+        with refusing():
+            _compare_layers(session, str(arguments["checkpoint_dir"]))
+    return original(*args, **options)
+
+
+def has_state_by_rank(state: Any) -> bool:
+    """Return whether a state dict has optimizer state in a form that depends on the rank."""
+    if not isinstance(state, Mapping):
+        return False
+    form = state.get(_FORM)
+    if form is not None:
+        return form not in DistributedOptimizer.checkpoint_fully_reshardable_formats
+    # An optimizer, or several under their numbers (experts have another one than dense layers).
+    return any(map(has_state_by_rank, state.values()))
+
+
+def _compare_layers(session: Session, folder: str) -> None:
+    """Compare the layers of all ranks in a checkpoint with those of this run.
+
+    Raises:
+        UnsupportedError: A rank had other layers, or they are unknown.
+    """
+    pipeline = session.pipeline
+    current = session.loading_layers if pipeline is None else layers_of_pipeline(pipeline)
+    if current is None:
+        return
+    common = dist_checkpointing.load_common_state_dict(folder)
+    saved = (common.get("content_metadata") or {}).get(RECORD)
+    if saved is None and session.is_idle:  # no schedule of this package, neither then nor now
+        return
+    if saved is None:
+        options = common.get("args") or _saved_by_bridge(folder)
+        saved = saved_layers(options)
+        name = getattr(options, "pipeline_schedule", None)
+        # A release without the record saved it under this schedule.
+        if saved is None and pipeline is not None and name == pipeline.choice.name:
+            logger.warning(UNKNOWN_LAYERS, folder)
+            return
+    check_optimizer_state(saved, current, folder)
+
+
+def _saved_by_bridge(folder: str) -> Namespace:
+    """Return the model's options in a checkpoint of Megatron-Bridge; empty if there are none."""
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        with open(os.path.join(folder, "run_config.yaml"), encoding="utf-8") as file:
+            model = yaml.safe_load(file)["model"]
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return Namespace()
+    # A layout may be that of this package, whose text does not have the placement.
+    if model.get("pipeline_model_parallel_layout") is not None:
+        return Namespace()
+    return Namespace(**model)
+
+
+def check_optimizer_state(saved: Layers | None, current: Layers, folder: str) -> None:
+    """Raise UnsupportedError unless optimizer state by rank was saved with the current layers."""
+    differs = "the checkpoint does not state which rank had which layers"
+    if saved is not None:
+        found = difference(saved, current)
+        if found is None:
+            return
+        differs = found
+    raise UnsupportedError(
+        f"the optimizer state in {folder} does not work with this schedule: the distributed "
+        f"optimizer saved it by rank, in Megatron's default form, and {differs}. Resume with the "
+        "schedule, --pipeline-layer-split and --pipeline-vocab-parallel of the run that saved it "
+        "(none of them for stock Megatron); with --dist-ckpt-optim-fully-reshardable, any schedule "
+        "loads the checkpoints that it saves. Or add --no-load-optim to load the weights alone"
+    )
+
+
+_SERIALIZATION = "megatron.core.dist_checkpointing.serialization"
+
+HOOKS = (
+    Hook(
+        _SERIALIZATION,
+        "save",
+        ("sharded_state_dict", "content_metadata"),
+        "records the layers of every rank in a distributed checkpoint",
+        save,
+        everywhere=True,
+    ),
+    Hook(
+        _SERIALIZATION,
+        "load",
+        ("sharded_state_dict", "checkpoint_dir"),
+        "rejects optimizer state by rank if the ranks have other layers",
+        load,
+        everywhere=True,
+    ),
+)
+"""The functions of megatron.core that save and load distributed checkpoints."""
