@@ -99,7 +99,7 @@ def _train(given: dict[str, Any], live: LiveBytes) -> dict[str, Any]:
     config.finalize_model_grads_func = finalize_model_grads
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1), model)
     losses, used, kept, between = array("d"), [], 0, []
-    for at, (count, lengths, evaluates) in enumerate(steps(number)):
+    for at, (count, lengths, evaluates) in enumerate(given.get("drawn") or steps(number)):
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()

@@ -255,7 +255,8 @@ def _adams_state(optimizer: Any, parameter: nn.Parameter) -> dict[str, Tensor]:
     """Return the moments of a parameter, and its copy in fp32 where it has one."""
     main = getattr(parameter, "main_param", None)
     kept = {} if main is None else {"main": main.detach().clone()}
-    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+    optimizers = [] if optimizer is None else getattr(optimizer, "chained_optimizers", [optimizer])
+    for each in optimizers:
         if hasattr(each, "model_param_group_index_map"):
             kept.update(_sharded_state(each, parameter))
             continue

@@ -116,6 +116,24 @@ def test_profiled_and_planned_anew(train: Train, farm: Farm, tmp_path: Path) -> 
     assert ran >= 2 * 2 * 8 * 8  # both timelines; F and BW at least, 8 stages, 8 microbatches
 
 
+EVALUATION = "--skip-train --train-iters 2 --eval-iters 2 --eval-interval 1 --global-batch-size 3"
+
+
+@pytest.mark.parametrize("schedule", ["dualpipev", "auto"])
+def test_evaluation_alone_needs_no_schedule(
+    train: Train, farm: Farm, costs_file: Path, schedule: str
+) -> None:
+    theirs = train(4, *EVALUATION.split())
+    flags = ["--pipeline-schedule", schedule]
+    if schedule == "auto":  # without an optimizer, there is no static memory in the limit
+        flags += ["--pipeline-costs", str(costs_file), "--pipeline-memory-limit", "0.0001"]
+    ours = farm.run(4, *flags, *EVALUATION.split()).check()
+    assert theirs.record["evaluations"]
+    for mine, plain in zip(ours.record["evaluations"], theirs.record["evaluations"], strict=True):
+        assert mine["lm loss"] == pytest.approx(plain["lm loss"], rel=1e-6)
+    assert "estimated bubble" not in ours.output[0]
+
+
 def test_a_limit_that_nothing_fits(farm: Farm, costs_file: Path) -> None:
     flags = ("--pipeline-costs", str(costs_file), "--pipeline-memory-limit", "0.0001")
     text = refused(farm, "--pipeline-schedule", "auto", *flags)

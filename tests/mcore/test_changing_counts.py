@@ -11,6 +11,7 @@ pytest.importorskip("megatron.training")
 import torch
 from mcore.farm import Farm
 
+from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.mcore.setup import plans
 from megatron_vshape.mcore.setup.choice import ScheduleChoice
 from megatron_vshape.mcore.setup.plans import Planner
@@ -19,13 +20,13 @@ PLUGIN = Path(__file__).parent / "changing_counts.py"
 
 
 def run(
-    farm: Farm, folder: Path, schedule: str | None, ranks: int, steps: int
+    farm: Farm, folder: Path, schedule: str | None, ranks: int, steps: int, **given: Any
 ) -> list[dict[str, Any]]:
-    folder = folder / str(schedule)
+    folder = folder / Path(str(schedule)).stem
     folder.mkdir()
     trainer = folder / "trainer.py"  # imported, as a library is
     trainer.write_text("from changing_counts import start")
-    given = {"schedule": schedule, "directory": str(folder), "steps": steps}
+    given |= {"schedule": schedule, "directory": str(folder), "steps": steps}
     farm.run(ranks, plugin=trainer, given=given, timeout_s=3000).check()
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
@@ -61,6 +62,20 @@ def test_losses_are_those_of_1f1b_and_nothing_accumulates(
         assert end["tensors"] <= half["tensors"] + 4
         assert end["bytes"] <= half["bytes"] + 64 * 2**10
         assert end["objects"] <= half["objects"] + 100
+
+
+def test_an_evaluation_may_come_first_with_any_number_of_microbatches(
+    farm: Farm, tmp_path: Path
+) -> None:
+    """RL libraries compute log-probabilities before they train."""
+    file = tmp_path / "mine.json"
+    file.write_text(make("v-zb", 2, 6).to_json())
+    drawn = [(1, [5], True), (6, [4, 7, 5, 9, 3, 6], False), (3, [8, 4, 5], True)]
+    plain = run(farm, tmp_path, None, 2, 0, drawn=drawn)
+    assert len(plain[-1]["losses"]) == 10
+    for schedule in ("dualpipev", str(file)):  # at least 4 microbatches, and 6
+        ours = run(farm, tmp_path, schedule, 2, 0, drawn=drawn)
+        assert ours[-1]["losses"] == pytest.approx(plain[-1]["losses"], abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ["1f1b-v", "v-min", "v-half", "v-zb", "v-two-thirds", "zb-h1"])

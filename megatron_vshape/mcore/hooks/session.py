@@ -158,35 +158,44 @@ class Session:
         return runner
 
     def prepare_model(self, call: Mapping[str, Any]) -> None:
-        """Prepare a model at its first step: defer its weight gradients, connect the ranks.
+        """Prepare a model at its first step, connect the ranks, and log the first training plan.
 
         Ranks differ in layers, stages and data, so a single rank may find an unsupported feature.
         All ranks then fail together (`refusing_together`).
         """
         model = call["model"] if isinstance(call["model"], list) else [call["model"]]
-        # By model, not once: RL libraries run an actor, a critic and a reference in one process.
-        if model[0] in self.prepared or self.pipeline is None:
+        if self.pipeline is None:
             return
+        # By model, not once: RL libraries run an actor, a critic and a reference in one process.
+        is_prepared = model[0] in self.prepared
+        if not is_prepared:
+            self._change_layers(self.pipeline, model, call["data_iterator"])
+        with refusing():
+            tokens = call["seq_length"] * call["micro_batch_size"]
+            # A library may evaluate first: the microbatches of that call are not those of training.
+            trains = not call.get("forward_only", False)
+            text = self.connect(self.pipeline, model, tokens, call["num_microbatches"], trains)
+            if text:
+                logger.log(logging.DEBUG if dist.get_rank() else logging.INFO, "%s", text)
+        if not is_prepared:
+            self.environment.withdraw_loading_mode()
+            self.prepared.add(model[0])
+
+    def _change_layers(
+        self, pipeline: Pipeline, model: Sequence[nn.Module], data_iterator: Any
+    ) -> None:
+        """Check the chunks of this rank, and let them defer their weight gradients."""
         # Without the agreement, the other ranks would wait for the failed rank in their first
         # receive.
         with refusing_together():
-            self._check_model(self.pipeline, model)
+            self._check_model(pipeline, model)
             # For its errors only: each step calls it again with its own data iterator.
-            iterators_by_chunk(call["data_iterator"], len(model))
+            iterators_by_chunk(data_iterator, len(model))
             chunks = [unwrapped(chunk) for chunk in model]  # names without wrapper prefixes
             # A feature changes layers only if the schedule has its passes.
             for feature in features():
-                feature.change_layers(self.step, chunks, self.pipeline.choice)
-            defer_weight_gradients(self.step, chunks, self.pipeline.splits_graphs)
-        with refusing():
-            # Megatron-LM's `train` hook has done this before, because it knows the optimizer.
-            if not self.pipeline_runner(self.pipeline).is_connected:
-                tokens = call["seq_length"] * call["micro_batch_size"]
-                text = self.connect(self.pipeline, model, tokens, call["num_microbatches"])
-                level = logging.DEBUG if dist.get_rank() else logging.INFO
-                logger.log(level, "%s", text)
-        self.environment.withdraw_loading_mode()
-        self.prepared.add(model[0])
+                feature.change_layers(self.step, chunks, pipeline.choice)
+            defer_weight_gradients(self.step, chunks, pipeline.splits_graphs)
 
     def _check_model(self, pipeline: Pipeline, model: Sequence[nn.Module]) -> None:
         """Raise UnsupportedError unless `model` has the chunks of this rank as they were built."""
@@ -204,23 +213,33 @@ class Session:
             feature.check_chunks(pipeline, rank, unwrapped_chunks)
 
     def connect(
-        self, pipeline: Pipeline, model: Sequence[nn.Module], tokens: int, num_microbatches: int
+        self,
+        pipeline: Pipeline,
+        model: Sequence[nn.Module],
+        tokens: int,
+        num_microbatches: int,
+        trains: bool = True,
     ) -> str:
-        """Connect the ranks, reserve static memory in a memory limit, and return the log lines.
+        """Connect the ranks, plan the first training step, and return the log lines of both.
 
-        All ranks call it before the first step. `tokens` is the number of tokens per microbatch.
+        All ranks call it before a step, with the number of `tokens` per microbatch. Only the first
+        call with `trains` plans: it reserves static memory in a memory limit. The text is empty if
+        nothing is left to do.
 
         Raises:
             ScheduleError: No schedule fits the memory limit.
             UnsupportedError: There is a limit, but no optimizer with known memory.
         """
         runner, limit = self.pipeline_runner(pipeline), pipeline.choice.limit_bytes
-        lines = [runner.connect(model)]
-        if limit is not None:
-            needed_bytes = message_bytes(get_model_config(model[0]), tokens)
-            everyones = self._reserve_memory(pipeline, model, needed_bytes, num_microbatches)
-            lines.append(report.memory_table(everyones, pipeline.planner.reserved_bytes, limit))
-        lines.append(report.opening_lines(pipeline, num_microbatches, runner.local_ranks))
+        # Megatron-LM's `train` hook connects earlier, because it knows the optimizer.
+        lines: list[str | None] = [] if runner.is_connected else [runner.connect(model)]
+        if trains and not runner.has_first_plan:
+            if limit is not None:
+                needed_bytes = message_bytes(get_model_config(model[0]), tokens)
+                everyones = self._reserve_memory(pipeline, model, needed_bytes, num_microbatches)
+                lines.append(report.memory_table(everyones, pipeline.planner.reserved_bytes, limit))
+            lines.append(report.opening_lines(pipeline, num_microbatches, runner.local_ranks))
+            runner.has_first_plan = True
         return "\n".join(line for line in lines if line is not None)
 
     def _reserve_memory(

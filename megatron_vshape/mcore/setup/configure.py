@@ -393,8 +393,9 @@ def make_schedule_of_run(pipeline: Pipeline | None, args: Namespace) -> None:
     # With --step-batch-size-schedule, no step uses the default of --global-batch-size.
     varies = getattr(args, "step_batch_size_schedule", None) is not None
     # Make the schedule now: an error then stops the run before the model is built. The planner
-    # keeps it for the steps. auto first needs the model's memory.
-    if pipeline.choice.name != AUTO and not varies:
+    # keeps it for the steps. auto first needs the model's memory. An evaluation needs no schedule.
+    trains = not getattr(args, "skip_train", False)
+    if pipeline.choice.name != AUTO and not varies and trains:
         copies = args.data_parallel_size * (getattr(args, "gtp_weight_remat_size", None) or 1)
         microbatches = args.global_batch_size // (args.micro_batch_size * copies)
         pipeline.planner.plan_step(max(microbatches, 1))

@@ -83,6 +83,7 @@ class PipelineRunner:
         self.calls = ForwardCalls(None)  # of the trainer's function, in the last step
         self._agreement = Agreement()
         self.local_ranks: int | None = None  # number of ranks on this host, once known
+        self.has_first_plan = False  # the first training step has been planned and logged
         # Every feature is called; most return a StepFeature that does nothing unless the schedule
         # or the options use it.
         made = (feature.in_steps(self) for feature in features())
