@@ -10,10 +10,6 @@ from typing import Any
 GIB = 2**30
 MIB = 2**20
 
-BESIDE_GIB = 2.3
-"""Memory per rank of the CUDA context and of libraries, as measured on an H200 after three steps:
-2.2 to 2.3 GiB with torch 2.11, Transformer Engine 2.20 and all kernels loaded, without NCCL."""
-
 NCCL_BYTES = 16 * 2 * 4 * MIB
 """Approximate buffers of a communicator: NCCL_BUFFSIZE (4 MiB) for 16 channels and two peers of a
 ring. Both numbers depend on the machine."""
@@ -28,6 +24,30 @@ class Fit(StrEnum):
     FITS = "fits"
     TIGHT = "may not fit"  # not with the headroom
     TOO_LARGE = "does not fit"
+
+
+class Software(StrEnum):
+    """Libraries of a run, which set its memory outside of torch's allocator.
+
+    The commands assume `TRANSFORMER_ENGINE`. A cluster file can name the other (`software`).
+    """
+
+    TRANSFORMER_ENGINE = "transformer-engine"
+    """torch 2.11, CUDA 13.0, Transformer Engine 2.20."""
+    TORCH = "torch"
+    """torch 2.1 or later and Megatron's local layers, without Transformer Engine."""
+
+
+MEASURED_GIB: Mapping[tuple[Software, int], float] = {
+    (Software.TRANSFORMER_ENGINE, 9): 2.3,
+    (Software.TORCH, 8): 0.5,
+}
+"""Memory of the CUDA context and of libraries, without NCCL, by software and major compute
+capability. Hopper: 2.2 to 2.3 GiB after three steps (benchmarks/allocator.md). A100: 0.48 to 0.51
+GiB in out-of-memory messages of users (benchmarks/evidence/outside_memory.csv)."""
+
+BESIDE_GIB = MEASURED_GIB[Software.TRANSFORMER_ENGINE, 9]
+"""Memory of the CUDA context and of libraries that is assumed for all GPUs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, 
 
 from megatron_vshape.core.model.files import fault_of, read_text
 from megatron_vshape.rehearsal.flags import Command, flags_of
+from megatron_vshape.rehearsal.gpus import Software
 from megatron_vshape.tuning.configurations import (
     FLAGS,
     GIVEN,
@@ -172,6 +173,7 @@ class Cluster(_File):
     between_nodes_gb_per_s: Rate
     host_link: HostLink | None = None  # None: no offloading
     backend: Literal["nccl", "gloo"] = "nccl"
+    software: Software | None = None  # None: Transformer Engine, as measured on Hopper
     # Rates that differ from those fitted for the GPU; add the source as a comment.
     assumptions: dict[str, Rate] = Field(default_factory=dict)
 

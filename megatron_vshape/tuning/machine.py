@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from megatron_vshape.core.check.simulate import filled
 from megatron_vshape.core.model.costs import Costs, with_copies_of
-from megatron_vshape.rehearsal.gpus import GPUS, Gpu
+from megatron_vshape.rehearsal.gpus import GPUS, MEASURED_GIB, Gpu
 from megatron_vshape.rehearsal.step_time import Rates
 from megatron_vshape.tuning.configurations import SweepError
 from megatron_vshape.view.numbers import GIB
@@ -33,7 +33,8 @@ class Machine:
         """Return the GPUs of a cluster file.
 
         Raises:
-            SweepError: the cluster file names an assumption that does not exist.
+            SweepError: the cluster file names an assumption that does not exist, or software that
+                was not measured on its GPU.
         """
         device, link = cluster.device, cluster.host_link
         named = [name for name in GPUS if name in device.name.lower()]
@@ -41,7 +42,7 @@ class Machine:
         given = dict(cluster.assumptions)
         # A cluster file's own value includes NCCL's buffers.
         communicator = 0 if "beside_gib" in given else like.communicator_bytes
-        beside = given.pop("beside_gib", like.beside_gib)
+        beside = given.pop("beside_gib", _beside_gib(cluster, like))
         known = [each.name for each in fields(Rates)]
         for name in given:
             if name not in known:
@@ -85,3 +86,22 @@ class Machine:
         held, byte_us = costs.held_after_forward_bytes, 1e6 / self.gpu.host_rate
         copied_us = tuple(byte_us * max(num_bytes, 1.0) for num_bytes in held)
         return with_copies_of(costs, copied_us, held, copied_us)
+
+
+def _beside_gib(cluster: "Cluster", gpu: Gpu) -> float:
+    """Return the memory of the CUDA context and of libraries for the software of a cluster file.
+
+    Raises:
+        SweepError: the software was not measured on GPUs of this generation.
+    """
+    generation, software = gpu.capability[0], cluster.software
+    if software is None:
+        return gpu.beside_gib
+    if (software, generation) not in MEASURED_GIB:
+        known = ", ".join(name for name, major in MEASURED_GIB if major == generation) or "none"
+        raise SweepError(
+            f"the cluster {cluster.name:.60}: software {software} was not measured on GPUs like "
+            f"{gpu.name.upper()} (measured there: {known}). Remove software, or set the memory of "
+            "CUDA and libraries: assumptions: {beside_gib: GIB}"
+        )
+    return MEASURED_GIB[software, generation]

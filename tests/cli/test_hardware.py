@@ -46,9 +46,22 @@ def test_an_unknown_gpu_keeps_its_name(tmp_path: Path) -> None:
     assert gpu.name == "rtx 6000"
 
 
+def test_software_sets_the_memory_of_cuda_and_libraries(tmp_path: Path) -> None:
+    text = FILE.replace("{beside_gib: 1.5, wide: 0.61}", "{}")
+    assert of_cluster(written(tmp_path, text)).gpu.beside_gib == 2.3
+    gpu = of_cluster(written(tmp_path, f"{text}software: torch\n")).gpu
+    assert (gpu.beside_gib, gpu.communicator_bytes) == (0.5, GPUS["a100"].communicator_bytes)
+    assert of_cluster(written(tmp_path, f"{FILE}software: torch\n")).gpu.beside_gib == 1.5
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        (
+            FILE.replace("beside_gib: 1.5, ", "").replace("A100-PCIe", "H100") + "software: torch",
+            "software torch was not measured on GPUs like H100 .measured there: "
+            "transformer-engine.. Remove software, or set the memory",
+        ),
         (FILE.replace("wide", "luck"), "there is no assumption 'luck'"),
         (FILE.replace("nodes: 1\n", ""), "nodes"),
     ],
