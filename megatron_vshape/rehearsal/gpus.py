@@ -73,7 +73,7 @@ class Gpu:
     @property
     def on_grace(self) -> bool:
         """Return whether the host's CPU is Grace instead of x86."""
-        return self.name.startswith("gb")
+        return self.name in GRACE
 
     @property
     def per_host(self) -> int:
@@ -133,6 +133,9 @@ def _gpu(
     return Gpu(name, (int(major), int(minor)), memory_mib * MIB, units, *rates, *made)
 
 
+GRACE = frozenset({"gh200", "gb200", "gb300"})
+"""GPUs with Grace CPUs."""
+
 GPUS = {
     each.name: each
     for each in (
@@ -147,6 +150,7 @@ GPUS = {
         _gpu("h20", "9.0", 97871, 78, "148/296/296", 4.0, 450, 50, 8, 50),
         _gpu("h800", "9.0", 81559, 132, "989/1979/1979", 3.35, 200, 50, 8, 50),
         _gpu("h200", "9.0", 143771, 132, "989/1979/1979", 4.8, 450, 50, 8, 50),
+        _gpu("gh200", "9.0", 97871, 132, "989/1979/1979", 4.0, 450, 50, 4, 180),
         _gpu("b200", "10.0", 183359, 148, "2250/4500/9000", 8.0, 900, 50, 8, 50),
         _gpu("b300", "10.3", 275040, 148, "2250/4500/13500", 8.0, 900, 100, 8, 50),
         _gpu("gb200", "10.0", 189471, 152, "2500/5000/10000", 8.0, 900, 50, 72, 180),

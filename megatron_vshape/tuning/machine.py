@@ -1,6 +1,7 @@
 """GPUs of a run: number, rates, links, memory, and links to their hosts."""
 
 import math
+import re
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,7 @@ class Machine:
                 was not measured on its GPU.
         """
         device, link = cluster.device, cluster.host_link
-        named = [name for name in GPUS if name in device.name.lower()]
+        named = [name for name in GPUS if _has_word(device.name.lower(), name)]
         like = GPUS[max(named, key=len, default=UNKNOWN)]
         given = dict(cluster.assumptions)
         # A cluster file's own value includes NCCL's buffers.
@@ -86,6 +87,11 @@ class Machine:
         held, byte_us = costs.held_after_forward_bytes, 1e6 / self.gpu.host_rate
         copied_us = tuple(byte_us * max(num_bytes, 1.0) for num_bytes in held)
         return with_copies_of(costs, copied_us, held, copied_us)
+
+
+def _has_word(text: str, word: str) -> bool:
+    """Return whether the text contains the word: GH200-96GB contains gh200, but not h200."""
+    return re.search(rf"(?<![a-z0-9]){re.escape(word)}(?![a-z0-9])", text) is not None
 
 
 def _beside_gib(cluster: "Cluster", gpu: Gpu) -> float:

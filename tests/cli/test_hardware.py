@@ -46,6 +46,15 @@ def test_an_unknown_gpu_keeps_its_name(tmp_path: Path) -> None:
     assert gpu.name == "rtx 6000"
 
 
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [("GH200-96GB", "gh200"), ("H200-141GB", "h200"), ("A100-PCIe-40GB", "a100-pcie-40gb")],
+)
+def test_a_device_name_contains_the_name_of_a_gpu(tmp_path: Path, device: str, name: str) -> None:
+    gpu = of_cluster(written(tmp_path, FILE.replace("A100-PCIe", device))).gpu
+    assert gpu.name == name
+
+
 def test_software_sets_the_memory_of_cuda_and_libraries(tmp_path: Path) -> None:
     text = FILE.replace("{beside_gib: 1.5, wide: 0.61}", "{}")
     assert of_cluster(written(tmp_path, text)).gpu.beside_gib == 2.3
