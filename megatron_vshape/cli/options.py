@@ -109,15 +109,13 @@ def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
     either.add_argument(
         "--costs", type=Path, metavar="FILE", help="Costs file (JSON): us and bytes of each stage"
     )
-    for name, stage, more in (
-        ("--embedding", "first", ""),
-        ("--head", "last", "; plan also accepts one number: time in layers of --layers"),
-    ):
+    for name, stage in (("--embedding", "first"), ("--head", "last")):
         model.add_argument(
             name,
             type=end,
             metavar="F,B,W",
-            help=f"Extra time of the {stage} stage, in --cost units{more} (default: 0)",
+            help=f"Extra time of the {stage} stage, in --cost units; plan also accepts one "
+            "number: time in layers of --layers (default: 0)",
         )
 
 
@@ -173,7 +171,7 @@ def ends_of(options: argparse.Namespace, num_layers: int | None = None) -> tuple
     """Return the costs that the embedding and the output layer add to their stages.
 
     Raises:
-        ScheduleError: a costs file is given too, or --head is a number of layers without --layers.
+        ScheduleError: a costs file is given too, or a number of layers without --layers.
     """
     times, ends = options.cost or UNIT_COST, []
     chunk = Piece(times.forward, times.backward, times.weight, 0.0, 0.0, times.saved)
@@ -187,9 +185,11 @@ def ends_of(options: argparse.Namespace, num_layers: int | None = None) -> tuple
             ends.append(NOTHING)
         elif len(values) == 3:
             ends.append(Piece(values[0], values[1], values[2], 0.0, 0.0))
-        elif num_layers is None or name == "embedding":
-            need = "" if name == "embedding" else "; a number of layers needs --layers N of plan"
-            raise ScheduleError(f"--{name} {values[0]:g} is not F,B,W, as in 2,2,2{need}")
+        elif num_layers is None:
+            raise ScheduleError(
+                f"--{name} {values[0]:g} is not F,B,W, as in 2,2,2; a number of layers needs "
+                "--layers N of plan"
+            )
         else:
             ends.append(chunk.times(values[0] * 2 * options.devices / num_layers))
     return ends[0], ends[1]

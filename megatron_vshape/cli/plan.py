@@ -47,7 +47,7 @@ from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.layers import AUTO_SPLIT
 from megatron_vshape.core.model.pieces import Pieces
 from megatron_vshape.core.model.placement import looping
-from megatron_vshape.core.model.schedule import Objective, Schedule, check_size
+from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, check_size
 from megatron_vshape.core.paper.catalogue import EVERY_NAME
 from megatron_vshape.core.plan import (
     compare,
@@ -273,7 +273,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _so_far(result: PlanResult) -> str:
     name = "the plan" if result.baseline is None else f"{result.baseline}, as published"
-    return f"best so far: {name}; more time may find a better plan"
+    is_optimal = percent(result.plan.gap) == percent(0.0)  # for its placement
+    better = "plan with another placement" if is_optimal else "plan"
+    return f"best so far: {name}; more time may find a better {better}"
 
 
 def _outputs(
@@ -529,7 +531,7 @@ def _print(request: PlanRequest, result: PlanResult, limit: float, units: UnitFo
     lines = [
         (str(made.objective), f"{time(made.value)}{unit}"),
         ("busy time", f"{time(made.busy)} (busiest rank)"),
-        ("bubble", f"{percent(made.bubble)} ({time(made.overhead)})"),
+        ("bubble", f"{percent(made.bubble)} ({time(_without_rounding_error(made))})"),
         *labelled("idle", idle_told(timeline)),
         ("lower bound", f"{time(made.lower_bound)} for this placement"),
         ("optimality gap", _gap_text(result)),
@@ -545,6 +547,11 @@ def _print(request: PlanRequest, result: PlanResult, limit: float, units: UnitFo
     lines += _layers_told(request, result)
     for label, value in lines:
         print(f"{label:<16}{value}")
+
+
+def _without_rounding_error(plan: Plan) -> float:
+    """Return the idle time of the busiest rank; 0 if it is a rounding error of the step time."""
+    return plan.overhead if abs(plan.overhead) > 1e-9 * plan.value else 0.0
 
 
 def _gap_text(result: PlanResult) -> str:

@@ -95,6 +95,36 @@ def test_the_ends_of_a_model_cost_something(capsys: pytest.CaptureFixture[str]) 
     assert "work of the busiest rank 96\n" in capsys.readouterr().out
 
 
+def test_the_embedding_can_be_a_number_of_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    """8 stages have one layer each, so that two layers are twice the times of --cost."""
+    shown = []
+    for embedding in ("2,2.3,1.7", "2"):
+        arguments = ["plan", *SIZE, *COST, "--layers", "8", "--chunks", "2", "--memory-limit", "6"]
+        assert main([*arguments, "--embedding", embedding]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    assert "busy time       96 (busiest rank)\n" in shown[0]
+
+
+@pytest.mark.parametrize(
+    ("lower_bound", "text"),
+    [(0.99, "may find a better plan"), (1.0, "may find a better plan with another placement")],
+)
+def test_a_stopped_search_claims_no_better_plan_than_the_bound(
+    lower_bound: float, text: str
+) -> None:
+    result = plan_request(PlanRequest("auto", 2, 2, seconds=0.1))
+    made = replace(result.plan, lower_bound=result.plan.value * lower_bound)
+    assert plan._so_far(replace(result, searched=made)).endswith(text)
+
+
+def test_a_rounding_error_is_no_idle_time() -> None:
+    made = plan_request(PlanRequest("auto", 2, 2, seconds=0.1)).plan
+    exact = replace(made, value=100.0, busy=100.0 + 1e-13)
+    assert plan._without_rounding_error(exact) == 0.0
+    assert plan._without_rounding_error(replace(made, value=100.0, busy=99.0)) == 1.0
+
+
 def test_more_chunks_never_exclude_a_v(capsys: pytest.CaptureFixture[str]) -> None:
     """An odd number of chunks has no V; --chunks is a maximum, and even numbers come first."""
     sizes = ["plan", "--devices", "4", "--microbatches", "8", "--cost", "1,1.15,.85,.05"]
