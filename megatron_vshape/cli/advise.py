@@ -28,18 +28,13 @@ from megatron_vshape.cli.files import (
 from megatron_vshape.cli.help import MODEL, OUTPUT, SEARCH, group
 from megatron_vshape.cli.progress import told
 from megatron_vshape.core.model.kinds import MOVING_NAME, ScheduleError
-from megatron_vshape.core.model.layers import even_with_ends
-from megatron_vshape.mcore.layout import hybrid
-from megatron_vshape.mcore.layout.given_layout import layout_of
 from megatron_vshape.mcore.options import schedule_names
 from megatron_vshape.rehearsal import accuracy, report
 from megatron_vshape.rehearsal.flags import Command, sizes_of
 from megatron_vshape.rehearsal.gpus import GPUS, Gpu
-from megatron_vshape.rehearsal.saved_config import LAYOUT
+from megatron_vshape.rehearsal.megatron_layers import flags_of_layers, flags_text, is_even
 from megatron_vshape.tuning import fsdp
 from megatron_vshape.tuning.advice import (
-    ENDS,
-    ENDS_OF_RANKS,
     FLAGS_OF_SCHEDULE,
     Advice,
     Rows,
@@ -267,15 +262,9 @@ def _name(row: Prediction) -> str:
 def _title(row: Prediction, subject: Subject) -> str:
     """Format schedule and parallel configuration."""
     more = "".join(f", {each}" for each in row.configuration.features)
-    if row.is_stock and not _is_even(row):
+    if row.is_stock and not is_even(row.layers):
         more = ", uneven layers"
     return f"{_name(row)}{more}, {_sizes(row.configuration, subject)}"
-
-
-def _is_even(row: Prediction) -> bool:
-    """Return whether layers, or layers with embedding and output layer, are equal in all stages."""
-    layers = row.layers
-    return len(set(layers)) < 2 or layers == even_with_ends(sum(layers), len(layers))
 
 
 NAMES = {
@@ -397,10 +386,10 @@ def _rejected(today: Prediction, command: Command) -> list[str]:
     """Format why Megatron does not start the command, and the flags of the row today."""
     if _starts(today):
         return []
-    flags = " and ".join(each for each in changes_megatron(today, command) if "--" in each)
+    ranks = today.configuration.pipeline_parallel
     return [
         f"Megatron does not start this command: {today.reason}. The row today is for the layers "
-        f"{', '.join(map(str, today.layers))}: {flags}."
+        f"{flags_text(today.layers, ranks, command)}."
     ]
 
 
@@ -470,20 +459,7 @@ def _values(flags: Sequence[str]) -> dict[str, str]:
 
 def changes_megatron(row: Prediction, command: Command) -> list[str]:
     """Return the flags that make Megatron run the stages of a row."""
-    if command.pattern:
-        return [f"{hybrid.FLAG} '{hybrid.cut(command.pattern, row.layers)}'"]
-    removed = [f"remove {flag}" for flag in ENDS_OF_RANKS if command.has(flag)]
-    if not _is_even(row):
-        return [*removed, f"{LAYOUT} '{layout_of(row.layers, command.mtp_layers)}'"]
-    words = [*removed, *([f"remove {LAYOUT}"] if command.has(LAYOUT) else [])]
-    chunks = len(row.layers) // row.configuration.pipeline_parallel
-    if chunks == 1:
-        words.append("no virtual stages (1F1B)")
-    else:
-        words.append(f"--num-virtual-stages-per-pipeline-rank {chunks}")
-    if len(set(row.layers)) > 1:
-        words += [f"--account-for-{end}-in-pipeline-split" for end in ENDS]
-    return words
+    return flags_of_layers(row.layers, row.configuration.pipeline_parallel, command)
 
 
 def _largest_rank(row: Prediction) -> str:

@@ -38,6 +38,7 @@ from megatron_vshape.rehearsal.flags import (
     sizes_of,
 )
 from megatron_vshape.rehearsal.gpus import GPUS, Gpu
+from megatron_vshape.rehearsal.megatron_layers import fix_of_split
 from megatron_vshape.rehearsal.rank_report import FailedRank, RankReport
 from megatron_vshape.rehearsal.ranks import DryRunConfig, check_all, rehearse_all
 from megatron_vshape.rehearsal.remedies import remedy_lines
@@ -131,7 +132,7 @@ def run(options: argparse.Namespace) -> int:
     runs = _runs(command, options, sizes)
     jobs = [config.job(each, sizes, at, name) for name, each in runs.items() for at in stages]
     with told(lambda us: f"{us:.0f} us"):
-        found = _found(rehearse_all(config.programs, jobs))
+        found = _found(rehearse_all(config.programs, jobs), command, sizes)
         mine = found.pop("")
         helps = [] if options.alone else remedy_lines(command, config, sizes, mine, headroom_bytes)
     step = step_of(mine, command, gpu, sizes.stage_stride)
@@ -162,18 +163,24 @@ def _check_files(options: argparse.Namespace) -> None:
 
 def _check(command: Command, config: DryRunConfig, sizes: Sizes, stages: Sequence[int]) -> int:
     """Run the start-up checks of these ranks, print the result, and return the exit status."""
-    jobs = [config.job(command, sizes, at, "") for at in stages]
+    jobs = [config.job(command, sizes, at, "", check=True) for at in stages]
     if 0 in stages:  # rank 0 logs for all
         jobs[stages.index(0)]["rank"] = 0
     schedule = command.value(SCHEDULE) or "Megatron's own schedule"
     for found in check_all(config.programs, jobs):
         if isinstance(found, FailedRank):
-            print(f"does not start with {schedule}: {found.error}")
+            print(f"does not start with {schedule}: {_with_split(found.error, command, sizes)}")
             return 1
         for notice in found.notices:
             print(report.wrapped(notice))
     print(f"starts with {schedule}")
     return 0
+
+
+def _with_split(error: str, command: Command, sizes: Sizes) -> str:
+    """Add the layer split that runs, if the layers of a command do not divide."""
+    fix = fix_of_split(command, sizes.pipeline)
+    return f"{error}. {fix}" if fix else error
 
 
 def _check_costs_are_known(command: Command) -> None:
@@ -192,7 +199,9 @@ def _runs(command: Command, options: argparse.Namespace, sizes: Sizes) -> dict[s
     return runs
 
 
-def _found(results: Iterable[RankReport | FailedRank]) -> dict[str, list[RankReport]]:
+def _found(
+    results: Iterable[RankReport | FailedRank], command: Command, sizes: Sizes
+) -> dict[str, list[RankReport]]:
     """Group the reports by run, sorted by rank.
 
     Raises:
@@ -201,7 +210,8 @@ def _found(results: Iterable[RankReport | FailedRank]) -> dict[str, list[RankRep
     by_run: dict[str, list[RankReport]] = {}
     for each in results:
         if isinstance(each, FailedRank):
-            raise ScheduleError(f"the command could not be rehearsed: {each.error}")
+            error = _with_split(each.error, command, sizes)
+            raise ScheduleError(f"the command could not be rehearsed: {error}")
         by_run.setdefault(each.name, []).append(each)
     for found in by_run.values():
         found.sort(key=lambda each: each.stage)

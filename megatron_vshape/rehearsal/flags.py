@@ -463,6 +463,18 @@ _LAUNCHER = ("--nproc", "--nnodes", "--node", "--master", "--rdzv")
 """Beginnings of torchrun's flags, which scripts keep in arrays too."""
 
 
+def evaluation_of(command: Command) -> list[str]:
+    """Return the flags of a command's evaluation, which `without_files` removes."""
+    flags = ("--eval-iters", "--eval-global-batch-size")
+    values = {flag: command.value(flag) for flag in flags}
+    values["--eval-iters"] = values["--eval-iters"] or str(EVAL_ITERS)
+    return [word for flag, value in values.items() if value is not None for word in (flag, value)]
+
+
+EVAL_ITERS = 100
+"""Default of Megatron's --eval-iters."""
+
+
 def without_files(command: Command, vocabulary: int | None = None) -> list[str]:
     """Return the flags without those about files, plus the flags that a dry run needs.
 

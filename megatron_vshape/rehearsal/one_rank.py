@@ -300,7 +300,12 @@ class _Run:
             self.held.append(self.ledger.now)
             self.held_parts = _parts(self.ledger.held_at(self.ledger.clock), self.ledger.now)
         # Our schedules check the model in the first step, so `check` stops at the first pass.
-        if len(self.held) == STEPS or (self.job.check and not self.job.schedule):
+        if self.job.check and not self.job.schedule:
+            from megatron_vshape.mcore.setup.megatron_schedules import check_first_step
+
+            check_first_step(self.args)
+            raise _Enough
+        if len(self.held) == STEPS:
             raise _Enough
         self.ledger.phase = "step"
         self.peaks.append(self.ledger.peak)

@@ -13,8 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.request import is_megatrons_own
 from megatron_vshape.rehearsal import sources
-from megatron_vshape.rehearsal.flags import SCHEDULE, Command, Sizes, environment_of, without_files
+from megatron_vshape.rehearsal.flags import (
+    SCHEDULE,
+    Command,
+    Sizes,
+    environment_of,
+    evaluation_of,
+    without_files,
+)
 from megatron_vshape.rehearsal.gpus import Gpu
 from megatron_vshape.rehearsal.rank_report import CheckedRank, FailedRank, RankReport, ending
 from megatron_vshape.rehearsal.sources import MissingSourceError, PythonSource
@@ -69,11 +77,20 @@ class DryRunConfig:
         """Return the command's flags without those that read files."""
         return without_files(command, self.vocabulary)
 
-    def job(self, command: Command, sizes: Sizes, stage: int, name: str) -> dict[str, Any]:
-        """Return the job for a pipeline rank; its result includes `name`."""
+    def job(
+        self, command: Command, sizes: Sizes, stage: int, name: str, check: bool = False
+    ) -> dict[str, Any]:
+        """Return the job for a pipeline rank; its result includes `name`.
+
+        With `check`, only the start-up checks run, which include those of the evaluation.
+        """
         flags = self.flags(command)
-        ours, many = command.has(SCHEDULE), 0
-        if ours:
+        schedule, many = command.value(SCHEDULE), 0
+        ours = schedule is not None
+        if check:
+            flags += evaluation_of(command)
+        # Megatron's interleaved 1F1B does not support every number of microbatches.
+        if schedule is not None and not (check and is_megatrons_own(schedule)):
             flags += _fewer_microbatches(command, sizes)
             batch = command.number("--global-batch-size", 0)
             many = batch // (command.number("--micro-batch-size", 1) * sizes.replicas)
@@ -90,6 +107,7 @@ class DryRunConfig:
             "batch_microbatches": many,
             "stage": stage,
             "name": name,
+            "check": check,
         }
 
 
@@ -141,10 +159,14 @@ def check_all(
 ) -> Iterator[CheckedRank | FailedRank]:
     """Run the start-up checks of each job; yield in order of completion, errors included.
 
+    Args:
+        programs: the programs of a dry run.
+        jobs: jobs that were made with `check`.
+
     Raises:
         ScheduleError: The worker did not start.
     """
-    for plain in run_jobs(programs, [{**job, "check": True} for job in jobs]):
+    for plain in run_jobs(programs, jobs):
         yield FailedRank(**plain) if "error" in plain else CheckedRank(**plain)
 
 

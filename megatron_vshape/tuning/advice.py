@@ -21,14 +21,12 @@ from megatron_vshape.core.request import (
     why_not_stock,
     with_chunks,
 )
-from megatron_vshape.mcore.layout import hybrid
-from megatron_vshape.mcore.layout.given_layout import layers_in
 from megatron_vshape.mcore.layout.stage_map import specified_layers
 from megatron_vshape.mcore.options import UnsupportedError
 from megatron_vshape.mcore.setup.translate import translate
 from megatron_vshape.rehearsal import accuracy
 from megatron_vshape.rehearsal.flags import SCHEDULE, Command
-from megatron_vshape.rehearsal.saved_config import LAYOUT
+from megatron_vshape.rehearsal.megatron_layers import layers_of_command
 from megatron_vshape.tuning import fsdp
 from megatron_vshape.tuning.configurations import (
     ADAPTIVE,
@@ -45,8 +43,6 @@ PLANNED_SHAPES = 3
 NEAR = 0.02
 """Minimum possible gain over the best known step for a strategy to be evaluated."""
 
-ENDS = ("embedding", "loss")
-
 FLAGS_OF_SCHEDULE = SCHEDULE, LAYER_SPLIT, SHARDED_OUTPUT
 """Flags of this package that determine the row of a command."""
 
@@ -58,9 +54,6 @@ VIRTUAL_STAGES = (
 
 INTERLEAVED_CHUNKS = 2
 """Stages per rank of interleaved-1f1b without a number, as in training."""
-
-ENDS_OF_RANKS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
-"""Flags for the layers of the first and the last pipeline rank."""
 
 Rows = dict[str, Prediction | None]
 """Rows of the comparison: today, stock, best, same (sizes), least (memory), DON'T, fsdp."""
@@ -168,7 +161,7 @@ class Advice:
             it = self.own.with_schedule_of(command, name)
             return self.predictor.published(it, self._given_layers(name), always=True)
         command = _with_virtual_stages(command, name)
-        name, layers, why = self._megatrons(command)
+        name, layers, why = layers_of_command(command, self.layers, self.own.pipeline_parallel)
         if command.has(LAYER_SPLIT):
             it = replace(self.own, schedule=name)
             return self.predictor.published(it, self._given_layers(name), True, always=True)
@@ -198,38 +191,6 @@ class Advice:
         if text == AUTO_SPLIT:
             return None
         return specified_layers(arguments, schedule.placement, text, None)[0]
-
-    def _megatrons(self, command: Command) -> tuple[str, tuple[int, ...] | None, str]:
-        """Return Megatron's schedule for a command, and the layers per stage.
-
-        If Megatron rejects the layer split, the layers are None and the third value is the reason.
-        """
-        pipeline = self.own.pipeline_parallel
-        given: Sequence[int] = ()
-        if command.pattern:
-            parts = hybrid.parts(command.pattern)
-            given = parts if len(parts) > 1 else ()
-        elif layout := command.value(LAYOUT):
-            given, _ = layers_in(layout)
-        if given:
-            return megatrons_name(max(1, len(given) // pipeline)), tuple(given), ""
-        ends = [command.has(f"--account-for-{end}-in-pipeline-split") for end in ENDS]
-        counted = self.layers + sum(ends)
-        chunks = command.number("--num-virtual-stages-per-pipeline-rank", 1)
-        stages = f" with {chunks} stages each" if chunks > 1 else ""
-        rest = 0
-        if each := command.number("--num-layers-per-virtual-pipeline-stage", 0):
-            chunks, rest = max(1, counted // (each * pipeline)), counted % (each * pipeline)
-            stages = f" with stages of {each} layers"
-        ranks = _layers_of_ranks(command, counted, pipeline)
-        if rest or not ranks or any(count % chunks for count in ranks):
-            with_ends = ", with embedding and loss," if any(ends) else ""
-            why = f"{counted} layers{with_ends} do not divide among {pipeline} pipeline ranks"
-            return megatrons_name(chunks), None, why + stages
-        layers = [count // chunks for _ in range(chunks) for count in ranks]
-        layers[0] -= ends[0]
-        layers[-1] -= ends[1]
-        return megatrons_name(chunks), tuple(layers), ""
 
     def stock(self, it: Configuration) -> Iterator[Prediction]:
         """Yield Megatron's schedules for all numbers of chunks that divide the layers, or for all.
@@ -365,16 +326,6 @@ def _with_virtual_stages(command: Command, name: str | None) -> Command:
     of_name = with_chunks(name)
     chunks = of_name.chunks if of_name else 1 if name == "1f1b" else INTERLEAVED_CHUNKS
     return command.having(num_virtual_stages_per_pipeline_rank=chunks)
-
-
-def _layers_of_ranks(command: Command, num_layers: int, ranks: int) -> list[int]:
-    """Divide the layers among pipeline ranks as Megatron does; empty if it rejects them."""
-    first, last = (command.number(flag, 0) for flag in ENDS_OF_RANKS)
-    others = ranks - (first > 0) - (last > 0)
-    each, rest = divmod(num_layers - first - last, others or 1)
-    if rest or each < 0 or (each and not others):
-        return []
-    return [first or each, *[each] * (ranks - 2), last or each]
 
 
 def _fits(prediction: Prediction) -> bool:

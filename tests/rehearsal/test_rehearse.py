@@ -237,6 +237,58 @@ def test_check_runs_the_start_up_checks_alone(
     assert "GiB" not in ran.stdout
 
 
+TWO_STAGES = "--num-virtual-stages-per-pipeline-rank 2"
+PARALLEL = "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 63"
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (
+            f"{TWO_STAGES} --global-batch-size 6",
+            "virtual pipeline stages do not work with 3 microbatches, the number in a training "
+            "step",
+        ),
+        (
+            "--pipeline-schedule interleaved-1f1b --global-batch-size 34",
+            "--pipeline-schedule interleaved-1f1b does not work with 17 microbatches",
+        ),
+        (
+            f"{TWO_STAGES} --global-batch-size 8 --microbatch-group-size-per-virtual-pipeline-stage"
+            " 3",
+            "runs them in groups of 3",
+        ),
+        (
+            f"{TWO_STAGES} --eval-global-batch-size 6",
+            "3 microbatches, the number in an evaluation step",
+        ),
+        (
+            PARALLEL,
+            "--sequence-parallel does not work with --seq-length 63: "
+            "--tensor-model-parallel-size 2 does not divide the tokens of a rank. Make "
+            "--seq-length a multiple of 2",
+        ),
+        (f"{PARALLEL} --pipeline-schedule v-half", "does not work with --seq-length 63"),
+        (
+            "--num-layers 5",
+            "5 layers do not divide among 2 pipeline ranks. The nearest layer split is 2, 3: "
+            "--pipeline-model-parallel-layout 'Ett|tttL'",
+        ),
+        (
+            "--num-layers 6 --pipeline-model-parallel-size 4 --eval-iters 0",
+            "6 layers do not divide among 4 pipeline ranks. The nearest layer split is 1, 2, 2, 1: "
+            "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split",
+        ),
+    ],
+)
+def test_check_rejects_a_command_whose_first_step_raises(
+    warm: Warm, tmp_path: Path, flags: str, error: str
+) -> None:
+    ran = warm(tmp_path, "rehearse", "--check", "--", "pretrain_gpt.py", *TINY, *flags.split())
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert error in ran.stdout
+
+
 def test_fused_rope_of_local_layers_has_a_flag_that_helps(warm: Warm, tmp_path: Path) -> None:
     flags = [each for each in TINY if each != "--no-rope-fusion"]
     ran = warm(tmp_path, "rehearse", "--ranks", "last", "--", "pretrain_gpt.py", *flags)

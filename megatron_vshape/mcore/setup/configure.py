@@ -45,6 +45,7 @@ from megatron_vshape.mcore.setup.features import Settings, features
 from megatron_vshape.mcore.setup.megatron_schedules import (
     changing_counts,
     check_interleaved,
+    check_sequence_length,
     choose_megatrons,
     fixed_counts,
     megatrons_if_best,
@@ -386,6 +387,7 @@ def make_schedule_of_run(pipeline: Pipeline | None, args: Namespace) -> None:
             check_interleaved(args, fixed_counts(args))
         return
     check_derived(args, pipeline.choice.name)
+    check_sequence_length(args)
     chunks = pipeline.stage_map.num_chunks
     # Releases differ in how they derive it from the options that `_set_stages` has set.
     args.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None

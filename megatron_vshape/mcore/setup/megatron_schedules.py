@@ -11,6 +11,7 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 from megatron_vshape.core.model.costs import Costs
@@ -348,12 +349,41 @@ def check_interleaved(args: Namespace, counts: Iterator[Count]) -> None:
     for count in counts:
         if not runs_interleaved(count.number, ranks, group):
             rest = "" if group == ranks else f", or leave a rest of at least {ranks}"
+            name = getattr(args, "pipeline_schedule", None)
+            schedule = "virtual pipeline stages" if name is None else f"--pipeline-schedule {name}"
             raise UnsupportedError(
-                f"--pipeline-schedule {args.pipeline_schedule} does not work with {count.number} "
+                f"{schedule} do{'es' * (name is not None)} not work with {count.number} "
                 f"microbatches, the number in {count.calls}: Megatron's interleaved schedule runs "
                 f"them in groups of {group}. {count.fix} a multiple of {group}{rest}, or choose a "
                 "schedule of this package, such as v-half, which runs any number"
             )
+
+
+def check_first_step(args: Namespace) -> None:
+    """Check the conditions that Megatron's own schedules check only in a step.
+
+    Raises:
+        UnsupportedError: A step would raise an error.
+    """
+    check_interleaved(args, chain(fixed_counts(args), changing_counts(args)))
+    check_sequence_length(args)
+
+
+def check_sequence_length(args: Namespace) -> None:
+    """Raise UnsupportedError if sequence parallelism cannot divide the sequences of a step."""
+    length, ranks = getattr(args, "seq_length", None), args.tensor_model_parallel_size
+    copies = args.context_parallel_size
+    varies = getattr(args, "variable_seq_lengths", False)
+    if length is None or varies or not getattr(args, "sequence_parallel", False):
+        return
+    if length // copies % ranks:
+        tokens = f"--seq-length {length}"
+        tokens += f" / --context-parallel-size {copies}" * (copies > 1)
+        raise UnsupportedError(
+            f"--sequence-parallel does not work with {tokens}: --tensor-model-parallel-size "
+            f"{ranks} does not divide the tokens of a rank. Make --seq-length a multiple of "
+            f"{ranks * copies}, or remove --sequence-parallel"
+        )
 
 
 def runs_interleaved(number: int, ranks: int, group: int) -> bool:

@@ -1,0 +1,118 @@
+"""Layers per stage of Megatron's own schedules: those of a command, and the flags for others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron_vshape.core.model.layers import even_with_ends
+from megatron_vshape.core.request import is_megatrons_own, megatrons_name
+from megatron_vshape.mcore.layout import hybrid
+from megatron_vshape.mcore.layout.given_layout import layers_in, layout_of, nearest
+from megatron_vshape.rehearsal.flags import SCHEDULE, Command
+from megatron_vshape.rehearsal.saved_config import LAYOUT
+
+ENDS = ("embedding", "loss")
+
+ENDS_OF_RANKS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
+"""Megatron's flags for the layers of the first and the last pipeline rank."""
+
+
+class MegatronLayers(NamedTuple):
+    """Megatron's schedule for a command, and the layers of its stages."""
+
+    schedule: str
+    layers: tuple[int, ...] | None  # None: Megatron rejects the layer split
+    reason: str = ""
+
+
+def layers_of_command(command: Command, num_layers: int, ranks: int) -> MegatronLayers:
+    """Return Megatron's schedule for a command, and the layers of its stages.
+
+    Raises:
+        ScheduleError: the pipeline layout of the command cannot be read.
+    """
+    stages: Sequence[int] = ()
+    if command.pattern:
+        parts = hybrid.parts(command.pattern)
+        stages = parts if len(parts) > 1 else ()
+    elif layout := command.value(LAYOUT):
+        stages, _ = layers_in(layout)
+    if stages:
+        return MegatronLayers(megatrons_name(max(1, len(stages) // ranks)), tuple(stages))
+    ends = [command.has(f"--account-for-{end}-in-pipeline-split") for end in ENDS]
+    counted = num_layers + sum(ends)
+    chunks = command.number("--num-virtual-stages-per-pipeline-rank", 1)
+    stage_text = f" with {chunks} stages each" if chunks > 1 else ""
+    rest = 0
+    if size := command.number("--num-layers-per-virtual-pipeline-stage", 0):
+        chunks, rest = max(1, counted // (size * ranks)), counted % (size * ranks)
+        stage_text = f" with stages of {size} layers"
+    per_rank = _layers_of_ranks(command, counted, ranks)
+    if rest or not per_rank or any(count % chunks for count in per_rank):
+        with_ends = ", with embedding and loss," if any(ends) else ""
+        reason = f"{counted} layers{with_ends} do not divide among {ranks} pipeline ranks"
+        return MegatronLayers(megatrons_name(chunks), None, reason + stage_text)
+    layers = [count // chunks for _ in range(chunks) for count in per_rank]
+    layers[0] -= ends[0]
+    layers[-1] -= ends[1]
+    return MegatronLayers(megatrons_name(chunks), tuple(layers))
+
+
+def _layers_of_ranks(command: Command, num_layers: int, ranks: int) -> list[int]:
+    """Divide the layers among pipeline ranks as Megatron does; empty if it rejects them."""
+    first, last = (command.number(flag, 0) for flag in ENDS_OF_RANKS)
+    others = ranks - (first > 0) - (last > 0)
+    each, rest = divmod(num_layers - first - last, others or 1)
+    if rest or each < 0 or (each and not others):
+        return []
+    return [first or each, *[each] * (ranks - 2), last or each]
+
+
+def flags_of_layers(layers: Sequence[int], ranks: int, command: Command) -> list[str]:
+    """Return the changes of a command with which Megatron runs stages of these layers."""
+    if command.pattern:
+        return [f"{hybrid.FLAG} '{hybrid.cut(command.pattern, layers)}'"]
+    removed = [f"remove {flag}" for flag in ENDS_OF_RANKS if command.has(flag)]
+    if not is_even(layers):
+        return [*removed, f"{LAYOUT} '{layout_of(layers, command.mtp_layers)}'"]
+    words = [*removed, *([f"remove {LAYOUT}"] if command.has(LAYOUT) else [])]
+    chunks = len(layers) // ranks
+    if chunks == 1:
+        words.append("no virtual stages (1F1B)")
+    else:
+        words.append(f"--num-virtual-stages-per-pipeline-rank {chunks}")
+    if len(set(layers)) > 1:
+        words += [f"--account-for-{end}-in-pipeline-split" for end in ENDS]
+    return words
+
+
+def is_even(layers: Sequence[int]) -> bool:
+    """Return whether layers, or layers with embedding and output layer, are equal in all stages."""
+    return len(set(layers)) < 2 or tuple(layers) == even_with_ends(sum(layers), len(layers))
+
+
+def flags_text(layers: Sequence[int], ranks: int, command: Command) -> str:
+    """Format layers per stage and the flags with which Megatron runs them."""
+    changes = flags_of_layers(layers, ranks, command)
+    flags = " and ".join(change for change in changes if "--" in change)
+    return f"{', '.join(map(str, layers))}: {flags}"
+
+
+def fix_of_split(command: Command, ranks: int) -> str:
+    """Format why Megatron rejects the layer split of a command, and the nearest split.
+
+    The nearest split counts embedding and output layer as one layer each. The text is empty if
+    Megatron accepts the split, or if a schedule of this package replaces it.
+    """
+    num_layers, name = command.layers, command.value(SCHEDULE)
+    if ranks == 1 or not num_layers or not (name is None or is_megatrons_own(name)):
+        return ""
+    schedule, layers, reason = layers_of_command(command, num_layers, ranks)
+    if layers is not None:
+        return ""
+    stages = ranks * int(schedule.partition(":")[2] or 1)
+    if num_layers < stages - 2:
+        return reason
+    split = nearest(num_layers, stages, 1.0, 1.0)
+    return f"{reason}. The nearest layer split is {flags_text(split, ranks, command)}"
