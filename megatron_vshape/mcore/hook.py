@@ -148,7 +148,11 @@ def replaces_always(stand_in: Function) -> Function:
     def make(session: Session, original: Function) -> Function:
         @functools.wraps(original)
         def replacement(*args: Any, **options: Any) -> Any:
-            return stand_in(session, original, *args, **options)
+            try:
+                return stand_in(session, original, *args, **options)
+            except (ValueError, SystemExit) as error:
+                session.name_options(error)
+                raise
 
         return replacement
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, NamedTuple
 
 from megatron_vshape.core.model.costs import Costs
@@ -277,6 +279,31 @@ class Options:
 
 OPTIONS: dict[str, Option] = {each.name: each.metadata["option"] for each in fields(Options)}
 """All options by keyword."""
+
+_FILE = r"\S+\.(?:json|csv)"
+_NUMBERS = r"\d[\d.,:]*(?<![.,:])"
+
+
+def with_keywords(text: str) -> str:
+    """Replace the flags of this package in a message by the keywords of `register`.
+
+    A value after a flag stays with it. Megatron's flags remain, since libraries have its names too.
+
+    >>> with_keywords("--pipeline-slices 3 does not divide 64 tokens. Remove --pipeline-slices")
+    'slices=3 does not divide 64 tokens. Remove slices'
+    """
+    for name, option in OPTIONS.items():
+        if option.flag:
+            names = sorted((*option.metavar.split("|"), *schedule_names()), key=len, reverse=True)
+            values = "|".join((_FILE, *map(re.escape, filter(None, names)), "off", _NUMBERS))
+            flag = rf"{re.escape(option.flag)}(?![\w-])(?:[ =]({values})(?![\w-]))?"
+            text = re.sub(flag, partial(_with_keyword, name), text)
+    return text
+
+
+def _with_keyword(name: str, match: re.Match[str]) -> str:
+    return name if match[1] is None else f"{name}={match[1]}"
+
 
 INPUTS_OF_PLANS = ("costs_file", "memory_limit_gib", "host_memory_limit_gib")
 """Options that only the choice of a schedule reads."""

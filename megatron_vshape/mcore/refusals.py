@@ -18,6 +18,7 @@ from megatron_vshape.core.model.files import UnreadableError
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.mcore.options import UnsupportedError as UnsupportedError
+from megatron_vshape.mcore.options import with_keywords
 
 
 class MissingError(UnsupportedError):
@@ -39,6 +40,17 @@ class RefusedError(SystemExit):
             prints = int(of_node if isinstance(why, UnreadableError) else rank) == 0
         self.why = str(why)
         super().__init__(f"megatron-vshape: {self.why}" if prints else 1)
+
+
+def name_keywords(error: BaseException) -> None:
+    """Name the options in the message of an error by the keywords of `register`, not by flags."""
+    if isinstance(error, RefusedError):
+        error.why = with_keywords(error.why)
+        if isinstance(error.code, str):  # this rank prints it
+            error.code = with_keywords(error.code)
+            error.args = (error.code,)
+    elif isinstance(error, ScheduleError | UnsupportedError):
+        error.args = (with_keywords(str(error)), *error.args[1:])
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import (
     UnsupportedError,
     check_one_module,
+    name_keywords,
     refusing,
     refusing_together,
 )
@@ -271,6 +272,11 @@ class Session:
         """The options of `register`; None without them, or if flags decide."""
         return None if self.chosen_by_flags else self.registered
 
+    def name_options(self, error: BaseException) -> None:
+        """Name the options in an error as the user gave them: flags, or keywords of `register`."""
+        if self.registered is not None and not self.names_schedule:
+            name_keywords(error)
+
     def logs(self, ahead: int) -> bool:
         """Return whether Megatron's trainer logs the step `ahead` steps after the current one."""
         return self.iteration_log is not None and self.iteration_log.has(ahead)
@@ -304,9 +310,13 @@ def get_forward_backward_func(
     @functools.wraps(original)
     def run(**call: Any) -> Any:
         session.build.is_extensible = False  # a second model may have been built since
-        # Not earlier: a library may add modules to the model until its first step.
-        session.prepare_model(call)
-        return runner(**call)
+        try:
+            # Not earlier: a library may add modules to the model until its first step.
+            session.prepare_model(call)
+            return runner(**call)
+        except (ValueError, SystemExit) as error:
+            session.name_options(error)
+            raise
 
     return run
 
