@@ -281,7 +281,7 @@ OPTIONS: dict[str, Option] = {each.name: each.metadata["option"] for each in fie
 """All options by keyword."""
 
 _FILE = r"\S+\.(?:json|csv)"
-_NUMBERS = r"\d[\d.,:]*(?<![.,:])"
+_NUMBERS = r"\d[\d.,:]*(?:e[+-]?\d+)?(?<![.,:])"
 
 
 def with_keywords(text: str) -> str:

@@ -376,7 +376,7 @@ def test_a_limit_leaves_room_for_what_the_rank_holds_besides(farm: Farm, tmp_pat
     costs = tmp_path / "costs.json"
     costs.write_text(Costs.uniform(RANKS, 2 * RANKS, 100, 120, 90, 5).to_json())
     options = {"costs_file": str(costs), "memory_limit_gib": 1e-9}
-    with pytest.raises(AssertionError, match="nothing fits --pipeline-memory-limit 1e-09: rank 0"):
+    with pytest.raises(AssertionError, match="nothing fits memory_limit_gib=1e-09: rank 0"):
         run(farm, tmp_path, "areal", "auto", options=options)
     ours = run(farm, tmp_path, "bridge", "auto", options=options | {"memory_limit_gib": 8.0})
     assert ours.chunks == 2

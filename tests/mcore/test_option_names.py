@@ -64,6 +64,7 @@ def test_errors_after_register_name_keywords() -> None:
         ("--pipeline-schedule interleaved-1f1b:4.", "schedule=interleaved-1f1b:4."),
         ("--pipeline-schedule my/plan.json is", "schedule=my/plan.json is"),
         ("--pipeline-layer-split 3,1,1,3, or auto", "layer_split=3,1,1,3, or auto"),
+        ("fits --pipeline-memory-limit 1e-09: rank 0", "fits memory_limit_gib=1e-09: rank 0"),
         ("--pipeline-schedule-x", "--pipeline-schedule-x"),
         ("--seq-length 64", "--seq-length 64"),
     ],
