@@ -114,8 +114,7 @@ def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
             name,
             type=end,
             metavar="F,B,W",
-            help=f"Extra time of the {stage} stage, in --cost units; plan also accepts one "
-            "number: time in layers of --layers (default: 0)",
+            help=f"Extra time of the {stage} stage, in --cost units; plan: or layers (default: 0)",
         )
 
 
