@@ -9,7 +9,7 @@ from shared_costs import shared_costs
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.pieces import Piece
-from megatron_vshape.core.model.schedule import CUT, Timeline
+from megatron_vshape.core.model.schedule import ELLIPSIS, Timeline
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.planner.vocabulary import with_vocabulary_passes
 from megatron_vshape.view.text import picture, wants_colour
@@ -52,7 +52,7 @@ def test_wide_picture_keeps_its_beginning_and_its_end(columns):
     width = max(map(len, whole))
     for line, full in zip(lines, whole, strict=True):
         assert len(line) <= columns
-        head, tail = line.split(CUT)
+        head, tail = line.split(ELLIPSIS)
         assert full.startswith(head)
         assert full.ljust(width).rstrip().endswith(tail)
 

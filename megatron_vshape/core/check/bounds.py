@@ -21,7 +21,7 @@ from dataclasses import replace
 from math import inf
 from operator import sub
 
-from megatron_vshape.core.model.costs import LEAST, Costs, held_text
+from megatron_vshape.core.model.costs import MIN_AMOUNT, Costs, held_text
 from megatron_vshape.core.model.kinds import EXCHANGES, PARTS, Kind, ScheduleError
 from megatron_vshape.core.model.placement import Placement, check_placement, stages_of
 from megatron_vshape.core.model.schedule import Objective
@@ -294,7 +294,7 @@ def never_split(costs: Costs) -> Costs:
     rest = 1e-6  # share of W; times must be positive
     return in_passes(costs).having(
         backward_us=tuple(each * (1 - rest) for each in whole),
-        weight_us=tuple(max(each * rest, LEAST) for each in whole),
+        weight_us=tuple(max(each * rest, MIN_AMOUNT) for each in whole),
         whole_backward_us=None,
         held_after_backward_bytes=(0.0,) * costs.num_stages,
     )

@@ -27,7 +27,7 @@ from megatron_vshape.core.model.kinds import (
 )
 from megatron_vshape.core.model.placement import message_us
 
-LEAST, MOST = 1e-6, 1e15
+MIN_AMOUNT, MAX_AMOUNT = 1e-6, 1e15
 """Bounds of times and memory, far inside the range of floats."""
 
 MAX_RATIO = 1e9
@@ -94,8 +94,8 @@ class Costs:
         unknown = [name for name, _ in self.others if name not in names]
         if unknown:
             raise ScheduleError(f"no kind of pass has {min(unknown)!r:.40}")
-        others = sorted(self.others, key=lambda each: names.index(each[0]))
-        object.__setattr__(self, "others", tuple(others))
+        sorted_amounts = sorted(self.others, key=lambda amount: names.index(amount[0]))
+        object.__setattr__(self, "others", tuple(sorted_amounts))
         self._check()
 
     @classmethod
@@ -120,35 +120,39 @@ class Costs:
         """
         scale = 2 * num_devices / num_stages
 
-        def each(value: float) -> Amounts:
+        def per_stage(value: float) -> Amounts:
             return (value * scale,) * num_stages
 
         # In the paper, memory is the activations only.
-        works = {kind.works for kind in kinds}  # workspace is 0 for these
+        workspace_names = {kind.works for kind in kinds}  # workspace is 0 for these
         return cls(
-            forward_us=each(forward),
-            backward_us=each(backward),
-            weight_us=each(weight),
+            forward_us=per_stage(forward),
+            backward_us=per_stage(backward),
+            weight_us=per_stage(weight),
             send_us=send,
-            held_after_forward_bytes=each(1.0),
-            held_after_backward_bytes=each(1.0),
+            held_after_forward_bytes=per_stage(1.0),
+            held_after_backward_bytes=per_stage(1.0),
             host_us=host,
-            others=tuple((n, each(1.0)) for n in other_amounts(kinds) if n not in works),
+            others=tuple(
+                (n, per_stage(1.0)) for n in other_amounts(kinds) if n not in workspace_names
+            ),
         )
 
     def having(self, **changes: Any) -> Self:
         """Replace fields, or amounts of other kinds by name; None removes an amount."""
-        names = {each.name for each in fields(self)}.intersection(changes)
-        others = dict(self.others) | {k: v for k, v in changes.items() if k not in names}
+        names = {field.name for field in fields(self)}.intersection(changes)
+        amounts = dict(self.others) | {k: v for k, v in changes.items() if k not in names}
         # `replace` runs `__post_init__`, which sorts and checks the new amounts.
-        own = {name: changes[name] for name in names}
-        given = tuple((name, each) for name, each in others.items() if each is not None)
-        return replace(self, others=given, **own)
+        field_changes = {name: changes[name] for name in names}
+        remaining_amounts = tuple(
+            (name, values) for name, values in amounts.items() if values is not None
+        )
+        return replace(self, others=remaining_amounts, **field_changes)
 
     def lists(self) -> dict[str, Amounts]:
         """Return all amounts per stage, by name."""
-        own = ((name, getattr(self, name)) for name in _OWN)
-        return {name: each for name, each in own if each is not None} | dict(self.others)
+        pairs = ((name, getattr(self, name)) for name in _STAGE_FIELDS)
+        return {name: values for name, values in pairs if values is not None} | dict(self.others)
 
     def amounts(self, name: str) -> Amounts | None:
         """Return the amounts of this name; None if they follow from others.
@@ -158,11 +162,11 @@ class Costs:
         """
         if not name:
             return None
-        if name in _OWN:
-            own: Amounts | None = getattr(self, name)
-            return own
-        for known, amounts in self.others:
-            if known == name:
+        if name in _STAGE_FIELDS:
+            values: Amounts | None = getattr(self, name)
+            return values
+        for extra_name, amounts in self.others:
+            if extra_name == name:
                 return amounts
         raise ScheduleError(f"the costs have no {name}, which a pass of this schedule has")
 
@@ -188,9 +192,9 @@ class Costs:
         """Maximum time of a message over any boundary."""
         return self.send_us + max(self.more_send_us, default=0.0)
 
-    def message_us(self, stage: int, other: int) -> float:
+    def message_us(self, stage: int, other_stage: int) -> float:
         """Return the time of a message between stages on two devices."""
-        return message_us(self.send_us, self.more_send_us, stage, other)
+        return message_us(self.send_us, self.more_send_us, stage, other_stage)
 
     def exchanges_us(self, kind: Kind, stage: int) -> float:
         """Return the time that a pass of `kind` waits for collectives of its stage."""
@@ -212,8 +216,8 @@ class Costs:
     def whole_us(self) -> tuple[float, ...] | None:
         """Time of a BW on every stage; None if equal to B + W, so that fusing changes nothing."""
         # With launch overhead, a BW differs from B + W: it is one launch instead of two.
-        both = self.whole_backward_us, self.whole_exchange_us
-        if both == (None, None) and not self.host_us:
+        full_backward_amounts = self.whole_backward_us, self.whole_exchange_us
+        if full_backward_amounts == (None, None) and not self.host_us:
             return None
         return tuple(self.time_us(Kind.BW, stage) for stage in range(self.num_stages))
 
@@ -228,18 +232,18 @@ class Costs:
             return self
         amounts = {
             # Weights and their gradients do not shrink with the sequence.
-            name: values if name in (STATE, DUMMY) else tuple(each / slices for each in values)
+            name: values if name in (STATE, DUMMY) else tuple(amount / slices for amount in values)
             for name, values in self.lists().items()
         }
         return self.having(
             **amounts,
             slices=slices,
             send_us=self.send_us / slices,
-            more_send_us=tuple(each / slices for each in self.more_send_us),
+            more_send_us=tuple(extra_us / slices for extra_us in self.more_send_us),
             by_microbatch=tuple(
                 # Slice j of microbatch i has the number i * slices + j.
-                (name, tuple(value for value in shares for _ in range(slices)))
-                for name, shares in self.by_microbatch
+                (name, tuple(factor for factor in factors for _ in range(slices)))
+                for name, factors in self.by_microbatch
             ),
         )
 
@@ -255,24 +259,30 @@ class Costs:
 
     def changes(self, kind: Kind) -> tuple[Sequence[float], Sequence[float]]:
         """Return, by stage, the change of memory at the start and at the end of such a pass."""
-        takes, keeps, frees = self.held(kind)
-        return takes, [more - less for more, less in zip(keeps, frees, strict=True)]
+        allocated, retained, freed = self.held(kind)
+        return allocated, [
+            increase - decrease for increase, decrease in zip(retained, freed, strict=True)
+        ]
 
     def held(self, kind: Kind) -> tuple[Sequence[float], Sequence[float], Sequence[float]]:
         """Return, by stage, the memory allocated at the start, retained and freed at the end."""
         nothing = (0.0,) * self.num_stages
-        takes, keeps, frees = (
+        allocated, retained, freed = (
             self.amounts(name) or nothing for name in (kind.takes, kind.keeps, kind.frees)
         )
-        return takes, keeps, frees
+        return allocated, retained, freed
 
     def works(self, kind: Kind) -> Amounts:
         """Return, by stage, the workspace of a pass."""
         # Not `amounts`: workspace is optional even for kinds that require other amounts.
-        if (known := self.lists().get(kind.works)) is not None:
-            return known
-        parts = [self.works(part) for part in kind.does if part is not kind]
-        return tuple(map(max, zip(*parts, strict=True))) if parts else (0.0,) * self.num_stages
+        if (workspace := self.lists().get(kind.works)) is not None:
+            return workspace
+        workspaces = [self.works(part) for part in kind.does if part is not kind]
+        return (
+            tuple(map(max, zip(*workspaces, strict=True)))
+            if workspaces
+            else (0.0,) * self.num_stages
+        )
 
     def fixed_bytes(self, placement: Sequence[int], num_devices: int) -> tuple[float, ...]:
         """Return the permanent memory of each device."""
@@ -288,8 +298,8 @@ class Costs:
 
     def of_activations(self) -> "Costs":
         """Return the costs with activation memory only."""
-        there = {kind.works for kind in KINDS}.intersection(self.lists())
-        return self.without_state().having(**dict.fromkeys(there))
+        workspace_names = {kind.works for kind in KINDS}.intersection(self.lists())
+        return self.without_state().having(**dict.fromkeys(workspace_names))
 
     def busy_us(self, placement: Sequence[int], num_devices: int, num_microbatches: int) -> float:
         """Return the minimum work of the busiest device, with split or full backwards."""
@@ -314,15 +324,17 @@ class Costs:
 
     def with_source(self, text: str, *names: str) -> "Costs":
         """Return the costs with `text` as the source of these names, or of all without a source."""
-        known = dict(self.sources)
+        sources = dict(self.sources)
         optional = [name for name in KNOWN_ALONE if getattr(self, name) is not None]
-        every = (*TIMES, "send_us", *HELD, *optional, "host_us")
-        added = dict.fromkeys(names or [name for name in every if name not in known], text)
-        return replace(self, sources=tuple((known | added).items()))
+        all_names = (*TIMES, "send_us", *HELD, *optional, "host_us")
+        new_sources = dict.fromkeys(
+            names or [name for name in all_names if name not in sources], text
+        )
+        return replace(self, sources=tuple((sources | new_sources).items()))
 
     def to_json(self) -> str:
         """Return the text of the costs file."""
-        names = (each.name for each in fields(self) if each.name != "slices")
+        names = (field.name for field in fields(self) if field.name != "slices")
         return text_of({name: getattr(self, name) for name in names})
 
     @classmethod
@@ -378,37 +390,37 @@ class Costs:
             )
 
     def _check_microbatches(self) -> None:
-        if len({len(shares) for _, shares in self.by_microbatch}) > 1:
+        if len({len(factors) for _, factors in self.by_microbatch}) > 1:
             raise ScheduleError(
                 "by_microbatch has lists of different lengths; each must cover a whole step"
             )
-        for name, shares in self.by_microbatch:
+        for name, factors in self.by_microbatch:
             if name not in self.lists() or not (name.endswith("_us") or name in HELD):
                 raise ScheduleError(
                     f"by_microbatch has {name!r:.40}, which is no time of these costs, nor the "
                     "memory after F or B"
                 )
-            for share in shares:
-                _check_value("share_us", f"by_microbatch {name}", share)
+            for factor in factors:
+                _check_value("share_us", f"by_microbatch {name}", factor)
 
 
-_OWN = dict.fromkeys((*TIMES, *HELD, *KNOWN_ALONE))
+_STAGE_FIELDS = dict.fromkeys((*TIMES, *HELD, *KNOWN_ALONE))
 """Names of the fields with one value per stage, in the order of costs files."""
 
 
-def _check_value(name: str, what: str, value: float, may_be_zero: bool = False) -> None:
+def _check_value(name: str, label: str, value: float, may_be_zero: bool = False) -> None:
     """Raise ScheduleError unless the value is in the supported range."""
     may_be_zero = may_be_zero or not name.endswith("_us")
     if not math.isfinite(value) or value < 0 or not (value or may_be_zero):
-        wanted = "finite and not below 0" if may_be_zero else "a finite number above 0"
-        raise ScheduleError(f"{what} is {value}; it must be {wanted}")
-    if value > MOST or (value < LEAST and not may_be_zero):
-        raise ScheduleError(f"{what} is {value}; it must be from {LEAST:g} to {MOST:g}")
+        requirement = "finite and not below 0" if may_be_zero else "a finite number above 0"
+        raise ScheduleError(f"{label} is {value}; it must be {requirement}")
+    if value > MAX_AMOUNT or (value < MIN_AMOUNT and not may_be_zero):
+        raise ScheduleError(f"{label} is {value}; it must be from {MIN_AMOUNT:g} to {MAX_AMOUNT:g}")
 
 
-def held_text(held: float) -> str:
-    """Format memory with 12 digits: a limit read from the text is as good as `held`."""
-    return f"{held:,.12g}"
+def held_text(memory: float) -> str:
+    """Format memory with 12 digits: a limit read from the text is as good as `memory`."""
+    return f"{memory:,.12g}"
 
 
 def chunk_of(costs: Costs, num_devices: int) -> float:
@@ -438,13 +450,23 @@ def more_us(costs: Costs, kind: Kind, stage: int, microbatch: int) -> float:
 
 def factor_of(costs: Costs, name: str, microbatch: int) -> float:
     """Return the factor of a microbatch for the amounts of this name."""
-    return next((each[microbatch] for own, each in costs.by_microbatch if own == name), 1.0)
+    return next(
+        (
+            factors[microbatch]
+            for factor_name, factors in costs.by_microbatch
+            if factor_name == name
+        ),
+        1.0,
+    )
 
 
 def reordered(costs: Costs, order: Sequence[int]) -> Costs:
     """Reorder the microbatches: the k-th becomes the one with number `order[k]`."""
-    factors = ((name, tuple(each[real] for real in order)) for name, each in costs.by_microbatch)
-    return replace(costs, by_microbatch=tuple(factors))
+    reordered_factors = (
+        (name, tuple(factors[microbatch] for microbatch in order))
+        for name, factors in costs.by_microbatch
+    )
+    return replace(costs, by_microbatch=tuple(reordered_factors))
 
 
 def with_copies(costs: Costs, forwards: float) -> Costs:
@@ -453,12 +475,19 @@ def with_copies(costs: Costs, forwards: float) -> Costs:
     F is that of an inner stage, because the embedding and output layer add time without
     activations.
     """
-    held = costs.held_after_forward_bytes
+    activation_bytes = costs.held_after_forward_bytes
     # Time of F per unit of activation memory; the median ignores embedding and output layer.
-    each = median(us / more for us, more in zip(costs.forward_us, held, strict=True) if more)
+    us_per_byte = median(
+        us / stage_bytes
+        for us, stage_bytes in zip(costs.forward_us, activation_bytes, strict=True)
+        if stage_bytes
+    )
     # A stage without activations still needs a time above 0.
-    times = tuple(max(forwards * each * more, LEAST * forwards * each) for more in held)
-    return with_copies_of(costs, times, held, times)
+    times = tuple(
+        max(forwards * us_per_byte * stage_bytes, MIN_AMOUNT * forwards * us_per_byte)
+        for stage_bytes in activation_bytes
+    )
+    return with_copies_of(costs, times, activation_bytes, times)
 
 
 def with_copies_of(costs: Costs, out_us: Amounts, moved_bytes: Amounts, back_us: Amounts) -> Costs:

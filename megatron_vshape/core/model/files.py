@@ -32,8 +32,8 @@ class UnreadableError(ScheduleError):
     """A file cannot be read on this node; it may exist on another."""
 
 
-def read_text(path: str | Path, what: str, max_bytes: int = MAX_FILE_BYTES) -> str:
-    """Read the text of the file at `path`; `what` names it in errors.
+def read_text(path: str | Path, label: str, max_bytes: int = MAX_FILE_BYTES) -> str:
+    """Read the text of the file at `path`; `label` names it in errors.
 
     Only regular files of at most `max_bytes` are read: other paths can be endless or block the
     reader.
@@ -43,32 +43,32 @@ def read_text(path: str | Path, what: str, max_bytes: int = MAX_FILE_BYTES) -> s
         ScheduleError: it is not a regular file, too large, or not UTF-8.
     """
     try:
-        with open(path, "rb", opener=_open_at_once) as file:
+        with open(path, "rb", opener=_open_without_blocking) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ScheduleError(f"{what} {path} is not a regular file")
+                raise ScheduleError(f"{label} {path} is not a regular file")
             data = file.read(max_bytes + 1)
         if len(data) > max_bytes:
             raise ScheduleError(
-                f"{what} {path} is larger than the {max_bytes / 2**20:g} MiB that are read"
+                f"{label} {path} is larger than the {max_bytes / 2**20:g} MiB that are read"
             )
         return data.decode("utf-8-sig")  # some editors write a byte order mark
     except UnicodeDecodeError as error:
         raise ScheduleError(
-            f"{what} {path} is not UTF-8 text: byte {error.start} cannot be decoded"
+            f"{label} {path} is not UTF-8 text: byte {error.start} cannot be decoded"
         ) from None
     except ScheduleError:
         raise
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise UnreadableError(f"{what} {path} cannot be read: {reason}") from None
+        raise UnreadableError(f"{label} {path} cannot be read: {reason}") from None
 
 
-def _open_at_once(path: str, flags: int) -> int:
+def _open_without_blocking(path: str, flags: int) -> int:
     """Open a file without blocking, even a pipe without a writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def parse_object(text: str, what: str) -> dict[str, object]:
+def parse_object(text: str, label: str) -> dict[str, object]:
     """Parse the JSON object in `text`.
 
     Raises:
@@ -76,17 +76,19 @@ def parse_object(text: str, what: str) -> dict[str, object]:
     """
     # Before parsing, which would already need the memory.
     if text.count("[") + text.count("{") > MAX_BRACKETS:
-        raise ScheduleError(f"{what} contains more than {MAX_BRACKETS} lists and objects")
+        raise ScheduleError(f"{label} contains more than {MAX_BRACKETS} lists and objects")
     try:
-        data = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        data = json.loads(
+            text, object_pairs_hook=_dict_of_unique_keys, parse_constant=_reject_constant
+        )
     except RecursionError:
-        raise ScheduleError(f"{what} is not valid JSON: it is nested too deep") from None
+        raise ScheduleError(f"{label} is not valid JSON: it is nested too deep") from None
     except ScheduleError:
         raise
     except ValueError as error:
-        raise ScheduleError(f"{what} is not valid JSON: {fault_of(error)}") from None
+        raise ScheduleError(f"{label} is not valid JSON: {fault_of(error)}") from None
     if not isinstance(data, dict):
-        raise ScheduleError(f"{what} contains a JSON {_name_of(data)}; it must be an object")
+        raise ScheduleError(f"{label} contains a JSON {_json_type_of(data)}; it must be an object")
     return data
 
 
@@ -97,7 +99,7 @@ def fault_of(error: Exception) -> str:
     return "it has a number of more than 4300 digits" if long else f"{text:.500}"
 
 
-def fault_in_file(error: ScheduleError, what: str, path: str | Path) -> ScheduleError:
+def fault_in_file(error: ScheduleError, label: str, path: str | Path) -> ScheduleError:
     """Return an error with the path of the file whose text has the error.
 
     >>> fault_in_file(ScheduleError("the costs file is not valid JSON"), "the costs file", "a.json")
@@ -106,20 +108,20 @@ def fault_in_file(error: ScheduleError, what: str, path: str | Path) -> Schedule
     ScheduleError('the costs file a.json is not valid: send_us is -1')
     """
     text = str(error)
-    if text.startswith(f"{what} "):
-        return ScheduleError(f"{what} {path}{text.removeprefix(what)}")
-    return ScheduleError(f"{what} {path} is not valid: {text}")
+    if text.startswith(f"{label} "):
+        return ScheduleError(f"{label} {path}{text.removeprefix(label)}")
+    return ScheduleError(f"{label} {path} is not valid: {text}")
 
 
-def check_keys(data: dict[str, object], keys: tuple[str, ...], what: str) -> None:
+def check_keys(data: dict[str, object], keys: tuple[str, ...], label: str) -> None:
     """Raise ScheduleError unless `data` has exactly these keys."""
     for key in keys:
         if key not in data:
-            raise ScheduleError(f"the key {key!r} is missing from {what}")
+            raise ScheduleError(f"the key {key!r} is missing from {label}")
     for key in data:
         if key not in keys:
             raise ScheduleError(
-                f"{what} has the unknown key {key!r:.60}; supported keys: {', '.join(keys)}"
+                f"{label} has the unknown key {key!r:.60}; supported keys: {', '.join(keys)}"
             )
 
 
@@ -133,21 +135,21 @@ def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _dict_of_unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     # json keeps the last of several equal keys without an error.
     data = dict(pairs)
     if len(data) != len(pairs):
         keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ScheduleError(f"the key {twice!r:.60} occurs twice in one JSON object")
+        duplicate = next(key for key in keys if keys.count(key) > 1)
+        raise ScheduleError(f"the key {duplicate!r:.60} occurs twice in one JSON object")
     return data
 
 
-def _refuse_constant(text: str) -> object:
+def _reject_constant(text: str) -> object:
     raise ScheduleError(f"{text} is not a number that JSON allows; write a finite one")
 
 
-def _name_of(value: object) -> str:
+def _json_type_of(value: object) -> str:
     names = {list: "list", str: "string", bool: "boolean", type(None): "null"}
     return names.get(type(value), "number")
 
@@ -157,8 +159,10 @@ logger = logging.getLogger(__name__)
 _FIELDS = (*TIMES, "send_us", *HELD)
 _DEVICE = "device_bytes"
 _ALONE = ("layers", "host_us", "sources", _DEVICE)
-FORMER = "half_duplex"  # in schedule files, too: a shared host link, in the order of the passes
-_FORMER = ("recompute", "joint", "hidden_share", FORMER)
+HALF_DUPLEX = (
+    "half_duplex"  # in schedule files, too: a shared host link, in the order of the passes
+)
+_REMOVED_FIELDS = ("recompute", "joint", "hidden_share", HALF_DUPLEX)
 """Recomputation, overlapped passes and shared host links in files of 0.2.0; they are ignored."""
 _UNLIKE, _MORE = "by_microbatch", "more_send_us"
 
@@ -168,12 +172,14 @@ MEASURED, COUNTED, ASSUMED = "measured", "counted", "assumed"
 
 def text_of(costs: Mapping[str, Any]) -> str:
     """Return the text of the costs file with these fields of `Costs`."""
-    optional = ("layers", *KNOWN_ALONE)
+    optional_names = ("layers", *KNOWN_ALONE)
     nonzero = {name: costs[name] or None for name in ("host_us", _DEVICE)}
     tables = {name: dict(costs[name]) or None for name in ("sources", _UNLIKE)}
-    given = {name: costs[name] for name in (*_FIELDS, *optional)} | nonzero | tables
-    given |= {_MORE: costs[_MORE] or None} | dict(costs["others"])
-    return json.dumps({name: each for name, each in given.items() if each is not None}, indent=1)
+    fields = {name: costs[name] for name in (*_FIELDS, *optional_names)} | nonzero | tables
+    fields |= {_MORE: costs[_MORE] or None} | dict(costs["others"])
+    return json.dumps(
+        {name: value for name, value in fields.items() if value is not None}, indent=1
+    )
 
 
 def read_costs(text: str) -> dict[str, Any]:
@@ -184,47 +190,53 @@ def read_costs(text: str) -> dict[str, Any]:
     """
     data = parse_object(text, "the costs file")
     layers = _layers(data.pop("layers")) if "layers" in data else None
-    made: dict[str, Any] = {"layers": layers}
+    fields: dict[str, Any] = {"layers": layers}
     for name in ("host_us", _DEVICE):
-        (made[name],) = _numbers(name, [data.pop(name, 0.0)])
-    made["sources"] = _sources(data.pop("sources", {}))
+        (fields[name],) = _numbers(name, [data.pop(name, 0.0)])
+    fields["sources"] = _sources(data.pop("sources", {}))
     # Only those with a value that changes the result; an empty one is dropped silently.
-    former = [name for name in _FORMER if data.pop(name, None)]
-    if former:
+    removed = [name for name in _REMOVED_FIELDS if data.pop(name, None)]
+    if removed:
         logger.warning(
-            "the costs file has %s, which this version does not use: ignored", ", ".join(former)
+            "the costs file has %s, which this version does not use: ignored", ", ".join(removed)
         )
-    shares = data.pop(_UNLIKE, {})
-    if not isinstance(shares, dict):
-        raise ScheduleError(f"{_UNLIKE} is {shares!r:.60}; it must be an object of lists")
-    made[_MORE] = _numbers(_MORE, data.pop(_MORE)) if _MORE in data else ()
-    made[_UNLIKE] = tuple((name, _numbers(name, each)) for name, each in shares.items())
-    made |= {name: _numbers(name, data.pop(name)) for name in KNOWN_ALONE if name in data}
-    others = [name for name in other_amounts(KINDS) if name in data]
+    microbatch_factors = data.pop(_UNLIKE, {})
+    if not isinstance(microbatch_factors, dict):
+        raise ScheduleError(
+            f"{_UNLIKE} is {microbatch_factors!r:.60}; it must be an object of lists"
+        )
+    fields[_MORE] = _numbers(_MORE, data.pop(_MORE)) if _MORE in data else ()
+    fields[_UNLIKE] = tuple(
+        (name, _numbers(name, factors)) for name, factors in microbatch_factors.items()
+    )
+    fields |= {name: _numbers(name, data.pop(name)) for name in KNOWN_ALONE if name in data}
+    extra_names = [name for name in other_amounts(KINDS) if name in data]
     # Optional names are popped first, so `check_keys` sees only the required ones and unknown ones.
-    made["others"] = tuple((name, _numbers(name, data.pop(name))) for name in others)
+    fields["others"] = tuple((name, _numbers(name, data.pop(name))) for name in extra_names)
     check_keys(data, _FIELDS, "the costs file")
-    made["send_us"] = _numbers("send_us", [data["send_us"]])[0]
-    made |= {name: _numbers(name, data[name]) for name in (*TIMES, *HELD)}
-    if not any(made[HELD[0]]):
+    fields["send_us"] = _numbers("send_us", [data["send_us"]])[0]
+    fields |= {name: _numbers(name, data[name]) for name in (*TIMES, *HELD)}
+    if not any(fields[HELD[0]]):
         raise ScheduleError(f"{HELD[0]} is 0 for every stage: at least one must be above 0")
-    return made
+    return fields
 
 
-def _sources(given: object) -> tuple[tuple[str, str], ...]:
+def _sources(sources: object) -> tuple[tuple[str, str], ...]:
     """Parse the sources; raises ScheduleError for unknown names."""
-    if not isinstance(given, dict):
-        raise ScheduleError(f"sources is {given!r:.60}; it must be an object with a text per name")
-    known = (*amount_names(KINDS), "send_us", *_ALONE, *_FORMER)
-    for name, text in given.items():
-        if name not in known:
+    if not isinstance(sources, dict):
+        raise ScheduleError(
+            f"sources is {sources!r:.60}; it must be an object with a text per name"
+        )
+    supported_names = (*amount_names(KINDS), "send_us", *_ALONE, *_REMOVED_FIELDS)
+    for name, text in sources.items():
+        if name not in supported_names:
             raise ScheduleError(f"sources names {name!r:.40}, which no costs file has")
         if not isinstance(text, str) or not text.startswith((MEASURED, COUNTED, ASSUMED)):
             raise ScheduleError(
                 f"the source of {name} is {text!r:.60}; it must begin with "
                 f"{MEASURED}, {COUNTED} or {ASSUMED}"
             )
-    return tuple((name, text) for name, text in given.items() if name not in _FORMER)
+    return tuple((name, text) for name, text in sources.items() if name not in _REMOVED_FIELDS)
 
 
 def _numbers(name: str, values: object) -> tuple[float, ...]:

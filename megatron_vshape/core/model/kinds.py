@@ -50,11 +50,11 @@ class Read(NamedTuple):
     at: str = ""
     later: int = 0
 
-    def stages(self, own: int, num_stages: int) -> range:
+    def stages(self, reader_stage: int, num_stages: int) -> range:
         """Return the stages whose results a pass of the stage `own` reads."""
         if self.at == EVERY:
             return range(num_stages)
-        stage = {FIRST: 0, LAST: num_stages - 1}.get(self.at, own + self.step)
+        stage = {FIRST: 0, LAST: num_stages - 1}.get(self.at, reader_stage + self.step)
         return range(stage, stage + 1) if 0 <= stage < num_stages else range(0)
 
 
@@ -116,8 +116,8 @@ class Kind(str):
         They have if the kind descends, or reads a kind that does.
         """
         return any(
-            each.descends or any(find_kind(read.kind).descends for read in each.reads)
-            for each in self.does
+            part.descends or any(find_kind(read.kind).descends for read in part.reads)
+            for part in self.does
         )
 
     def needs(self, stage: int, num_stages: int) -> Iterator[tuple["Kind", int]]:
@@ -126,8 +126,8 @@ class Kind(str):
         All are of the pass's microbatch. `NeedTable` adds dependencies on optional passes.
         """
         for read in self.reads:
-            for other in read.stages(stage, num_stages):
-                yield find_kind(read.kind), other
+            for source_stage in read.stages(stage, num_stages):
+                yield find_kind(read.kind), source_stage
 
     @property
     def sends(self) -> bool:
@@ -174,9 +174,9 @@ def define(
     kind = Kind(name)
     # `reads` are data of the same microbatch, so the simulator waits for them. `follows` only
     # constrain the row: the device's pass order already implies the wait.
-    every, kind.before = tuple(reads), tuple(before)
-    kind.reads = tuple(read for read in every if not read.later)
-    kind.follows = tuple(read for read in every if read.later)
+    all_reads, kind.before = tuple(reads), tuple(before)
+    kind.reads = tuple(read for read in all_reads if not read.later)
+    kind.follows = tuple(read for read in all_reads if read.later)
     kind.label, kind.words, kind.method = label, words or f"the {label}", method
     kind.receives = any(read.step for read in kind.reads)
     # A simple kind includes itself, so that callers treat BW and B in the same way.
@@ -196,9 +196,9 @@ def _check_row(kind: Kind) -> None:
     if kind in _ROWS or not (kind.isascii() and kind.isalpha() and kind.isupper()):
         raise ScheduleError(f"{str(kind)!r:.40} is not a new name in capital letters; use another")
     # `follows` are not checked: S follows C, whose row comes later in the table.
-    for other in (*(read.kind for read in kind.reads), *kind.before):
-        if other != kind and other not in _ROWS:
-            raise ScheduleError(f"{kind} names {other!r:.40}, which is no kind: {', '.join(_ROWS)}")
+    for name in (*(read.kind for read in kind.reads), *kind.before):
+        if name != kind and name not in _ROWS:
+            raise ScheduleError(f"{kind} names {name!r:.40}, which is no kind: {', '.join(_ROWS)}")
     # Peaks are computed from the row order alone. With memory on a concurrent resource, they would
     # depend on measured copy times.
     amount = kind.takes or kind.keeps or kind.frees or kind.works
@@ -432,7 +432,7 @@ VOCABULARY_AMOUNTS = frozenset({LOGITS.takes, *(kind.time for kind in VOCABULARY
 ALL_OR_NONE = (OFFLOAD, VOCABULARY)
 """Groups of kinds: a microbatch has all of a group (on its stage or on every device), or none."""
 
-MOVING = tuple(k for group in ALL_OR_NONE if any(each.moves for each in group) for k in group)
+MOVING = tuple(k for group in ALL_OR_NONE if any(kind.moves for kind in group) for k in group)
 """Kinds of the groups that move memory off a device."""
 
 MOVING_NAME = "offloading"
@@ -495,24 +495,27 @@ class NeedTable:
             for kind in KINDS
             if set(kind.does).issubset(self.parts)
         }
-        self.at_will = [at for at, part in enumerate(self.parts) if not part.everywhere]
+        self.at_will = [index for index, part in enumerate(self.parts) if not part.everywhere]
         self.needs = {
             kind: [self._needs(kind, stage, num_stages) for stage in range(num_stages)]
             for kind in self.parts_of
         }
 
     def _needs(self, kind: Kind, stage: int, num_stages: int) -> tuple[tuple[int, int], ...]:
-        always = [(self.parts.index(part), where) for part, where in kind.needs(stage, num_stages)]
-        # Optional passes, such as a reload, precede the kinds in their `before`.
-        only = {FIRST: 0, LAST: num_stages - 1}
-        # `only` restricts kinds with a single stage: C precedes B on the last stage alone.
-        where_there = [
-            (at, stage)
-            for at in self.at_will
-            if not set(self.parts[at].before).isdisjoint(kind.does)
-            and stage == only.get(self.parts[at].of, stage)
+        mandatory_needs = [
+            (self.parts.index(part), need_stage)
+            for part, need_stage in kind.needs(stage, num_stages)
         ]
-        return (*always, *where_there)
+        # Optional passes, such as a reload, precede the kinds in their `before`.
+        single_stages = {FIRST: 0, LAST: num_stages - 1}
+        # `single_stages` restricts kinds with a single stage: C precedes B on the last stage alone.
+        optional_needs = [
+            (index, stage)
+            for index in self.at_will
+            if not set(self.parts[index].before).isdisjoint(kind.does)
+            and stage == single_stages.get(self.parts[index].of, stage)
+        ]
+        return (*mandatory_needs, *optional_needs)
 
     def in_turn(self) -> list[tuple[int, int]]:
         """Return every (part, stage) in topological order.
@@ -521,36 +524,36 @@ class NeedTable:
             ScheduleError: passes of one microbatch depend on each other in a cycle.
         """
         reads = {
-            (at, stage): needs
-            for at, part in enumerate(self.parts)
+            (index, stage): needs
+            for index, part in enumerate(self.parts)
             for stage, needs in enumerate(self.needs[part])
         }
         try:
             return list(TopologicalSorter(reads).static_order())
         except CycleError as error:
-            circle = ", ".join(f"{self.parts[at]}{stage}" for at, stage in error.args[1])
-            raise ScheduleError(f"passes wait for each other in a circle: {circle}") from None
+            cycle = ", ".join(f"{self.parts[index]}{stage}" for index, stage in error.args[1])
+            raise ScheduleError(f"passes wait for each other in a circle: {cycle}") from None
 
     def direct_needs(self) -> dict[Kind, list[tuple[tuple[int, int], ...]]]:
         """Return `needs` without those that another need of the same pass implies.
 
         Waiting for the rest implies waiting for all, whichever optional passes a microbatch omits.
         """
-        # `own` has one bit per part and stage, `behind` the union of all that it waits for.
-        own, behind = dict[tuple[int, int], int](), dict[tuple[int, int], int]()  # sets, as bits
+        # `bits` has one bit per part and stage, `implied` the union of all that it waits for.
+        bits, implied = dict[tuple[int, int], int](), dict[tuple[int, int], int]()  # sets, as bits
 
-        def waited_for(needs: tuple[tuple[int, int], ...]) -> int:
+        def implied_bits(needs: tuple[tuple[int, int], ...]) -> int:
             """Return the parts that these passes imply, optional parts excluded."""
-            return reduce(or_, (behind[need] for need in needs if need[0] not in self.at_will), 0)
+            return reduce(or_, (implied[need] for need in needs if need[0] not in self.at_will), 0)
 
-        for number, (at, stage) in enumerate(self.in_turn()):
-            needs = self.needs[self.parts[at]][stage]
-            own[at, stage] = 1 << number
+        for number, (index, stage) in enumerate(self.in_turn()):
+            needs = self.needs[self.parts[index]][stage]
+            bits[index, stage] = 1 << number
             # A wait through an optional pass is not certain: the microbatch may omit that pass.
-            certain = (own[need] for need in needs if need[0] not in self.at_will)
-            behind[at, stage] = reduce(or_, certain, waited_for(needs))
+            certain_bits = (bits[need] for need in needs if need[0] not in self.at_will)
+            implied[index, stage] = reduce(or_, certain_bits, implied_bits(needs))
 
         def direct(needs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-            return tuple(need for need in needs if not own[need] & waited_for(needs))
+            return tuple(need for need in needs if not bits[need] & implied_bits(needs))
 
         return {kind: list(map(direct, by_stage)) for kind, by_stage in self.needs.items()}

@@ -16,13 +16,13 @@ def rounded(time_us: float) -> float:
     return float(f"{time_us:.9g}")
 
 
-def check_stages(num_layers: int, least: int, num_stages: int) -> None:
+def check_stages(num_layers: int, min_layers: int, num_stages: int) -> None:
     """Raise ScheduleError if there are too few layers for the inner stages."""
-    if num_layers < max(least, 1):
+    if num_layers < max(min_layers, 1):
         layers = "1 layer is" if num_layers == 1 else f"{num_layers} layers are"
         raise ScheduleError(
             f"{layers} too few for {num_stages} stages: only the first and the last "
-            f"may be without, so make --num-layers at least {max(least, 1)}"
+            f"may be without, so make --num-layers at least {max(min_layers, 1)}"
         )
 
 
@@ -33,23 +33,31 @@ def even_layers(num_layers: int, placement: Placement) -> tuple[int, ...]:
         ScheduleError: the layers do not divide evenly among the stages.
     """
     stages, devices = len(placement), max(placement) + 1
-    below, rest = divmod(num_layers, stages)
-    if rest:
-        near = f", such as {below * stages} or {(below + 1) * stages}" if below else ""
+    layers_per_stage, remainder = divmod(num_layers, stages)
+    if remainder:
+        multiples = (
+            f", such as {layers_per_stage * stages} or {(layers_per_stage + 1) * stages}"
+            if layers_per_stage
+            else ""
+        )
         split = ""
         if num_layers >= stages - 2:
             split = f", or add --layer-split {AUTO_SPLIT} (to training: --pipeline-layer-split)"
         raise ScheduleError(
             f"{num_layers} layers do not divide among {stages} stages ({devices} devices "
-            f"with {stages // devices} each): give a multiple of {stages}{near}{split}"
+            f"with {stages // devices} each): give a multiple of {stages}{multiples}{split}"
         )
-    return (below,) * stages
+    return (layers_per_stage,) * stages
 
 
 def even_with_ends(num_layers: int, num_stages: int) -> tuple[int, ...] | None:
     """Return an even split that counts embedding and output layer as one layer each, or None."""
-    each, rest = divmod(num_layers + 2, num_stages)
-    return None if rest else (each - 1, *(each,) * (num_stages - 2), each - 1)
+    layers_per_stage, remainder = divmod(num_layers + 2, num_stages)
+    return (
+        None
+        if remainder
+        else (layers_per_stage - 1, *(layers_per_stage,) * (num_stages - 2), layers_per_stage - 1)
+    )
 
 
 def parse_layers(text: str, num_layers: int, placement: Placement) -> tuple[int, ...]:
@@ -83,12 +91,12 @@ def parse_layers(text: str, num_layers: int, placement: Placement) -> tuple[int,
     return layers
 
 
-def check_layers(what: str, layers: Sequence[int]) -> None:
-    """Raise ScheduleError, which names `what`, if an inner stage has no layers."""
+def check_layers(label: str, layers: Sequence[int]) -> None:
+    """Raise ScheduleError, which names `label`, if an inner stage has no layers."""
     for stage, count in enumerate(layers[1:-1], start=1):
         if not count:
             raise ScheduleError(
-                f"{what} leaves stage {stage} without layers: only the first and the last stage, "
+                f"{label} leaves stage {stage} without layers: only the first and the last stage, "
                 "which have the embedding and the output layer, may be without"
             )
 
@@ -135,10 +143,10 @@ class Widths:
         return self.hidden * width * (3 if self.gated else 2)
 
 
-MOST_SHIFTED = 2
+MAX_SHIFT = 2
 """Layers that a cut moves by in one step of the search."""
 
-MOST_TOGETHER = 8
+MAX_SHIFTED_CUTS = 8
 """Neighbouring cuts that move together."""
 
 
@@ -166,18 +174,18 @@ def balanced_cuts(
     def loads(cuts: Sequence[int]) -> list[float]:
         return _loads(cuts, sums, placement, ends_us)
 
-    begins = [_proportional(sums, placement, ends_us)]
-    begins += [list(accumulate(layers, initial=0)) for layers in starts]
+    starting_cuts = [_proportional(sums, placement, ends_us)]
+    starting_cuts += [list(accumulate(layers, initial=0)) for layers in starts]
     # Start and result of the first search both start the second one, for another local optimum.
-    found = [*begins, *(_improved(cuts, loads) for cuts in begins)]
-    most = min(max(loads(cuts)) for cuts in found)
+    candidates = [*starting_cuts, *(_improved(cuts, loads) for cuts in starting_cuts)]
+    max_load_us = min(max(loads(cuts)) for cuts in candidates)
 
     def unevenness(cuts: Sequence[int]) -> tuple[float, float]:
         # The maximum stays the first criterion: evenness never costs step time.
-        above = max(0.0, max(loads(cuts)) - most)
-        return above, rounded(sum(each**2 for each in _stages(cuts, sums, ends_us)))
+        excess_us = max(0.0, max(loads(cuts)) - max_load_us)
+        return excess_us, rounded(sum(time_us**2 for time_us in _stages(cuts, sums, ends_us)))
 
-    cuts = min((_improved(cuts, unevenness) for cuts in found), key=unevenness)
+    cuts = min((_improved(cuts, unevenness) for cuts in candidates), key=unevenness)
     return tuple(end - start for start, end in pairwise(cuts))
 
 
@@ -186,14 +194,14 @@ def _proportional(
 ) -> list[int]:
     """Cut where the time of all layers and ends before is nearest to that of even stages."""
     stages = len(placement)
-    each = (sums[-1] + sum(ends_us)) / stages
+    mean_us = (sums[-1] + sum(ends_us)) / stages
     cuts = [0]
     for stage in range(1, stages):
         # The previous stage needs a layer unless it is the first; so does each later inner stage.
-        least = cuts[-1] + (stage > 1)
-        most = len(sums) - 1 - (stages - 1 - stage)
-        at = stage * each - ends_us[0]
-        cuts.append(min(range(least, most + 1), key=lambda cut: abs(sums[cut] - at)))
+        lowest = cuts[-1] + (stage > 1)
+        highest = len(sums) - 1 - (stages - 1 - stage)
+        target_us = stage * mean_us - ends_us[0]
+        cuts.append(min(range(lowest, highest + 1), key=lambda layer: abs(sums[layer] - target_us)))
     return [*cuts, len(sums) - 1]
 
 
@@ -201,11 +209,11 @@ def _improved(cuts: list[int], measure: Callable[[Sequence[int]], Any]) -> list[
     """Shift cuts as long as that lowers the measure."""
     best = measure(cuts)
     while True:
-        tried = ((measure(near), near) for near in _shifted(cuts))
-        reached, near = min(tried, default=(best, cuts))
-        if not reached < best:
+        neighbors = ((measure(neighbor), neighbor) for neighbor in _shifted(cuts))
+        value, neighbor = min(neighbors, default=(best, cuts))
+        if not value < best:
             return cuts
-        best, cuts = reached, near
+        best, cuts = value, neighbor
 
 
 def _loads(
@@ -232,13 +240,13 @@ def _shifted(cuts: Sequence[int]) -> Iterator[list[int]]:
     """Yield cuts of which neighbouring ones are shifted by a few layers, all by the same number."""
     # Adjacent cuts that shift together move layers between distant stages.
     inner = len(cuts) - 1
-    for first, behind in combinations(range(1, inner + 1), 2):
-        if behind - first > MOST_TOGETHER:
+    for first, stop in combinations(range(1, inner + 1), 2):
+        if stop - first > MAX_SHIFTED_CUTS:
             continue
-        for by in range(-MOST_SHIFTED, MOST_SHIFTED + 1):
-            near = [*cuts[:first], *(cut + by for cut in cuts[first:behind]), *cuts[behind:]]
-            if by and _are_stages(near):
-                yield near
+        for shift in range(-MAX_SHIFT, MAX_SHIFT + 1):
+            neighbor = [*cuts[:first], *(cut + shift for cut in cuts[first:stop]), *cuts[stop:]]
+            if shift and _are_stages(neighbor):
+                yield neighbor
 
 
 def _are_stages(cuts: Sequence[int]) -> bool:

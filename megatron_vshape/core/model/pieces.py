@@ -62,41 +62,51 @@ class Piece:
 
     def times(self, factor: float) -> Self:
         """Scale the piece; the workspace does not scale, because layers run one after another."""
-        own: dict[str, Any] = {n: getattr(self, n) if factor else 0.0 for n in WORKS}
-        return replace(self._made(lambda value: factor * value, self), **own)
+        workspace: dict[str, Any] = {n: getattr(self, n) if factor else 0.0 for n in WORKS}
+        return replace(self._combined(lambda value: factor * value, self), **workspace)
 
-    def plus(self, other: "Piece") -> Self:
+    def plus(self, piece: "Piece") -> Self:
         """Add up both pieces; the workspace is the maximum, because they run in sequence."""
-        most: dict[str, Any] = {n: max(getattr(self, n), getattr(other, n)) for n in WORKS}
-        return replace(self._made(add, self, other), **most)
+        workspace: dict[str, Any] = {n: max(getattr(self, n), getattr(piece, n)) for n in WORKS}
+        return replace(self._combined(add, self, piece), **workspace)
 
-    def over(self, other: "Piece") -> Self:
+    def over(self, piece: "Piece") -> Self:
         """Subtract the other piece, down to 0; a greater workspace counts in full."""
         # `plus` uses the maximum, which has no inverse: only a greater workspace is certain.
-        made = self._made(lambda own, less: max(0.0, own - less), self, other)
-        own: dict[str, Any] = {n: getattr(self, n) if getattr(made, n) else 0.0 for n in WORKS}
-        return replace(made, **own)
+        difference = self._combined(
+            lambda amount, subtrahend: max(0.0, amount - subtrahend), self, piece
+        )
+        workspace: dict[str, Any] = {
+            n: getattr(self, n) if getattr(difference, n) else 0.0 for n in WORKS
+        }
+        return replace(difference, **workspace)
 
     @classmethod
     def middle(cls, pieces: Iterable[Self]) -> Self:
         """Return the medians of several pieces."""
-        return cls._made(lambda *values: median(values), *pieces)
+        return cls._combined(lambda *values: median(values), *pieces)
 
     def at_least(self, time_us: float) -> Self:
         """Set a minimum time per pass, since even a stage without layers has kernels."""
-        least: dict[str, Any] = {name: max(time_us, getattr(self, name)) for name in TIMES}
-        others = ((n, max(time_us, us) if n.endswith("_us") else us) for n, us in self.others)
-        return replace(self, **least, others=tuple(others))
+        times_us: dict[str, Any] = {name: max(time_us, getattr(self, name)) for name in TIMES}
+        extra_amounts = (
+            (n, max(time_us, us) if n.endswith("_us") else us) for n, us in self.others
+        )
+        return replace(self, **times_us, others=tuple(extra_amounts))
 
     @classmethod
-    def _made(cls, of: Callable[..., float], *pieces: "Piece") -> Self:
+    def _combined(cls, combine: Callable[..., float], *pieces: "Piece") -> Self:
         """Combine the amounts of the same name."""
-        names = [each.name for each in fields(cls) if each.name != "others"]
-        made: dict[str, Any] = {n: of(*(getattr(each, n) for each in pieces)) for n in names}
-        tables = [dict(each.others) for each in pieces]
-        others = dict.fromkeys(name for table in tables for name in table)
-        combined = ((n, of(*(table.get(n, 0.0) for table in tables))) for n in others)
-        return cls(**made, others=tuple(combined))
+        names = [field.name for field in fields(cls) if field.name != "others"]
+        amounts: dict[str, Any] = {
+            n: combine(*(getattr(piece, n) for piece in pieces)) for n in names
+        }
+        tables = [dict(piece.others) for piece in pieces]
+        extra_names = dict.fromkeys(name for table in tables for name in table)
+        extra_amounts = (
+            (n, combine(*(table.get(n, 0.0) for table in tables))) for n in extra_names
+        )
+        return cls(**amounts, others=tuple(extra_amounts))
 
 
 AnyPiece = TypeVar("AnyPiece", bound=Piece)
@@ -136,26 +146,26 @@ class Share(NamedTuple):
     def over(self, units: "Share") -> "Share":
         """Divide by a unit; rounded, so that the parts of a unit add up to it exactly."""
         pairs = zip(self, units, strict=True)
-        return Share(*(float(f"{each / unit if unit else 0.0:.12g}") for each, unit in pairs))
+        return Share(*(float(f"{amount / unit if unit else 0.0:.12g}") for amount, unit in pairs))
 
     def inverse(self) -> "Share":
         """Compute the share that turns a stage of this share into one unit."""
-        return Share(*(1 / each if each else 0.0 for each in self))
+        return Share(*(1 / amount if amount else 0.0 for amount in self))
 
     def of(self, piece: AnyPiece) -> AnyPiece:
         """Scale the costs of one unit to this share."""
-        made = piece.times(self.time)
+        scaled_piece = piece.times(self.time)
         if self.time == self.held == self.state:
-            return made
+            return scaled_piece
         # Times of other kinds of passes are proportional to their memory.
-        others = tuple((name, value * self.held) for name, value in piece.others)
-        for each in fields(piece):
-            name, value = each.name, getattr(piece, each.name)
+        extra_amounts = tuple((name, value * self.held) for name, value in piece.others)
+        for field in fields(piece):
+            name, value = field.name, getattr(piece, field.name)
             if name in (STATE, DUMMY):
-                made = replace(made, **{name: value * self.state})
+                scaled_piece = replace(scaled_piece, **{name: value * self.state})
             elif name != "others" and not (name.endswith("_us") or name in WORKS):
-                made = replace(made, **{name: value * self.held})
-        return replace(made, others=others)
+                scaled_piece = replace(scaled_piece, **{name: value * self.held})
+        return replace(scaled_piece, others=extra_amounts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,15 +202,15 @@ class Pieces:
         stages = pieces_from_costs(costs)
         parts = Share.of_stages(layers, shares)
         pairs = zip(stages, parts, strict=True)
-        each = [part.inverse().of(stage) if part.time else None for stage, part in pairs]
+        unit_pieces = [part.inverse().of(stage) if part.time else None for stage, part in pairs]
         # The outer stages include the embedding or output layer.
-        known = [piece for piece in each[1:-1] if piece is not None]
-        if not known:
-            ends = [piece for piece in each if piece is not None]
-            if not ends:
+        layer_pieces = [piece for piece in unit_pieces[1:-1] if piece is not None]
+        if not layer_pieces:
+            outer_pieces = [piece for piece in unit_pieces if piece is not None]
+            if not outer_pieces:
                 raise ScheduleError("the costs are for stages without layers")
-            known = [min(ends, key=lambda piece: piece.time_us)]
-        layer = Piece.middle(known)
+            layer_pieces = [min(outer_pieces, key=lambda piece: piece.time_us)]
+        layer = Piece.middle(layer_pieces)
         return cls(
             layer,
             stages[0].over(parts[0].of(layer)),
@@ -240,26 +250,35 @@ class Pieces:
         stages = [share.of(self.layer) for share in Share.of_stages(layers, self.shares)]
         stages[0] = stages[0].plus(self.first)
         stages[-1] = stages[-1].plus(self.last)
-        least = LEAST * self.layer.time_us
+        min_us = LEAST * self.layer.time_us
 
-        stages = [stage.at_least(least) for stage in stages]
-        others: dict[str, Any] = {name: (each,) * len(stages) for name, each in self.others}
-        others |= {"by_microbatch": self.by_microbatch, "device_bytes": self.device_bytes}
+        stages = [stage.at_least(min_us) for stage in stages]
+        extra_fields: dict[str, Any] = {
+            name: (amount,) * len(stages) for name, amount in self.others
+        }
+        extra_fields |= {"by_microbatch": self.by_microbatch, "device_bytes": self.device_bytes}
         if self.more_send_us is not None:
-            others["more_send_us"] = (self.more_send_us,) * (len(stages) - 1)
-        return costs_from_pieces(stages, self.send_us, layers, self.host_us, self.sources, **others)
+            extra_fields["more_send_us"] = (self.more_send_us,) * (len(stages) - 1)
+        return costs_from_pieces(
+            stages, self.send_us, layers, self.host_us, self.sources, **extra_fields
+        )
 
     def with_copies(self, forwards: float) -> "Pieces":
         """Make all activations of a layer movable; a copy one way costs `forwards` times F."""
-        time, held = forwards * self.layer.forward_us, self.layer.held_after_forward_bytes
-        others = tuple((n, time if n.endswith("_us") else held) for n in other_amounts(MOVING))
-        return replace(self, layer=replace(self.layer, others=others))
+        copy_us, activation_bytes = (
+            forwards * self.layer.forward_us,
+            self.layer.held_after_forward_bytes,
+        )
+        extra_amounts = tuple(
+            (n, copy_us if n.endswith("_us") else activation_bytes) for n in other_amounts(MOVING)
+        )
+        return replace(self, layer=replace(self.layer, others=extra_amounts))
 
     def predicting(
-        self, count: int, merging_in_layers: float = MERGING, each: Share | None = None
+        self, count: int, merging_in_layers: float = MERGING, share: Share | None = None
     ) -> "Pieces":
         """Add `count` layers of multi-token prediction to the last stage, each of this share."""
-        layer = self.layer if each is None else each.of(self.layer)
+        layer = self.layer if share is None else share.of(self.layer)
         return replace(self, last=with_predicting(self.last, layer, count, merging_in_layers))
 
     def balanced(self, num_layers: int, placement: Placement) -> tuple[int, ...]:
@@ -274,14 +293,14 @@ class Pieces:
         # The outer stages start empty: the embedding and output layer alone make them useful.
         layers = [0, *(1,) * (len(placement) - 2), 0] if len(placement) > 1 else [0]
         check_stages(num_layers, sum(layers), len(placement))
-        of_layer = self.layer.time_us or 1.0
-        least = LEAST * of_layer
-        ends_us = max(self.first.time_us, least), max(self.last.time_us, least)
+        layer_us = self.layer.time_us or 1.0
+        min_us = LEAST * layer_us
+        ends_us = max(self.first.time_us, min_us), max(self.last.time_us, min_us)
         # Greedy assignment is optimal for equal layers only, which may go to any stage.
         if len({share.time for share in self.shares}) > 1:
-            times_us = [share.time * of_layer for share in self.shares]
+            times_us = [share.time * layer_us for share in self.shares]
             return balanced_cuts(times_us, placement, ends_us, *self._in_blocks(placement))
-        stage_us = [count * of_layer for count in layers]
+        stage_us = [count * layer_us for count in layers]
         stage_us[0] += ends_us[0]
         stage_us[-1] += ends_us[-1]
         device_us = [0.0] * (max(placement) + 1)
@@ -295,28 +314,30 @@ class Pieces:
         for _ in range(num_layers - sum(layers)):
             stage = min(range(len(placement)), key=load)
             layers[stage] += 1
-            stage_us[stage] += of_layer
-            device_us[placement[stage]] += of_layer
+            stage_us[stage] += layer_us
+            device_us[placement[stage]] += layer_us
         return tuple(layers)
 
     def _in_blocks(self, placement: Placement) -> Iterator[list[int]]:
         """Yield the balanced layers of stages of complete blocks, if a block of layers repeats."""
         shares, total = self.shares, len(self.shares)
         # The smallest period of the layer pattern, such as 8 for "7 Mamba, 1 attention".
-        sizes = (size for size in range(2, total // 2 + 1) if not total % size)
-        size = next((each for each in sizes if shares == shares[:each] * (total // each)), None)
-        if size is not None and total // size >= len(placement):
-            layer = Share.total(shares[:size]).of(self.layer)
-            blocks = replace(self, layer=layer, shares=()).balanced(total // size, placement)
-            yield [count * size for count in blocks]
+        periods = (period for period in range(2, total // 2 + 1) if not total % period)
+        period = next(
+            (period for period in periods if shares == shares[:period] * (total // period)), None
+        )
+        if period is not None and total // period >= len(placement):
+            layer = Share.total(shares[:period]).of(self.layer)
+            blocks = replace(self, layer=layer, shares=()).balanced(total // period, placement)
+            yield [count * period for count in blocks]
 
 
 def without_ends(pieces: Pieces) -> Pieces:
     """Return the pieces without embedding, output layer and other kinds of passes."""
     # Only a costs file has times of other kinds for stages that lack both ends.
     layer = replace(pieces.layer, others=())
-    nothing = layer.times(0.0)
-    return replace(pieces, layer=layer, first=nothing, last=nothing, others=())
+    no_costs = layer.times(0.0)
+    return replace(pieces, layer=layer, first=no_costs, last=no_costs, others=())
 
 
 def with_predicting(head: AnyPiece, layer: AnyPiece, count: int, merging: float) -> AnyPiece:
@@ -342,48 +363,48 @@ def costs_from_pieces(
     layers: Sequence[int] | None = None,
     host_us: float = 0.0,
     sources: tuple[tuple[str, str], ...] = (),
-    **more: Any,
+    **extra_fields: Any,
 ) -> Costs:
-    """Make the costs of these stages, in model order; `more` are further fields.
+    """Make the costs of these stages, in model order; `extra_fields` are further fields.
 
     Other kinds of passes are included if they have memory on any stage.
     """
 
-    def given(*names: str) -> dict[str, Any]:
+    def columns(*names: str) -> dict[str, Any]:
         return {name: tuple(getattr(stage, name) for stage in stages) for name in names}
 
-    each = given(*TIMES, *HELD)
+    amounts = columns(*TIMES, *HELD)
     if any(stage.saved_us > 0 for stage in stages):
         # Measurement noise may report savings larger than a pass.
-        least = (max(stage.backward_us, stage.weight_us) for stage in stages)
-        whole = (s.backward_us + s.weight_us - s.saved_us for s in stages)
-        each["whole_backward_us"] = tuple(map(max, least, whole))
+        min_us = (max(stage.backward_us, stage.weight_us) for stage in stages)
+        full_us = (s.backward_us + s.weight_us - s.saved_us for s in stages)
+        amounts["whole_backward_us"] = tuple(map(max, min_us, full_us))
     # The third, the collectives of a BW, follows below from its hidden share.
-    known = given(*EXCHANGES[:2], STATE, *WORKS, DUMMY)
-    each |= {name: values for name, values in known.items() if any(values)}
+    optional_amounts = columns(*EXCHANGES[:2], STATE, *WORKS, DUMMY)
+    amounts |= {name: values for name, values in optional_amounts.items() if any(values)}
     if any(stage.hidden_exchange_us > 0 for stage in stages):
-        left = (s.backward_exchange_us - s.hidden_exchange_us for s in stages)
-        each["whole_exchange_us"] = tuple(max(0.0, exposed) for exposed in left)
+        exposed_us = (s.backward_exchange_us - s.hidden_exchange_us for s in stages)
+        amounts["whole_exchange_us"] = tuple(max(0.0, exchange_us) for exchange_us in exposed_us)
     tables = [dict(stage.others) for stage in stages]
-    others = {name: tuple(table[name] for table in tables) for name in tables[0]}
-    if any(any(values) for name, values in others.items() if not name.endswith("_us")):
-        more |= others
-    each["layers"] = None if layers is None else tuple(layers)
-    made = Costs(send_us=send_us, host_us=host_us, sources=sources, **each)
-    return made.having(**more) if more else made
+    extra_amounts = {name: tuple(table[name] for table in tables) for name in tables[0]}
+    if any(any(values) for name, values in extra_amounts.items() if not name.endswith("_us")):
+        extra_fields |= extra_amounts
+    amounts["layers"] = None if layers is None else tuple(layers)
+    costs = Costs(send_us=send_us, host_us=host_us, sources=sources, **amounts)
+    return costs.having(**extra_fields) if extra_fields else costs
 
 
 def pieces_from_costs(costs: Costs) -> list[Piece]:
     """Return the costs of each stage as a piece."""
     stages = range(costs.num_stages)
     split = tuple(map(add, costs.backward_us, costs.weight_us))
-    forward, backward, whole = (
+    forward, backward, full_backward = (
         [costs.exchanges_us(kind, stage) for stage in stages] for kind in (Kind.F, Kind.B, Kind.BW)
     )
     amounts = costs.lists()
     nothing, single = (0.0,) * costs.num_stages, dict(of_no_stage(costs))
     names = (STATE, *WORKS, DUMMY)
-    others = {name: values for name, values in costs.others if name not in single}
+    extra_amounts = {name: values for name, values in costs.others if name not in single}
     return list(
         # Positional, in the order of Piece's fields: `saved_us` follows HELD, and the hidden
         # collectives follow those of F and B.
@@ -393,9 +414,9 @@ def pieces_from_costs(costs: Costs) -> list[Piece]:
             map(sub, split, costs.whole_backward_us or split),
             forward,
             backward,
-            map(sub, backward, whole),
+            map(sub, backward, full_backward),
             *(amounts.get(name, nothing) for name in names),
-            (tuple((n, values[stage]) for n, values in others.items()) for stage in stages),
+            (tuple((n, values[stage]) for n, values in extra_amounts.items()) for stage in stages),
         )
     )
 
@@ -409,11 +430,13 @@ def with_ends(costs: Costs, first: Piece, last: Piece) -> Costs:
 
 def with_pieces(costs: Costs, stages: Sequence[Piece]) -> Costs:
     """Return the costs with these stages; other fields do not change."""
-    made = costs_from_pieces(stages, costs.send_us)
-    rest = {name: each for name, each in costs.others if name in dict(of_no_stage(costs))}
+    new_costs = costs_from_pieces(stages, costs.send_us)
+    single_amounts = {
+        name: values for name, values in costs.others if name in dict(of_no_stage(costs))
+    }
     # None removes an amount that all new stages lack.
-    own = dict.fromkeys(costs.lists()) | made.lists() | rest
-    return costs.having(**own)
+    changes = dict.fromkeys(costs.lists()) | new_costs.lists() | single_amounts
+    return costs.having(**changes)
 
 
 def under_megatron(costs: Costs, message_bytes: float = 0.0) -> Costs:
@@ -429,14 +452,14 @@ def under_megatron(costs: Costs, message_bytes: float = 0.0) -> Costs:
         costs = replace(costs, state_bytes=state, dummy_bytes=None)
     if not message_bytes:
         return costs
-    messages = {Kind.F.works: 2 * message_bytes, Kind.BW.works: message_bytes}
+    extra_by_name = {Kind.F.works: 2 * message_bytes, Kind.BW.works: message_bytes}
     amounts = costs.lists()
-    works = {
-        name: (amounts[name][0], *(each + more for each in amounts[name][1:]))
-        for name, more in messages.items()
+    workspaces = {
+        name: (amounts[name][0], *(workspace + extra_bytes for workspace in amounts[name][1:]))
+        for name, extra_bytes in extra_by_name.items()
         if name in amounts
     }
-    return costs.having(**works)
+    return costs.having(**workspaces)
 
 
 def of_no_stage(costs: Costs) -> tuple[tuple[str, float], ...]:
@@ -454,8 +477,8 @@ def regroup(costs: Costs, num_stages: int, name: str) -> Costs:
     Raises:
         ScheduleError: the number of stages in the costs is not a multiple of `num_stages`.
     """
-    size, rest = divmod(costs.num_stages, num_stages)
-    if rest or not size:
+    size, remainder = divmod(costs.num_stages, num_stages)
+    if remainder or not size:
         raise ScheduleError(
             f"the costs are for {costs.num_stages} stages, {name} has {num_stages}; the "
             f"costs need {num_stages} or a multiple of it, which is then added up"
@@ -466,22 +489,24 @@ def regroup(costs: Costs, num_stages: int, name: str) -> Costs:
     amounts = {
         name: (single[name],) * num_stages
         if name in single
-        else tuple(_groups(values, size, max if name in WORKS else fsum))
+        else tuple(_combine_groups(values, size, max if name in WORKS else fsum))
         for name, values in costs.lists().items()
     }
     return costs.having(
         **amounts,
-        layers=None if costs.layers is None else tuple(map(int, _groups(costs.layers, size, sum))),
+        layers=None
+        if costs.layers is None
+        else tuple(map(int, _combine_groups(costs.layers, size, sum))),
         # Boundaries inside a group vanish; those behind the last stage of each group remain.
         more_send_us=costs.more_send_us[size - 1 :: size],
     )
 
 
-def _groups(
-    values: Sequence[float], size: int, of_all: Callable[[Sequence[float]], float]
+def _combine_groups(
+    values: Sequence[float], size: int, combine: Callable[[Sequence[float]], float]
 ) -> Iterator[float]:
     for first in range(0, len(values), size):
-        yield of_all(values[first : first + size])
+        yield combine(values[first : first + size])
 
 
 def recut(

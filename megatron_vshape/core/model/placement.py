@@ -40,9 +40,9 @@ def default_placements(num_devices: int, num_stages: int, trades: bool = False) 
     loop = looping(num_devices, chunks)
     if chunks % 2:
         return [loop]
-    two = [looping(num_devices, 2)] if trades and chunks > 2 else []
+    loop_of_two = [looping(num_devices, 2)] if trades and chunks > 2 else []
     # With four chunks, the unit of memory is half as large, and the loop is often better than a V.
-    return [v_shape(num_devices), *two, loop]
+    return [v_shape(num_devices), *loop_of_two, loop]
 
 
 def with_loss_last(placement: Placement) -> tuple[int, ...]:
@@ -51,29 +51,29 @@ def with_loss_last(placement: Placement) -> tuple[int, ...]:
     A V, which starts and ends on the first device, is reversed, so that neighbors stay neighbors.
     Other placements swap two devices.
     """
-    last, ends = max(placement), placement[-1]
-    if ends == 0:
-        return tuple(reversed(range(last + 1)))
-    numbers = list(range(last + 1))
-    numbers[ends], numbers[last] = last, ends
+    last_device, loss_device = max(placement), placement[-1]
+    if loss_device == 0:
+        return tuple(reversed(range(last_device + 1)))
+    numbers = list(range(last_device + 1))
+    numbers[loss_device], numbers[last_device] = last_device, loss_device
     return tuple(numbers)
 
 
 def stages_of(placement: Placement, num_devices: int) -> tuple[tuple[int, ...], ...]:
     """Return the stages of every device, in model order; a stage's index there is its chunk."""
-    held: list[list[int]] = [[] for _ in range(num_devices)]
+    stages_by_device: list[list[int]] = [[] for _ in range(num_devices)]
     for stage, device in enumerate(placement):
-        held[device].append(stage)
-    return tuple(map(tuple, held))
+        stages_by_device[device].append(stage)
+    return tuple(map(tuple, stages_by_device))
 
 
 def chunks_of(placement: Placement) -> tuple[int, ...]:
     """Return the chunk of every stage: the number of earlier stages on its device."""
-    seen: dict[int, int] = {}
+    chunk_counts: dict[int, int] = {}
     chunks = []
     for device in placement:
-        chunks.append(seen.get(device, 0))
-        seen[device] = chunks[-1] + 1
+        chunks.append(chunk_counts.get(device, 0))
+        chunk_counts[device] = chunks[-1] + 1
     return tuple(chunks)
 
 
@@ -85,25 +85,27 @@ def check_placement(placement: Placement, num_devices: int) -> None:
                 f"the placement puts stage {stage} on device {device}; "
                 f"there are {num_devices} devices, counted from 0"
             )
-    each, left = divmod(len(placement), num_devices)
-    if left or not each:
+    stages_per_device, remainder = divmod(len(placement), num_devices)
+    if remainder or not stages_per_device:
         raise ScheduleError(
             f"the placement has {len(placement)} stages for {num_devices} devices; "
             "all devices need the same number"
         )
     for device, count in Counter(placement).items():
-        if count != each:
+        if count != stages_per_device:
             raise ScheduleError(
                 f"the placement puts {count} of {len(placement)} stages on device {device}; "
-                f"every one of the {num_devices} devices need {each}"
+                f"every one of the {num_devices} devices need {stages_per_device}"
             )
 
 
-def message_us(send_us: float, more_send_us: Sequence[float], stage: int, other: int) -> float:
+def message_us(
+    send_us: float, more_send_us: Sequence[float], stage: int, other_stage: int
+) -> float:
     """Return the time of a message between stages on two devices, in either direction.
 
     `more_send_us` is added to `send_us` at the boundary behind each stage; it may be empty.
     """
-    if not more_send_us or abs(stage - other) != 1:
+    if not more_send_us or abs(stage - other_stage) != 1:
         return send_us
-    return send_us + more_send_us[min(stage, other)]
+    return send_us + more_send_us[min(stage, other_stage)]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_vshape.core.model.files import (
-    FORMER,
+    HALF_DUPLEX,
     check_keys,
     fault_in_file,
     is_whole,
@@ -35,7 +35,7 @@ MAX_NAME = 200
 MAX_COLUMNS = 100_000
 """Maximum characters per line of a picture, for passes of very different lengths."""
 
-CUT = " … "
+ELLIPSIS = " … "
 """Replacement for the middle of a picture."""
 
 MUCH_SHORTER = 4
@@ -123,8 +123,8 @@ class Schedule:
         """
         if self.slices == 1 or not descends:
             return number + later
-        there: int = turned(turned(number, self.slices) + later, self.slices)
-        return there
+        microbatch: int = turned(turned(number, self.slices) + later, self.slices)
+        return microbatch
 
     def turns_text(self, kind: Kind) -> str:
         """Format the rule for the order in which a stage runs the passes of one kind."""
@@ -132,8 +132,8 @@ class Schedule:
         if self.slices == 1:
             return f"{text}, in which the trainer reads them"
         descends = any(part.descends for part in kind.does)
-        ends = "the last to the first" if descends else "the first to the last"
-        return f"{text}, and the slices of a microbatch from {ends}"
+        direction = "the last to the first" if descends else "the first to the last"
+        return f"{text}, and the slices of a microbatch from {direction}"
 
     def check_counts(self) -> None:
         """Raise ScheduleError unless the numbers of devices, microbatches and slices are valid."""
@@ -150,8 +150,8 @@ class Schedule:
 
     def position(self, work: Pass) -> dict[str, int]:
         """Return the microbatch of a pass, and its slice if there are several."""
-        microbatch, own = divmod(work.microbatch, self.slices)
-        return {"microbatch": microbatch} | ({"slice": own} if self.slices > 1 else {})
+        microbatch, slice_number = divmod(work.microbatch, self.slices)
+        return {"microbatch": microbatch} | ({"slice": slice_number} if self.slices > 1 else {})
 
     @property
     def num_chunks(self) -> int:
@@ -172,7 +172,7 @@ class Schedule:
 
     def copied(self) -> Iterator[Pass]:
         """Yield the passes that move memory off their device, device by device."""
-        return (each for row in self.order for each in row if each.kind.moves)
+        return (work for row in self.order for work in row if work.kind.moves)
 
     @property
     def splits_backward(self) -> bool:
@@ -214,15 +214,20 @@ class Schedule:
         if all(kind.resource == PROCESSOR for kind in self.kinds):
             return [Lane(d, PROCESSOR, row, range(len(row))) for d, row in enumerate(self.order)]
         # Insert processors first, because callers rely on queue d being the processor of device d.
-        places: dict[tuple[int, str], list[int]] = {
+        positions_by_queue: dict[tuple[int, str], list[int]] = {
             (device, PROCESSOR): [] for device in range(self.num_devices)
         }
         for device, row in enumerate(self.order):
-            for at, work in enumerate(row):
-                places.setdefault((device, work.kind.resource), []).append(at)
+            for position, work in enumerate(row):
+                positions_by_queue.setdefault((device, work.kind.resource), []).append(position)
         return [
-            Lane(device, resource, [self.order[device][at] for at in own], own)
-            for (device, resource), own in places.items()
+            Lane(
+                device,
+                resource,
+                [self.order[device][position] for position in positions],
+                positions,
+            )
+            for (device, resource), positions in positions_by_queue.items()
         ]
 
     def to_json(self) -> str:
@@ -263,12 +268,12 @@ class Schedule:
                 f"the format is {data.get('format')!r:.40}; this version reads {FORMAT}"
             )
         _check_recompute(data.pop("recompute", []))
-        data.pop(FORMER, None)
-        slices = _count("slices", data.pop("slices", 1))
+        data.pop(HALF_DUPLEX, None)
+        slices = _parse_count("slices", data.pop("slices", 1))
         check_keys(data, ("format", *_KEYS), "the schedule file")
         name, devices, microbatches, placement, order = (data[key] for key in _KEYS)
-        devices = _count("num_devices", devices)
-        microbatches = _count("num_microbatches", microbatches)
+        devices = _parse_count("num_devices", devices)
+        microbatches = _parse_count("num_microbatches", microbatches)
         if not isinstance(name, str) or not name.isprintable() or len(name) > MAX_NAME:
             raise ScheduleError(
                 f"name is {name!r:.40}; it must be printable text of up to {MAX_NAME} characters"
@@ -276,9 +281,9 @@ class Schedule:
         if not isinstance(placement, list) or not all(map(is_whole, placement)):
             raise ScheduleError("placement must be a list with the device of every stage")
         if not isinstance(order, list) or len(order) != devices:
-            found = f"{len(order)} lists" if isinstance(order, list) else f"{order!r:.40}"
+            content = f"{len(order)} lists" if isinstance(order, list) else f"{order!r:.40}"
             raise ScheduleError(
-                f"order is {found}; it must contain one list per device, num_devices is {devices}"
+                f"order is {content}; it must contain one list per device, num_devices is {devices}"
             )
         # Check the sizes before parsing, because large invalid files would exhaust memory.
         check_placement(tuple(placement), devices)
@@ -304,7 +309,7 @@ class Schedule:
         """
         try:
             lines = csv.reader(io.StringIO(text.removeprefix("\ufeff")))
-            rows = [cells for line in lines if (cells := _filled(line))]
+            rows = [cells for line in lines if (cells := _without_trailing_blanks(line))]
         except csv.Error as error:
             raise ScheduleError(f"the CSV cannot be read: {error}") from None
         order, overlapped = _parse_rows(rows)
@@ -313,7 +318,7 @@ class Schedule:
         if placement is None:
             placement = _placement_of(order)
         check_placement(placement, len(order))
-        microbatches = 1 + max(each.microbatch for passes in order for each in passes)
+        microbatches = 1 + max(work.microbatch for passes in order for work in passes)
         check_size(len(placement), microbatches)
         check_slices(slices, microbatches)
         return cls(name, len(order), microbatches, placement, order, overlapped, slices)
@@ -393,9 +398,9 @@ class Timeline:
     whole_backward_us: tuple[float, ...] | None = None
     more_send_us: tuple[float, ...] = ()
 
-    def message_us(self, stage: int, other: int) -> float:
+    def message_us(self, stage: int, other_stage: int) -> float:
         """Return the time of a message between stages on two devices."""
-        return message_us(self.send_us, self.more_send_us, stage, other)
+        return message_us(self.send_us, self.more_send_us, stage, other_stage)
 
     def slots(self, device: int) -> Iterable[Slot]:
         """Yield the passes of a device with their times, in order."""
@@ -426,15 +431,15 @@ class Timeline:
         overlapped = self.schedule.overlapped
         return tuple(
             # Passes of a queue are disjoint: busy time is the sum of ends minus that of starts.
-            sum(_picked(self.ends[lane.device], places))
-            - sum(_picked(self.starts[lane.device], places))
+            sum(_times_at(self.ends[lane.device], positions))
+            - sum(_times_at(self.starts[lane.device], positions))
             for lane in self.schedule.lanes()
             if lane.resource == PROCESSOR
-            for places in [
+            for positions in [
                 [
-                    at
+                    position
                     # Both passes of a pair have the same start and end: skip F, count its partner.
-                    for at, work in zip(lane.places, lane.passes, strict=True)
+                    for position, work in zip(lane.places, lane.passes, strict=True)
                     if work not in overlapped
                 ]
                 if overlapped
@@ -481,7 +486,7 @@ class Timeline:
          FBFBWFBWW
         """
         columns = min(columns or MAX_COLUMNS, MAX_COLUMNS)
-        unit = max(self._column(), self.makespan / columns)
+        unit = max(self._column_length(), self.makespan / columns)
         first = self.first_start
 
         def column(time: float) -> int:
@@ -491,19 +496,19 @@ class Timeline:
         width = max(map(column, map(max, filter(None, self.ends))))
         parts = [range(width)]
         if kept is not None and width > kept:
-            head = (kept - len(CUT) + 1) // 2
-            parts = [range(head), range(width - (kept - len(CUT) - head), width)]
+            head = (kept - len(ELLIPSIS) + 1) // 2
+            parts = [range(head), range(width - (kept - len(ELLIPSIS) - head), width)]
         letters = {
             kind: [_letters(kind, chunk) for chunk in chunks_of(self.schedule.placement)]
             for kind in self.schedule.kinds
         }
         lanes = sorted(self.schedule.lanes(), key=lambda lane: lane.device)
         return "\n".join(
-            CUT.join(self._draw_lane(lane, letters, column, part) for part in parts).rstrip()
+            ELLIPSIS.join(self._draw_lane(lane, letters, column, part) for part in parts).rstrip()
             for lane in lanes
         )
 
-    def _column(self) -> float:
+    def _column_length(self) -> float:
         """Return the length of the shortest pass that is not much shorter than most.
 
         Otherwise short collectives or stages without layers would stretch all other passes.
@@ -511,11 +516,11 @@ class Timeline:
         flat = chain.from_iterable
         # Of F, B and W only, if there are any: these set the scale that a reader expects.
         lengths: list[float] = list(map(sub, flat(self.ends), flat(self.starts)))
-        works = zip(lengths, flat(self.schedule.order), strict=True)
-        simple = [length for length, work in works if work.kind in PARTS and length > 0]
-        among = sorted(simple or filter(None, lengths))
-        usual = among[len(among) // 2]
-        return min(length for length in lengths if length >= usual / MUCH_SHORTER)
+        timed_passes = zip(lengths, flat(self.schedule.order), strict=True)
+        simple = [length for length, work in timed_passes if work.kind in PARTS and length > 0]
+        sorted_lengths = sorted(simple or filter(None, lengths))
+        median_length = sorted_lengths[len(sorted_lengths) // 2]
+        return min(length for length in lengths if length >= median_length / MUCH_SHORTER)
 
     def _draw_lane(
         self,
@@ -527,27 +532,27 @@ class Timeline:
         """Draw these columns of a resource queue."""
         starts, ends = self.starts[lane.device], self.ends[lane.device]
         # Only passes that intersect `part`: a step may have 10^5 passes, and `kept` is small.
-        low = bisect_right(lane.places, part.start, key=lambda at: column(ends[at]))
-        high = bisect_left(lane.places, part.stop, key=lambda at: column(starts[at]))
-        drawn, width, shown = list[str](), part.start, ""
+        low = bisect_right(lane.places, part.start, key=lambda index: column(ends[index]))
+        high = bisect_left(lane.places, part.stop, key=lambda index: column(starts[index]))
+        texts, width, shown = list[str](), part.start, ""
 
-        def draw(letter: str, upto: int) -> None:
+        def draw(letter: str, stop: int) -> None:
             nonlocal width
-            drawn.append(letter * (min(upto, part.stop) - width))
-            width = max(width, min(upto, part.stop))
+            texts.append(letter * (min(stop, part.stop) - width))
+            width = max(width, min(stop, part.stop))
 
-        for at in range(low, high):
-            work, place = lane.passes[at], lane.places[at]
+        for index in range(low, high):
+            work, position = lane.passes[index], lane.places[index]
             shown += letters[work.kind][work.stage]
             if work in self.schedule.overlapped:  # drawn with its partner, one after the other
                 continue
-            start, length = starts[place], ends[place] - starts[place]
+            start, length = starts[position], ends[position] - starts[position]
             draw(" ", column(start))
             for number, letter in enumerate(shown, 1):
                 draw(letter, column(start + length * number / len(shown)))
             shown = ""
         draw(" ", part.stop)
-        return "".join(drawn)
+        return "".join(texts)
 
 
 class Objective(StrEnum):
@@ -623,24 +628,24 @@ class Plan:
         return self.value / self.lower_bound - 1
 
 
-def _picked(row: Sequence[float], places: Sequence[int]) -> Sequence[float]:
+def _times_at(row: Sequence[float], positions: Sequence[int]) -> Sequence[float]:
     """Return the times of a queue's passes; the complete row if it is the only queue."""
-    return row if len(places) == len(row) else [row[at] for at in places]
+    return row if len(positions) == len(row) else [row[position] for position in positions]
 
 
 def _letters(kind: Kind, chunk: int) -> str:
     """Return the letters of a pass in a picture: two for a full backward."""
-    own = kind if chunk % 2 == 0 else kind.lower()
-    return own[0] + own[-1] if len(kind.does) > 1 else own[0]
+    letters = kind if chunk % 2 == 0 else kind.lower()
+    return letters[0] + letters[-1] if len(kind.does) > 1 else letters[0]
 
 
-def _count(name: str, value: object) -> int:
+def _parse_count(name: str, value: object) -> int:
     if not is_whole(value) or value < 1:
         raise ScheduleError(f"{name} is {value!r:.40}; it must be a whole number of at least 1")
     return value
 
 
-def _filled(line: Sequence[str]) -> list[str]:
+def _without_trailing_blanks(line: Sequence[str]) -> list[str]:
     """Return the cells up to the last one that is not blank."""
     cells = [cell.strip() for cell in line]
     while cells and not cells[-1]:
@@ -659,13 +664,13 @@ def _check_recompute(settings: object) -> None:
     )
 
 
-def _check_lengths(order: Sequence[object], most: int) -> None:
+def _check_lengths(order: Sequence[object], max_passes: int) -> None:
     """Raise ScheduleError for a device with more passes than it can have, to save memory."""
     for device, row in enumerate(order):
-        if isinstance(row, list) and len(row) > most:
+        if isinstance(row, list) and len(row) > max_passes:
             raise ScheduleError(
                 f"the order of device {device} has {len(row)} passes; its stages and microbatches "
-                f"have at most {most}"
+                f"have at most {max_passes}"
             )
 
 
@@ -694,7 +699,9 @@ def _placement_of(order: Sequence[Sequence[Pass]]) -> Placement:
                     f"{work} is on device {device}, but stage {work.stage} has passes on "
                     f"device {first}; a stage is on one device"
                 )
-    missing = next((at for at, stage in enumerate(sorted(device_of)) if at != stage), None)
+    missing = next(
+        (expected for expected, stage in enumerate(sorted(device_of)) if expected != stage), None
+    )
     if missing is not None:
         raise ScheduleError(f"stage {missing} has no pass, but stage {max(device_of)} has")
     return tuple(device_of[stage] for stage in range(len(device_of)))
