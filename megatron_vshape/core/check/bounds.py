@@ -39,9 +39,9 @@ class LimitError(ScheduleError):
     are in the unit of the costs' memory.
     """
 
-    def __init__(self, device: int, limit: float, need: float, least: float) -> None:
-        super().__init__(device, limit, need, least)  # arguments as required by pickle
-        self.device, self.limit, self.need, self.least = device, limit, need, least
+    def __init__(self, device: int, limit: float, required: float, min_limit: float) -> None:
+        super().__init__(device, limit, required, min_limit)  # arguments as required by pickle
+        self.device, self.limit, self.need, self.least = device, limit, required, min_limit
 
     def __str__(self) -> str:
         return self.told(held_text)
@@ -83,25 +83,32 @@ def least_memory(costs: Costs, placement: Placement, num_devices: int) -> tuple[
     costs = of_largest(costs)
     fixed = costs.fixed_bytes(placement, num_devices)
     forward, backward, weight = map(costs.works, PARTS)
-    least: list[float] = []
-    for stages, worst in zip(stages_of(placement, num_devices), fixed, strict=True):
+    peaks: list[float] = []
+    for stages, peak in zip(stages_of(placement, num_devices), fixed, strict=True):
         # Memory before and after all slices' F of a stage, in model order. B frees it in reverse
         # order, so when it reaches a stage, only activations of earlier stages are left.
-        before = after = worst
+        bytes_before = bytes_after = peak
         for stage in stages:
-            kept, held = (
+            retained_bytes, activation_bytes = (
                 costs.held_after_backward_bytes[stage],
                 costs.held_after_forward_bytes[stage],
             )
-            after += costs.slices * held
+            bytes_after += costs.slices * activation_bytes
             # During the stage's last F or first B; after that B: the other slices, and its part for
             # W.
-            with_all = after + max(forward[stage], backward[stage])
-            others = before + (costs.slices - 1) * held + kept
-            worst = max(worst, with_all, others, fixed[len(least)] + kept + weight[stage])
-            before = after
-        least.append(worst)
-    return tuple(least)
+            all_slices = bytes_after + max(forward[stage], backward[stage])
+            after_first_backward = (
+                bytes_before + (costs.slices - 1) * activation_bytes + retained_bytes
+            )
+            peak = max(
+                peak,
+                all_slices,
+                after_first_backward,
+                fixed[len(peaks)] + retained_bytes + weight[stage],
+            )
+            bytes_before = bytes_after
+        peaks.append(peak)
+    return tuple(peaks)
 
 
 def check_limits(
@@ -122,15 +129,17 @@ def check_limits(
         raise ScheduleError(
             f"the costs are for {costs.num_stages} stages, the placement has {len(placement)}"
         )
-    needs = least_memory(costs, placement, num_devices)
-    for device, (need, limit) in enumerate(zip(needs, limits, strict=True)):
-        if not need <= limit * (1 + _ROUNDING):  # negated, so that nan is rejected
-            raise LimitError(device, limit, need, max(needs))
+    min_limits = least_memory(costs, placement, num_devices)
+    for device, (min_limit, limit) in enumerate(zip(min_limits, limits, strict=True)):
+        if not min_limit <= limit * (1 + _ROUNDING):  # negated, so that nan is rejected
+            raise LimitError(device, limit, min_limit, max(min_limits))
 
 
 def fits(peak: Sequence[float], limits: Sequence[float]) -> bool:
     """Return whether each peak is within its limit, up to rounding."""
-    return all(held <= most * (1 + _ROUNDING) for held, most in zip(peak, limits, strict=True))
+    return all(
+        memory <= limit * (1 + _ROUNDING) for memory, limit in zip(peak, limits, strict=True)
+    )
 
 
 def bound_at(
@@ -167,35 +176,41 @@ def lower_bound(
 
     With costs of a slice, `num_microbatches` counts slices. The n-th B of a stage comes after its
     n-th F, so bounds for that number of microbatches apply. They are stronger, because the first B
-    of a microbatch waits for its last F (`_apart`).
+    of a microbatch waits for its last F (`_extra_slices_us`).
     """
     # Imported here because it requires numpy, which `import megatron_vshape` must not load.
     from megatron_vshape.core.check.ramp_idle import end_with_idle, path_times
 
     costs = split_no_slower(costs)
     paths = path_times(costs, placement)
-    apart = _apart(costs)
-    # Half of `apart`, because the bound from memory needs the mean over all slices.
-    held_us = [trip + more / 2 for trip, more in zip(paths.round_trip, apart, strict=True)]
+    extra_slices_us = _extra_slices_us(costs)
+    # Half of `extra_slices_us`, because the bound from memory needs the mean over all slices.
+    held_us = [
+        round_trip + extra_us / 2
+        for round_trip, extra_us in zip(paths.round_trip, extra_slices_us, strict=True)
+    ]
     # The first microbatch alone: from F of stage 0 to its B and W.
-    best, own_us = paths.round_trip[0] + apart[0] + costs.weight_us[0], costs.device_us()
-    own_ends = []
+    best, device_us = (
+        paths.round_trip[0] + extra_slices_us[0] + costs.weight_us[0],
+        costs.device_us(),
+    )
+    device_ends = []
     for device, stages in enumerate(stages_of(placement, num_devices)):
         start = paths.forward[stages[0]]
-        work = num_microbatches * (sum(_work_us(costs, stage) for stage in stages) + own_us)
+        work = num_microbatches * (sum(_work_us(costs, stage) for stage in stages) + device_us)
         ends = [
             start + work,
-            start + _over_time(costs, held_us, stages, num_microbatches, limits[device]),
+            start + _memory_bound(costs, held_us, stages, num_microbatches, limits[device]),
         ]
-        own_ends.append(max(ends))
+        device_ends.append(max(ends))
         best = max(best, *(end - (start if span else 0.0) for end in ends))
-    first = limits[placement[0]]
+    first_limit = limits[placement[0]]
     for device, stages in enumerate(stages_of(placement, num_devices)):
-        known = own_ends[device] if span else best
-        room = (limits[device], first)
+        known_end = device_ends[device] if span else best
+        end_limits = (limits[device], first_limit)
         # The device's work plus its proven idle time in warm-up and cool-down. For the makespan,
         # all devices share one end, so bounds of other devices help this one.
-        end = end_with_idle(costs, paths, stages, num_microbatches, room, known, span)
+        end = end_with_idle(costs, paths, stages, num_microbatches, end_limits, known_end, span)
         best = max(best, end - (paths.forward[stages[0]] if span else 0.0))
     return best
 
@@ -204,7 +219,7 @@ def _work_us(costs: Costs, stage: int) -> float:
     return costs.forward_us[stage] + costs.backward_us[stage] + costs.weight_us[stage]
 
 
-def _apart(costs: Costs) -> list[float]:
+def _extra_slices_us(costs: Costs) -> list[float]:
     """Return the extra time between F and B of a microbatch's first slice, for each stage.
 
     In between, some later stage runs F of all other slices, and one runs their B, in descending
@@ -216,7 +231,7 @@ def _apart(costs: Costs) -> list[float]:
     ]
 
 
-def _over_time(
+def _memory_bound(
     costs: Costs,
     held_us: Sequence[float],
     stages: Sequence[int],
@@ -239,18 +254,18 @@ def _over_time(
 
 def of_shortest(costs: Costs) -> Costs:
     """Scale every microbatch to the shortest of each pass, and at most to the given cost."""
-    return _with_shares(costs, lambda shares: min(1.0, *shares))
+    return _with_combined_factors(costs, lambda factors: min(1.0, *factors))
 
 
 def of_largest(costs: Costs) -> Costs:
     """Scale every microbatch to the longest of each pass, which must fit alone."""
-    return _with_shares(costs, max)
+    return _with_combined_factors(costs, max)
 
 
-def _with_shares(costs: Costs, of_all: Callable[[Sequence[float]], float]) -> Costs:
+def _with_combined_factors(costs: Costs, combine: Callable[[Sequence[float]], float]) -> Costs:
     amounts = {
-        name: tuple(of_all(shares) * each for each in costs.lists()[name])
-        for name, shares in costs.by_microbatch
+        name: tuple(combine(factors) * amount for amount in costs.lists()[name])
+        for name, factors in costs.by_microbatch
     }
     return replace(costs, by_microbatch=()).having(**amounts) if amounts else costs
 
@@ -261,8 +276,8 @@ def in_passes(costs: Costs) -> Costs:
         return costs
     stages = range(costs.num_stages)
     times = {kind.time: tuple(costs.time_us(kind, stage) for stage in stages) for kind in PARTS}
-    bare = replace(costs, host_us=0.0)
-    return bare.having(**times, whole_backward_us=costs.whole_us, **dict.fromkeys(EXCHANGES))
+    passes_only = replace(costs, host_us=0.0)
+    return passes_only.having(**times, whole_backward_us=costs.whole_us, **dict.fromkeys(EXCHANGES))
 
 
 def split_no_slower(costs: Costs) -> Costs:
@@ -271,30 +286,32 @@ def split_no_slower(costs: Costs) -> Costs:
     A schedule at the given costs then runs with each BW as B and W, no slower and with no more
     memory. So bounds for the relaxed costs apply.
     """
-    priced = in_passes(of_shortest(costs))
+    relaxed = in_passes(of_shortest(costs))
     # BW retains F's activations until it ends, even if B would retain more for its W.
-    held = map(min, costs.held_after_forward_bytes, costs.held_after_backward_bytes)
-    priced = priced.having(held_after_backward_bytes=tuple(held))
-    if priced.whole_backward_us is None:
-        return priced
+    retained_bytes = map(min, costs.held_after_forward_bytes, costs.held_after_backward_bytes)
+    relaxed = relaxed.having(held_after_backward_bytes=tuple(retained_bytes))
+    if relaxed.whole_backward_us is None:
+        return relaxed
     backward, weight = [], []
-    for b, w, whole in zip(
-        priced.backward_us, priced.weight_us, priced.whole_backward_us, strict=True
+    for backward_us, weight_us, full_us in zip(
+        relaxed.backward_us, relaxed.weight_us, relaxed.whole_backward_us, strict=True
     ):
-        weight.append(min(w, max(whole - b, whole / 1000)))  # positive, as times must be
-        backward.append(min(b, whole - weight[-1]))
-    return priced.having(
+        weight.append(
+            min(weight_us, max(full_us - backward_us, full_us / 1000))
+        )  # positive, as times must be
+        backward.append(min(backward_us, full_us - weight[-1]))
+    return relaxed.having(
         backward_us=tuple(backward), weight_us=tuple(weight), whole_backward_us=None
     )
 
 
 def never_split(costs: Costs) -> Costs:
     """Return costs for schedules without split backwards: B is the full backward, W negligible."""
-    whole = [costs.time_us(Kind.BW, stage) for stage in range(costs.num_stages)]
-    rest = 1e-6  # share of W; times must be positive
+    full_us = [costs.time_us(Kind.BW, stage) for stage in range(costs.num_stages)]
+    weight_share = 1e-6  # share of W; times must be positive
     return in_passes(costs).having(
-        backward_us=tuple(each * (1 - rest) for each in whole),
-        weight_us=tuple(max(each * rest, MIN_AMOUNT) for each in whole),
+        backward_us=tuple(time_us * (1 - weight_share) for time_us in full_us),
+        weight_us=tuple(max(time_us * weight_share, MIN_AMOUNT) for time_us in full_us),
         whole_backward_us=None,
         held_after_backward_bytes=(0.0,) * costs.num_stages,
     )

@@ -27,10 +27,10 @@ from megatron_vshape.core.model.placement import Placement
 
 Floats = npt.NDArray[np.float64]
 
-MOST_TIMES = 24
+_MAX_TIMES = 24
 """Maximum times evaluated at warm-up and cool-down."""
-MOST_PRICES = 8
-MOST_INSIDE = 64
+_MAX_MULTIPLIERS = 8
+_MAX_INSIDE = 64
 """Further microbatches count as if all their work could run at once."""
 _ROUNDING = 1e-9
 
@@ -46,16 +46,18 @@ class PathTimes(NamedTuple):
 def path_times(costs: Costs, placement: Placement) -> PathTimes:
     """Compute the shortest times on the path of one microbatch: passes and messages, no waiting."""
     stages = len(placement)
-    away = [placement[stage] != placement[stage - 1] for stage in range(1, stages)]
-    hop = [costs.message_us(s, s + 1) if far else 0.0 for s, far in enumerate(away)]
+    is_remote = [placement[stage] != placement[stage - 1] for stage in range(1, stages)]
+    message_us = [
+        costs.message_us(s, s + 1) if is_far else 0.0 for s, is_far in enumerate(is_remote)
+    ]
     forward, drain = [0.0], [costs.weight_us[0]]
     for stage in range(1, stages):
-        forward.append(forward[-1] + costs.forward_us[stage - 1] + hop[stage - 1])
-        drain.append(drain[-1] + costs.backward_us[stage - 1] + hop[stage - 1])
+        forward.append(forward[-1] + costs.forward_us[stage - 1] + message_us[stage - 1])
+        drain.append(drain[-1] + costs.backward_us[stage - 1] + message_us[stage - 1])
     trip = [costs.forward_us[-1] + costs.backward_us[-1]]
     for stage in reversed(range(stages - 1)):
-        own = costs.forward_us[stage] + costs.backward_us[stage]
-        trip.append(trip[-1] + own + 2 * hop[stage])
+        stage_us = costs.forward_us[stage] + costs.backward_us[stage]
+        trip.append(trip[-1] + stage_us + 2 * message_us[stage])
     return PathTimes(tuple(forward), tuple(reversed(trip)), tuple(drain))
 
 
@@ -68,8 +70,8 @@ class _Line(NamedTuple):
     start: Floats  # [pass, microbatch] earliest, from that end of the step
     ticks: Floats  # [pass]
     weight: Floats  # [pass] time of the W; 0 for F
-    held: Floats  # [pass] from the start of F to the end of B
-    kept: Floats  # [pass] from the end of B to the end of W; 0 for F
+    activation: Floats  # [pass] from the start of F to the end of B
+    retained: Floats  # [pass] from the end of B to the end of W; 0 for F
     backwards: bool
 
 
@@ -79,7 +81,7 @@ def end_with_idle(
     stages: Sequence[int],
     num_microbatches: int,
     limits: tuple[float, float],
-    known: float,
+    bound: float,
     span: bool,
 ) -> float:
     """Compute a lower bound of a device's end: its work plus its idle time at start and end.
@@ -93,7 +95,7 @@ def end_with_idle(
         stages: stages of the device.
         num_microbatches: microbatches per step.
         limits: memory limit of the device, and of the device with stage 0.
-        known: a known lower bound; a greater one separates warm-up and cool-down more.
+        bound: a known lower bound; a greater one separates warm-up and cool-down more.
         span: time ends with the last pass of the device, not with the step.
     """
     lines = [
@@ -101,32 +103,37 @@ def end_with_idle(
         for backwards in (False, True)
     ]
     work = num_microbatches * float((lines[0].ticks + lines[0].weight).sum())
-    limit = _whole(costs, stages, limits[0])
-    found = []
+    limit = _round_limit_down(costs, stages, limits[0])
+    curves = []
     for line in lines:
-        # Beyond `known`, because the loop below raises it.
-        times = _times(line, 2 * known)
-        idle = np.maximum(times - _most_work(line, times, num_microbatches, limit), 0.0)
-        found.append((times, np.maximum.accumulate(idle)))  # idle time never decreases
-    (early, first), (late, last) = found
-    both, ends = first[:, None] + last[None, :], early[:, None] + late[None, :]
+        # Beyond `bound`, because the loop below raises it.
+        times = _times_to_evaluate(line, 2 * bound)
+        idle = np.maximum(times - _max_work(line, times, num_microbatches, limit), 0.0)
+        curves.append((times, np.maximum.accumulate(idle)))  # idle time never decreases
+    (start_times, start_idle), (end_times, end_idle) = curves
+    total_idle, total_times = (
+        start_idle[:, None] + end_idle[None, :],
+        start_times[:, None] + end_times[None, :],
+    )
     # A better bound separates the two intervals more, so repeat until nothing improves.
     while True:
-        end = work + float(np.max(np.where(ends <= known, both, 0.0)))
-        if end <= known:
-            return known
-        known = end
+        end = work + float(np.max(np.where(total_times <= bound, total_idle, 0.0)))
+        if end <= bound:
+            return bound
+        bound = end
 
 
-def _whole(costs: Costs, stages: Sequence[int], limit: float) -> float:
+def _round_limit_down(costs: Costs, stages: Sequence[int], limit: float) -> float:
     """Round the limit down to a multiple of the activation size, if there is only one size."""
-    each = {costs.held_after_forward_bytes[stage] for stage in stages}
-    each |= {costs.held_after_backward_bytes[stage] for stage in stages}
+    sizes = {costs.held_after_forward_bytes[stage] for stage in stages}
+    sizes |= {costs.held_after_backward_bytes[stage] for stage in stages}
     # With one size s, a device has k s in memory for an integer k: a limit of 5.9 s is one of 5 s.
-    sizes = [size for size in each if size > 0]
-    if len(sizes) != 1 or not np.isfinite(limit):
+    positive_sizes = [size for size in sizes if size > 0]
+    if len(positive_sizes) != 1 or not np.isfinite(limit):
         return limit * (1 + _ROUNDING)
-    return float(np.floor(limit / sizes[0] * (1 + _ROUNDING) + _ROUNDING)) * sizes[0]
+    return (
+        float(np.floor(limit / positive_sizes[0] * (1 + _ROUNDING) + _ROUNDING)) * positive_sizes[0]
+    )
 
 
 def _line(
@@ -138,16 +145,16 @@ def _line(
     backwards: bool,
     span: bool,
 ) -> _Line:
-    own = list(stages)
-    f, b, w, held, kept, trip, drain, ahead = (
-        np.array(values, np.float64)[own]
+    stage_indices = list(stages)
+    f, b, w, activation, retained, trip, drain, forward = (
+        np.array(values, np.float64)[stage_indices]
         for values in (
             *(costs.forward_us, costs.backward_us, costs.weight_us),
             *(costs.held_after_forward_bytes, costs.held_after_backward_bytes),
             *(paths.round_trip, paths.drain, paths.forward),
         )
     )
-    nothing = np.zeros(len(own))
+    zeros = np.zeros(len(stage_indices))
     # Time counts from the end of the step, so a pass starts at its end: B at `drain`, and F earlier
     # in the step by the rest of the round trip.
     if backwards:
@@ -155,23 +162,25 @@ def _line(
         # The last B of a device precedes at least its W, even if stage 0 drains faster. For the
         # span, time counts from the end of the device's last pass.
         start += max(0.0, w[0] - start[0]) if not span else w[0] - start[0]
-        ticks, weight = np.concatenate([b, f[::-1]]), np.concatenate([w, nothing])
-        held = np.concatenate([held, held[::-1]])
-        kept = np.concatenate([kept, nothing])
+        ticks, weight = np.concatenate([b, f[::-1]]), np.concatenate([w, zeros])
+        activation = np.concatenate([activation, activation[::-1]])
+        retained = np.concatenate([retained, zeros])
     else:
-        start = np.concatenate([ahead, (ahead + trip - b)[::-1]])
-        ticks, weight = np.concatenate([f, b[::-1]]), np.concatenate([nothing, w[::-1]])
-        held = np.concatenate([held, held[::-1]])
-        kept = np.concatenate([nothing, kept[::-1]])
-    count = min(num_microbatches, MOST_INSIDE)
+        start = np.concatenate([forward, (forward + trip - b)[::-1]])
+        ticks, weight = np.concatenate([f, b[::-1]]), np.concatenate([zeros, w[::-1]])
+        activation = np.concatenate([activation, activation[::-1]])
+        retained = np.concatenate([zeros, retained[::-1]])
+    count = min(num_microbatches, _MAX_INSIDE)
     number = np.arange(count)
     # All devices run one pass of a type at a time; this device, one pass of any type.
-    before = np.concatenate([[0.0], np.cumsum(ticks)])
+    elapsed = np.concatenate([[0.0], np.cumsum(ticks)])
     starts = np.maximum(
-        start[:, None] + number * _pace(costs, own, backwards)[:, None],
-        start[0] + number * before[1:, None] + before[:-1, None],
+        start[:, None] + number * _pace(costs, stage_indices, backwards)[:, None],
+        start[0] + number * elapsed[1:, None] + elapsed[:-1, None],
     )
-    entry = _entries(starts[0], limits[0], costs.held_after_forward_bytes[own[0]], trip[0])
+    entry = _entries(
+        starts[0], limits[0], costs.held_after_forward_bytes[stage_indices[0]], trip[0]
+    )
     # The span of a device does not depend on the time at which stage 0 ends.
     if not (span and backwards):
         size = costs.held_after_forward_bytes[0]
@@ -179,87 +188,96 @@ def _line(
         first = _entries(np.full(count, origin), limits[1], size, paths.round_trip[0])
         entry = np.maximum(entry, first + (start[0] - origin))
     starts = np.maximum(starts, entry + (start - start[0])[:, None])
-    return _Line(starts, ticks, weight, held, kept, backwards)
+    return _Line(starts, ticks, weight, activation, retained, backwards)
 
 
 def _pace(costs: Costs, stages: Sequence[int], backwards: bool) -> Floats:
     """Return the minimum interval of microbatches at each pass: the longest pass up to it."""
-    there, back = (
+    outward, returning = (
         (costs.backward_us, costs.forward_us)
         if backwards
         else (costs.forward_us, costs.backward_us)
     )
-    up = [max(there[: stage + 1]) for stage in stages]
-    down = [max(*there, *back[stage:]) for stage in reversed(stages)]
+    up = [max(outward[: stage + 1]) for stage in stages]
+    down = [max(*outward, *returning[stage:]) for stage in reversed(stages)]
     return np.array(up + down)
 
 
-def _entries(soonest: Floats, limit: float, held: float, trip: float) -> Floats:
+def _entries(earliest: Floats, limit: float, size: float, trip: float) -> Floats:
     """Return the earliest times to enter a stage that each microbatch leaves after `trip`."""
-    times = soonest.copy()
+    times = earliest.copy()
     # With k microbatches inside, the next one enters when the k-th before it has left.
-    if held > 0 and limit / held < len(times):
-        inside = max(1, int(limit / held * (1 + _ROUNDING) + _ROUNDING))
+    if size > 0 and limit / size < len(times):
+        inside = max(1, int(limit / size * (1 + _ROUNDING) + _ROUNDING))
         for number in range(inside, len(times)):
             times[number] = max(times[number], times[number - inside] + trip)
     return times
 
 
-def _times(line: _Line, known: float) -> Floats:
+def _times_to_evaluate(line: _Line, bound: float) -> Floats:
     """Return the times to evaluate: those right before new work can start."""
     times = np.unique(line.start)
-    times = times[times <= known]
-    if len(times) > MOST_TIMES:
-        soon = line.start[:, : max(1, MOST_TIMES // len(line.start))]
-        times = np.unique(soon[soon <= known])
+    times = times[times <= bound]
+    if len(times) > _MAX_TIMES:
+        first_starts = line.start[:, : max(1, _MAX_TIMES // len(line.start))]
+        times = np.unique(first_starts[first_starts <= bound])
     return np.concatenate([[0.0], times])
 
 
-def _most_work(line: _Line, times: Floats, num_microbatches: int, limit: float) -> Floats:
+def _max_work(line: _Line, times: Floats, num_microbatches: int, limit: float) -> Floats:
     """Return, for each time, an upper bound of the work done by then."""
-    since = times[:, None, None] - line.start[None, :, :]  # [time, pass, microbatch]
+    elapsed = times[:, None, None] - line.start[None, :, :]  # [time, pass, microbatch]
     ticks, weight = line.ticks[None, :, None], line.weight[None, :, None]
-    held, kept = line.held[None, :, None], line.kept[None, :, None]
-    work, ended = np.clip(since, 0.0, ticks), since >= ticks
+    activation, retained = line.activation[None, :, None], line.retained[None, :, None]
+    work, has_ended = np.clip(elapsed, 0.0, ticks), elapsed >= ticks
     has_weight = line.weight > 0
     if line.backwards:  # W before B, with the memory of B
         work = np.where(has_weight[:, None], work + weight, work)
-        takes = np.where(has_weight[:, None], held, -held * ended)
+        memory = np.where(has_weight[:, None], activation, -activation * has_ended)
     else:
-        work = np.where(has_weight[:, None], work + np.clip(since - ticks, 0.0, weight), work)
-        frees = held * ended - kept * (ended & (since < ticks + weight))
-        takes = np.where(has_weight[:, None], -frees, held)
-    work = np.where(since > 0, work, -np.inf)
-    # Microbatches after MOST_INSIDE: all of their work, as soon as the last inside can start.
-    beyond = (times > line.start[0, -1]) * (num_microbatches - line.start.shape[1])
-    rest = beyond * float((line.ticks + line.weight).sum())
+        work = np.where(has_weight[:, None], work + np.clip(elapsed - ticks, 0.0, weight), work)
+        freed = activation * has_ended - retained * (has_ended & (elapsed < ticks + weight))
+        memory = np.where(has_weight[:, None], -freed, activation)
+    work = np.where(elapsed > 0, work, -np.inf)
+    # Microbatches after _MAX_INSIDE: all of their work, as soon as the last inside can start.
+    num_outside = (times > line.start[0, -1]) * (num_microbatches - line.start.shape[1])
+    outside_work = num_outside * float((line.ticks + line.weight).sum())
     best = np.full(len(times), np.inf)
-    for price in _prices(line, limit):
-        gain, sure = work - price * takes, price * limit if price else 0.0
+    for multiplier in _multipliers(line, limit):
+        gain, base = work - multiplier * memory, multiplier * limit if multiplier else 0.0
         if line.backwards:  # W of other microbatches, if worth their memory
-            ahead = np.maximum(0.0, line.weight - price * line.kept)
-            gain -= ahead[:, None]
-            sure += float(ahead.sum()) * num_microbatches
+            weight_gain = np.maximum(0.0, line.weight - multiplier * line.retained)
+            gain -= weight_gain[:, None]
+            base += float(weight_gain.sum()) * num_microbatches
         # By this time, a microbatch has run a prefix of its passes: the prefix with the greatest
         # gain.
-        most = np.maximum(np.cumsum(gain, axis=1).max(axis=1), 0.0).sum(axis=1)
-        best = np.minimum(best, most + sure)
-    most_work: Floats = best + rest
-    return most_work
+        max_gain = np.maximum(np.cumsum(gain, axis=1).max(axis=1), 0.0).sum(axis=1)
+        best = np.minimum(best, max_gain + base)
+    max_work: Floats = best + outside_work
+    return max_work
 
 
-def _prices(line: _Line, limit: float) -> Iterator[float]:
+def _multipliers(line: _Line, limit: float) -> Iterator[float]:
     """Yield weights of memory (time per unit of memory) at which the maximum work may change."""
     yield 0.0
     if not np.isfinite(limit):
         return
     sign = np.where(line.weight > 0, -1.0, 1.0) * (-1 if line.backwards else 1)
-    holds = np.concatenate([[0.0], np.cumsum(sign * line.held)])
-    works = np.concatenate([[0.0], np.cumsum(line.ticks + line.weight)])
-    more, longer = holds[None, :] - holds[:, None], works[None, :] - works[:, None]
-    usable = (np.abs(more) > _ROUNDING * holds.max()) & (longer / np.where(more, more, 1) > 0)
-    found = [*(longer[usable] / more[usable])]
-    found += [w / kept for w, kept in zip(line.weight, line.kept, strict=True) if kept > 0]
+    memory_sums = np.concatenate([[0.0], np.cumsum(sign * line.activation)])
+    work_sums = np.concatenate([[0.0], np.cumsum(line.ticks + line.weight)])
+    memory_steps, work_steps = (
+        memory_sums[None, :] - memory_sums[:, None],
+        work_sums[None, :] - work_sums[:, None],
+    )
+    usable = (np.abs(memory_steps) > _ROUNDING * memory_sums.max()) & (
+        work_steps / np.where(memory_steps, memory_steps, 1) > 0
+    )
+    ratios = [*(work_steps[usable] / memory_steps[usable])]
+    ratios += [
+        weight_us / retained
+        for weight_us, retained in zip(line.weight, line.retained, strict=True)
+        if retained > 0
+    ]
     # Every weight gives a valid bound, so a sample is enough.
-    prices = np.unique(np.round(found, 12))
-    yield from prices[:: -(-len(prices) // MOST_PRICES) or 1].tolist()
+    multipliers = np.unique(np.round(ratios, 12))
+    yield from multipliers[:: -(-len(multipliers) // _MAX_MULTIPLIERS) or 1].tolist()

@@ -57,11 +57,12 @@ def costs_of(schedule: Schedule, costs: Costs | None = None) -> Costs:
         return unit_costs(schedule).sliced(schedule.slices)
     check_costs(costs, schedule.num_stages)
     # `by_microbatch` of whole microbatches has a factor per microbatch, not per slice.
-    whole = schedule.whole_microbatches * costs.slices
-    for name, shares in costs.by_microbatch:
-        if len(shares) != whole:
+    num_microbatches = schedule.whole_microbatches * costs.slices
+    for name, factors in costs.by_microbatch:
+        if len(factors) != num_microbatches:
             raise ScheduleError(
-                f"the costs have {name} of {len(shares)} microbatches, the schedule has {whole}"
+                f"the costs have {name} of {len(factors)} microbatches, the schedule has "
+                f"{num_microbatches}"
             )
     return costs.sliced(schedule.slices)
 
@@ -100,7 +101,7 @@ class _Simulation:
         self.end: list[list[list[float | None]]] = [
             [[None] * microbatches for _ in range(stages)] for _ in self.table.parts
         ]
-        self._end_what_is_not_there()
+        self._complete_omitted_passes()
         self.inputs = {
             kind: [self._inputs(stage, needs) for stage, needs in enumerate(self.table.needs[kind])]
             for kind in kinds
@@ -108,34 +109,41 @@ class _Simulation:
         # Of a pass: its duration, its inputs, and the end times that it sets.
         self.rules = {
             kind: [
-                (us, self.inputs[kind][stage], [(at, self.end[at][stage]) for at in parts])
+                (us, self.inputs[kind][stage], [(part, self.end[part][stage]) for part in parts])
                 for stage, us in enumerate(self.time_us[kind])
             ]
             for kind, parts in ((kind, self.parts_of[kind]) for kind in kinds)
         }
         self.starts: list[list[float]] = [[] for _ in self.lanes]
         self.ends: list[list[float]] = [[] for _ in self.lanes]
-        self.waiting: dict[tuple[int, int, int], list[int]] = {}
+        self.waiting_queues: dict[tuple[int, int, int], list[int]] = {}
 
-    def _end_what_is_not_there(self) -> None:
+    def _complete_omitted_passes(self) -> None:
         """Set the end of omitted optional passes to 0, so that no pass waits for them."""
-        at_will = {self.table.parts[at]: self.end[at] for at in self.table.at_will}
-        for ends in at_will.values():
+        optional_ends = {self.table.parts[part]: self.end[part] for part in self.table.at_will}
+        for ends in optional_ends.values():
             for row in ends:
                 row[:] = [0.0] * len(row)
-        for kind, stage, microbatch in (w for row in self.schedule.order for w in row if at_will):
-            if kind in at_will:
-                at_will[kind][stage][microbatch] = None
+        for kind, stage, microbatch in (
+            w for row in self.schedule.order for w in row if optional_ends
+        ):
+            if kind in optional_ends:
+                optional_ends[kind][stage][microbatch] = None
 
     def _inputs(
         self, stage: int, needs: Iterable[tuple[int, int]]
     ) -> list[tuple[int, int, list[float | None], float]]:
         """Return the inputs of a pass of this stage: part, stage, end times, and message time."""
-        placement, sends_us = self.schedule.placement, self.costs.message_us
+        placement, message_us = self.schedule.placement, self.costs.message_us
         return [
-            (part, other, self.end[part][other], sends_us(stage, other) if away else 0.0)
-            for part, other in needs
-            for away in [placement[other] != placement[stage]]
+            (
+                part,
+                need_stage,
+                self.end[part][need_stage],
+                message_us(stage, need_stage) if is_remote else 0.0,
+            )
+            for part, need_stage in needs
+            for is_remote in [placement[need_stage] != placement[stage]]
         ]
 
     def run(self) -> Timeline:
@@ -147,15 +155,15 @@ class _Simulation:
 
     def _run_lanes(self) -> tuple[Rows, Rows]:
         """Run all queues to the end; raises ScheduleError with the cycle of waits if deadlocked."""
-        awake = list(range(len(self.lanes)))
-        while awake:
-            # The order of `awake` does not change any time, because each queue has a fixed pass
+        ready = list(range(len(self.lanes)))
+        while ready:
+            # The order of `ready` does not change any time, because each queue has a fixed pass
             # order.
-            self._advance(awake.pop(), awake)
+            self._advance(ready.pop(), ready)
         stuck = {
-            at: len(self.ends[at])
-            for at, lane in enumerate(self.lanes)
-            if len(self.ends[at]) < len(lane.passes)
+            index: len(self.ends[index])
+            for index, queue in enumerate(self.lanes)
+            if len(self.ends[index]) < len(queue.passes)
         }
         if stuck:
             pairs = self.schedule.overlapped_pairs()
@@ -163,86 +171,101 @@ class _Simulation:
         starts, ends = (_by_device(self.schedule, self.lanes, x) for x in (self.starts, self.ends))
         return starts, ends
 
-    def _advance(self, at: int, awake: list[int]) -> None:
+    def _advance(self, queue_index: int, ready: list[int]) -> None:
         """Run passes of a queue up to the first pass without its inputs."""
         if not (self.overlapped or self.costs.by_microbatch):
-            self._advance_plain(at, awake)
+            self._advance_plain(queue_index, ready)
             return
-        passes, starts, ends = self.lanes[at].passes, self.starts[at], self.ends[at]
+        passes, starts, ends = (
+            self.lanes[queue_index].passes,
+            self.starts[queue_index],
+            self.ends[queue_index],
+        )
         clock = ends[-1] if ends else 0.0
         while len(ends) < len(passes):
             work = passes[len(ends)]
-            start = self._start(at, work, clock)
+            start = self._start(queue_index, work, clock)
             length_us = self.time_us[work.kind][work.stage]
             # An F&B pair waits for the inputs of both passes, and has its own measured cost.
-            beside = passes[len(ends) + 1] if work in self.overlapped else None
-            if beside is not None and start is not None:
+            partner = passes[len(ends) + 1] if work in self.overlapped else None
+            if partner is not None and start is not None:
                 # If only the partner must wait, the queue resumes at this F, and its start is
                 # computed again.
-                start = self._start(at, beside, start)
-                length_us = self.overlapped_us(work.stage, beside.kind, beside.stage)
+                start = self._start(queue_index, partner, start)
+                length_us = self.overlapped_us(work.stage, partner.kind, partner.stage)
             elif self.costs.by_microbatch:
                 length_us += more_us(self.costs, *work)
             if start is None:
                 return
             clock = start + length_us
-            for each in (work,) if beside is None else (work, beside):
+            for step_pass in (work,) if partner is None else (work, partner):
                 starts.append(start)
                 ends.append(clock)
-                self._finish(each, clock, awake)
+                self._finish(step_pass, clock, ready)
 
-    def _advance_plain(self, at: int, awake: list[int]) -> None:
+    def _advance_plain(self, queue_index: int, ready: list[int]) -> None:
         """Run `_advance` for single passes whose costs do not depend on the microbatch."""
         # A step has 10^5 passes, so each costs no call and few lookups: this takes half the time.
-        starts, ends, rules, waiting = self.starts[at], self.ends[at], self.rules, self.waiting
+        starts, ends, rules, waiting_queues = (
+            self.starts[queue_index],
+            self.ends[queue_index],
+            self.rules,
+            self.waiting_queues,
+        )
         # A queue that had to wait starts again here, so an advanced clock need not be saved.
         clock = ends[-1] if ends else 0.0
-        passes = self.lanes[at].passes
+        passes = self.lanes[queue_index].passes
         for index in range(len(ends), len(passes)):
             kind, stage, microbatch = passes[index]
             length_us, inputs, outputs = rules[kind][stage]
-            for part, other, done_us, send_us in inputs:
-                done = done_us[microbatch]
-                if done is None:
-                    waiting.setdefault((part, other, microbatch), []).append(at)
+            for part, need_stage, part_ends, send_us in inputs:
+                input_end = part_ends[microbatch]
+                if input_end is None:
+                    waiting_queues.setdefault((part, need_stage, microbatch), []).append(
+                        queue_index
+                    )
                     return
-                if done + send_us > clock:
-                    clock = done + send_us
+                if input_end + send_us > clock:
+                    clock = input_end + send_us
             starts.append(clock)
             clock += length_us
             ends.append(clock)
-            for part, done_us in outputs:
-                done_us[microbatch] = clock
-                if waiting:
-                    awake += waiting.pop((part, stage, microbatch), ())
+            for part, part_ends in outputs:
+                part_ends[microbatch] = clock
+                if waiting_queues:
+                    ready += waiting_queues.pop((part, stage, microbatch), ())
 
-    def _start(self, at: int, work: Pass, start: float) -> float | None:
+    def _start(self, queue_index: int, work: Pass, start: float) -> float | None:
         """Return the start time of a pass, at least `start`; None if an input has not ended yet."""
-        for part, other, ends, send_us in self.inputs[work.kind][work.stage]:
-            done = ends[work.microbatch]
-            if done is None:
+        for part, need_stage, ends, send_us in self.inputs[work.kind][work.stage]:
+            input_end = ends[work.microbatch]
+            if input_end is None:
                 # Register the queue, so that `_finish` of the input resumes it.
-                self.waiting.setdefault((part, other, work.microbatch), []).append(at)
+                self.waiting_queues.setdefault((part, need_stage, work.microbatch), []).append(
+                    queue_index
+                )
                 return None
-            if done + send_us > start:
-                start = done + send_us
+            if input_end + send_us > start:
+                start = input_end + send_us
         return start
 
-    def _finish(self, work: Pass, clock: float, awake: list[int]) -> None:
+    def _finish(self, work: Pass, clock: float, ready: list[int]) -> None:
         for part in self.parts_of[work.kind]:
             self.end[part][work.stage][work.microbatch] = clock
-            if self.waiting:
-                awake.extend(self.waiting.pop((part, work.stage, work.microbatch), ()))
+            if self.waiting_queues:
+                ready.extend(self.waiting_queues.pop((part, work.stage, work.microbatch), ()))
 
 
-def _by_device(schedule: Schedule, lanes: Sequence[Lane], times: Iterable[Sequence[float]]) -> Rows:
+def _by_device(
+    schedule: Schedule, queues: Sequence[Lane], times: Iterable[Sequence[float]]
+) -> Rows:
     """Merge the times of all queues into the pass order of the devices."""
-    if len(lanes) == len(schedule.order):  # processor queues only
+    if len(queues) == len(schedule.order):  # processor queues only
         return tuple(map(tuple, times))
     rows = [[0.0] * len(passes) for passes in schedule.order]
-    for lane, own in zip(lanes, times, strict=True):
-        for at, time in zip(lane.places, own, strict=True):
-            rows[lane.device][at] = time
+    for queue, queue_times in zip(queues, times, strict=True):
+        for position, time in zip(queue.places, queue_times, strict=True):
+            rows[queue.device][position] = time
     return tuple(map(tuple, rows))
 
 
@@ -261,33 +284,33 @@ def _curves(schedule: Schedule, costs: Costs, devices: Iterable[int]) -> Iterato
         kind: list(zip(costs.works(kind), *costs.changes(kind), strict=True))
         for kind in schedule.kinds
     }
-    unlike = any(name in HELD for name, _ in costs.by_microbatch)
+    memory_varies = any(name in HELD for name, _ in costs.by_microbatch)
     for device in devices:
-        held, beside, overlapped = fixed[device], 0.0, schedule.overlapped
+        memory, partner_workspace, overlapped = fixed[device], 0.0, schedule.overlapped
         curve = list[float]()
         for work in schedule.order[device]:
-            works, at_start, at_end = amounts[work.kind][work.stage]
-            if unlike:
+            workspace, at_start, at_end = amounts[work.kind][work.stage]
+            if memory_varies:
                 at_start, at_end = _changes_of(work, costs)
             # The curve has memory during the pass: allocated at its start, not yet freed at its
             # end.
-            held += at_start
+            memory += at_start
             # The first pass of an F&B pair is still running, so its workspace counts for the second
             # too.
-            curve.append(held + works + beside)
-            held += at_end
-            beside = works if overlapped and work in overlapped else 0.0
+            curve.append(memory + workspace + partner_workspace)
+            memory += at_end
+            partner_workspace = workspace if overlapped and work in overlapped else 0.0
         yield curve
 
 
 def _changes_of(work: Pass, costs: Costs) -> tuple[float, float]:
     """Return the memory allocated at the start, and retained minus freed at the end of a pass."""
     kind, amounts = work.kind, costs.held(work.kind)
-    takes, keeps, frees = (
-        own[work.stage] * factor_of(costs, name, work.microbatch)
-        for own, name in zip(amounts, (kind.takes, kind.keeps, kind.frees), strict=True)
+    allocated, retained, freed = (
+        stage_amounts[work.stage] * factor_of(costs, name, work.microbatch)
+        for stage_amounts, name in zip(amounts, (kind.takes, kind.keeps, kind.frees), strict=True)
     )
-    return takes, keeps - frees
+    return allocated, retained - freed
 
 
 def peak_held(schedule: Schedule, costs: Costs | None = None) -> tuple[float, ...]:
@@ -301,7 +324,7 @@ def peak_held(schedule: Schedule, costs: Costs | None = None) -> tuple[float, ..
     ((8.0, 6.0, 4.0, 2.0), (6.0, 6.0, 6.0, 6.0))
     """
     costs, devices = costs_of(schedule, costs), range(schedule.num_devices)
-    return tuple(max(each, default=0.0) for each in _curves(schedule, costs, devices))
+    return tuple(max(curve, default=0.0) for curve in _curves(schedule, costs, devices))
 
 
 def peak_shared(
@@ -323,21 +346,25 @@ def _shared_curve(
     row: Sequence[Pass], schedule: Schedule, shared: Mapping[int, tuple[float, float]]
 ) -> Iterator[float]:
     """Yield the shared memory beyond the running slices' own parts, during each pass."""
-    beyond, slices = dict[tuple[int, int], float](), schedule.slices
+    extra_bytes, slices = dict[tuple[int, int], float](), schedule.slices
     for work in row:
-        microbatch, at = divmod(work.microbatch, slices)
-        kept, owed = shared.get(work.stage, (0.0, 0.0))
+        microbatch, slice_number = divmod(work.microbatch, slices)
+        shared_bytes, gradient_bytes = shared.get(work.stage, (0.0, 0.0))
         if work.kind is Kind.F:
             # F of the first slice allocates keys and values of all; the costs count parts 0 to
-            # `at`.
-            beyond[work.stage, microbatch] = kept * (slices - 1 - at) / slices
-        yield sum(beyond.values())
+            # `slice_number`.
+            extra_bytes[work.stage, microbatch] = (
+                shared_bytes * (slices - 1 - slice_number) / slices
+            )
+        yield sum(extra_bytes.values())
         if Kind.B in work.kind.does:
-            # B runs from the last slice to the first: the costs still count parts 0 to `at` - 1,
-            # but B of slice 0 needs the complete buffers and frees them.
-            later = kept * (slices - at) / slices if at else 0.0
-            sums = owed * (slices - 1) / slices if at else 0.0
-            beyond[work.stage, microbatch] = later + sums
+            # B runs from the last slice to the first: the costs still count parts 0 to
+            # `slice_number` - 1, but B of slice 0 needs the complete buffers and frees them.
+            keys_and_values = (
+                shared_bytes * (slices - slice_number) / slices if slice_number else 0.0
+            )
+            gradients = gradient_bytes * (slices - 1) / slices if slice_number else 0.0
+            extra_bytes[work.stage, microbatch] = keys_and_values + gradients
 
 
 def peak_moved(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
@@ -357,14 +384,14 @@ def filled(num_bytes: float) -> float:
 
 
 def _peak_moved(passes: Sequence[Pass], moved: Mapping[Kind, Sequence[float]]) -> float:
-    held, peak = dict[tuple[int, int], float](), 0.0
+    moved_bytes, peak = dict[tuple[int, int], float](), 0.0
     for work in passes:
         if work.kind in moved:
-            held[work[1:]] = moved[work.kind][work.stage]
-            peak = max(peak, sum(held.values()))
+            moved_bytes[work[1:]] = moved[work.kind][work.stage]
+            peak = max(peak, sum(moved_bytes.values()))
         # The copy back ends before this B, which reads it: only then the block is free.
         elif Kind.B in work.kind.does:
-            held.pop(work[1:], None)
+            moved_bytes.pop(work[1:], None)
     return peak
 
 
@@ -385,14 +412,17 @@ LISTED = 12
 
 
 def explain_deadlock(
-    lanes: Sequence[Lane], table: NeedTable, stuck: Mapping[int, int], partners: Mapping[Pass, Pass]
+    queues: Sequence[Lane],
+    table: NeedTable,
+    stuck: Mapping[int, int],
+    partners: Mapping[Pass, Pass],
 ) -> str:
     """Format the error for a schedule with stuck resource queues; `stuck` maps queues to indices.
 
     Each line is one wait: the two passes, and whether the first reads the result of the second or
     runs after it on the same device. `partners` maps the F of each F&B pair to its B.
     """
-    return _Stuck(lanes, table, stuck, partners).explain()
+    return _Stuck(queues, table, stuck, partners).explain()
 
 
 class _Stuck:
@@ -400,19 +430,19 @@ class _Stuck:
 
     def __init__(
         self,
-        lanes: Sequence[Lane],
+        queues: Sequence[Lane],
         table: NeedTable,
         stuck: Mapping[int, int],
         partners: Mapping[Pass, Pass],
     ) -> None:
-        self.lanes = lanes
+        self.lanes = queues
         self.table = table
         self.stuck = stuck
         self.partners = partners
-        self.home = {
-            Pass(kind, work.stage, work.microbatch): (at, place)
-            for at, lane in enumerate(lanes)
-            for place, work in enumerate(lane.passes)
+        self.locations = {
+            Pass(kind, work.stage, work.microbatch): (queue_index, position)
+            for queue_index, queue in enumerate(queues)
+            for position, work in enumerate(queue.passes)
             for kind in work.parts()
         }
 
@@ -422,63 +452,67 @@ class _Stuck:
             return "the schedule cannot end: " + absent
         cycle = self._find_cycle()
         lines = [
-            self._tell(work, other)
-            for work, other in zip(cycle, [*cycle[1:], cycle[0]], strict=True)
+            self._format_wait(work, next_pass)
+            for work, next_pass in zip(cycle, [*cycle[1:], cycle[0]], strict=True)
         ]
         if len(lines) > LISTED:
             lines[LISTED - 1 : -1] = [f"... and {len(lines) - LISTED} more waits, until"]
         head = "the schedule deadlocks; each pass below waits for the next:\n"
         return head + "\n".join("    " + line for line in lines)
 
-    def _current(self, at: int) -> Pass:
-        return self.lanes[at].passes[self.stuck[at]]
+    def _current(self, queue_index: int) -> Pass:
+        return self.lanes[queue_index].passes[self.stuck[queue_index]]
 
     def _lane_of(self, work: Pass) -> Lane:
-        return self.lanes[self.home[work._replace(kind=work.parts()[0])][0]]
+        return self.lanes[self.locations[work._replace(kind=work.parts()[0])][0]]
 
     def _find_absent(self) -> str | None:
         """Format a wait for a pass that no device runs; None if the schedule is complete."""
-        for at in self.stuck:
-            work = self._current(at)
-            for need in self._needs_of(work):
-                if need not in self.home and need.kind.everywhere:
-                    device = self.lanes[at].device
-                    return f"{work} on device {device} waits for {need}, which no device runs"
+        for queue_index in self.stuck:
+            work = self._current(queue_index)
+            for dependency in self._needs_of(work):
+                if dependency not in self.locations and dependency.kind.everywhere:
+                    device = self.lanes[queue_index].device
+                    return f"{work} on device {device} waits for {dependency}, which no device runs"
         return None
 
     def _find_cycle(self) -> list[Pass]:
         """Return a cycle of passes; each waits for the next, and the last for the first."""
         work = self._current(min(self.stuck))
-        seen: dict[Pass, int] = {}
-        while work not in seen:
-            seen[work] = len(seen)
-            at, place = self.home[work._replace(kind=work.parts()[0])]
+        visited: dict[Pass, int] = {}
+        while work not in visited:
+            visited[work] = len(visited)
+            queue_index, position = self.locations[work._replace(kind=work.parts()[0])]
             # The first pass of a stuck queue waits for a result that comes later.
-            work = self._current(at) if place > self.stuck[at] else next(self._missing(work))
-        return list(seen)[seen[work] :]
+            work = (
+                self._current(queue_index)
+                if position > self.stuck[queue_index]
+                else next(self._missing(work))
+            )
+        return list(visited)[visited[work] :]
 
     def _missing(self, work: Pass) -> Iterator[Pass]:
         """Yield the passes that have not run among the inputs of `work` or of its F&B partner."""
-        for need in self._needs_of(work):
-            at, place = self.home.get(need, (-1, -1))
-            if at in self.stuck and place >= self.stuck[at]:
-                yield self.lanes[at].passes[place]
+        for dependency in self._needs_of(work):
+            queue_index, position = self.locations.get(dependency, (-1, -1))
+            if queue_index in self.stuck and position >= self.stuck[queue_index]:
+                yield self.lanes[queue_index].passes[position]
 
     def _needs_of(self, work: Pass) -> Iterator[Pass]:
-        both = (work, self.partners[work]) if work in self.partners else (work,)
-        return chain.from_iterable(each.needs_in(self.table) for each in both)
+        step = (work, self.partners[work]) if work in self.partners else (work,)
+        return chain.from_iterable(step_pass.needs_in(self.table) for step_pass in step)
 
-    def _tell(self, work: Pass, other: Pass) -> str:
-        def is_it(need: Pass) -> bool:
-            return need.kind in other.parts() and need[1:] == other[1:]
+    def _format_wait(self, work: Pass, next_pass: Pass) -> str:
+        def is_next(dependency: Pass) -> bool:
+            return dependency.kind in next_pass.parts() and dependency[1:] == next_pass[1:]
 
         device = self._lane_of(work).device
-        if any(map(is_it, work.needs_in(self.table))):
+        if any(map(is_next, work.needs_in(self.table))):
             reason = "reads its result"
-        elif any(map(is_it, self._needs_of(work))):
+        elif any(map(is_next, self._needs_of(work))):
             reason = f"{self.partners[work]}, which runs with it, reads its result"
-        elif self.partners.get(other) == work:
+        elif self.partners.get(next_pass) == work:
             reason = "runs with it"
         else:
             reason = f"device {device} runs it first"
-        return f"{work} on device {device} waits for {other}: {reason}"
+        return f"{work} on device {device} waits for {next_pass}: {reason}"

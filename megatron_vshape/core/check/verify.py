@@ -53,7 +53,7 @@ def verify(
     schedule.check_counts()
     check_placement(schedule.placement, schedule.num_devices)
     # The order matters: each check assumes the earlier ones, and the simulation needs every pass.
-    _check_places(schedule)
+    _check_positions(schedule)
     _check_counts(schedule)
     _check_overlapped(schedule)
     simulate(schedule)  # raises if it deadlocks
@@ -63,50 +63,51 @@ def verify(
         _check_memory(schedule, limits, unit_costs(schedule) if costs is None else costs)
 
 
-def _check_places(schedule: Schedule) -> None:
+def _check_positions(schedule: Schedule) -> None:
     """Raise ScheduleError for a pass that does not exist or is on the wrong device."""
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
-    only = {FIRST: 0, LAST: stages - 1}
+    single_stages = {FIRST: 0, LAST: stages - 1}
     for device, passes in enumerate(schedule.order):
         # A row has few kinds and stages, so that a valid one is seen without a look at each pass.
         numbers = {microbatch for _, _, microbatch in passes}
         if numbers.issubset(range(microbatches)) and all(
             0 <= stage < stages
-            and stage == only.get(kind.of, stage)
+            and stage == single_stages.get(kind.of, stage)
             and schedule.placement[stage] == device
             for kind, stage in {work[:2] for work in passes}
         ):
             continue
-        for at, (kind, stage, microbatch) in enumerate(passes):
+        for position, (kind, stage, microbatch) in enumerate(passes):
             if not 0 <= stage < stages:
-                wrong = f"the last stage is {stages - 1}"
+                reason = f"the last stage is {stages - 1}"
             elif not 0 <= microbatch < microbatches:
-                wrong = f"the last microbatch is {microbatches - 1}"
-            elif stage != only.get(kind.of, stage):
-                wrong = f"only the {kind.of} stage has a {kind}"
+                reason = f"the last microbatch is {microbatches - 1}"
+            elif stage != single_stages.get(kind.of, stage):
+                reason = f"only the {kind.of} stage has a {kind}"
             elif schedule.placement[stage] != device:
-                wrong = f"its stage is on device {schedule.placement[stage]}"
+                reason = f"its stage is on device {schedule.placement[stage]}"
             else:
                 continue
             raise ScheduleError(
-                f"{passes[at]} is on device {device}, but {wrong}\n" + excerpt(schedule, device, at)
+                f"{passes[position]} is on device {device}, but {reason}\n"
+                + excerpt(schedule, device, position)
             )
 
 
 def _check_overlapped(schedule: Schedule) -> None:
     """Raise ScheduleError for an F&B pair that is not an F and a B or BW of another microbatch."""
     for device, row in enumerate(schedule.order if schedule.overlapped else ()):
-        for at, work in enumerate(row):
-            step = row[at : at + 2]
+        for position, work in enumerate(row):
+            step = row[position : position + 2]
             if work in schedule.overlapped and not can_overlap(step):
                 raise ScheduleError(
                     f"{PAIR_SIGN.join(map(str, step))} on device {device} is not an overlapped "
                     "pair: an F must be followed by a B or BW of another microbatch\n"
-                    + excerpt(schedule, device, at)
+                    + excerpt(schedule, device, position)
                 )
-    rest = schedule.overlapped.difference(*schedule.order)
-    if rest:
-        raise ScheduleError(f"{min(rest)} is marked as overlapped, but no device runs it")
+    missing_passes = schedule.overlapped.difference(*schedule.order)
+    if missing_passes:
+        raise ScheduleError(f"{min(missing_passes)} is marked as overlapped, but no device runs it")
 
 
 def _check_counts(schedule: Schedule) -> None:
@@ -121,7 +122,7 @@ def _check_counts(schedule: Schedule) -> None:
         for work in passes
         for kind in work.parts()
     )
-    wrong = [
+    wrong_passes = [
         work
         for microbatch in range(microbatches)
         for stage in range(stages)
@@ -129,19 +130,21 @@ def _check_counts(schedule: Schedule) -> None:
         if count[work := Pass(kind, stage, microbatch)] != 1
     ]
     # Optional passes have no fixed count, but none may run twice.
-    wrong += [work for work, times in count.items() if times > 1 and not work.kind.everywhere]
+    wrong_passes += [
+        work for work, times in count.items() if times > 1 and not work.kind.everywhere
+    ]
     # An optional pass may be missing, unless another pass reads it.
-    if not wrong:
+    if not wrong_passes:
         _check_reads(schedule, count)
         _check_shared(schedule)
         return
-    culprit = wrong[0]
-    device, at = _place_of(schedule, culprit)
-    others = {work[1:] for work in wrong} - {culprit[1:]}
-    more = f" (and {len(others)} more are wrong)" if others else ""
+    culprit = wrong_passes[0]
+    device, position = _position_of(schedule, culprit)
+    other_slots = {work[1:] for work in wrong_passes} - {culprit[1:]}
+    suffix = f" (and {len(other_slots)} more are wrong)" if other_slots else ""
     raise ScheduleError(
-        f"{_times_told(schedule, culprit)} on device {device}; every pass must run once{more}\n"
-        + excerpt(schedule, device, at)
+        f"{_format_count(schedule, culprit)} on device {device}; every pass must run once{suffix}\n"
+        + excerpt(schedule, device, position)
     )
 
 
@@ -152,47 +155,47 @@ def _has_all_once(schedule: Schedule) -> bool:
     if not schedule.kinds.issubset(bits):
         return False
     microbatches = schedule.num_microbatches
-    seen = bytearray(schedule.num_stages * microbatches)
+    seen_bits = bytearray(schedule.num_stages * microbatches)
     for passes in schedule.order:
         for kind, stage, microbatch in passes:
-            at, bit = stage * microbatches + microbatch, bits[kind]
-            if seen[at] & bit:
+            index, bit = stage * microbatches + microbatch, bits[kind]
+            if seen_bits[index] & bit:
                 return False
-            seen[at] |= bit
+            seen_bits[index] |= bit
     # All bits of a byte are set, none twice: every part once.
-    return seen.count((1 << len(PARTS)) - 1) == len(seen)
+    return seen_bits.count((1 << len(PARTS)) - 1) == len(seen_bits)
 
 
-def _times_told(schedule: Schedule, culprit: Pass) -> str:
+def _format_count(schedule: Schedule, culprit: Pass) -> str:
     """Format how often a pass runs, with the names in the schedule: a BW runs B and W."""
     row = schedule.order[schedule.placement[culprit.stage]]
-    same = (work for work in row if work[1:] == culprit[1:])
-    found = [str(work) for work in same if culprit.kind in work.parts()]
-    if not found:
+    passes = (work for work in row if work[1:] == culprit[1:])
+    texts = [str(work) for work in passes if culprit.kind in work.parts()]
+    if not texts:
         return f"{culprit} runs never"
-    if len(set(found)) == 1:
-        return f"{found[0]} runs {len(found)} times"
-    return f"{culprit} runs {len(found)} times, as {' and '.join(dict.fromkeys(found))},"
+    if len(set(texts)) == 1:
+        return f"{texts[0]} runs {len(texts)} times"
+    return f"{culprit} runs {len(texts)} times, as {' and '.join(dict.fromkeys(texts))},"
 
 
 def _check_reads(schedule: Schedule, count: Counter[Pass]) -> None:
     """Raise ScheduleError if a pass reads an optional pass that its microbatch omits."""
     for device, passes in enumerate(schedule.order):
-        for at, work in enumerate(passes):
-            for need in work.needs(schedule.num_stages):
-                if not count[need] and not _is_of_another(need, work):
+        for position, work in enumerate(passes):
+            for dependency in work.needs(schedule.num_stages):
+                if not count[dependency] and not _may_be_missing(dependency, work):
                     raise ScheduleError(
-                        f"{work} on device {device} reads {need}, which no device runs\n"
-                        + excerpt(schedule, device, at)
+                        f"{work} on device {device} reads {dependency}, which no device runs\n"
+                        + excerpt(schedule, device, position)
                     )
             # `_check_shared` checks kinds that each device has once.
             group = () if work.kind.of else _group_of(work.kind)
-            lacks = [kind for kind in group if not count[work._replace(kind=kind)]]
-            if lacks:
+            missing_kinds = [kind for kind in group if not count[work._replace(kind=kind)]]
+            if missing_kinds:
                 raise ScheduleError(
-                    f"{work} on device {device} has no {work._replace(kind=lacks[0])}: of "
+                    f"{work} on device {device} has no {work._replace(kind=missing_kinds[0])}: of "
                     f"{', '.join(group)} a microbatch of a stage has all or none\n"
-                    + excerpt(schedule, device, at)
+                    + excerpt(schedule, device, position)
                 )
 
 
@@ -201,10 +204,10 @@ def _group_of(kind: Kind) -> tuple[Kind, ...]:
     return next((group for group in ALL_OR_NONE if kind in group), ())
 
 
-def _is_of_another(need: Pass, work: Pass) -> bool:
-    """Return whether `need` may be missing, because its device has the pass for another stage."""
-    return need.kind.of == DEVICE and any(
-        read.at == EVERY for read in work.kind.reads if read.kind == need.kind
+def _may_be_missing(dependency: Pass, work: Pass) -> bool:
+    """Return whether the dependency may be missing: its device has the pass for another stage."""
+    return dependency.kind.of == DEVICE and any(
+        read.at == EVERY for read in work.kind.reads if read.kind == dependency.kind
     )
 
 
@@ -218,18 +221,21 @@ def _check_shared(schedule: Schedule) -> None:
         if work.kind.of
     )
     devices = range(schedule.num_devices)
-    ends = {FIRST: schedule.placement[:1], LAST: schedule.placement[-1:]}
+    single_devices = {FIRST: schedule.placement[:1], LAST: schedule.placement[-1:]}
     for kind in shared:
         # If devices compute parts, the pass that sums the parts must exist too.
-        sums = [each for each in KINDS if Read(kind, at=EVERY) in each.reads]
-        for each in dict.fromkeys((*sums, kind, *_group_of(kind))):
-            for device in ends.get(each.of, devices):
+        summing_kinds = [
+            summing_kind for summing_kind in KINDS if Read(kind, at=EVERY) in summing_kind.reads
+        ]
+        for required_kind in dict.fromkeys((*summing_kinds, kind, *_group_of(kind))):
+            for device in single_devices.get(required_kind.of, devices):
                 for microbatch in range(schedule.num_microbatches):
-                    times = count[each, device, microbatch]
+                    times = count[required_kind, device, microbatch]
                     if times != 1:
                         raise ScheduleError(
-                            f"{each} of microbatch {microbatch} runs {times or 'no'} times on "
-                            f"device {device}; a schedule with {kind} needs it once there"
+                            f"{required_kind} of microbatch {microbatch} runs "
+                            f"{times or 'no'} times on device {device}; a schedule with {kind} "
+                            "needs it once there"
                         )
 
 
@@ -240,65 +246,79 @@ def _check_rows(schedule: Schedule) -> None:
     at the position of the pass in its order.
     """
     microbatches = range(schedule.num_microbatches)
-    plain = len(microbatches) == schedule.whole_microbatches
-    plain = plain and not any(kind.of for kind in schedule.kinds)
+    is_plain = len(microbatches) == schedule.whole_microbatches
+    is_plain = is_plain and not any(kind.of for kind in schedule.kinds)
     for device, row in enumerate(schedule.order):
-        places = _places(row, len(microbatches))
-        if plain and all(_stands_behind(schedule, each, places, len(row)) for each in places):
+        positions = _positions_by_part(row, len(microbatches))
+        if is_plain and all(
+            _follows_inputs(schedule, part, positions, len(row)) for part in positions
+        ):
             continue  # fast path: several times faster, and covers nearly all rows
         # Slow path: a microbatch has several passes of a kind, or passes that are not of a stage;
         # or there is an error, whose first pass is to be found.
-        laws = {
-            each: [
-                (places[need], later, descends, need[0] in each[0].does)
-                for need, later, descends in _laws(schedule, *each)
-                if need in places
+        rules = {
+            part: [
+                (positions[dependency], later, descends, dependency[0] in part[0].does)
+                for dependency, later, descends in _order_rules(schedule, *part)
+                if dependency in positions
             ]
-            for each in {(kind, stage) for kind, stage, _ in row}
+            for part in {(kind, stage) for kind, stage, _ in row}
         }
-        for at, (kind, stage, microbatch) in enumerate(row):
-            for there, later, descends, is_turn in laws[kind, stage]:
-                other = schedule.in_turn(microbatch, later, descends)
-                if other in microbatches and there[other] > at:
-                    why = schedule.turns_text(kind) if is_turn else f"{kind} needs its result"
+        for position, (kind, stage, microbatch) in enumerate(row):
+            for input_positions, later, descends, is_same_kind in rules[kind, stage]:
+                input_microbatch = schedule.in_turn(microbatch, later, descends)
+                if (
+                    input_microbatch in microbatches
+                    and input_positions[input_microbatch] > position
+                ):
+                    reason = (
+                        schedule.turns_text(kind) if is_same_kind else f"{kind} needs its result"
+                    )
                     raise ScheduleError(
-                        f"{row[at]} runs before {row[there[other]]} on device {device}, and must "
-                        f"run behind it: {why}\n" + excerpt(schedule, device, at)
+                        f"{row[position]} runs before {row[input_positions[input_microbatch]]} on "
+                        f"device {device}, and must run behind it: {reason}\n"
+                        + excerpt(schedule, device, position)
                     )
 
 
-def _places(row: Sequence[Pass], num_microbatches: int) -> dict[tuple[Kind, int], list[int]]:
+def _positions_by_part(
+    row: Sequence[Pass], num_microbatches: int
+) -> dict[tuple[Kind, int], list[int]]:
     """Return the index of each part of each microbatch in a row; -1 if missing."""
-    places: dict[tuple[Kind, int], list[int]] = {}
+    positions: dict[tuple[Kind, int], list[int]] = {}
     parts: dict[tuple[Kind, int], list[list[int]]] = {}
-    for at, (kind, stage, microbatch) in enumerate(row):
-        own = parts.get((kind, stage))
-        if own is None:
+    for position, (kind, stage, microbatch) in enumerate(row):
+        position_lists = parts.get((kind, stage))
+        if position_lists is None:
             keys = [_part_of(part, stage) for part in kind.does]
-            own = [places.setdefault(key, [-1] * num_microbatches) for key in keys]
-            parts[kind, stage] = own
-        for each in own:
-            each[microbatch] = at
-    return places
+            position_lists = [positions.setdefault(key, [-1] * num_microbatches) for key in keys]
+            parts[kind, stage] = position_lists
+        for part_positions in position_lists:
+            part_positions[microbatch] = position
+    return positions
 
 
-def _stands_behind(
+def _follows_inputs(
     schedule: Schedule,
     part: tuple[Kind, int],
-    places: Mapping[tuple[Kind, int], Sequence[int]],
+    positions: Mapping[tuple[Kind, int], Sequence[int]],
     end: int,
 ) -> bool:
     """Return whether this part of all microbatches (one pass each) comes after its inputs."""
-    own = places[part]
-    if min(own) < 0:  # a missing pass counts as last
-        own = [end if at < 0 else at for at in own]
-    for need, later, _ in _laws(schedule, *part):
-        there = places.get(need)
-        if there is None:
+    part_positions = positions[part]
+    if min(part_positions) < 0:  # a missing pass counts as last
+        part_positions = [end if position < 0 else position for position in part_positions]
+    for dependency, later, _ in _order_rules(schedule, *part):
+        input_positions = positions.get(dependency)
+        if input_positions is None:
             continue
         # Microbatch m against m + later. `map` stops at the shorter list, because a microbatch
         # outside the step constrains nothing.
-        pairs = (own, there[later:]) if later >= 0 else (own[-later:], there)
+        pairs = (
+            (part_positions, input_positions[later:])
+            if later >= 0
+            else (part_positions[-later:], input_positions)
+        )
         if any(map(lt, *pairs)):
             return False
     return True
@@ -309,7 +329,7 @@ def _part_of(kind: Kind, stage: int) -> tuple[Kind, int]:
     return kind, -1 if kind.of == DEVICE else stage
 
 
-def _laws(
+def _order_rules(
     schedule: Schedule, kind: Kind, stage: int
 ) -> Iterator[tuple[tuple[Kind, int], int, bool]]:
     """Yield the parts before this pass on the same device, with the microbatch offset.
@@ -319,65 +339,71 @@ def _laws(
     """
     for part in kind.does:
         for read in (*part.reads, *part.follows):
-            need = find_kind(read.kind)
+            dependency = find_kind(read.kind)
             # The simulation proves waits for data and the order within a resource, not between
             # resources.
-            if read.later or need.of == DEVICE or need.resource != part.resource:
-                for other in read.stages(stage, schedule.num_stages):
-                    yield _part_of(need, other), read.later, part.descends
-        for need in schedule.kinds:
-            if part in need.before:
-                yield _part_of(need, stage), 0, False
+            if read.later or dependency.of == DEVICE or dependency.resource != part.resource:
+                for source_stage in read.stages(stage, schedule.num_stages):
+                    yield _part_of(dependency, source_stage), read.later, part.descends
+        for dependency in schedule.kinds:
+            if part in dependency.before:
+                yield _part_of(dependency, stage), 0, False
 
 
-def _place_of(schedule: Schedule, culprit: Pass) -> tuple[int, int]:
+def _position_of(schedule: Schedule, culprit: Pass) -> tuple[int, int]:
     """Return a pass's device and its last index there, or a substitute index.
 
     The substitute is the last pass of the same microbatch and stage, or the end of the row.
     """
     device = schedule.placement[culprit.stage]
     passes = schedule.order[device]
-    same = [at for at, work in enumerate(passes) if work[1:] == culprit[1:]]
-    itself = [at for at in same if culprit.kind in passes[at].parts()]
-    return device, (itself or same or [max(len(passes) - 1, 0)])[-1]
+    slot_positions = [position for position, work in enumerate(passes) if work[1:] == culprit[1:]]
+    exact_positions = [
+        position for position in slot_positions if culprit.kind in passes[position].parts()
+    ]
+    return device, (exact_positions or slot_positions or [max(len(passes) - 1, 0)])[-1]
 
 
 def _check_memory(schedule: Schedule, limits: Sequence[float], costs: Costs) -> None:
     for device, limit in enumerate(limits):
         curve = held_curve(schedule, costs, device)
-        peak, most = max(curve, default=0.0), limit * (1 + _ROUNDING)
+        peak, max_memory = max(curve, default=0.0), limit * (1 + _ROUNDING)
         # Negated, so that nan is rejected.
-        if not peak <= most:
-            at = next(at for at, held in enumerate(curve) if not held <= most)
+        if not peak <= max_memory:
+            position = next(
+                position for position, memory in enumerate(curve) if not memory <= max_memory
+            )
             raise ScheduleError(
                 f"device {device} holds {held_text(peak)} at its peak, more than the limit of "
-                f"{held_text(limit)}; it first exceeds that at {schedule.order[device][at]}\n"
-                + excerpt(schedule, device, at)
+                f"{held_text(limit)}; it first exceeds that at {schedule.order[device][position]}\n"
+                + excerpt(schedule, device, position)
             )
 
 
-def excerpt(schedule: Schedule, device: int, at: int) -> str:
-    """Format the orders around index `at` of a device, with that pass marked."""
-    first, last = max(0, at - COLUMNS), at + COLUMNS + 1
+def excerpt(schedule: Schedule, device: int, position: int) -> str:
+    """Format the orders around index `position` of a device, with that pass marked."""
+    first, last = max(0, position - COLUMNS), position + COLUMNS + 1
     devices = range(max(0, device - ROWS), min(schedule.num_devices, device + ROWS + 1))
-    rows = [[str(work) for work in schedule.order[each][first:last]] for each in devices]
+    rows = [
+        [str(work) for work in schedule.order[row_device][first:last]] for row_device in devices
+    ]
     width = max((len(text) for row in rows for text in row), default=1)
-    return "\n".join(_draw_rows(schedule, devices, rows, (device, at, first, width)))
+    return "\n".join(_draw_rows(schedule, devices, rows, (device, position, first, width)))
 
 
 def _draw_rows(
-    schedule: Schedule, devices: range, rows: list[list[str]], where: tuple[int, int, int, int]
+    schedule: Schedule, devices: range, rows: list[list[str]], layout: tuple[int, int, int, int]
 ) -> Iterator[str]:
-    device, at, first, width = where
-    label = len(str(devices[-1]))
-    for each, row in zip(devices, rows, strict=True):
+    device, position, first, width = layout
+    digits = len(str(devices[-1]))
+    for row_device, row in zip(devices, rows, strict=True):
         cells = [
             f"[{text}]".ljust(width + 2)
-            if (each, place) == (device, at)
+            if (row_device, index) == (device, position)
             else f" {text.ljust(width)} "
-            for place, text in enumerate(row, first)
+            for index, text in enumerate(row, first)
         ]
-        ahead = "... " if first else ""
-        behind = " ..." if first + len(row) < len(schedule.order[each]) else ""
-        mark = "   <-- here" if each == device else ""
-        yield f"    device {each:>{label}} | {ahead}{''.join(cells).rstrip()}{behind}{mark}"
+        prefix = "... " if first else ""
+        suffix = " ..." if first + len(row) < len(schedule.order[row_device]) else ""
+        mark = "   <-- here" if row_device == device else ""
+        yield f"    device {row_device:>{digits}} | {prefix}{''.join(cells).rstrip()}{suffix}{mark}"
