@@ -35,11 +35,16 @@ def cut(program: Program, stops: Callable[[Pass], bool]) -> Cut:
     # Shortening one row removes sends, which may shorten other rows, so repeat until it is stable.
     while True:
         parts = [row[:end] for row, end in zip(program.instructions, ends, strict=True)]
-        sent = {each.message.work for row in parts for each in row if isinstance(each, Send)}
-        shorter = tuple(_end(row, stops, sent) for row in parts)
-        if shorter == ends:
+        sent_passes = {
+            instruction.message.work
+            for row in parts
+            for instruction in row
+            if isinstance(instruction, Send)
+        }
+        new_ends = tuple(_end_of_prefix(row, stops, sent_passes) for row in parts)
+        if new_ends == ends:
             return ends
-        ends = shorter
+        ends = new_ends
 
 
 def forward_cut(program: Program) -> Cut:
@@ -63,7 +68,7 @@ def prefix_before_loss(program: Program) -> tuple[Program, Cut]:
     ends = forward_cut(program)
     if program.planned is not None:
         passes = [
-            sum(isinstance(each, Run) for each in row[:end])
+            sum(isinstance(instruction, Run) for instruction in row[:end])
             for row, end in zip(program.instructions, ends, strict=True)
         ]
         # Receives are placed again, because a kernel posted early may wait for a send after the
@@ -71,16 +76,31 @@ def prefix_before_loss(program: Program) -> tuple[Program, Cut]:
         program = lower_to_kernels(program.planned, passes)
         return program, _after_passes(program, passes)
     # Instructions of one message are equal, so these select receives at any position.
-    wanted = set(map(Receive, _messages(program, ends, Send)))
+    early_receives = set(map(Receive, _messages(program, ends, Send)))
     rows: list[tuple[Instruction, ...]] = []
     early_ends: list[int] = []
     for row, end in zip(program.instructions, ends, strict=True):
-        early, late = row[:end], row[end:]
-        held_back = tuple(e for e in early if isinstance(e, Receive) and e not in wanted)
-        brought = tuple(each for each in late if each in wanted)
-        first = (*(each for each in early if each not in held_back), *brought)
-        rows.append((*first, *held_back, *(each for each in late if each not in wanted)))
-        early_ends.append(len(first))
+        prefix, suffix = row[:end], row[end:]
+        postponed = tuple(
+            instruction
+            for instruction in prefix
+            if isinstance(instruction, Receive) and instruction not in early_receives
+        )
+        moved_receives = tuple(
+            instruction for instruction in suffix if instruction in early_receives
+        )
+        new_prefix = (
+            *(instruction for instruction in prefix if instruction not in postponed),
+            *moved_receives,
+        )
+        rows.append(
+            (
+                *new_prefix,
+                *postponed,
+                *(instruction for instruction in suffix if instruction not in early_receives),
+            )
+        )
+        early_ends.append(len(new_prefix))
     return replace(program, instructions=tuple(rows)), tuple(early_ends)
 
 
@@ -89,25 +109,31 @@ def _after_passes(program: Program, passes: Sequence[int]) -> Cut:
 
     No later message is posted before it; `lower_to_kernels` ensures that.
     """
-    found = []
+    ends = []
     for row, number in zip(program.instructions, passes, strict=True):
-        runs = [0, *(at + 1 for at, each in enumerate(row) if isinstance(each, Run))]
-        found.append(runs[number])
-    rows = zip(program.instructions, passes, found, strict=True)
-    sent = {
-        each.message
+        runs = [
+            0,
+            *(index + 1 for index, instruction in enumerate(row) if isinstance(instruction, Run)),
+        ]
+        ends.append(runs[number])
+    rows = zip(program.instructions, passes, ends, strict=True)
+    sent_messages = {
+        instruction.message
         for row, number, end in rows
         # One more than `end`: a forward's only Send follows its Run at once.
-        for each in row[: end + 1 if number else 0]
-        if isinstance(each, Send)
+        for instruction in row[: end + 1 if number else 0]
+        if isinstance(instruction, Send)
     }
     for device, row in enumerate(program.instructions):
-        while found[device] < len(row):
-            each = row[found[device]]
-            if not isinstance(each, Send | Receive) or each.message not in sent:
+        while ends[device] < len(row):
+            instruction = row[ends[device]]
+            if (
+                not isinstance(instruction, Send | Receive)
+                or instruction.message not in sent_messages
+            ):
                 break
-            found[device] += 1
-    return tuple(found)
+            ends[device] += 1
+    return tuple(ends)
 
 
 def drain(program: Program, ends: Cut, device: int) -> tuple[Instruction, ...]:
@@ -116,36 +142,38 @@ def drain(program: Program, ends: Cut, device: int) -> tuple[Instruction, ...]:
     If only one end of a message is before the cut, the other end follows in the stream's order. The
     data of a Send here is never read. All devices of the pipeline must run their instructions.
     """
-    sent = set(_messages(program, ends, Send))
-    posted = set(_messages(program, ends, Receive))
-    awaited = set(_messages(program, ends, Await))
+    sent_messages = set(_messages(program, ends, Send))
+    posted_messages = set(_messages(program, ends, Receive))
+    awaited_messages = set(_messages(program, ends, Await))
     receives: list[Instruction] = []
     sends: list[Instruction] = []
     awaits: list[Instruction] = []
-    everything = tuple(map(len, program.instructions))
+    row_lengths = tuple(map(len, program.instructions))
     # Receives are posted in the order of their sends, so this is the order at both ends.
-    for message in _messages(program, everything, Send):
-        if message not in sent and message not in posted:
+    for message in _messages(program, row_lengths, Send):
+        if message not in sent_messages and message not in posted_messages:
             continue
-        if message.source == device and message not in sent:
+        if message.source == device and message not in sent_messages:
             sends.append(Send(message))
-        if message.target == device and message not in awaited:
+        if message.target == device and message not in awaited_messages:
             awaits.append(Await(message))
-            if message not in posted:
+            if message not in posted_messages:
                 receives.append(Receive(message))
     return (*receives, *sends, *awaits)
 
 
-def _end(row: Sequence[Instruction], stops: Callable[[Pass], bool], sent: set[Pass]) -> int:
+def _end_of_prefix(
+    row: Sequence[Instruction], stops: Callable[[Pass], bool], sent_passes: set[Pass]
+) -> int:
     end = 0
-    for at, each in enumerate(row):
-        if isinstance(each, Await) and each.message.work not in sent:
+    for index, instruction in enumerate(row):
+        if isinstance(instruction, Await) and instruction.message.work not in sent_passes:
             break
-        if isinstance(each, Run) and any(map(stops, each.passes)):
+        if isinstance(instruction, Run) and any(map(stops, instruction.passes)):
             break
         # Not after an Await or Receive: their pass is still to come.
-        if isinstance(each, Run | Send):
-            end = at + 1
+        if isinstance(instruction, Run | Send):
+            end = index + 1
     return end
 
 
@@ -153,6 +181,6 @@ def _messages(
     program: Program, ends: Cut, kind: type[Send] | type[Receive] | type[Await]
 ) -> Iterator[Message]:
     for row, end in zip(program.instructions, ends, strict=True):
-        for each in row[:end]:
-            if isinstance(each, kind):
-                yield each.message
+        for instruction in row[:end]:
+            if isinstance(instruction, kind):
+                yield instruction.message

@@ -113,37 +113,39 @@ class Program:
         text_of = cache(Pass.__str__)
         return "\n".join(
             ", ".join(
-                PAIR_SIGN.join(map(text_of, each.passes))
-                if isinstance(each, Run)
-                else f"{each.verb} {text_of(each.message.work)}"
-                for each in row
+                PAIR_SIGN.join(map(text_of, instruction.passes))
+                if isinstance(instruction, Run)
+                else f"{instruction.verb} {text_of(instruction.message.work)}"
+                for instruction in row
             )
             for row in self.instructions
         )
 
     def most_posted(self, device: int) -> int:
         """Return the peak number of posted and unread receives of a device."""
-        return self._most(device, Receive, Await)
+        return self._peak_count(device, Receive, Await)
 
     def most_kept(self, device: int) -> int:
         """Return the peak number of sent and not released results of a device.
 
         This is a bound only for programs with Release, however far the host runs ahead.
         """
-        return self._most(device, Send, Release)
+        return self._peak_count(device, Send, Release)
 
     def most_messages(self, device: int) -> int:
         """Return the peak number of message buffers of a device, besides the passes' memory."""
         # Without Release, the plan knows no end of a send: count the one that is being sent.
-        leaving = 1 if self.planned is None else self.most_kept(device)
-        return self.most_posted(device) + leaving
+        num_sending = 1 if self.planned is None else self.most_kept(device)
+        return self.most_posted(device) + num_sending
 
-    def _most(self, device: int, begins: type[Instruction], ends: type[Instruction]) -> int:
-        under_way = most = 0
-        for each in self.instructions[device]:
-            under_way += isinstance(each, begins) - isinstance(each, ends)
-            most = max(most, under_way)
-        return most
+    def _peak_count(
+        self, device: int, start_type: type[Instruction], end_type: type[Instruction]
+    ) -> int:
+        count = peak = 0
+        for instruction in self.instructions[device]:
+            count += isinstance(instruction, start_type) - isinstance(instruction, end_type)
+            peak = max(peak, count)
+        return peak
 
 
 Source = tuple[Stream, int]
@@ -174,20 +176,20 @@ class Messages:
         self.sent_by: dict[Pass, Message] = {}
         self.steps = [list(schedule.steps(device)) for device in range(schedule.num_devices)]
         self.sent: list[dict[Source, list[Message]]] = [{} for _ in schedule.order]
-        made_by = self._find()
+        messages_by_result = self._find()
         results = {kind: result_of(Pass(kind, 0, 0)).kind for kind in schedule.kinds}
         for row in schedule.order:
             for work in row:
                 kind, stage, microbatch = work
                 # A BW sends the result of its B.
-                message = made_by.get((results[kind], stage, microbatch))
+                message = messages_by_result.get((results[kind], stage, microbatch))
                 if message is not None:
                     self.sent_by[work] = message
                     self.sent[message.target].setdefault(source_of(message), []).append(message)
 
     def _find(self) -> dict[tuple[Kind, int, int], Message]:
         """Find the messages that passes read, and return them by the sending pass."""
-        made_by: dict[tuple[Kind, int, int], Message] = {}
+        messages_by_result: dict[tuple[Kind, int, int], Message] = {}
         links: dict[tuple[Kind, int], list[Message]] = {}
         for row in self.schedule.order:
             for work in row:
@@ -195,13 +197,13 @@ class Messages:
                 # Computed once for all microbatches, because a step has thousands of passes.
                 if (kind, stage) not in links:
                     links[kind, stage] = self._links(work)
-                for (need_kind, need_stage, _), source, target, stream in links[kind, stage]:
-                    need = Pass(need_kind, need_stage, microbatch)
-                    message = Message(need, source, target, stream)
+                for (result_kind, result_stage, _), source, target, stream in links[kind, stage]:
+                    result = Pass(result_kind, result_stage, microbatch)
+                    message = Message(result, source, target, stream)
                     # At most one per pass: an F reads the previous stage and a B the next; the rest
                     # is local.
-                    self.read_by[work] = made_by[need] = message
-        return made_by
+                    self.read_by[work] = messages_by_result[result] = message
+        return messages_by_result
 
     def _links(self, work: Pass) -> list[Message]:
         """Return the messages that a pass reads."""
@@ -209,13 +211,13 @@ class Messages:
             return []
         placement, chunks = self.schedule.placement, self.chunks
         target = placement[work.stage]
-        found = []
-        for need in work.needs(self.schedule.num_stages):
-            source = placement[need.stage]
+        messages = []
+        for dependency in work.needs(self.schedule.num_stages):
+            source = placement[dependency.stage]
             if source != target:
-                stream = Stream(need.kind, chunks[need.stage], upward=source < target)
-                found.append(Message(need, source, target, stream))
-        return found
+                stream = Stream(dependency.kind, chunks[dependency.stage], upward=source < target)
+                messages.append(Message(dependency, source, target, stream))
+        return messages
 
 
 LISTED_DEVICES = 8
@@ -227,24 +229,24 @@ class Meetings:
 
     def __init__(self, num_devices: int) -> None:
         self._num_devices = num_devices
-        self._come: dict[tuple[str, int], set[int]] = {}
+        self._arrived: dict[tuple[str, int], set[int]] = {}
 
-    def comes(self, device: int, work: Pass, awake: list[int]) -> bool:
+    def comes(self, device: int, work: Pass, ready: list[int]) -> bool:
         """Register the device at this pass; if it may go on, return True and wake the others."""
         if not work.kind.is_collective:
             return True
-        come = self._come.setdefault((work.kind, work.microbatch), set())
-        come.add(device)
-        if len(come) < self._num_devices:
+        arrived = self._arrived.setdefault((work.kind, work.microbatch), set())
+        arrived.add(device)
+        if len(arrived) < self._num_devices:
             return False
-        awake.extend(come - {device})
+        ready.extend(arrived - {device})
         return True
 
 
 def explain_stuck_messages(stuck: Mapping[int, Instruction]) -> str:
     """Format the error for messages that wait for each other, one line per device."""
     lines = [
-        f"    device {device} {_tell_instruction(instruction)}"
+        f"    device {device} {_format_instruction(instruction)}"
         for device, instruction in itertools.islice(stuck.items(), LISTED_DEVICES)
     ]
     if len(stuck) > LISTED_DEVICES:
@@ -252,7 +254,7 @@ def explain_stuck_messages(stuck: Mapping[int, Instruction]) -> str:
     return "the messages deadlock, however far ahead receives are posted:\n" + "\n".join(lines)
 
 
-def _tell_instruction(instruction: Instruction) -> str:
+def _format_instruction(instruction: Instruction) -> str:
     if isinstance(instruction, Run) and instruction.work.kind.is_collective:
         return f"waits in {instruction.work} for the other devices"
     if isinstance(instruction, Run):

@@ -64,23 +64,26 @@ class _Transfer:
     """A message with its gaps."""
 
     message: Message
-    sent: int  # gap of the sender
-    read: int  # pass of the receiver that reads it
+    send_gap: int  # gap of the sender
+    read_pass: int  # pass of the receiver that reads it
     send_us: float  # its time according to the plan
-    least: int  # first gap of the receiver in which it can be posted
-    posted: int  # gap of the receiver
+    first_gap: int  # first gap of the receiver in which it can be posted
+    post_gap: int  # gap of the receiver
     order: int = -1  # index of its send among all sends, if all devices wait
 
 
 def lower_to_kernels(
-    planned: Timeline, early: Sequence[int] | None = None, *, length_on_arrival: bool = False
+    planned: Timeline,
+    passes_before_stop: Sequence[int] | None = None,
+    *,
+    length_on_arrival: bool = False,
 ) -> Program:
     """Lower the planned schedule to a program in which no synchronization of a device can deadlock.
 
     Args:
         planned: timeline of the schedule.
-        early: number of passes that every device runs before all devices stop together. Messages
-            sent before that point are posted before it, and no others.
+        passes_before_stop: number of passes that every device runs before all devices stop
+            together. Messages sent before that point are posted before it, and no others.
         length_on_arrival: the length of a message is unknown until it arrives, so that posting also
             receives it and blocks. Then no receive is posted before its send, except for the next
             pass.
@@ -88,7 +91,7 @@ def lower_to_kernels(
     Raises:
         ScheduleError: the schedule itself deadlocks.
     """
-    placed = _Placed(planned, early)
+    placed = _Placed(planned, passes_before_stop)
     if not length_on_arrival:
         placed.post_early()
     program = placed.program()
@@ -108,56 +111,66 @@ def deadlocks_under_device_sync(
     its stream blocks all later launches until that one has ended. The result is empty for a program
     that may run with messages as kernels. Only the instructions are used.
     """
-    at = [0] * len(program.instructions)
+    positions = [0] * len(program.instructions)
     # By the sending pass: transfers that only this device has reached.
-    is_open: list[dict[Pass, Message]] = [{} for _ in at]
-    sent: set[Pass] = set()
-    meetings = Meetings(len(at))
-    awake = list(range(len(at)))
-    while awake:
-        device = awake.pop()
-        row, own = program.instructions[device], is_open[device]
-        while at[device] < len(row):
-            each = row[at[device]]
+    open_transfers: list[dict[Pass, Message]] = [{} for _ in positions]
+    sent_passes: set[Pass] = set()
+    meetings = Meetings(len(positions))
+    ready = list(range(len(positions)))
+    while ready:
+        device = ready.pop()
+        row, local_transfers = program.instructions[device], open_transfers[device]
+        while positions[device] < len(row):
+            instruction = row[positions[device]]
             # A pass may synchronize the device, so all transfers of the device must have ended.
-            if isinstance(each, Run):
-                if own or not meetings.comes(device, each.work, awake):
+            if isinstance(instruction, Run):
+                if local_transfers or not meetings.comes(device, instruction.work, ready):
                     break
-            elif isinstance(each, (Send, Receive)):
-                message = each.message
-                # `other` is the peer: the sum of both ends minus this one.
-                work, other = message.work, message.source + message.target - device
+            elif isinstance(instruction, (Send, Receive)):
+                message = instruction.message
+                # The peer: the sum of both ends minus this one.
+                work, peer = message.work, message.source + message.target - device
                 # The receive blocks until the length arrives, so its send must come first.
-                is_too_soon = length_on_arrival and isinstance(each, Receive) and work not in sent
+                is_too_soon = (
+                    length_on_arrival
+                    and isinstance(instruction, Receive)
+                    and work not in sent_passes
+                )
                 # Behind another transfer of its stream, this one would block the hardware queue.
-                if is_too_soon or _is_behind(message, own):
+                if is_too_soon or _is_behind(message, local_transfers):
                     break
-                if isinstance(each, Send):
-                    sent.add(work)
+                if isinstance(instruction, Send):
+                    sent_passes.add(work)
                 # If the peer has arrived, the transfer ends for both devices.
-                if is_open[other].pop(work, None) is None:
-                    own[work] = message
+                if open_transfers[peer].pop(work, None) is None:
+                    local_transfers[work] = message
                 # The peer may have waited for this transfer.
-                awake.append(other)
-            elif own and each.message.work in own:  # an Await, or a Release
+                ready.append(peer)
+            elif (
+                local_transfers and instruction.message.work in local_transfers
+            ):  # an Await, or a Release
                 break
-            at[device] += 1
-    rows = zip(at, program.instructions, strict=True)
-    return {device: row[place] for device, (place, row) in enumerate(rows) if place < len(row)}
+            positions[device] += 1
+    rows = zip(positions, program.instructions, strict=True)
+    return {
+        device: row[position] for device, (position, row) in enumerate(rows) if position < len(row)
+    }
 
 
-def _is_behind(message: Message, is_open: Mapping[Pass, Message]) -> bool:
+def _is_behind(message: Message, open_transfers: Mapping[Pass, Message]) -> bool:
     """Check whether another message of the same stream and devices is open."""
-    return bool(is_open) and any(message[1:] == other[1:] for other in is_open.values())
+    return bool(open_transfers) and any(
+        message[1:] == open_message[1:] for open_message in open_transfers.values()
+    )
 
 
 class _Placed:
     """Placement of all messages in gaps; `program` converts it to instructions."""
 
-    def __init__(self, planned: Timeline, early: Sequence[int] | None) -> None:
-        self._given, self._planned = planned, _by_step(planned)
+    def __init__(self, planned: Timeline, passes_before_stop: Sequence[int] | None) -> None:
+        self._timeline, self._planned = planned, _by_step(planned)
         self._messages = Messages(planned.schedule)
-        self._transfers = _transfers(self._messages, self._planned, early)
+        self._transfers = _transfers(self._messages, self._planned, passes_before_stop)
         self._walk = _Walk(self._messages, self._transfers)
         self._walk.run()
 
@@ -168,42 +181,45 @@ class _Placed:
         other.
         """
         order = _EventOrder(self._planned, self._walk.ran, self._transfers)
-        before = {
-            id(each): sooner
+        predecessors = {
+            id(transfer): predecessor
             for stream in _by_stream(self._transfers)
             # Messages of a channel match in order, so no receive may be posted before its
             # predecessor.
-            for sooner, each in zip([None, *stream], stream, strict=False)
+            for predecessor, transfer in zip([None, *stream], stream, strict=False)
         }
-        left = [
-            each
-            for each in self._transfers
-            if each.posted == each.read and each.read - AHEAD >= each.least
+        candidates = [
+            transfer
+            for transfer in self._transfers
+            if transfer.post_gap == transfer.read_pass
+            and transfer.read_pass - AHEAD >= transfer.first_gap
         ]
         # If two receives cross, only the first in this order can move.
-        left.sort(key=lambda each: (-self._gain_us(each), each.order))
-        moved = True
-        while moved:  # repeat for receives whose stream predecessor has moved
-            still = []
-            for each in left:
-                sooner, wanted = before[id(each)], each.read - AHEAD
-                if sooner is not None and sooner.posted > wanted:
-                    still.append(each)
+        candidates.sort(key=lambda transfer: (-self._gain_us(transfer), transfer.order))
+        has_moved = True
+        while has_moved:  # repeat for receives whose stream predecessor has moved
+            blocked = []
+            for transfer in candidates:
+                predecessor, earlier_gap = predecessors[id(transfer)], transfer.read_pass - AHEAD
+                if predecessor is not None and predecessor.post_gap > earlier_gap:
+                    blocked.append(transfer)
                 # A rejected receive stays where it is: later moves only add waits.
-                elif order.posts_at(each, wanted):
-                    each.posted = wanted
-            moved = len(still) < len(left)
-            left = still
-        for each in self._transfers:
-            each.order = order.place_of_send(each)
+                elif order.posts_at(transfer, earlier_gap):
+                    transfer.post_gap = earlier_gap
+            has_moved = len(blocked) < len(candidates)
+            candidates = blocked
+        for transfer in self._transfers:
+            transfer.order = order.place_of_send(transfer)
 
-    def _gain_us(self, each: _Transfer) -> float:
+    def _gain_us(self, transfer: _Transfer) -> float:
         """Return the part of the message time that the pass before its reader can hide."""
-        planned, (_, source, target, _) = self._planned, each.message
-        at = each.read - AHEAD
+        planned, (_, source, target, _) = self._planned, transfer.message
+        pass_index = transfer.read_pass - AHEAD
         # The transfer runs from here to the end of that pass without delaying anything.
-        begins = max(planned.starts[target][at], planned.ends[source][each.sent - 1])
-        return min(each.send_us, max(planned.ends[target][at] - begins, 0.0))
+        start_us = max(
+            planned.starts[target][pass_index], planned.ends[source][transfer.send_gap - 1]
+        )
+        return min(transfer.send_us, max(planned.ends[target][pass_index] - start_us, 0.0))
 
     def program(self) -> Program:
         """Return the program with this placement."""
@@ -211,23 +227,27 @@ class _Placed:
         posts: list[dict[int, list[Instruction]]] = [{} for _ in rows]
         releases: list[dict[int, list[Instruction]]] = [{} for _ in rows]
         # If devices stop together, messages sent before the stop are posted before it.
-        for each in sorted(self._transfers, key=lambda each: (each.least, each.order)):
-            message = each.message
-            posts[message.target].setdefault(each.posted, []).append(Receive(message))
-            releases[message.source].setdefault(self._released(each), []).append(Release(message))
+        for transfer in sorted(
+            self._transfers, key=lambda transfer: (transfer.first_gap, transfer.order)
+        ):
+            message = transfer.message
+            posts[message.target].setdefault(transfer.post_gap, []).append(Receive(message))
+            releases[message.source].setdefault(self._released(transfer), []).append(
+                Release(message)
+            )
         instructions = tuple(
             self._row(device, posts[device], releases[device]) for device in range(len(rows))
         )
-        return Program(self._messages.schedule, instructions, AHEAD, self._given)
+        return Program(self._messages.schedule, instructions, AHEAD, self._timeline)
 
-    def _released(self, each: _Transfer) -> int:
+    def _released(self, transfer: _Transfer) -> int:
         """Return the first gap of the sender by which the send has ended according to the plan."""
-        planned, (_, source, target, _) = self._planned, each.message
-        posted_us = planned.ends[target][each.posted - 1] if each.posted else 0.0
-        gone_us = max(posted_us, planned.ends[source][each.sent - 1]) + each.send_us
-        starts, gap = planned.starts[source], each.sent + SLACK
+        planned, (_, source, target, _) = self._planned, transfer.message
+        post_us = planned.ends[target][transfer.post_gap - 1] if transfer.post_gap else 0.0
+        end_us = max(post_us, planned.ends[source][transfer.send_gap - 1]) + transfer.send_us
+        starts, gap = planned.starts[source], transfer.send_gap + SLACK
         # Release where the plan has SLACK passes after the end of the send, so that it never waits.
-        while gap < len(starts) and starts[gap - SLACK] < gone_us:
+        while gap < len(starts) and starts[gap - SLACK] < end_us:
             gap += 1
         return gap
 
@@ -267,18 +287,18 @@ def _by_step(planned: Timeline) -> Timeline:
         return planned
     rows = [
         # Drop each F of a pair: its partner has the same times.
-        [at for at, work in enumerate(row) if work not in planned.schedule.overlapped]
+        [index for index, work in enumerate(row) if work not in planned.schedule.overlapped]
         for row in planned.schedule.order
     ]
     starts, ends = (
-        tuple(tuple(times[device][at] for at in row) for device, row in enumerate(rows))
+        tuple(tuple(times[device][index] for index in row) for device, row in enumerate(rows))
         for times in (planned.starts, planned.ends)
     )
     return replace(planned, starts=starts, ends=ends)
 
 
 def _transfers(
-    messages: Messages, planned: Timeline, early: Sequence[int] | None
+    messages: Messages, planned: Timeline, passes_before_stop: Sequence[int] | None
 ) -> list[_Transfer]:
     """Place each receive in the first gap after its send according to the plan.
 
@@ -286,53 +306,64 @@ def _transfers(
     waits of senders, which `_Walk` resolves. A message sent between two collectives is also posted
     between them.
     """
-    sent, read = dict[Pass, int](), dict[Pass, int]()  # by the sending pass
-    sends_us = dict[Pass, float]()
-    joins = [
-        [at for at, step in enumerate(row) if step[0].kind.is_collective] for row in messages.steps
+    send_gaps, read_passes = dict[Pass, int](), dict[Pass, int]()  # by the sending pass
+    message_us = dict[Pass, float]()
+    collectives = [
+        [index for index, step in enumerate(row) if step[0].kind.is_collective]
+        for row in messages.steps
     ]
     # Gap g is before pass g, so gaps past[k] + 1 to past[k + 1] come after k collectives.
-    past_joins = [[-1, *own, len(row)] for own, row in zip(joins, planned.starts, strict=True)]
+    past_collectives = [
+        [-1, *indices, len(row)] for indices, row in zip(collectives, planned.starts, strict=True)
+    ]
     for row in messages.steps:
-        for at, step in enumerate(row):
+        for index, step in enumerate(row):
             for work in step:
                 result, message = messages.sent_by.get(work), messages.read_by.get(work)
                 if result is not None:
-                    sent[result.work] = at + 1
+                    send_gaps[result.work] = index + 1
                 if message is not None:
-                    read[message.work] = at
-                    sends_us[message.work] = planned.message_us(message.work.stage, work.stage)
+                    read_passes[message.work] = index
+                    message_us[message.work] = planned.message_us(message.work.stage, work.stage)
     transfers: list[_Transfer] = []
     for row, streams in zip(messages.steps, messages.sent, strict=True):
         for stream in streams.values():
-            posted, found = len(row), []
+            post_gap, stream_transfers = len(row), []
             for message in reversed(stream):  # not before receives of earlier sends
                 work, source, target, _ = message
-                after, before = sent[work], read[work]
+                send_gap, read_pass = send_gaps[work], read_passes[work]
                 # The first gap after the send, in which the receive waits for nothing.
-                gap = bisect_left(planned.starts[target], planned.ends[source][after - 1])
+                gap = bisect_left(planned.starts[target], planned.ends[source][send_gap - 1])
                 # Between the same collectives as the send: no device passes a collective alone.
-                joined, past = bisect_left(joins[source], after), past_joins[target]
-                posted, least = min(posted, gap, before, past[joined + 1]), past[joined] + 1
-                posted = max(posted, least)
+                num_collectives, past = (
+                    bisect_left(collectives[source], send_gap),
+                    past_collectives[target],
+                )
+                post_gap, first_gap = (
+                    min(post_gap, gap, read_pass, past[num_collectives + 1]),
+                    past[num_collectives] + 1,
+                )
+                post_gap = max(post_gap, first_gap)
                 # All devices stop there together, so no message may be under way at that point.
-                if early is not None:
-                    stop = early[target]
-                    is_early = after <= early[source]
-                    posted = min(posted, stop) if is_early else max(posted, stop)
-                    least = 0 if is_early else stop
-                found.append(_Transfer(message, after, before, sends_us[work], least, posted))
-            transfers += reversed(found)
+                if passes_before_stop is not None:
+                    stop = passes_before_stop[target]
+                    is_early = send_gap <= passes_before_stop[source]
+                    post_gap = min(post_gap, stop) if is_early else max(post_gap, stop)
+                    first_gap = 0 if is_early else stop
+                stream_transfers.append(
+                    _Transfer(message, send_gap, read_pass, message_us[work], first_gap, post_gap)
+                )
+            transfers += reversed(stream_transfers)
     return transfers
 
 
 def _by_stream(transfers: Sequence[_Transfer]) -> Iterator[list[_Transfer]]:
     """Yield the transfers of each stream between two devices, in order."""
-    found: dict[tuple[Source, int], list[_Transfer]] = {}
-    for each in transfers:
-        key = source_of(each.message), each.message.target
-        found.setdefault(key, []).append(each)
-    yield from found.values()
+    streams: dict[tuple[Source, int], list[_Transfer]] = {}
+    for transfer in transfers:
+        key = source_of(transfer.message), transfer.message.target
+        streams.setdefault(key, []).append(transfer)
+    yield from streams.values()
 
 
 class _Walk:
@@ -350,65 +381,71 @@ class _Walk:
         self._open = [0] * len(rows)  # transfers that only this device has reached
         self._sends: list[dict[int, list[_Transfer]]] = [{} for _ in rows]
         self._posts: list[dict[int, list[_Transfer]]] = [{} for _ in rows]
-        self._untaken: list[dict[int, _Transfer]] = [{} for _ in rows]  # by device, in send order
-        self._awaited: list[dict[int, _Transfer]] = [{} for _ in rows]
+        self._pending_sends: list[dict[int, _Transfer]] = [
+            {} for _ in rows
+        ]  # by device, in send order
+        self._pending_receives: list[dict[int, _Transfer]] = [{} for _ in rows]
         self._num_sent = 0
         self.ran: list[tuple[int, int]] = []  # device and pass, in a feasible order
-        for each in transfers:
-            self._sends[each.message.source].setdefault(each.sent, []).append(each)
-            self._posts[each.message.target].setdefault(each.posted, []).append(each)
+        for transfer in transfers:
+            self._sends[transfer.message.source].setdefault(transfer.send_gap, []).append(transfer)
+            self._posts[transfer.message.target].setdefault(transfer.post_gap, []).append(transfer)
 
     def run(self) -> None:
-        awake = list(range(len(self._gap)))
+        ready = list(range(len(self._gap)))
         # All devices are awake already, so those that this frees need no second entry.
-        for device in awake:
+        for device in ready:
             self._arrive(device)
-        while awake:
-            device = awake.pop()
+        while ready:
+            device = ready.pop()
             while not self._open[device] and self._gap[device] < self._lengths[device]:
                 self.ran.append((device, self._gap[device]))
-                awake += self._arrive(device)
-            if not awake:
+                ready += self._arrive(device)
+            if not ready:
                 # Nothing moves with the planned posts, so post receives earlier for one sender.
-                awake += self._post_for_a_sender()
+                ready += self._post_for_a_sender()
 
     def _arrive(self, device: int) -> list[int]:
         """Move a device to its next gap; return the devices that can go on."""
         self._gap[device] += 1
         gap, freed = self._gap[device], []
         # Sends are numbered over all devices; `_Placed.program` posts receives in this order.
-        for sent in self._sends[device].get(gap, ()):
-            sent.order, self._num_sent = self._num_sent, self._num_sent + 1
-            freed += self._meet(sent, device, self._awaited[sent.message.target])
-        for each in self._posts[device].get(gap, ()):
-            if each.posted == gap:  # not posted earlier for its sender
-                freed += self._meet(each, device, self._untaken[each.message.source])
+        for transfer in self._sends[device].get(gap, ()):
+            transfer.order, self._num_sent = self._num_sent, self._num_sent + 1
+            freed += self._meet(transfer, device, self._pending_receives[transfer.message.target])
+        for transfer in self._posts[device].get(gap, ()):
+            if transfer.post_gap == gap:  # not posted earlier for its sender
+                freed += self._meet(transfer, device, self._pending_sends[transfer.message.source])
         return freed
 
-    def _meet(self, each: _Transfer, device: int, others: dict[int, _Transfer]) -> list[int]:
+    def _meet(
+        self, transfer: _Transfer, device: int, peer_transfers: dict[int, _Transfer]
+    ) -> list[int]:
         """Reach one end of a transfer; return the peer if it can go on."""
-        other = each.message.source + each.message.target - device
-        if others.pop(id(each), None) is None:
+        peer = transfer.message.source + transfer.message.target - device
+        if peer_transfers.pop(id(transfer), None) is None:
             # The peer has not arrived: the transfer blocks this device until it does.
             self._open[device] += 1
-            own = self._untaken if device == each.message.source else self._awaited
-            own[device][id(each)] = each
+            pending_transfers = (
+                self._pending_sends if device == transfer.message.source else self._pending_receives
+            )
+            pending_transfers[device][id(transfer)] = transfer
             return []
-        self._open[other] -= 1
-        return [] if self._open[other] else [other]
+        self._open[peer] -= 1
+        return [] if self._open[peer] else [peer]
 
     def _post_for_a_sender(self) -> list[int]:
         """Post the receives that one device's sends wait for; return the devices that can go on."""
-        for device, untaken in enumerate(self._untaken):
+        for device, pending_sends in enumerate(self._pending_sends):
             if self._gap[device] == self._lengths[device]:
                 continue  # has run all; its last sends end with the others' last passes
             freed: list[int] = []
             # Receives in earlier gaps are posted already; only later ones can move here.
-            for each in list(untaken.values()):
-                at = self._gap[each.message.target]
-                if each.least <= at < each.posted:
-                    each.posted = at
-                    freed += self._meet(each, each.message.target, untaken)
+            for transfer in list(pending_sends.values()):
+                gap = self._gap[transfer.message.target]
+                if transfer.first_gap <= gap < transfer.post_gap:
+                    transfer.post_gap = gap
+                    freed += self._meet(transfer, transfer.message.target, pending_sends)
             if freed:
                 return freed
         return []
@@ -430,88 +467,93 @@ class _EventOrder:
         for row in planned.starts:
             self._first.append(first)
             first += 2 * len(row) + 1
-        self._ends = {each - 1 for each in (*self._first[1:], first)}
-        self._after = [[each + 1] for each in range(first)]
-        self._ahead = [[each - 1] for each in range(first)]
+        self._ends = {first_event - 1 for first_event in (*self._first[1:], first)}
+        self._after = [[event + 1] for event in range(first)]
+        self._ahead = [[event - 1] for event in range(first)]
         for last, start in zip(self._ends, self._first, strict=True):
             # No arc from the end of a device to the start of the next: only messages connect them.
             self._after[last], self._ahead[start] = [], []
-        for each in transfers:
+        for transfer in transfers:
             # The pass after the receive waits for the send, and the sender's next pass for the
             # receive.
-            self._join(*self._gaps(each, each.posted))
+            self._join(*self._gaps(transfer, transfer.post_gap))
         self._at = self._in_time(planned, ran)
 
-    def posts_at(self, each: _Transfer, gap: int) -> bool:
+    def posts_at(self, transfer: _Transfer, gap: int) -> bool:
         """Try to post the message in this gap; return False if it could deadlock."""
-        sends, posts = self._gaps(each, gap)
+        sends, posts = self._gaps(transfer, gap)
         if not self._orders(sends, posts + 1):
             return False
         self._join(sends, posts)  # the post is earlier than before, so it closes no cycle
         return True
 
-    def place_of_send(self, each: _Transfer) -> int:
+    def place_of_send(self, transfer: _Transfer) -> int:
         """Return the index of the message's send among all events."""
-        return self._at[self._gaps(each, each.posted)[0]]
+        return self._at[self._gaps(transfer, transfer.post_gap)[0]]
 
-    def _gaps(self, each: _Transfer, posted: int) -> tuple[int, int]:
+    def _gaps(self, transfer: _Transfer, posted: int) -> tuple[int, int]:
         """Return the gaps of a message's ends; the pass after either waits for the other's gap."""
-        _, source, target, _ = each.message
-        return self._first[source] + 2 * each.sent, self._first[target] + 2 * posted
+        _, source, target, _ = transfer.message
+        return self._first[source] + 2 * transfer.send_gap, self._first[target] + 2 * posted
 
     def _join(self, sends: int, posts: int) -> None:
         """Have the next pass on either side, if there is one, wait for the other side's gap."""
-        after, ahead = self._after, self._ahead
-        after[sends].append(posts + 1)
-        ahead[posts + 1].append(sends)
+        successors, predecessors = self._after, self._ahead
+        successors[sends].append(posts + 1)
+        predecessors[posts + 1].append(sends)
         # The last gap of a device has no next pass; a receive always has one, its reader or an
         # earlier.
         if sends not in self._ends:
-            after[posts].append(sends + 1)
-            ahead[sends + 1].append(posts)
+            successors[posts].append(sends + 1)
+            predecessors[sends + 1].append(posts)
 
     def _in_time(self, planned: Timeline, ran: Sequence[tuple[int, int]]) -> list[int]:
         """Return the index of every event by its time, so that moves stay local."""
-        times, ahead = [0.0] * len(self._after), self._ahead
+        times, predecessors = [0.0] * len(self._after), self._ahead
         rows = list(zip(self._first, planned.starts, planned.ends, strict=True))
         ran_events = list[int]()
-        for device, at in ran:
+        for device, pass_index in ran:
             first, starts, ends = rows[device]
-            work = first + 2 * at + 1
-            times[work] = start = max([times[each] for each in ahead[work]])
-            times[work + 1] = start + (ends[at] - starts[at])
-            ran_events += (work, work + 1)
-        rest = set(range(len(times))).difference(ran_events)  # no pass precedes them
+            run_event = first + 2 * pass_index + 1
+            times[run_event] = start = max([times[event] for event in predecessors[run_event]])
+            times[run_event + 1] = start + (ends[pass_index] - starts[pass_index])
+            ran_events += (run_event, run_event + 1)
+        initial_events = set(range(len(times))).difference(ran_events)  # no pass precedes them
         # The sort is stable, so events of the same time stay in the order in which they ran.
-        in_time = sorted([*sorted(rest), *ran_events], key=times.__getitem__)
-        places = [0] * len(times)
-        for place, event in enumerate(in_time):
-            places[event] = place
-        return places
+        in_time = sorted([*sorted(initial_events), *ran_events], key=times.__getitem__)
+        indices = [0] * len(times)
+        for index, event in enumerate(in_time):
+            indices[event] = index
+        return indices
 
     def _orders(self, sooner: int, later: int) -> bool:
         """Move `sooner` before `later`; return False if that closes a cycle."""
-        at = self._at
-        low, high = at[later], at[sooner]
+        indices = self._at
+        low, high = indices[later], indices[sooner]
         if low < high:
             # Events between the two indices that must come after `later`; with `sooner` among them,
             # the new order would be a cycle.
-            follow = self._reach(later, self._after, low, high)
-            if sooner in follow:
+            followers = self._reach(later, self._after, low, high)
+            if sooner in followers:
                 return False
-            lead = self._reach(sooner, self._ahead, low, high)
-            events = [*sorted(lead, key=at.__getitem__), *sorted(follow, key=at.__getitem__)]
+            leaders = self._reach(sooner, self._ahead, low, high)
+            events = [
+                *sorted(leaders, key=indices.__getitem__),
+                *sorted(followers, key=indices.__getitem__),
+            ]
             # Only the events between the two change their indices.
-            for event, place in zip(events, sorted([at[each] for each in events]), strict=True):
-                at[event] = place
+            for event, index in zip(
+                events, sorted([indices[event] for event in events]), strict=True
+            ):
+                indices[event] = index
         return True
 
     def _reach(self, event: int, step: Sequence[Sequence[int]], low: int, high: int) -> set[int]:
         """Return the events reachable by `step` from `event`, with indices from `low` to `high`."""
-        found, open_ends, at = {event}, [event], self._at
+        reachable, open_ends, indices = {event}, [event], self._at
         while open_ends:
-            for each in step[open_ends.pop()]:
-                if low <= at[each] <= high and each not in found:
-                    found.add(each)
-                    open_ends.append(each)
-        return found
+            for next_event in step[open_ends.pop()]:
+                if low <= indices[next_event] <= high and next_event not in reachable:
+                    reachable.add(next_event)
+                    open_ends.append(next_event)
+        return reachable

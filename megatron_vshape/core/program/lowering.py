@@ -75,9 +75,9 @@ def lower(
         ScheduleError: the messages deadlock however far ahead the receives are posted.
     """
     if kernels:
-        planned = simulate(schedule) if timeline is None else _fused(timeline)
+        planned = simulate(schedule) if timeline is None else _fuse_timeline(timeline)
         # `lower_to_kernels` proves that its program completes; it needs no search for a window.
-        return lower_to_kernels(_launched(planned), length_on_arrival=length_on_arrival)
+        return lower_to_kernels(_end_at_launch(planned), length_on_arrival=length_on_arrival)
     if timeline is not None:
         schedule = fuse(timeline)
     if window < 1:
@@ -87,7 +87,7 @@ def lower(
         rows = tuple(
             tuple(_instructions(messages, device, window)) for device in range(schedule.num_devices)
         )
-        stuck = _stuck(rows)
+        stuck = _stuck_devices(rows)
         if not stuck:
             return Program(schedule, rows, window)
         # A channel has at most one message per microbatch: from there on, all receives are posted
@@ -119,14 +119,14 @@ def whole_backwards(schedule: Schedule, stages: Container[int] | None = None) ->
     recomputed activations of a layer from B to W. No pass waits for a W, so the order stays valid.
     """
 
-    def is_whole(work: Pass) -> bool:
+    def is_selected(work: Pass) -> bool:
         return stages is None or work.stage in stages
 
     rows = tuple(
         tuple(
-            work._replace(kind=Kind.BW) if work.kind is Kind.B and is_whole(work) else work
+            work._replace(kind=Kind.BW) if work.kind is Kind.B and is_selected(work) else work
             for work in row
-            if not (work.kind is Kind.W and is_whole(work))
+            if not (work.kind is Kind.W and is_selected(work))
         )
         for row in schedule.order
     )
@@ -140,61 +140,59 @@ def fuse(timeline: Timeline) -> Schedule:
     separate cost it ends no later than W. Overlapped F&B pairs do not change, as they have costs
     for either.
     """
-    return _fused(timeline).schedule
+    return _fuse_timeline(timeline).schedule
 
 
-def needed_us(timeline: Timeline) -> dict[Pass, float]:
+def latest_ends_us(timeline: Timeline) -> dict[Pass, float]:
     """Return the latest end of each result with readers on other stages, without any delay."""
     schedule = timeline.schedule
     reads: dict[tuple[Kind, int], list[tuple[Kind, int, float]]] = {}
-    needed: dict[Pass, float] = {}
+    latest_ends: dict[Pass, float] = {}
     for device, row in enumerate(schedule.order):
         for (kind, stage, microbatch), start in zip(row, timeline.starts[device], strict=True):
             # Computed once for all microbatches, because a step has thousands of passes.
             if (kind, stage) not in reads:
-                reads[kind, stage] = list(_reads_of_others(timeline, kind, stage))
-            for maker_kind, maker, send_us in reads[kind, stage]:
-                made = Pass(maker_kind, maker, microbatch)
-                needed[made] = min(start - send_us, needed.get(made, math.inf))
-    return needed
+                reads[kind, stage] = list(_remote_reads(timeline, kind, stage))
+            for source_kind, source_stage, send_us in reads[kind, stage]:
+                result = Pass(source_kind, source_stage, microbatch)
+                latest_ends[result] = min(start - send_us, latest_ends.get(result, math.inf))
+    return latest_ends
 
 
-def _reads_of_others(
-    timeline: Timeline, kind: Kind, stage: int
-) -> Iterator[tuple[Kind, int, float]]:
+def _remote_reads(timeline: Timeline, kind: Kind, stage: int) -> Iterator[tuple[Kind, int, float]]:
     """Yield the inputs of such passes from other stages: kind, stage and message time."""
     placement = timeline.schedule.placement
     for read in kind.reads:
-        for maker in read.stages(stage, len(placement)):
+        for source_stage in read.stages(stage, len(placement)):
             # A local input needs no message; with `at`, the pass may be on another device despite
             # its stage number, because each device has such a pass.
-            if maker != stage or read.at:
-                away = placement[maker] != placement[stage]
-                send_us = timeline.message_us(maker, stage) if away else 0.0
-                yield find_kind(read.kind), maker, send_us
+            if source_stage != stage or read.at:
+                is_remote = placement[source_stage] != placement[stage]
+                send_us = timeline.message_us(source_stage, stage) if is_remote else 0.0
+                yield find_kind(read.kind), source_stage, send_us
 
 
-def _fused(timeline: Timeline) -> Timeline:
+def _fuse_timeline(timeline: Timeline) -> Timeline:
     """Return the timeline of the fused schedule; a BW spans the times of its B and W.
 
     This is later than a BW could end, but no pass waits for it.
     """
-    schedule, whole_us = timeline.schedule, timeline.whole_backward_us
-    deadline = needed_us(timeline)
+    schedule, full_us = timeline.schedule, timeline.whole_backward_us
+    deadline = latest_ends_us(timeline)
     fused_kinds = {kind.does: kind for kind in KINDS if len(kind.does) > 1}
     # The B of an overlapped pair is the second pass of a step, which has no place for its W.
-    beside = set(schedule.overlapped_pairs().values())
+    paired_backwards = set(schedule.overlapped_pairs().values())
     rows, all_starts, all_ends = [], [], []
     for device in range(schedule.num_devices):
         row, starts, ends = list[Pass](), list[float](), list[float]()
         for work, start, end in timeline.slots(device):
             last = row[-1] if row else None
-            whole = fused_kinds.get((last.kind, work.kind)) if last else None
-            if whole and last and last[1:] == work[1:] and last not in beside:
+            fused_kind = fused_kinds.get((last.kind, work.kind)) if last else None
+            if fused_kind and last and last[1:] == work[1:] and last not in paired_backwards:
                 # A BW with a separate cost can be shorter than B + W.
-                whole_end = end if whole_us is None else starts[-1] + whole_us[work.stage]
-                if whole_end <= min(end, deadline.get(last, end)):
-                    row[-1], ends[-1] = work._replace(kind=whole), end
+                fused_end = end if full_us is None else starts[-1] + full_us[work.stage]
+                if fused_end <= min(end, deadline.get(last, end)):
+                    row[-1], ends[-1] = work._replace(kind=fused_kind), end
                     continue
             row.append(work)
             starts.append(start)
@@ -206,20 +204,20 @@ def _fused(timeline: Timeline) -> Timeline:
     return replace(timeline, schedule=fused, starts=tuple(all_starts), ends=tuple(all_ends))
 
 
-def _launched(timeline: Timeline) -> Timeline:
+def _end_at_launch(timeline: Timeline) -> Timeline:
     """Return the timeline in which passes of other resources end when they are launched."""
     if all(kind.resource == PROCESSOR for kind in timeline.schedule.kinds):
         return timeline
     starts, ends = [], []
     for device in range(timeline.schedule.num_devices):
-        own, clock = [], 0.0
+        times, clock = [], 0.0
         for work, start, end in timeline.slots(device):
             # The host launches copies and collectives on other streams and goes on to the next
             # pass.
-            own.append((start, end) if work.kind.resource == PROCESSOR else (clock, clock))
-            clock = own[-1][1]
-        starts.append(tuple(start for start, _ in own))
-        ends.append(tuple(end for _, end in own))
+            times.append((start, end) if work.kind.resource == PROCESSOR else (clock, clock))
+            clock = times[-1][1]
+        starts.append(tuple(start for start, _ in times))
+        ends.append(tuple(end for _, end in times))
     return replace(timeline, starts=tuple(starts), ends=tuple(ends))
 
 
@@ -230,11 +228,13 @@ def _instructions(messages: Messages, device: int, window: int) -> Iterator[Inst
     posts all messages before it.
     """
     incoming = dict(sorted(messages.sent[device].items()))
-    position = {each.work: at for stream in incoming.values() for at, each in enumerate(stream)}
+    position = {
+        message.work: index for stream in incoming.values() for index, message in enumerate(stream)
+    }
     posted = dict.fromkeys(incoming, 0)
 
-    def post(source: Source, upto: int) -> Iterator[Receive]:
-        for message in incoming[source][posted[source] : upto]:
+    def post(source: Source, stop: int) -> Iterator[Receive]:
+        for message in incoming[source][posted[source] : stop]:
             posted[source] += 1
             yield Receive(message)
 
@@ -243,42 +243,42 @@ def _instructions(messages: Messages, device: int, window: int) -> Iterator[Inst
         yield from post(source, window)
     for step in messages.steps[device]:
         for message in filter(None, map(messages.read_by.get, step)):
-            source, at = source_of(message), position[message.work]
+            source, index = source_of(message), position[message.work]
             # A pass may read beyond the window: post all earlier messages too, for FIFO order.
-            yield from post(source, at + 1)
+            yield from post(source, index + 1)
             yield Await(message)
-            yield from post(source, at + 1 + window)
+            yield from post(source, index + 1 + window)
         yield Run(*step)
         yield from map(Send, filter(None, map(messages.sent_by.get, step)))
 
 
-def _stuck(rows: Rows) -> dict[int, Instruction]:
+def _stuck_devices(rows: Rows) -> dict[int, Instruction]:
     """Return the blocked devices with their instructions, if sends wait for their receives."""
-    at = [0] * len(rows)
+    positions = [0] * len(rows)
     posted: set[Pass] = set()
-    sent: set[Pass] = set()
+    sent_passes: set[Pass] = set()
     meetings = Meetings(len(rows))
-    awake = list(range(len(rows)))
-    while awake:
-        device = awake.pop()
-        for each in rows[device][at[device] :]:
-            if isinstance(each, Receive):
-                posted.add(each.message.work)
+    ready = list(range(len(rows)))
+    while ready:
+        device = ready.pop()
+        for instruction in rows[device][positions[device] :]:
+            if isinstance(instruction, Receive):
+                posted.add(instruction.message.work)
                 # The sender may be blocked in its Send by this receive.
-                awake.append(each.message.source)
-            elif isinstance(each, Send):
-                if each.message.work not in posted:
+                ready.append(instruction.message.source)
+            elif isinstance(instruction, Send):
+                if instruction.message.work not in posted:
                     break
-                sent.add(each.message.work)
-                awake.append(each.message.target)
-            elif isinstance(each, Run):
-                if not meetings.comes(device, each.work, awake):
+                sent_passes.add(instruction.message.work)
+                ready.append(instruction.message.target)
+            elif isinstance(instruction, Run):
+                if not meetings.comes(device, instruction.work, ready):
                     break
-            elif isinstance(each, Await) and each.message.work not in sent:
+            elif isinstance(instruction, Await) and instruction.message.work not in sent_passes:
                 break
-            at[device] += 1
-    rest = ((device, row[at[device] :]) for device, row in enumerate(rows))
-    return {device: left[0] for device, left in rest if left}
+            positions[device] += 1
+    remaining = ((device, row[positions[device] :]) for device, row in enumerate(rows))
+    return {device: instructions[0] for device, instructions in remaining if instructions}
 
 
 class Beside(NamedTuple):
@@ -303,28 +303,28 @@ def deferred_weight_overlap(timeline: Timeline, ties_ends: bool = False) -> dict
     The W right before a B is not used: it runs there because B's input has not arrived yet.
     """
     schedule = timeline.schedule
-    ends = (0, schedule.num_stages - 1)
-    needed = needed_us(timeline)
+    outer_stages = (0, schedule.num_stages - 1)
+    latest_ends = latest_ends_us(timeline)
     overlapped = set(schedule.overlapped_pairs().values())
-    found: dict[Pass, Beside] = {}
+    overlaps: dict[Pass, Beside] = {}
     for device in range(schedule.num_devices):
         slots = list(timeline.slots(device))
-        for one, other in itertools.pairwise(slots):
-            work, after = one.work, other.work
-            if (work.kind, after.kind) != (Kind.B, Kind.W) or work[1:] == after[1:]:
+        for slot, next_slot in itertools.pairwise(slots):
+            work, next_work = slot.work, next_slot.work
+            if (work.kind, next_work.kind) != (Kind.B, Kind.W) or work[1:] == next_work[1:]:
                 continue
             if work in overlapped:  # its F already fills the wait
                 continue
-            if ties_ends and (work.stage, after.stage) == ends:
+            if ties_ends and (work.stage, next_work.stage) == outer_stages:
                 continue
-            slack_us = needed.get(work, math.inf) - one.end
-            length_us = other.end - other.start
+            slack_us = latest_ends.get(work, math.inf) - slot.end
+            length_us = next_slot.end - next_slot.start
             # A share, because W runs as jobs, one per linear layer: B runs those that fit before
             # its reader waits.
             if slack_us > 0:
                 share = 1.0 if slack_us >= length_us else slack_us / length_us
-                found[work] = Beside(after, share)
-    return found
+                overlaps[work] = Beside(next_work, share)
+    return overlaps
 
 
 _SIMPLE = {Kind.F, Kind.B, Kind.W, Kind.BW}
@@ -348,13 +348,13 @@ def pair_adjacent(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     """
     if schedule.overlapped or not schedule.kinds <= _SIMPLE:
         return schedule
-    own = costs_of(schedule, costs)
-    paired = replace(schedule, overlapped=_Pairing(schedule, own).paired())
+    scaled_costs = costs_of(schedule, costs)
+    paired = replace(schedule, overlapped=_Pairing(schedule, scaled_costs).paired())
     lost_us = simulate(paired, costs).makespan - simulate(schedule, costs).makespan
     # With known collectives, `overlapped_us` already includes the saving.
     saved_us = 0.0  # not in the simulated times
-    if own.forward_exchange_us is None and own.backward_exchange_us is None:
-        in_pairs_us = [_length_us(own, pair) for pair in paired.overlapped_pairs().items()]
+    if scaled_costs.forward_exchange_us is None and scaled_costs.backward_exchange_us is None:
+        in_pairs_us = [_length_us(scaled_costs, pair) for pair in paired.overlapped_pairs().items()]
         saved_us = EXCHANGED * sum(in_pairs_us) / schedule.num_devices
     return paired if lost_us <= saved_us else schedule
 
@@ -376,7 +376,9 @@ class _Pairing:
         self.clock_us = [0.0] * schedule.num_devices
         self.done_us: dict[Pass, float] = {}
         self.starts: list[tuple[float, int]] = []  # a heap of starts and devices
-        self.waiting: dict[Pass, list[int]] = defaultdict(list)  # pass -> devices that wait for it
+        self.waiting_devices: dict[Pass, list[int]] = defaultdict(
+            list
+        )  # pass -> devices that wait for it
 
     def paired(self) -> frozenset[Pass]:
         """Return the F that run with the pass behind them."""
@@ -385,8 +387,8 @@ class _Pairing:
             self._wait(device)
         while self.starts:
             start_us, device = heappop(self.starts)
-            at = self.at[device]
-            step = self.schedule.order[device][at : at + 2]
+            position = self.at[device]
+            step = self.schedule.order[device][position : position + 2]
             # Steps leave the heap in the order of their starts: an input that is ready by now has
             # run.
             if can_overlap(step) and self._inputs_us(step[1]) <= start_us:
@@ -398,23 +400,23 @@ class _Pairing:
 
     def _wait(self, device: int) -> None:
         """Record the earliest start of the device's next pass, or the pass that it waits for."""
-        row, at = self.schedule.order[device], self.at[device]
-        if at == len(row):
+        row, position = self.schedule.order[device], self.at[device]
+        if position == len(row):
             return
         # The first missing input is enough: when it is made, `_run` calls this function again.
-        for need in row[at].needs(self.schedule.num_stages):
-            if need not in self.done_us:
-                self.waiting[need].append(device)
+        for dependency in row[position].needs(self.schedule.num_stages):
+            if dependency not in self.done_us:
+                self.waiting_devices[dependency].append(device)
                 return
-        heappush(self.starts, (max(self.clock_us[device], self._inputs_us(row[at])), device))
+        heappush(self.starts, (max(self.clock_us[device], self._inputs_us(row[position])), device))
 
     def _inputs_us(self, work: Pass) -> float:
         """Return when the inputs of a pass are on its device; infinity if one has not run."""
         latest_us, placement = 0.0, self.schedule.placement
-        for need in work.needs(self.schedule.num_stages):
-            away = placement[need.stage] != placement[work.stage]
-            send_us = self.costs.message_us(work.stage, need.stage) if away else 0.0
-            latest_us = max(latest_us, self.done_us.get(need, float("inf")) + send_us)
+        for dependency in work.needs(self.schedule.num_stages):
+            is_remote = placement[dependency.stage] != placement[work.stage]
+            send_us = self.costs.message_us(work.stage, dependency.stage) if is_remote else 0.0
+            latest_us = max(latest_us, self.done_us.get(dependency, float("inf")) + send_us)
         return latest_us
 
     def _run(self, step: tuple[Pass, ...], device: int, start_us: float) -> None:
@@ -422,9 +424,9 @@ class _Pairing:
         self.clock_us[device] = end_us
         self.at[device] += len(step)
         # Readers wait for a B, which is part of a BW.
-        made = [work._replace(kind=part) for work in step for part in work.parts()]
-        self.done_us |= dict.fromkeys(made, end_us)
-        for each in made:
-            for other in self.waiting.pop(each, ()):
-                self._wait(other)
+        results = [work._replace(kind=part) for work in step for part in work.parts()]
+        self.done_us |= dict.fromkeys(results, end_us)
+        for result in results:
+            for waiting_device in self.waiting_devices.pop(result, ()):
+                self._wait(waiting_device)
         self._wait(device)
