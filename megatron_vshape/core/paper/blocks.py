@@ -61,10 +61,10 @@ class BuildingBlock:
         the end.
         """
         lives: dict[tuple[int, int], tuple[int, int]] = {}
-        for each in self.passes:
-            key = each.work[1:]
-            start, end = lives.get(key, (each.start, each.end))
-            lives[key] = (min(start, each.start), max(end, each.end))
+        for block_pass in self.passes:
+            key = block_pass.work[1:]
+            start, end = lives.get(key, (block_pass.start, block_pass.end))
+            lives[key] = (min(start, block_pass.start), max(end, block_pass.end))
         return lives
 
     def peak_bounds(self) -> tuple[int, ...]:
@@ -93,28 +93,28 @@ class BuildingBlock:
             change[start % interval] += 1
             change[end % interval] -= 1
         # Copies in memory just before slot 0: started by slot -1, minus ended by slot -1.
-        before = sum((-1 - start) // interval - (-1 - end) // interval for start, end in lives)
-        return max(accumulate((change[slot] for slot in sorted(change)), initial=before))
+        initial = sum((-1 - start) // interval - (-1 - end) // interval for start, end in lives)
+        return max(accumulate((change[slot] for slot in sorted(change)), initial=initial))
 
     def _lives_by_device(self) -> list[list[tuple[int, int]]]:
-        held: list[list[tuple[int, int]]] = [[] for _ in range(self.num_devices)]
+        lives_by_device: list[list[tuple[int, int]]] = [[] for _ in range(self.num_devices)]
         for (stage, _), life in self.lives().items():
-            held[self.placement[stage]].append(life)
-        return held
+            lives_by_device[self.placement[stage]].append(life)
+        return lives_by_device
 
     def __post_init__(self) -> None:
         """Raise ScheduleError if two repeated passes of a device would overlap."""
-        taken: dict[tuple[int, int], Pass] = {}
-        for each in self.passes:
-            device = self.placement[each.work.stage]
-            for slot in range(each.start, each.end):
+        pass_in_slot: dict[tuple[int, int], Pass] = {}
+        for block_pass in self.passes:
+            device = self.placement[block_pass.work.stage]
+            for slot in range(block_pass.start, block_pass.end):
                 # Copies of a pass use the same slot modulo the interval, so one interval proves
                 # all.
-                other = taken.setdefault((device, slot % self.interval), each.work)
-                if other != each.work:
+                earlier = pass_in_slot.setdefault((device, slot % self.interval), block_pass.work)
+                if earlier != block_pass.work:
                     raise ScheduleError(
-                        f"the block {self.name} does not repeat: on device {device}, {other} and "
-                        f"{each.work} meet in slot {slot % self.interval} of {self.interval}"
+                        f"the block {self.name} does not repeat: on device {device}, {earlier} and "
+                        f"{block_pass.work} meet in slot {slot % self.interval} of {self.interval}"
                     )
 
 
@@ -127,12 +127,12 @@ def repeat(block: BuildingBlock, num_microbatches: int) -> Timeline:
     Copies of a block cannot collide: `BuildingBlock` rejects such a block. So in every interval a
     device runs one copy of each of its passes, always in the same order.
     """
-    own: list[list[BlockPass]] = [[] for _ in range(block.num_devices)]
-    for each in block.passes:
-        own[block.placement[each.work.stage]].append(each)
-    for passes in own:
-        passes.sort(key=lambda each: each.start % block.interval)
-    rows = [_row(passes, block, num_microbatches) for passes in own]
+    passes_by_device: list[list[BlockPass]] = [[] for _ in range(block.num_devices)]
+    for block_pass in block.passes:
+        passes_by_device[block.placement[block_pass.work.stage]].append(block_pass)
+    for passes in passes_by_device:
+        passes.sort(key=lambda block_pass: block_pass.start % block.interval)
+    rows = [_row(passes, block, num_microbatches) for passes in passes_by_device]
     order, starts, ends = zip(*rows, strict=True)
     schedule = Schedule(
         block.name,
@@ -159,7 +159,7 @@ def _row(
 ) -> tuple[tuple[Pass, ...], tuple[float, ...], tuple[float, ...]]:
     """Return the copies of a device's passes in order, with their start and end times."""
     # Interval of the first copy: passes of a later interval join the row in later rounds.
-    late = [each.start // block.interval for each in passes]
+    first_rounds = [block_pass.start // block.interval for block_pass in passes]
     copies: list[list[Pass]] = []
     starts: list[list[float]] = []
     ends: list[list[float]] = []
@@ -169,20 +169,26 @@ def _row(
         works = zip(itertools.repeat(kind), itertools.repeat(stage), microbatches, strict=False)
         # Faster than a Python call per pass.
         copies.append(list(map(partial(tuple.__new__, Pass), works)))
-        begin, interval = float(start), float(block.interval)
-        starts.append([begin + copy * interval for copy in range(len(microbatches))])
-        ends.append([each + length for each in starts[-1]])
-    return _in_turn(copies, late), _in_turn(starts, late), _in_turn(ends, late)
+        first_start, interval = float(start), float(block.interval)
+        starts.append([first_start + copy * interval for copy in range(len(microbatches))])
+        ends.append([start + length for start in starts[-1]])
+    return (
+        _interleave(copies, first_rounds),
+        _interleave(starts, first_rounds),
+        _interleave(ends, first_rounds),
+    )
 
 
-def _in_turn(columns: Iterable[Sequence[_Item]], late: Sequence[int]) -> tuple[_Item, ...]:
-    """Interleave the columns round by round; `late` is the first round of each column."""
-    first = min(late, default=0)
-    moved = [
-        itertools.chain(itertools.repeat(None, rounds - first), column)
-        for column, rounds in zip(columns, late, strict=True)
+def _interleave(
+    columns: Iterable[Sequence[_Item]], first_rounds: Sequence[int]
+) -> tuple[_Item, ...]:
+    """Interleave the columns round by round; `first_rounds` has the first round of each column."""
+    first_round = min(first_rounds, default=0)
+    padded_columns = [
+        itertools.chain(itertools.repeat(None, rounds - first_round), column)
+        for column, rounds in zip(columns, first_rounds, strict=True)
     ]
-    items = itertools.chain.from_iterable(itertools.zip_longest(*moved))
+    items = itertools.chain.from_iterable(itertools.zip_longest(*padded_columns))
     return tuple(item for item in items if item is not None)
 
 
@@ -199,35 +205,43 @@ def sliced(block: BuildingBlock, slices: int) -> BuildingBlock:
     by_number = _with_slices(block, slices, slices - 1, 0)
     # A smaller delay of all B and W is possible if each kind has one slot modulo WORK, because then
     # a delay by a multiple of WORK moves no pass into the slot of another kind.
-    slots = {(each.work.kind, each.start % WORK) for each in block.passes}
+    slots = {(block_pass.work.kind, block_pass.start % WORK) for block_pass in block.passes}
     if len(slots) > len({kind for kind, _ in slots}):
         return by_number
-    late = max(_latest(_with_slices(block, slices, 0, 0)), 0)
-    at_once = _with_slices(block, slices, 0, -(-late // WORK) * WORK)
-    return min(by_number, at_once, key=lambda block: max(block.peaks()))
+    overlap_slots = max(_max_overlap(_with_slices(block, slices, 0, 0)), 0)
+    in_same_interval = _with_slices(block, slices, 0, -(-overlap_slots // WORK) * WORK)
+    return min(by_number, in_same_interval, key=lambda block: max(block.peaks()))
 
 
-def _latest(block: BuildingBlock) -> int:
+def _max_overlap(block: BuildingBlock) -> int:
     """Return the maximum slots by which a B of the last stage starts before the end of its F."""
     last = len(block.placement) - 1
-    own = [each for each in block.passes if each.work.stage == last]
-    ends = {each.work.microbatch: each.end for each in own if each.work.kind is Kind.F}
+    last_passes = [block_pass for block_pass in block.passes if block_pass.work.stage == last]
+    ends = {
+        block_pass.work.microbatch: block_pass.end
+        for block_pass in last_passes
+        if block_pass.work.kind is Kind.F
+    }
     return max(
-        ends[each.work.microbatch] - each.start for each in own if Kind.B in each.work.kind.does
+        ends[block_pass.work.microbatch] - block_pass.start
+        for block_pass in last_passes
+        if Kind.B in block_pass.work.kind.does
     )
 
 
-def _with_slices(block: BuildingBlock, slices: int, late: int, slots: int) -> BuildingBlock:
-    """Return the block of slices, with B and W delayed by `late` numbers and `slots` slots."""
+def _with_slices(
+    block: BuildingBlock, slices: int, delay_numbers: int, delay_slots: int
+) -> BuildingBlock:
+    """Return the block of slices, with B and W delayed by `delay_numbers` and `delay_slots`."""
     passes, within = [], block.num_microbatches
     for (kind, stage, first), start, length in block.passes:
-        behind, later = (0, 0) if kind is Kind.F else (late, slots)
+        number_delay, slot_delay = (0, 0) if kind is Kind.F else (delay_numbers, delay_slots)
         # `rank` counts slices in execution order. It uses slot `first` of the block, of the copy
-        # that is (rank + behind) // within intervals later.
-        for rank in range((first - behind) % within, within * slices, within):
-            begin = start + later + (rank + behind) // within * block.interval
-            own = turned(rank, slices) if kind.by_rank else rank
-            passes.append(BlockPass(Pass(kind, stage, own), begin, length))
+        # that is (rank + number_delay) // within intervals later.
+        for rank in range((first - number_delay) % within, within * slices, within):
+            slot = start + slot_delay + (rank + number_delay) // within * block.interval
+            number = turned(rank, slices) if kind.by_rank else rank
+            passes.append(BlockPass(Pass(kind, stage, number), slot, length))
     return replace(
         block,
         interval=slices * block.interval,
@@ -339,20 +353,20 @@ def _laps(
     complete intervals. Before that, hops of B are shortened, and the same number of hops of F
     lengthened.
     """
-    hops, both = num_devices - 1, forward_hop + backward_hop
+    hops, round_trip_hop = num_devices - 1, forward_hop + backward_hop
     lap = WORK * group
     if num_chunks > 1:
         # A group starts its next chunk on device 0 one lap later, after F of this chunk on the last
         # device: F's hops must add up to less than a lap, and B's too. Slots can move from one sum
         # to the other (`shifted`), so both together must be less than two laps.
-        while both * hops > 2 * (lap - 1):
+        while round_trip_hop * hops > 2 * (lap - 1):
             lap += WORK * num_chunks * group
     shifted = max(0, backward_hop * hops - (lap - 1)) if num_chunks > 1 else 0
     forward = [min(hop, shifted) + forward_hop * hop for hop in range(num_devices)]
     last = forward[-1]
-    # A hop of F and the same hop of B add up to `both`, a multiple of WORK, so that on every device
-    # F and B keep their distance modulo WORK.
-    backward = [both * hop - (last - forward[hops - hop]) for hop in range(num_devices)]
+    # A hop of F and the same hop of B add up to `round_trip_hop`, a multiple of WORK, so that on
+    # every device F and B keep their distance modulo WORK.
+    backward = [round_trip_hop * hop - (last - forward[hops - hop]) for hop in range(num_devices)]
     return forward, backward, lap
 
 
@@ -364,16 +378,18 @@ def two_thirds(num_devices: int) -> BuildingBlock:
     ones.
     """
     d = num_devices
-    late_forward, late_backward = (3, 3) if d == 1 else (2, 4 if d % 3 == 0 else 2)
+    forward_delay, backward_delay = (3, 3) if d == 1 else (2, 4 if d % 3 == 0 else 2)
     starts = [
-        BlockPass(Pass(kind, stage, microbatch), slot + late * microbatch)
+        BlockPass(Pass(kind, stage, microbatch), slot + delay * microbatch)
         for stage, microbatch in itertools.product(range(d), range(2))
-        for kind, slot, late in (
-            (Kind.F, stage, late_forward),
-            (Kind.B, 2 * d - 1 - stage, late_backward),
+        for kind, slot, delay in (
+            (Kind.F, stage, forward_delay),
+            (Kind.B, 2 * d - 1 - stage, backward_delay),
         )
     ]
-    return _with_weights("v-two-thirds", linear(d), starts, interval=2 * WORK, num_microbatches=2)
+    return _with_weight_passes(
+        "v-two-thirds", linear(d), starts, interval=2 * WORK, num_microbatches=2
+    )
 
 
 def one_f_one_b_v(num_devices: int) -> BuildingBlock:
@@ -470,10 +486,10 @@ def v_block(
         slot += turn
     if not split:
         return BuildingBlock(name, d, placement, 2 * WORK, tuple(starts))
-    return _with_weights(name, placement, starts, interval=2 * WORK)
+    return _with_weight_passes(name, placement, starts, interval=2 * WORK)
 
 
-def _with_weights(
+def _with_weight_passes(
     name: str,
     placement: Placement,
     starts: Sequence[BlockPass],
@@ -484,20 +500,33 @@ def _with_weights(
     num_devices = max(placement) + 1
     passes = list(starts)
     for device in range(num_devices):
-        mine = [each for each in starts if placement[each.work.stage] == device]
-        passes.extend(_weights_of(mine, interval))
+        device_passes = [
+            block_pass for block_pass in starts if placement[block_pass.work.stage] == device
+        ]
+        passes.extend(_weight_passes(device_passes, interval))
     return BuildingBlock(name, num_devices, placement, interval, tuple(passes), num_microbatches)
 
 
-def _weights_of(mine: Sequence[BlockPass], interval: int) -> Iterator[BlockPass]:
-    """Yield the W of one device with the other passes `mine`, in the best free slots."""
-    free = set(range(interval)) - {each.start % interval for each in mine}
-    forwards = {each.work[1:]: each.start for each in mine if each.work.kind is Kind.F}
-    ready = {each.work[1:]: each.end for each in mine if each.work.kind is Kind.B}
+def _weight_passes(device_passes: Sequence[BlockPass], interval: int) -> Iterator[BlockPass]:
+    """Yield the W of one device with the other passes `device_passes`, in the best free slots."""
+    free = set(range(interval)) - {block_pass.start % interval for block_pass in device_passes}
+    forwards = {
+        block_pass.work[1:]: block_pass.start
+        for block_pass in device_passes
+        if block_pass.work.kind is Kind.F
+    }
+    ready = {
+        block_pass.work[1:]: block_pass.end
+        for block_pass in device_passes
+        if block_pass.work.kind is Kind.B
+    }
 
     def starts(slots: Sequence[int]) -> list[int]:
         # The first slot from the end of B on that is `slot` modulo the interval.
-        return [at + (slot - at) % interval for at, slot in zip(ready.values(), slots, strict=True)]
+        return [
+            ready_slot + (slot - ready_slot) % interval
+            for ready_slot, slot in zip(ready.values(), slots, strict=True)
+        ]
 
     def cost(slots: Sequence[int]) -> tuple[int, int]:
         spans = [start + 1 - forwards[key] for key, start in zip(ready, starts(slots), strict=True)]

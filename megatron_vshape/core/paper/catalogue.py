@@ -76,12 +76,12 @@ MOST_STAGES_A_DEVICE = 128
 """Maximum chunks per rank: the layers per rank of the deepest models."""
 
 
-def no_such_schedule(name: str, names: Sequence[str], more: str = "") -> ScheduleError:
-    """Return the error for an unknown name, with the nearest of `names`, all names and `more`."""
-    near = get_close_matches(name, names, n=1)
-    hint = f"; did you mean {near[0]}?" if near else "."
+def no_such_schedule(name: str, names: Sequence[str], suffix: str = "") -> ScheduleError:
+    """Return the error for an unknown name, with the nearest of `names`, all names and `suffix`."""
+    close_matches = get_close_matches(name, names, n=1)
+    hint = f"; did you mean {close_matches[0]}?" if close_matches else "."
     return ScheduleError(
-        f"there is no schedule {name!r:.60}{hint} The names are {', '.join(names)}{more}"
+        f"there is no schedule {name!r:.60}{hint} The names are {', '.join(names)}{suffix}"
     )
 
 
@@ -90,7 +90,9 @@ def usual_chunks(name: str) -> int:
     """Return the default number of stages per device of the schedule `name`."""
     # The number of chunks is the same for any size that all blocks support, such as this one.
     sizes = {"num_devices": 2, "num_microbatches": 4, "num_chunks": 2, "group_size": 2}
-    block = _BLOCKS[name](**{each: sizes[each] for each in signature(_BLOCKS[name]).parameters})
+    block = _BLOCKS[name](
+        **{option: sizes[option] for option in signature(_BLOCKS[name]).parameters}
+    )
     return len(block.placement) // block.num_devices
 
 
@@ -123,10 +125,10 @@ def make_block(
             f"{name} overlaps forward and backward, which does not support slices: leave slices "
             "out, or choose another"
         )
-    given = {"num_chunks": num_chunks, "group_size": group_size}
+    options = {"num_chunks": num_chunks, "group_size": group_size}
     counts = {"num_devices": num_devices, "num_microbatches": num_microbatches, "slices": slices}
-    _check_options(name, given)
-    _check_counts(name, counts | given)
+    _check_options(name, options)
+    _check_counts(name, counts | options)
     # From here on, blocks count slices as microbatches.
     numbers = num_microbatches * slices
     sizes = {
@@ -137,22 +139,26 @@ def make_block(
         "group_size": min(group_size or num_devices, numbers),
     }
     check_size((num_chunks or usual_chunks(name)) * num_devices, numbers)
-    block = _BLOCKS[name](**{each: sizes[each] for each in signature(_BLOCKS[name]).parameters})
+    block = _BLOCKS[name](
+        **{option: sizes[option] for option in signature(_BLOCKS[name]).parameters}
+    )
     return blocks.sliced(block, slices)
 
 
-def _check_options(name: str, given: Mapping[str, int | None]) -> None:
-    for option, value in given.items():
+def _check_options(name: str, options: Mapping[str, int | None]) -> None:
+    for option, value in options.items():
         if value is not None and option not in OPTIONS.get(name, ()):
-            takers = " and ".join(each for each in OPTIONS if option in OPTIONS[each])
-            raise ScheduleError(f"{name} has no option {option}, an option of {takers}")
+            supporting_names = " and ".join(
+                schedule_name for schedule_name in OPTIONS if option in OPTIONS[schedule_name]
+            )
+            raise ScheduleError(f"{name} has no option {option}, an option of {supporting_names}")
 
 
 def _check_counts(name: str, counts: Mapping[str, int | None]) -> None:
-    for what, count in counts.items():
+    for label, count in counts.items():
         if count is not None and (not is_whole(count) or count < 1):
             raise ScheduleError(
-                f"{what} of {name} is {count!r:.40}; it must be a whole number of at least 1"
+                f"{label} of {name} is {count!r:.40}; it must be a whole number of at least 1"
             )
     num_chunks = counts["num_chunks"]
     if num_chunks is not None and num_chunks > MOST_STAGES_A_DEVICE:
@@ -170,8 +176,8 @@ def placement_of(name: str, num_devices: int) -> Placement:
         ScheduleError: no schedule has this name, or the number of devices is impossible.
     """
     # The bidirectional blocks need two microbatches per device; all others exist for one.
-    least = 2 * num_devices if name in JOINT_NAMES else 1
-    return make_block(name, num_devices, least).placement
+    min_microbatches = 2 * num_devices if name in JOINT_NAMES else 1
+    return make_block(name, num_devices, min_microbatches).placement
 
 
 def make(
@@ -254,8 +260,8 @@ def _dualpipev(num_devices: int, num_microbatches: int) -> Schedule:
         num_devices,
         num_microbatches,
         v_shape(num_devices),
-        tuple(tuple(each.row) for each in rows),
-        overlapped=frozenset[Pass]().union(*(each.overlapped for each in rows)),
+        tuple(tuple(device_row.row) for device_row in rows),
+        overlapped=frozenset[Pass]().union(*(device_row.overlapped for device_row in rows)),
     )
 
 
@@ -266,39 +272,39 @@ class _DualPipeV:
         self.stages = device, 2 * num_devices - 1 - device
         self.row: list[Pass] = []
         self.overlapped: set[Pass] = set()
-        self._begun: Counter[tuple[Kind, int]] = Counter()
-        self._late: list[Pass] = []  # deferred W of split backwards
-        after, own = num_devices - device - 1, device + 1
+        self._counts: Counter[tuple[Kind, int]] = Counter()
+        self._deferred_weights: list[Pass] = []  # deferred W of split backwards
+        ranks_after, ranks_up_to = num_devices - device - 1, device + 1
         # Steps 1 to 8, as numbered in the published code, are the eight loops below.
-        for _ in range(2 * after):
+        for _ in range(2 * ranks_after):
             self._forward(0)
-        for _ in range(own):
+        for _ in range(ranks_up_to):
             self._forward(0)
             self._forward(1)
-        for _ in range(after):
+        for _ in range(ranks_after):
             self._backward(1, split=True)
             self._weight()
             self._forward(1)
-        for turn in range(num_microbatches - 2 * num_devices + own):
+        for turn in range(num_microbatches - 2 * num_devices + ranks_up_to):
             # The first pair on the last device is not overlapped: it would start later.
-            self._both(0, 1, joins=bool(turn or after))
-            self._both(1, 0)
-        for _ in range(after):
+            self._forward_backward(0, 1, joins=bool(turn or ranks_after))
+            self._forward_backward(1, 0)
+        for _ in range(ranks_after):
             self._backward(1)
-            self._both(1, 0)
-        half = own // 2
-        for turn in range(own):
+            self._forward_backward(1, 0)
+        half = ranks_up_to // 2
+        for turn in range(ranks_up_to):
             self._backward(1, split=turn > half or (turn == half and device % 2 == 1))
             self._backward(0, split=turn >= half)
-        for _ in range(after):
+        for _ in range(ranks_after):
             self._weight()
             self._backward(0, split=True)
-        for _ in range(own):
+        for _ in range(ranks_up_to):
             self._weight()
 
     def _next(self, kind: Kind, chunk: int) -> Pass:
-        self._begun[kind, chunk] += 1
-        return Pass(kind, self.stages[chunk], self._begun[kind, chunk] - 1)
+        self._counts[kind, chunk] += 1
+        return Pass(kind, self.stages[chunk], self._counts[kind, chunk] - 1)
 
     def _forward(self, chunk: int) -> None:
         self.row.append(self._next(Kind.F, chunk))
@@ -307,14 +313,14 @@ class _DualPipeV:
         work = self._next(Kind.B, chunk)
         self.row.append(work if split else work._replace(kind=Kind.BW))
         if split:
-            self._late.append(work._replace(kind=Kind.W))
+            self._deferred_weights.append(work._replace(kind=Kind.W))
 
     def _weight(self) -> None:
-        self.row.append(self._late.pop(0))
+        self.row.append(self._deferred_weights.pop(0))
 
-    def _both(self, forward: int, backward: int, joins: bool = True) -> None:
+    def _forward_backward(self, forward: int, backward: int, overlaps: bool = True) -> None:
         self._forward(forward)
-        if joins:
+        if overlaps:
             self.overlapped.add(self.row[-1])
         self._backward(backward)
 
@@ -331,11 +337,11 @@ def _overlapped(schedule: Schedule) -> Schedule:
         backwards = [work for work in row if work.kind is not Kind.F]
         # This includes the first F of the steady phase: each backward then overlaps with the F
         # after the one that 1F1B runs before it, which is of a later microbatch.
-        ahead = next(at for at, work in enumerate(row) if work.kind is not Kind.F)
-        made = forwards[:ahead]
-        for at, work in enumerate(backwards):
-            beside = forwards[ahead + at : ahead + at + 1]
-            overlapped.update(beside)
-            made += [*beside, work]
-        rows.append(tuple(made))
+        num_warm_up = next(index for index, work in enumerate(row) if work.kind is not Kind.F)
+        merged = forwards[:num_warm_up]
+        for index, work in enumerate(backwards):
+            partners = forwards[num_warm_up + index : num_warm_up + index + 1]
+            overlapped.update(partners)
+            merged += [*partners, work]
+        rows.append(tuple(merged))
     return replace(schedule, order=tuple(rows), overlapped=frozenset(overlapped))
