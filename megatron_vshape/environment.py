@@ -41,33 +41,33 @@ def settings(
         graphs: Whether CUDA graphs are captured.
         registers: Whether NCCL registers buffers, which must not be in expandable segments.
     """
-    found: dict[str, Setting] = {}
+    settings_by_name: dict[str, Setting] = {}
     if kernels:
-        why = "loading kernels within a step waits for the GPU, P2P messages included"
-        found[LOADING] = Setting("EAGER", why)
+        reason = "loading kernels within a step waits for the GPU, P2P messages included"
+        settings_by_name[LOADING] = Setting("EAGER", reason)
     if kernels and not registers:
-        why = "memory is rarely returned to the GPU, which would wait for it"
-        found |= dict.fromkeys(ALLOCATOR, Setting(SEGMENTS, why))
+        reason = "memory is rarely returned to the GPU, which would wait for it"
+        settings_by_name |= dict.fromkeys(ALLOCATOR, Setting(SEGMENTS, reason))
         if graphs:
-            why = "NCCL must not register expandable segments in CUDA graphs"
-            found["NCCL_GRAPH_REGISTER"] = Setting("0", why)
+            reason = "NCCL must not register expandable segments in CUDA graphs"
+            settings_by_name["NCCL_GRAPH_REGISTER"] = Setting("0", reason)
     if ordered:
-        why = "required by tensor and context parallelism"
-        found |= {name: Setting(value, why) for name, value in CONNECTIONS.items()}
-    return found
+        reason = "required by tensor and context parallelism"
+        settings_by_name |= {name: Setting(value, reason) for name, value in CONNECTIONS.items()}
+    return settings_by_name
 
 
-def missing(needed: Mapping[str, Setting], environ: Mapping[str, str]) -> dict[str, Setting]:
+def missing(required: Mapping[str, Setting], environ: Mapping[str, str]) -> dict[str, Setting]:
     """Return the needed settings that `environ` lacks; existing values are the user's choice.
 
     If one of the allocator's variables exists, both are omitted, together with the setting that
     expandable segments require.
     """
-    found = {name: each for name, each in needed.items() if name not in environ}
+    missing_settings = {name: setting for name, setting in required.items() if name not in environ}
     if any(name in environ for name in ALLOCATOR):
         for name in (*ALLOCATOR, "NCCL_GRAPH_REGISTER"):
-            found.pop(name, None)
-    return found
+            missing_settings.pop(name, None)
+    return missing_settings
 
 
 def complete(environ: MutableMapping[str, str], *, kernels: bool, ordered: bool) -> None:
@@ -76,6 +76,8 @@ def complete(environ: MutableMapping[str, str], *, kernels: bool, ordered: bool)
     environ.update({name: value for name, (value, _) in lacking.items()})
 
 
-def formatted(found: Mapping[str, Setting]) -> str:
+def formatted(settings_by_name: Mapping[str, Setting]) -> str:
     """Format variables with values and reasons in one line."""
-    return ", ".join(f"{name}={value} ({why})" for name, (value, why) in found.items())
+    return ", ".join(
+        f"{name}={value} ({reason})" for name, (value, reason) in settings_by_name.items()
+    )

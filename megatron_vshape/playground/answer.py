@@ -9,13 +9,13 @@ from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.request import PLUS_NAMES
 from megatron_vshape.playground.picture import Facts, Picture, encode, size_note, trace_text
 from megatron_vshape.playground.request import (
+    AnswerKind,
     FieldError,
     FileChoice,
     NamedChoice,
     PlanChoice,
     Request,
     ScheduleChoice,
-    Want,
 )
 from megatron_vshape.playground.schedules import Report, make_choice, make_named
 from megatron_vshape.playground.stage_costs import Pricing
@@ -32,19 +32,19 @@ def make_answer(request: Request, report: Report) -> bytes:
     """
     pricing = Pricing(request.costs)
     choice = request.schedule
-    if request.want is Want.STEPS:
+    if request.answer_kind is AnswerKind.STEPS:
         return encode(list(_steps(request, choice, report)))
     picture = _picture(request, choice, pricing, report)
-    if request.want is Want.SCHEDULE_FILE:
+    if request.answer_kind is AnswerKind.SCHEDULE_FILE:
         return picture.timeline.schedule.to_json().encode()
-    if request.want is Want.TRACE_FILE:
+    if request.answer_kind is AnswerKind.TRACE_FILE:
         return trace_text(picture).encode()
     return encode([picture])
 
 
 def _picture(request: Request, choice: ScheduleChoice, pricing: Pricing, report: Report) -> Picture:
-    made = make_choice(request, choice, pricing, report)
-    schedule, costs = made.schedule, made.costs
+    result = make_choice(request, choice, pricing, report)
+    schedule, costs = result.schedule, result.costs
     report({"doing": "simulating"})
     timeline = simulate(schedule, costs)
     facts = Facts(
@@ -55,9 +55,9 @@ def _picture(request: Request, choice: ScheduleChoice, pricing: Pricing, report:
         recipe=_recipe(choice, request, pricing),
         train=_train(choice),
     )
-    if made.searched is not None:
-        bound, goal = made.plan.lower_bound, made.plan.objective
-        facts = replace(facts, limit=made.limits[0], lower_bound=bound, bounded=goal)
+    if result.searched is not None:
+        bound, objective = result.plan.lower_bound, result.plan.objective
+        facts = replace(facts, limit=result.limits[0], lower_bound=bound, bounded=objective)
     return Picture(timeline, costs, facts)
 
 
@@ -79,18 +79,18 @@ def _recipe(choice: ScheduleChoice, request: Request, pricing: Pricing) -> str:
     size = f"--devices {request.devices} --microbatches {request.microbatches}"
     costs = request.costs
     times = (costs.forward, costs.backward, costs.weight, costs.send)
-    priced = f" --cost {','.join(map(argument, times))}"
+    cost_arguments = f" --cost {','.join(map(argument, times))}"
     if costs.file is not None:
-        priced = f" --costs {costs.file.argument}"
-    for name, added in (("embedding", costs.embedding), ("head", costs.head)):
-        if any(added):
-            priced += f" --{name} {','.join(map(argument, added))}"
+        cost_arguments = f" --costs {costs.file.argument}"
+    for name, times in (("embedding", costs.embedding), ("head", costs.head)):
+        if any(times):
+            cost_arguments += f" --{name} {','.join(map(argument, times))}"
     if isinstance(choice, PlanChoice):
-        return f"plan {size}{priced}{_plan_options(choice, request, pricing)}"
+        return f"plan {size}{cost_arguments}{_plan_options(choice, request, pricing)}"
     if isinstance(choice, FileChoice):
-        return f"schedule {choice.file.argument}{priced}"
+        return f"schedule {choice.file.argument}{cost_arguments}"
     chunks = "" if choice.chunks is None else f":{choice.chunks}"
-    return f"schedule {choice.name}{chunks} {size}{priced}"
+    return f"schedule {choice.name}{chunks} {size}{cost_arguments}"
 
 
 def _plan_options(choice: PlanChoice, request: Request, pricing: Pricing) -> str:
@@ -110,7 +110,7 @@ def _steps(request: Request, choice: ScheduleChoice, report: Report) -> Iterator
     if choice.name in PLUS_NAMES:
         raise FieldError("schedule", f"{choice.name} is planned, in no steps; choose another")
     report({"doing": "repeating"})
-    made = make_named(request, choice)
-    if made.block is None:
+    result = make_named(request, choice)
+    if result.block is None:
         raise ScheduleError(f"{choice.name} is made from no building block")
-    yield from step_pictures(made.block, made.schedule)
+    yield from step_pictures(result.block, result.schedule)

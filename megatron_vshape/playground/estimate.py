@@ -72,8 +72,8 @@ class Estimator:
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
                 process = await _start(request, folder)
                 async with aclosing(self._frames(request, process, Path(folder))) as frames:
-                    async for each in frames:
-                        yield each
+                    async for progress_frame in frames:
+                        yield progress_frame
         finally:
             self._is_busy = False
 
@@ -116,10 +116,10 @@ def _last_frame(process: Process, errors: str, folder: Path) -> bytes:
     if process.returncode:
         error = errors.rpartition("megatron-vshape: ")[2].strip() or "it ended without a message"
         return error_frame("command", error)
-    found = json.loads((folder / _RESULT).read_text())
+    report = json.loads((folder / _RESULT).read_text())
     ranks = [
-        {name: each[name] for name in ("rank", "parts", "peak_bytes")} for each in found["ranks"]
+        {name: rank[name] for name in ("rank", "parts", "peak_bytes")} for rank in report["ranks"]
     ]
-    answer = {name: found[name] for name in ("step_s", "step_estimate", "verdict", "remedies")}
-    answer |= {name: found["assumed"][name] for name in ("gpu", "gpu_memory_bytes")}
+    answer = {name: report[name] for name in ("step_s", "step_estimate", "verdict", "remedies")}
+    answer |= {name: report["assumed"][name] for name in ("gpu", "gpu_memory_bytes")}
     return frame(Frame.RESULT, json.dumps({**answer, "ranks": ranks}).encode())

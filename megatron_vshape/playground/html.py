@@ -41,12 +41,12 @@ _TOP = re.compile(r"^(?:async )?(?:function\*? |class |const |let )(\w+)", re.MU
 
 def static_files() -> dict[str, tuple[bytes, str]]:
     """Return the served files by name, with their media types; no other file is ever served."""
-    found = {}
-    for each in resources.files("megatron_vshape.playground").joinpath("static").iterdir():
-        suffix = "." + each.name.rpartition(".")[2]
-        if each.is_file() and suffix in TYPES:
-            found[each.name] = (each.read_bytes(), TYPES[suffix])
-    return found
+    files = {}
+    for resource in resources.files("megatron_vshape.playground").joinpath("static").iterdir():
+        suffix = "." + resource.name.rpartition(".")[2]
+        if resource.is_file() and suffix in TYPES:
+            files[resource.name] = (resource.read_bytes(), TYPES[suffix])
+    return files
 
 
 def write_html(path: Path, timeline: Timeline, costs: Costs, facts: Facts) -> None:
@@ -90,8 +90,8 @@ def html_text(timeline: Timeline, costs: Costs, facts: Facts) -> str:
             "microbatches": schedule.num_microbatches,
             "name": schedule.name,
         },
-        "answers": {want: _packed(answer) for want, answer in answers.items()},
-        "texts": {want: _packed(text) for want, text in texts.items()},
+        "answers": {kind: _packed(answer) for kind, answer in answers.items()},
+        "texts": {kind: _packed(text) for kind, text in texts.items()},
     }
     return _page(data)
 
@@ -123,7 +123,7 @@ def _page(data: dict[str, object]) -> str:
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
         "img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
-    replaced = {
+    replacements = {
         '<link rel="icon" href="/static/icon.svg">': f'<link rel="icon" href="{icon}">',
         '<link rel="stylesheet" href="/static/style.css">': f"<style>{style}</style>",
         '<script type="module" src="/static/app.js"></script>': (
@@ -135,7 +135,7 @@ def _page(data: dict[str, object]) -> str:
         ),
     }
     page = files["index.html"]
-    for old, new in replaced.items():
+    for old, new in replacements.items():
         if page.count(old) != 1:
             raise ScheduleError(f"the page's index.html has not one {old}; reinstall the package")
         page = page.replace(old, new)
@@ -155,10 +155,12 @@ def _bundle(files: dict[str, str]) -> str:
     parts, owner = [], dict[str, str]()
     for name in _ordered("app", files, {}):
         text = _EXPORT.sub("", _IMPORT.sub("", files[f"{name}.js"]))
-        for own in _TOP.findall(text):
-            other = owner.setdefault(own, name)
-            if other != name:
-                raise ScheduleError(f"{own} stands in {other}.js and in {name}.js; rename one")
+        for top_level_name in _TOP.findall(text):
+            owner_name = owner.setdefault(top_level_name, name)
+            if owner_name != name:
+                raise ScheduleError(
+                    f"{top_level_name} stands in {owner_name}.js and in {name}.js; rename one"
+                )
         parts.append(text)
     script = "\n".join(parts)
     if "</script" in script:
@@ -166,10 +168,10 @@ def _bundle(files: dict[str, str]) -> str:
     return script
 
 
-def _ordered(name: str, files: dict[str, str], seen: dict[str, bool]) -> Iterator[str]:
-    if name in seen:
+def _ordered(name: str, files: dict[str, str], visited: dict[str, bool]) -> Iterator[str]:
+    if name in visited:
         return
-    seen[name] = True
-    for other in _IMPORT.findall(files[f"{name}.js"]):
-        yield from _ordered(other, files, seen)
+    visited[name] = True
+    for imported in _IMPORT.findall(files[f"{name}.js"]):
+        yield from _ordered(imported, files, visited)
     yield name

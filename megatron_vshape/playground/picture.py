@@ -74,7 +74,7 @@ class Picture:
 
 def encode(pictures: Sequence[Picture]) -> bytes:
     """Encode pictures: the header's length, the header and all arrays."""
-    header = {"timelines": [_header(each) for each in pictures]}
+    header = {"timelines": [_header(picture) for picture in pictures]}
     text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
     text += b" " * (-(len(text) + 4) % 8)
     parts = [struct.pack("<I", len(text)), text]
@@ -87,19 +87,19 @@ def encode(pictures: Sequence[Picture]) -> bytes:
 
 def _columns(picture: Picture) -> Iterable[np.ndarray]:
     timeline, order = picture.timeline, picture.timeline.schedule.order
-    place = {kind: at for at, kind in enumerate(KINDS)}
+    kind_number = {kind: number for number, kind in enumerate(KINDS)}
     devices = range(timeline.schedule.num_devices)
     # Other kinds, such as copies, are not drawn; the memory curve shows their effect.
-    drawn = np.fromiter((work.kind in place for row in order for work in row), np.bool_)
-    passes = [work for row in order for work in row if work.kind in place]
+    is_drawn = np.fromiter((work.kind in kind_number for row in order for work in row), np.bool_)
+    passes = [work for row in order for work in row if work.kind in kind_number]
     size = len(passes)
-    yield _flat(timeline.starts)[drawn]
-    yield _flat(timeline.ends)[drawn]
+    yield _flat(timeline.starts)[is_drawn]
+    yield _flat(timeline.ends)[is_drawn]
     curves = [held_curve(timeline.schedule, picture.costs, device) for device in devices]
-    yield _flat(curves)[drawn]
+    yield _flat(curves)[is_drawn]
     yield np.fromiter((work.microbatch for work in passes), np.uint32, size)
     yield np.fromiter((work.stage for work in passes), np.uint16, size)
-    yield np.fromiter((place[work.kind] for work in passes), np.uint8, size)
+    yield np.fromiter((kind_number[work.kind] for work in passes), np.uint8, size)
 
 
 def _flat(rows: Sequence[Sequence[float]]) -> np.ndarray:

@@ -41,7 +41,7 @@ class FieldError(ScheduleError):
         self.field = field
 
 
-class Want(StrEnum):
+class AnswerKind(StrEnum):
     """The requested result."""
 
     TIMELINE = "timeline"
@@ -121,7 +121,7 @@ ScheduleChoice = NamedChoice | FileChoice | PlanChoice
 class Request:
     """All inputs of an answer; equal requests have equal answers."""
 
-    want: Want
+    answer_kind: AnswerKind
     devices: int
     microbatches: int
     costs: CostChoice
@@ -136,14 +136,14 @@ def parse_request(data: object) -> Request:
     """
     body = _object(data, "request")
     _known(body, ("want", "devices", "microbatches", "costs", "schedule"))
-    want = _choice(body.get("want"), tuple(Want), "want")
+    answer_kind = _choice(body.get("want"), tuple(AnswerKind), "want")
     devices = _whole(body.get("devices"), "devices", MAX_DEVICES)
     microbatches = _whole(body.get("microbatches"), "microbatches", MAX_MICROBATCHES)
     costs = _costs(body.get("costs"))
     schedule = _schedule(body.get("schedule"))
     if not isinstance(schedule, FileChoice):
         _check_passes(devices, _chunks_of(schedule), microbatches)
-    return Request(Want(want), devices, microbatches, costs, schedule)
+    return Request(AnswerKind(answer_kind), devices, microbatches, costs, schedule)
 
 
 def _schedule(data: object) -> ScheduleChoice:
@@ -154,10 +154,14 @@ def _schedule(data: object) -> ScheduleChoice:
         return FileChoice(_file(body.get("file"), "schedule"))
     if source is Source.PLAN:
         return _plan(body)
-    named = body.get("name")
-    if isinstance(named, str) and (found := _OF_CHUNKS.fullmatch(named)) and found[1] in OPTIONS:
-        named, body = found[1], {**body, "chunks": int(found[2])}
-    name = _choice(named, SCHEDULE_NAMES, "schedule")
+    requested_name = body.get("name")
+    if (
+        isinstance(requested_name, str)
+        and (match := _OF_CHUNKS.fullmatch(requested_name))
+        and match[1] in OPTIONS
+    ):
+        requested_name, body = match[1], {**body, "chunks": int(match[2])}
+    name = _choice(requested_name, SCHEDULE_NAMES, "schedule")
     chunks = None
     if name in OPTIONS and body.get("chunks") is not None:
         chunks = _whole(body["chunks"], "chunks", catalogue.MOST_STAGES_A_DEVICE)
@@ -172,11 +176,11 @@ def _chunks_of(choice: NamedChoice | PlanChoice) -> int:
 
 
 def _plan(body: dict[str, object]) -> PlanChoice:
-    limit = _number(body.get("limit"), "limit", above=0.0)
+    limit = _number(body.get("limit"), "limit", minimum=0.0)
     in_gib = _flag(body, "limit_in_gib", "limit")
     seconds = None
     if body.get("seconds") is not None:
-        seconds = _number(body["seconds"], "seconds", above=0.0, most=MAX_SECONDS)
+        seconds = _number(body["seconds"], "seconds", minimum=0.0, maximum=MAX_SECONDS)
     return PlanChoice(limit, in_gib, seconds)
 
 
@@ -186,9 +190,9 @@ def _costs(data: object) -> CostChoice:
     if body.get("file") is not None:
         return CostChoice(file=_file(body["file"], "costs"))
     return CostChoice(
-        _number(body.get("forward", 1.0), "forward", above=0.0),
-        _number(body.get("backward", 1.0), "backward", above=0.0),
-        _number(body.get("weight", 1.0), "weight", above=0.0),
+        _number(body.get("forward", 1.0), "forward", minimum=0.0),
+        _number(body.get("backward", 1.0), "backward", minimum=0.0),
+        _number(body.get("weight", 1.0), "weight", minimum=0.0),
         _number(body.get("send", 0.0), "send"),
         _extra(body.get("embedding"), "embedding"),
         _extra(body.get("head"), "head"),
@@ -250,9 +254,9 @@ def _known(body: dict[str, object], keys: Sequence[str], field: str = "request")
             raise FieldError(field, f"there is no field {key!r:.60}; known are {', '.join(keys)}")
 
 
-def _choice(value: object, known: Sequence[str], field: str) -> str:
-    if not isinstance(value, str) or value not in known:
-        raise FieldError(field, f"{value!r:.60} is none of {', '.join(known)}")
+def _choice(value: object, choices: Sequence[str], field: str) -> str:
+    if not isinstance(value, str) or value not in choices:
+        raise FieldError(field, f"{value!r:.60} is none of {', '.join(choices)}")
     return value
 
 
@@ -263,23 +267,25 @@ def _flag(body: dict[str, object], key: str, field: str) -> bool:
     return value
 
 
-def _whole(value: object, field: str, most: int) -> int:
+def _whole(value: object, field: str, maximum: int) -> int:
     if not is_whole(value):
-        raise FieldError(field, f"enter a whole number from 1 to {most:,}")
-    if not 1 <= value <= most:
-        shown = f"{value:,}" if abs(value) < 10**15 else "this"
-        raise FieldError(field, f"{shown} is outside 1 to {most:,}")
+        raise FieldError(field, f"enter a whole number from 1 to {maximum:,}")
+    if not 1 <= value <= maximum:
+        value_text = f"{value:,}" if abs(value) < 10**15 else "this"
+        raise FieldError(field, f"{value_text} is outside 1 to {maximum:,}")
     return value
 
 
-def _number(value: object, field: str, above: float | None = None, most: float = _LARGEST) -> float:
-    wanted = "a number of at least 0" if above is None else f"a number above {above:g}"
+def _number(
+    value: object, field: str, minimum: float | None = None, maximum: float = _LARGEST
+) -> float:
+    requirement = "a number of at least 0" if minimum is None else f"a number above {minimum:g}"
     if not is_number(value):
-        raise FieldError(field, f"enter {wanted}")
+        raise FieldError(field, f"enter {requirement}")
     if isinstance(value, float) and not math.isfinite(value):
-        raise FieldError(field, f"enter {wanted}")
-    if value < 0 or (above is not None and value <= above):
-        raise FieldError(field, f"{float(value):g} is too small; enter {wanted}")
-    if value > most:
-        raise FieldError(field, f"the value is too large; enter at most {most:g}")
+        raise FieldError(field, f"enter {requirement}")
+    if value < 0 or (minimum is not None and value <= minimum):
+        raise FieldError(field, f"{float(value):g} is too small; enter {requirement}")
+    if value > maximum:
+        raise FieldError(field, f"the value is too large; enter at most {maximum:g}")
     return float(value)

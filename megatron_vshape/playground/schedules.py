@@ -57,9 +57,9 @@ def make_named(
 ) -> PlanResult:
     """Make the catalogue schedule of this name, with costs from `cut` or unit costs."""
     name = choice.name if choice.chunks is None else f"{choice.name}:{choice.chunks}"
-    asked = PlanRequest(name, request.devices, request.microbatches, cut=cut)
+    named_request = PlanRequest(name, request.devices, request.microbatches, cut=cut)
     try:
-        return plan_request(asked, budget)
+        return plan_request(named_request, budget)
     except FieldError:
         raise
     except ScheduleError as error:
@@ -93,13 +93,13 @@ def make_planned(
         raise FieldError("limit", "a limit in GiB needs a costs file; enter chunks instead")
     if pricing.in_bytes and not choice.limit_in_gib:
         raise FieldError("limit", "these costs are in bytes; enter the limit in GiB")
-    question = pricing.question(request.devices, request.microbatches)
+    base_request = pricing.question(request.devices, request.microbatches)
     unit, name = (GIB, "GiB") if choice.limit_in_gib else (1.0, "chunks")
-    asked = replace(question, limit=choice.limit * unit, seconds=choice.seconds)
+    limited_request = replace(base_request, limit=choice.limit * unit, seconds=choice.seconds)
     try:
-        return plan_request(asked, Budget(report=_progress(report)))
+        return plan_request(limited_request, Budget(report=_progress(report)))
     except LimitError as error:
-        text = error.told(lambda held: f"{enough(held / unit)} {name}")
+        text = error.told(lambda memory: f"{enough(memory / unit)} {name}")
         raise FieldError("limit", text) from None
     except ScheduleError as error:
         raise FieldError("limit", str(error)) from None

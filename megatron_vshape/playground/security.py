@@ -34,7 +34,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
         self.app = app
-        self.hosts = {each.lower() for each in hosts}
+        self.hosts = {host.lower() for host in hosts}
         self.origins = {f"http://{host}" for host in self.hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -135,8 +135,8 @@ async def _stream(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Forward the frames; if the browser disconnects, end the work."""
     try:
         async with aclosing(frames) as closing:  # type: ignore[type-var]
-            async for each in closing:
-                yield each
+            async for frame in closing:
+                yield frame
     except Busy:
         yield error_frame("request", "the playground is busy; try again in a moment")
 

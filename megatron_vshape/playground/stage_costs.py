@@ -32,16 +32,19 @@ class Pricing:
         """Return the costs of the stages of a plan; those of a file are merged only if too many."""
         if self.measured is None:
             return self.costs_for(num_devices, MOST_CHUNKS * num_devices)
-        own, rest = divmod(self.measured.num_stages, num_devices)
-        if rest or not own:
+        stages_per_device, remainder = divmod(self.measured.num_stages, num_devices)
+        if remainder or not stages_per_device:
             raise FieldError(
                 "costs",
                 f"the costs are for {self.measured.num_stages} stages, which cannot be "
                 "distributed over "
                 f"{num_devices} devices",
             )
-        fitting = [own, *(each for each in _CHUNKS if own % each == 0)]
-        chunks = next(each for each in fitting if each <= MOST_CHUNKS)
+        divisors = [
+            stages_per_device,
+            *(chunks for chunks in _CHUNKS if stages_per_device % chunks == 0),
+        ]
+        chunks = next(chunks for chunks in divisors if chunks <= MOST_CHUNKS)
         return self.costs_for(num_devices, chunks * num_devices)
 
     def question(self, devices: int, microbatches: int) -> PlanRequest:

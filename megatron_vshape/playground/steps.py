@@ -19,12 +19,12 @@ def step_pictures(block: BuildingBlock, last: Schedule) -> Iterator[Picture]:
     stages, devices = len(block.placement), block.num_devices
     num_microbatches = last.num_microbatches
     costs = Costs.uniform(devices, stages)
-    alone = min(block.num_microbatches, num_microbatches)
+    block_microbatches = min(block.num_microbatches, num_microbatches)
     slot = 2 * devices / stages
     repeated = _scaled(repeat(block, num_microbatches), slot)
     squeezed = squeeze(repeated)
     timelines = (
-        _scaled(repeat(block, alone), slot),
+        _scaled(repeat(block, block_microbatches), slot),
         repeated,
         simulate(squeezed, costs),
         simulate(last, costs),
@@ -38,8 +38,8 @@ def step_pictures(block: BuildingBlock, last: Schedule) -> Iterator[Picture]:
         else "Nothing to do: no pass of this schedule finds a better place.",
     )
     base = base_peak(devices)
-    for at, timeline in enumerate(timelines):
-        facts = Facts(in_passes=True, base_peak=base, title=STEP_TITLES[at], note=notes[at])
+    for index, timeline in enumerate(timelines):
+        facts = Facts(in_passes=True, base_peak=base, title=STEP_TITLES[index], note=notes[index])
         yield Picture(timeline, costs, facts)
 
 
@@ -53,7 +53,7 @@ def _scaled(timeline: Timeline, scale: float) -> Timeline:
 def catalogue_name(schedule: Schedule) -> str:
     """Return the schedule's name if the catalogue makes exactly this schedule; otherwise empty."""
     try:
-        made = make(schedule.name, schedule.num_devices, schedule.num_microbatches)
+        catalogue_schedule = make(schedule.name, schedule.num_devices, schedule.num_microbatches)
     except ScheduleError:
         return ""
-    return schedule.name if made == schedule else ""
+    return schedule.name if catalogue_schedule == schedule else ""

@@ -63,14 +63,14 @@ def main() -> None:
 
 def answer(request: Request, progress: BinaryIO) -> bytes:
     """Return the last frame of the answer, after writing progress frames."""
-    last, doing = 0.0, object()
+    last_write, phase = 0.0, object()
 
-    def report(known: dict[str, object]) -> None:
-        nonlocal last, doing
+    def report(state: dict[str, object]) -> None:
+        nonlocal last_write, phase
         now = time.monotonic()
-        if known["doing"] != doing or now - last > _QUIET:
-            last, doing = now, known["doing"]
-            _write(progress, frame(Frame.PROGRESS, json.dumps(known).encode()))
+        if state["doing"] != phase or now - last_write > _QUIET:
+            last_write, phase = now, state["doing"]
+            _write(progress, frame(Frame.PROGRESS, json.dumps(state).encode()))
 
     try:
         return frame(Frame.RESULT, make_answer(request, report))

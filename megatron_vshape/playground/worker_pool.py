@@ -25,7 +25,7 @@ class Pool:
         self._workers = workers
         self._free = asyncio.Semaphore(workers)
         self._idle: list[Process] = []
-        self._waiting = 0
+        self._num_waiting = 0
         self._ending: set[asyncio.Future[int]] = set()
 
     async def answer(self, request: Request) -> AsyncIterator[bytes]:
@@ -36,16 +36,16 @@ class Pool:
         Raises:
             Busy: too many requests wait for a worker.
         """
-        if self._waiting >= WAITING:
+        if self._num_waiting >= WAITING:
             raise Busy
-        self._waiting += 1
+        self._num_waiting += 1
         try:
             await self._free.acquire()
         finally:
-            self._waiting -= 1
+            self._num_waiting -= 1
         try:
-            async for each in self._work(request):
-                yield each
+            async for frame in self._work(request):
+                yield frame
         finally:
             self._free.release()
 
@@ -60,15 +60,15 @@ class Pool:
     def _end(self, worker: Process) -> None:
         if worker.returncode is None:
             worker.kill()
-        over = asyncio.ensure_future(worker.wait())
-        self._ending.add(over)
-        over.add_done_callback(self._ending.discard)
+        ended = asyncio.ensure_future(worker.wait())
+        self._ending.add(ended)
+        ended.add_done_callback(self._ending.discard)
 
     async def _work(self, request: Request) -> AsyncIterator[bytes]:
         worker = await self._worker()
         try:
-            async for each in _converse(worker, pickle.dumps(request)):
-                yield each
+            async for frame in _converse(worker, pickle.dumps(request)):
+                yield frame
         except (asyncio.IncompleteReadError, ConnectionError):
             yield error_frame("request", "the worker ended before it had an answer")
         except BaseException:  # closed or cancelled midway: its output belongs to no request

@@ -52,34 +52,34 @@ def write_planned_and_measured(
 
     `costs` are in bytes.
     """
-    both = (
-        _moved(event, word, place, timeline)
-        for place, (word, timeline) in enumerate((("planned", planned), ("measured", measured)))
+    all_events = (
+        _shifted_event(event, word, index, timeline)
+        for index, (word, timeline) in enumerate((("planned", planned), ("measured", measured)))
         for event in events(timeline, costs, "bytes")
     )
-    _write(stream, measured.schedule.name, both)
+    _write(stream, measured.schedule.name, all_events)
 
 
 def _write(stream: TextIO, name: str, written: Iterable[Event]) -> None:
     """Write the events of the schedule `name`, one per line."""
     head = {"displayTimeUnit": "ms", "otherData": {"schedule": name}}
     stream.write(_compact(head)[:-1] + ',"traceEvents":[\n')
-    for at, event in enumerate(written):
-        stream.write(("" if at == 0 else ",\n") + _compact(event))
+    for index, event in enumerate(written):
+        stream.write(("" if index == 0 else ",\n") + _compact(event))
     stream.write("\n]}\n")
 
 
-def _moved(event: Event, word: str, place: int, timeline: Timeline) -> Event:
+def _shifted_event(event: Event, word: str, index: int, timeline: Timeline) -> Event:
     """Move an event to the processes of its timeline, with a distinct name and id."""
-    process = int(str(event["pid"])) + place * timeline.schedule.num_devices
-    moved: Event = {**event, "pid": process}
+    process = int(str(event["pid"])) + index * timeline.schedule.num_devices
+    shifted: Event = {**event, "pid": process}
     if event["name"] == "process_name":
-        moved["args"] = {"name": f"{word}, device {event['pid']}"}
+        shifted["args"] = {"name": f"{word}, device {event['pid']}"}
     elif event["name"] == "process_sort_index":
-        moved["args"] = {"sort_index": process}
+        shifted["args"] = {"sort_index": process}
     if "id" in event:
-        moved["id"] = 2 * int(str(event["id"])) + place
-    return moved
+        shifted["id"] = 2 * int(str(event["id"])) + index
+    return shifted
 
 
 def events(
@@ -90,7 +90,7 @@ def events(
     for device in range(timeline.schedule.num_devices):
         yield from _names(timeline, device)
         yield from _passes(timeline, device)
-        yield from _held(timeline, costs, device, held_unit)
+        yield from _memory(timeline, costs, device, held_unit)
     yield from _arrows(timeline)
 
 
@@ -115,16 +115,16 @@ def _meta(device: int, name: str, args: dict[str, str | int | float]) -> Event:
 def _passes(timeline: Timeline, device: int) -> Iterator[Event]:
     chunks = chunks_of(timeline.schedule.placement)
     threads = _resources(timeline, device)
-    beside = timeline.schedule.overlapped_pairs()
-    joined = set(beside.values())
+    pairs = timeline.schedule.overlapped_pairs()
+    partners = set(pairs.values())
     for work, start, end in timeline.slots(device):
-        if work in joined:  # part of the event of its F
+        if work in partners:  # part of the event of its F
             continue
-        step = (work, beside[work]) if work in beside else (work,)
+        step = (work, pairs[work]) if work in pairs else (work,)
         yield {
             "ph": "X",
             "name": PAIR_SIGN.join(map(str, step)),
-            "cat": " & ".join(each.kind.label for each in step),
+            "cat": " & ".join(work.kind.label for work in step),
             "pid": device,
             "tid": threads.index(work.kind.resource),
             "ts": start,
@@ -137,16 +137,16 @@ def _passes(timeline: Timeline, device: int) -> Iterator[Event]:
         }
 
 
-def _held(timeline: Timeline, costs: Costs, device: int, held_unit: str) -> Iterator[Event]:
-    for time, held in held_steps(timeline, costs, device):
-        args: dict[str, str | int | float] = {held_unit: held}
+def _memory(timeline: Timeline, costs: Costs, device: int, held_unit: str) -> Iterator[Event]:
+    for time, memory in held_steps(timeline, costs, device):
+        args: dict[str, str | int | float] = {held_unit: memory}
         yield {"ph": "C", "name": "held", "pid": device, "ts": time, "args": args}
 
 
 def _arrows(timeline: Timeline) -> Iterator[Event]:
     """Yield two events per message: a start in the sending pass, an end in the reading pass."""
     placement = timeline.schedule.placement
-    made = {
+    slot_by_pass = {
         slot.work._replace(kind=kind): slot
         for device in range(timeline.schedule.num_devices)
         for slot in timeline.slots(device)
@@ -155,14 +155,14 @@ def _arrows(timeline: Timeline) -> Iterator[Event]:
     number = 0
     for device in range(timeline.schedule.num_devices):
         for reader in timeline.slots(device):
-            for need in reader.work.needs(len(placement)):
-                maker = made.get(need)  # None: of another stage of the device
-                if maker is None or placement[need.stage] == device:
+            for dependency in reader.work.needs(len(placement)):
+                sender = slot_by_pass.get(dependency)  # None: of another stage of the device
+                if sender is None or placement[dependency.stage] == device:
                     continue
-                leaves = maker.end - _INSIDE * (maker.end - maker.start)
-                arrives = max(leaves, reader.start + _INSIDE * (reader.end - reader.start))
-                yield _arrow("s", number, placement[need.stage], leaves)
-                yield {**_arrow("f", number, device, arrives), "bp": "e"}
+                departure = sender.end - _INSIDE * (sender.end - sender.start)
+                arrival = max(departure, reader.start + _INSIDE * (reader.end - reader.start))
+                yield _arrow("s", number, placement[dependency.stage], departure)
+                yield {**_arrow("f", number, device, arrival), "bp": "e"}
                 number += 1
 
 

@@ -141,11 +141,14 @@ def schedule_figure(
     with _style():
         figure, panels = _panels([timeline], heights, units)
         _draw_schedule(panels[-2], timeline, units, "Schedule" if block else name, note)
-        _draw_held(panels[-1], timeline, costs, limit, units)
+        _draw_memory(panels[-1], timeline, costs, limit, units)
         if block is not None:
             _draw_block(panels[0], block, f"{name}: building block")
             figure.draw_without_rendering()  # places the panels
-            letters = [each.work.kind + "0" * (block.num_microbatches > 1) for each in block.passes]
+            letters = [
+                block_pass.work.kind + "0" * (block.num_microbatches > 1)
+                for block_pass in block.passes
+            ]
             _write_in(panels[0], _bars_of_block(block), letters, chunks_of(block.placement))
         _number_passes(figure, panels[-2:-1], [timeline], units)
         return figure
@@ -221,23 +224,27 @@ def _panels(
     timelines: Sequence[Timeline], heights: Sequence[float], units: Units
 ) -> tuple[Figure, list[Axes]]:
     """Return a figure with a legend, and its panels on a common time axis."""
-    end = max(each.makespan for each in timelines) * units.time_scale
-    devices = max(each.schedule.num_devices for each in timelines)
-    bars = [bar for each in timelines for bar in bars_of(each, units)]
-    wanted = _PASS_WIDTH * end / _typical_length(bars)
+    end = max(timeline.makespan for timeline in timelines) * units.time_scale
+    devices = max(timeline.schedule.num_devices for timeline in timelines)
+    bars = [bar for timeline in timelines for bar in bars_of(timeline, units)]
+    full_width = _PASS_WIDTH * end / _typical_length(bars)
     row = min(15.0, max(5.0, 120.0 / devices))
-    high = sum(heights) * devices * row + 26 * len(heights) + 44
-    width = min(max(wanted, _NARROWEST), _WIDEST) + 64
-    figure = Figure(figsize=(width / 72, high / 72), layout="constrained")
+    height = sum(heights) * devices * row + 26 * len(heights) + 44
+    width = min(max(full_width, _NARROWEST), _WIDEST) + 64
+    figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
     for axes in panels:
         axes.set(xlim=(0, end), ylim=(devices, 0))
         axes.xaxis.set_visible(axes is panels[-1])
         axes.spines["bottom"].set_visible(axes is panels[-1])
-        every = max(1, math.ceil(7.0 / row))
-        rows = range(0, devices, every)
-        axes.set_yticks([at + 0.5 for at in rows], [str(at) for at in rows], color=_QUIET)
+        row_step = max(1, math.ceil(7.0 / row))
+        rows = range(0, devices, row_step)
+        axes.set_yticks(
+            [row_number + 0.5 for row_number in rows],
+            [str(row_number) for row_number in rows],
+            color=_QUIET,
+        )
     panels[-1].set_xlabel(units.time_label)
     _add_legend(figure, timelines)
     return figure, list(panels)
@@ -245,9 +252,9 @@ def _panels(
 
 def _add_legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
     """Draw a labeled swatch per kind and shade; those of a full backward are its parts'."""
-    drawn = {kind for each in timelines for kind in each.schedule.kinds}
+    drawn = {kind for timeline in timelines for kind in timeline.schedule.kinds}
     kinds = [kind for kind in KINDS if kind in drawn]
-    chunks = max(each.schedule.num_chunks for each in timelines)
+    chunks = max(timeline.schedule.num_chunks for timeline in timelines)
     swatches: list[Any] = [
         tuple(Patch(color=shade(p, c, chunks)) for c in range(chunks) for p in kind.does)
         for kind in kinds
@@ -281,7 +288,7 @@ def bars_of(timeline: Timeline, units: Units = CHUNKS) -> list[Bar]:
         for device in range(timeline.schedule.num_devices)
     }
     pairs = timeline.schedule.overlapped_pairs().items()
-    lower_part = {half: place for pair in pairs for place, half in enumerate(pair)}
+    lower_part = {half: index for pair in pairs for index, half in enumerate(pair)}
 
     def height(device: int, work: Pass) -> tuple[float, float]:
         """Return the vertical extent of a pass; in an F&B pair, F has the upper half."""
@@ -306,9 +313,9 @@ def _heights(resources: Sequence[str]) -> dict[str, tuple[float, float]]:
     The processor has the complete row, or two thirds if there are other resources.
     """
     upper = _BOTTOM if len(resources) == 1 else _TOP + (_BOTTOM - _TOP) * 2 / 3
-    others = [resource for resource in resources if resource != PROCESSOR]
-    levels = np.linspace(upper, _BOTTOM, len(others) + 1).tolist()
-    return {PROCESSOR: (_TOP, upper)} | dict(zip(others, pairwise(levels), strict=True))
+    other_resources = [resource for resource in resources if resource != PROCESSOR]
+    levels = np.linspace(upper, _BOTTOM, len(other_resources) + 1).tolist()
+    return {PROCESSOR: (_TOP, upper)} | dict(zip(other_resources, pairwise(levels), strict=True))
 
 
 def _draw_passes(
@@ -331,9 +338,9 @@ def _draw_passes(
         for part, (above, below) in zip(kind.does, pairwise(levels), strict=True):
             box = (start + gap, end - gap, above, below)
             boxes.setdefault((group, part, chunks[stage]), []).append(box)
-    for (group, kind, chunk), mine in sorted(boxes.items()):
+    for (group, kind, chunk), group_boxes in sorted(boxes.items()):
         width = edge if group == "passes" else 0.0
-        patch = PathPatch(_outline(mine), edgecolor="white", linewidth=width)
+        patch = PathPatch(_outline(group_boxes), edgecolor="white", linewidth=width)
         patch.set_facecolor(shade(kind, chunk, max(chunks) + 1))
         patch.set_gid(f"{'copies-' if faint else ''}{group}-{kind}-chunk{chunk}")
         patch.set_alpha(0.22 if faint else None)
@@ -348,9 +355,11 @@ def _number_passes(
     figure.set_layout_engine("none")  # a second layout would move them a little
     for axes, timeline in zip(panels, timelines, strict=True):
         schedule = timeline.schedule
-        own = [bar for bar in bars_of(timeline, units) if bar.work.kind.resource == PROCESSOR]
-        texts = ["/".join(map(str, schedule.position(bar.work).values())) for bar in own]
-        _write_in(axes, own, texts, chunks_of(schedule.placement))
+        processor_bars = [
+            bar for bar in bars_of(timeline, units) if bar.work.kind.resource == PROCESSOR
+        ]
+        texts = ["/".join(map(str, schedule.position(bar.work).values())) for bar in processor_bars]
+        _write_in(axes, processor_bars, texts, chunks_of(schedule.placement))
 
 
 def _write_in(axes: Axes, bars: Sequence[Bar], texts: Sequence[str], chunks: Sequence[int]) -> None:
@@ -358,18 +367,18 @@ def _write_in(axes: Axes, bars: Sequence[Bar], texts: Sequence[str], chunks: Seq
     extent = axes.get_window_extent()
     x = 72 / axes.figure.dpi * extent.width / axes.get_xlim()[1]  # points per unit
     row = 72 / axes.figure.dpi * extent.height / axes.get_ylim()[0]
-    wide = max(map(len, texts)) * _DIGIT
-    size = min(_LARGEST_TEXT, 0.62 * row, 0.86 * _typical_length(bars) * x / wide)
+    text_width = max(map(len, texts)) * _DIGIT
+    size = min(_LARGEST_TEXT, 0.62 * row, 0.86 * _typical_length(bars) * x / text_width)
     if size < _SMALLEST_TEXT:
         return
     for bar, text in zip(bars, texts, strict=True):
-        own = round(min(size, size * (bar.bottom - bar.top) / (_BOTTOM - _TOP) * 1.6), 1)
-        if len(text) * _DIGIT * own <= (bar.end - bar.start) * x:
+        text_size = round(min(size, size * (bar.bottom - bar.top) / (_BOTTOM - _TOP) * 1.6), 1)
+        if len(text) * _DIGIT * text_size <= (bar.end - bar.start) * x:
             axes.text(
                 (bar.start + bar.end) / 2,
                 bar.row + (bar.top + bar.bottom) / 2,
                 text,
-                size=own,
+                size=text_size,
                 ha="center",
                 va="center_baseline",
                 color=ink(shade(bar.work.parts()[0], chunks[bar.work.stage], max(chunks) + 1)),
@@ -384,8 +393,13 @@ def _typical_length(bars: Sequence[Bar]) -> float:
 
 def _bars_of_block(block: BuildingBlock) -> list[Bar]:
     return [
-        Bar(each.work, block.placement[each.work.stage], each.start, each.end)
-        for each in block.passes
+        Bar(
+            block_pass.work,
+            block.placement[block_pass.work.stage],
+            block_pass.start,
+            block_pass.end,
+        )
+        for block_pass in block.passes
     ]
 
 
@@ -431,7 +445,7 @@ def lifespan_notes(block: BuildingBlock) -> list[str]:
     return notes
 
 
-def _draw_held(
+def _draw_memory(
     axes: Axes, timeline: Timeline, costs: Costs, limit: Limit | None, units: Units
 ) -> None:
     """Draw each device's memory as an area in its row, with the limit as a dashed line."""
@@ -439,19 +453,19 @@ def _draw_held(
     top = max([*peaks, limit.held if limit else 0.0]) or 1.0  # rows need a height without memory
     note = f"{units.held_label}, every row as high as {top * units.held_scale:.4g}"
     if limit is not None:
-        reach = limit.held * units.held_scale
-        note = f"{units.held_label}; broken line: {reach:.4g}, {plain(limit.label)}"
+        limit_text = limit.held * units.held_scale
+        note = f"{units.held_label}; broken line: {limit_text:.4g}, {plain(limit.label)}"
     _set_title(axes, "Activation memory", note)
-    room, first = (_BOTTOM - _TOP) / top, timeline.first_start
+    scale, first = (_BOTTOM - _TOP) / top, timeline.first_start
     for device, peak in enumerate(peaks):
         base = device + _BOTTOM
         steps = held_steps(timeline, costs, device)
         times = [(time - first) * units.time_scale for time, _ in steps]
-        levels = [base - room * held for _, held in steps]
+        levels = [base - scale * memory for _, memory in steps]
         axes.fill_between(times, base, levels, step="post", color=HELD_COLOUR, lw=0, gid="held")
         axes.axhline(base, color=_QUIET, lw=0.4)
         if limit is not None:
-            axes.axhline(base - room * limit.held, color=_LIMIT, lw=0.6, ls=(0, (4, 2)))
+            axes.axhline(base - scale * limit.held, color=_LIMIT, lw=0.6, ls=(0, (4, 2)))
         if device in axes.get_yticks() - 0.5:  # rows are high enough for a note
             _note(axes, f"{peak * units.held_scale:.4g}", (axes.get_xlim()[1], device + 0.5))
 
@@ -466,11 +480,11 @@ def _set_title(axes: Axes, title: str, note: str, pad: float = 4.0) -> None:
     axes.set_title(note, loc="right", size=7, color=_QUIET, pad=pad)
 
 
-def _note(axes: Axes, text: str, place: tuple[float, float]) -> None:
+def _note(axes: Axes, text: str, point: tuple[float, float]) -> None:
     """Write a small note to the right of a place in the units of the axes."""
     style: dict[str, Any] = {"size": 6.5, "color": _QUIET, "va": "center_baseline"}
     axes.annotate(
-        text, place, xytext=(4, 0), textcoords="offset points", annotation_clip=False, **style
+        text, point, xytext=(4, 0), textcoords="offset points", annotation_clip=False, **style
     )
 
 

@@ -39,18 +39,18 @@ def frontier_figure(
     (steps,) = axes.step(limits, [*map(slower, planned)], where="post")
     steps.set_label("adaptive plan at this limit")
     steps.set(color=Kind.F.colour, marker="o", markersize=3)
-    near = [point for point in published if point.peak * scale <= _REACH * limits[-1]]
+    nearby_points = [point for point in published if point.peak * scale <= _REACH * limits[-1]]
     colours = matplotlib.color_sequences["tab20"]
-    for at, point in enumerate(near):
+    for index, point in enumerate(nearby_points):
         (mark,) = axes.plot(point.peak * scale, slower(point), markersize=5, linestyle="")
         mark.set_label(display_name(point.schedule.name))
-        mark.set(color=colours[at % len(colours)], marker=_MARKERS[at % len(_MARKERS)])
+        mark.set(color=colours[index % len(colours)], marker=_MARKERS[index % len(_MARKERS)])
     axes.set_xlabel(memory_label)
     axes.set_ylabel("step time, % above the fastest")
     # The lowest limits are several times slower; most useful plans are close to the fastest.
     axes.set_yscale("symlog", linthresh=1, linscale=0.5, subs=range(2, 10))
     axes.set_yticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
-    axes.set_ylim(0, 1.1 * max(*map(slower, (*planned, *near)), 1.0))
+    axes.set_ylim(0, 1.1 * max(*map(slower, (*planned, *nearby_points)), 1.0))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(frameon=False, fontsize=7, loc="outside right upper")

@@ -12,25 +12,25 @@ _LONGEST = 60
 
 def display_name(name: str) -> str:
     """Return the paper's spelling of a catalogue name; another name is only made printable."""
-    own, colon, chunks = name.partition(":")
-    bare = own.rstrip("+")
-    if bare not in EVERY_NAME:
+    base_name, colon, chunks = name.partition(":")
+    plain_name = base_name.rstrip("+")
+    if plain_name not in EVERY_NAME:
         return plain(name)
-    words = "-".join(_WORDS.get(word, word.capitalize()) for word in bare.split("-"))
-    return words + plain(own[len(bare) :] + colon + chunks)
+    words = "-".join(_WORDS.get(word, word.capitalize()) for word in plain_name.split("-"))
+    return words + plain(base_name[len(plain_name) :] + colon + chunks)
 
 
 def plain(name: str) -> str:
     """Make a name safe for a terminal and a figure: printable, one line, short."""
-    text = "".join(each if each.isprintable() else "?" for each in name)
+    text = "".join(character if character.isprintable() else "?" for character in name)
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
 
 
 def placement_text(schedule: Schedule) -> str:
     """Format the number of stages per rank and the placement."""
     chunks = schedule.num_chunks
-    each = "chunk" if chunks == 1 else "chunks"
-    return f"{chunks} {each} per rank, {shape_text(schedule)}"
+    unit = "chunk" if chunks == 1 else "chunks"
+    return f"{chunks} {unit} per rank, {shape_text(schedule)}"
 
 
 def shape_text(schedule: Schedule) -> str:

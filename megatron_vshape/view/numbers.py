@@ -49,13 +49,13 @@ def numbers_of(timeline: Timeline, costs: Costs | None = None) -> RunNumbers:
     workspace.
     """
     schedule = timeline.schedule if costs is None else fuse(timeline)
-    held, base = peak_held(schedule, costs), base_peak(schedule.num_devices, costs)
-    relative = max(held) / base if base else 1.0
+    peaks, base = peak_held(schedule, costs), base_peak(schedule.num_devices, costs)
+    relative = max(peaks) / base if base else 1.0
     if costs is None:
-        return RunNumbers(timeline, held, None, relative)
+        return RunNumbers(timeline, peaks, None, relative)
     chunk = chunk_of(costs, schedule.num_devices) or 1.0
-    alone = peak_held(schedule, costs.of_activations())
-    return RunNumbers(timeline, tuple(each / chunk for each in alone), held, relative)
+    activation_peaks = peak_held(schedule, costs.of_activations())
+    return RunNumbers(timeline, tuple(peak / chunk for peak in activation_peaks), peaks, relative)
 
 
 def base_peak(num_devices: int, costs: Costs | None = None) -> float:
@@ -92,19 +92,19 @@ def messages_per_microbatch(schedule: Schedule) -> tuple[int, float]:
     The ratio is 1 on one device, where 1F1B has no messages.
     """
     pairs = zip(schedule.placement, schedule.placement[1:], strict=False)
-    hops = sum(here != there for here, there in pairs)
-    messages = 2 * hops * schedule.num_microbatches // schedule.whole_microbatches
-    least = 2 * (schedule.num_devices - 1)
-    return messages, messages / least if least else 1.0
+    num_hops = sum(device != next_device for device, next_device in pairs)
+    messages = 2 * num_hops * schedule.num_microbatches // schedule.whole_microbatches
+    base_messages = 2 * (schedule.num_devices - 1)
+    return messages, messages / base_messages if base_messages else 1.0
 
 
 def prices_told(costs: Costs) -> list[str]:
     """Format the overheads of a pass, and the sources of the costs (measured or assumed)."""
     send, host = fixed(costs.send_us), fixed(costs.host_us)
-    untold = "the costs file does not name the source of its costs"
+    no_source_text = "the costs file does not name the source of its costs"
     return [
         f"{send} us per P2P message, {host} us of launch overhead per pass",
-        *(source_lines(costs) or [untold]),
+        *(source_lines(costs) or [no_source_text]),
     ]
 
 
@@ -139,19 +139,20 @@ def idle_told(timeline: Timeline) -> list[str]:
     The bubble compares with the busiest rank only, and does not show that others wait for it.
     """
     work = timeline.work
-    mean, most = sum(work) / len(work), max(work)
-    if most <= mean * (1 + WORTH_TELLING):
+    mean, max_work = sum(work) / len(work), max(work)
+    if max_work <= mean * (1 + WORTH_TELLING):
         return []
     return [
         f"{percent(timeline.mean_idle)} of the step, on average over the ranks",
-        f"rank {work.index(most)} is the bottleneck: {most / mean:.3g}x the mean work per rank",
+        f"rank {work.index(max_work)} is the bottleneck: {max_work / mean:.3g}x the mean work per "
+        "rank",
     ]
 
 
-def enough(held: float) -> str:
+def enough(memory: float) -> str:
     """Format memory with 6 digits, rounded up, so that the printed value is a sufficient limit."""
     # Minus the tolerance of limits; otherwise sums of fractions would be rounded up by a digit.
-    rounded = Context(prec=6, rounding=ROUND_CEILING).create_decimal(held * (1 - 1e-9))
+    rounded = Context(prec=6, rounding=ROUND_CEILING).create_decimal(memory * (1 - 1e-9))
     return f"{float(rounded):.6g}"
 
 
@@ -176,7 +177,7 @@ def percent(share: float) -> str:
 
 def labelled(label: str, lines: Sequence[str]) -> list[tuple[str, str]]:
     """Return the lines with the label before the first."""
-    return [(label if at == 0 else "", line) for at, line in enumerate(lines)]
+    return [(label if index == 0 else "", line) for index, line in enumerate(lines)]
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -184,28 +185,28 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        name, *rest = row
-        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        name, *numbers = row
+        cells = [cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True)]
         lines.append("  ".join([name.ljust(widths[0]), *cells]).rstrip())
     return "\n".join(lines)
 
 
 def comparison_rows(numbers: Sequence[RunNumbers]) -> list[list[str]]:
     """Return a heading and a row per schedule: memory, bubbles, time, communication."""
-    in_bytes = any(each.peak_bytes is not None for each in numbers)
+    in_bytes = any(run.peak_bytes is not None for run in numbers)
     heading = ["schedule", "peak", "of 1F1B", "bubble", "span bubble", "makespan", "messages"]
     rows = [heading]
-    for each in numbers:
-        timeline = each.timeline
+    for run in numbers:
+        timeline = run.timeline
         messages, share = messages_per_microbatch(timeline.schedule)
-        peak = f"{fixed(max(each.peak_chunks))} chunks"
-        if in_bytes and each.peak_bytes is not None:
-            peak = f"{fixed(max(each.peak_bytes) / GIB)} GiB"
+        peak = f"{fixed(max(run.peak_chunks))} chunks"
+        if in_bytes and run.peak_bytes is not None:
+            peak = f"{fixed(max(run.peak_bytes) / GIB)} GiB"
         rows.append(
             [
                 plain(timeline.schedule.name),
                 peak,
-                percent(each.relative_peak),
+                percent(run.relative_peak),
                 percent(timeline.bubble),
                 percent(timeline.span_bubble),
                 time_text(timeline.makespan, in_bytes),
@@ -224,37 +225,37 @@ def held_steps(timeline: Timeline, costs: Costs, device: int) -> list[tuple[floa
     costs = costs_of(timeline.schedule, costs)
     curve = held_curve(timeline.schedule, costs, device)
     # The second pass of an F&B pair starts with its F, so it is not a separate step.
-    beside = set(timeline.schedule.overlapped_pairs().values())
+    partners = set(timeline.schedule.overlapped_pairs().values())
     pairs = [
-        (slot, held)
-        for slot, held in zip(timeline.slots(device), curve, strict=True)
-        if slot.work.kind.resource == PROCESSOR and slot.work not in beside
+        (slot, memory)
+        for slot, memory in zip(timeline.slots(device), curve, strict=True)
+        if slot.work.kind.resource == PROCESSOR and slot.work not in partners
     ]
-    slots, during = [slot for slot, _ in pairs], [held for _, held in pairs]
+    slots, memory_during = [slot for slot, _ in pairs], [memory for _, memory in pairs]
     steps: list[tuple[float, float]] = []
 
-    def step(time: float, held: float) -> None:
+    def step(time: float, memory: float) -> None:
         if steps and steps[-1][0] == time:
             steps.pop()
-        if held != (steps[-1][1] if steps else 0.0):
-            steps.append((time, held))
+        if memory != (steps[-1][1] if steps else 0.0):
+            steps.append((time, memory))
 
-    for at, slot in enumerate(slots):
-        step(slot.start, during[at])
-        if at + 1 == len(slots):
+    for index, slot in enumerate(slots):
+        step(slot.start, memory_during[index])
+        if index + 1 == len(slots):
             step(slot.end, 0.0)
             break
         # Between two passes, the memory is that of the next pass without its new allocations.
-        work = slots[at + 1].work
-        new = costs.changes(work.kind)[0][work.stage] + costs.works(work.kind)[work.stage]
-        step(slot.end, during[at + 1] - new)
+        work = slots[index + 1].work
+        allocated = costs.changes(work.kind)[0][work.stage] + costs.works(work.kind)[work.stage]
+        step(slot.end, memory_during[index + 1] - allocated)
     return steps
 
 
 def trades_told(
-    timeline: Timeline, costs: Costs, held: Callable[[float], str]
+    timeline: Timeline, costs: Costs, format_memory: Callable[[float], str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield a label and a line about moved memory, if the costs have it; `held` formats memory."""
+    """Yield a label and a line about moved memory, if the costs have it."""
     schedule = timeline.schedule
     if costs.copies:
         copied = Counter(work.stage for work in schedule.copied())
@@ -264,12 +265,12 @@ def trades_told(
         for stage, count in copied.items():
             by_chunk[chunks[stage]] += count
         of_chunk = schedule.num_devices * schedule.num_microbatches
-        each = ", ".join(
+        parts = ", ".join(
             f"{percent(by_chunk[c] / of_chunk)} of chunk {c}" for c in sorted(by_chunk)
         )
         busy = percent(link_share(timeline))
-        most = held(max(peak_moved(schedule, costs)))
-        line = f"{percent(share)} of the activations ({each}); at most {most} of host memory per "
+        peak = format_memory(max(peak_moved(schedule, costs)))
+        line = f"{percent(share)} of the activations ({parts}); at most {peak} of host memory per "
         line += f"rank; host link busy {busy}"
         yield MOVING_NAME, line if copied else "none (no gain)"
 
@@ -280,5 +281,7 @@ def link_share(timeline: Timeline) -> float:
     for lane in timeline.schedule.lanes():
         if any(work.kind.resource in (TO_HOST, FROM_HOST) for work in lane.passes):
             starts, ends = timeline.starts[lane.device], timeline.ends[lane.device]
-            busiest = max(busiest, sum(ends[at] - starts[at] for at in lane.places))
+            busiest = max(
+                busiest, sum(ends[position] - starts[position] for position in lane.places)
+            )
     return busiest / timeline.makespan

@@ -30,9 +30,9 @@ def memory_figure(curves: Mapping[str, Sequence[Point]], limit_bytes: float) -> 
     panels = figure.subplots(len(curves), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for axes, (name, curve) in zip(panels, curves.items(), strict=True):
         times = [point[0] for point in curve]
-        held = [[point[2].get(who, 0) / GIB for point in curve] for who in WORDS]
+        layers_gib = [[point[2].get(owner, 0) / GIB for point in curve] for owner in WORDS]
         labels, colours = zip(*WORDS.values(), strict=True)
-        layers = axes.stackplot(times, held, labels=labels, colors=colours, linewidth=0)
+        layers = axes.stackplot(times, layers_gib, labels=labels, colors=colours, linewidth=0)
         axes.axhline(limit_bytes / GIB, color=Kind.B.colour, linewidth=0.8, linestyle="--")
         axes.set_ylabel(f"{name}\nGiB", fontsize=8)
         axes.set_ylim(0)

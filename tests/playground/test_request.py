@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from playground.answers import request
 
 from megatron_vshape.playground.request import (
+    AnswerKind,
     FieldError,
     Request,
-    Want,
     parse_request,
 )
 
@@ -26,7 +26,7 @@ JSON = st.recursive(
 
 def test_a_request():
     found = parse_request(request(costs={"backward": 2, "head": [1, 2, 3]}))
-    assert found.want is Want.TIMELINE
+    assert found.answer_kind is AnswerKind.TIMELINE
     assert found.costs.backward == 2.0
     assert found.costs.head == (1.0, 2.0, 3.0)
 
