@@ -13,26 +13,26 @@ if TYPE_CHECKING:
     from starlette.testclient import TestClient
 
 
-def request(want: str = "timeline", **more: Any) -> dict[str, Any]:
+def request(answer_kind: str = "timeline", **changes: Any) -> dict[str, Any]:
     body = {
-        "want": want,
+        "want": answer_kind,
         "devices": 4,
         "microbatches": 8,
         "costs": {},
         "schedule": {"source": "name", "name": "v-half"},
     }
-    return {**body, **more}
+    return {**body, **changes}
 
 
 def frames(data: bytes) -> list[tuple[str, bytes]]:
     """Return the frames of an answer."""
-    found, at = [], 0
-    while at < len(data):
-        kind, length = HEAD.unpack_from(data, at)
-        at += HEAD.size
-        found.append((kind.decode(), data[at : at + length]))
-        at += length
-    return found
+    decoded, offset = [], 0
+    while offset < len(data):
+        kind, length = HEAD.unpack_from(data, offset)
+        offset += HEAD.size
+        decoded.append((kind.decode(), data[offset : offset + length]))
+        offset += length
+    return decoded
 
 
 def answer(client: "TestClient", body: dict[str, Any]) -> bytes:
@@ -59,13 +59,13 @@ def read_payload(data: bytes) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the header, and for every timeline its own header with its arrays."""
     (length,) = struct.unpack_from("<I", data)
     header = json.loads(data[4 : 4 + length])
-    at, timelines = 4 + length, []
-    for meta in header["timelines"]:
-        size = sum(meta["counts"])
+    offset, timelines = 4 + length, []
+    for timeline in header["timelines"]:
+        size = sum(timeline["counts"])
         for name, dtype in ARRAYS:
-            assert at % 8 == 0
-            meta[name] = np.frombuffer(data, dtype, size, at)
-            at += -(-meta[name].nbytes // 8) * 8
-        timelines.append(meta)
-    assert at == len(data)
+            assert offset % 8 == 0
+            timeline[name] = np.frombuffer(data, dtype, size, offset)
+            offset += -(-timeline[name].nbytes // 8) * 8
+        timelines.append(timeline)
+    assert offset == len(data)
     return header, timelines

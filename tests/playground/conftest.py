@@ -19,7 +19,7 @@ FLAGS = (
 ).split()
 
 
-def _need(*modules: str) -> None:
+def _require(*modules: str) -> None:
     for module in modules:
         pytest.importorskip(module, reason="the extras `playground` and `dev` are not installed")
 
@@ -27,7 +27,7 @@ def _need(*modules: str) -> None:
 @pytest.fixture(scope="session")
 def client() -> Iterator[Any]:
     """The application, asked without a socket."""
-    _need("starlette", "httpx")
+    _require("starlette", "httpx")
     from starlette.testclient import TestClient
 
     from megatron_vshape.playground.server import loopback_hosts, make_app
@@ -47,21 +47,21 @@ def server() -> Iterator[str]:
 @pytest.fixture
 def mortal_server() -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server that the test may end, in a process group of its own, and its address."""
-    with _serving(start_new_session=True, stderr=subprocess.PIPE) as served:
-        yield served
+    with _serving(start_new_session=True, stderr=subprocess.PIPE) as server:
+        yield server
 
 
 @contextmanager
-def _serving(**how: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    _need("starlette", "uvicorn")
+def _serving(**popen_options: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    _require("starlette", "uvicorn")
     code = "import sys; from megatron_vshape.cli.main import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "playground", "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **how)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **popen_options)
     assert process.stdout is not None
     try:
-        found = re.search(r"http://\S+", process.stdout.readline())
-        assert found, "the server did not say where it is"
-        yield process, found[0]
+        match = re.search(r"http://\S+", process.stdout.readline())
+        assert match, "the server did not say where it is"
+        yield process, match[0]
     finally:
         process.terminate()
         process.wait(20)

@@ -41,29 +41,29 @@ def numbers(page: Any) -> dict[str, str]:
 def url(page: Any) -> str:
     """Return the address once it no longer changes: it is written a moment after the view moves."""
     while True:
-        before = page.evaluate("location.hash")
+        hash_before = page.evaluate("location.hash")
         page.wait_for_timeout(350)
-        if page.evaluate("location.hash") == before:
-            return before
+        if page.evaluate("location.hash") == hash_before:
+            return hash_before
 
 
-def wait_for_url(page: Any, part: str, there: bool = True) -> None:
+def wait_for_url(page: Any, part: str, is_present: bool = True) -> None:
     """Wait until the address has the part, or has it no longer."""
     test = "([part, there]) => location.hash.includes(part) === there"
-    page.wait_for_function(test, arg=[part, there], timeout=PATIENCE_MS)
+    page.wait_for_function(test, arg=[part, is_present], timeout=PATIENCE_MS)
 
 
-def wait_for_other_url(page: Any, before: str) -> None:
+def wait_for_other_url(page: Any, old_hash: str) -> None:
     test = "(before) => location.hash !== before"
-    page.wait_for_function(test, arg=before, timeout=PATIENCE_MS)
+    page.wait_for_function(test, arg=old_hash, timeout=PATIENCE_MS)
 
 
 def picture(page: Any) -> str:
     return page.evaluate("document.querySelector('canvas.track').toDataURL()")
 
 
-def canvas(page: Any, at: int = 0) -> dict[str, float]:
-    return page.query_selector_all("canvas.track")[at].bounding_box()
+def canvas(page: Any, index: int = 0) -> dict[str, float]:
+    return page.query_selector_all("canvas.track")[index].bounding_box()
 
 
 def pixels(page: Any, points: list[tuple[float, float]]) -> list[str]:

@@ -54,21 +54,21 @@ def check_drawn(page: Any, timeline: Timeline) -> None:
     schedule = timeline.schedule
     width = canvas(page)["width"]
     chunks, count = chunks_of(schedule.placement), schedule.num_chunks
-    places, wanted, idle = [], [], []
+    points, expected, idle = [], [], []
     for device in range(4):
-        before = 0.0
+        idle_start = 0.0
         for work, start, end in timeline.slots(device):
             y = TOP + device * ROW
-            near = x_of(start, timeline, width) + 2.5
+            x = x_of(start, timeline, width) + 2.5
             kinds = (Kind.B, Kind.W) if work.kind is Kind.BW else (work.kind,)
-            for kind, down in zip(kinds, (4, 20), strict=False):
-                places.append((near, y + down))
-                wanted.append(shade(kind, chunks[work.stage], count))
-            left, right = (x_of(time, timeline, width) for time in (before, start))
+            for kind, offset in zip(kinds, (4, 20), strict=False):
+                points.append((x, y + offset))
+                expected.append(shade(kind, chunks[work.stage], count))
+            left, right = (x_of(time, timeline, width) for time in (idle_start, start))
             if right - left > 4:  # a narrower one shares its pixels with its neighbours
                 idle.append(((left + right) / 2, y + 12))
-            before = end
-    assert pixels(page, places) == wanted
+            idle_start = end
+    assert pixels(page, points) == expected
     colours = {shade(kind, chunk, count) for kind in PARTS for chunk in range(count)}
     assert colours.isdisjoint(pixels(page, idle))
     assert len(idle) > 3
@@ -98,7 +98,7 @@ def test_a_plan_of_four_stages_a_device_is_drawn(page, server):
     assert Schedule.from_json(Path(download.value.path()).read_text()) == schedule
 
 
-def test_the_files_to_take_away(page, server):
+def test_schedule_and_trace_files_are_downloaded(page, server):
     load(page, server, "d=4&m=8&s=v-min")
     for button, suffix in (("#save-json", ".json"), ("#save-trace", ".trace.json")):
         with page.expect_download() as download:
@@ -108,10 +108,10 @@ def test_the_files_to_take_away(page, server):
         if button == "#save-json":
             assert Schedule.from_json(text) == make("v-min", 4, 8)
         else:
-            assert sum(each["ph"] == "X" for each in json.loads(text)["traceEvents"]) == 192
+            assert sum(event["ph"] == "X" for event in json.loads(text)["traceEvents"]) == 192
 
 
-def test_the_commands(page, server):
+def test_commands_are_shown(page, server):
     load(page, server, "d=4&m=8&s=v-half&c=1,1.15,0.85,0.05")
     assert page.inner_text("#command-train") == (
         "--pipeline-schedule v-half --pipeline-model-parallel-size 4 "
@@ -124,12 +124,12 @@ def test_the_commands(page, server):
 
 def test_every_control_changes_the_numbers_or_the_picture(page, server):
     load(page, server, "d=4&m=8")
-    seen = [numbers(page)]
+    shown_numbers = [numbers(page)]
 
-    def changed() -> None:
+    def check_changed() -> None:
         settled(page)
-        assert numbers(page) != seen[-1]
-        seen.append(numbers(page))
+        assert numbers(page) != shown_numbers[-1]
+        shown_numbers.append(numbers(page))
 
     for field, value in (
         ("devices", "5"),
@@ -146,20 +146,20 @@ def test_every_control_changes_the_numbers_or_the_picture(page, server):
         ("head_weight", "3.5"),
     ):
         fill(page, field, value)
-        changed()
+        check_changed()
     fill(page, "gib", "0.5")
     assert "GiB" in page.inner_text("#numbers")
     page.select_option("#in-unit", "ms")
     settled(page)
     assert "ms;" in page.inner_text("#numbers")
     page.select_option("#in-costs", "zb-1.5b")
-    changed()
+    check_changed()
     page.select_option("#in-costs", "unit")
-    changed()
+    check_changed()
     page.select_option("#in-schedule", "grouped-interleaved-1f1b")
-    changed()
+    check_changed()
     fill(page, "chunks", "3")
-    changed()
+    check_changed()
     wait_for_url(page, "grouped-interleaved-1f1b:c3")
 
 
@@ -170,26 +170,26 @@ def test_files_are_opened(page, server, tmp_path):
     page.set_input_files("#file", str(tmp_path / "costs.json"))
     settled(page)
     assert "GiB" in numbers(page)["Peak memory"]
-    opened = tmp_path / "own.csv"
-    opened.write_text(make("zb-h1", 3, 4).to_csv())
+    opened_file = tmp_path / "own.csv"
+    opened_file.write_text(make("zb-h1", 3, 4).to_csv())
     page.select_option("#in-costs", "unit")
     settled(page)
-    page.set_input_files("#file", str(opened))
+    page.set_input_files("#file", str(opened_file))
     settled(page)
     assert page.inner_text("figcaption p").startswith("3 devices, 4 microbatches")
-    other = page.context.new_page()
-    load(other, server, url(page)[1:])
-    assert other.inner_text("figcaption p").startswith("3 devices, 4 microbatches")
-    other.close()
-    nothing = tmp_path / "nothing.json"
-    nothing.write_text("{}")
-    page.set_input_files("#file", str(nothing))
+    second_page = page.context.new_page()
+    load(second_page, server, url(page)[1:])
+    assert second_page.inner_text("figcaption p").startswith("3 devices, 4 microbatches")
+    second_page.close()
+    invalid_file = tmp_path / "nothing.json"
+    invalid_file.write_text("{}")
+    page.set_input_files("#file", str(invalid_file))
     page.wait_for_selector("#wrong-file")
     assert page.inner_text("#wrong-file") == "nothing.json: not a schedule or costs file."
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value", "message"),
     [
         ("devices", "0", "0 is outside 1 to 256"),
         ("devices", "many", "enter a whole number from 1 to 256"),
@@ -199,12 +199,12 @@ def test_files_are_opened(page, server, tmp_path):
         ("send", "1e99", "too large"),
     ],
 )
-def test_bad_input_marks_its_field_and_says_why(page, server, field, value, said):
+def test_invalid_input_marks_its_field_with_the_reason(page, server, field, value, message):
     state = "d=256&m=8" if value == "16000" else "d=4&m=8"
     load(page, server, state)
     fill(page, field, value)
     page.wait_for_selector(f"#wrong-{field}")
-    assert said in page.inner_text(f"#wrong-{field}")
+    assert message in page.inner_text(f"#wrong-{field}")
     assert page.get_attribute(f"#in-{field}", "aria-invalid") == "true"
     assert page.get_attribute(f"#in-{field}", "aria-describedby") == f"wrong-{field}"
     fill(page, field, "2")
@@ -220,11 +220,11 @@ def test_hover_names_the_pass_and_click_follows_its_microbatch(page, server):
     x = box["x"] + x_of((slot.start + slot.end) / 2, timeline, box["width"])
     y = box["y"] + TOP + 2 * ROW + 10
     page.mouse.move(x, y)
-    said = page.inner_text("#tip")
-    assert said.startswith(str(slot.work))
-    assert f"microbatch {slot.work.microbatch}" in said
-    assert "waited for" in said
-    assert "activation memory" in said
+    tooltip = page.inner_text("#tip")
+    assert tooltip.startswith(str(slot.work))
+    assert f"microbatch {slot.work.microbatch}" in tooltip
+    assert "waited for" in tooltip
+    assert "activation memory" in tooltip
     page.mouse.click(x, y)
     wait_for_url(page, f"f={slot.work.microbatch}")
     assert f"Following microbatch {slot.work.microbatch}" in page.inner_text("#bar")
@@ -259,9 +259,9 @@ def test_by_keyboard_alone(page, server):
 def test_zoom_pan_and_wheel(page, server):
     load(page, server, "d=4&m=8")
     for label in ("Zoom in", "Later", "Zoom in", "Earlier", "Zoom out"):
-        before = url(page)
+        hash_before = url(page)
         page.click(f'button[aria-label="{label}"]')
-        wait_for_other_url(page, before)
+        wait_for_other_url(page, hash_before)
     page.click('button[aria-label="Show all of it"]')
     wait_for_url(page, "w=", there=False)
     box = canvas(page)
@@ -279,7 +279,7 @@ def test_zoom_pan_and_wheel(page, server):
 
 def test_the_four_steps(page, server):
     load(page, server, "tab=steps&d=4&m=8")
-    headings = [each.inner_text() for each in page.query_selector_all("figcaption h2")]
+    headings = [heading.inner_text() for heading in page.query_selector_all("figcaption h2")]
     assert headings == ["1 Building block", "2 Repeated", "3 Squeezed", "4 Reordered"]
     for step, name in enumerate(("1 Block", "2 Repeat", "3 Squeeze", "4 Reorder"), 1):
         page.click(f"#lead >> text={name}")
@@ -314,8 +314,10 @@ def test_a_long_plan_shows_progress_and_can_be_cancelled(page, server):
     page.goto("about:blank")
     page.goto(f"{server}#d=8&m=24&c=1,1.15,0.85,0.05&s=plan:9:500")
     page.wait_for_selector("#status progress")
-    said = "() => /^Planning.*best .*bound /.test(document.querySelector('#status').innerText)"
-    page.wait_for_function(said, timeout=PATIENCE_MS)
+    progress_shown = (
+        "() => /^Planning.*best .*bound /.test(document.querySelector('#status').innerText)"
+    )
+    page.wait_for_function(progress_shown, timeout=PATIENCE_MS)
     page.click("#status >> text=Cancel")
     assert "Cancelled" in page.inner_text("#status")
     page.select_option("#in-schedule", "v-min")
@@ -323,24 +325,24 @@ def test_a_long_plan_shows_progress_and_can_be_cancelled(page, server):
     assert page.inner_text("figcaption h2") == "V-Min"
 
 
-def test_the_url_brings_everything_back(page, server):
+def test_url_restores_the_complete_state(page, server):
     state = (
         "tab=timeline&d=4&m=12&c=1,1.15,0.85,0.05&u=ms&e=0.5,0,0,1&h=0,1,0,0&gib=0.25"
         "&s=v-min~zb-h1~interleaved-1f1b:c3&a=2&f=3&w=10,40&t=dark"
     )
     load(page, server, state)
-    first = (url(page), numbers(page), picture(page))
-    wanted = dict(pair.split("=") for pair in state.split("&"))
-    assert dict(pair.split("=") for pair in first[0][1:].split("&")) == wanted
-    other = page.context.new_page()
-    load(other, server, first[0][1:])
-    assert (url(other), numbers(other), picture(other)) == first
-    other.close()
+    shown = (url(page), numbers(page), picture(page))
+    expected = dict(pair.split("=") for pair in state.split("&"))
+    assert dict(pair.split("=") for pair in shown[0][1:].split("&")) == expected
+    second_page = page.context.new_page()
+    load(second_page, server, shown[0][1:])
+    assert (url(second_page), numbers(second_page), picture(second_page)) == shown
+    second_page.close()
 
 
 @pytest.mark.parametrize("tab", ["timeline", "steps", "compare"])
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_narrow_and_wide_light_and_dark(page, server, tab, theme):
+def test_layout_fits_narrow_and_wide_windows_in_both_themes(page, server, tab, theme):
     for width in (1280, 390):
         page.set_viewport_size({"width": width, "height": 844})
         load(page, server, f"tab={tab}&d=4&m=8&s=v-half~v-min&t={theme}")
@@ -388,7 +390,7 @@ def test_texts_are_readable(page, server, theme):
     assert page.evaluate(CONTRAST) == []
 
 
-def test_the_page_as_one_file(page, tmp_path):
+def test_html_file_works_without_a_server(page, tmp_path):
     schedule = make("v-half", 4, 8)
     path = tmp_path / "page.html"
     timeline = simulate(schedule)
@@ -406,8 +408,10 @@ def test_the_page_as_one_file(page, tmp_path):
     with page.expect_download() as download:
         page.click("#save-json")
     assert Schedule.from_json(Path(download.value.path()).read_text()) == schedule
-    outside = [each for each in requests if not each.startswith(("file:", "blob:", "data:"))]
-    assert not outside
+    external_requests = [
+        request for request in requests if not request.startswith(("file:", "blob:", "data:"))
+    ]
+    assert not external_requests
 
 
 @pytest.fixture
@@ -416,19 +420,19 @@ def other_page(tmp_path: Path) -> Iterator[str]:
     (tmp_path / "index.html").write_text("<!doctype html><title>other</title>")
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given, directory=str(tmp_path))
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments, directory=str(tmp_path))
 
-        def log_message(self, *given: Any) -> None:
+        def log_message(self, *arguments: Any) -> None:
             pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as other:
-        threading.Thread(target=other.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{other.server_address[1]}/"
-        other.shutdown()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/"
+        server.shutdown()
 
 
-def test_another_page_in_the_same_browser_gets_nothing(page, server, other_page):
+def test_page_of_another_origin_gets_no_data(page, server, other_page):
     page.goto(other_page)
     tries = """async (server) => {
       const tried = [];
@@ -448,12 +452,12 @@ def test_another_page_in_the_same_browser_gets_nothing(page, server, other_page)
       try { seen = frame.contentDocument?.title ?? null; } catch { seen = null; }
       return [...tried, quiet, seen];
     }"""
-    found = page.evaluate(tries, server)
-    assert found[:4] == ["refused"] * 4
-    assert found[4] in (None, "")
+    results = page.evaluate(tries, server)
+    assert results[:4] == ["refused"] * 4
+    assert results[4] in (None, "")
 
 
-def test_all_states_of_the_url_are_survived(page, server):
+def test_invalid_urls_do_not_break_the_page(page, server):
     for state in (
         "d=&m=x&s=~~&a=99&w=1&f=-5&x=%00&t=pink&tab=none&c=1,2",
         "s=plan:&a=-1",

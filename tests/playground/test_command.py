@@ -21,46 +21,46 @@ httpx = pytest.importorskip("httpx", reason="the extra `dev` is not installed")
 pytest.importorskip("starlette", reason="the extra `playground` is not installed")
 
 
-def test_it_serves_on_this_machine_alone(server):
+def test_server_listens_on_loopback_only(server):
     assert server.startswith("http://127.0.0.1:")
     assert httpx.get(server).status_code == 200
 
 
-def test_a_server_tells_nothing_of_itself(server):
+def test_response_has_no_server_header(server):
     assert "server" not in httpx.get(server).headers
 
 
-def test_a_port_in_use(capsys):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
+def test_port_in_use_is_rejected(capsys):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = str(listener.getsockname()[1])
         assert main(["playground", "--port", port]) == 2
     assert "cannot listen there" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("port", ["65536", "-1", "abc", "٣"])
-def test_what_is_no_port(capsys, port):
+def test_invalid_port_is_rejected(capsys, port):
     assert main(["playground", f"--port={port}"]) == 2
     assert "is not a port" in capsys.readouterr().err
 
 
-def test_the_address_that_is_told_is_answered(capsys, monkeypatch):
-    served = []
-    monkeypatch.setattr(playground, "_serve", lambda listener, port: served.append(port))
+def test_printed_address_is_served(capsys, monkeypatch):
+    served_ports = []
+    monkeypatch.setattr(playground, "_serve", lambda listener, port: served_ports.append(port))
     assert main(["playground", "--port", "0"]) == 0
-    told = re.search(r"at http://127\.0\.0\.1:(\d+)/ ", capsys.readouterr().out)
-    assert [int(told[1])] == served
+    match = re.search(r"at http://127\.0\.0\.1:(\d+)/ ", capsys.readouterr().out)
+    assert [int(match[1])] == served_ports
 
 
-def test_a_browser_leaves_port_80_out():
+def test_host_header_without_port_80_is_accepted():
     from megatron_vshape.playground.server import loopback_hosts
 
     assert {"localhost", "127.0.0.1:80"} <= set(loopback_hosts(80))
     assert "localhost" not in loopback_hosts(8080)
 
 
-def test_ctrl_c_ends_the_workers_without_a_word(mortal_server):
+def test_ctrl_c_ends_the_workers_without_a_traceback(mortal_server):
     pytest.importorskip("numba", reason="without numba a plan takes minutes")
     process, url = mortal_server
     costs = {"backward": 1.15, "weight": 0.85, "send": 0.05}
@@ -73,12 +73,12 @@ def test_ctrl_c_ends_the_workers_without_a_word(mortal_server):
         workers = workers_of(process.pid)
         assert len(workers) == 2  # one at work and one idle
         os.killpg(process.pid, signal.SIGINT)
-        said = process.communicate(timeout=60)[1]
-    assert "KeyboardInterrupt" not in said
-    assert "Event loop is closed" not in said
-    until = time.monotonic() + 20
+        errors = process.communicate(timeout=60)[1]
+    assert "KeyboardInterrupt" not in errors
+    assert "Event loop is closed" not in errors
+    deadline = time.monotonic() + 20
     while any(Path(f"/proc/{worker}").exists() for worker in workers):
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
         time.sleep(0.1)
 
 
@@ -87,32 +87,32 @@ def workers_of(server: int) -> list[int]:
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
-def test_a_client_that_goes_away_leaves_no_traceback(mortal_server):
+def test_disconnected_client_leaves_no_traceback(mortal_server):
     process, url = mortal_server
     host = httpx.URL(url).netloc.decode()
     body = json.dumps(request(devices=16, microbatches=256)).encode()
-    for sent in (0, 5, len(body)):  # before its request, in it, and before its answer
+    for num_bytes in (0, 5, len(body)):  # before its request, in it, and before its answer
         for _ in range(4):
             with socket.create_connection(host.split(":"), timeout=60) as client:
-                client.sendall(posted(host, len(body)) + body[:sent])
+                client.sendall(posted(host, len(body)) + body[:num_bytes])
                 time.sleep(0.05)
     assert httpx.post(f"{url}api/make", json=request(), timeout=120).status_code == 200
     process.send_signal(signal.SIGINT)
     assert "Traceback" not in process.communicate(timeout=60)[1]
 
 
-def test_a_slow_body_is_not_waited_for(monkeypatch):
+def test_slow_request_body_times_out(monkeypatch):
     from megatron_vshape.playground import server
 
     monkeypatch.setattr(server, "BODY_S", 0.2)
-    sent: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
 
     async def never() -> dict[str, Any]:
         await asyncio.sleep(30)
         raise AssertionError("the body was waited for")
 
     async def keep(message: dict[str, Any]) -> None:
-        sent.append(message)
+        messages.append(message)
 
     async def ask() -> None:
         app = server.make_app(("desk",))
@@ -122,8 +122,8 @@ def test_a_slow_body_is_not_waited_for(monkeypatch):
 
     with ThreadPoolExecutor(1) as threads:  # Playwright keeps a loop running in this one
         threads.submit(asyncio.run, ask()).result()
-    assert sent[0]["status"] == 408
-    assert b"had not come within 0.2 s" in sent[1]["body"]
+    assert messages[0]["status"] == 408
+    assert b"had not come within 0.2 s" in messages[1]["body"]
 
 
 def posted(host: str, length: int) -> bytes:

@@ -59,28 +59,28 @@ def estimated(client: Any, **fields: Any) -> list[tuple[str, Any]]:
     return [(kind, json.loads(data)) for kind, data in frames(response.content)]
 
 
-def test_a_tiny_command_has_the_bars_the_verdict_and_the_step_time(client: Any) -> None:
+def test_estimate_has_memory_parts_verdict_and_step_time(client: Any) -> None:
     if not (is_installed("torch") and is_installed("megatron.training")):
         pytest.skip("Megatron is not installed")
-    got = estimated(client)
-    assert got[0] == ("P", {"doing": "estimating"})
-    kind, found = got[-1]
-    assert kind == "R", found
-    (rank,) = found["ranks"]
+    received = estimated(client)
+    assert received[0] == ("P", {"doing": "estimating"})
+    kind, report = received[-1]
+    assert kind == "R", report
+    (rank,) = report["ranks"]
     parts = {"weights", "gradients", "optimizer", "activations", "logits", "rest"}
     assert set(rank["parts"]) == parts
     assert sum(rank["parts"].values()) == pytest.approx(rank["peak_bytes"], rel=0.01)
-    assert found["gpu_memory_bytes"] == GPUS["h100"].memory_bytes
-    assert found["step_s"] > 0
-    assert found["verdict"].startswith("Fits: rank 0")
-    assert found["remedies"] == []
+    assert report["gpu_memory_bytes"] == GPUS["h100"].memory_bytes
+    assert report["step_s"] > 0
+    assert report["verdict"].startswith("Fits: rank 0")
+    assert report["remedies"] == []
 
 
 def test_an_error_is_one_message(client: Any) -> None:
-    kind, found = estimated(client, number=3, command=f"{GPT} --tensor-model-parallel-size 2")[-1]
-    assert (kind, found["field"]) == ("E", "command")
-    assert found["text"].startswith("3 GPUs do not divide among TP 2")
-    assert "\n" not in found["text"]
+    kind, error = estimated(client, number=3, command=f"{GPT} --tensor-model-parallel-size 2")[-1]
+    assert (kind, error["field"]) == ("E", "command")
+    assert error["text"].startswith("3 GPUs do not divide among TP 2")
+    assert "\n" not in error["text"]
 
 
 @pytest.mark.parametrize(
@@ -96,14 +96,14 @@ def test_an_error_is_one_message(client: Any) -> None:
         ("number", True),
     ],
 )
-def test_invalid_fields(client: Any, field: str, value: object) -> None:
+def test_invalid_field_is_rejected(client: Any, field: str, value: object) -> None:
     body = {"command": GPT, "gpu": "h100", "number": None, field: value}
     response = client.post("/api/estimate", json=body)
     assert response.status_code == 422
     assert response.json()["field"] == field
 
 
-def test_other_pages_get_none(client: Any) -> None:
+def test_estimate_rejects_other_origins(client: Any) -> None:
     body = {"command": GPT, "gpu": "h100", "number": None}
     for headers in ({"origin": "https://evil.example"}, {"sec-fetch-site": "cross-site"}):
         assert client.post("/api/estimate", json=body, headers=headers).status_code == 403
@@ -124,7 +124,7 @@ def test_a_shell_script_is_parsed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "message"),
     [
         ("python /home/me/steal.py --num-layers 2", "runs no script but"),
         ("python steal.py --num-layers 2", "runs no script but"),
@@ -139,8 +139,8 @@ def test_a_shell_script_is_parsed() -> None:
         ("# nothing\n", "is empty"),
     ],
 )
-def test_no_script_file_or_module_of_a_command_is_used(command: str, said: str) -> None:
-    with pytest.raises(ScheduleError, match=said):
+def test_no_script_file_or_module_of_a_command_is_used(command: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
         safe_words(command)
 
 
@@ -155,7 +155,7 @@ def test_slashes_of_a_pattern_and_paths_of_data_are_allowed() -> None:
     assert safe_words(f"pretrain_hybrid.py {flags}")[0] == "pretrain_hybrid.py"
 
 
-def test_one_at_a_time_and_an_abandoned_estimate_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_estimate_at_a_time_and_closing_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_vshape.playground import estimate
 
     started = []

@@ -34,7 +34,7 @@ def test_a_command_is_estimated_by_keyboard(page: Any, server: str) -> None:
     assert re.match(r"Step time\n0\.\d\d s", page.inner_text("#numbers div"))
     assert "B200" in page.text_content("svg.chart")
     bar = page.locator("svg.chart rect[class^=part-]")
-    widths = [float(each.get_attribute("width")) for each in bar.all()]
+    widths = [float(part.get_attribute("width")) for part in bar.all()]
     assert len(widths) == 7  # six parts, and free memory
     assert sum(widths) == pytest.approx(760 - 62, rel=0.01)
     assert page.inner_text("table.facts tbody tr").split()[0] == "0"

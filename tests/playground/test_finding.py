@@ -28,10 +28,10 @@ def test_a_pass_is_found_by_its_name(page, server):
     assert "microbatch 41" in page.inner_text("#tip")
     wait_for_url(page, "w=")  # far off, and too narrow to be seen before
     assert page.get_attribute("#find", "aria-invalid") == "false"
-    for nothing in ("F9.1", "F0.60", "X", "3"):
-        find(page, nothing)
+    for name in ("F9.1", "F0.60", "X", "3"):
+        find(page, name)
         assert page.get_attribute("#find", "aria-invalid") == "true"
-        assert page.inner_text('#missed[role="status"]').startswith(f"There is no pass {nothing}:")
+        assert page.inner_text('#missed[role="status"]').startswith(f"There is no pass {name}:")
     assert chosen(page) == "W3.41"
     find(page, "F0.5")
     assert page.inner_text("#missed") == ""
@@ -45,29 +45,29 @@ def measured(page):
     return page.inner_text("#range")
 
 
-def test_a_stretch_is_measured_with_the_mouse(page, server):
+def test_time_range_is_measured_with_the_mouse(page, server):
     timeline = simulate(make("v-half", 4, 8))
     load(page, server, "d=4&m=8")
     box = page.locator("canvas.track").bounding_box()
     scale = (box["width"] - LEFT - RIGHT) / timeline.makespan
-    at = [box["x"] + LEFT + time * scale for time in (10, 25)]
+    positions = [box["x"] + LEFT + time * scale for time in (10, 25)]
     page.keyboard.down("Shift")
-    page.mouse.move(at[1], box["y"] + TOP + ROW)
+    page.mouse.move(positions[1], box["y"] + TOP + ROW)
     page.mouse.down()
-    page.mouse.move(at[0] + 40, box["y"] + TOP + ROW)
+    page.mouse.move(positions[0] + 40, box["y"] + TOP + ROW)
     assert measured(page)  # while it is drawn
-    page.mouse.move(at[0], box["y"] + TOP + ROW)
+    page.mouse.move(positions[0], box["y"] + TOP + ROW)
     page.mouse.up()
     page.keyboard.up("Shift")
     wait_for_url(page, "r=")
-    found = re.search(r"r=([\d.]+),([\d.]+)", url(page))
-    assert [float(each) for each in found.groups()] == pytest.approx([10, 25], abs=0.2)
+    match = re.search(r"r=([\d.]+),([\d.]+)", url(page))
+    assert [float(number) for number in match.groups()] == pytest.approx([10, 25], abs=0.2)
     load(page, server, "d=4&m=8&r=10,25")
-    work = {"F": 0.0, "B": 0.0, "W": 0.0}
+    work_by_kind = {"F": 0.0, "B": 0.0, "W": 0.0}
     for device in range(4):
-        for kind_of, start, end in timeline.slots(device):
-            work[str(kind_of.kind)] += max(0.0, min(end, 25) - max(start, 10))
-    shares = [100 * each / 60 for each in work.values()]
+        for work, start, end in timeline.slots(device):
+            work_by_kind[str(work.kind)] += max(0.0, min(end, 25) - max(start, 10))
+    shares = [100 * time / 60 for time in work_by_kind.values()]
     idle = 100 - sum(shares)
     assert measured(page) == (
         "15 passes, from 10 to 25. Of the devices' time: "
@@ -79,7 +79,7 @@ def test_a_stretch_is_measured_with_the_mouse(page, server):
     assert page.inner_text("#range") == ""
 
 
-def test_back_leads_from_state_to_state(page, server):
+def test_browser_back_restores_earlier_states(page, server):
     load(page, server, "d=4&m=8")
     page.select_option("#in-schedule", "v-min")
     settled(page)
@@ -103,7 +103,7 @@ def test_back_leads_from_state_to_state(page, server):
     assert page.inner_text("figcaption h2") == "V-Min"
 
 
-def test_a_large_schedule_opens_on_a_part_that_can_be_read(page, server):
+def test_large_schedule_opens_at_a_readable_zoom(page, server):
     load(page, server, "d=16&m=400")
     row = make("v-half", 16, 400).order[0]
     assert "its beginning is shown" in page.inner_text("figcaption p")
@@ -114,8 +114,8 @@ def test_a_large_schedule_opens_on_a_part_that_can_be_read(page, server):
     assert [first, chosen(page)] == [str(row[0]), str(row[1])]
     page.click("#zoom-all")
     wait_for_url(page, "w=")
-    before = url(page)
+    hash_before = url(page)
     page.reload()
     settled(page)
-    assert url(page) == before
+    assert url(page) == hash_before
     assert "its beginning" not in page.inner_text("figcaption p")

@@ -28,30 +28,30 @@ def page_of(name: str, devices: int = 4, microbatches: int = 8) -> str:
 
 
 def data_in(page: str) -> dict:
-    found = re.search(r'id="embedded">(.*?)</script>', page, re.DOTALL)
-    assert found
-    return json.loads(found[1])
+    match = re.search(r'id="embedded">(.*?)</script>', page, re.DOTALL)
+    assert match
+    return json.loads(match[1])
 
 
 def unpacked(text: str) -> bytes:
     return zlib.decompress(base64.b64decode(text))
 
 
-def test_the_file_holds_the_timeline(tmp_path):
+def test_html_file_contains_the_timeline(tmp_path):
     schedule = make("v-half", 4, 8)
     timeline = simulate(schedule)
     facts = html.plain_facts(timeline)
     html.write_html(tmp_path / "page.html", timeline, unit_costs(schedule), facts)
     data = data_in((tmp_path / "page.html").read_text(encoding="utf-8"))
-    _, (found,) = read_payload(unpacked(data["answers"]["timeline"]))
-    assert found["counts"] == [len(row) for row in schedule.order]
+    _, (header,) = read_payload(unpacked(data["answers"]["timeline"]))
+    assert header["counts"] == [len(row) for row in schedule.order]
     assert Schedule.from_json(unpacked(data["texts"]["schedule-file"]).decode()) == schedule
     assert len(json.loads(unpacked(data["texts"]["trace-file"]))["traceEvents"]) > 3 * 8 * 8
     _, steps = read_payload(unpacked(data["answers"]["steps"]))
     assert len(steps) == 4
 
 
-def test_nothing_is_fetched_and_the_policy_allows_its_own_parts():
+def test_html_fetches_nothing_and_policy_allows_only_embedded_parts():
     page = page_of("v-min")
     head, policy = page, re.search(r'Content-Security-Policy" content="([^"]*)"', page)
     assert policy
@@ -66,18 +66,18 @@ def test_nothing_is_fetched_and_the_policy_allows_its_own_parts():
         assert f"{kind}-src 'sha256-{digest}'" in policy[1]
 
 
-def test_a_name_cannot_leave_its_place():
+def test_schedule_name_is_escaped():
     schedule = make("1f1b", 2, 2)
-    odd = Schedule("</script><b>", 2, 2, schedule.placement, schedule.order)
-    page = text_of(odd)
+    schedule_with_markup = Schedule("</script><b>", 2, 2, schedule.placement, schedule.order)
+    page = text_of(schedule_with_markup)
     assert "</script><b>" not in page
     assert data_in(page)["state"]["name"] == "</script><b>"
 
 
-def test_a_changed_order_has_no_steps():
+def test_changed_schedule_has_no_steps():
     schedule = make("v-half", 4, 8)
-    other = Schedule("v-min", 4, 8, schedule.placement, schedule.order)
-    assert "steps" not in data_in(text_of(other))["answers"]
+    renamed = Schedule("v-min", 4, 8, schedule.placement, schedule.order)
+    assert "steps" not in data_in(text_of(renamed))["answers"]
 
 
 @pytest.mark.parametrize(
@@ -90,23 +90,23 @@ def test_a_changed_order_has_no_steps():
         (Schedule("v-half+", 2, 2, (0, 1), make("1f1b", 2, 2).order), ""),
     ],
 )
-def test_a_name_is_trained_by_only_if_it_makes_this_very_order(schedule, name):
+def test_training_flag_is_shown_only_for_catalogue_schedules(schedule, name):
     assert html.plain_facts(simulate(schedule)).train == name
 
 
-def test_no_modules_import_one_another_in_a_circle():
+def test_modules_have_no_import_cycle():
     imports = {
         name.removesuffix(".js"): set(html._IMPORT.findall(content.decode()))
         for name, (content, _) in static_files().items()
         if name.endswith(".js")
     }
-    while leaves := {name for name, others in imports.items() if not others & imports.keys()}:
+    while leaves := {name for name, imported in imports.items() if not imported & imports.keys()}:
         for name in leaves:
             del imports[name]
     assert not imports
 
 
-def test_modules_with_a_name_in_common_are_told():
+def test_duplicate_top_level_name_is_rejected():
     files = {
         "app.js": 'import { a } from "./b.js";\nconst a2 = 1;\n',
         "b.js": "export const a2 = 2;\n",
@@ -115,12 +115,12 @@ def test_modules_with_a_name_in_common_are_told():
         html._bundle(files)
 
 
-def test_the_command_writes_it(tmp_path, capsys):
+def test_schedule_command_writes_html(tmp_path, capsys):
     path = tmp_path / "v-half.html"
     size = ["--devices", "4", "--microbatches", "8"]
     assert main(["schedule", "v-half", *size, "--html", str(path)]) == 0
     data = data_in(path.read_text(encoding="utf-8"))
-    _, (found,) = read_payload(unpacked(data["answers"]["timeline"]))
-    assert found["facts"]["base_peak"] == 8
+    _, (header,) = read_payload(unpacked(data["answers"]["timeline"]))
+    assert header["facts"]["base_peak"] == 8
     assert main(["schedule", "v-half", *size, "--html", str(tmp_path / "page.txt")]) == 2
     assert "must end in .html" in capsys.readouterr().err

@@ -20,48 +20,48 @@ TIMES = st.floats(0.125, 8)
 
 
 @given(st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 9), TIMES, TIMES, TIMES)
-def test_the_arrays_are_the_timeline(name, devices, microbatches, forward, backward, weight):
+def test_encoded_arrays_equal_the_timeline(name, devices, microbatches, forward, backward, weight):
     schedule = make(name, devices, microbatches)
     costs = Costs.uniform(devices, schedule.num_stages, forward, backward, weight, 0.1)
     timeline = simulate(schedule, costs)
-    _, (found,) = read_payload(encode([Picture(timeline, costs)]))
+    _, (header,) = read_payload(encode([Picture(timeline, costs)]))
     order = [
         Pass(KINDS[kind], int(stage), int(microbatch))
         for kind, stage, microbatch in zip(
-            found["kind"], found["stage"], found["microbatch"], strict=True
+            header["kind"], header["stage"], header["microbatch"], strict=True
         )
     ]
     assert order == list(itertools.chain(*schedule.order))
-    assert found["start"].tolist() == list(itertools.chain(*timeline.starts))
-    assert found["end"].tolist() == list(itertools.chain(*timeline.ends))
-    held = [value for device in range(devices) for value in held_curve(schedule, costs, device)]
-    assert found["held"].tolist() == np.float32(held).tolist()
-    assert found["numbers"]["peaks"] == list(peak_held(schedule, costs))
-    assert found["numbers"]["bubble"] == timeline.bubble
+    assert header["start"].tolist() == list(itertools.chain(*timeline.starts))
+    assert header["end"].tolist() == list(itertools.chain(*timeline.ends))
+    memory = [value for device in range(devices) for value in held_curve(schedule, costs, device)]
+    assert header["held"].tolist() == np.float32(memory).tolist()
+    assert header["numbers"]["peaks"] == list(peak_held(schedule, costs))
+    assert header["numbers"]["bubble"] == timeline.bubble
 
 
 @given(st.sampled_from(NAMES), st.integers(1, 4), st.integers(1, 6))
-def test_the_memory_between_passes_follows_from_the_header(name, devices, microbatches):
+def test_memory_between_passes_follows_from_the_header(name, devices, microbatches):
     """As the page has it: what the next pass holds, less its own new activations."""
     timeline = simulate(make(name, devices, microbatches))
     costs = Costs.uniform(devices, timeline.schedule.num_stages)
-    _, (found,) = read_payload(encode([Picture(timeline, costs)]))
-    at = 0
+    _, (header,) = read_payload(encode([Picture(timeline, costs)]))
+    first_index = 0
     for device in range(devices):
-        size = found["counts"][device]
-        for each in range(at, at + size - 1):
-            fresh = 0.0
-            if KINDS[found["kind"][each + 1]] is Kind.F:
-                fresh = found["held_after_forward"][found["stage"][each + 1]]
-            after = found["held"][each + 1] - fresh
-            time = (found["end"][each] + found["start"][each + 1]) / 2
-            if found["start"][each + 1] > found["end"][each]:
+        size = header["counts"][device]
+        for index in range(first_index, first_index + size - 1):
+            new_memory = 0.0
+            if KINDS[header["kind"][index + 1]] is Kind.F:
+                new_memory = header["held_after_forward"][header["stage"][index + 1]]
+            memory_after = header["held"][index + 1] - new_memory
+            time = (header["end"][index] + header["start"][index + 1]) / 2
+            if header["start"][index + 1] > header["end"][index]:
                 steps = held_steps(timeline, costs, device)
-                assert after == [held for begin, held in steps if begin <= time][-1]
-        at += size
+                assert memory_after == [memory for start, memory in steps if start <= time][-1]
+        first_index += size
 
 
-def test_the_steps_end_in_the_catalogue_s_schedule():
+def test_last_step_equals_the_catalogue_schedule():
     from megatron_vshape.core.paper.catalogue import make_block
 
     pictures = list(step_pictures(make_block("v-half", 4, 12), make("v-half", 4, 12)))

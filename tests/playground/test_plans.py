@@ -28,11 +28,17 @@ DEVICES, MICROBATCHES = 5, 9
 """So many that no proof is tried, which could find a better order on the command line."""
 
 
-def planned(want: str = "timeline", costs: dict[str, Any] | None = None, **plan: Any) -> bytes:
+def planned(
+    answer_kind: str = "timeline", costs: dict[str, Any] | None = None, **plan: Any
+) -> bytes:
     """Return the answer to the request for a plan."""
     schedule = {"source": "plan", "limit": 7, **plan}
     body = request(
-        want, devices=DEVICES, microbatches=MICROBATCHES, costs=costs or COST, schedule=schedule
+        answer_kind,
+        devices=DEVICES,
+        microbatches=MICROBATCHES,
+        costs=costs or COST,
+        schedule=schedule,
     )
     return answered(json.dumps(body))
 
@@ -42,93 +48,98 @@ def answered(body: str) -> bytes:
     return make_answer(parse_request(json.loads(body)), lambda _: None)
 
 
-def shown(**more: Any) -> dict[str, Any]:
-    _, (found,) = read_payload(planned(**more))
-    return found
+def shown(**options: Any) -> dict[str, Any]:
+    _, (header,) = read_payload(planned(**options))
+    return header
 
 
 def costs_file(stages: int) -> dict[str, Any]:
     """Return the choice of a costs file; a chunk of two a device holds a GiB in all."""
     share = 2 * DEVICES / stages
     times = [(1000.0 * time * share,) * stages for time in (1, 1.15, 0.85)]
-    held = (2.0**30 * share,) * stages
-    return {"file": {"name": "costs.json", "text": Costs(*times, 50.0, held, held).to_json()}}
+    activation_bytes = (2.0**30 * share,) * stages
+    return {
+        "file": {
+            "name": "costs.json",
+            "text": Costs(*times, 50.0, activation_bytes, activation_bytes).to_json(),
+        }
+    }
 
 
-def test_four_stages_a_device():
-    found = shown()
+def test_plan_has_four_stages_per_device():
+    header = shown()
     schedule = Schedule.from_json(planned("schedule-file").decode())
-    assert schedule.num_stages == 4 * DEVICES == len(found["placement"])
-    assert sorted(set(found["chunks"])) == [0, 1, 2, 3]
+    assert schedule.num_stages == 4 * DEVICES == len(header["placement"])
+    assert sorted(set(header["chunks"])) == [0, 1, 2, 3]
     costs = Costs.uniform(DEVICES, 4 * DEVICES, *COST.values())
     timeline = simulate(schedule, costs)
-    numbers, facts = found["numbers"], found["facts"]
+    numbers, facts = header["numbers"], header["facts"]
     assert numbers["makespan"] == timeline.makespan
     assert numbers["bubble"] == timeline.bubble
     assert numbers["peaks"] == list(peak_held(schedule, costs))
-    held = [each for device in range(DEVICES) for each in held_curve(schedule, costs, device)]
-    assert found["held"].tolist() == np.float32(held).tolist()
-    assert max(found["held"]) == max(numbers["peaks"]) <= facts["limit"] == 7
+    memory = [value for device in range(DEVICES) for value in held_curve(schedule, costs, device)]
+    assert header["held"].tolist() == np.float32(memory).tolist()
+    assert max(header["held"]) == max(numbers["peaks"]) <= facts["limit"] == 7
     assert facts["base_peak"] == 2 * DEVICES
     assert facts["lower_bound"] <= timeline.makespan
     assert facts["note"].endswith("4 chunks per rank, looping")
 
 
 @pytest.mark.parametrize(("stages", "planned_for"), [(10, 10), (20, 20), (5, 5), (40, 20)])
-def test_a_costs_file_says_how_many_stages_are_told_apart(stages, planned_for):
-    found = shown(costs=costs_file(stages), limit=7, limit_in_gib=True)
-    assert len(found["placement"]) == planned_for
-    assert found["facts"]["recipe"] == (
+def test_costs_file_determines_the_number_of_stages(stages, planned_for):
+    header = shown(costs=costs_file(stages), limit=7, limit_in_gib=True)
+    assert len(header["placement"]) == planned_for
+    assert header["facts"]["recipe"] == (
         "plan --devices 5 --microbatches 9 --costs costs.json --memory-limit 7GiB "
         f"--chunks {planned_for // DEVICES}"
     )
-    assert max(found["numbers"]["peaks"]) <= 7 * 2.0**30
+    assert max(header["numbers"]["peaks"]) <= 7 * 2.0**30
 
 
-def test_the_command_makes_this_very_plan_and_training_takes_its_file(tmp_path):
+def test_command_reproduces_the_plan_and_training_loads_it(tmp_path):
     plans = pytest.importorskip("megatron_vshape.mcore.setup.plans")
     choice = pytest.importorskip("megatron_vshape.mcore.setup.choice")
     options = pytest.importorskip("megatron_vshape.mcore.options")
     path = tmp_path / "plan.json"
-    priced = {**COST, "embedding": [0.25, 0, 0], "head": [0.5, 0.25, 0.5]}
-    recipe = shlex.split(shown(costs=priced)["facts"]["recipe"])
+    costs = {**COST, "embedding": [0.25, 0, 0], "head": [0.5, 0.25, 0.5]}
+    recipe = shlex.split(shown(costs=costs)["facts"]["recipe"])
     assert recipe[recipe.index("--head") + 1] == "0.5,0.25,0.5"
     assert main([*recipe, "--export", str(path)]) == 0
-    schedule = Schedule.from_json(planned("schedule-file", costs=priced).decode())
+    schedule = Schedule.from_json(planned("schedule-file", costs=costs).decode())
     assert load_schedule(path) == schedule
     planner = plans.Planner(choice.resolve_schedule(options.Options(str(path)), DEVICES))
     assert planner.plan_step(MICROBATCHES).schedule == schedule
-    assert shown(costs=priced)["facts"]["train"] == ""  # the page names the file
+    assert shown(costs=costs)["facts"]["train"] == ""  # the page names the file
 
 
-def test_the_command_has_every_digit():
+def test_command_has_all_digits():
     costs = {"forward": 1.2345678, "backward": 1.1500001, "weight": 0.85, "send": 1e-7}
-    found = shown(costs=costs, limit=7.0000001)
-    assert found["facts"]["recipe"] == (
+    header = shown(costs=costs, limit=7.0000001)
+    assert header["facts"]["recipe"] == (
         "plan --devices 5 --microbatches 9 --cost 1.2345678,1.1500001,0.85,1e-07 "
         "--memory-limit 7.0000001 --chunks 4"
     )
 
 
-def test_a_plan_as_one_file(tmp_path: Path, capsys):
+def test_plan_command_writes_html(tmp_path: Path, capsys):
     path = tmp_path / "plan.html"
     size = ["--devices", "3", "--microbatches", "9", "--cost", "1,1.15,.85,.05"]
     assert main(["plan", *size, "--memory-limit", "4", "--html", str(path)]) == 0
     page = path.read_text(encoding="utf-8")
     data = json.loads(re.search(r'id="embedded">(.*?)</script>', page, re.DOTALL)[1])
     unpacked = {
-        want: zlib.decompress(base64.b64decode(text))
-        for want, text in {**data["answers"], **data["texts"]}.items()
+        kind: zlib.decompress(base64.b64decode(text))
+        for kind, text in {**data["answers"], **data["texts"]}.items()
     }
-    _, (found,) = read_payload(unpacked["timeline"])
+    _, (header,) = read_payload(unpacked["timeline"])
     schedule = Schedule.from_json(unpacked["schedule-file"].decode())
     costs = regroup(Costs.uniform(3, 12, 1, 1.15, 0.85, 0.05), schedule.num_stages, "the plan")
-    assert found["numbers"]["makespan"] == simulate(schedule, costs).makespan
-    assert found["title"] == "Plan within 4 chunks"
-    facts = found["facts"]
+    assert header["numbers"]["makespan"] == simulate(schedule, costs).makespan
+    assert header["title"] == "Plan within 4 chunks"
+    facts = header["facts"]
     assert facts["limit"] == 4
     assert facts["base_peak"] == 6
-    assert facts["lower_bound"] <= found["numbers"]["makespan"]
+    assert facts["lower_bound"] <= header["numbers"]["makespan"]
     assert facts["recipe"] == (
         "plan --devices 3 --microbatches 9 --cost 1,1.15,.85,.05 --memory-limit 4"
     )

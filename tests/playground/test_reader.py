@@ -68,15 +68,15 @@ def test_a_click_right_after_a_number_counts(page, server, target, part):
     assert page.inner_text("figcaption p >> nth=0").startswith("5 devices")
 
 
-def test_the_focus_stays_on_what_was_pressed(page, server):
+def test_focus_stays_on_the_pressed_control(page, server):
     load(page, server, "d=4&m=16&s=v-half~v-min~v-zb")
-    before = numbers(page)
+    numbers_before = numbers(page)
     for target in ("#entry-1", "#add-entry", "#zoom-in", "#remove-0", "#tab-steps"):
         page.focus(target)
         page.keyboard.press("Enter")
         settled(page)
         assert focused(page) == target[1:]
-    assert numbers(page) != before
+    assert numbers(page) != numbers_before
     for step in (1, 3):
         page.focus(f"#step-{step}")
         page.keyboard.press("Space")
@@ -85,29 +85,29 @@ def test_the_focus_stays_on_what_was_pressed(page, server):
         assert focused(page) == f"step-{step}"
 
 
-def said(page: Any) -> str:
+def error_text(page: Any) -> str:
     """Return what the page says went wrong."""
     page.wait_for_selector('#status[data-wrong="true"]', timeout=PATIENCE_MS)
     return page.inner_text("#status p")
 
 
-def test_a_server_that_is_too_busy_is_told(page, server):
+def test_busy_server_is_reported(page, server):
     page.route("**/api/make", lambda route: route.fulfill(status=503, body="Service Unavailable"))
     page.goto(f"{server}#d=4&m=8")
-    assert said(page) == "The server answered 503. Try again in a moment."
+    assert error_text(page) == "The server answered 503. Try again in a moment."
     page.unroute("**/api/make")
     page.click("#status button")
     settled(page)
     assert numbers(page)
 
 
-def test_an_answer_that_breaks_off_is_told(page, mortal_server):
+def test_interrupted_answer_is_reported(page, mortal_server):
     pytest.importorskip("numba", reason="without numba a plan takes minutes")
     process, url = mortal_server
     page.goto(f"{url}#d=8&m=24&c=1,1.15,0.85,0.05&s=plan:9:500")
     page.wait_for_selector("#status progress")
     process.kill()
-    assert said(page) == "The answer broke off."
+    assert error_text(page) == "The answer broke off."
     page.click("#status button")
     page.wait_for_selector("#status p >> text=The server does not answer. Is it still running?")
 
@@ -116,33 +116,33 @@ def test_an_answer_that_breaks_off_is_told(page, mortal_server):
     ("answer", "text"),
     [({"status": 500, "body": "no"}, "The server answered 500"), (None, "does not answer")],
 )
-def test_a_page_that_cannot_begin_says_why(page, server, answer, text):
+def test_page_reports_why_it_cannot_start(page, server, answer, text):
     page.route("**/api/offers", lambda route: route.fulfill(**answer) if answer else route.abort())
     page.goto(server)
-    assert text in said(page)
+    assert text in error_text(page)
 
 
-def test_nothing_stays_that_another_state_stood_for(page, server):
+def test_invalid_state_clears_the_page(page, server):
     load(page, server, "tab=compare&d=4&m=8&s=v-half~v-min")
     typed(page, "devices", "0")
     page.keyboard.press("Tab")
-    assert said(page) == "V-Half: 0 is outside 1 to 256"
+    assert error_text(page) == "V-Half: 0 is outside 1 to 256"
     assert page.get_attribute("#in-devices", "aria-invalid") == "true"
-    for place in ("lead", "numbers", "bar", "pictures", "share"):
-        assert page.inner_text(f"#{place}") == ""
+    for element_id in ("lead", "numbers", "bar", "pictures", "share"):
+        assert page.inner_text(f"#{element_id}") == ""
     typed(page, "devices", "3")
     page.keyboard.press("Tab")
     settled(page)
     assert len(page.query_selector_all("canvas.track")) == 2
 
 
-def test_what_is_saved_is_what_is_shown(page, server):
+def test_saved_file_is_the_shown_schedule(page, server):
     pytest.importorskip("numba", reason="without numba a plan takes minutes")
     load(page, server, "d=4&m=8&s=v-min")
     page.evaluate("location.hash = 'd=8&m=24&c=1,1.15,0.85,0.05&s=plan:9:500'")
     page.wait_for_selector("#status progress")
-    dimmed = "() => getComputedStyle(document.querySelector('#pictures')).opacity < 0.5"
-    page.wait_for_function(dimmed, timeout=PATIENCE_MS)
+    is_dimmed = "() => getComputedStyle(document.querySelector('#pictures')).opacity < 0.5"
+    page.wait_for_function(is_dimmed, timeout=PATIENCE_MS)
     with page.expect_download() as download:
         page.click("#save-json")
     assert download.value.suggested_filename == "v-min-d4-m8.json"
@@ -166,7 +166,7 @@ def test_back_leads_to_the_state_before_a_pasted_address(page, server):
     page.wait_for_selector("figcaption p >> text=5 devices, 10 microbatches")
 
 
-def test_the_chosen_schedule_stays_chosen(page, server, tmp_path):
+def test_selected_schedule_stays_selected(page, server, tmp_path):
     load(page, server, "d=4&m=8&s=v-half~v-min~v-zb~zb-h1~zb-h2&a=1")
     page.click("#add-entry")
     wait_for_url(page, "&a=5")
@@ -178,8 +178,8 @@ def test_the_chosen_schedule_stays_chosen(page, server, tmp_path):
     assert page.inner_text("figcaption h2") == "V-ZB"
     page.click("#remove-2")
     wait_for_url(page, "s=v-min~v-zb~zb-h2~1f1b&a=1")
-    for at in (3, 2, 1):
-        page.click(f"#remove-{at}")
+    for entry in (3, 2, 1):
+        page.click(f"#remove-{entry}")
         settled(page)
     assert page.inner_text("figcaption h2") == "V-Min"
     for name in ("one.csv", "two.csv"):
@@ -201,12 +201,12 @@ def test_only_the_first_button_drags(page, server):
         page.mouse.up(button=button)
         page.mouse.move(box["x"] + 300, box["y"] + 60, steps=4)
         assert (view(page) != [10, 30]) == moves
-    seen = view(page)
+    view_before = view(page)
     page.mouse.move(box["x"] + 200, box["y"] + 60, steps=4)
-    assert view(page) == seen
+    assert view(page) == view_before
 
 
-def test_a_bad_file_among_good_ones_is_told(page, server, tmp_path):
+def test_invalid_file_among_valid_ones_is_reported(page, server, tmp_path):
     bad, good = tmp_path / "bad.json", tmp_path / "good.csv"
     bad.write_text("{}")
     good.write_text(make("1f1b", 2, 4).to_csv())

@@ -24,11 +24,11 @@ JSON = st.recursive(
 )
 
 
-def test_a_request():
-    found = parse_request(request(costs={"backward": 2, "head": [1, 2, 3]}))
-    assert found.answer_kind is AnswerKind.TIMELINE
-    assert found.costs.backward == 2.0
-    assert found.costs.head == (1.0, 2.0, 3.0)
+def test_valid_request_is_parsed():
+    parsed = parse_request(request(costs={"backward": 2, "head": [1, 2, 3]}))
+    assert parsed.answer_kind is AnswerKind.TIMELINE
+    assert parsed.costs.backward == 2.0
+    assert parsed.costs.head == (1.0, 2.0, 3.0)
 
 
 @pytest.mark.parametrize(
@@ -60,13 +60,13 @@ def test_a_request():
         ({"more": 1}, "request"),
     ],
 )
-def test_what_is_wrong_names_its_field(change, field):
+def test_invalid_value_names_its_field(change, field):
     with pytest.raises(FieldError) as caught:
         parse_request(request(**change))
     assert caught.value.field == field
 
 
-def test_a_schedule_is_drawn_up_to_the_passes_that_it_has():
+def test_pass_limit_depends_on_the_stages_of_the_schedule():
     """1,100 microbatches on 256 devices: one stage of 1F1B each, and two of a V."""
     sizes = {"devices": 256, "microbatches": 1_100}
     assert parse_request(request(**sizes, schedule={"source": "name", "name": "1f1b"}))
@@ -76,32 +76,32 @@ def test_a_schedule_is_drawn_up_to_the_passes_that_it_has():
 
 def _parsed(data: object) -> Request | None:
     """Return the request; None if it is refused with a field and a sentence."""
-    refused = None
+    refusal = None
     try:
         return parse_request(data)
     except FieldError as error:
-        refused = error
-    assert refused.field
-    assert str(refused)
+        refusal = error
+    assert refusal.field
+    assert str(refusal)
     return None
 
 
 @given(JSON)
-def test_anything_at_all(data):
+def test_arbitrary_json_raises_only_field_errors(data):
     _parsed(data)
 
 
 @given(st.data())
-def test_a_request_with_anything_in_one_place(data):
+def test_arbitrary_value_in_a_request_raises_only_field_errors(data):
     body = json.loads(json.dumps(request(costs={"forward": 1, "head": [0, 0, 0]})))
-    where = data.draw(st.sampled_from([body, body["costs"], body["schedule"]]))
-    keys = [*where, "file", "limit", "seconds", "chunks", "embedding"]
-    where[data.draw(st.sampled_from(keys))] = data.draw(JSON)
+    target = data.draw(st.sampled_from([body, body["costs"], body["schedule"]]))
+    keys = [*target, "file", "limit", "seconds", "chunks", "embedding"]
+    target[data.draw(st.sampled_from(keys))] = data.draw(JSON)
     _parsed(body)
 
 
 @given(st.dictionaries(st.sampled_from(["key", "name", "text", "path"]), JSON))
-def test_any_file(file):
+def test_arbitrary_file_raises_only_field_errors(file):
     schedule = {"source": "file", "file": file}
-    found = _parsed(request(schedule=schedule))
-    assert found is None or found.schedule.file.text
+    parsed = _parsed(request(schedule=schedule))
+    assert parsed is None or parsed.schedule.file.text

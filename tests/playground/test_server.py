@@ -31,36 +31,36 @@ FUZZ = settings(max_examples=60, suppress_health_check=[HealthCheck.function_sco
 @pytest.mark.parametrize("name", EVERY_NAME)
 def test_every_schedule_of_the_catalogue(client, name):
     body = request(schedule={"source": "name", "name": name})
-    _, (found,) = read_payload(answer(client, body))
+    _, (header,) = read_payload(answer(client, body))
     schedule = make(name, 4, 8).split_overlapped()
-    assert found["counts"] == [len(row) for row in schedule.order]
-    assert found["numbers"]["makespan"] == simulate(schedule).makespan
+    assert header["counts"] == [len(row) for row in schedule.order]
+    assert header["numbers"]["makespan"] == simulate(schedule).makespan
 
 
 def test_names_are_those_of_the_command_line(client):
-    offered = {each["name"] for each in client.get("/api/offers").json()["schedules"]}
-    assert offered == {*EVERY_NAME, *PLUS_NAMES}
+    offered_names = {schedule["name"] for schedule in client.get("/api/offers").json()["schedules"]}
+    assert offered_names == {*EVERY_NAME, *PLUS_NAMES}
     body = request(schedule={"source": "name", "name": "interleaved-1f1b:4"})
-    _, (found,) = read_payload(answer(client, body))
-    assert len(found["placement"]) == 16
-    for wrong in ("interleaved-1f1b:", "interleaved-1f1b:x", "v-half:4", "1f1b+"):
-        body = request(schedule={"source": "name", "name": wrong})
+    _, (header,) = read_payload(answer(client, body))
+    assert len(header["placement"]) == 16
+    for name in ("interleaved-1f1b:", "interleaved-1f1b:x", "v-half:4", "1f1b+"):
+        body = request(schedule={"source": "name", "name": name})
         assert refusal(client, body)["field"] == "schedule"
 
 
-def test_a_name_with_a_plus_is_planned_in_the_memory_of_the_one_without(client):
+def test_plus_schedule_keeps_the_memory_of_the_published_one(client):
     body = request(schedule={"source": "name", "name": "v-min+"})
-    _, (found,) = read_payload(answer(client, body))
-    assert found["title"] == "V-Min+"
-    assert max(found["numbers"]["peaks"]) <= max(peak_held(make("v-min", 4, 8)))
-    assert found["numbers"]["makespan"] <= simulate(make("v-min", 4, 8)).makespan
+    _, (header,) = read_payload(answer(client, body))
+    assert header["title"] == "V-Min+"
+    assert max(header["numbers"]["peaks"]) <= max(peak_held(make("v-min", 4, 8)))
+    assert header["numbers"]["makespan"] <= simulate(make("v-min", 4, 8)).makespan
 
 
-def test_extras_of_the_embedding_and_the_head(client):
+def test_embedding_and_head_costs_are_added(client):
     body = request(costs={"embedding": [1, 0, 0], "head": [0, 2, 1]})
-    _, (found,) = read_payload(answer(client, body))
+    _, (header,) = read_payload(answer(client, body))
     costs = Costs.uniform(4, 8)
-    heavy = Costs(
+    heavy_costs = Costs(
         (2.0, *costs.forward_us[1:]),
         (*costs.backward_us[:-1], 3.0),
         (*costs.weight_us[:-1], 2.0),
@@ -68,73 +68,73 @@ def test_extras_of_the_embedding_and_the_head(client):
         costs.held_after_forward_bytes,
         costs.held_after_backward_bytes,
     )
-    assert found["numbers"]["makespan"] == simulate(make("v-half", 4, 8), heavy).makespan
+    assert header["numbers"]["makespan"] == simulate(make("v-half", 4, 8), heavy_costs).makespan
 
 
-def test_a_schedule_file(client):
+def test_schedule_file_is_simulated(client):
     text = make("v-min", 4, 8).to_json()
-    loaded = request(schedule={"source": "file", "file": {"name": "mine.json", "text": text}})
-    _, (found,) = read_payload(answer(client, loaded))
-    assert found["facts"]["recipe"] == "schedule mine.json --cost 1,1,1,0"
-    assert found["numbers"]["makespan"] == simulate(make("v-min", 4, 8)).makespan
+    body = request(schedule={"source": "file", "file": {"name": "mine.json", "text": text}})
+    _, (header,) = read_payload(answer(client, body))
+    assert header["facts"]["recipe"] == "schedule mine.json --cost 1,1,1,0"
+    assert header["numbers"]["makespan"] == simulate(make("v-min", 4, 8)).makespan
 
 
 def test_costs_from_a_file_are_bytes_and_microseconds(client):
     costs = Costs((900.0,) * 8, (1000.0,) * 8, (800.0,) * 8, 40.0, (2.0**30,) * 8, (2.0**29,) * 8)
     body = request(costs={"file": {"name": "costs.json", "text": costs.to_json()}})
-    _, (found,) = read_payload(answer(client, body))
-    assert found["facts"]["in_bytes"]
-    assert max(found["numbers"]["peaks"]) > 2.0**30
-    wrong = refusal(client, request(costs=body["costs"], devices=3))
-    assert wrong["field"] == "costs"
-    assert "the costs are for 8 stages, this schedule has 6" in wrong["text"]
+    _, (header,) = read_payload(answer(client, body))
+    assert header["facts"]["in_bytes"]
+    assert max(header["numbers"]["peaks"]) > 2.0**30
+    error = refusal(client, request(costs=body["costs"], devices=3))
+    assert error["field"] == "costs"
+    assert "the costs are for 8 stages, this schedule has 6" in error["text"]
 
 
-def test_a_plan_says_its_bound_and_tells_of_its_progress(client):
+def test_plan_reports_lower_bound_and_progress(client):
     pytest.importorskip("numba", reason="without numba a plan takes minutes")
     plan = {"source": "plan", "limit": 6, "seconds": 1}
     response = client.post("/api/make", json=request(schedule=plan))
-    got = frames(response.content)
-    assert got[-1][0] == "R", got[-1]
-    assert any(json.loads(body)["doing"] == "planning" for kind, body in got if kind == "P")
-    _, (found,) = read_payload(got[-1][1])
-    assert max(found["numbers"]["peaks"]) <= 6
-    assert found["facts"]["lower_bound"] <= found["numbers"]["makespan"] * (1 + 1e-9)
+    received = frames(response.content)
+    assert received[-1][0] == "R", received[-1]
+    assert any(json.loads(body)["doing"] == "planning" for kind, body in received if kind == "P")
+    _, (header,) = read_payload(received[-1][1])
+    assert max(header["numbers"]["peaks"]) <= 6
+    assert header["facts"]["lower_bound"] <= header["numbers"]["makespan"] * (1 + 1e-9)
 
 
-def test_a_limit_that_nothing_fits_marks_the_limit(client):
-    wrong = refusal(client, request(schedule={"source": "plan", "limit": 0.5}))
-    assert wrong["field"] == "limit"
-    assert "the minimum limit" in wrong["text"]
+def test_infeasible_limit_marks_the_limit_field(client):
+    error = refusal(client, request(schedule={"source": "plan", "limit": 0.5}))
+    assert error["field"] == "limit"
+    assert "the minimum limit" in error["text"]
 
 
-def test_a_file_that_deadlocks_says_where(client):
+def test_deadlocking_file_reports_the_cycle(client):
     schedule = make("1f1b", 2, 2)
     order = (tuple(reversed(schedule.order[0])), schedule.order[1])
     text = Schedule("odd", 2, 2, schedule.placement, order).to_json()
     file = {"name": "odd.json", "text": text}
-    wrong = refusal(client, request(schedule={"source": "file", "file": file}))
-    assert wrong["field"] == "schedule"
-    assert "odd.json: the schedule deadlocks" in wrong["text"]
+    error = refusal(client, request(schedule={"source": "file", "file": file}))
+    assert error["field"] == "schedule"
+    assert "odd.json: the schedule deadlocks" in error["text"]
 
 
-def test_a_file_for_more_devices_than_are_drawn(client):
+def test_file_with_too_many_devices_is_rejected(client):
     text = make("1f1b", 257, 1).to_csv()
     file = {"name": "wide.csv", "text": text}
-    wrong = refusal(client, request(schedule={"source": "file", "file": file}))
-    assert wrong["text"] == "wide.csv: it is for 257 devices; the page draws up to 256"
+    error = refusal(client, request(schedule={"source": "file", "file": file}))
+    assert error["text"] == "wide.csv: it is for 257 devices; the page draws up to 256"
 
 
-def test_the_files_to_take_away(client):
+def test_schedule_and_trace_files_are_returned(client):
     text = answer(client, request("schedule-file")).decode()
     assert Schedule.from_json(text) == make("v-half", 4, 8)
     events = json.loads(answer(client, request("trace-file")))["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == 3 * 8 * 8
 
 
-def test_the_steps(client):
-    _, found = read_payload(answer(client, request("steps")))
-    assert [each["title"] for each in found] == [
+def test_four_steps_are_returned(client):
+    _, steps = read_payload(answer(client, request("steps")))
+    assert [step["title"] for step in steps] == [
         "1  Building block",
         "2  Repeated",
         "3  Squeezed",
@@ -149,13 +149,13 @@ def test_the_steps(client):
     "host",
     ["evil.example", "evil.example:8765", "127.0.0.1", "127.0.0.1:80", "", "127.0.0.1:8765.evil"],
 )
-def test_other_hosts(client, host):
+def test_other_hosts_are_rejected(client, host):
     response = client.get("/", headers={"host": host})
     assert response.status_code == 421
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:8765", "localhost:8765", "LOCALHOST:8765"])
-def test_our_hosts(client, host):
+def test_loopback_hosts_are_accepted(client, host):
     assert client.get("/", headers={"host": host}).status_code == 200
 
 
@@ -173,13 +173,13 @@ def test_our_hosts(client, host):
     ],
 )
 @pytest.mark.parametrize("path", ["/api/offers", "/api/make", "/static/app.js"])
-def test_other_pages(client, headers, path):
+def test_other_origins_are_rejected(client, headers, path):
     method = client.post if path == "/api/make" else client.get
-    more = {"json": request()} if path == "/api/make" else {}
-    assert method(path, headers=headers, **more).status_code == 403
+    options = {"json": request()} if path == "/api/make" else {}
+    assert method(path, headers=headers, **options).status_code == 403
 
 
-def test_a_link_from_elsewhere_may_lead_to_the_page(client):
+def test_link_from_another_site_opens_the_page_only(client):
     headers = {
         "sec-fetch-site": "cross-site",
         "sec-fetch-mode": "navigate",
@@ -187,8 +187,8 @@ def test_a_link_from_elsewhere_may_lead_to_the_page(client):
     }
     assert client.get("/", headers=headers).status_code == 200
     assert client.get("/api/offers", headers=headers).status_code == 403
-    framed = {**headers, "sec-fetch-dest": "iframe"}
-    assert client.get("/", headers=framed).status_code == 403
+    iframe_headers = {**headers, "sec-fetch-dest": "iframe"}
+    assert client.get("/", headers=iframe_headers).status_code == 403
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
@@ -204,13 +204,13 @@ def test_other_methods(client, method):
 
 
 @pytest.mark.parametrize("length", ["99999999999", "-1", "1e9", "٣"])
-def test_lengths_that_are_too_much_or_none(client, length):
+def test_invalid_content_length_is_rejected(client, length):
     headers = {"content-type": "application/json", "content-length": length.encode()}
     response = client.post("/api/make", content=b"{}", headers=headers)
     assert response.status_code in (400, 413)
 
 
-def test_a_body_that_does_not_say_its_length(client, monkeypatch):
+def test_body_without_length_is_limited(client, monkeypatch):
     monkeypatch.setattr("megatron_vshape.playground.server.MAX_BODY", 1000)
     chunks = (b" " * 400 for _ in range(5))
     headers = {"content-type": "application/json"}
@@ -236,7 +236,7 @@ PATHS = (
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_paths_outside(client, path):
+def test_paths_outside_static_files_are_not_found(client, path):
     assert client.get(path, follow_redirects=False).status_code == 404
 
 
@@ -244,22 +244,22 @@ def test_paths_outside(client, path):
 @given(path=st.text(st.characters(codec="utf-8"), max_size=40))
 @example("\n")
 @example("api/offers\n")
-def test_any_path(client, path):
-    known = {f"static/{name}" for name in static_files()} | {"", "api/offers"}
+def test_arbitrary_path_is_not_found(client, path):
+    served_paths = {f"static/{name}" for name in static_files()} | {"", "api/offers"}
     url = "http://127.0.0.1:8765/" + "".join(f"%{byte:02x}" for byte in path.encode())
-    assert client.get(url).status_code == (200 if path in known else 404) or "/" in path
+    assert client.get(url).status_code == (200 if path in served_paths else 404) or "/" in path
 
 
 @FUZZ
 @given(body=st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
-def test_any_body(client, body):
+def test_arbitrary_body_is_rejected(client, body):
     response = client.post("/api/make", content=body, headers={"content-type": "application/json"})
     assert response.status_code == 422
     assert response.json()["field"]
 
 
 @pytest.mark.parametrize("body", ["[" * 100_000, '{"devices": ' + "9" * 5000 + "}", "nul", "\x00"])
-def test_hostile_json(client, body):
+def test_hostile_json_is_rejected(client, body):
     headers = {"content-type": "application/json"}
     response = client.post("/api/make", content=body.encode(), headers=headers)
     assert response.status_code == 422
@@ -280,7 +280,7 @@ def test_hostile_json(client, body):
     ],
 )
 @pytest.mark.parametrize("name", ["x.json", "x.csv"])
-def test_hostile_files(client, text, name):
+def test_hostile_files_are_rejected(client, text, name):
     file = {"name": name, "text": text}
     for body in (
         request(schedule={"source": "file", "file": file}),
@@ -297,12 +297,12 @@ def test_hostile_files(client, text, name):
 
 
 @pytest.mark.parametrize("path", ["/", "/static/app.js", "/api/offers", "/nothing"])
-def test_headers(client, path):
-    found = client.get(path).headers
+def test_responses_have_security_headers(client, path):
+    headers = client.get(path).headers
     for name, value in guard.HEADERS.items():
-        assert found[name] == value
-    assert "unsafe" not in found["content-security-policy"]
-    assert "access-control-allow-origin" not in found
+        assert headers[name] == value
+    assert "unsafe" not in headers["content-security-policy"]
+    assert "access-control-allow-origin" not in headers
 
 
 def test_the_page_fetches_nothing_from_elsewhere():
@@ -320,21 +320,21 @@ def finished(work: Coroutine[Any, Any, Any]) -> Any:
         return threads.submit(asyncio.run, work).result()
 
 
-def test_work_that_nobody_waits_for_is_ended():
+def test_abandoned_work_is_ended():
     slow = parse_request(request(schedule={"source": "plan", "limit": 6, "seconds": 60}))
     quick = parse_request(request())
 
     async def run() -> float:
         pool = Pool(workers=1)
-        began = time.monotonic()
+        start = time.monotonic()
         answers = pool.answer(slow)
         first = await anext(answers)
         assert first[:1] == b"P"
         await answers.aclose()  # type: ignore[attr-defined]
-        async for each in pool.answer(quick):
-            last = each
-        assert last[:1] == b"R"
+        async for answer_frame in pool.answer(quick):
+            last_frame = answer_frame
+        assert last_frame[:1] == b"R"
         await pool.close()
-        return time.monotonic() - began
+        return time.monotonic() - start
 
     assert finished(run()) < 30

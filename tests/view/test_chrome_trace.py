@@ -26,62 +26,62 @@ def of_phase(events, phase):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_slices_are_the_timelines_passes(name):
+def test_trace_has_every_pass_of_the_timeline(name):
     schedule = make(name, 4, 8)
     timeline = simulate(schedule)
     slices = of_phase(trace_of(timeline), "X")
     for device in range(4):
-        mine = [
-            Slot(Pass.parse(each["name"]), each["ts"], each["ts"] + each["dur"])
-            for each in slices
-            if each["pid"] == device
+        device_slots = [
+            Slot(Pass.parse(event["name"]), event["ts"], event["ts"] + event["dur"])
+            for event in slices
+            if event["pid"] == device
         ]
-        assert mine == list(timeline.slots(device))
+        assert device_slots == list(timeline.slots(device))
     assert all(
-        Pass.parse(each["name"])[1:] == (each["args"]["stage"], each["args"]["microbatch"])
-        for each in slices
+        Pass.parse(event["name"])[1:] == (event["args"]["stage"], event["args"]["microbatch"])
+        for event in slices
     )
 
 
-def test_every_device_is_a_process_with_a_name_and_a_place():
+def test_every_device_is_a_named_and_sorted_process():
     names = of_phase(trace_of(simulate(make("v-half", 4, 8))), "M")
-    assert [each["args"] for each in names if each["name"] == "process_name"] == [
+    assert [event["args"] for event in names if event["name"] == "process_name"] == [
         {"name": f"device {device}"} for device in range(4)
     ]
-    assert [each["args"] for each in names if each["name"] == "process_sort_index"] == [
+    assert [event["args"] for event in names if event["name"] == "process_sort_index"] == [
         {"sort_index": device} for device in range(4)
     ]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_counters_reach_the_peaks(name):
+def test_memory_counters_reach_the_peaks(name):
     schedule = make(name, 4, 8)
     counters = of_phase(trace_of(simulate(schedule)), "C")
     for device, peak in enumerate(peak_held(schedule)):
-        held = [each["args"]["chunks"] for each in counters if each["pid"] == device]
-        assert max(held) == pytest.approx(peak)
-        assert held[-1] == 0
+        chunks = [event["args"]["chunks"] for event in counters if event["pid"] == device]
+        assert max(chunks) == pytest.approx(peak)
+        assert chunks[-1] == 0
 
 
 @pytest.mark.parametrize(("name", "messages"), [("1f1b", 6), ("v-min", 12), ("v-half", 12)])
-def test_an_arrow_per_message_from_its_maker_to_its_reader(name, messages):
+def test_every_message_has_an_arrow_from_sender_to_reader(name, messages):
     schedule = make(name, 4, 8)
     timeline = simulate(schedule, Costs.uniform(4, schedule.num_stages, 1, 1.5, 0.75, 0.1))
     events = trace_of(timeline)
-    begins, ends = of_phase(events, "s"), of_phase(events, "f")
-    assert len(begins) == len(ends) == 8 * messages
-    assert [each["id"] for each in begins] == [each["id"] for each in ends]
-    for begin, end in zip(begins, ends, strict=True):
-        assert begin["ts"] < end["ts"]
-        assert abs(begin["pid"] - end["pid"]) == 1
-        for each in (begin, end):
-            inside = [
-                slot for slot in timeline.slots(each["pid"]) if slot.start < each["ts"] < slot.end
+    starts, ends = of_phase(events, "s"), of_phase(events, "f")
+    assert len(starts) == len(ends) == 8 * messages
+    assert [event["id"] for event in starts] == [event["id"] for event in ends]
+    for start, end in zip(starts, ends, strict=True):
+        assert start["ts"] < end["ts"]
+        assert abs(start["pid"] - end["pid"]) == 1
+        for event in (start, end):
+            running_slots = [
+                slot for slot in timeline.slots(event["pid"]) if slot.start < event["ts"] < slot.end
             ]
-            assert len(inside) == 1
+            assert len(running_slots) == 1
 
 
-def test_a_measured_timeline_and_a_hostile_name():
+def test_trace_of_measured_timeline_escapes_the_name():
     planned = simulate(make("v-zb", 2, 3))
     name = 'a "quoted"\n\\ name\u2028</script>'
     schedule = Schedule(name, 2, 3, planned.schedule.placement, planned.schedule.order)

@@ -34,12 +34,14 @@ class Picture:
 
     def __init__(self, path: Path) -> None:
         self.root = ElementTree.parse(path).getroot()
-        self.texts = ["".join(each.itertext()) for each in self.root.iter(f"{SVG}text")]
+        self.texts = ["".join(text.itertext()) for text in self.root.iter(f"{SVG}text")]
 
     def boxes(self, pattern: str) -> int:
         """Return how many closed shapes the groups hold whose id matches."""
         groups = [
-            each for each in self.root.iter(f"{SVG}g") if re.fullmatch(pattern, each.get("id", ""))
+            group
+            for group in self.root.iter(f"{SVG}g")
+            if re.fullmatch(pattern, group.get("id", ""))
         ]
         return sum(
             path.get("d").count("z") for group in groups for path in group.iter(f"{SVG}path")
@@ -77,12 +79,12 @@ def test_every_pass_has_its_microbatch(tmp_path, name):
         assert picture.texts.count(str(microbatch)) >= passes + elsewhere
 
 
-def test_numbers_too_small_to_read_are_left_out(tmp_path):
+def test_unreadable_pass_numbers_are_omitted(tmp_path):
     texts = draw(tmp_path, schedule_figure(simulate(make("v-half", 4, 100)))).texts
     assert sum(text.isdigit() for text in texts) < 40
 
 
-def test_chunks_are_told_apart_and_only_where_there_are_two(tmp_path):
+def test_shades_distinguish_several_chunks(tmp_path):
     two = draw(tmp_path, schedule_figure(simulate(make("v-half", 4, 8))))
     assert two.boxes("passes-F-chunk0") == two.boxes("passes-F-chunk1") == 4 * 8
     assert "chunk 0 dark to chunk 1 light" in two.texts
@@ -90,7 +92,7 @@ def test_chunks_are_told_apart_and_only_where_there_are_two(tmp_path):
     assert not any("light" in text for text in one.texts)
 
 
-def test_texts_say_what_is_drawn(tmp_path):
+def test_figure_has_title_legend_and_units(tmp_path):
     figure = schedule_figure(
         simulate(make("v-zb", 4, 8)), note="bubble 5.9 %", limit=Limit(8.0, "as 1F1B holds")
     )
@@ -101,15 +103,22 @@ def test_texts_say_what_is_drawn(tmp_path):
     assert "time, in passes of one chunk" in texts
     assert {"forward", "input gradient", "weight gradient"} <= set(texts)
     assert "whole backward" not in texts
-    whole = draw(tmp_path, schedule_figure(simulate(make("1f1b", 4, 8)))).texts
-    assert "whole backward" in whole
-    assert "weight gradient" not in whole
+    texts_1f1b = draw(tmp_path, schedule_figure(simulate(make("1f1b", 4, 8)))).texts
+    assert "whole backward" in texts_1f1b
+    assert "weight gradient" not in texts_1f1b
 
 
 def test_costs_in_bytes_are_shown_in_gib(tmp_path):
     costs = Costs.uniform(4, 8, 900.0, 1000.0, 800.0, 50.0)
-    held = (2.0**30,) * 8
-    costs = Costs(costs.forward_us, costs.backward_us, costs.weight_us, costs.send_us, held, held)
+    activation_bytes = (2.0**30,) * 8
+    costs = Costs(
+        costs.forward_us,
+        costs.backward_us,
+        costs.weight_us,
+        costs.send_us,
+        activation_bytes,
+        activation_bytes,
+    )
     timeline = simulate(make("v-half", 4, 8), costs)
     texts = draw(tmp_path, schedule_figure(timeline, costs, units=MILLISECONDS_AND_GIB)).texts
     assert "time, ms" in texts
@@ -120,7 +129,7 @@ def test_comparison_has_all_passes_and_one_axis(tmp_path):
     timelines = [simulate(make(name, 4, 8)) for name in NAMES]
     notes = [f"note {name}" for name in NAMES]
     picture = draw(tmp_path, comparison_figure(timelines, NAMES, notes))
-    total = sum(count(each.schedule, "F") for each in timelines)
+    total = sum(count(timeline.schedule, "F") for timeline in timelines)
     assert picture.boxes("passes-F-chunk.*") == total
     assert set(notes) < set(picture.texts)
     assert picture.texts.count("time, in passes of one chunk") == 1
@@ -131,8 +140,8 @@ def test_comparison_has_all_passes_and_one_axis(tmp_path):
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_same_input_same_bytes(tmp_path, suffix):
     contents = []
-    for at in range(2):
-        path = tmp_path / f"{at}{suffix}"
+    for index in range(2):
+        path = tmp_path / f"{index}{suffix}"
         save(schedule_figure(simulate(make("v-min", 4, 8))), path)
         contents.append(path.read_bytes())
     assert contents[0] == contents[1]
@@ -140,7 +149,7 @@ def test_same_input_same_bytes(tmp_path, suffix):
     assert contents[0].startswith(magic)
 
 
-def test_a_suffix_in_capitals_is_the_same_format_and_another_is_refused(tmp_path):
+def test_suffix_is_case_insensitive_and_unknown_suffix_rejected(tmp_path):
     figure = schedule_figure(simulate(make("v-min", 2, 3)))
     save(figure, tmp_path / "a.svg")
     save(figure, tmp_path / "a.SVG")
@@ -149,24 +158,24 @@ def test_a_suffix_in_capitals_is_the_same_format_and_another_is_refused(tmp_path
         save(figure, tmp_path / "a.gif")
 
 
-def test_costs_that_hold_nothing_are_drawn(tmp_path):
-    nothing = replace(
+def test_costs_without_activation_memory_are_drawn(tmp_path):
+    empty_costs = replace(
         Costs.uniform(2, 4),
         held_after_forward_bytes=(0.0,) * 4,
         held_after_backward_bytes=(0.0,) * 4,
     )
-    figure = schedule_figure(simulate(make("v-min", 2, 3)), nothing)
+    figure = schedule_figure(simulate(make("v-min", 2, 3)), empty_costs)
     assert "Activation memory" in draw(tmp_path, figure).texts
 
 
 def test_hostile_name_stays_text(tmp_path):
-    made = make("v-min", 2, 2)
-    schedule = Schedule("$\\frac{$<b>\x1b[31m\x00", 2, 2, made.placement, made.order)
+    template = make("v-min", 2, 2)
+    schedule = Schedule("$\\frac{$<b>\x1b[31m\x00", 2, 2, template.placement, template.order)
     texts = draw(tmp_path, schedule_figure(simulate(schedule))).texts
     assert "$\\frac{$<b>?[31m?" in texts
 
 
-def test_measured_timeline_begins_at_zero(tmp_path):
+def test_measured_timeline_starts_at_zero(tmp_path):
     planned = simulate(make("v-min", 4, 8))
     shift = 1e9
     measured = Timeline(
@@ -179,7 +188,7 @@ def test_measured_timeline_begins_at_zero(tmp_path):
     assert (tmp_path / "planned.svg").read_bytes() == (tmp_path / "measured.svg").read_bytes()
 
 
-def test_sixteen_devices_of_128_microbatches_stay_fast_and_small(tmp_path):
+def test_large_figure_is_fast_and_small(tmp_path):
     timeline = simulate(make("v-half", 16, 128))
     started = time.process_time()
     save(schedule_figure(timeline), tmp_path / "large.svg")

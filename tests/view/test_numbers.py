@@ -10,9 +10,16 @@ from megatron_vshape.view.numbers import GIB, enough, idle_told, numbers_of
 
 
 @pytest.mark.parametrize(("name", "stages"), [("1f1b", 4), ("v-zb", 8)])
-def test_the_peak_in_bytes_is_compared_with_1f1b_in_bytes(name: str, stages: int) -> None:
-    held = (8 * GIB / stages,) * stages
-    costs = Costs((1000.0,) * stages, (1000.0,) * stages, (1000.0,) * stages, 0.0, held, held)
+def test_peak_in_bytes_is_relative_to_1f1b_in_bytes(name: str, stages: int) -> None:
+    activation_bytes = (8 * GIB / stages,) * stages
+    costs = Costs(
+        (1000.0,) * stages,
+        (1000.0,) * stages,
+        (1000.0,) * stages,
+        0.0,
+        activation_bytes,
+        activation_bytes,
+    )
     numbers = numbers_of(simulate(make(name, 4, 8), costs), costs)
     assert numbers.peak_bytes is not None
     assert max(numbers.peak_bytes) == 8 * GIB
@@ -21,50 +28,53 @@ def test_the_peak_in_bytes_is_compared_with_1f1b_in_bytes(name: str, stages: int
 
 
 @pytest.mark.parametrize(
-    ("held", "text"), [(2, "2"), (0.1 + 0.2, "0.3"), (6.40006717, "6.40007"), (1 / 3, "0.333334")]
+    ("memory", "text"), [(2, "2"), (0.1 + 0.2, "0.3"), (6.40006717, "6.40007"), (1 / 3, "0.333334")]
 )
-def test_a_limit_is_rounded_up(held: float, text: str) -> None:
-    assert enough(held) == text
-    assert float(text) * (1 + 1e-9) >= held
+def test_a_limit_is_rounded_up(memory: float, text: str) -> None:
+    assert enough(memory) == text
+    assert float(text) * (1 + 1e-9) >= memory
 
 
-def test_a_chunk_is_a_share_of_what_the_model_holds() -> None:
+def test_chunk_is_a_share_of_the_model_activations() -> None:
     """Of a model whose last stage holds five times the others, 1F1B's first device holds less."""
-    held = (1.0, 1.0, 1.0, 5.0)
-    costs = Costs((1.0,) * 4, (1.0,) * 4, (1.0,) * 4, 0.0, held, held)
+    activation_bytes = (1.0, 1.0, 1.0, 5.0)
+    costs = Costs((1.0,) * 4, (1.0,) * 4, (1.0,) * 4, 0.0, activation_bytes, activation_bytes)
     numbers = numbers_of(simulate(make("1f1b", 4, 8), costs), costs)
     assert numbers.peak_chunks == (4, 3, 2, 5)  # of an eighth of 8
 
 
-def test_what_holds_nothing_holds_no_more_than_1f1b() -> None:
-    ones, nothing = (1.0,) * 4, (0.0,) * 4
-    costs = Costs(ones, ones, ones, 0.0, nothing, nothing)
+def test_schedule_without_activations_has_relative_peak_one() -> None:
+    ones, zeros = (1.0,) * 4, (0.0,) * 4
+    costs = Costs(ones, ones, ones, 0.0, zeros, zeros)
     assert numbers_of(simulate(make("1f1b", 4, 8), costs), costs).relative_peak == 1
 
 
-def test_what_waits_for_the_busiest_device_is_told() -> None:
+def test_idle_text_names_the_bottleneck_rank() -> None:
     """A head of six layers on 64: the bubble is 2.7 %, and devices idle two fifths of the step."""
     timeline = simulate(make("v-half", 8, 32), Pieces.estimated(6, 4).costs((4,) * 16))
     assert 0.02 < timeline.bubble < 0.03
-    idle, holds = idle_told(timeline)
+    idle, bottleneck = idle_told(timeline)
     assert idle.startswith("39.2 %")
-    assert holds == "rank 0 is the bottleneck: 1.6x the mean work per rank"
+    assert bottleneck == "rank 0 is the bottleneck: 1.6x the mean work per rank"
 
 
-def test_alike_stages_have_nobody_to_wait_for() -> None:
+def test_equal_stages_have_no_idle_text() -> None:
     timeline = simulate(make("1f1b", 4, 8))
     assert idle_told(timeline) == []
     assert timeline.mean_idle == pytest.approx(timeline.bubble)
 
 
-def test_bytes_are_those_of_the_order_that_runs() -> None:
+def test_bytes_are_those_of_the_fused_schedule() -> None:
     """Nobody waits for the first stage's B, so its W runs with it, and nothing waits for that W."""
     stages = 4
-    held = (4 * GIB,) * stages, (6 * GIB,) * stages
-    costs = Costs(*((1.0,) * stages,) * 3, 0.0, *held, state_bytes=(0.0,) * stages)
+    activation_bytes = (4 * GIB,) * stages, (6 * GIB,) * stages
+    costs = Costs(*((1.0,) * stages,) * 3, 0.0, *activation_bytes, state_bytes=(0.0,) * stages)
     schedule = make("zb-h1", stages, 8)
-    apart = peak_held(schedule, costs)
-    run = numbers_of(simulate(schedule, costs), costs).peak_bytes
-    assert run is not None
-    assert run[0] == max(peak_held(make("1f1b", stages, 8), costs)) < apart[0]
-    assert all(own <= other for own, other in zip(run, apart, strict=True))
+    split_peaks = peak_held(schedule, costs)
+    fused_peaks = numbers_of(simulate(schedule, costs), costs).peak_bytes
+    assert fused_peaks is not None
+    assert fused_peaks[0] == max(peak_held(make("1f1b", stages, 8), costs)) < split_peaks[0]
+    assert all(
+        fused_peak <= split_peak
+        for fused_peak, split_peak in zip(fused_peaks, split_peaks, strict=True)
+    )

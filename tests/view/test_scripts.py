@@ -20,10 +20,12 @@ def run(script, *arguments):
     return subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
 
 
-def test_theory_table_is_the_papers():
-    done = run("theory_table.py", "--devices", "4", "8")
-    assert (done.returncode, done.stderr) == (0, "")
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()]
+def test_theory_table_equals_the_paper():
+    process = run("theory_table.py", "--devices", "4", "8")
+    assert (process.returncode, process.stderr) == (0, "")
+    cells = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in process.stdout.splitlines()
+    ]
     assert cells[2:] == [
         ["1F1B", "M", "6 d", "6 d", "8 / 18", "16 / 42"],
         ["V-Min", "M/3", "4 d", "4 d", "4 / 11", "8 / 27"],
@@ -32,10 +34,10 @@ def test_theory_table_is_the_papers():
     ]
 
 
-def test_theory_table_of_the_earlier_attempts():
-    done = run("theory_table.py", "gems", "chimera", "bpipe", "--devices", "8")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[2:] == [
+def test_theory_table_of_earlier_methods():
+    process = run("theory_table.py", "gems", "chimera", "bpipe", "--devices", "8")
+    assert (process.returncode, process.stderr) == (0, "")
+    assert process.stdout.splitlines()[2:] == [
         "| gems | 0 | grows with m | grows with m | 2 / 910 |",
         "| chimera | M/2 | 3 d | 3 d | 10 / 18 |",
         "| bpipe | M/2 | 6 d | 6 d | 10 / 42 |",
@@ -50,10 +52,10 @@ def test_theory_table_of_the_earlier_attempts():
 def test_gallery_shows_every_schedule(tmp_path):
     pytest.importorskip("matplotlib", reason="figures need the extra [draw]")
     folder = tmp_path / "gallery"
-    done = run("gallery.py", folder, "--devices", "3", "--microbatches", "5")
-    assert (done.returncode, done.stderr) == (0, "")
+    process = run("gallery.py", folder, "--devices", "3", "--microbatches", "5")
+    assert (process.returncode, process.stderr) == (0, "")
     page = (folder / "README.md").read_text()
-    shown = re.findall(r"\]\(([^)]*)\)", page)
-    assert shown == ["all.svg", *(f"{name}.svg" for name in NAMES)]
-    assert all((folder / each).stat().st_size > 5000 for each in shown)
+    figures = re.findall(r"\]\(([^)]*)\)", page)
+    assert figures == ["all.svg", *(f"{name}.svg" for name in NAMES)]
+    assert all((folder / figure).stat().st_size > 5000 for figure in figures)
     assert "| V-Half | M/2 | 3 d |" in page

@@ -22,7 +22,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_plain_picture_is_the_timelines_own_with_a_legend():
+def test_plain_picture_is_the_timeline_drawing_with_a_legend():
     timeline = simulate(make("v-min", 4, 8))
     text = picture(timeline)
     assert text.startswith(timeline.draw())
@@ -45,16 +45,16 @@ def test_colour_changes_no_letter():
 
 
 @pytest.mark.parametrize("columns", [20, 33, 60, 79])
-def test_wide_picture_keeps_its_beginning_and_its_end(columns):
+def test_wide_picture_shows_start_and_end(columns):
     timeline = simulate(make("v-half", 4, 40))
-    whole = timeline.draw().split("\n")
+    full_lines = timeline.draw().split("\n")
     lines = picture(timeline, columns).split("\n")[:4]
-    width = max(map(len, whole))
-    for line, full in zip(lines, whole, strict=True):
+    width = max(map(len, full_lines))
+    for line, full_line in zip(lines, full_lines, strict=True):
         assert len(line) <= columns
         head, tail = line.split(ELLIPSIS)
-        assert full.startswith(head)
-        assert full.ljust(width).rstrip().endswith(tail)
+        assert full_line.startswith(head)
+        assert full_line.ljust(width).rstrip().endswith(tail)
 
 
 def test_narrow_picture_is_not_cut():
@@ -72,7 +72,7 @@ def test_narrow_picture_is_not_cut():
         (io.StringIO(), {"TERM": "xterm"}, False),
     ],
 )
-def test_colour_is_for_terminals_whose_user_wants_it(monkeypatch, stream, environment, expected):
+def test_color_depends_on_terminal_and_no_color(monkeypatch, stream, environment, expected):
     monkeypatch.delenv("NO_COLOR", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -90,9 +90,9 @@ def with_an_empty_stage() -> Timeline:
     return simulate(make("v-half", 4, 8), Costs(times, times, times, 0.0, (1.0,) * 8, (1.0,) * 8))
 
 
-@pytest.mark.parametrize("made", [with_short_sums, with_an_empty_stage])
-def test_a_column_is_as_long_as_a_usual_pass(made):
-    timeline = made()
+@pytest.mark.parametrize("make_timeline", [with_short_sums, with_an_empty_stage])
+def test_a_column_is_as_long_as_a_usual_pass(make_timeline):
+    timeline = make_timeline()
     widest = max(len(line) for line in timeline.draw().splitlines())
     usual = timeline.makespan / 10.0  # in passes
     assert usual - 1 <= widest <= 5 * usual

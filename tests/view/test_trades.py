@@ -13,33 +13,33 @@ from megatron_vshape.core.planner.offloading import ways_to_save
 from megatron_vshape.view.numbers import link_share, trades_told
 
 
-def test_strategies_have_words() -> None:
-    found = [each.text for each in ways_to_save(True, v_shape(2))]
-    assert found == ["schedule only", "offload all of chunk 0", "offload"]
+def test_memory_strategies_have_text() -> None:
+    texts = [strategy.text for strategy in ways_to_save(True, v_shape(2))]
+    assert texts == ["schedule only", "offload all of chunk 0", "offload"]
 
 
-def test_what_the_host_holds_and_how_busy_the_link_is() -> None:
+def test_host_memory_and_link_utilization_are_reported() -> None:
     """Two copies of a device that is as long as two chunks: out from 2 to 6, back until 10."""
     copies = [[Pass(kind, 0, j) for kind in OFFLOAD] for j in (0, 1)]
     row = [Pass(Kind.F, 0, 0), Pass(Kind.F, 0, 1)]
-    row += [copies[j][at] for at in range(2) for j in (0, 1)]
-    row += [copies[j][at] for at in range(2, 4) for j in (0, 1)]
+    row += [copies[j][position] for position in range(2) for j in (0, 1)]
+    row += [copies[j][position] for position in range(2, 4) for j in (0, 1)]
     row += [Pass(kind, 0, j) for j in (0, 1) for kind in (Kind.B, Kind.W)]
     schedule = Schedule("two", 1, 2, (0,), (tuple(row),))
     costs = with_copies(Costs.uniform(1, 1), 1.0)
     timeline = simulate(schedule, costs)
     assert peak_moved(schedule, costs) == (4.0,)
     assert link_share(timeline) == pytest.approx(4.0 / timeline.makespan)
-    told = dict(trades_told(timeline, costs, "{:g} chunks".format))
-    assert told["offloading"].startswith("100.0 % of the activations (100.0 % of")
-    assert "at most 4 chunks of host memory per rank" in told["offloading"]
+    lines = dict(trades_told(timeline, costs, "{:g} chunks".format))
+    assert lines["offloading"].startswith("100.0 % of the activations (100.0 % of")
+    assert "at most 4 chunks of host memory per rank" in lines["offloading"]
 
 
-def test_nothing_is_told_of_what_the_costs_do_not_offer() -> None:
+def test_offloading_is_reported_only_if_costs_include_it() -> None:
     schedule = make("v-half", 2, 4)
     costs = Costs.uniform(2, 4)
     timeline = simulate(schedule, costs)
     assert not list(trades_told(timeline, costs, str))
-    offered = with_copies(costs, 1.0)
-    told = dict(trades_told(simulate(schedule, offered), offered, str))
-    assert told == {"offloading": "none (no gain)"}
+    offload_costs = with_copies(costs, 1.0)
+    lines = dict(trades_told(simulate(schedule, offload_costs), offload_costs, str))
+    assert lines == {"offloading": "none (no gain)"}
