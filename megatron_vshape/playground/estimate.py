@@ -16,8 +16,8 @@ from megatron_vshape.playground.request import FieldError
 from megatron_vshape.playground.worker import Frame, error_frame, frame
 
 LIMIT_S = 900
-MOST_CHARACTERS = 100_000
-MOST_GPUS = 1_000_000
+_MAX_CHARACTERS = 100_000
+_MAX_GPUS = 1_000_000
 
 _PROGRAM = "megatron_vshape.cli.pasted"
 _RESULT = "estimate.json"
@@ -42,12 +42,12 @@ def parse_estimate(data: object, gpus: Mapping[str, int]) -> EstimateRequest:
     """
     fields = data if isinstance(data, dict) else {}
     command, gpu, number = (fields.get(name) for name in ("command", "gpu", "number"))
-    if not isinstance(command, str) or not 0 < len(command.strip()) <= MOST_CHARACTERS:
+    if not isinstance(command, str) or not 0 < len(command.strip()) <= _MAX_CHARACTERS:
         raise FieldError("command", "paste a training command, such as pretrain_gpt.py FLAGS")
     if not isinstance(gpu, str) or gpu not in gpus:
         raise FieldError("gpu", f"choose one of {', '.join(gpus)}")
     is_whole = isinstance(number, int) and not isinstance(number, bool)
-    if number is not None and not (is_whole and 0 < number <= MOST_GPUS):
+    if number is not None and not (is_whole and 0 < number <= _MAX_GPUS):
         raise FieldError("number", "the number of GPUs is a whole number above 0, or empty")
     return EstimateRequest(command, gpu, number)
 

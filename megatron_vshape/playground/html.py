@@ -21,13 +21,13 @@ from megatron_vshape.playground.picture import Facts, Picture, encode, size_note
 from megatron_vshape.playground.steps import catalogue_name, step_pictures
 from megatron_vshape.view.names import display_name
 
-MOST_TRACED = 30_000
+_MAX_TRACED_PASSES = 30_000
 """Maximum passes for an embedded Perfetto trace, which is ten times larger than all else."""
 
-MOST_STEPPED = 30_000
+_MAX_PASSES_WITH_STEPS = 30_000
 """Maximum passes for which the four steps are embedded."""
 
-TYPES = {
+_MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -44,8 +44,8 @@ def static_files() -> dict[str, tuple[bytes, str]]:
     files = {}
     for resource in resources.files("megatron_vshape.playground").joinpath("static").iterdir():
         suffix = "." + resource.name.rpartition(".")[2]
-        if resource.is_file() and suffix in TYPES:
-            files[resource.name] = (resource.read_bytes(), TYPES[suffix])
+        if resource.is_file() and suffix in _MEDIA_TYPES:
+            files[resource.name] = (resource.read_bytes(), _MEDIA_TYPES[suffix])
     return files
 
 
@@ -81,7 +81,7 @@ def html_text(timeline: Timeline, costs: Costs, facts: Facts) -> str:
     if steps:
         answers["steps"] = encode(steps)
     texts = {"schedule-file": schedule.to_json().encode()}
-    if _size(schedule) <= MOST_TRACED:
+    if _size(schedule) <= _MAX_TRACED_PASSES:
         texts["trace-file"] = trace_text(picture).encode()
     data = {
         "offers": offers(),
@@ -98,7 +98,7 @@ def html_text(timeline: Timeline, costs: Costs, facts: Facts) -> str:
 
 def _steps(schedule: Schedule) -> list[Picture]:
     """Return the four steps if the catalogue makes exactly this schedule; otherwise empty."""
-    if _size(schedule) > MOST_STEPPED or not catalogue_name(schedule):
+    if _size(schedule) > _MAX_PASSES_WITH_STEPS or not catalogue_name(schedule):
         return []
     block = make_block(schedule.name, schedule.num_devices, schedule.num_microbatches)
     return list(step_pictures(block, schedule))

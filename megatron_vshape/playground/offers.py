@@ -6,7 +6,7 @@ from megatron_vshape.playground.picture import palette
 from megatron_vshape.view.names import display_name
 
 # F, B, W and communication of one chunk, half of what arXiv 2401.10241 measured per stage; ms.
-PRESETS: tuple[dict[str, object], ...] = (
+_PRESETS: tuple[dict[str, object], ...] = (
     {"key": "unit", "title": "Unit: F = B = W = 1", "unit": "", "cost": [1, 1, 1, 0]},
     {
         "key": "zb-1.5b",
@@ -35,6 +35,6 @@ def offers() -> dict[str, object]:
             }
             for name in SCHEDULE_NAMES
         ],
-        "presets": PRESETS,
+        "presets": _PRESETS,
         "palette": palette(),
     }

@@ -14,15 +14,15 @@ from megatron_vshape.core.paper import catalogue
 from megatron_vshape.core.paper.catalogue import OPTIONS
 from megatron_vshape.core.request import SCHEDULE_NAMES
 
-MAX_DEVICES = 256
-MAX_MICROBATCHES = 16_384
+_MAX_DEVICES = 256
+_MAX_MICROBATCHES = 16_384
 MAX_PASSES = 1_600_000
 """Maximum passes of a request; interaction is smooth up to a quarter of this."""
 
-MAX_TEXT = 32 * 2**20
+_MAX_TEXT = 32 * 2**20
 """Maximum bytes of a file that is opened in the playground."""
 
-MAX_SECONDS = 600.0
+_MAX_SECONDS = 600.0
 
 MOST_CHUNKS = 4
 """Maximum chunks per rank of a plan; most models have enough layers."""
@@ -74,7 +74,7 @@ class FileText:
 Times = tuple[float, ...]
 """Additional times of F, B and W for the embedding or the output layer."""
 
-NO_TIMES = (0.0, 0.0, 0.0)
+_NO_TIMES = (0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ class CostChoice:
     backward: float = 1.0
     weight: float = 1.0
     send: float = 0.0
-    embedding: Times = NO_TIMES
-    head: Times = NO_TIMES
+    embedding: Times = _NO_TIMES
+    head: Times = _NO_TIMES
     file: FileText | None = None
 
 
@@ -137,8 +137,8 @@ def parse_request(data: object) -> Request:
     body = _object(data, "request")
     _known(body, ("want", "devices", "microbatches", "costs", "schedule"))
     answer_kind = _choice(body.get("want"), tuple(AnswerKind), "want")
-    devices = _whole(body.get("devices"), "devices", MAX_DEVICES)
-    microbatches = _whole(body.get("microbatches"), "microbatches", MAX_MICROBATCHES)
+    devices = _whole(body.get("devices"), "devices", _MAX_DEVICES)
+    microbatches = _whole(body.get("microbatches"), "microbatches", _MAX_MICROBATCHES)
     costs = _costs(body.get("costs"))
     schedule = _schedule(body.get("schedule"))
     if not isinstance(schedule, FileChoice):
@@ -180,7 +180,7 @@ def _plan(body: dict[str, object]) -> PlanChoice:
     in_gib = _flag(body, "limit_in_gib", "limit")
     seconds = None
     if body.get("seconds") is not None:
-        seconds = _number(body["seconds"], "seconds", minimum=0.0, maximum=MAX_SECONDS)
+        seconds = _number(body["seconds"], "seconds", minimum=0.0, maximum=_MAX_SECONDS)
     return PlanChoice(limit, in_gib, seconds)
 
 
@@ -201,7 +201,7 @@ def _costs(data: object) -> CostChoice:
 
 def _extra(data: object, field: str) -> Times:
     if data is None:
-        return NO_TIMES
+        return _NO_TIMES
     if not isinstance(data, list) or len(data) != 3:
         raise FieldError(field, f"{field} must be three numbers: added to F, B and W")
     names = ("forward", "backward", "weight")
@@ -217,16 +217,16 @@ def _file(data: object, field: str) -> FileText:
         raise FieldError(field, "the file's name must be printable and of up to 200 characters")
     if not isinstance(text, str) or not text:
         raise FieldError(field, "the file is empty; choose one with a schedule or costs")
-    if len(text) > MAX_TEXT:
-        raise FieldError(field, f"the file is larger than {MAX_TEXT // 2**20} MiB")
+    if len(text) > _MAX_TEXT:
+        raise FieldError(field, f"the file is larger than {_MAX_TEXT // 2**20} MiB")
     return FileText(name, text)
 
 
 def check_drawn(schedule: Schedule) -> None:
     """Raise ScheduleError if the schedule of a file is too large for the playground."""
-    if schedule.num_devices > MAX_DEVICES:
+    if schedule.num_devices > _MAX_DEVICES:
         raise ScheduleError(
-            f"it is for {schedule.num_devices:,} devices; the page draws up to {MAX_DEVICES}"
+            f"it is for {schedule.num_devices:,} devices; the page draws up to {_MAX_DEVICES}"
         )
     if 3 * schedule.num_stages * schedule.num_microbatches > MAX_PASSES:
         raise ScheduleError(f"it has more than the {MAX_PASSES:,} passes that the page draws")

@@ -43,10 +43,10 @@ def make_choice(
         )
     if isinstance(choice, FileChoice):
         report({"doing": "reading the file"})
-        schedule = read_schedule(choice.file)
+        schedule = _read_schedule(choice.file)
         return PlanResult(schedule, pricing.costs_for(schedule.num_devices, schedule.num_stages))
     report({"doing": "planning"})
-    return make_planned(request, choice, pricing, report)
+    return _make_planned(request, choice, pricing, report)
 
 
 def make_named(
@@ -66,7 +66,7 @@ def make_named(
         raise FieldError("schedule", str(error)) from None
 
 
-def read_schedule(file: FileText) -> Schedule:
+def _read_schedule(file: FileText) -> Schedule:
     """Parse and verify the schedule in a file's text.
 
     Raises:
@@ -85,7 +85,7 @@ def read_schedule(file: FileText) -> Schedule:
     return schedule
 
 
-def make_planned(
+def _make_planned(
     request: Request, choice: PlanChoice, pricing: Pricing, report: Report
 ) -> PlanResult:
     """Plan a schedule; the result has its limits in the costs' unit, and its lower bound."""

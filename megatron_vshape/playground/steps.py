@@ -11,7 +11,7 @@ from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.playground.picture import Facts, Picture
 from megatron_vshape.view.numbers import base_peak
 
-STEP_TITLES = ("1  Building block", "2  Repeated", "3  Squeezed", "4  Reordered")
+_STEP_TITLES = ("1  Building block", "2  Repeated", "3  Squeezed", "4  Reordered")
 
 
 def step_pictures(block: BuildingBlock, last: Schedule) -> Iterator[Picture]:
@@ -39,7 +39,7 @@ def step_pictures(block: BuildingBlock, last: Schedule) -> Iterator[Picture]:
     )
     base = base_peak(devices)
     for index, timeline in enumerate(timelines):
-        facts = Facts(in_passes=True, base_peak=base, title=STEP_TITLES[index], note=notes[index])
+        facts = Facts(in_passes=True, base_peak=base, title=_STEP_TITLES[index], note=notes[index])
         yield Picture(timeline, costs, facts)
 
 

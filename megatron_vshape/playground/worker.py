@@ -26,7 +26,7 @@ LENGTH = struct.Struct("<I")
 HEAD = struct.Struct("<cI")
 """Header of a frame: its type and the number of bytes."""
 
-MOST_MEMORY = 6 * 2**30
+_MAX_MEMORY = 6 * 2**30
 """Bytes of address space; a hostile file ends its request, not the machine."""
 
 _QUIET = 0.1
@@ -53,7 +53,7 @@ def error_frame(field: str, text: str) -> bytes:
 
 def main() -> None:
     """Answer requests until stdin ends."""
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY, _MAX_MEMORY))
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # redirects stray prints away from the frames
     while head := sys.stdin.buffer.read(LENGTH.size):

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from megatron_vshape.playground.request import Request
 from megatron_vshape.playground.worker import HEAD, LENGTH, Frame, error_frame
 
-WORKERS = 2
+_NUM_WORKERS = 2
 WAITING = 16
 """Maximum requests that wait for a worker; further requests are rejected."""
 
@@ -21,7 +21,7 @@ class Busy(Exception):
 class Pool:
     """Answer requests in worker processes."""
 
-    def __init__(self, workers: int = WORKERS) -> None:
+    def __init__(self, workers: int = _NUM_WORKERS) -> None:
         self._workers = workers
         self._free = asyncio.Semaphore(workers)
         self._idle: list[Process] = []

@@ -15,7 +15,7 @@ from megatron_vshape.core.model.placement import chunks_of
 from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.view.numbers import held_steps
 
-COMPUTE = 0
+_COMPUTE = 0
 """Thread of the passes; parallel resources use the following threads."""
 
 _INSIDE = 0.01
@@ -104,12 +104,12 @@ def _names(timeline: Timeline, device: int) -> Iterator[Event]:
     yield _meta(device, "process_sort_index", {"sort_index": device})
     yield _meta(device, "thread_name", {"name": "passes"})
     for thread, resource in enumerate(_resources(timeline, device)):
-        if thread != COMPUTE:
+        if thread != _COMPUTE:
             yield {**_meta(device, "thread_name", {"name": resource}), "tid": thread}
 
 
 def _meta(device: int, name: str, args: dict[str, str | int | float]) -> Event:
-    return {"ph": "M", "name": name, "pid": device, "tid": COMPUTE, "args": args}
+    return {"ph": "M", "name": name, "pid": device, "tid": _COMPUTE, "args": args}
 
 
 def _passes(timeline: Timeline, device: int) -> Iterator[Event]:
@@ -173,6 +173,6 @@ def _arrow(phase: str, number: int, device: int, time: float) -> Event:
         "cat": "message",
         "id": number,
         "pid": device,
-        "tid": COMPUTE,
+        "tid": _COMPUTE,
         "ts": time,
     }

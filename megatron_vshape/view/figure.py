@@ -38,7 +38,7 @@ from megatron_vshape.view.numbers import held_steps
 FORMATS = (".svg", ".png", ".pdf")
 """File suffixes that `save` supports."""
 
-DOTS_PER_INCH = 200
+_DOTS_PER_INCH = 200
 
 _FONT_NAMES = ["DejaVu Sans", "Verdana", "Arial"]  # the first comes with matplotlib
 _FONTS = ", ".join([*(f"'{name}'" for name in _FONT_NAMES), "sans-serif"])
@@ -196,7 +196,7 @@ def save(figure: Figure, path: str | Path) -> None:
         figure.savefig(
             buffer,
             format=suffix.lstrip("."),
-            dpi=DOTS_PER_INCH,
+            dpi=_DOTS_PER_INCH,
             metadata=_METADATA[suffix],
         )
     content = buffer.getvalue()
@@ -422,12 +422,12 @@ def _draw_block(axes: Axes, block: BuildingBlock, title: str) -> None:
     arrow = {"arrowstyle": "<->", "lw": 0.6, "color": _QUIET, "shrinkA": 0, "shrinkB": 0}
     axes.annotate("", (first, -0.3), (last, -0.3), arrowprops=arrow, annotation_clip=False)
     _note(axes, f"T = {block.interval}", (last, -0.3))
-    for row, text in enumerate(lifespan_notes(block)):
+    for row, text in enumerate(_lifespan_notes(block)):
         if row in axes.get_yticks() - 0.5:
             _note(axes, text, (end, row + 0.5))
 
 
-def lifespan_notes(block: BuildingBlock) -> list[str]:
+def _lifespan_notes(block: BuildingBlock) -> list[str]:
     """Format, for every device, its lifespans in intervals and the resulting bound in chunks."""
     chunks_a_stage = Fraction(2 * block.num_devices, len(block.placement))
     lives, bounds = block.lives(), block.peak_bounds()

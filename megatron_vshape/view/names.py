@@ -47,7 +47,7 @@ def shape_text(schedule: Schedule) -> str:
 HELD_COLOUR = "#6a6699"
 """Memory color of chunk 0: grey, as no pass has it."""
 
-LIGHTEST = 0.62
+_LIGHTEST = 0.62
 """Share of white in the shade of the last chunk; dark text is readable on it."""
 
 _WHITE = 255
@@ -60,7 +60,7 @@ def shade(kind: Kind, chunk: int, num_chunks: int) -> str:
 
 def tint(colour: str, chunk: int, num_chunks: int) -> str:
     """Return the color mixed with white, more for later chunks; chunk 0 has the color itself."""
-    white = LIGHTEST * chunk / max(num_chunks - 1, 1)
+    white = _LIGHTEST * chunk / max(num_chunks - 1, 1)
     levels = _levels(colour)
     return "#" + "".join(f"{round(level + (_WHITE - level) * white):02x}" for level in levels)
 

@@ -24,7 +24,7 @@ from megatron_vshape.view.names import plain
 
 GIB = 2.0**30
 
-WORTH_TELLING = 0.02
+_MIN_IMBALANCE = 0.02
 """Minimum excess of the busiest rank over the mean to be reported."""
 
 
@@ -140,7 +140,7 @@ def idle_told(timeline: Timeline) -> list[str]:
     """
     work = timeline.work
     mean, max_work = sum(work) / len(work), max(work)
-    if max_work <= mean * (1 + WORTH_TELLING):
+    if max_work <= mean * (1 + _MIN_IMBALANCE):
         return []
     return [
         f"{percent(timeline.mean_idle)} of the step, on average over the ranks",

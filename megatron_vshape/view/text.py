@@ -9,8 +9,8 @@ from typing import TextIO
 from megatron_vshape.core.model.kinds import KINDS, PARTS, Kind, find_kind, simple_kinds
 from megatron_vshape.core.model.schedule import Timeline
 
-RESET = "\x1b[0m"
-PIPED_COLUMNS = 132
+_RESET = "\x1b[0m"
+_PIPED_COLUMNS = 132
 """Default number of columns."""
 
 _LEAST_COLUMNS = 20
@@ -25,7 +25,7 @@ def wants_colour(stream: TextIO) -> bool:
 
 def columns() -> int:
     """Return the maximum width of a picture, from the terminal or from COLUMNS."""
-    return shutil.get_terminal_size((PIPED_COLUMNS, 24)).columns
+    return shutil.get_terminal_size((_PIPED_COLUMNS, 24)).columns
 
 
 def picture(timeline: Timeline, columns: int | None = None, colour: bool = False) -> str:
@@ -59,7 +59,7 @@ def legend(num_chunks: int, colour: bool = False, kinds: Iterable[Kind] = ()) ->
 def _paint(line: str) -> str:
     """Color each run of one letter like its pass."""
     return "".join(
-        _start(letter) + "".join(run) + RESET if letter.upper() in KINDS else "".join(run)
+        _start(letter) + "".join(run) + _RESET if letter.upper() in KINDS else "".join(run)
         for letter, run in itertools.groupby(line)
     )
 

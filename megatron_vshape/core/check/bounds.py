@@ -80,7 +80,7 @@ def least_memory(costs: Costs, placement: Placement, num_devices: int) -> tuple[
     This is the minimum for split backwards: before the first B of a microbatch on a device, all its
     F there have run, for all of its slices. W may run when nothing else is allocated.
     """
-    costs = of_largest(costs)
+    costs = _with_largest_microbatches(costs)
     fixed = costs.fixed_bytes(placement, num_devices)
     forward, backward, weight = map(costs.works, PARTS)
     peaks: list[float] = []
@@ -181,7 +181,7 @@ def lower_bound(
     # Imported here because it requires numpy, which `import megatron_vshape` must not load.
     from megatron_vshape.core.check.ramp_idle import end_with_idle, path_times
 
-    costs = split_no_slower(costs)
+    costs = _relax_full_backwards(costs)
     paths = path_times(costs, placement)
     extra_slices_us = _extra_slices_us(costs)
     # Half of `extra_slices_us`, because the bound from memory needs the mean over all slices.
@@ -252,12 +252,12 @@ def _memory_bound(
     return num_microbatches * area / (limit * (1 + _ROUNDING))
 
 
-def of_shortest(costs: Costs) -> Costs:
+def _with_shortest_microbatches(costs: Costs) -> Costs:
     """Scale every microbatch to the shortest of each pass, and at most to the given cost."""
     return _with_combined_factors(costs, lambda factors: min(1.0, *factors))
 
 
-def of_largest(costs: Costs) -> Costs:
+def _with_largest_microbatches(costs: Costs) -> Costs:
     """Scale every microbatch to the longest of each pass, which must fit alone."""
     return _with_combined_factors(costs, max)
 
@@ -280,13 +280,13 @@ def in_passes(costs: Costs) -> Costs:
     return passes_only.having(**times, whole_backward_us=costs.whole_us, **dict.fromkeys(EXCHANGES))
 
 
-def split_no_slower(costs: Costs) -> Costs:
+def _relax_full_backwards(costs: Costs) -> Costs:
     """Relax the costs so that full backwards are no faster than separate passes.
 
     A schedule at the given costs then runs with each BW as B and W, no slower and with no more
     memory. So bounds for the relaxed costs apply.
     """
-    relaxed = in_passes(of_shortest(costs))
+    relaxed = in_passes(_with_shortest_microbatches(costs))
     # BW retains F's activations until it ends, even if B would retain more for its W.
     retained_bytes = map(min, costs.held_after_forward_bytes, costs.held_after_backward_bytes)
     relaxed = relaxed.having(held_after_backward_bytes=tuple(retained_bytes))

@@ -55,7 +55,7 @@ def costs_of(schedule: Schedule, costs: Costs | None = None) -> Costs:
     """
     if costs is None:
         return unit_costs(schedule).sliced(schedule.slices)
-    check_costs(costs, schedule.num_stages)
+    _check_costs(costs, schedule.num_stages)
     # `by_microbatch` of whole microbatches has a factor per microbatch, not per slice.
     num_microbatches = schedule.whole_microbatches * costs.slices
     for name, factors in costs.by_microbatch:
@@ -75,7 +75,7 @@ def unit_costs(schedule: Schedule) -> Costs:
     return Costs.uniform(schedule.num_devices, schedule.num_stages, kinds=schedule.kinds)
 
 
-def check_costs(costs: Costs, num_stages: int) -> None:
+def _check_costs(costs: Costs, num_stages: int) -> None:
     """Raise ScheduleError unless the costs are for `num_stages` stages."""
     if costs.num_stages != num_stages:
         raise ScheduleError(

@@ -90,7 +90,7 @@ def _check_positions(schedule: Schedule) -> None:
                 continue
             raise ScheduleError(
                 f"{passes[position]} is on device {device}, but {reason}\n"
-                + excerpt(schedule, device, position)
+                + _excerpt(schedule, device, position)
             )
 
 
@@ -103,7 +103,7 @@ def _check_overlapped(schedule: Schedule) -> None:
                 raise ScheduleError(
                     f"{PAIR_SIGN.join(map(str, step))} on device {device} is not an overlapped "
                     "pair: an F must be followed by a B or BW of another microbatch\n"
-                    + excerpt(schedule, device, position)
+                    + _excerpt(schedule, device, position)
                 )
     missing_passes = schedule.overlapped.difference(*schedule.order)
     if missing_passes:
@@ -144,7 +144,7 @@ def _check_counts(schedule: Schedule) -> None:
     suffix = f" (and {len(other_slots)} more are wrong)" if other_slots else ""
     raise ScheduleError(
         f"{_format_count(schedule, culprit)} on device {device}; every pass must run once{suffix}\n"
-        + excerpt(schedule, device, position)
+        + _excerpt(schedule, device, position)
     )
 
 
@@ -186,7 +186,7 @@ def _check_reads(schedule: Schedule, count: Counter[Pass]) -> None:
                 if not count[dependency] and not _may_be_missing(dependency, work):
                     raise ScheduleError(
                         f"{work} on device {device} reads {dependency}, which no device runs\n"
-                        + excerpt(schedule, device, position)
+                        + _excerpt(schedule, device, position)
                     )
             # `_check_shared` checks kinds that each device has once.
             group = () if work.kind.of else _group_of(work.kind)
@@ -195,7 +195,7 @@ def _check_reads(schedule: Schedule, count: Counter[Pass]) -> None:
                 raise ScheduleError(
                     f"{work} on device {device} has no {work._replace(kind=missing_kinds[0])}: of "
                     f"{', '.join(group)} a microbatch of a stage has all or none\n"
-                    + excerpt(schedule, device, position)
+                    + _excerpt(schedule, device, position)
                 )
 
 
@@ -277,7 +277,7 @@ def _check_rows(schedule: Schedule) -> None:
                     raise ScheduleError(
                         f"{row[position]} runs before {row[input_positions[input_microbatch]]} on "
                         f"device {device}, and must run behind it: {reason}\n"
-                        + excerpt(schedule, device, position)
+                        + _excerpt(schedule, device, position)
                     )
 
 
@@ -376,11 +376,11 @@ def _check_memory(schedule: Schedule, limits: Sequence[float], costs: Costs) -> 
             raise ScheduleError(
                 f"device {device} holds {held_text(peak)} at its peak, more than the limit of "
                 f"{held_text(limit)}; it first exceeds that at {schedule.order[device][position]}\n"
-                + excerpt(schedule, device, position)
+                + _excerpt(schedule, device, position)
             )
 
 
-def excerpt(schedule: Schedule, device: int, position: int) -> str:
+def _excerpt(schedule: Schedule, device: int, position: int) -> str:
     """Format the orders around index `position` of a device, with that pass marked."""
     first, last = max(0, position - COLUMNS), position + COLUMNS + 1
     devices = range(max(0, device - ROWS), min(schedule.num_devices, device + ROWS + 1))

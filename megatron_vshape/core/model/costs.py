@@ -30,7 +30,7 @@ from megatron_vshape.core.model.placement import message_us
 MIN_AMOUNT, MAX_AMOUNT = 1e-6, 1e15
 """Bounds of times and memory, far inside the range of floats."""
 
-MAX_RATIO = 1e9
+_MAX_RATIO = 1e9
 """Maximum ratio of the longest to the shortest time, so that sums do not lose the shortest."""
 
 Amounts = tuple[float, ...]
@@ -380,13 +380,13 @@ class Costs:
             _check_value(name, name, value, may_be_zero=True)
         _check_value("device_bytes", "device_bytes", self.device_bytes)
         times = [time for name in amounts if name.endswith("_us") for time in amounts[name]]
-        # Sums of times are float64 with 16 digits: MAX_RATIO leaves 7 for the shortest time.
+        # Sums of times are float64 with 16 digits: _MAX_RATIO leaves 7 for the shortest time.
         longest = max(*times, self.send_us, self.host_us, *self.more_send_us)
         shortest = min(filter(None, times))
-        if longest > MAX_RATIO * shortest:
+        if longest > _MAX_RATIO * shortest:
             raise ScheduleError(
                 f"the times reach from {shortest} to {longest}; none may be more than "
-                f"{MAX_RATIO:g} times another"
+                f"{_MAX_RATIO:g} times another"
             )
 
     def _check_microbatches(self) -> None:

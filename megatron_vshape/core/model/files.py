@@ -24,7 +24,7 @@ from megatron_vshape.core.model.kinds import (
 MAX_FILE_BYTES = 32 * 2**20
 """Larger files could exhaust memory; a schedule of two million passes is smaller."""
 
-MAX_BRACKETS = 200_000
+_MAX_BRACKETS = 200_000
 """Maximum lists and objects in one file: each needs far more memory than its two characters."""
 
 
@@ -75,8 +75,8 @@ def parse_object(text: str, label: str) -> dict[str, object]:
         ScheduleError: not JSON, not an object, nested too deep, a duplicate key, NaN or infinity.
     """
     # Before parsing, which would already need the memory.
-    if text.count("[") + text.count("{") > MAX_BRACKETS:
-        raise ScheduleError(f"{label} contains more than {MAX_BRACKETS} lists and objects")
+    if text.count("[") + text.count("{") > _MAX_BRACKETS:
+        raise ScheduleError(f"{label} contains more than {_MAX_BRACKETS} lists and objects")
     try:
         data = json.loads(
             text, object_pairs_hook=_dict_of_unique_keys, parse_constant=_reject_constant

@@ -143,10 +143,10 @@ class Widths:
         return self.hidden * width * (3 if self.gated else 2)
 
 
-MAX_SHIFT = 2
+_MAX_SHIFT = 2
 """Layers that a cut moves by in one step of the search."""
 
-MAX_SHIFTED_CUTS = 8
+_MAX_SHIFTED_CUTS = 8
 """Neighbouring cuts that move together."""
 
 
@@ -241,9 +241,9 @@ def _shifted(cuts: Sequence[int]) -> Iterator[list[int]]:
     # Adjacent cuts that shift together move layers between distant stages.
     inner = len(cuts) - 1
     for first, stop in combinations(range(1, inner + 1), 2):
-        if stop - first > MAX_SHIFTED_CUTS:
+        if stop - first > _MAX_SHIFTED_CUTS:
             continue
-        for shift in range(-MAX_SHIFT, MAX_SHIFT + 1):
+        for shift in range(-_MAX_SHIFT, _MAX_SHIFT + 1):
             neighbor = [*cuts[:first], *(cut + shift for cut in cuts[first:stop]), *cuts[stop:]]
             if shift and _are_stages(neighbor):
                 yield neighbor

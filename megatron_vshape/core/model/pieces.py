@@ -28,7 +28,7 @@ from megatron_vshape.core.model.placement import Placement, looping
 LEAST = 1e-3
 """Minimum time of a first or last stage without layers, in layers, for some kernels."""
 
-MERGING = 0.15
+_MERGING_IN_LAYERS = 0.15
 """Cost of merging two hidden states for multi-token prediction, in layers of a GPT with h = s;
 `Widths` computes it for other sizes."""
 
@@ -109,7 +109,7 @@ class Piece:
         return cls(**amounts, others=tuple(extra_amounts))
 
 
-AnyPiece = TypeVar("AnyPiece", bound=Piece)
+_AnyPiece = TypeVar("_AnyPiece", bound=Piece)
 
 
 class Share(NamedTuple):
@@ -152,7 +152,7 @@ class Share(NamedTuple):
         """Compute the share that turns a stage of this share into one unit."""
         return Share(*(1 / amount if amount else 0.0 for amount in self))
 
-    def of(self, piece: AnyPiece) -> AnyPiece:
+    def of(self, piece: _AnyPiece) -> _AnyPiece:
         """Scale the costs of one unit to this share."""
         scaled_piece = piece.times(self.time)
         if self.time == self.held == self.state:
@@ -218,7 +218,7 @@ class Pieces:
             costs.send_us,
             costs.host_us,
             costs.sources,
-            of_no_stage(costs),
+            _amounts_without_stage(costs),
             costs.by_microbatch,
             median(costs.more_send_us) if costs.more_send_us else None,
             costs.device_bytes,
@@ -275,7 +275,7 @@ class Pieces:
         return replace(self, layer=replace(self.layer, others=extra_amounts))
 
     def predicting(
-        self, count: int, merging_in_layers: float = MERGING, share: Share | None = None
+        self, count: int, merging_in_layers: float = _MERGING_IN_LAYERS, share: Share | None = None
     ) -> "Pieces":
         """Add `count` layers of multi-token prediction to the last stage, each of this share."""
         layer = self.layer if share is None else share.of(self.layer)
@@ -340,7 +340,7 @@ def without_ends(pieces: Pieces) -> Pieces:
     return replace(pieces, layer=layer, first=no_costs, last=no_costs, others=())
 
 
-def with_predicting(head: AnyPiece, layer: AnyPiece, count: int, merging: float) -> AnyPiece:
+def with_predicting(head: _AnyPiece, layer: _AnyPiece, count: int, merging: float) -> _AnyPiece:
     """Return the last stage's additional costs with `count` multi-token-prediction layers.
 
     Each adds a layer, and the merging of two hidden states (time of `merging` layers, negligible
@@ -402,7 +402,7 @@ def pieces_from_costs(costs: Costs) -> list[Piece]:
         [costs.exchanges_us(kind, stage) for stage in stages] for kind in (Kind.F, Kind.B, Kind.BW)
     )
     amounts = costs.lists()
-    nothing, single = (0.0,) * costs.num_stages, dict(of_no_stage(costs))
+    nothing, single = (0.0,) * costs.num_stages, dict(_amounts_without_stage(costs))
     names = (STATE, *WORKS, DUMMY)
     extra_amounts = {name: values for name, values in costs.others if name not in single}
     return list(
@@ -432,7 +432,7 @@ def with_pieces(costs: Costs, stages: Sequence[Piece]) -> Costs:
     """Return the costs with these stages; other fields do not change."""
     new_costs = costs_from_pieces(stages, costs.send_us)
     single_amounts = {
-        name: values for name, values in costs.others if name in dict(of_no_stage(costs))
+        name: values for name, values in costs.others if name in dict(_amounts_without_stage(costs))
     }
     # None removes an amount that all new stages lack.
     changes = dict.fromkeys(costs.lists()) | new_costs.lists() | single_amounts
@@ -462,7 +462,7 @@ def under_megatron(costs: Costs, message_bytes: float = 0.0) -> Costs:
     return costs.having(**workspaces)
 
 
-def of_no_stage(costs: Costs) -> tuple[tuple[str, float], ...]:
+def _amounts_without_stage(costs: Costs) -> tuple[tuple[str, float], ...]:
     """Return the amounts of kinds without a stage, by name: the maximum over the stages."""
     names = other_amounts(kind for kind in KINDS if kind.of)
     return tuple((name, max(values)) for name, values in costs.others if name in names)
@@ -485,7 +485,7 @@ def regroup(costs: Costs, num_stages: int, name: str) -> Costs:
         )
 
     # A device has one such pass per microbatch, however many stages it has: not added up.
-    single = dict(of_no_stage(costs))
+    single = dict(_amounts_without_stage(costs))
     amounts = {
         name: (single[name],) * num_stages
         if name in single

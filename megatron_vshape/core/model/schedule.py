@@ -29,16 +29,16 @@ FORMAT = 1
 MAX_PASSES = 20_000_000
 """Maximum passes of a schedule: larger ones are rejected before memory is allocated."""
 
-MAX_NAME = 200
+_MAX_NAME = 200
 """Maximum characters of a schedule's name, which is printed in one line of the log."""
 
-MAX_COLUMNS = 100_000
+_MAX_COLUMNS = 100_000
 """Maximum characters per line of a picture, for passes of very different lengths."""
 
 ELLIPSIS = " … "
 """Replacement for the middle of a picture."""
 
-MUCH_SHORTER = 4
+_MUCH_SHORTER = 4
 """Passes shorter than the usual one by this factor do not set the column width of a picture."""
 
 _ROUNDING = 1e-6
@@ -274,9 +274,9 @@ class Schedule:
         name, devices, microbatches, placement, order = (data[key] for key in _KEYS)
         devices = _parse_count("num_devices", devices)
         microbatches = _parse_count("num_microbatches", microbatches)
-        if not isinstance(name, str) or not name.isprintable() or len(name) > MAX_NAME:
+        if not isinstance(name, str) or not name.isprintable() or len(name) > _MAX_NAME:
             raise ScheduleError(
-                f"name is {name!r:.40}; it must be printable text of up to {MAX_NAME} characters"
+                f"name is {name!r:.40}; it must be printable text of up to {_MAX_NAME} characters"
             )
         if not isinstance(placement, list) or not all(map(is_whole, placement)):
             raise ScheduleError("placement must be a list with the device of every stage")
@@ -476,7 +476,7 @@ class Timeline:
         """Draw one line per device: F, B, W in upper case for even chunks, lower for odd.
 
         A character is as long as the shortest pass, except for passes much shorter than most. It is
-        longer if the picture would exceed `columns` (at most MAX_COLUMNS). A character shows the
+        longer if the picture would exceed `columns` (at most _MAX_COLUMNS). A character shows the
         pass that runs at its middle. Other resources of a device have separate lines below. The
         middle of a picture wider than `kept` characters is omitted.
 
@@ -485,7 +485,7 @@ class Timeline:
         FF BWFBWBW
          FBFBWFBWW
         """
-        columns = min(columns or MAX_COLUMNS, MAX_COLUMNS)
+        columns = min(columns or _MAX_COLUMNS, _MAX_COLUMNS)
         unit = max(self._column_length(), self.makespan / columns)
         first = self.first_start
 
@@ -520,7 +520,7 @@ class Timeline:
         simple = [length for length, work in timed_passes if work.kind in PARTS and length > 0]
         sorted_lengths = sorted(simple or filter(None, lengths))
         median_length = sorted_lengths[len(sorted_lengths) // 2]
-        return min(length for length in lengths if length >= median_length / MUCH_SHORTER)
+        return min(length for length in lengths if length >= median_length / _MUCH_SHORTER)
 
     def _draw_lane(
         self,

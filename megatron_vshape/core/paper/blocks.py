@@ -3,8 +3,8 @@
 A block specifies the start slot of every pass of one or a few microbatches; repeated every
 `interval` slots, it forms a pipeline. Its lifespans alone bound the activation memory (section 2).
 
-`loop_block` makes the blocks whose devices all run the stages in the same direction (1F1B,
-interleaved 1F1B, ZB-H1 and ZB-H2). `v_block` makes the V-shaped ones. d is the number of devices.
+`_loop_block` makes the blocks whose devices all run the stages in the same direction (1F1B,
+interleaved 1F1B, ZB-H1 and ZB-H2). `_v_block` makes the V-shaped ones. d is the number of devices.
 The V blocks are from arXiv 2405.15362, ZB-H1 and ZB-H2 from 2401.10241, interleaved 1F1B from
 2104.04473, GPipe from 1811.06965.
 """
@@ -268,17 +268,17 @@ def gpipe(num_devices: int, num_microbatches: int) -> BuildingBlock:
 
 def one_f_one_b(num_devices: int) -> BuildingBlock:
     """1F1B: hops of one slot forward and two backward, with full backwards."""
-    return loop_block("1f1b", num_devices, forward_hop=1, split=False)
+    return _loop_block("1f1b", num_devices, forward_hop=1, split=False)
 
 
 def eager_one_f_one_b(num_devices: int) -> BuildingBlock:
     """Eager 1F1B: forwards move ahead, so that every message has at least one slot to arrive."""
-    return loop_block("eager-1f1b", num_devices, forward_hop=3, backward_hop=3, split=False)
+    return _loop_block("eager-1f1b", num_devices, forward_hop=3, backward_hop=3, split=False)
 
 
 def interleaved(num_devices: int, num_chunks: int) -> BuildingBlock:
     """Interleaved 1F1B: d microbatches pass a chunk before the next chunk."""
-    return loop_block(
+    return _loop_block(
         "interleaved-1f1b",
         num_devices,
         num_chunks,
@@ -294,20 +294,20 @@ def grouped_interleaved(num_devices: int, num_chunks: int, group_size: int) -> B
 
     With 2 chunks, its peak is d + `group_size` stage activations; interleaved 1F1B has 3 d - 1.
     """
-    return loop_block("grouped-interleaved-1f1b", num_devices, num_chunks, group_size, split=True)
+    return _loop_block("grouped-interleaved-1f1b", num_devices, num_chunks, group_size, split=True)
 
 
 def zb_h1(num_devices: int) -> BuildingBlock:
     """ZB-H1: 1F1B with split backwards."""
-    return loop_block("zb-h1", num_devices, split=True)
+    return _loop_block("zb-h1", num_devices, split=True)
 
 
 def zb_h2(num_devices: int) -> BuildingBlock:
     """ZB-H2: longer hops and twice the memory of 1F1B, idle only in warm-up and cool-down."""
-    return loop_block("zb-h2", num_devices, forward_hop=3, backward_hop=3, split=True)
+    return _loop_block("zb-h2", num_devices, forward_hop=3, backward_hop=3, split=True)
 
 
-def loop_block(
+def _loop_block(
     name: str,
     num_devices: int,
     num_chunks: int = 1,
@@ -400,24 +400,24 @@ def one_f_one_b_v(num_devices: int) -> BuildingBlock:
     """
     turns = {0: (3, 1, 3), 1: (1, 1, 2), 2: (5, 1, 4)}[num_devices % 3]
     hops = ((1,), (1,), (2, 2, 5), (2, 5, 2))
-    return v_block("1f1b-v", num_devices, hops, turns, split=False)
+    return _v_block("1f1b-v", num_devices, hops, turns, split=False)
 
 
 def v_min(num_devices: int) -> BuildingBlock:
     """V-Min: about a third of 1F1B's activation memory; hops of 1."""
     middle = 3 if num_devices % 3 == 0 else 1
-    return v_block("v-min", num_devices, hops=((1,), (1,), (1,), (1,)), turns=(1, middle, 1))
+    return _v_block("v-min", num_devices, hops=((1,), (1,), (1,), (1,)), turns=(1, middle, 1))
 
 
 def v_half(num_devices: int) -> BuildingBlock:
     """V-Half: about half of 1F1B's activation memory; hops of 2 and 1."""
     middle = 4 if num_devices % 2 == 0 else 1
-    return v_block("v-half", num_devices, hops=((2,), (1,), (2,), (1,)), turns=(2, middle, 1))
+    return _v_block("v-half", num_devices, hops=((2,), (1,), (2,), (1,)), turns=(2, middle, 1))
 
 
 def v_zb(num_devices: int) -> BuildingBlock:
     """V-ZB: zero bubble at 1F1B's activation memory; hops of 4 and 2."""
-    return v_block("v-zb", num_devices, hops=((4,), (2,), (4,), (2,)), turns=(1, 1, 1))
+    return _v_block("v-zb", num_devices, hops=((4,), (2,), (4,), (2,)), turns=(1, 1, 1))
 
 
 def dualpipev(num_devices: int, num_microbatches: int) -> BuildingBlock:
@@ -434,7 +434,7 @@ def dualpipev(num_devices: int, num_microbatches: int) -> BuildingBlock:
             f"on {num_devices}, not {num_microbatches}"
         )
     hops = ((WORK,),) * 4
-    return v_block("dualpipev", num_devices, hops, (WORK, WORK + 1, WORK), split=False)
+    return _v_block("dualpipev", num_devices, hops, (WORK, WORK + 1, WORK), split=False)
 
 
 def overlapped_interleaved(num_devices: int, num_chunks: int) -> BuildingBlock:
@@ -446,7 +446,7 @@ def overlapped_interleaved(num_devices: int, num_chunks: int) -> BuildingBlock:
     return replace(block, name="overlapped-interleaved-1f1b")
 
 
-def v_block(
+def _v_block(
     name: str,
     num_devices: int,
     hops: Sequence[Sequence[int]],

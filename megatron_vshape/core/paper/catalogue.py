@@ -19,7 +19,7 @@ from megatron_vshape.core.paper.blocks import BuildingBlock, repeat, squeeze
 from megatron_vshape.core.paper.reordering import fill_warm_up, reorder
 
 
-def make_schedule(
+def _make_schedule(
     block: BuildingBlock, num_microbatches: int, max_held: int | None = None
 ) -> Schedule:
     """Make the schedule of `block` in the paper's four steps.
@@ -215,10 +215,10 @@ def make(
         return published
     max_held = None if name in NOT_REORDERED else max(block.peaks())
     if name == "overlapped-interleaved-1f1b":
-        paired = _overlapped(make_schedule(block, num_microbatches))
+        paired = _overlapped(_make_schedule(block, num_microbatches))
         verify(paired)
         return paired
-    return make_schedule(block, num_microbatches * slices, max_held)
+    return _make_schedule(block, num_microbatches * slices, max_held)
 
 
 def _make_one_f_one_b_v(block: BuildingBlock, num_microbatches: int) -> Schedule:

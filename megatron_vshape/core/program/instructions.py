@@ -220,7 +220,7 @@ class Messages:
         return messages
 
 
-LISTED_DEVICES = 8
+_MAX_LISTED_DEVICES = 8
 """Maximum devices in an error about a deadlock of messages."""
 
 
@@ -247,10 +247,10 @@ def explain_stuck_messages(stuck: Mapping[int, Instruction]) -> str:
     """Format the error for messages that wait for each other, one line per device."""
     lines = [
         f"    device {device} {_format_instruction(instruction)}"
-        for device, instruction in itertools.islice(stuck.items(), LISTED_DEVICES)
+        for device, instruction in itertools.islice(stuck.items(), _MAX_LISTED_DEVICES)
     ]
-    if len(stuck) > LISTED_DEVICES:
-        lines.append(f"    ... and {len(stuck) - LISTED_DEVICES} more devices")
+    if len(stuck) > _MAX_LISTED_DEVICES:
+        lines.append(f"    ... and {len(stuck) - _MAX_LISTED_DEVICES} more devices")
     return "the messages deadlock, however far ahead receives are posted:\n" + "\n".join(lines)
 
 

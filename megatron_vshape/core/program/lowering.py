@@ -40,7 +40,7 @@ from megatron_vshape.core.program.instructions import (
 )
 from megatron_vshape.core.program.kernels import lower_to_kernels
 
-WINDOW = 2
+_WINDOW = 2
 """Receives posted ahead per stream and sender.
 
 Two hide the latency; each costs the memory of one activation tensor.
@@ -50,7 +50,7 @@ Two hide the latency; each costs the memory of one activation tensor.
 def lower(
     schedule: Schedule,
     timeline: Timeline | None = None,
-    window: int = WINDOW,
+    window: int = _WINDOW,
     *,
     kernels: bool = False,
     length_on_arrival: bool = False,
@@ -143,7 +143,7 @@ def fuse(timeline: Timeline) -> Schedule:
     return _fuse_timeline(timeline).schedule
 
 
-def latest_ends_us(timeline: Timeline) -> dict[Pass, float]:
+def _latest_ends_us(timeline: Timeline) -> dict[Pass, float]:
     """Return the latest end of each result with readers on other stages, without any delay."""
     schedule = timeline.schedule
     reads: dict[tuple[Kind, int], list[tuple[Kind, int, float]]] = {}
@@ -178,7 +178,7 @@ def _fuse_timeline(timeline: Timeline) -> Timeline:
     This is later than a BW could end, but no pass waits for it.
     """
     schedule, full_us = timeline.schedule, timeline.whole_backward_us
-    deadline = latest_ends_us(timeline)
+    deadline = _latest_ends_us(timeline)
     fused_kinds = {kind.does: kind for kind in KINDS if len(kind.does) > 1}
     # The B of an overlapped pair is the second pass of a step, which has no place for its W.
     paired_backwards = set(schedule.overlapped_pairs().values())
@@ -304,7 +304,7 @@ def deferred_weight_overlap(timeline: Timeline, ties_ends: bool = False) -> dict
     """
     schedule = timeline.schedule
     outer_stages = (0, schedule.num_stages - 1)
-    latest_ends = latest_ends_us(timeline)
+    latest_ends = _latest_ends_us(timeline)
     overlapped = set(schedule.overlapped_pairs().values())
     overlaps: dict[Pass, Beside] = {}
     for device in range(schedule.num_devices):
