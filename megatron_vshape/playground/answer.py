@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.request import PLUS_NAMES
 from megatron_vshape.playground.picture import Facts, Picture, encode, size_note, trace_text
 from megatron_vshape.playground.request import (
@@ -47,31 +46,21 @@ def _picture(request: Request, choice: ScheduleChoice, pricing: Pricing, report:
     schedule, costs = result.schedule, result.costs
     report({"doing": "simulating"})
     timeline = simulate(schedule, costs)
+    title = display_name(schedule.name)
+    if isinstance(choice, PlanChoice):
+        title = f"Plan within {choice.limit:g} {'GiB' if choice.limit_in_gib else 'chunks'}"
     facts = Facts(
         in_bytes=pricing.in_bytes,
         base_peak=pricing.base_peak(schedule.num_devices),
-        title=_title(choice, schedule),
+        title=title,
         note=size_note(schedule),
         recipe=_recipe(choice, request, pricing),
-        train=_train(choice),
+        train=choice.name if isinstance(choice, NamedChoice) and choice.chunks is None else "",
     )
     if result.searched is not None:
         bound, objective = result.plan.lower_bound, result.plan.objective
         facts = replace(facts, limit=result.limits[0], lower_bound=bound, bounded=objective)
     return Picture(timeline, costs, facts)
-
-
-def _title(choice: ScheduleChoice, schedule: Schedule) -> str:
-    if isinstance(choice, PlanChoice):
-        return f"Plan within {choice.limit:g} {'GiB' if choice.limit_in_gib else 'chunks'}"
-    return display_name(schedule.name)
-
-
-def _train(choice: ScheduleChoice) -> str:
-    """Return the schedule's name for `--pipeline-schedule`; empty if it requires a file."""
-    if isinstance(choice, NamedChoice) and choice.chunks is None:
-        return choice.name
-    return ""
 
 
 def _recipe(choice: ScheduleChoice, request: Request, pricing: Pricing) -> str:

@@ -77,9 +77,9 @@ def html_text(timeline: Timeline, costs: Costs, facts: Facts) -> str:
     schedule = timeline.schedule
     picture = Picture(timeline, costs, facts)
     answers = {"timeline": encode([picture])}
-    steps = _steps(schedule)
-    if steps:
-        answers["steps"] = encode(steps)
+    if _size(schedule) <= _MAX_PASSES_WITH_STEPS and catalogue_name(schedule):
+        block = make_block(schedule.name, schedule.num_devices, schedule.num_microbatches)
+        answers["steps"] = encode(list(step_pictures(block, schedule)))
     texts = {"schedule-file": schedule.to_json().encode()}
     if _size(schedule) <= _MAX_TRACED_PASSES:
         texts["trace-file"] = trace_text(picture).encode()
@@ -94,14 +94,6 @@ def html_text(timeline: Timeline, costs: Costs, facts: Facts) -> str:
         "texts": {kind: _packed(text) for kind, text in texts.items()},
     }
     return _page(data)
-
-
-def _steps(schedule: Schedule) -> list[Picture]:
-    """Return the four steps if the catalogue makes exactly this schedule; otherwise empty."""
-    if _size(schedule) > _MAX_PASSES_WITH_STEPS or not catalogue_name(schedule):
-        return []
-    block = make_block(schedule.name, schedule.num_devices, schedule.num_microbatches)
-    return list(step_pictures(block, schedule))
 
 
 def _size(schedule: Schedule) -> int:

@@ -177,7 +177,9 @@ def _chunks_of(choice: NamedChoice | PlanChoice) -> int:
 
 def _plan(body: dict[str, object]) -> PlanChoice:
     limit = _number(body.get("limit"), "limit", minimum=0.0)
-    in_gib = _flag(body, "limit_in_gib", "limit")
+    in_gib = body.get("limit_in_gib", False)
+    if not isinstance(in_gib, bool):
+        raise FieldError("limit", "limit_in_gib must be true or false")
     seconds = None
     if body.get("seconds") is not None:
         seconds = _number(body["seconds"], "seconds", minimum=0.0, maximum=_MAX_SECONDS)
@@ -257,13 +259,6 @@ def _known(body: dict[str, object], keys: Sequence[str], field: str = "request")
 def _choice(value: object, choices: Sequence[str], field: str) -> str:
     if not isinstance(value, str) or value not in choices:
         raise FieldError(field, f"{value!r:.60} is none of {', '.join(choices)}")
-    return value
-
-
-def _flag(body: dict[str, object], key: str, field: str) -> bool:
-    value = body.get(key, False)
-    if not isinstance(value, bool):
-        raise FieldError(field, f"{key} must be true or false")
     return value
 
 

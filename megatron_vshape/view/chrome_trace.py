@@ -90,7 +90,9 @@ def events(
     for device in range(timeline.schedule.num_devices):
         yield from _names(timeline, device)
         yield from _passes(timeline, device)
-        yield from _memory(timeline, costs, device, held_unit)
+        for time, memory in held_steps(timeline, costs, device):
+            args: dict[str, str | int | float] = {held_unit: memory}
+            yield {"ph": "C", "name": "held", "pid": device, "ts": time, "args": args}
     yield from _arrows(timeline)
 
 
@@ -135,12 +137,6 @@ def _passes(timeline: Timeline, device: int) -> Iterator[Event]:
                 **timeline.schedule.position(work),
             },
         }
-
-
-def _memory(timeline: Timeline, costs: Costs, device: int, held_unit: str) -> Iterator[Event]:
-    for time, memory in held_steps(timeline, costs, device):
-        args: dict[str, str | int | float] = {held_unit: memory}
-        yield {"ph": "C", "name": "held", "pid": device, "ts": time, "args": args}
 
 
 def _arrows(timeline: Timeline) -> Iterator[Event]:

@@ -43,7 +43,10 @@ def read_text(path: str | Path, label: str, max_bytes: int = MAX_FILE_BYTES) -> 
         ScheduleError: it is not a regular file, too large, or not UTF-8.
     """
     try:
-        with open(path, "rb", opener=_open_without_blocking) as file:
+        # Without O_NONBLOCK, opening a pipe without a writer would block.
+        with open(
+            path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
+        ) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ScheduleError(f"{label} {path} is not a regular file")
             data = file.read(max_bytes + 1)
@@ -61,11 +64,6 @@ def read_text(path: str | Path, label: str, max_bytes: int = MAX_FILE_BYTES) -> 
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UnreadableError(f"{label} {path} cannot be read: {reason}") from None
-
-
-def _open_without_blocking(path: str, flags: int) -> int:
-    """Open a file without blocking, even a pipe without a writer."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def parse_object(text: str, label: str) -> dict[str, object]:
@@ -88,7 +86,9 @@ def parse_object(text: str, label: str) -> dict[str, object]:
     except ValueError as error:
         raise ScheduleError(f"{label} is not valid JSON: {fault_of(error)}") from None
     if not isinstance(data, dict):
-        raise ScheduleError(f"{label} contains a JSON {_json_type_of(data)}; it must be an object")
+        names = {list: "list", str: "string", bool: "boolean", type(None): "null"}
+        name = names.get(type(data), "number")
+        raise ScheduleError(f"{label} contains a JSON {name}; it must be an object")
     return data
 
 
@@ -147,11 +147,6 @@ def _dict_of_unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _reject_constant(text: str) -> object:
     raise ScheduleError(f"{text} is not a number that JSON allows; write a finite one")
-
-
-def _json_type_of(value: object) -> str:
-    names = {list: "list", str: "string", bool: "boolean", type(None): "null"}
-    return names.get(type(value), "number")
 
 
 logger = logging.getLogger(__name__)

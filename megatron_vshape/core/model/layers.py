@@ -172,7 +172,11 @@ def balanced_cuts(
     sums = tuple(accumulate(times_us, initial=0.0))
 
     def loads(cuts: Sequence[int]) -> list[float]:
-        return _loads(cuts, sums, placement, ends_us)
+        """Compute the time of every device, the busiest first."""
+        device_us = [0.0] * (max(placement) + 1)
+        for device, time_us in zip(placement, _stages(cuts, sums, ends_us), strict=True):
+            device_us[device] += time_us
+        return sorted(map(rounded, device_us), reverse=True)
 
     starting_cuts = [_proportional(sums, placement, ends_us)]
     starting_cuts += [list(accumulate(layers, initial=0)) for layers in starts]
@@ -214,16 +218,6 @@ def _improved(cuts: list[int], measure: Callable[[Sequence[int]], Any]) -> list[
         if not value < best:
             return cuts
         best, cuts = value, neighbor
-
-
-def _loads(
-    cuts: Sequence[int], sums: Sequence[float], placement: Placement, ends_us: tuple[float, float]
-) -> list[float]:
-    """Compute the time of every device, the busiest first."""
-    loads = [0.0] * (max(placement) + 1)
-    for device, time_us in zip(placement, _stages(cuts, sums, ends_us), strict=True):
-        loads[device] += time_us
-    return sorted(map(rounded, loads), reverse=True)
 
 
 def _stages(
