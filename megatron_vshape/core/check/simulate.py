@@ -120,7 +120,9 @@ class _Simulation:
 
     def _complete_omitted_passes(self) -> None:
         """Set the end of omitted optional passes to 0, so that no pass waits for them."""
-        optional_ends = {self.table.parts[part]: self.end[part] for part in self.table.at_will}
+        optional_ends = {
+            self.table.parts[part]: self.end[part] for part in self.table.optional_parts
+        }
         for ends in optional_ends.values():
             for row in ends:
                 row[:] = [0.0] * len(row)

@@ -272,7 +272,9 @@ def _check_rows(schedule: Schedule) -> None:
                     and input_positions[input_microbatch] > position
                 ):
                     reason = (
-                        schedule.turns_text(kind) if is_same_kind else f"{kind} needs its result"
+                        schedule.pass_order_text(kind)
+                        if is_same_kind
+                        else f"{kind} needs its result"
                     )
                     raise ScheduleError(
                         f"{row[position]} runs before {row[input_positions[input_microbatch]]} on "

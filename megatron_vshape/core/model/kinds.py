@@ -51,7 +51,7 @@ class Read(NamedTuple):
     later: int = 0
 
     def stages(self, reader_stage: int, num_stages: int) -> range:
-        """Return the stages whose results a pass of the stage `own` reads."""
+        """Return the stages whose results a pass of `reader_stage` reads."""
         if self.at == EVERY:
             return range(num_stages)
         stage = {FIRST: 0, LAST: num_stages - 1}.get(self.at, reader_stage + self.step)
@@ -483,8 +483,8 @@ class NeedTable:
     """Dependencies of passes by number, for loops over 10^5 passes.
 
     `parts` has the simple kinds, and a part is an index of it. `needs[kind][stage]` has the (part,
-    stage) pairs that a pass reads, of the same microbatch. Parts in `at_will` are optional: a
-    microbatch without such a pass does not wait for it.
+    stage) pairs that a pass reads, of the same microbatch. A microbatch without a pass of a part in
+    `optional_parts` does not wait for it.
     """
 
     def __init__(self, num_stages: int, kinds: Iterable[Kind] = PARTS) -> None:
@@ -495,7 +495,9 @@ class NeedTable:
             for kind in KINDS
             if set(kind.does).issubset(self.parts)
         }
-        self.at_will = [index for index, part in enumerate(self.parts) if not part.everywhere]
+        self.optional_parts = [
+            index for index, part in enumerate(self.parts) if not part.everywhere
+        ]
         self.needs = {
             kind: [self._needs(kind, stage, num_stages) for stage in range(num_stages)]
             for kind in self.parts_of
@@ -511,7 +513,7 @@ class NeedTable:
         # `single_stages` restricts kinds with a single stage: C precedes B on the last stage alone.
         optional_needs = [
             (index, stage)
-            for index in self.at_will
+            for index in self.optional_parts
             if not set(self.parts[index].before).isdisjoint(kind.does)
             and stage == single_stages.get(self.parts[index].of, stage)
         ]
@@ -544,16 +546,28 @@ class NeedTable:
 
         def implied_bits(needs: tuple[tuple[int, int], ...]) -> int:
             """Return the parts that these passes imply, optional parts excluded."""
-            return reduce(or_, (implied[need] for need in needs if need[0] not in self.at_will), 0)
+            return reduce(
+                or_,
+                (
+                    implied[dependency]
+                    for dependency in needs
+                    if dependency[0] not in self.optional_parts
+                ),
+                0,
+            )
 
         for number, (index, stage) in enumerate(self.in_turn()):
             needs = self.needs[self.parts[index]][stage]
             bits[index, stage] = 1 << number
             # A wait through an optional pass is not certain: the microbatch may omit that pass.
-            certain_bits = (bits[need] for need in needs if need[0] not in self.at_will)
+            certain_bits = (
+                bits[dependency] for dependency in needs if dependency[0] not in self.optional_parts
+            )
             implied[index, stage] = reduce(or_, certain_bits, implied_bits(needs))
 
         def direct(needs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-            return tuple(need for need in needs if not bits[need] & implied_bits(needs))
+            return tuple(
+                dependency for dependency in needs if not bits[dependency] & implied_bits(needs)
+            )
 
         return {kind: list(map(direct, by_stage)) for kind, by_stage in self.needs.items()}

@@ -126,7 +126,7 @@ class Schedule:
         microbatch: int = turned(turned(number, self.slices) + later, self.slices)
         return microbatch
 
-    def turns_text(self, kind: Kind) -> str:
+    def pass_order_text(self, kind: Kind) -> str:
         """Format the rule for the order in which a stage runs the passes of one kind."""
         text = f"each stage runs its {kind} passes in the order of the microbatches, 0, 1, 2, ..."
         if self.slices == 1:

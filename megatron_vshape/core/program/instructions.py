@@ -37,18 +37,18 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run a pass, or an overlapped forward-backward (F&B) pair: F `work` and B or BW `beside`.
+    """Run a pass, or an overlapped forward-backward (F&B) pair: F `work` and B or BW `partner`.
 
     Both inputs have been awaited before. The sends of both follow, F's first.
     """
 
     work: Pass
-    beside: Pass | None = None
+    partner: Pass | None = None
 
     @property
     def passes(self) -> tuple[Pass, ...]:
         """Passes of this instruction."""
-        return (self.work,) if self.beside is None else (self.work, self.beside)
+        return (self.work,) if self.partner is None else (self.work, self.partner)
 
     def __str__(self) -> str:
         return PAIR_SIGN.join(map(str, self.passes))
