@@ -1,4 +1,4 @@
-"""Reads what the server answers, as the page does."""
+"""Decode the answers of the server, as the playground does."""
 
 import json
 import struct
@@ -45,7 +45,7 @@ def answer(client: "TestClient", body: dict[str, Any]) -> bytes:
 
 
 def refusal(client: "TestClient", body: object) -> dict[str, str]:
-    """Return what is said about a request that must be refused."""
+    """Return the error of a request that must be rejected."""
     response = client.post("/api/make", json=body)
     if response.status_code == 200:
         kind, result = frames(response.content)[-1]
@@ -56,7 +56,7 @@ def refusal(client: "TestClient", body: object) -> dict[str, str]:
 
 
 def read_payload(data: bytes) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the header, and for every timeline its own header with its arrays."""
+    """Return the header, and a header with arrays for every timeline."""
     (length,) = struct.unpack_from("<I", data)
     header = json.loads(data[4 : 4 + length])
     offset, timelines = 4 + length, []

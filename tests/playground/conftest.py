@@ -1,4 +1,4 @@
-"""The page's application, a real server on a free port, and a browser where there is one."""
+"""Fixtures: the application, a server on a free port, and a browser if one is installed."""
 
 import re
 import shutil
@@ -26,7 +26,7 @@ def _require(*modules: str) -> None:
 
 @pytest.fixture(scope="session")
 def client() -> Iterator[Any]:
-    """The application, asked without a socket."""
+    """A client of the application without a socket."""
     _require("starlette", "httpx")
     from starlette.testclient import TestClient
 
@@ -39,14 +39,14 @@ def client() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[str]:
-    """The address of a server of its own process."""
+    """The address of a server in a separate process."""
     with _serving() as (_, url):
         yield url
 
 
 @pytest.fixture
 def mortal_server() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server that the test may end, in a process group of its own, and its address."""
+    """A server in a new process group, which the test may end, and its address."""
     with _serving(start_new_session=True, stderr=subprocess.PIPE) as server:
         yield server
 
@@ -60,7 +60,7 @@ def _serving(**popen_options: Any) -> Iterator[tuple[subprocess.Popen[str], str]
     assert process.stdout is not None
     try:
         match = re.search(r"http://\S+", process.stdout.readline())
-        assert match, "the server did not say where it is"
+        assert match, "the server printed no address"
         yield process, match[0]
     finally:
         process.terminate()

@@ -1,4 +1,4 @@
-"""Drives the page in a browser, and reads what it shows."""
+"""Control the playground in a browser and read its content."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ LEFT, RIGHT, TOP, ROW = 34, 46, 24, 26
 """Margins and row height of a picture of few devices, in CSS pixels."""
 
 PATIENCE_MS = 300_000.0
-"""For an answer, on a machine whose two cores are busy with other work."""
+"""Timeout of an answer on a busy machine with two cores."""
 
 
 def load(page: Any, server: str, state: str = "") -> None:
@@ -16,7 +16,7 @@ def load(page: Any, server: str, state: str = "") -> None:
 
 
 def settled(page: Any) -> None:
-    """Wait until what was asked for is shown."""
+    """Wait until the requested result is shown."""
     page.wait_for_selector('#stage[aria-busy="false"]', timeout=PATIENCE_MS)
     page.wait_for_selector("#status", state="hidden", timeout=PATIENCE_MS)
     page.wait_for_timeout(60)
@@ -39,7 +39,7 @@ def numbers(page: Any) -> dict[str, str]:
 
 
 def url(page: Any) -> str:
-    """Return the address once it no longer changes: it is written a moment after the view moves."""
+    """Return the address once it no longer changes; it is updated with a delay."""
     while True:
         hash_before = page.evaluate("location.hash")
         page.wait_for_timeout(350)
@@ -48,7 +48,7 @@ def url(page: Any) -> str:
 
 
 def wait_for_url(page: Any, part: str, is_present: bool = True) -> None:
-    """Wait until the address has the part, or has it no longer."""
+    """Wait until the address contains the part, or no longer contains it."""
     test = "([part, there]) => location.hash.includes(part) === there"
     page.wait_for_function(test, arg=[part, is_present], timeout=PATIENCE_MS)
 

@@ -1,4 +1,4 @@
-"""The page in a real browser: every control, what is drawn, how fast, and what the URL keeps."""
+"""The playground in a browser: controls, pictures, speed, and the state in the URL."""
 
 import http.server
 import json
@@ -50,7 +50,7 @@ def test_every_pass_and_every_bubble_is_drawn(page, server, name):
 
 
 def check_drawn(page: Any, timeline: Timeline) -> None:
-    """Look at every pass and bubble of a picture of four devices."""
+    """Check the color of every pass and bubble in a picture of four devices."""
     schedule = timeline.schedule
     width = canvas(page)["width"]
     chunks, count = chunks_of(schedule.placement), schedule.num_chunks

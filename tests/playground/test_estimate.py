@@ -1,4 +1,4 @@
-"""Estimates of pasted commands: what is shown, and what is neither run nor read."""
+"""Estimates of pasted commands, whose scripts are not run and whose files are not read."""
 
 import asyncio
 import json

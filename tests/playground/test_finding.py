@@ -1,4 +1,4 @@
-"""Finding a pass, measuring a stretch of time, and going back, on the page."""
+"""Find a pass, measure a time range, and go back, in a browser."""
 
 import re
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.browser
 
 
 def chosen(page):
-    """Return the name of the pass that is told of."""
+    """Return the name of the pass in the tooltip."""
     return page.inner_text("#tip b")
 
 
@@ -87,7 +87,7 @@ def test_browser_back_restores_earlier_states(page, server):
     page.click("#tab-compare")
     settled(page)
     wait_for_url(page, "tab=compare")
-    page.click("#zoom-in")  # is no state of its own
+    page.click("#zoom-in")  # not a separate state
     wait_for_url(page, "w=")
     page.go_back()
     wait_for_url(page, "tab=compare", there=False)

@@ -1,4 +1,4 @@
-"""The page as one file: complete, with a policy that its own parts satisfy, and nothing fetched."""
+"""The playground as one HTML file: complete, with a security policy, and without requests."""
 
 import base64
 import hashlib

@@ -1,4 +1,4 @@
-"""The arrays that the page draws are the timeline's own passes, times and memory."""
+"""The encoded arrays are the passes, times and memory of the timeline."""
 
 import itertools
 
@@ -42,7 +42,7 @@ def test_encoded_arrays_equal_the_timeline(name, devices, microbatches, forward,
 
 @given(st.sampled_from(NAMES), st.integers(1, 4), st.integers(1, 6))
 def test_memory_between_passes_follows_from_the_header(name, devices, microbatches):
-    """As the page has it: what the next pass holds, less its own new activations."""
+    """As in the playground: memory of the next pass minus its new activations."""
     timeline = simulate(make(name, devices, microbatches))
     costs = Costs.uniform(devices, timeline.schedule.num_stages)
     _, (header,) = read_payload(encode([Picture(timeline, costs)]))

@@ -1,4 +1,4 @@
-"""Plans on the page: up to four stages a device, drawn, reckoned, made again and trained."""
+"""Plans in the playground: up to four stages per device; picture, command and training file."""
 
 import base64
 import functools
@@ -25,7 +25,7 @@ pytest.importorskip("numba", reason="without numba a plan takes minutes")
 
 COST = {"forward": 1, "backward": 1.15, "weight": 0.85, "send": 0.05}
 DEVICES, MICROBATCHES = 5, 9
-"""So many that no proof is tried, which could find a better order on the command line."""
+"""Too large for the exact solver, which could find a better schedule on the command line."""
 
 
 def planned(
@@ -54,7 +54,7 @@ def shown(**options: Any) -> dict[str, Any]:
 
 
 def costs_file(stages: int) -> dict[str, Any]:
-    """Return the choice of a costs file; a chunk of two a device holds a GiB in all."""
+    """Return a costs file as JSON; with two chunks per device, a chunk has 1 GiB of activations."""
     share = 2 * DEVICES / stages
     times = [(1000.0 * time * share,) * stages for time in (1, 1.15, 0.85)]
     activation_bytes = (2.0**30 * share,) * stages

@@ -1,4 +1,4 @@
-"""The page in a browser, as readers use it: no click, key, focus or word of theirs is lost."""
+"""Interaction in a browser: no click, key press, focus or input is lost."""
 
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ def test_tab_after_a_number_leads_to_the_next(page, server):
     page.keyboard.press("Tab")
     settled(page)
     assert focused(page) == "in-microbatches"
-    page.keyboard.type("15")  # in place of what is there, which Tab has selected
+    page.keyboard.type("15")  # replaces the text, which Tab has selected
     page.keyboard.press("Tab")
     settled(page)
     wait_for_url(page, "d=5&m=15")
@@ -86,7 +86,7 @@ def test_focus_stays_on_the_pressed_control(page, server):
 
 
 def error_text(page: Any) -> str:
-    """Return what the page says went wrong."""
+    """Return the error that the playground shows."""
     page.wait_for_selector('#status[data-wrong="true"]', timeout=PATIENCE_MS)
     return page.inner_text("#status p")
 

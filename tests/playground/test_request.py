@@ -1,4 +1,4 @@
-"""Bad input names its field; whatever comes, nothing but a FieldError is raised."""
+"""Invalid input raises only a FieldError, which names the field."""
 
 import json
 
@@ -75,7 +75,7 @@ def test_pass_limit_depends_on_the_stages_of_the_schedule():
 
 
 def _parsed(data: object) -> Request | None:
-    """Return the request; None if it is refused with a field and a sentence."""
+    """Return the request; None if it is rejected with a field and a message."""
     refusal = None
     try:
         return parse_request(data)

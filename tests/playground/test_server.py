@@ -1,4 +1,4 @@
-"""The server makes what is asked for, and refuses what it must not answer."""
+"""The server answers valid requests and rejects all others."""
 
 import asyncio
 import json
@@ -142,7 +142,7 @@ def test_four_steps_are_returned(client):
     ]
 
 
-# What must not be answered
+# Requests that must be rejected
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_the_page_fetches_nothing_from_elsewhere():
 
 
 def finished(work: Coroutine[Any, Any, Any]) -> Any:
-    """Run in a thread of its own: Playwright keeps a loop running in this one."""
+    """Run in a separate thread, because Playwright keeps an event loop running in this one."""
     with ThreadPoolExecutor(1) as threads:
         return threads.submit(asyncio.run, work).result()
 

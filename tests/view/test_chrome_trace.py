@@ -1,4 +1,4 @@
-"""The trace says what the timeline says."""
+"""The trace contains the passes, memory and messages of the timeline."""
 
 import io
 import json

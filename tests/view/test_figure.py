@@ -1,4 +1,4 @@
-"""Figures hold every pass, every number that fits, the bubbles, the memory and the limit."""
+"""Figures contain all passes, all numbers that fit, the idle time, the memory and the limit."""
 
 import re
 import time
@@ -37,7 +37,7 @@ class Picture:
         self.texts = ["".join(text.itertext()) for text in self.root.iter(f"{SVG}text")]
 
     def boxes(self, pattern: str) -> int:
-        """Return how many closed shapes the groups hold whose id matches."""
+        """Return the number of closed shapes in the groups whose id matches."""
         groups = [
             group
             for group in self.root.iter(f"{SVG}g")
@@ -209,5 +209,5 @@ def test_a_block_is_drawn_with_its_interval_and_lifespans(tmp_path, block: Build
 
 @pytest.fixture
 def block() -> BuildingBlock:
-    """V-Half's."""
+    """V-Half."""
     return make_block("v-half", 4, 8)

@@ -1,4 +1,4 @@
-"""The curve of what a device holds agrees with the peak and ends empty."""
+"""The memory curve of a device reaches the peak and ends at zero."""
 
 import pytest
 

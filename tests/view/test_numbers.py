@@ -1,4 +1,4 @@
-"""The numbers beside a picture are in one unit each."""
+"""Units of the key figures of a schedule."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_a_limit_is_rounded_up(memory: float, text: str) -> None:
 
 
 def test_chunk_is_a_share_of_the_model_activations() -> None:
-    """Of a model whose last stage holds five times the others, 1F1B's first device holds less."""
+    """With five times the activations in the last stage, 1F1B needs less on the first device."""
     activation_bytes = (1.0, 1.0, 1.0, 5.0)
     costs = Costs((1.0,) * 4, (1.0,) * 4, (1.0,) * 4, 0.0, activation_bytes, activation_bytes)
     numbers = numbers_of(simulate(make("1f1b", 4, 8), costs), costs)
@@ -50,7 +50,7 @@ def test_schedule_without_activations_has_relative_peak_one() -> None:
 
 
 def test_idle_text_names_the_bottleneck_rank() -> None:
-    """A head of six layers on 64: the bubble is 2.7 %, and devices idle two fifths of the step."""
+    """An output layer as long as six of 64 layers: bubble of 2.7 %, mean idle time of 39 %."""
     timeline = simulate(make("v-half", 8, 32), Pieces.estimated(6, 4).costs((4,) * 16))
     assert 0.02 < timeline.bubble < 0.03
     idle, bottleneck = idle_told(timeline)
@@ -65,7 +65,7 @@ def test_equal_stages_have_no_idle_text() -> None:
 
 
 def test_bytes_are_those_of_the_fused_schedule() -> None:
-    """Nobody waits for the first stage's B, so its W runs with it, and nothing waits for that W."""
+    """No pass waits for B of the first stage, so its W is fused with it."""
     stages = 4
     activation_bytes = (4 * GIB,) * stages, (6 * GIB,) * stages
     costs = Costs(*((1.0,) * stages,) * 3, 0.0, *activation_bytes, state_bytes=(0.0,) * stages)

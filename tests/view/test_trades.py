@@ -1,4 +1,4 @@
-"""What a plan trades for memory, told in words."""
+"""Text about offloading in a plan."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def test_memory_strategies_have_text() -> None:
 
 
 def test_host_memory_and_link_utilization_are_reported() -> None:
-    """Two copies of a device that is as long as two chunks: out from 2 to 6, back until 10."""
+    """Two copies, each as long as two chunks: to the host from 2 to 6, back until 10."""
     copies = [[Pass(kind, 0, j) for kind in OFFLOAD] for j in (0, 1)]
     row = [Pass(Kind.F, 0, 0), Pass(Kind.F, 0, 1)]
     row += [copies[j][position] for position in range(2) for j in (0, 1)]

@@ -43,7 +43,7 @@ class Piece:
     held_after_forward_bytes: float
     held_after_backward_bytes: float
     saved_us: float = 0.0  # by a full backward, relative to B + W
-    forward_exchange_us: float = 0.0  # time of F's collectives, beside forward_us
+    forward_exchange_us: float = 0.0  # time of F's collectives, in addition to forward_us
     backward_exchange_us: float = 0.0  # time of B's collectives
     hidden_exchange_us: float = 0.0  # of B's collectives, in a full backward
     state_bytes: float = 0.0

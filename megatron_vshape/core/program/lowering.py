@@ -331,7 +331,7 @@ _SIMPLE = {Kind.F, Kind.B, Kind.W, Kind.BW}
 
 
 EXCHANGED = 0.3
-"""Share of an F and a B that exchanges take in a model of experts, if the costs do not know it."""
+"""Share of collectives in the time of an F and a B of an MoE model, if the costs lack it."""
 
 
 def pair_adjacent(schedule: Schedule, costs: Costs | None = None) -> Schedule:
