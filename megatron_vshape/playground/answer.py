@@ -71,9 +71,9 @@ def _recipe(choice: ScheduleChoice, request: Request, pricing: Pricing) -> str:
     cost_arguments = f" --cost {','.join(map(argument, times))}"
     if costs.file is not None:
         cost_arguments = f" --costs {costs.file.argument}"
-    for name, times in (("embedding", costs.embedding), ("head", costs.head)):
-        if any(times):
-            cost_arguments += f" --{name} {','.join(map(argument, times))}"
+    for name, extra_times in (("embedding", costs.embedding), ("head", costs.head)):
+        if any(extra_times):
+            cost_arguments += f" --{name} {','.join(map(argument, extra_times))}"
     if isinstance(choice, PlanChoice):
         return f"plan {size}{cost_arguments}{_plan_options(choice, request, pricing)}"
     if isinstance(choice, FileChoice):

@@ -229,7 +229,7 @@ def test_hover_names_the_pass_and_click_follows_its_microbatch(page, server):
     wait_for_url(page, f"f={slot.work.microbatch}")
     assert f"Following microbatch {slot.work.microbatch}" in page.inner_text("#bar")
     page.mouse.click(x, y)
-    wait_for_url(page, "f=", there=False)
+    wait_for_url(page, "f=", is_present=False)
 
 
 def test_by_keyboard_alone(page, server):
@@ -243,12 +243,12 @@ def test_by_keyboard_alone(page, server):
     page.keyboard.press("Enter")
     wait_for_url(page, "f=")
     page.keyboard.press("Escape")
-    wait_for_url(page, "f=", there=False)
+    wait_for_url(page, "f=", is_present=False)
     page.keyboard.press("+")
     wait_for_url(page, "w=")
     page.keyboard.press("Shift+ArrowRight")
     page.keyboard.press("0")
-    wait_for_url(page, "w=", there=False)
+    wait_for_url(page, "w=", is_present=False)
     page.focus("#tab-timeline")
     page.keyboard.press("ArrowRight")
     settled(page)
@@ -263,7 +263,7 @@ def test_zoom_pan_and_wheel(page, server):
         page.click(f'button[aria-label="{label}"]')
         wait_for_other_url(page, hash_before)
     page.click('button[aria-label="Show all of it"]')
-    wait_for_url(page, "w=", there=False)
+    wait_for_url(page, "w=", is_present=False)
     box = canvas(page)
     page.mouse.move(box["x"] + 300, box["y"] + 60)
     page.keyboard.down("Control")

@@ -75,7 +75,7 @@ def test_time_range_is_measured_with_the_mouse(page, server):
         f"weight gradient {shares[2]:.1f} %."
     )
     page.click("#no-range")
-    wait_for_url(page, "r=", there=False)
+    wait_for_url(page, "r=", is_present=False)
     assert page.inner_text("#range") == ""
 
 
@@ -90,11 +90,11 @@ def test_browser_back_restores_earlier_states(page, server):
     page.click("#zoom-in")  # not a separate state
     wait_for_url(page, "w=")
     page.go_back()
-    wait_for_url(page, "tab=compare", there=False)
+    wait_for_url(page, "tab=compare", is_present=False)
     settled(page)
     assert page.inner_text("figcaption h2") == "V-Min"
     page.go_back()
-    wait_for_url(page, "v-min", there=False)
+    wait_for_url(page, "v-min", is_present=False)
     settled(page)
     assert page.inner_text("figcaption h2") == "V-Half"
     page.go_forward()

@@ -287,7 +287,7 @@ class _DualPipeV:
             self._forward(1)
         for turn in range(num_microbatches - 2 * num_devices + ranks_up_to):
             # The first pair on the last device is not overlapped: it would start later.
-            self._forward_backward(0, 1, joins=bool(turn or ranks_after))
+            self._forward_backward(0, 1, overlaps=bool(turn or ranks_after))
             self._forward_backward(1, 0)
         for _ in range(ranks_after):
             self._backward(1)
