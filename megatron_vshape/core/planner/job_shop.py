@@ -253,7 +253,7 @@ def make_shop(problem: Problem, num_microbatches: int) -> improve.JobShop:
         *after.of_passes(ranks),
         behind.of_passes(ranks)[0],
         ticks=np.repeat(np.asarray(sorts.ticks), m),
-        lane=np.repeat(lane, m).astype(np.int32),
+        queue=np.repeat(lane, m).astype(np.int32),
         sort=np.repeat(np.arange(count), m).astype(np.int32),
         delta=change,
         # A pass that allocates nothing always fits: only the memory after it counts.
@@ -320,7 +320,7 @@ def choose(shop: improve.JobShop, row: np.ndarray) -> Chosen:
     # The index among the passes that are there.
     number = np.where(there, np.cumsum(there) - 1, NONE)
     padded = np.append(number, NONE).astype(np.int32)
-    length = np.bincount(shop.lane[there], minlength=len(shop.length))
+    length = np.bincount(shop.queue[there], minlength=len(shop.length))
     lanes = np.flatnonzero(length)
     lane = np.cumsum(length > 0) - 1
     left = shop._replace(
@@ -328,9 +328,9 @@ def choose(shop: improve.JobShop, row: np.ndarray) -> Chosen:
         lag=shop.lag[there],
         after=padded[shop.after[there]],
         after_lag=shop.after_lag[there],
-        behind=padded[shop.behind[there]],
+        queue_readers=padded[shop.queue_readers[there]],
         ticks=shop.ticks[there],
-        lane=lane[shop.lane[there]].astype(np.int32),
+        queue=lane[shop.queue[there]].astype(np.int32),
         sort=shop.sort[there],
         length=length[lanes],
         limit=shop.limit[lanes],
@@ -360,7 +360,7 @@ def in_one_row(problem: Problem, shop: improve.JobShop, row: np.ndarray) -> list
     device_of = [problem.placement[work // each] for work in chosen.passes.tolist()]
     rows: list[list[tuple[int, int, int]]] = [[] for _ in range(problem.num_devices)]
     for at, work in enumerate(ran):
-        lane, device = shop.lane[work], device_of[work]
+        lane, device = shop.queue[work], device_of[work]
         own = [need for need in shop.before[work] if need >= 0 and device_of[need] == device]
         if lane == device:
             anchor[work] = int(state.place[work])
