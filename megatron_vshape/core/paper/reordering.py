@@ -4,8 +4,8 @@ The devices run in simulated time. A device that would idle runs a later ready p
 no other pass and never exceeds the memory limit. A device with few forwards left is in cool-down:
 passes that only free memory, such as W, then wait until no other pass can run.
 
-`number` encodes the passes as integers. `fill` accepts them in lists or in arrays: the planner
-compiles it and its callees for its units of time and memory.
+`number` encodes the passes as integers. `fill_idle_slots` accepts them in lists or in arrays: the
+planner compiles it and its callees for its units of time and memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -50,168 +50,175 @@ def reorder(schedule: Schedule, max_held: int) -> Schedule:
     Raises:
         ScheduleError: a forward does not fit `max_held`, or a pass waits for one that never runs.
     """
-    return _filled(schedule, max_held, max_held, NONE)
+    return _fill_schedule(schedule, max_held, max_held, NONE)
 
 
-def fill_warm_up(schedule: Schedule, max_held: int, ahead: int) -> Schedule:
+def fill_warm_up(schedule: Schedule, max_held: int, max_ahead: int) -> Schedule:
     """Fill idle slots until a device first frees an activation of its first stage.
 
-    As in `reorder`, but forwards of the first stage move up only while fewer than `ahead` of them
-    are allocated; more would use the memory that forwards of the last stage need.
+    As in `reorder`, but forwards of the first stage move up only while fewer than `max_ahead` of
+    them are allocated; more would use the memory that forwards of the last stage need.
 
     Raises:
         ScheduleError: a forward does not fit `max_held`, or a pass waits for one that never runs.
     """
-    return _filled(schedule, max_held, NONE, ahead)
+    return _fill_schedule(schedule, max_held, NONE, max_ahead)
 
 
-def _filled(schedule: Schedule, max_held: int, cool: int, ahead: int) -> Schedule:
+def _fill_schedule(schedule: Schedule, max_held: int, cool_down: int, max_ahead: int) -> Schedule:
     order = _order_of(schedule, max_held)
-    size = len(order.sort)
-    run = new_run(order, lambda count: [0] * count)
-    filled, order, run, made = soonest(size, fill, CALLED, order, run, [0] * size)
+    size = len(order.type_of)
+    state = new_scheduler_state(order, lambda count: [0] * count)
+    compiled_fill, order, state, new_order = soonest(
+        size, fill_idle_slots, CALLEES, order, state, [0] * size
+    )
     # Fewer passes than given: the rest is blocked by memory or a cycle of waits.
-    if filled(order, run, made, cool, ahead) < size:
-        _explain(schedule, order, run)
-    passes, made = list(chain.from_iterable(schedule.order)), in_lists(made)
-    rows = (made[begin:end] for begin, end in pairwise(order.begin))
+    if compiled_fill(order, state, new_order, cool_down, max_ahead) < size:
+        _raise_blocked(schedule, order, state)
+    passes, new_order = list(chain.from_iterable(schedule.order)), in_lists(new_order)
+    rows = (new_order[begin:end] for begin, end in pairwise(order.begin))
     return replace(schedule, order=tuple(tuple(map(passes.__getitem__, row)) for row in rows))
 
 
 def _order_of(schedule: Schedule, max_held: int) -> "Order":
-    # All passes of the paper's schedules run on the processor: lane d is device d.
+    # All passes of the paper's schedules run on the processor: queue d is device d.
     passes = number(schedule.order, _KINDS, schedule.num_stages, schedule.num_microbatches)
     return Order(
         **passes._asdict(),
-        sorts=_equal_sorts(schedule.placement),
+        types=_unit_pass_types(schedule.placement),
         limit=[max_held] * schedule.num_devices,
         num_microbatches=schedule.num_microbatches,
-        ranks=list(range(schedule.num_microbatches)),  # passes keep their numbers
-        strict=False,
+        reversed_numbers=list(range(schedule.num_microbatches)),  # passes keep their numbers
+        is_strict=False,
     )
 
 
 @lru_cache(maxsize=4)
-def _equal_sorts(placement: Placement) -> "Sorts":
+def _unit_pass_types(placement: Placement) -> "Sorts":
     """Return unit costs: every simple pass takes 1; a stage's activation lives from F to W."""
 
     def amounts(kind: Kind, _stage: int) -> tuple[int, int, int]:
-        takes = bool(kind.takes)
-        return len(kind.does), takes, takes + bool(kind.keeps) - bool(kind.frees)
+        allocates = bool(kind.takes)
+        return len(kind.does), allocates, allocates + bool(kind.keeps) - bool(kind.frees)
 
-    return make_sorts(_KINDS, placement, amounts)
+    return make_pass_types(_KINDS, placement, amounts)
 
 
-def _explain(schedule: Schedule, order: "Order", run: "Refill") -> None:
+def _raise_blocked(schedule: Schedule, order: "Order", state: "Refill") -> None:
     """Raise ScheduleError for blocked passes: only memory blocks a pass with all its inputs."""
     heads = [
-        (device, place) for device, place in enumerate(run.first) if place < order.begin[device + 1]
+        (device, index)
+        for device, index in enumerate(state.first)
+        if index < order.begin[device + 1]
     ]
-    full = [(device, place) for device, place in heads if ready(order, run, place, 0) < LATE]
-    if full:
+    ready_heads = [
+        (device, index) for device, index in heads if ready_time(order, state, index, 0) < LATE
+    ]
+    if ready_heads:
         # The lowest microbatch, because the others wait for it.
-        device, place = min(full, key=lambda each: order.microbatch[each[1]])
-        work = schedule.order[device][place - order.begin[device]]
+        device, index = min(ready_heads, key=lambda head: order.microbatch[head[1]])
+        work = schedule.order[device][index - order.begin[device]]
         raise ScheduleError(
-            f"{work} does not fit on device {device}, which holds {run.held[device]} "
+            f"{work} does not fit on device {device}, which holds {state.memory[device]} "
             f"stage activations then and its limit is {order.limit[device]}"
         )
     simulate(schedule)  # raises: a pass waits for one that never runs
 
 
-class Numbers(Protocol):
+class IntSequence(Protocol):
     """A list or an array of integers."""
 
-    def __getitem__(self, at: int, /) -> int: ...
-    def __setitem__(self, at: int, value: int, /) -> None: ...
+    def __getitem__(self, index: int, /) -> int: ...
+    def __setitem__(self, index: int, value: int, /) -> None: ...
     def __iter__(self) -> Iterator[int]: ...
     def __len__(self) -> int: ...
 
 
-class Lists(NamedTuple):
-    """Several numbers per index: those of `at` are `of[begin[at] : begin[at + 1]]`."""
+class RaggedList(NamedTuple):
+    """Several numbers per index i: `numbers[begin[i] : begin[i + 1]]`."""
 
-    of: Numbers
-    begin: Numbers
+    numbers: IntSequence
+    begin: IntSequence
 
 
-def lists_of(rows: Iterable[Sequence[int]]) -> Lists:
+def _ragged_list(rows: Iterable[Sequence[int]]) -> RaggedList:
     """Concatenate the rows."""
-    made = list(rows)
-    return Lists(list(chain.from_iterable(made)), [0, *accumulate(map(len, made))])
+    row_list = list(rows)
+    return RaggedList(list(chain.from_iterable(row_list)), [0, *accumulate(map(len, row_list))])
 
 
 class Sorts(NamedTuple):
     """Properties of pass types; a pass type is the number of a kind and a stage.
 
-    A lane is a resource queue of a device, as in `Schedule.lanes`. Sequences are lists or arrays.
+    A queue is that of a resource of a device, as in `Schedule.lanes`. Sequences are lists or
+    arrays.
     """
 
-    lane: Numbers
-    ticks: Numbers
-    needs: Lists  # pass types of the inputs, without inputs of these inputs
-    lag: Numbers  # of an input: ticks of its message; 0 on the same device
-    turns: Numbers  # of an input: whether its kind runs the passes of a microbatch in reverse
-    wakes: Lists  # other lanes that may go on after it
-    most: Numbers  # maximum increase of a lane's memory while such a pass runs
-    change: Numbers  # and after it has run
-    rank: Numbers
-    forward: Numbers  # whether it is the first pass of a microbatch
-    leads: Numbers  # whether its stage is the first of its device
-    of_lane: Lists
+    lane: IntSequence
+    ticks: IntSequence
+    needs: RaggedList  # pass types of the inputs, without inputs of these inputs
+    lag: IntSequence  # of an input: ticks of its message; 0 on the same device
+    is_reversed: IntSequence  # of an input: whether its kind runs a microbatch's passes in reverse
+    woken_queues: RaggedList  # other queues that may go on after it
+    peak: IntSequence  # maximum increase of a queue's memory while such a pass runs
+    change: IntSequence  # and after it has run
+    priority: IntSequence
+    is_forward: IntSequence  # whether it is the first pass of a microbatch
+    is_first_stage: IntSequence  # whether its stage is the first of its device
+    types_of_queue: RaggedList
 
 
 class Order(NamedTuple):
-    """The pass order to fill; a pass is its index, lane after lane."""
+    """The pass order to fill; a pass is its index, queue after queue."""
 
-    sorts: Sorts
-    begin: Numbers  # first index of a lane; the last entry is the total
-    sort: Numbers
-    microbatch: Numbers
-    place_of: Numbers  # [sort * num_microbatches + microbatch]; NONE or WITHOUT if missing
-    limit: Numbers  # memory limit of a lane
+    types: Sorts
+    begin: IntSequence  # first index of a queue; the last entry is the total
+    type_of: IntSequence
+    microbatch: IntSequence
+    index_of: IntSequence  # [type * num_microbatches + microbatch]; NONE or WITHOUT if missing
+    limit: IntSequence  # memory limit of a queue
     num_microbatches: int
-    ranks: Numbers  # of a microbatch: its number for inputs that `turns`
-    strict: bool  # whether passes without memory may only overtake passes that still fit
+    reversed_numbers: IntSequence  # of a microbatch: its number for inputs that `is_reversed`
+    is_strict: bool  # whether passes without memory may only overtake passes that still fit
     delay: int = 0  # maximum delay of overtaken passes, in eighths of the time of a pass
 
 
 class Refill(NamedTuple):
     """State of the simulation, changed in place."""
 
-    end: Numbers  # of a pass; LATE until it has run
-    following: Numbers  # of a pass: the next of its type
-    waiting: Numbers  # of a pass type: its first remaining pass
-    first: Numbers  # of a lane: its first remaining pass
-    clock: Numbers
-    held: Numbers
-    forwards: Numbers  # remaining forwards
-    ran: Numbers  # number of passes that have run
-    led: Numbers  # allocated by the first stage
-    warm: Numbers  # whether any of that has been freed
-    start: Numbers  # of the next pass
-    chosen: Numbers
-    stale: Numbers  # whether the start and choice must be recomputed
+    end: IntSequence  # of a pass; LATE until it has run
+    following: IntSequence  # of a pass: the next of its type
+    first_of_type: IntSequence  # of a pass type: its first remaining pass
+    first: IntSequence  # of a queue: its first remaining pass
+    clock: IntSequence
+    memory: IntSequence
+    remaining_forwards: IntSequence  # remaining forwards
+    num_run: IntSequence  # number of passes that have run
+    first_stage_memory: IntSequence  # allocated by the first stage
+    is_warm: IntSequence  # whether any of that has been freed
+    start: IntSequence  # of the next pass
+    choice: IntSequence
+    is_stale: IntSequence  # whether the start and choice must be recomputed
 
 
-class Numbered(NamedTuple):
-    """Passes by index, resource queue (lane) after lane.
+class PassNumbering(NamedTuple):
+    """Passes by index, resource queue after resource queue.
 
-    A pass of stage s has the type len(kinds) * s + the index of its kind. `place_of` is the index
+    A pass of stage s has the type len(kinds) * s + the index of its kind. `index_of` is the index
     of the pass that includes the work of a pass type and microbatch: for B and W, it may be a full
     backward.
     """
 
-    begin: Numbers  # first index of each lane; the last entry is the total
-    sort: Numbers
-    microbatch: Numbers
-    place_of: Numbers  # [sort * num_microbatches + microbatch]; NONE if there is none
+    begin: IntSequence  # first index of each queue; the last entry is the total
+    type_of: IntSequence
+    microbatch: IntSequence
+    index_of: IntSequence  # [type * num_microbatches + microbatch]; NONE if there is none
 
 
 def number(
     lanes: Sequence[Sequence[Pass]], kinds: Sequence[Kind], num_stages: int, num_microbatches: int
-) -> Numbered:
-    """Encode the passes of all lanes; `kinds` includes all their kinds and parts.
+) -> PassNumbering:
+    """Encode the passes of all queues; `kinds` includes all their kinds and parts.
 
     Returns arrays if there are enough passes for a compiled loop, otherwise lists.
 
@@ -220,50 +227,52 @@ def number(
             another pass, and compiled loops do not check indices.
     """
     count, m = len(kinds), num_microbatches
-    own = {kind: at for at, kind in enumerate(kinds)}
-    parts = [[own[part] for part in kind.does] for kind in kinds]
+    kind_index = {kind: index for index, kind in enumerate(kinds)}
+    parts = [[kind_index[part] for part in kind.does] for kind in kinds]
     passes = list(chain.from_iterable(lanes))
     begin = [0, *accumulate(map(len, lanes))]
-    sort = [count * stage + own[kind] for kind, stage, _ in passes]
-    microbatch = [microbatch for _, _, microbatch in passes]
-    for each, end in ((sort, count * num_stages), (microbatch, m)):
-        if passes and not 0 <= min(each) <= max(each) < end:
+    pass_types = [count * stage + kind_index[kind] for kind, stage, _ in passes]
+    microbatches = [microbatch for _, _, microbatch in passes]
+    for numbers, end in ((pass_types, count * num_stages), (microbatches, m)):
+        if passes and not 0 <= min(numbers) <= max(numbers) < end:
             raise IndexError("a pass has a stage or a microbatch that does not exist")
     if len(passes) >= compiling.COMPILED_FROM:
-        return _in_arrays(begin, sort, microbatch, parts, num_stages, m)
+        return _in_arrays(begin, pass_types, microbatches, parts, num_stages, m)
     place_of = [NONE] * (count * num_stages * m)
-    for place, (one, of) in enumerate(zip(sort, microbatch, strict=True)):
-        kind = one % count
+    for index, (pass_type, microbatch_number) in enumerate(
+        zip(pass_types, microbatches, strict=True)
+    ):
+        kind = pass_type % count
         for part in parts[kind]:
-            # `one - kind` is the first type of the stage.
-            place_of[(one - kind + part) * m + of] = place
-    return Numbered(begin, sort, microbatch, place_of)
+            # `pass_type - kind` is the first type of the stage.
+            place_of[(pass_type - kind + part) * m + microbatch_number] = index
+    return PassNumbering(begin, pass_types, microbatches, place_of)
 
 
 def _in_arrays(
     begin: Sequence[int],
-    sort: Sequence[int],
-    microbatch: Sequence[int],
+    pass_types: Sequence[int],
+    microbatches: Sequence[int],
     parts: Sequence[Sequence[int]],
     num_stages: int,
     num_microbatches: int,
-) -> Numbered:
+) -> PassNumbering:
     """Return the same encoding in arrays."""
     import numpy as np
 
-    sorts, of = np.array(sort, np.int64), np.array(microbatch, np.int64)
+    type_array, microbatch_array = np.array(pass_types, np.int64), np.array(microbatches, np.int64)
     place_of = np.full(len(parts) * num_stages * num_microbatches, NONE, np.int64)
-    kinds = sorts % len(parts)
-    for kind, does in enumerate(parts):
-        places = np.flatnonzero(kinds == kind)
+    kinds = type_array % len(parts)
+    for kind, kind_parts in enumerate(parts):
+        indices = np.flatnonzero(kinds == kind)
         # Entry of part 0 for each pass, as in the loop of `number`.
-        first = (sorts[places] - kind) * num_microbatches + of[places]
-        for part in does:
-            place_of[first + part * num_microbatches] = places
-    return Numbered(np.array(begin, np.int64), sorts, of, place_of)
+        first = (type_array[indices] - kind) * num_microbatches + microbatch_array[indices]
+        for part in kind_parts:
+            place_of[first + part * num_microbatches] = indices
+    return PassNumbering(np.array(begin, np.int64), type_array, microbatch_array, place_of)
 
 
-def make_sorts(
+def make_pass_types(
     kinds: Sequence[Kind],
     placement: Placement,
     amounts: Callable[[Kind, int], tuple[int, int, int]],
@@ -273,50 +282,71 @@ def make_sorts(
 
     `amounts` returns, for a kind and a stage, the ticks of a pass, the increase of memory while it
     runs, and the change after it has ended; `message` the ticks from one stage to another.
-    Lane d is the processor of device d.
+    queue d is the processor of device d.
     """
     table = NeedTable(len(placement), kinds)
     direct = table.direct_needs()
-    sorts = [(kind, stage) for stage in range(len(placement)) for kind in kinds]
-    number = {sort: at for at, sort in enumerate(sorts)}
-    lanes = {(device, PROCESSOR): device for device in range(max(placement) + 1)}
-    lane = [
-        lanes.setdefault((placement[stage], kind.resource), len(lanes)) for kind, stage in sorts
+    pass_types = [(kind, stage) for stage in range(len(placement)) for kind in kinds]
+    type_numbers = {pass_type: index for index, pass_type in enumerate(pass_types)}
+    queues = {(device, PROCESSOR): device for device in range(max(placement) + 1)}
+    queue = [
+        queues.setdefault((placement[stage], kind.resource), len(queues))
+        for kind, stage in pass_types
     ]
     needs = [
-        [number[table.parts[part], s] for part, s in direct[kind][stage]] for kind, stage in sorts
+        [
+            type_numbers[table.parts[part], source_stage]
+            for part, source_stage in direct[kind][stage]
+        ]
+        for kind, stage in pass_types
     ]
-    readers: list[set[int]] = [set() for _ in sorts]
-    for sort, own in enumerate(needs):
-        for need in own:
-            readers[need].add(lane[sort])
-    wakes = [
-        # Without its lane, which `finish` always marks.
-        set[int]().union(*(readers[number[part, stage]] for part in kind.does)) - {lane[sort]}
-        for sort, (kind, stage) in enumerate(sorts)
+    readers: list[set[int]] = [set() for _ in pass_types]
+    for pass_type, type_needs in enumerate(needs):
+        for source in type_needs:
+            readers[source].add(queue[pass_type])
+    woken = [
+        # Without its queue, which `finish_pass` always marks.
+        set[int]().union(*(readers[type_numbers[part, stage]] for part in kind.does))
+        - {queue[pass_type]}
+        for pass_type, (kind, stage) in enumerate(pass_types)
     ]
-    ticks, takes, change = map(list, zip(*(amounts(*sort) for sort in sorts), strict=True))
-    ranked, stages = [kind.by_rank for kind, _ in sorts], [stage for _, stage in sorts]
+    ticks, increases, changes = map(
+        list, zip(*(amounts(*pass_type) for pass_type in pass_types), strict=True)
+    )
+    reverse, stages = [kind.by_rank for kind, _ in pass_types], [stage for _, stage in pass_types]
     return Sorts(
-        lane=lane,
+        lane=queue,
         ticks=ticks,
-        needs=lists_of(needs),
-        lag=[message(stages[need], stages[sort]) for sort, own in enumerate(needs) for need in own],
-        turns=[ranked[need] != ranked[sort] for sort, own in enumerate(needs) for need in own],
-        wakes=lists_of(map(sorted, wakes)),
-        most=list(map(max, takes, change)),
-        change=change,
-        rank=[_rank(kind, kinds) for kind, _ in sorts],
-        leads=[stage == placement.index(placement[stage]) for _, stage in sorts],
-        forward=[kind.everywhere and bool(kind.takes) for kind, _ in sorts],
-        of_lane=lists_of(
-            [s for s in range(len(sorts)) if lane[s] == own] for own in lanes.values()
+        needs=_ragged_list(needs),
+        lag=[
+            message(stages[source], stages[pass_type])
+            for pass_type, type_needs in enumerate(needs)
+            for source in type_needs
+        ],
+        is_reversed=[
+            reverse[source] != reverse[pass_type]
+            for pass_type, type_needs in enumerate(needs)
+            for source in type_needs
+        ],
+        woken_queues=_ragged_list(map(sorted, woken)),
+        peak=list(map(max, increases, changes)),
+        change=changes,
+        priority=[_type_priority(kind, kinds) for kind, _ in pass_types],
+        is_first_stage=[stage == placement.index(placement[stage]) for _, stage in pass_types],
+        is_forward=[kind.everywhere and bool(kind.takes) for kind, _ in pass_types],
+        types_of_queue=_ragged_list(
+            [
+                queue_type
+                for queue_type in range(len(pass_types))
+                if queue[queue_type] == queue_number
+            ]
+            for queue_number in queues.values()
         ),
     )
 
 
-def _rank(kind: Kind, kinds: Iterable[Kind]) -> int:
-    reads = (read for other in kinds for read in other.reads)
+def _type_priority(kind: Kind, kinds: Iterable[Kind]) -> int:
+    reads = (read for reader in kinds for read in reader.reads)
     # WEIGHT is for passes that free memory and have no reader: they can wait in cool-down.
     awaited = kind.before or any(read.kind in kind.does for read in reads)
     if kind.frees and not awaited:
@@ -324,198 +354,237 @@ def _rank(kind: Kind, kinds: Iterable[Kind]) -> int:
     return OTHER if kind.takes else BACKWARD
 
 
-def new_run(order: Order, zeros: Callable[[int], Numbers]) -> Refill:
-    """Return an empty state for `fill`; `zeros(n)` makes n zeros."""
-    passes, lanes = len(order.sort), len(order.limit)
-    # The ten fields from `first` to `stale` have one entry per lane.
+def new_scheduler_state(order: Order, zeros: Callable[[int], IntSequence]) -> Refill:
+    """Return an empty state for `fill_idle_slots`; `zeros(n)` makes n zeros."""
+    num_passes, num_queues = len(order.type_of), len(order.limit)
+    # The ten fields from `first` to `is_stale` have one entry per queue.
     return Refill(
-        zeros(passes), zeros(passes), zeros(len(order.sorts.ticks)), *map(zeros, [lanes] * 10)
+        zeros(num_passes),
+        zeros(num_passes),
+        zeros(len(order.types.ticks)),
+        *map(zeros, [num_queues] * 10),
     )
 
 
-def fill(order: Order, run: Refill, made: Numbers, cool: int, ahead: int) -> int:
-    """Run the lanes in the order of their next starts; return the number of passes that have run.
+def fill_idle_slots(
+    order: Order, state: Refill, new_order: IntSequence, cool_down: int, max_ahead: int
+) -> int:
+    """Run the queues in the order of their next starts; return the number of passes that have run.
 
-    `made` receives the new order, as indices of the old one. A lane is in cool-down with at most
-    `cool` forwards left. With `ahead` other than NONE, passes move as in `fill_warm_up`.
+    `new_order` receives the new order, as indices of the old one. A queue is in cool-down with at
+    most `cool_down` forwards left. With `max_ahead` other than NONE, passes move as in
+    `fill_warm_up`.
     """
-    begin_run(order, run)
-    starts, stale, lanes = run.start, run.stale, len(order.limit)
-    now, lane, done = 0, lanes, 0
-    while done < len(made):
-        if lane == lanes:
+    reset_state(order, state)
+    starts, is_stale, num_queues = state.start, state.is_stale, len(order.limit)
+    now, queue, num_done = 0, num_queues, 0
+    while num_done < len(new_order):
+        if queue == num_queues:
             now = LATE
-            for each in range(lanes):
-                if stale[each]:
-                    starts[each], run.chosen[each] = _choose(order, run, each, cool, ahead)
-                    stale[each] = 0
-                if starts[each] < now:
-                    now, lane = starts[each], each
+            for candidate in range(num_queues):
+                if is_stale[candidate]:
+                    starts[candidate], state.choice[candidate] = _choose(
+                        order, state, candidate, cool_down, max_ahead
+                    )
+                    is_stale[candidate] = 0
+                if starts[candidate] < now:
+                    now, queue = starts[candidate], candidate
             if now == LATE:
                 break
         # A pass that ran since the choice enables others only later; at most it prevents overtaking
-        # the first pass of the lane. So only a choice that overtakes is recomputed.
-        if stale[lane] and starts[lane] == now and run.chosen[lane] != run.first[lane]:
-            starts[lane], run.chosen[lane] = _choose(order, run, lane, cool, ahead)
-            stale[lane] = 0
-        if starts[lane] > now:
-            lane += 1
+        # the first pass of the queue. So only a choice that overtakes is recomputed.
+        if is_stale[queue] and starts[queue] == now and state.choice[queue] != state.first[queue]:
+            starts[queue], state.choice[queue] = _choose(order, state, queue, cool_down, max_ahead)
+            is_stale[queue] = 0
+        if starts[queue] > now:
+            queue += 1
             continue
-        place = run.chosen[lane]
-        made[order.begin[lane] + run.ran[lane]] = place
-        done += 1
-        finish(order, run, lane, place)
-        _advance(order, run, lane, place)
-        # A pass of zero length may have woken an earlier lane for the same time.
-        lane = lane + 1 if order.sorts.ticks[order.sort[place]] else lanes
-    return done
+        index = state.choice[queue]
+        new_order[order.begin[queue] + state.num_run[queue]] = index
+        num_done += 1
+        finish_pass(order, state, queue, index)
+        _advance(order, state, queue, index)
+        # A pass of zero length may have woken an earlier queue for the same time.
+        queue = queue + 1 if order.types.ticks[order.type_of[index]] else num_queues
+    return num_done
 
 
-def begin_run(order: Order, run: Refill) -> None:
+def reset_state(order: Order, state: Refill) -> None:
     """Reset the state: no pass has run."""
-    for sort in range(len(run.waiting)):
-        run.waiting[sort] = NONE
-    for lane in range(len(order.limit)):
-        run.first[lane] = order.begin[lane]
-        run.stale[lane] = 1
-        # From the last pass to the first, so that `waiting` ends at the first of each type.
-        for place in range(order.begin[lane + 1] - 1, order.begin[lane] - 1, -1):
-            sort = order.sort[place]
-            run.end[place] = LATE
-            run.following[place] = run.waiting[sort]
-            run.waiting[sort] = place
-            run.forwards[lane] += order.sorts.forward[sort]
+    for pass_type in range(len(state.first_of_type)):
+        state.first_of_type[pass_type] = NONE
+    for queue in range(len(order.limit)):
+        state.first[queue] = order.begin[queue]
+        state.is_stale[queue] = 1
+        # From the last pass to the first, so that `first_of_type` ends at the first of each type.
+        for index in range(order.begin[queue + 1] - 1, order.begin[queue] - 1, -1):
+            pass_type = order.type_of[index]
+            state.end[index] = LATE
+            state.following[index] = state.first_of_type[pass_type]
+            state.first_of_type[pass_type] = index
+            state.remaining_forwards[queue] += order.types.is_forward[pass_type]
 
 
-def ready(order: Order, run: Refill, place: int, start: int) -> int:
+def ready_time(order: Order, state: Refill, index: int, start: int) -> int:
     """Return the start time of a pass, at least `start`; LATE if an input has not run."""
-    needs, sort, microbatch = order.sorts.needs, order.sort[place], order.microbatch[place]
-    for at in range(needs.begin[sort], needs.begin[sort + 1]):
+    needs, pass_type, microbatch = order.types.needs, order.type_of[index], order.microbatch[index]
+    for entry in range(needs.begin[pass_type], needs.begin[pass_type + 1]):
         # All kinds are numbered in execution order.
-        own = order.ranks[microbatch] if order.sorts.turns[at] else microbatch
-        need = order.place_of[needs.of[at] * order.num_microbatches + own]
-        if need == WITHOUT:
+        source_microbatch = (
+            order.reversed_numbers[microbatch] if order.types.is_reversed[entry] else microbatch
+        )
+        source = order.index_of[needs.numbers[entry] * order.num_microbatches + source_microbatch]
+        if source == WITHOUT:
             continue
-        if need == NONE or run.end[need] == LATE:
+        if source == NONE or state.end[source] == LATE:
             return LATE
-        there = run.end[need] + order.sorts.lag[at]
-        if there > start:
-            start = there
+        arrival = state.end[source] + order.types.lag[entry]
+        if arrival > start:
+            start = arrival
     return start
 
 
-def finish(order: Order, run: Refill, lane: int, place: int) -> None:
-    """Run a pass at `run.start`, and mark the lanes that may go on as stale."""
-    sorts, sort = order.sorts, order.sort[place]
-    run.clock[lane] = run.start[lane] + sorts.ticks[sort]
-    run.end[place] = run.clock[lane]
-    run.held[lane] += sorts.change[sort]
-    run.ran[lane] += 1
-    run.stale[lane] = 1
-    for at in range(sorts.wakes.begin[sort], sorts.wakes.begin[sort + 1]):
-        run.stale[sorts.wakes.of[at]] = 1
+def finish_pass(order: Order, state: Refill, queue: int, index: int) -> None:
+    """Run a pass at `state.start`, and mark the queues that may go on as stale."""
+    types, pass_type = order.types, order.type_of[index]
+    state.clock[queue] = state.start[queue] + types.ticks[pass_type]
+    state.end[index] = state.clock[queue]
+    state.memory[queue] += types.change[pass_type]
+    state.num_run[queue] += 1
+    state.is_stale[queue] = 1
+    for entry in range(
+        types.woken_queues.begin[pass_type], types.woken_queues.begin[pass_type + 1]
+    ):
+        state.is_stale[types.woken_queues.numbers[entry]] = 1
 
 
-def _advance(order: Order, run: Refill, lane: int, place: int) -> None:
+def _advance(order: Order, state: Refill, queue: int, index: int) -> None:
     """Remove a pass that has run from the remaining passes."""
-    sort = order.sort[place]
-    # `_choose` considers only the first remaining pass of a type, so `place` is that one.
-    run.waiting[sort] = run.following[place]
-    run.forwards[lane] -= order.sorts.forward[sort]
-    if order.sorts.leads[sort]:
-        change = order.sorts.change[sort]
-        run.led[lane] += change
+    pass_type = order.type_of[index]
+    # `_choose` considers only the first remaining pass of a type, so `index` is that one.
+    state.first_of_type[pass_type] = state.following[index]
+    state.remaining_forwards[queue] -= order.types.is_forward[pass_type]
+    if order.types.is_first_stage[pass_type]:
+        change = order.types.change[pass_type]
+        state.first_stage_memory[queue] += change
         if change < 0:
-            run.warm[lane] = 1
-    first, end = run.first[lane], order.begin[lane + 1]
+            state.is_warm[queue] = 1
+    first, end = state.first[queue], order.begin[queue + 1]
     # Passes after `first` may have run already, by overtaking.
-    while first < end and run.end[first] < LATE:
+    while first < end and state.end[first] < LATE:
         first += 1
-    run.first[lane] = first
+    state.first[queue] = first
 
 
-def _choose(order: Order, run: Refill, lane: int, cool: int, ahead: int) -> tuple[int, int]:
-    """Return the start and the index of the lane's next pass; LATE and NONE if there is none."""
-    first, clock, sorts = run.first[lane], run.clock[lane], order.sorts
-    if first == order.begin[lane + 1]:
+def _choose(
+    order: Order, state: Refill, queue: int, cool_down: int, max_ahead: int
+) -> tuple[int, int]:
+    """Return the start and the index of the queue's next pass; LATE and NONE if there is none."""
+    first, clock, types = state.first[queue], state.clock[queue], order.types
+    if first == order.begin[queue + 1]:
         return LATE, NONE
-    cooling = run.forwards[lane] <= cool
-    # `leads` is the start of the first pass; LATE if it lacks memory or an input.
-    leads, sort = LATE, order.sort[first]
-    if run.held[lane] + sorts.most[sort] <= order.limit[lane]:
-        leads = ready(order, run, first, clock)
+    is_cooling = state.remaining_forwards[queue] <= cool_down
+    # `first_start` is the start of the first pass; LATE if it lacks memory or an input.
+    first_start, pass_type = LATE, order.type_of[first]
+    if state.memory[queue] + types.peak[pass_type] <= order.limit[queue]:
+        first_start = ready_time(order, state, first, clock)
     # Fast path: the first pass can start at once, so overtaking it gains nothing.
-    if leads == clock and not (cooling and sorts.rank[sort] == WEIGHT):
+    if first_start == clock and not (is_cooling and types.priority[pass_type] == WEIGHT):
         return clock, first
-    best_start, best_rank, best = LATE, NONE, NONE
-    for at in range(sorts.of_lane.begin[lane], sorts.of_lane.begin[lane + 1]):
-        place = run.waiting[sorts.of_lane.of[at]]
-        if place == NONE or (ahead != NONE and not _may_move(order, run, lane, place, ahead)):
+    best_start, best_priority, best = LATE, NONE, NONE
+    for entry in range(types.types_of_queue.begin[queue], types.types_of_queue.begin[queue + 1]):
+        index = state.first_of_type[types.types_of_queue.numbers[entry]]
+        if index == NONE or (
+            max_ahead != NONE and not _may_move(order, state, queue, index, max_ahead)
+        ):
             continue
-        start = ready(order, run, place, clock)
+        start = ready_time(order, state, index, clock)
         # `_fits` scans the row, so the cheap conditions come first.
-        if start > best_start or start == LATE or not _fits(order, run, lane, place):
+        if start > best_start or start == LATE or not _fits(order, state, queue, index):
             continue
-        rank = _rank_of(order, run, lane, place, start, leads, cooling)
+        priority = _priority_of(order, state, queue, index, start, first_start, is_cooling)
         # With equal start and rank, the original order decides.
-        better = start < best_start or (rank, place) < (best_rank, best)
-        if rank != NONE and better:
-            best_start, best_rank, best = start, rank, place
+        is_better = start < best_start or (priority, index) < (best_priority, best)
+        if priority != NONE and is_better:
+            best_start, best_priority, best = start, priority, index
     return best_start, best
 
 
-def _may_move(order: Order, run: Refill, lane: int, place: int, ahead: int) -> bool:
+def _may_move(order: Order, state: Refill, queue: int, index: int, max_ahead: int) -> bool:
     """Return whether a pass may move up if only the warm-up is filled."""
-    if place == run.first[lane]:
+    if index == state.first[queue]:
         return True
-    sort = order.sort[place]
-    far = order.sorts.leads[sort] and order.sorts.forward[sort] and run.led[lane] >= ahead
-    return not (run.warm[lane] or far)
+    pass_type = order.type_of[index]
+    is_too_far = (
+        order.types.is_first_stage[pass_type]
+        and order.types.is_forward[pass_type]
+        and state.first_stage_memory[queue] >= max_ahead
+    )
+    return not (state.is_warm[queue] or is_too_far)
 
 
-def _fits(order: Order, run: Refill, lane: int, place: int) -> bool:
+def _fits(order: Order, state: Refill, queue: int, index: int) -> bool:
     """Return whether the pass fits now, and the remaining passes before it still fit after it."""
-    most, change, limit = order.sorts.most, order.sorts.change, order.limit[lane]
-    held, sort = run.held[lane], order.sort[place]
+    peak, change, limit = order.types.peak, order.types.change, order.limit[queue]
+    memory, pass_type = state.memory[queue], order.type_of[index]
     # A pass that allocates nothing cannot make the passes before it exceed the limit.
-    if most[sort] <= 0 and not order.strict:
+    if peak[pass_type] <= 0 and not order.is_strict:
         return True
-    if held + most[sort] > limit:
+    if memory + peak[pass_type] > limit:
         return False
-    held += change[sort]
-    for before in range(run.first[lane], place):
-        if run.end[before] == LATE:
-            sort = order.sort[before]
-            if held + most[sort] > limit:
+    memory += change[pass_type]
+    for earlier in range(state.first[queue], index):
+        if state.end[earlier] == LATE:
+            pass_type = order.type_of[earlier]
+            if memory + peak[pass_type] > limit:
                 return False
-            held += change[sort]
+            memory += change[pass_type]
     return True
 
 
-def _rank_of(
-    order: Order, run: Refill, lane: int, place: int, start: int, leads: int, cooling: bool
+def _priority_of(
+    order: Order,
+    state: Refill,
+    queue: int,
+    index: int,
+    start: int,
+    first_start: int,
+    is_cooling: bool,
 ) -> int:
     """Return the priority of a pass among those with the same start; NONE if it must wait."""
-    sorts, sort = order.sorts, order.sort[place]
-    rank = sorts.rank[sort]
-    if cooling and rank == WEIGHT:
+    types, pass_type = order.types, order.type_of[index]
+    priority = types.priority[pass_type]
+    if is_cooling and priority == WEIGHT:
         return WEIGHT
-    first = run.first[lane]
-    if place == first or (cooling and _only_weights(order, run, first, place)):
+    first = state.first[queue]
+    if index == first or (is_cooling and _only_weights(order, state, first, index)):
         return FIRST
     # Overtaking must not delay the first pass by more than the allowed share.
-    if start + sorts.ticks[sort] <= leads + order.delay * sorts.ticks[sort] // EIGHTHS:
+    if (
+        start + types.ticks[pass_type]
+        <= first_start + order.delay * types.ticks[pass_type] // EIGHTHS
+    ):
         # Before cool-down, a W may fill idle time like any other pass.
-        return min(rank, OTHER)
+        return min(priority, OTHER)
     return NONE
 
 
-def _only_weights(order: Order, run: Refill, first: int, place: int) -> bool:
-    for before in range(first, place):
-        if run.end[before] == LATE and order.sorts.rank[order.sort[before]] != WEIGHT:
+def _only_weights(order: Order, state: Refill, first: int, index: int) -> bool:
+    for earlier in range(first, index):
+        if state.end[earlier] == LATE and order.types.priority[order.type_of[earlier]] != WEIGHT:
             return False
     return True
 
 
-CALLED = (begin_run, ready, finish, _advance, _choose, _may_move, _fits, _rank_of, _only_weights)
-"""Functions that `fill` calls, for the compiler."""
+CALLEES = (
+    reset_state,
+    ready_time,
+    finish_pass,
+    _advance,
+    _choose,
+    _may_move,
+    _fits,
+    _priority_of,
+    _only_weights,
+)
+"""Functions that `fill_idle_slots` calls, for the compiler."""

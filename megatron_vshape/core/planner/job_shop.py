@@ -1,8 +1,8 @@
 """A placement's planning problem in integers, and the fillers of its orders.
 
 Times are in ticks and memory in units, both integer. Compiled functions get orders as rows of
-numbers, one number per pass (`Codec`). A sort is len(kinds) * stage + the index of a kind in
-`kinds`. A pass has the number sort * num_microbatches + microbatch. Rows are padded to the longest
+numbers, one number per pass (`Codec`). A type is len(kinds) * stage + the index of a kind in
+`kinds`. A pass has the number type * num_microbatches + microbatch. Rows are padded to the longest
 with NONE.
 
 Two fillers improve an order. `fill` is step 4 of the paper, compiled, with the problem's costs.
@@ -30,22 +30,22 @@ from megatron_vshape.core.paper.reordering import (
     LATE,
     NONE,
     WITHOUT,
-    Lists,
     Order,
+    RaggedList,
     Refill,
     Sorts,
-    begin_run,
-    finish,
-    make_sorts,
-    new_run,
-    ready,
+    finish_pass,
+    make_pass_types,
+    new_scheduler_state,
+    ready_time,
+    reset_state,
 )
 from megatron_vshape.core.planner import improve
 
-MOST_TICKS = 1e18
+_MAX_TICKS = 1e18
 """Maximum total ticks of all passes and messages of a step: times have 64 bits."""
 
-DELAY = 4
+_MAX_DELAY = 4
 """Maximum delay of the next pass by a W, in eighths of the W's time.
 
 At d=8, m=24, 1/1.15/.85/.05, 16 chunks: 150.35; without it 151.15.
@@ -67,14 +67,14 @@ class Problem:
     ticks_per_us: float
     units_per_byte: float
     sorts: Sorts  # arrays
-    weight_of: np.ndarray  # [sort] of a B or W: the sort of its W; else NONE
-    room: np.ndarray  # [lane] memory limit, in units
+    weight_of: np.ndarray  # [type] of a B or W: the type of its W; else NONE
+    room: np.ndarray  # [queue] memory limit, in units
     moved_limit: float  # of memory that passes move off a device, in the costs' unit
 
     def turned(self, numbers: np.ndarray) -> np.ndarray:
         """Return the numbers of these passes in kinds that run them in the opposite order."""
-        made: np.ndarray = turned(numbers, self.costs.slices)
-        return made
+        reversed_numbers: np.ndarray = turned(numbers, self.costs.slices)
+        return reversed_numbers
 
     @property
     def most_useful(self) -> int:
@@ -109,9 +109,9 @@ def make_problem(
         LimitError: one microbatch alone does not fit the limits.
         ScheduleError: a count is below 1, sizes do not match, or the schedule is too large.
     """
-    for what, count in (("devices", num_devices), ("microbatches", num_microbatches)):
+    for label, count in (("devices", num_devices), ("microbatches", num_microbatches)):
         if count < 1:
-            raise ScheduleError(f"a plan needs at least 1 of {what}, not {count}")
+            raise ScheduleError(f"a plan needs at least 1 of {label}, not {count}")
     limits = bounds.each_limit(limit, num_devices)
     bounds.check_limits(costs, placement, num_devices, proven_limits(kinds, limits))
     fixed = costs.fixed_bytes(placement, num_devices)
@@ -120,16 +120,21 @@ def make_problem(
     # Integers, so that the search compares ties exactly and gives the same plan on every machine.
     times = [costs.time_us(kind, stage) for kind in kinds for stage in range(len(placement))]
     ticks_per_us = _time_scale(times, costs.longest_send_us, num_microbatches)
-    held = (each for kind in kinds for each in (*costs.held(kind)[:2], costs.works(kind)))
+    memory_amounts = (
+        amounts for kind in kinds for amounts in (*costs.held(kind)[:2], costs.works(kind))
+    )
     # The largest amount has 12 digits: 10^7 of them fit in 64 bits.
-    units = scale_to(1e11, max(map(max, held)) or 1.0)
-    sorts = _arrays(costs, placement, kinds, ticks_per_us, units)
-    # Zero is enough for other lanes: their kinds allocate nothing.
-    room = np.zeros(len(sorts.of_lane.begin) - 1, np.int64)  # those of the processors come first
-    most = _most_held(costs, placement, num_devices, kinds)
-    for device, (limit, full) in enumerate(zip(limits, most, strict=True)):
+    units_per_byte = scale_to(1e11, max(map(max, memory_amounts)) or 1.0)
+    types = _pass_type_arrays(costs, placement, kinds, ticks_per_us, units_per_byte)
+    # Zero is enough for other queues: their kinds allocate nothing.
+    # The limits of the processors come first.
+    memory_limits = np.zeros(len(types.types_of_queue.begin) - 1, np.int64)
+    peaks = _peak_memory(costs, placement, num_devices, kinds)
+    for device, (limit, peak) in enumerate(zip(limits, peaks, strict=True)):
         # More than all activations of the step has no effect; so room is finite without a limit.
-        room[device] = int(min(limit, num_microbatches * full) * units * (1 + 1e-9))
+        memory_limits[device] = int(
+            min(limit, num_microbatches * peak) * units_per_byte * (1 + 1e-9)
+        )
     return Problem(
         costs=costs,
         placement=placement,
@@ -140,21 +145,21 @@ def make_problem(
         objective=objective,
         kinds=kinds,
         ticks_per_us=ticks_per_us,
-        units_per_byte=units,
-        sorts=sorts,
+        units_per_byte=units_per_byte,
+        sorts=types,
         weight_of=_weight_of(kinds, len(placement)),
-        room=room,
+        room=memory_limits,
         moved_limit=moved_limit,
     )
 
 
 def with_parts_alone(problem: Problem) -> Problem:
     """Return the problem with F, B and W only, in the same ticks and units."""
-    ticks, units = problem.ticks_per_us, problem.units_per_byte
+    ticks, units_per_byte = problem.ticks_per_us, problem.units_per_byte
     return replace(
         problem,
         kinds=PARTS,
-        sorts=_arrays(problem.costs, problem.placement, PARTS, ticks, units),
+        sorts=_pass_type_arrays(problem.costs, problem.placement, PARTS, ticks, units_per_byte),
         weight_of=_weight_of(PARTS, len(problem.placement)),
         room=problem.room[: problem.num_devices],
     )
@@ -167,17 +172,17 @@ def proven_limits(kinds: Sequence[Kind], limits: Sequence[float]) -> tuple[float
     return tuple(math.inf if limit > 0 else limit for limit in limits)
 
 
-def _most_held(
+def _peak_memory(
     costs: Costs, placement: Placement, num_devices: int, kinds: Sequence[Kind]
 ) -> Iterator[float]:
     """Yield the maximum memory of one microbatch per device; a higher limit has no effect."""
-    held = zip(costs.held_after_forward_bytes, costs.held_after_backward_bytes, strict=True)
-    most = [max(pair) for pair in held]
-    for takes, keeps, _ in (costs.held(kind) for kind in kinds if kind not in PARTS):
-        most = [sum(each) for each in zip(most, takes, keeps, strict=True)]
-    works = [max(each) for each in zip(*map(costs.works, kinds), strict=True)]
-    for own in stages_of(placement, num_devices):
-        yield sum(most[stage] + works[stage] for stage in own)
+    pairs = zip(costs.held_after_forward_bytes, costs.held_after_backward_bytes, strict=True)
+    peaks = [max(pair) for pair in pairs]
+    for allocated, retained, _ in (costs.held(kind) for kind in kinds if kind not in PARTS):
+        peaks = [sum(each) for each in zip(peaks, allocated, retained, strict=True)]
+    workspaces = [max(each) for each in zip(*map(costs.works, kinds), strict=True)]
+    for local_stages in stages_of(placement, num_devices):
+        yield sum(peaks[stage] + workspaces[stage] for stage in local_stages)
 
 
 def _weight_of(kinds: tuple[Kind, ...], num_stages: int) -> np.ndarray:
@@ -187,33 +192,39 @@ def _weight_of(kinds: tuple[Kind, ...], num_stages: int) -> np.ndarray:
     return weight_of.ravel()
 
 
-def _arrays(
-    costs: Costs, placement: Placement, kinds: Sequence[Kind], ticks_per_us: float, units: float
+def _pass_type_arrays(
+    costs: Costs,
+    placement: Placement,
+    kinds: Sequence[Kind],
+    ticks_per_us: float,
+    units_per_byte: float,
 ) -> Sorts:
-    """Return the sorts as arrays, for compiled functions."""
+    """Return the types as arrays, for compiled functions."""
 
     def amounts(kind: Kind, stage: int) -> tuple[int, int, int]:
         ticks = round(costs.time_us(kind, stage) * ticks_per_us)
-        return (ticks, *held_by(costs, kind, stage, units))
+        return (ticks, *_memory_changes(costs, kind, stage, units_per_byte))
 
-    def message(stage: int, other: int) -> int:
-        away = placement[stage] != placement[other]
-        return round(costs.message_us(stage, other) * ticks_per_us) if away else 0
+    def message(stage: int, reader: int) -> int:
+        is_sent = placement[stage] != placement[reader]
+        return round(costs.message_us(stage, reader) * ticks_per_us) if is_sent else 0
 
-    made: list[Any] = [
-        Lists(*(np.array(part, np.int64) for part in each))
-        if isinstance(each, Lists)
-        else np.array(each, np.int64)
-        for each in make_sorts(kinds, placement, amounts, message)
+    fields: list[Any] = [
+        RaggedList(*(np.array(column, np.int64) for column in field))
+        if isinstance(field, RaggedList)
+        else np.array(field, np.int64)
+        for field in make_pass_types(kinds, placement, amounts, message)
     ]
-    return Sorts(*made)
+    return Sorts(*fields)
 
 
-def held_by(costs: Costs, kind: Kind, stage: int, units: float) -> tuple[int, int]:
+def _memory_changes(costs: Costs, kind: Kind, stage: int, units_per_byte: float) -> tuple[int, int]:
     """Return the change of memory while a pass runs, and after it, in units."""
-    held = (*costs.held(kind), costs.works(kind))
-    takes, keeps, frees, works = (round(each[stage] * units) for each in held)
-    return takes + works, takes + keeps - frees
+    amounts = (*costs.held(kind), costs.works(kind))
+    allocated, retained, freed, workspace = (
+        round(amount[stage] * units_per_byte) for amount in amounts
+    )
+    return allocated + workspace, allocated + retained - freed
 
 
 def scale_to(at_least: float, value: float) -> float:
@@ -231,44 +242,50 @@ def _time_scale(times: Sequence[float], send_us: float, num_microbatches: int) -
     step = num_microbatches * (sum(times) + 3 * len(times) * send_us)
     scale = scale_to(1e5, min(filter(None, times)))
     # Long steps have coarser ticks, to stay within 64 bits.
-    while step * scale > MOST_TICKS:
+    while step * scale > _MAX_TICKS:
         scale /= 10
     return scale
 
 
 def make_shop(problem: Problem, num_microbatches: int) -> improve.JobShop:
     """Return the passes of `num_microbatches` microbatches for the local search."""
-    sorts, m = problem.sorts, num_microbatches
-    lane, change, most = (np.asarray(each) for each in (sorts.lane, sorts.change, sorts.most))
-    count = len(lane)
-    before, after, behind = (_Ways(count) for _ in range(3))
-    for sort in range(count):
-        for at in range(sorts.needs.begin[sort], sorts.needs.begin[sort + 1]):
-            need, lag, turns = sorts.needs.of[at], sorts.lag[at], bool(sorts.turns[at])
-            before.add(sort, need, lag, turns)
-            (after if lane[need] != lane[sort] else behind).add(need, sort, lag, turns)
-    ranks = problem.turned(np.arange(m))
+    types, m = problem.sorts, num_microbatches
+    queue, change, peak = (np.asarray(field) for field in (types.lane, types.change, types.peak))
+    num_types = len(queue)
+    inputs, readers, queue_readers = (_Links(num_types) for _ in range(3))
+    for pass_type in range(num_types):
+        for entry in range(types.needs.begin[pass_type], types.needs.begin[pass_type + 1]):
+            source, lag, is_reversed = (
+                types.needs.numbers[entry],
+                types.lag[entry],
+                bool(types.is_reversed[entry]),
+            )
+            inputs.add(pass_type, source, lag, is_reversed)
+            (readers if queue[source] != queue[pass_type] else queue_readers).add(
+                source, pass_type, lag, is_reversed
+            )
+    reversed_numbers = problem.turned(np.arange(m))
     return improve.JobShop(
-        *before.of_passes(ranks),
-        *after.of_passes(ranks),
-        behind.of_passes(ranks)[0],
-        ticks=np.repeat(np.asarray(sorts.ticks), m),
-        queue=np.repeat(lane, m).astype(np.int32),
-        sort=np.repeat(np.arange(count), m).astype(np.int32),
+        *inputs.to_passes(reversed_numbers),
+        *readers.to_passes(reversed_numbers),
+        queue_readers.to_passes(reversed_numbers)[0],
+        ticks=np.repeat(np.asarray(types.ticks), m),
+        queue=np.repeat(queue, m).astype(np.int32),
+        sort=np.repeat(np.arange(num_types), m).astype(np.int32),
         delta=change,
         # A pass that allocates nothing always fits: only the memory after it counts.
-        over=np.where(most > 0, most - change, 0),
-        length=np.diff(np.asarray(sorts.of_lane.begin)) * m,
+        over=np.where(peak > 0, peak - change, 0),
+        length=np.diff(np.asarray(types.types_of_queue.begin)) * m,
         limit=problem.room,
-        due=_due(problem),
-        **_moved(problem, m),
+        due=_due_ticks(problem),
+        **_offload_fields(problem, m),
     )
 
 
-def _moved(problem: Problem, num_microbatches: int) -> dict[str, Any]:
+def _offload_fields(problem: Problem, num_microbatches: int) -> dict[str, Any]:
     """Return the fields of a shop for moved memory; inactive without a limit of it."""
-    kinds, sorts = problem.kinds, problem.sorts
-    count = len(sorts.lane)
+    kinds, types = problem.kinds, problem.sorts
+    count = len(types.lane)
     link, moved = np.full(len(problem.room), NONE), np.zeros(count, np.int64)
     stay = np.full((count, num_microbatches, 2), NONE, np.int32)
     movers = [] if math.isinf(problem.moved_limit) else [kind for kind in kinds if kind.moves]
@@ -276,146 +293,157 @@ def _moved(problem: Problem, num_microbatches: int) -> dict[str, Any]:
         out, *ends = (
             np.arange(kinds.index(kind), count, len(kinds)) for kind in (mover, Kind.F, Kind.B)
         )
-        lane, amounts = np.asarray(sorts.lane), problem.costs.amounts(mover.moves) or ()
-        # Both lanes name the link, because a move in either can change the moved memory.
-        link[lane[out]] = link[lane[ends[0]]] = lane[out]
-        moved[out] = [round(each * problem.units_per_byte) for each in amounts]
+        queue, amounts = np.asarray(types.lane), problem.costs.amounts(mover.moves) or ()
+        # Both queues name the link, because a move in either can change the moved memory.
+        link[queue[out]] = link[queue[ends[0]]] = queue[out]
+        moved[out] = [round(amount * problem.units_per_byte) for amount in amounts]
         passes = np.arange(count * num_microbatches).reshape(count, num_microbatches)
         forward, backward = (passes[end] for end in ends)
-        ranks = problem.turned(np.arange(num_microbatches))
+        reversed_numbers = problem.turned(np.arange(num_microbatches))
         # Copies out are numbered as F, and B in the opposite order.
-        stay[out] = np.stack([forward, backward[:, ranks]], axis=2)
-    room = int(min(problem.room_for_moved, num_microbatches * float(moved.sum())))
-    return {"link": link, "stay": stay.reshape(-1, 2), "moved": moved, "room": room}
+        stay[out] = np.stack([forward, backward[:, reversed_numbers]], axis=2)
+    offload_limit = int(min(problem.room_for_moved, num_microbatches * float(moved.sum())))
+    return {"link": link, "stay": stay.reshape(-1, 2), "moved": moved, "room": offload_limit}
 
 
-class Chosen(NamedTuple):
-    """A shop reduced to the passes and lanes of an order, renumbered without gaps.
+class PassSubset(NamedTuple):
+    """A shop reduced to the passes and queues of an order, renumbered without gaps.
 
     Passes of optional kinds exist for some microbatches only.
     """
 
     shop: improve.JobShop
     passes: np.ndarray  # [new number] -> pass
-    number: np.ndarray  # [pass] -> new number, NONE if it is not in the order
-    lanes: np.ndarray  # [new number] -> lane
+    numbers: np.ndarray  # [pass] -> new number, NONE if it is not in the order
+    queues: np.ndarray  # [new number] -> queue
 
-    def row(self, whole: np.ndarray) -> np.ndarray:
-        """Renumber an order of all lanes to this shop's numbers."""
-        # NONE is -1, so padding selects the appended NONE, here and in `choose`.
-        made: np.ndarray = np.append(self.number, NONE)[whole[self.lanes]]
-        return made.astype(np.int32)
+    def reduce_rows(self, full_rows: np.ndarray) -> np.ndarray:
+        """Renumber an order of all queues to this shop's numbers."""
+        # NONE is -1, so padding selects the appended NONE, here and in `select_passes`.
+        rows: np.ndarray = np.append(self.numbers, NONE)[full_rows[self.queues]]
+        return rows.astype(np.int32)
 
-    def whole(self, row: np.ndarray, num_lanes: int) -> np.ndarray:
-        """Renumber this shop's order to the numbers of all lanes and passes."""
-        made = np.full((num_lanes, row.shape[1]), NONE, np.int64)
-        made[self.lanes] = np.append(self.passes, NONE)[row]
-        return made
+    def expand_rows(self, rows: np.ndarray, num_queues: int) -> np.ndarray:
+        """Renumber this shop's order to the numbers of all queues and passes."""
+        full_rows = np.full((num_queues, rows.shape[1]), NONE, np.int64)
+        full_rows[self.queues] = np.append(self.passes, NONE)[rows]
+        return full_rows
 
 
-def choose(shop: improve.JobShop, row: np.ndarray) -> Chosen:
+def select_passes(shop: improve.JobShop, row: np.ndarray) -> PassSubset:
     """Reduce a shop to the passes of an order; dependencies on other passes are dropped."""
-    there = np.zeros(len(shop.sort), bool)
-    there[row[row != NONE]] = True
+    is_present = np.zeros(len(shop.sort), bool)
+    is_present[row[row != NONE]] = True
     # The index among the passes that are there.
-    number = np.where(there, np.cumsum(there) - 1, NONE)
+    number = np.where(is_present, np.cumsum(is_present) - 1, NONE)
     padded = np.append(number, NONE).astype(np.int32)
-    length = np.bincount(shop.queue[there], minlength=len(shop.length))
-    lanes = np.flatnonzero(length)
-    lane = np.cumsum(length > 0) - 1
-    left = shop._replace(
-        before=padded[shop.before[there]],
-        lag=shop.lag[there],
-        after=padded[shop.after[there]],
-        after_lag=shop.after_lag[there],
-        queue_readers=padded[shop.queue_readers[there]],
-        ticks=shop.ticks[there],
-        queue=lane[shop.queue[there]].astype(np.int32),
-        sort=shop.sort[there],
-        length=length[lanes],
-        limit=shop.limit[lanes],
-        due=shop.due[lanes],
-        link=np.append(np.where(length, lane, NONE), NONE)[shop.link[lanes]],
-        stay=padded[shop.stay[there]],
+    length = np.bincount(shop.queue[is_present], minlength=len(shop.length))
+    queues = np.flatnonzero(length)
+    queue_numbers = np.cumsum(length > 0) - 1
+    reduced = shop._replace(
+        before=padded[shop.before[is_present]],
+        lag=shop.lag[is_present],
+        after=padded[shop.after[is_present]],
+        after_lag=shop.after_lag[is_present],
+        queue_readers=padded[shop.queue_readers[is_present]],
+        ticks=shop.ticks[is_present],
+        queue=queue_numbers[shop.queue[is_present]].astype(np.int32),
+        sort=shop.sort[is_present],
+        length=length[queues],
+        limit=shop.limit[queues],
+        due=shop.due[queues],
+        link=np.append(np.where(length, queue_numbers, NONE), NONE)[shop.link[queues]],
+        stay=padded[shop.stay[is_present]],
     )
-    return Chosen(left, np.flatnonzero(there), number, lanes)
+    return PassSubset(reduced, np.flatnonzero(is_present), number, queues)
 
 
-def in_one_row(problem: Problem, shop: improve.JobShop, row: np.ndarray) -> list[list[int]]:
-    """Merge the lanes of every device into one list of passes.
+def merge_queues(problem: Problem, shop: improve.JobShop, row: np.ndarray) -> list[list[int]]:
+    """Merge the queues of every device into one list of passes.
 
     Compute passes stay in order; a pass of another resource follows the last pass that it reads.
     """
-    # There are only compute lanes, so nothing has to be merged.
+    # There are only compute queues, so nothing has to be merged.
     if len(row) == problem.num_devices:
-        return [own[own != NONE].tolist() for own in row]
-    chosen = choose(shop, row)
-    shop, row = chosen.shop, chosen.row(row)
+        return [device_row[device_row != NONE].tolist() for device_row in row]
+    chosen_passes = select_passes(shop, row)
+    shop, row = chosen_passes.shop, chosen_passes.reduce_rows(row)
     state = improve.new_state(row, 1)
     improve.settle(shop, state)
-    ran = improve.run_rows(shop, row, state.place, state.head).tolist()
-    anchor: dict[int, int] = {}  # position in the compute lane after which a pass is placed
-    last = [0] * len(row)  # by lane
-    each = problem.num_microbatches * len(problem.kinds)
-    device_of = [problem.placement[work // each] for work in chosen.passes.tolist()]
+    run_order = improve.run_rows(shop, row, state.place, state.head).tolist()
+    anchors: dict[int, int] = {}  # position in the compute queue after which a pass is placed
+    last = [0] * len(row)  # by queue
+    passes_per_stage = problem.num_microbatches * len(problem.kinds)
+    device_of = [
+        problem.placement[work // passes_per_stage] for work in chosen_passes.passes.tolist()
+    ]
     rows: list[list[tuple[int, int, int]]] = [[] for _ in range(problem.num_devices)]
-    for at, work in enumerate(ran):
-        lane, device = shop.queue[work], device_of[work]
-        own = [need for need in shop.before[work] if need >= 0 and device_of[need] == device]
-        if lane == device:
-            anchor[work] = int(state.place[work])
+    for order_index, work in enumerate(run_order):
+        queue, device = shop.queue[work], device_of[work]
+        local_sources = [
+            source for source in shop.before[work] if source >= 0 and device_of[source] == device
+        ]
+        if queue == device:
+            anchors[work] = int(state.place[work])
         else:
-            anchor[work] = last[lane] = max([last[lane], *(anchor[need] for need in own)])
-        # Sorted by position in the compute lane, then by the simulated order.
-        rows[device].append((anchor[work], at, work))
-    return [[int(chosen.passes[work]) for *_, work in sorted(each)] for each in rows]
+            anchors[work] = last[queue] = max(
+                [last[queue], *(anchors[source] for source in local_sources)]
+            )
+        # Sorted by position in the compute queue, then by the simulated order.
+        rows[device].append((anchors[work], order_index, work))
+    return [[int(chosen_passes.passes[work]) for *_, work in sorted(entries)] for entries in rows]
 
 
-class _Ways:
-    """The sorts that each sort reads, or that read it, with the lag of the result."""
+class _Links:
+    """The types that each type reads, or that read it, with the lag of the result."""
 
-    def __init__(self, num_sorts: int) -> None:
-        self.ways: list[list[tuple[int, int, bool]]] = [[] for _ in range(num_sorts)]
+    def __init__(self, num_types: int) -> None:
+        self.links: list[list[tuple[int, int, bool]]] = [[] for _ in range(num_types)]
 
-    def add(self, sort: int, other: int, lag: int, turns: bool) -> None:
-        self.ways[sort].append((other, lag, turns))
+    def add(self, pass_type: int, linked_type: int, lag: int, is_reversed: bool) -> None:
+        self.links[pass_type].append((linked_type, lag, is_reversed))
 
-    def of_passes(self, ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return passes and lags as [pass, index], padded; `ranks` are as in `Problem.turned`."""
-        num_microbatches = len(ranks)
-        width = max(1, *map(len, self.ways))
-        none = [(NONE, 0, False)]
-        table = np.array([own + none * (width - len(own)) for own in self.ways])
-        each = np.repeat(table, num_microbatches, axis=0)
-        sorts, lags, turns = (each[:, :, at] for at in range(3))
-        microbatch = np.tile(np.arange(num_microbatches), len(self.ways))[:, None]
-        microbatch = np.where(turns, ranks[microbatch], microbatch)
-        passes = np.where(sorts >= 0, sorts * num_microbatches + microbatch, NONE)
+    def to_passes(self, reversed_numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return passes and lags as [pass, index], padded.
+
+        `reversed_numbers` are as in `Problem.turned`.
+        """
+        num_microbatches = len(reversed_numbers)
+        width = max(1, *map(len, self.links))
+        row_padding = [(NONE, 0, False)]
+        table = np.array(
+            [type_links + row_padding * (width - len(type_links)) for type_links in self.links]
+        )
+        pass_links = np.repeat(table, num_microbatches, axis=0)
+        linked_types, lags, is_reversed = (pass_links[:, :, column] for column in range(3))
+        microbatch = np.tile(np.arange(num_microbatches), len(self.links))[:, None]
+        microbatch = np.where(is_reversed, reversed_numbers[microbatch], microbatch)
+        passes = np.where(linked_types >= 0, linked_types * num_microbatches + microbatch, NONE)
         return passes.astype(np.int32), np.ascontiguousarray(lags)
 
 
-def _due(problem: Problem) -> np.ndarray:
-    """Return minus the first start of each lane's device for the span: no order changes it."""
+def _due_ticks(problem: Problem) -> np.ndarray:
+    """Return minus the first start of each queue's device for the span: no order changes it."""
     due = np.zeros(len(problem.room), np.int64)
     if problem.objective is Objective.SPAN:
-        clock, sorts = 0, problem.sorts
-        first = [-1] * problem.num_devices
+        clock, types = 0, problem.sorts
+        first_starts = [-1] * problem.num_devices
         for stage, device in enumerate(problem.placement):
             if stage and device != problem.placement[stage - 1]:
                 message_us = problem.costs.message_us(stage - 1, stage)
                 clock += round(message_us * problem.ticks_per_us)
-            first[device] = clock if first[device] < 0 else first[device]
-            clock += sorts.ticks[len(problem.kinds) * stage]
-        # All lanes of a device, including copy links, count from its first forward.
-        for sort, lane in enumerate(sorts.lane):
-            due[lane] = -first[problem.placement[sort // len(problem.kinds)]]
+            first_starts[device] = clock if first_starts[device] < 0 else first_starts[device]
+            clock += types.ticks[len(problem.kinds) * stage]
+        # All queues of a device, including copy links, count from its first forward.
+        for pass_type, queue in enumerate(types.lane):
+            due[queue] = -first_starts[problem.placement[pass_type // len(problem.kinds)]]
     return due
 
 
 class Codec(NamedTuple):
     """Converts passes of simple kinds to numbers and back.
 
-    With `slices` per microbatch, B and W run the slices in descending order. Passes of a sort stay
+    With `slices` per microbatch, B and W run the slices in descending order. Passes of a type stay
     in order, so these are numbered by their turn, as if all were ascending.
     """
 
@@ -424,23 +452,23 @@ class Codec(NamedTuple):
     slices: int = 1
 
     def sort(self, kind: Kind, stage: int) -> int:
-        """Return the sort of a kind of pass on a stage."""
+        """Return the type of a kind of pass on a stage."""
         return len(self.kinds) * stage + self.kinds.index(kind)
 
     def number(self, work: Pass) -> int:
         """Return the number of a simple pass."""
-        own = self._turned(work.kind, work.microbatch)
-        return self.sort(work.kind, work.stage) * self.num_microbatches + own
+        index = self._in_execution_order(work.kind, work.microbatch)
+        return self.sort(work.kind, work.stage) * self.num_microbatches + index
 
-    def _turned(self, kind: Kind, number: int) -> int:
+    def _in_execution_order(self, kind: Kind, number: int) -> int:
         return turned(number, self.slices) if self.slices > 1 and kind.by_rank else number
 
     def work(self, number: int) -> Pass:
         """Return the pass of a number."""
-        sort, microbatch = divmod(number, self.num_microbatches)
-        stage, place = divmod(sort, len(self.kinds))
-        kind = self.kinds[place]
-        return Pass(kind, stage, self._turned(kind, microbatch))
+        pass_type, microbatch = divmod(number, self.num_microbatches)
+        stage, kind_index = divmod(pass_type, len(self.kinds))
+        kind = self.kinds[kind_index]
+        return Pass(kind, stage, self._in_execution_order(kind, microbatch))
 
     def order(self, rows: Iterable[Iterable[int]]) -> tuple[tuple[Pass, ...], ...]:
         """Return the passes of rows of numbers."""
@@ -449,34 +477,34 @@ class Codec(NamedTuple):
 
 def padded(rows: Iterable[Sequence[int]], length: int = 0) -> np.ndarray:
     """Return rows of numbers in one array, padded to the longest or to `length`."""
-    made = list(rows)
-    array = np.full((len(made), max(length, *map(len, made))), NONE, np.int64)
-    for row, own in zip(array, made, strict=True):
-        row[: len(own)] = own
+    numbers_of_rows = list(rows)
+    array = np.full((len(numbers_of_rows), max(length, *map(len, numbers_of_rows))), NONE, np.int64)
+    for row, numbers in zip(array, numbers_of_rows, strict=True):
+        row[: len(numbers)] = numbers
     return array
 
 
-_fill = compiled_once(reordering.fill, *reordering.CALLED)
+_fill = compiled_once(reordering.fill_idle_slots, *reordering.CALLEES)
 
 
 def fill(
-    problem: Problem, row: np.ndarray, cool: int, num_microbatches: int = 0, delay: int = 0
+    problem: Problem, row: np.ndarray, cool_down: int, num_microbatches: int = 0, delay: int = 0
 ) -> np.ndarray | None:
     """Return the order with its idle time filled; None if no pass fits in the memory.
 
     Args:
         problem: costs and limits.
-        row: [lane, position] -> pass.
-        cool: if a device has at most this many forwards left, W only run if nothing else can.
+        row: [queue, position] -> pass.
+        cool_down: if a device has at most this many forwards left, W only run if nothing else can.
         num_microbatches: required for an order that lacks passes (default: by its length).
         delay: maximum delay of the next pass by a filler, in eighths of the filler's time.
     """
     order, flat = _order_of(problem, row, num_microbatches)
     order = order._replace(delay=delay)
-    made = np.empty(len(flat), np.int64)
-    if _fill(order, new_run(order, _zeros), made, cool, NONE) < len(flat):
+    new_order = np.empty(len(flat), np.int64)
+    if _fill(order, new_scheduler_state(order, _zeros), new_order, cool_down, NONE) < len(flat):
         return None
-    return _rows(row, flat[made])
+    return _in_rows_of(row, flat[new_order])
 
 
 def refill(problem: Problem, row: np.ndarray, num_microbatches: int = 0) -> np.ndarray | None:
@@ -484,110 +512,116 @@ def refill(problem: Problem, row: np.ndarray, num_microbatches: int = 0) -> np.n
 
     Args:
         problem: costs and limits.
-        row: [lane, position] -> pass.
+        row: [queue, position] -> pass.
         num_microbatches: required for an order that lacks passes (default: by its length).
     """
     order, flat = _order_of(problem, row, num_microbatches)
-    made, queue = np.empty(len(flat), np.int64), np.empty(len(flat), np.int64)
-    if not _place_weights(order, new_run(order, _zeros), problem.weight_of, queue, made):
+    new_order, ready_weights = np.empty(len(flat), np.int64), np.empty(len(flat), np.int64)
+    if not _place_weights(
+        order, new_scheduler_state(order, _zeros), problem.weight_of, ready_weights, new_order
+    ):
         return None
-    return _rows(row, flat[made])
+    return _in_rows_of(row, flat[new_order])
 
 
 def _zeros(size: int) -> np.ndarray:
     return np.zeros(size, np.int64)
 
 
-def _rows(like: np.ndarray, flat: np.ndarray) -> np.ndarray:
-    """Return the passes of all lanes in rows of the shape of `like`."""
-    rows = np.full(like.shape, NONE, np.int64)
-    rows[like != NONE] = flat
+def _in_rows_of(template: np.ndarray, flat: np.ndarray) -> np.ndarray:
+    """Return the passes of all queues in rows of the shape of `template`."""
+    rows = np.full(template.shape, NONE, np.int64)
+    rows[template != NONE] = flat
     return rows
 
 
 def _order_of(problem: Problem, row: np.ndarray, num_microbatches: int) -> tuple[Order, np.ndarray]:
     """Return the order as step 4 needs it, and the passes of its positions."""
     flat = row[row != NONE].astype(np.int64)
-    sorts = problem.sorts
-    m = num_microbatches or len(flat) // len(sorts.ticks)
-    sort, microbatch = np.divmod(flat, m)
-    place_of = np.full(len(sorts.ticks) * m, WITHOUT)
-    place_of[flat] = np.arange(len(flat))
+    types = problem.sorts
+    m = num_microbatches or len(flat) // len(types.ticks)
+    pass_type, microbatch = np.divmod(flat, m)
+    index_of = np.full(len(types.ticks) * m, WITHOUT)
+    index_of[flat] = np.arange(len(flat))
     order = Order(
-        sorts=sorts,
+        types=types,
         begin=np.append(0, np.cumsum(np.count_nonzero(row != NONE, axis=1))),
-        sort=sort,
+        type_of=pass_type,
         microbatch=microbatch,
-        place_of=place_of,
+        index_of=index_of,
         limit=problem.room,
         num_microbatches=m,
-        ranks=problem.turned(np.arange(m)),
-        strict=True,
+        reversed_numbers=problem.turned(np.arange(m)),
+        is_strict=True,
     )
     return order, flat
 
 
 @compiled
-def _next_start(order: Order, run: Refill, weight_of: np.ndarray, lane: int) -> int:
+def _next_start(order: Order, state: Refill, weight_of: np.ndarray, queue: int) -> int:
     """Return the start of the next pass except W; LATE if its input or memory is missing."""
-    first, end = run.first[lane], order.begin[lane + 1]
+    first, end = state.first[queue], order.begin[queue + 1]
     # W are not part of this sequence: they run as filler.
-    while first < end and weight_of[order.sort[first]] == order.sort[first]:
+    while first < end and weight_of[order.type_of[first]] == order.type_of[first]:
         first += 1
-    run.first[lane] = run.chosen[lane] = first
+    state.first[queue] = state.choice[queue] = first
     if first == end:
         return LATE
-    if run.held[lane] + order.sorts.most[order.sort[first]] > order.limit[lane]:
+    if state.memory[queue] + order.types.peak[order.type_of[first]] > order.limit[queue]:
         return LATE
-    return ready(order, run, first, run.clock[lane])
+    return ready_time(order, state, first, state.clock[queue])
 
 
 @compiled
 def _place_weights(
-    order: Order, run: Refill, weight_of: np.ndarray, queue: np.ndarray, made: np.ndarray
+    order: Order,
+    state: Refill,
+    weight_of: np.ndarray,
+    ready_weights: np.ndarray,
+    new_order: np.ndarray,
 ) -> bool:
-    """Run the lanes in order of their next starts, with W as filler; return False on deadlock.
+    """Run the queues in order of their next starts, with W as filler; return False on deadlock.
 
-    A lane's part of `queue` contains the W whose B have run, oldest first.
+    A queue's part of `ready_weights` contains the W whose B have run, oldest first.
     """
-    lanes = len(order.limit)
-    taken, listed = np.zeros(lanes, np.int64), np.zeros(lanes, np.int64)
-    starts = np.asarray(run.start)
-    begin_run(order, run)
-    for _ in range(len(made)):
-        for lane in range(lanes):
-            # Only lanes whose input or memory has changed get a new start.
-            if run.stale[lane]:
-                run.stale[lane] = 0
-                run.start[lane] = _next_start(order, run, weight_of, lane)
+    num_queues = len(order.limit)
+    num_taken, num_listed = np.zeros(num_queues, np.int64), np.zeros(num_queues, np.int64)
+    starts = np.asarray(state.start)
+    reset_state(order, state)
+    for _ in range(len(new_order)):
+        for queue in range(num_queues):
+            # Only queues whose input or memory has changed get a new start.
+            if state.is_stale[queue]:
+                state.is_stale[queue] = 0
+                state.start[queue] = _next_start(order, state, weight_of, queue)
                 # The oldest W first: it frees memory that the next forward may need.
-                if taken[lane] < listed[lane]:
-                    weight = queue[order.begin[lane] + taken[lane]]
-                    _prefer_weight(order, run, lane, weight)
-        lane = int(np.argmin(starts))
-        # The earliest start is LATE, so every lane is blocked.
-        if run.start[lane] == LATE:
+                if num_taken[queue] < num_listed[queue]:
+                    weight = ready_weights[order.begin[queue] + num_taken[queue]]
+                    _prefer_weight(order, state, queue, weight)
+        queue = int(np.argmin(starts))
+        # The earliest start is LATE, so every queue is blocked.
+        if state.start[queue] == LATE:
             return False
-        place = run.chosen[lane]
-        made[order.begin[lane] + run.ran[lane]] = place
-        finish(order, run, lane, place)
-        sort = order.sort[place]
-        if weight_of[sort] == sort:
-            taken[lane] += 1
+        index = state.choice[queue]
+        new_order[order.begin[queue] + state.num_run[queue]] = index
+        finish_pass(order, state, queue, index)
+        pass_type = order.type_of[index]
+        if weight_of[pass_type] == pass_type:
+            num_taken[queue] += 1
             continue
-        run.first[lane] += 1
+        state.first[queue] += 1
         # A B has run: its W is available as filler.
-        if weight_of[sort] != NONE:
-            weight = weight_of[sort] * order.num_microbatches + order.microbatch[place]
-            queue[order.begin[lane] + listed[lane]] = order.place_of[weight]
-            listed[lane] += 1
+        if weight_of[pass_type] != NONE:
+            weight = weight_of[pass_type] * order.num_microbatches + order.microbatch[index]
+            ready_weights[order.begin[queue] + num_listed[queue]] = order.index_of[weight]
+            num_listed[queue] += 1
     return True
 
 
 @compiled
-def _prefer_weight(order: Order, run: Refill, lane: int, weight: int) -> None:
-    """Choose the oldest W if it delays the next start by at most `DELAY`."""
-    start, clock = run.start[lane], run.clock[lane]
-    ticks = order.sorts.ticks[order.sort[weight]]
-    if start > clock and clock + ticks <= start + DELAY * ticks // EIGHTHS:
-        run.start[lane], run.chosen[lane] = clock, weight
+def _prefer_weight(order: Order, state: Refill, queue: int, weight: int) -> None:
+    """Choose the oldest W if it delays the next start by at most `_MAX_DELAY`."""
+    start, clock = state.start[queue], state.clock[queue]
+    ticks = order.types.ticks[order.type_of[weight]]
+    if start > clock and clock + ticks <= start + _MAX_DELAY * ticks // EIGHTHS:
+        state.start[queue], state.choice[queue] = clock, weight

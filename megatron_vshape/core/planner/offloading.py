@@ -250,9 +250,9 @@ def _chunks_of(
         due=starts[stage, backward, rank],
         done=ends[stage, backward, rank],
         end=ends[stage, backward, rank] + of(sorts.ticks, Kind.W),
-        held=of(sorts.most, Kind.F),
+        held=of(sorts.peak, Kind.F),
         grows=np.maximum(of(sorts.change, Kind.B), 0),
-        moved=of(sorts.most, RELOAD),
+        moved=of(sorts.peak, RELOAD),
         out=of(sorts.ticks, COPY_OUT),
         back=of(sorts.ticks, COPY_BACK),
     )

@@ -27,15 +27,15 @@ from megatron_vshape.core.paper.blocks import BuildingBlock
 from megatron_vshape.core.paper.reordering import EIGHTHS
 from megatron_vshape.core.planner import improve
 from megatron_vshape.core.planner.job_shop import (
-    Chosen,
     Codec,
+    PassSubset,
     Problem,
-    choose,
     fill,
-    in_one_row,
     make_shop,
+    merge_queues,
     proven_limits,
     refill,
+    select_passes,
     with_parts_alone,
 )
 from megatron_vshape.core.planner.modulo import SteadyOrder, find_steady_orders
@@ -272,7 +272,7 @@ class Candidate:
     low: np.ndarray
     high: np.ndarray
     shop: improve.JobShop
-    chosen: Chosen | None = None  # numbering of the state if passes are left out
+    chosen: PassSubset | None = None  # numbering of the state if passes are left out
     value: int = 0
 
 
@@ -446,8 +446,8 @@ class PlacementSearch:
             return None
         shop, chosen = self._shop(short), None
         if np.count_nonzero(row != improve.NONE) < len(shop.sort):
-            chosen = choose(shop, row)
-            shop, row = chosen.shop, chosen.row(row)
+            chosen = select_passes(shop, row)
+            shop, row = chosen.shop, chosen.reduce_rows(row)
             low = high = shop.length
         state = improve.new_state(row, self.seed, max(shop.before.shape[1], shop.after.shape[1]))
         if not improve.settle(shop, state):
@@ -496,7 +496,7 @@ class PlacementSearch:
     def _row(self, candidate: Candidate) -> np.ndarray:
         """Return the candidate's order in the numbering of all passes."""
         row, chosen = candidate.state.row, candidate.chosen
-        return row if chosen is None else chosen.whole(row, len(self.problem.room))
+        return row if chosen is None else chosen.expand_rows(row, len(self.problem.room))
 
     def whole_row(self, candidate: Candidate) -> np.ndarray:
         """Return the candidate's order for all microbatches."""
@@ -550,7 +550,7 @@ class PlacementSearch:
     def _schedule(self, row: np.ndarray) -> Schedule:
         """Convert an order to a schedule, with the lanes of each device merged."""
         problem, m = self.problem, self.problem.num_microbatches
-        rows = in_one_row(problem, self._shop(m), row)
+        rows = merge_queues(problem, self._shop(m), row)
         slices, devices = problem.costs.slices, problem.num_devices
         order = Codec(m, problem.kinds, slices).order(rows)
         return Schedule("plan", devices, m, problem.placement, order, slices=slices)
