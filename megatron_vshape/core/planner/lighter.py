@@ -31,7 +31,7 @@ def lighter_layers(
     def needs(layers: tuple[int, ...]) -> list[float]:
         return sorted(peak_held(schedule, pieces.costs(layers)), reverse=True)
 
-    layers = _least(costs.layers, schedule.placement, needs)
+    layers = _improve_layers(costs.layers, schedule.placement, needs)
     return layers, needs(layers)[0]
 
 
@@ -39,17 +39,17 @@ def fitting_layers(
     pieces: Pieces, layers: tuple[int, ...], placement: Placement, limit: float | Sequence[float]
 ) -> tuple[int, ...]:
     """Return these layers, or a split closer to the limit if no microbatch fits."""
-    devices = max(placement) + 1
-    limits = each_limit(limit, devices)
+    num_devices = max(placement) + 1
+    limits = each_limit(limit, num_devices)
 
     def beyond(layers: tuple[int, ...]) -> float:
-        needs = least_memory(pieces.costs(layers), placement, devices)
-        return max(0.0, *(need - limit for need, limit in zip(needs, limits, strict=True)))
+        needs = least_memory(pieces.costs(layers), placement, num_devices)
+        return max(0.0, *(peak - limit for peak, limit in zip(needs, limits, strict=True)))
 
-    return _least(layers, placement, beyond)
+    return _improve_layers(layers, placement, beyond)
 
 
-def _least(
+def _improve_layers(
     layers: tuple[int, ...],
     placement: Placement,
     measure: Callable[[tuple[int, ...]], Any],
@@ -57,23 +57,23 @@ def _least(
     """Return a layer split that no single-layer move improves."""
     best = measure(layers)
     while best:
-        found = [(measure(moved), moved) for moved in _moved(layers, placement)]
-        reached, moved = min(found, default=(best, layers))
-        if not reached < best:
+        candidates = [(measure(moved), moved) for moved in _moved_layers(layers, placement)]
+        value, moved = min(candidates, default=(best, layers))
+        if not value < best:
             break
-        best, layers = reached, moved
+        best, layers = value, moved
     return layers
 
 
-def _moved(layers: tuple[int, ...], placement: Placement) -> Iterator[tuple[int, ...]]:
+def _moved_layers(layers: tuple[int, ...], placement: Placement) -> Iterator[tuple[int, ...]]:
     """Yield the splits with one layer on another device; inner stages keep at least one."""
     ends = (0, len(layers) - 1)
-    for giving, count in enumerate(layers):
-        if count <= (giving not in ends):
+    for source, count in enumerate(layers):
+        if count <= (source not in ends):
             continue
-        for taking in range(len(layers)):
-            if placement[taking] != placement[giving]:
-                made = list(layers)
-                made[giving] -= 1
-                made[taking] += 1
-                yield tuple(made)
+        for target in range(len(layers)):
+            if placement[target] != placement[source]:
+                new_layers = list(layers)
+                new_layers[source] -= 1
+                new_layers[target] += 1
+                yield tuple(new_layers)

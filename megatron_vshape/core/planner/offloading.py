@@ -1,6 +1,6 @@
 """Search for orders with offloading to host memory: which activations to copy, and when.
 
-The search starts from orders planned for more memory than the limit (`LEVELS`), and inserts copies
+The search starts from orders planned for more memory than the limit (`_LEVELS`), and inserts copies
 into them. The local search then moves copies and their markers like any pass.
 
 Each device is handled separately, with the times of the order:
@@ -47,49 +47,51 @@ from megatron_vshape.core.planner.race import best_of
 
 _NEVER = 1 << 62
 
-_LEAVES, _WEIGHT, _RETURNS, _BACKWARD, _FORWARD = range(5)
+_RELEASE_EVENT, _WEIGHT_EVENT, _RELOAD_EVENT, _BACKWARD_EVENT, _FORWARD_EVENT = range(5)
 """Order of events at the same time: frees first."""
 
 _KINDS = (RELEASE, Kind.W, RELOAD, Kind.B, Kind.F, COPY_OUT, COPY_BACK)
 """Kinds of these events, then the copies of the two links."""
 
-_BEHIND = 2
+_RELEASE_DELAY = 2
 """Passes between a delayed F and the release of its activations."""
 
 
-class _Chunks(NamedTuple):
-    """Activations of a device, one entry per chunk and microbatch; times in ticks."""
+class _Activations(NamedTuple):
+    """Activations of a device, one entry per stage and microbatch; times in ticks."""
 
     stage: np.ndarray
-    passes: np.ndarray  # [chunk, kind], those of `_KINDS`
-    start: np.ndarray  # of F
-    ready: np.ndarray  # F has ended
-    due: np.ndarray  # B starts
-    done: np.ndarray  # B has ended
-    end: np.ndarray  # a W right after B has ended
-    held: np.ndarray  # memory from F on
-    moved: np.ndarray  # part of it that a copy frees
-    grows: np.ndarray  # additional memory between B and W
-    out: np.ndarray  # ticks of the copies
-    back: np.ndarray
+    passes: np.ndarray  # [activation, kind], those of `_KINDS`
+    forward_start: np.ndarray  # of F
+    forward_end: np.ndarray  # F has ended
+    backward_start: np.ndarray  # B starts
+    backward_end: np.ndarray  # B has ended
+    weight_end: np.ndarray  # a W right after B has ended
+    allocated: np.ndarray  # memory from F on
+    offloaded: np.ndarray  # part of it that a copy frees
+    backward_growth: np.ndarray  # additional memory between B and W
+    out_ticks: np.ndarray  # ticks of the copies
+    back_ticks: np.ndarray
 
 
 class _Copies(NamedTuple):
-    """Times of the offloaded activations, in ticks; `begins` and `returns` order the link."""
+    """Times of the offloaded activations, in ticks; `out_starts` and `back_starts` order the
+    link.
+    """
 
-    away: np.ndarray  # whether a chunk is offloaded
-    begins: np.ndarray  # start of the copy to the host
-    left: np.ndarray  # end of it
-    returns: np.ndarray  # start of the copy back
+    is_offloaded: np.ndarray  # whether an activation is offloaded
+    out_starts: np.ndarray  # start of the copy to the host
+    out_ends: np.ndarray  # end of it
+    back_starts: np.ndarray  # start of the copy back
 
 
 class _Events(NamedTuple):
-    """Passes of a device's compute lane in order of time, with their chunks."""
+    """Passes of a device's compute queue in order of time, with their activations."""
 
-    turn: np.ndarray
-    chunk: np.ndarray
+    event_type: np.ndarray
+    activation: np.ndarray
     change: np.ndarray  # of the memory
-    release_of: np.ndarray  # by chunk; NONE if it is not offloaded
+    release_of: np.ndarray  # by activation; NONE if it is not offloaded
     reload_of: np.ndarray
 
 
@@ -97,47 +99,47 @@ class _Row(NamedTuple):
     """A device's row under construction; changed in place."""
 
     events: np.ndarray
-    ran: np.ndarray  # [event] whether it is in the row
-    begun: np.ndarray  # [chunk] number of events up to its F; NONE before that
-    sums: np.ndarray  # number of events, and memory after them
+    is_added: np.ndarray  # [event] whether it is in the row
+    forward_position: np.ndarray  # [activation] number of events up to its F; NONE before that
+    totals: np.ndarray  # number of events, and memory after them
 
 
-def with_copies(
+def insert_copies(
     problem: Problem,
     parts: JobShop,
     row: np.ndarray,
     slacks: Sequence[float] = (0.0,),
     throughout: Sequence[int] = (),
-    room_in_host: float = inf,
+    host_limit: float = inf,
 ) -> Iterator[np.ndarray]:
-    """Yield the order with copies, as rows of all lanes, for every slack that fits.
+    """Yield the order with copies, as rows of all queues, for every slack that fits.
 
     Args:
         problem: costs and limits.
         parts: shop of F, B and W.
         row: order of F, B and W in that shop.
-        slacks: reductions of the limit, in multiples of the largest chunk, for choosing the copies.
-            They leave room for passes that run late, whose memory is freed late.
+        slacks: reductions of the limit, in multiples of the largest activation, for choosing the
+            copies. They leave room for passes that run late, whose memory is freed late.
         throughout: stages to offload in all microbatches; if there are any, nothing else is
             offloaded.
-        room_in_host: host memory limit per device in units, if `throughout` is empty.
+        host_limit: host memory limit per device in units, if `throughout` is empty.
     """
     m = problem.num_microbatches
-    place, head = np.empty(row.size, np.int32), np.empty(row.size, np.int64)
-    for own in row:
-        place[own] = np.arange(len(own))
-    run_rows(parts, row, place, head)
+    position, head = np.empty(row.size, np.int32), np.empty(row.size, np.int64)
+    for passes in row:
+        position[passes] = np.arange(len(passes))
+    run_rows(parts, row, position, head)
     ends = head.reshape(len(problem.placement), len(PARTS), m)
     starts = (head - parts.ticks).reshape(ends.shape)
     stages = stages_of(problem.placement, problem.num_devices)
     devices = [
-        _Device(problem, device, own, starts, ends, throughout, room_in_host)
-        for device, own in enumerate(stages)
+        _Device(problem, device, local_stages, starts, ends, throughout, host_limit)
+        for device, local_stages in enumerate(stages)
     ]
     for slack in slacks:
-        lanes: list[list[int]] = [[] for _ in problem.room]
-        if all(device.add_to(lanes, slack) for device in devices):
-            yield padded(lanes)
+        queues: list[list[int]] = [[] for _ in problem.room]
+        if all(device.add_to(queues, slack) for device in devices):
+            yield padded(queues)
 
 
 class _Device:
@@ -151,51 +153,62 @@ class _Device:
         starts: np.ndarray,
         ends: np.ndarray,
         throughout: Sequence[int],
-        room_in_host: float,
+        host_limit: float,
     ) -> None:
         self.device = device
-        self.chunks = _chunks_of(problem, stages, starts, ends)
+        self.activations = _activations_of(problem, stages, starts, ends)
         self.limit = int(problem.room[device])
         self.bounds = np.sort(starts[list(stages)].ravel())
-        self.lanes = [_of(problem, problem.sorts.lane, kind, stages[0]) for kind in _KINDS[-2:]]
-        self.throughout, self.room_in_host = throughout, room_in_host
-        self.tried: dict[int, tuple[int, _Copies]] = {}  # by number of copies: peak and copies
+        self.queues = [
+            _values_of_kind(problem, problem.sorts.lane, kind, stages[0]) for kind in _KINDS[-2:]
+        ]
+        self.throughout, self.host_limit = throughout, host_limit
+        self.evaluated: dict[int, tuple[int, _Copies]] = {}  # by number of copies: peak and copies
 
-    def add_to(self, lanes: list[list[int]], slack: float) -> bool:
-        """Add the device's passes to its lanes; return whether they fit."""
-        chunks = self.chunks
-        copies = self._chosen(self.limit - int(slack * chunks.held.max()))
-        events = _events(chunks, copies, self.bounds)
-        row = np.empty(len(events.turn), np.int64)
-        if not _fit(events, self.limit, row):
+    def add_to(self, queues: list[list[int]], slack: float) -> bool:
+        """Add the device's passes to its queues; return whether they fit."""
+        activations = self.activations
+        copies = self._choose_copies(self.limit - int(slack * activations.allocated.max()))
+        events = _events(activations, copies, self.bounds)
+        row = np.empty(len(events.event_type), np.int64)
+        if not _fit_events(events, self.limit, row):
             return False
-        lanes[self.device] += chunks.passes[events.chunk[row], events.turn[row]].tolist()
-        away = np.flatnonzero(copies.away)
-        times = np.concatenate((copies.begins[away], copies.returns[away]))
-        passes = np.concatenate((chunks.passes[away, -2], chunks.passes[away, -1]))
-        lane_of = np.repeat(self.lanes, len(away))
+        queues[self.device] += activations.passes[
+            events.activation[row], events.event_type[row]
+        ].tolist()
+        offloaded = np.flatnonzero(copies.is_offloaded)
+        times = np.concatenate((copies.out_starts[offloaded], copies.back_starts[offloaded]))
+        passes = np.concatenate(
+            (activations.passes[offloaded, -2], activations.passes[offloaded, -1])
+        )
+        queue_of = np.repeat(self.queues, len(offloaded))
         order = np.lexsort((passes, times))
-        for lane, work in zip(lane_of[order].tolist(), passes[order].tolist(), strict=True):
-            lanes[lane].append(work)
+        for queue, work in zip(queue_of[order].tolist(), passes[order].tolist(), strict=True):
+            queues[queue].append(work)
         return True
 
-    def _chosen(self, limit: int) -> _Copies:
+    def _choose_copies(self, limit: int) -> _Copies:
         """Return the fewest copies that fit, longest lifetimes first, or the least peak."""
-        chunks = self.chunks
+        activations = self.activations
         if self.throughout:
-            every = np.flatnonzero(np.isin(chunks.stage, self.throughout))
-            return _timed(chunks, every)
+            indices = np.flatnonzero(np.isin(activations.stage, self.throughout))
+            return _schedule_copies(activations, indices)
         # Memory times the time for which it is free; ranked per time of the link, the scarce
         # resource.
-        gain = (chunks.due - chunks.ready - chunks.out - chunks.back) * chunks.moved
-        ranked = np.argsort(-gain / (chunks.out + chunks.back), kind="stable")
-        ranked = self._with_room_in_host(ranked[gain[ranked] > 0])
+        gain = (
+            activations.backward_start
+            - activations.forward_end
+            - activations.out_ticks
+            - activations.back_ticks
+        ) * activations.offloaded
+        ranked = np.argsort(-gain / (activations.out_ticks + activations.back_ticks), kind="stable")
+        ranked = self._limit_to_host(ranked[gain[ranked] > 0])
 
         def peak(count: int) -> int:
-            if count not in self.tried:
-                copies = _timed(chunks, ranked[:count])
-                self.tried[count] = _peak(chunks, copies, self.bounds), copies
-            return self.tried[count][0]
+            if count not in self.evaluated:
+                copies = _schedule_copies(activations, ranked[:count])
+                self.evaluated[count] = _peak(activations, copies, self.bounds), copies
+            return self.evaluated[count][0]
 
         # More copies lower the peak until the link is full, so the fewest are found by bisection.
         low, high = 0, len(ranked)
@@ -206,72 +219,80 @@ class _Device:
             else:
                 low = middle + 1
         if peak(low) > limit:  # the link is full: use the smallest peak that was tried
-            low = min(self.tried, key=lambda count: (self.tried[count][0], count))
-        return self.tried[low][1]
+            low = min(self.evaluated, key=lambda count: (self.evaluated[count][0], count))
+        return self.evaluated[low][1]
 
-    def _with_room_in_host(self, ranked: np.ndarray) -> np.ndarray:
-        """Return the chunks that fit in host memory, better ranks first."""
-        if isinf(self.room_in_host):
+    def _limit_to_host(self, ranked: np.ndarray) -> np.ndarray:
+        """Return the activations that fit in host memory, better ranks first."""
+        if isinf(self.host_limit):
             return ranked
-        chunks, there = self.chunks, np.zeros(len(self.bounds) + 1, np.int64)
-        begins, ends = (np.searchsorted(self.bounds, at) for at in (chunks.ready, chunks.due))
-        kept = []
-        for at in ranked.tolist():
+        activations, host_memory = self.activations, np.zeros(len(self.bounds) + 1, np.int64)
+        first_passes, last_passes = (
+            np.searchsorted(self.bounds, times)
+            for times in (activations.forward_end, activations.backward_start)
+        )
+        selected = []
+        for activation in ranked.tolist():
             # A view: the update below changes the host's memory during these passes.
-            own = there[begins[at] : ends[at]]
-            if own.max(initial=0) + chunks.moved[at] <= self.room_in_host:
-                own += chunks.moved[at]
-                kept.append(at)
-        return np.array(kept, np.int64)
+            during = host_memory[first_passes[activation] : last_passes[activation]]
+            if during.max(initial=0) + activations.offloaded[activation] <= self.host_limit:
+                during += activations.offloaded[activation]
+                selected.append(activation)
+        return np.array(selected, np.int64)
 
 
-def _of(problem: Problem, amounts: object, kind: Kind, stage: np.ndarray | int) -> Any:
+def _values_of_kind(
+    problem: Problem, values_of_types: object, kind: Kind, stage: np.ndarray | int
+) -> Any:
     """Return the values of the sorts of a kind, at these stages."""
-    return np.asarray(amounts)[len(problem.kinds) * stage + problem.kinds.index(kind)]
+    return np.asarray(values_of_types)[len(problem.kinds) * stage + problem.kinds.index(kind)]
 
 
-def _chunks_of(
+def _activations_of(
     problem: Problem, stages: Sequence[int], starts: np.ndarray, ends: np.ndarray
-) -> _Chunks:
-    m, sorts = problem.num_microbatches, problem.sorts
+) -> _Activations:
+    m, pass_types = problem.num_microbatches, problem.sorts
     stage, microbatch = np.repeat(stages, m), np.tile(np.arange(m), len(stages))
     forward, backward, _ = range(len(PARTS))
-    rank = problem.turned(microbatch)  # in kinds of the opposite order
-    every = np.arange(len(problem.placement) * len(problem.kinds))
-    of = partial(_of, problem, stage=stage)
-    return _Chunks(
+    reversed_number = problem.turned(microbatch)  # in kinds of the opposite order
+    all_types = np.arange(len(problem.placement) * len(problem.kinds))
+    values = partial(_values_of_kind, problem, stage=stage)
+    return _Activations(
         stage=stage,
         passes=np.stack(
-            [of(every, kind) * m + (rank if kind.by_rank else microbatch) for kind in _KINDS],
+            [
+                values(all_types, kind) * m + (reversed_number if kind.by_rank else microbatch)
+                for kind in _KINDS
+            ],
             axis=1,
         ),
-        start=starts[stage, forward, microbatch],
-        ready=ends[stage, forward, microbatch],
-        due=starts[stage, backward, rank],
-        done=ends[stage, backward, rank],
-        end=ends[stage, backward, rank] + of(sorts.ticks, Kind.W),
-        held=of(sorts.peak, Kind.F),
-        grows=np.maximum(of(sorts.change, Kind.B), 0),
-        moved=of(sorts.peak, RELOAD),
-        out=of(sorts.ticks, COPY_OUT),
-        back=of(sorts.ticks, COPY_BACK),
+        forward_start=starts[stage, forward, microbatch],
+        forward_end=ends[stage, forward, microbatch],
+        backward_start=starts[stage, backward, reversed_number],
+        backward_end=ends[stage, backward, reversed_number],
+        weight_end=ends[stage, backward, reversed_number] + values(pass_types.ticks, Kind.W),
+        allocated=values(pass_types.peak, Kind.F),
+        backward_growth=np.maximum(values(pass_types.change, Kind.B), 0),
+        offloaded=values(pass_types.peak, RELOAD),
+        out_ticks=values(pass_types.ticks, COPY_OUT),
+        back_ticks=values(pass_types.ticks, COPY_BACK),
     )
 
 
-def _timed(chunks: _Chunks, ranked: np.ndarray) -> _Copies:
+def _schedule_copies(activations: _Activations, ranked: np.ndarray) -> _Copies:
     """Schedule these copies: back as late as possible, out as early as possible."""
-    count = len(chunks.stage)
-    begins, left, returns = (np.full(count, _NEVER) for _ in range(3))
+    count = len(activations.stage)
+    out_starts, out_ends, back_starts = (np.full(count, _NEVER) for _ in range(3))
     busy = np.empty((2, 2 * count, 2), np.int64)
-    back = ranked[np.argsort(-chunks.due[ranked], kind="stable")]
-    _book(busy[0], back, chunks.due, chunks.back, True, returns)
-    out = ranked[np.argsort(chunks.ready[ranked], kind="stable")]
-    _book(busy[1], out, chunks.ready, chunks.out, False, begins)
-    left[ranked] = begins[ranked] + chunks.out[ranked]
-    away = np.zeros(count, bool)
+    back = ranked[np.argsort(-activations.backward_start[ranked], kind="stable")]
+    _book(busy[0], back, activations.backward_start, activations.back_ticks, True, back_starts)
+    out = ranked[np.argsort(activations.forward_end[ranked], kind="stable")]
+    _book(busy[1], out, activations.forward_end, activations.out_ticks, False, out_starts)
+    out_ends[ranked] = out_starts[ranked] + activations.out_ticks[ranked]
+    is_offloaded = np.zeros(count, bool)
     # A copy that would return before it has left is not made, though its link time stays booked.
-    away[ranked] = left[ranked] < returns[ranked]
-    return _Copies(away, begins, left, returns)
+    is_offloaded[ranked] = out_ends[ranked] < back_starts[ranked]
+    return _Copies(is_offloaded, out_starts, out_ends, back_starts)
 
 
 @compiled
@@ -280,202 +301,226 @@ def _book(
     ranked: np.ndarray,
     due: np.ndarray,
     ticks: np.ndarray,
-    late: bool,
+    is_latest: bool,
     starts: np.ndarray,
 ) -> None:
     """Book copies one after the other in the free time of a link; set their starts.
 
-    With `late` a copy is the last that ends by `due`, else the first that starts from `due` on.
-    `busy` has room for the sorted starts and ends of the copies on the link.
+    With `is_latest` a copy is the last that ends by `due`, else the first that starts from `due`
+    on. `busy` has room for the sorted starts and ends of the copies on the link.
     """
-    for count, chunk in enumerate(ranked):
-        time, length = due[chunk], ticks[chunk]
-        at = count
-        while at > 0 and busy[at - 1, 0] >= time:
-            at -= 1
-        if late:
+    for count, activation in enumerate(ranked):
+        time, length = due[activation], ticks[activation]
+        slot = count
+        while slot > 0 and busy[slot - 1, 0] >= time:
+            slot -= 1
+        if is_latest:
             # Try earlier gaps until one is long enough.
-            while at > 0 and busy[at - 1, 1] + length > time:
-                at -= 1
-                time = min(time, busy[at, 0])
+            while slot > 0 and busy[slot - 1, 1] + length > time:
+                slot -= 1
+                time = min(time, busy[slot, 0])
             time -= length
         else:
-            if at > 0:
-                time = max(time, busy[at - 1, 1])
+            if slot > 0:
+                time = max(time, busy[slot - 1, 1])
             # Try later gaps until one is long enough.
-            while at < count and busy[at, 0] < time + length:
-                time = max(time, busy[at, 1])
-                at += 1
-        for after in range(count, at, -1):
-            busy[after, 0], busy[after, 1] = busy[after - 1, 0], busy[after - 1, 1]
-        busy[at, 0], busy[at, 1] = time, time + length
-        starts[chunk] = time
+            while slot < count and busy[slot, 0] < time + length:
+                time = max(time, busy[slot, 1])
+                slot += 1
+        for later_slot in range(count, slot, -1):
+            busy[later_slot, 0], busy[later_slot, 1] = (
+                busy[later_slot - 1, 0],
+                busy[later_slot - 1, 1],
+            )
+        busy[slot, 0], busy[slot, 1] = time, time + length
+        starts[activation] = time
 
 
-def _peak(chunks: _Chunks, copies: _Copies, bounds: np.ndarray) -> int:
+def _peak(activations: _Activations, copies: _Copies, bounds: np.ndarray) -> int:
     """Return the peak memory; releases and reloads run between passes."""
-    away = copies.away
-    left, returns = _between(copies, bounds)
-    moved = chunks.moved[away]
-    times = np.concatenate((chunks.start, chunks.done, chunks.end, left, returns))
-    # Without `moved`: the reload has allocated it again.
-    last = -chunks.held - chunks.grows
-    change = np.concatenate((chunks.held, chunks.grows, last, -moved, moved))
+    is_offloaded = copies.is_offloaded
+    release_times, reload_times = _at_pass_ends(copies, bounds)
+    offloaded = activations.offloaded[is_offloaded]
+    times = np.concatenate(
+        (
+            activations.forward_start,
+            activations.backward_end,
+            activations.weight_end,
+            release_times,
+            reload_times,
+        )
+    )
+    # Without `offloaded`: the reload has allocated it again.
+    last = -activations.allocated - activations.backward_growth
+    change = np.concatenate(
+        (activations.allocated, activations.backward_growth, last, -offloaded, offloaded)
+    )
     # At equal times frees come before allocations.
     return int(np.cumsum(change[np.lexsort((change, times))]).max())
 
 
-def _between(copies: _Copies, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the release and reload times of offloaded chunks, moved to the ends of passes."""
-    away = copies.away
-    after = np.searchsorted(bounds, copies.left[away])
-    left = np.append(bounds, _NEVER)[after]
+def _at_pass_ends(copies: _Copies, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the release and reload times of offloaded activations, moved to the ends of passes."""
+    is_offloaded = copies.is_offloaded
+    release_index = np.searchsorted(bounds, copies.out_ends[is_offloaded])
+    release_times = np.append(bounds, _NEVER)[release_index]
     # A reload allocates before the pass during which its copy starts.
-    before = np.searchsorted(bounds, copies.returns[away], side="right") - 1
-    return left, bounds[np.maximum(before, 0)]
+    reload_index = np.searchsorted(bounds, copies.back_starts[is_offloaded], side="right") - 1
+    return release_times, bounds[np.maximum(reload_index, 0)]
 
 
-def _events(chunks: _Chunks, copies: _Copies, bounds: np.ndarray) -> _Events:
-    """Return the passes of a device's compute lane in order of time."""
-    every, away = np.arange(len(chunks.stage)), np.flatnonzero(copies.away)
-    left, returns = _between(copies, bounds)
+def _events(activations: _Activations, copies: _Copies, bounds: np.ndarray) -> _Events:
+    """Return the passes of a device's compute queue in order of time."""
+    indices, offloaded = np.arange(len(activations.stage)), np.flatnonzero(copies.is_offloaded)
+    release_times, reload_times = _at_pass_ends(copies, bounds)
     parts = (
-        (left, away, -chunks.moved[away]),
-        (chunks.end, every, -chunks.held - chunks.grows),
-        (returns, away, chunks.moved[away]),
-        (chunks.due, every, chunks.grows),
-        (chunks.start, every, chunks.held),
+        (release_times, offloaded, -activations.offloaded[offloaded]),
+        (activations.weight_end, indices, -activations.allocated - activations.backward_growth),
+        (reload_times, offloaded, activations.offloaded[offloaded]),
+        (activations.backward_start, indices, activations.backward_growth),
+        (activations.forward_start, indices, activations.allocated),
     )
-    time, chunk, change = (np.concatenate(each) for each in zip(*parts, strict=True))
-    turn = np.repeat(np.arange(len(parts)), [len(of) for _, of, _ in parts])
-    order = np.lexsort((chunks.passes[chunk, turn], turn, time))
-    turn, chunk, change = turn[order], chunk[order], change[order]
-    release_of, reload_of = (np.full(len(every), NONE) for _ in range(2))
-    for events, of in ((_LEAVES, release_of), (_RETURNS, reload_of)):
-        own = np.flatnonzero(turn == events)
-        of[chunk[own]] = own
-    return _Events(turn, chunk, change, release_of, reload_of)
+    time, activation, change = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    event_type = np.repeat(np.arange(len(parts)), [len(subset) for _, subset, _ in parts])
+    order = np.lexsort((activations.passes[activation, event_type], event_type, time))
+    event_type, activation, change = event_type[order], activation[order], change[order]
+    release_of, reload_of = (np.full(len(indices), NONE) for _ in range(2))
+    for kind, event_of in ((_RELEASE_EVENT, release_of), (_RELOAD_EVENT, reload_of)):
+        selected = np.flatnonzero(event_type == kind)
+        event_of[activation[selected]] = selected
+    return _Events(event_type, activation, change, release_of, reload_of)
 
 
 @compiled
-def _fit(events: _Events, limit: int, row: np.ndarray) -> bool:
+def _fit_events(events: _Events, limit: int, row: np.ndarray) -> bool:
     """Fill the row of a device in order of its events, with those that do not fit delayed.
 
     Events that allocate wait in a queue until they fit. If a B does not fit, activations are
     released early; the release then waits for its copy. Returns whether all events fit.
     """
-    count = len(events.turn)
-    made = _Row(
+    count = len(events.event_type)
+    state = _Row(
         row,
         np.zeros(count, np.bool_),
         np.full(len(events.release_of), NONE),
         np.zeros(2, np.int64),
     )
-    waiting, first, last = np.empty(count, np.int64), 0, 0
-    late, due, listed = np.empty(count, np.int64), 0, 0  # releases whose F had not run
-    for at in range(count):
-        while due < listed and _is_due(events, made, late[due]):
-            _add(events, made, late[due])
-            due += 1
+    pending, first, last = np.empty(count, np.int64), 0, 0
+    # Releases whose F had not run.
+    delayed, next_delayed, num_delayed = np.empty(count, np.int64), 0, 0
+    for event in range(count):
+        while next_delayed < num_delayed and _is_due(events, state, delayed[next_delayed]):
+            _add(events, state, delayed[next_delayed])
+            next_delayed += 1
         # An event may already be in the row, added to make room for an earlier B.
-        turn = events.turn[at]
-        if made.ran[at]:
+        event_type = events.event_type[event]
+        if state.is_added[event]:
             continue
-        if turn == _LEAVES and made.begun[events.chunk[at]] == NONE:
-            late[listed] = at
-            listed += 1
+        if (
+            event_type == _RELEASE_EVENT
+            and state.forward_position[events.activation[event]] == NONE
+        ):
+            delayed[num_delayed] = event
+            num_delayed += 1
         # Behind a waiting event, later ones wait too: overtaking could starve it.
-        elif turn in (_FORWARD, _RETURNS) and (first < last or not _fits(events, made, at, limit)):
-            waiting[last] = at
+        elif event_type in (_FORWARD_EVENT, _RELOAD_EVENT) and (
+            first < last or not _fits(events, state, event, limit)
+        ):
+            pending[last] = event
             last += 1
-        elif turn == _BACKWARD and not _make_room(events, made, at, limit):
+        elif event_type == _BACKWARD_EVENT and not _reload_for_backward(
+            events, state, event, limit
+        ):
             return False
         else:
-            _add(events, made, at)
-        first = _admit(events, made, waiting, first, last, limit)
-    for at in late[due:listed]:
-        _add(events, made, at)
+            _add(events, state, event)
+        first = _admit(events, state, pending, first, last, limit)
+    for event in delayed[next_delayed:num_delayed]:
+        _add(events, state, event)
     return first == last
 
 
 @compiled
 def _admit(
-    events: _Events, made: _Row, waiting: np.ndarray, first: int, last: int, limit: int
+    events: _Events, state: _Row, pending: np.ndarray, first: int, last: int, limit: int
 ) -> int:
     """Add waiting events as long as they fit; return the first that still waits."""
     while first < last:
-        if not made.ran[waiting[first]]:
-            if not _fits(events, made, waiting[first], limit):
+        if not state.is_added[pending[first]]:
+            if not _fits(events, state, pending[first], limit):
                 break
-            _add(events, made, waiting[first])
+            _add(events, state, pending[first])
         first += 1
     return first
 
 
 @compiled
-def _is_due(events: _Events, made: _Row, at: int) -> bool:
-    begun = made.begun[events.chunk[at]]
-    is_due: bool = begun != NONE and made.sums[0] >= begun + _BEHIND
+def _is_due(events: _Events, state: _Row, event: int) -> bool:
+    forward_position = state.forward_position[events.activation[event]]
+    is_due: bool = forward_position != NONE and state.totals[0] >= forward_position + _RELEASE_DELAY
     return is_due
 
 
 @compiled
-def _fits(events: _Events, made: _Row, at: int, limit: int) -> bool:
-    fits: bool = made.sums[1] + events.change[at] <= limit
+def _fits(events: _Events, state: _Row, event: int, limit: int) -> bool:
+    fits: bool = state.totals[1] + events.change[event] <= limit
     return fits
 
 
 @compiled
-def _add(events: _Events, made: _Row, at: int) -> None:
+def _add(events: _Events, state: _Row, event: int) -> None:
     """Add an event if it is missing, and before a reload its release."""
-    if made.ran[at]:
+    if state.is_added[event]:
         return
-    chunk, turn = events.chunk[at], events.turn[at]
-    release = events.release_of[chunk]
+    activation, event_type = events.activation[event], events.event_type[event]
+    release = events.release_of[activation]
     # Its memory must be free before it is allocated a second time.
-    if turn == _RETURNS and not made.ran[release]:
-        _append(events, made, release)
-    _append(events, made, at)
-    if turn == _FORWARD:
-        made.begun[chunk] = made.sums[0]
+    if event_type == _RELOAD_EVENT and not state.is_added[release]:
+        _append(events, state, release)
+    _append(events, state, event)
+    if event_type == _FORWARD_EVENT:
+        state.forward_position[activation] = state.totals[0]
 
 
 @compiled
-def _append(events: _Events, made: _Row, at: int) -> None:
-    made.events[made.sums[0]] = at
-    made.ran[at] = True
-    made.sums[0] += 1
-    made.sums[1] += events.change[at]
+def _append(events: _Events, state: _Row, event: int) -> None:
+    state.events[state.totals[0]] = event
+    state.is_added[event] = True
+    state.totals[0] += 1
+    state.totals[1] += events.change[event]
 
 
 @compiled
-def _make_room(events: _Events, made: _Row, at: int, limit: int) -> bool:
+def _reload_for_backward(events: _Events, state: _Row, event: int, limit: int) -> bool:
     """Reload the activations of a B; return whether they and the B's memory fit."""
-    chunk = events.chunk[at]
+    activation = events.activation[event]
     # F is still in the queue, so B cannot run at all.
-    if made.begun[chunk] == NONE:
+    if state.forward_position[activation] == NONE:
         return False
-    reload = events.reload_of[chunk]
-    if reload != NONE and not made.ran[reload]:
-        if not _let_go(events, made, reload, limit):
+    reload = events.reload_of[activation]
+    if reload != NONE and not state.is_added[reload]:
+        if not _release_until_fits(events, state, reload, limit):
             return False
-        _add(events, made, reload)
-    return _let_go(events, made, at, limit)
+        _add(events, state, reload)
+    return _release_until_fits(events, state, event, limit)
 
 
 @compiled
-def _let_go(events: _Events, made: _Row, at: int, limit: int) -> bool:
+def _release_until_fits(events: _Events, state: _Row, event: int, limit: int) -> bool:
     """Release offloaded activations until the event fits; return whether it does."""
     # In order of time: the copies of the first releases end soonest.
-    for release in range(len(events.turn)):
-        if _fits(events, made, at, limit):
+    for release in range(len(events.event_type)):
+        if _fits(events, state, event, limit):
             return True
-        if events.turn[release] == _LEAVES and made.begun[events.chunk[release]] != NONE:
-            _add(events, made, release)
-    return _fits(events, made, at, limit)
+        if (
+            events.event_type[release] == _RELEASE_EVENT
+            and state.forward_position[events.activation[release]] != NONE
+        ):
+            _add(events, state, release)
+    return _fits(events, state, event, limit)
 
 
-LEVELS = ((1.0, 3), (0.75, 2), (0.5, 2), (0.25, 2))
+_LEVELS = ((1.0, 3), (0.75, 2), (0.5, 2), (0.25, 2))
 """Memory levels of the initial orders, and the number of orders per level that get copies.
 
 At level x, orders are planned for the limit plus x times the memory that is missing to that of
@@ -487,21 +532,21 @@ chunks, a copy as long as two F: 15.65, without 16.1); a local search of that le
 (`search.TURNS_OF_TRADES`) improves 6 of them.
 """
 
-STEADY = 4
-"""The steady orders of a level have 1 / STEADY of the budget."""
+_STEADY_SHARE = 4
+"""The steady orders of a level have 1 / _STEADY_SHARE of the budget."""
 
-SLACKS = (0.0, 0.5, 1.0, 2.0)
+_SLACKS = (0.0, 0.5, 1.0, 2.0)
 """Reductions of the limit, in chunks, for choosing the activations to offload."""
 
 
-class _Base(NamedTuple):
+class _BaseOrder(NamedTuple):
     """An order of F, B and W that may exceed the memory limit."""
 
     name: str
     row: np.ndarray
 
 
-Bases = dict[tuple[Placement, int], list[_Base]]
+BaseOrders = dict[tuple[Placement, int], list[_BaseOrder]]
 """Orders that copies are inserted into, by placement and passes of a kind and stage."""
 
 
@@ -512,8 +557,8 @@ def ways_to_save(copies: bool, placement: Placement) -> Iterator[MemoryStrategy]
     """
     yield ORDER_ALONE
     if copies:
-        first = tuple(stage for stage, chunk in enumerate(chunks_of(placement)) if not chunk)
-        yield MemoryStrategy(copies=True, throughout=first, text="offload all of chunk 0")
+        first_stages = tuple(stage for stage, chunk in enumerate(chunks_of(placement)) if not chunk)
+        yield MemoryStrategy(copies=True, throughout=first_stages, text="offload all of chunk 0")
         yield MemoryStrategy(copies=True, text="offload")
 
 
@@ -523,38 +568,56 @@ class OffloadSearch(PlacementSearch):
     kinds = (*PARTS, *OFFLOAD)
 
     def __init__(
-        self, problem: Problem, seed: int, way: MemoryStrategy, bases: Bases | None = None
+        self,
+        problem: Problem,
+        seed: int,
+        strategy: MemoryStrategy,
+        base_orders: BaseOrders | None = None,
     ) -> None:
-        super().__init__(problem, seed, way)
-        self.bases: Bases = {} if bases is None else bases
+        super().__init__(problem, seed, strategy)
+        self.base_orders: BaseOrders = {} if base_orders is None else base_orders
 
     def begin(self, budget: int, run: Run) -> list[Candidate]:
         """Return the orders to improve: orders planned for more memory, with copies inserted."""
         self._parts_shop()
-        own = self.problem.placement, self.problem.num_microbatches
-        if own not in self.bases:
-            made = (self._bases(level, count, budget // STEADY, run) for level, count in LEVELS)
-            self.bases[own] = [base for some in made for base in some]
-        found = [each for made in run(self._with_copies, self.bases[own]) for each in made]
-        for each in found:
-            self.keep(each)
-        return best_of(found, STARTS, VALUE)
+        key = self.problem.placement, self.problem.num_microbatches
+        if key not in self.base_orders:
+            levels = (
+                self._make_base_orders(level, count, budget // _STEADY_SHARE, run)
+                for level, count in _LEVELS
+            )
+            self.base_orders[key] = [base for level_orders in levels for base in level_orders]
+        candidates = [
+            candidate
+            for group in run(self._insert_copies, self.base_orders[key])
+            for candidate in group
+        ]
+        for candidate in candidates:
+            self.keep(candidate)
+        return best_of(candidates, STARTS, VALUE)
 
-    def _bases(self, level: float, count: int, budget: int, run: Run) -> Iterator[_Base]:
+    def _make_base_orders(
+        self, level: float, count: int, budget: int, run: Run
+    ) -> Iterator[_BaseOrder]:
         """Yield orders planned for more memory than the limit."""
-        problem, held = self.problem, self.problem.costs.held_after_forward_bytes
+        problem, activation_bytes = self.problem, self.problem.costs.held_after_forward_bytes
         devices = problem.num_devices
         stages = stages_of(problem.placement, devices)
-        most = [problem.most_useful * sum(held[stage] for stage in own) for own in stages]
+        useful_limits = [
+            problem.most_useful * sum(activation_bytes[stage] for stage in local_stages)
+            for local_stages in stages
+        ]
         ample = [limit + problem.moved_limit for limit in problem.limits]
-        is_scarce = level < 1 and any(map(lt, ample, most))
-        least = least_memory(problem.costs, problem.placement, devices)
+        is_scarce = level < 1 and any(map(lt, ample, useful_limits))
+        min_memory = least_memory(problem.costs, problem.placement, devices)
         # At least the minimum of any schedule, or `make_problem` rejects them.
         limits = [
-            max(need, limit + level * (max(limit, min(each)) - limit))
-            for need, limit, *each in zip(least, problem.limits, most, ample, strict=True)
+            max(minimum, limit + level * (max(limit, min(caps)) - limit))
+            for minimum, limit, *caps in zip(
+                min_memory, problem.limits, useful_limits, ample, strict=True
+            )
         ]
-        asked = make_problem(
+        base_problem = make_problem(
             problem.costs,
             devices,
             problem.num_microbatches,
@@ -563,29 +626,33 @@ class OffloadSearch(PlacementSearch):
             problem.placement,
             PARTS,
         )
-        search = PlacementSearch(asked, self.seed)
-        for each in best_of(search.begin(budget if is_scarce else 0, run), count, VALUE):
-            yield _Base(f"{each.name} at {level:.0%}", search.whole_row(each))
+        search = PlacementSearch(base_problem, self.seed)
+        for candidate in best_of(search.begin(budget if is_scarce else 0, run), count, VALUE):
+            yield _BaseOrder(f"{candidate.name} at {level:.0%}", search.full_row(candidate))
 
-    def _with_copies(self, base: _Base) -> list[Candidate]:
+    def _insert_copies(self, base: _BaseOrder) -> list[Candidate]:
         """Return the order with copies inserted, in every variant that fits."""
         problem, m = self.problem, self.problem.num_microbatches
-        none = np.zeros(1, np.int64)
-        made = []
-        slacks: Sequence[float] = SLACKS[:1] if self.way.throughout else SLACKS
-        throughout, in_host, shop = self.way.throughout, problem.room_for_moved, self._parts_shop()
-        for rows in with_copies(problem, shop, base.row, slacks, throughout, in_host):
-            made += [
-                self._made(f"{base.name}, copies", 1, m, row, none, none)
+        ends = np.zeros(1, np.int64)
+        candidates = []
+        slacks: Sequence[float] = _SLACKS[:1] if self.strategy.throughout else _SLACKS
+        throughout, in_host, shop = (
+            self.strategy.throughout,
+            problem.room_for_moved,
+            self._parts_shop(),
+        )
+        for rows in insert_copies(problem, shop, base.row, slacks, throughout, in_host):
+            candidates += [
+                self._make_candidate(f"{base.name}, copies", 1, m, row, ends, ends)
                 for row in (rows, refill(problem, rows, m))
             ]
-        return [each for each in made if each is not None]
+        return [candidate for candidate in candidates if candidate is not None]
 
-    def _found(self) -> tuple[int, np.ndarray, str]:
+    def _best_order(self) -> tuple[int, np.ndarray, str]:
         if self.best is None and not isinf(self.problem.moved_limit):
             raise ScheduleError(
                 f"no order was found within the limits {self.problem.limits} and with at most "
                 f"{self.problem.moved_limit:g} of a device in host memory: make one of the two "
                 "larger"
             )
-        return super()._found()
+        return super()._best_order()

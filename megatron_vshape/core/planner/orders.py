@@ -47,12 +47,12 @@ Run = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 STARTS = 8
 """Number of orders in the first round of the local search."""
 
-DEALT = ", W dealt"
+_W_REINSERTED = ", W dealt"
 
 EFFORT, WIDE = 4, 16
 """Annealing has 1 / EFFORT of the local search's budget; above `WIDE` devices, the same budget."""
 
-FILLED_THROUGHOUT = 3_000
+_FILL_THROUGHOUT_BELOW = 3_000
 """Orders of fewer passes are also filled throughout, not only in warm-up and cool-down.
 
 Simulated overhead at d=8, m=24, 1/2/1/.05, 12 chunks: 16.4 with, 17.3 without.
@@ -61,7 +61,7 @@ Simulated overhead at d=8, m=24, 1/2/1/.05, 12 chunks: 16.4 with, 17.3 without.
 RESTART_STEPS, RESTART_SHARE = 150, 0.2
 """Steps of a restart, and the fraction by which it may lengthen the order."""
 
-MOST_AT_ONCE = 300_000
+MAX_STEPS_AT_ONCE = 300_000
 """Maximum search steps between two progress reports and refills of W."""
 
 
@@ -74,10 +74,10 @@ def _groups_of(num_devices: int) -> list[int]:
     return sorted({-(-part * num_devices // 8) for part in (4, 5, 6, 8)})
 
 
-def published_blocks(placement: Placement, num_devices: int) -> Iterator[BuildingBlock]:
+def _published_blocks(placement: Placement, num_devices: int) -> Iterator[BuildingBlock]:
     """Yield the published building blocks with this placement."""
     chunks = len(placement) // num_devices
-    made = [
+    candidates = [
         make(num_devices)
         for make in (
             *(blocks.v_min, blocks.v_half, blocks.v_zb, blocks.one_f_one_b_v),
@@ -85,22 +85,22 @@ def published_blocks(placement: Placement, num_devices: int) -> Iterator[Buildin
         )
     ]
     if chunks > 1:
-        made.append(blocks.interleaved(num_devices, chunks))
+        candidates.append(blocks.interleaved(num_devices, chunks))
         for group in _groups_of(num_devices):
-            made.append(blocks.grouped_interleaved(num_devices, chunks, group))
-    for block in made:
+            candidates.append(blocks.grouped_interleaved(num_devices, chunks, group))
+    for block in candidates:
         if block.placement == placement:
             yield block
 
 
-_sort = Codec(1).sort
+_pass_type = Codec(1).sort
 
 
 @dataclass(frozen=True, slots=True)
 class CyclicOrder:
-    """In period p, a device runs pass (sort, offset) of microbatch p * k + offset.
+    """In period p, a device runs pass (type, offset) of microbatch p * k + offset.
 
-    `rows[device]` is (sorts, offsets) in order of time; `Codec` defines sorts. An order of few
+    `rows[device]` is (types, offsets) in order of time; `Codec` defines types. An order of few
     microbatches that contains a whole period represents any number, because further periods can be
     spliced in. So only warm-up and cool-down have to be searched.
     """
@@ -109,24 +109,26 @@ class CyclicOrder:
     microbatches: int  # k
     rows: tuple[tuple[np.ndarray, np.ndarray], ...]
 
-    def reach(self) -> tuple[int, int]:
+    def offset_range(self) -> tuple[int, int]:
         """Return the minimum and the maximum offset."""
         offsets = np.concatenate([row[1] for row in self.rows])
         return int(offsets.min()), int(offsets.max())
 
     def unroll(self, num_microbatches: int) -> np.ndarray:
-        """Return each device's passes, as numbers sort * num_microbatches + microbatch.
+        """Return each device's passes, as numbers type * num_microbatches + microbatch.
 
-        Passes of one sort are renumbered in microbatch order, which changes neither times nor
+        Passes of one type are renumbered in microbatch order, which changes neither times nor
         memory.
         """
-        least, most = self.reach()
+        min_offset, max_offset = self.offset_range()
         # All periods in which any offset is a microbatch of the step.
-        periods = np.arange(-(most // self.microbatches) - 1, self._end(num_microbatches))
+        periods = np.arange(
+            -(max_offset // self.microbatches) - 1, self._end_period(num_microbatches)
+        )
         rows = []
         for row in self.rows:
             passes, _ = self._passes(row, periods, num_microbatches)
-            # The positions of each sort, in order of time, get its microbatches in ascending order.
+            # The positions of each type, in order of time, get its microbatches in ascending order.
             by_sort = np.argsort(passes // num_microbatches, kind="stable")
             passes[by_sort] = np.sort(passes)
             rows.append(passes)
@@ -134,30 +136,37 @@ class CyclicOrder:
 
     def window(self, num_microbatches: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Return start and end of the middle full period on each device; None if there is none."""
-        least, most = self.reach()
+        min_offset, max_offset = self.offset_range()
         # From `first` to `last`, every offset is a microbatch of the step: the period is complete.
-        first = -(least // self.microbatches)
-        last = (num_microbatches - 1 - most) // self.microbatches
+        first = -(min_offset // self.microbatches)
+        last = (num_microbatches - 1 - max_offset) // self.microbatches
         # One complete period must remain on each side of the middle one, whose memory then repeats.
         if last - first < 2:
             return None
         middle = (first + last) // 2
-        periods = np.arange(-(most // self.microbatches) - 1, self._end(num_microbatches))
-        found = [self._passes(row, periods, num_microbatches)[1] for row in self.rows]
-        low = [int(np.searchsorted(each, middle)) for each in found]
-        high = [int(np.searchsorted(each, middle + 1)) for each in found]
+        periods = np.arange(
+            -(max_offset // self.microbatches) - 1, self._end_period(num_microbatches)
+        )
+        periods_of_devices = [self._passes(row, periods, num_microbatches)[1] for row in self.rows]
+        low = [
+            int(np.searchsorted(device_periods, middle)) for device_periods in periods_of_devices
+        ]
+        high = [
+            int(np.searchsorted(device_periods, middle + 1))
+            for device_periods in periods_of_devices
+        ]
         return np.array(low), np.array(high)
 
-    def _end(self, num_microbatches: int) -> int:
-        return (num_microbatches - self.reach()[0]) // self.microbatches + 1
+    def _end_period(self, num_microbatches: int) -> int:
+        return (num_microbatches - self.offset_range()[0]) // self.microbatches + 1
 
     def _passes(
         self, row: tuple[np.ndarray, np.ndarray], periods: np.ndarray, num_microbatches: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        sorts, offsets = row
+        pass_types, offsets = row
         microbatch = periods[:, None] * self.microbatches + offsets
         inside = (microbatch >= 0) & (microbatch < num_microbatches)
-        passes = (sorts * num_microbatches + microbatch)[inside]
+        passes = (pass_types * num_microbatches + microbatch)[inside]
         return passes, np.broadcast_to(periods[:, None], microbatch.shape)[inside]
 
 
@@ -170,15 +179,15 @@ def cyclic_order_of_block(block: BuildingBlock) -> CyclicOrder:
     # A block of slices repeats a shorter pattern `share` times; `own < numbers` selects one.
     share = gcd(block.num_microbatches // block.slices, block.slices)
     numbers, interval = block.num_microbatches // share, block.interval // share
-    for (kind, stage, within), start, _ in block.passes:
+    for (kind, stage, index), start, _ in block.passes:
         period, slot = divmod(start, interval)
         parts = (Kind.B, Kind.W) if kind is Kind.BW else (kind,)
-        for at, part in enumerate(parts):
-            sort = _sort(part, stage)
-            own = turned(within, block.slices) if part.by_rank else within
-            if own < numbers:
+        for part_index, part in enumerate(parts):
+            pass_type = _pass_type(part, stage)
+            number = turned(index, block.slices) if part.by_rank else index
+            if number < numbers:
                 # A pass that starts p intervals late runs in period k what belongs to block k - p.
-                entry = (slot, at, sort, own - period * numbers)
+                entry = (slot, part_index, pass_type, number - period * numbers)
                 rows[block.placement[stage]].append(entry)
     return _cyclic_order(block.name, numbers, rows)
 
@@ -189,23 +198,30 @@ def _cyclic_order(
     arrays = []
     for row in rows:
         ordered = sorted(row)
-        sorts = np.array([entry[2] for entry in ordered])
-        arrays.append((sorts, np.array([entry[3] for entry in ordered])))
+        pass_types = np.array([entry[2] for entry in ordered])
+        arrays.append((pass_types, np.array([entry[3] for entry in ordered])))
     return CyclicOrder(name, k, tuple(arrays))
 
 
-def sequential(placement: Placement, num_devices: int, slices: int) -> CyclicOrder:
+def _sequential_order(placement: Placement, num_devices: int, slices: int) -> CyclicOrder:
     """Return the order of one microbatch after the other, which needs the minimum memory."""
     rows: list[list[tuple[int, int, int, int]]] = []
     for stages in stages_of(placement, num_devices):
-        passes = [(0, _sort(Kind.F, s), own) for s in stages for own in range(slices)]
+        passes = [
+            (0, _pass_type(Kind.F, stage), number) for stage in stages for number in range(slices)
+        ]
         passes += [
-            (1, _sort(kind, s), own)
-            for s in reversed(stages)
-            for own in range(slices)
+            (1, _pass_type(kind, stage), number)
+            for stage in reversed(stages)
+            for number in range(slices)
             for kind in Kind.BW.does
         ]
-        rows.append([(slot, at, sort, own) for at, (slot, sort, own) in enumerate(passes)])
+        rows.append(
+            [
+                (slot, position, pass_type, number)
+                for position, (slot, pass_type, number) in enumerate(passes)
+            ]
+        )
     return _cyclic_order("sequential", slices, rows)
 
 
@@ -216,27 +232,27 @@ def cyclic_order_of_steady(order: SteadyOrder, name: str, slices: int = 1) -> Cy
     microbatches.
     """
     times = slices // gcd(order.microbatches, slices)
-    each = np.arange(times)[:, None] * order.microbatches
+    shifts = np.arange(times)[:, None] * order.microbatches
     rows = []
     for row in order.rows:
-        sorts = np.array([_sort(kind, stage) for kind, stage, _ in row])
+        pass_types = np.array([_pass_type(kind, stage) for kind, stage, _ in row])
         # In the same period, a smaller offset runs an earlier microbatch: each one runs later.
-        own = np.array([offset - (slices - 1) * kind.by_rank for kind, _, offset in row])
-        rows.append((np.tile(sorts, times), (own + each).ravel()))
+        numbers = np.array([offset - (slices - 1) * kind.by_rank for kind, _, offset in row])
+        rows.append((np.tile(pass_types, times), (numbers + shifts).ravel()))
     return CyclicOrder(name, times * order.microbatches, tuple(rows))
 
 
-def is_period(
+def _is_period(
     row: np.ndarray, low: np.ndarray, high: np.ndarray, num_microbatches: int, period: int
 ) -> bool:
-    """Return whether each device runs `period` microbatches of every sort within [low, high)."""
-    for own, begin, end in zip(row, low, high, strict=True):
-        sort, microbatch = np.divmod(own[begin:end], num_microbatches)
-        for each in np.unique(own // num_microbatches):
-            mine = microbatch[sort == each]
-            # Microbatches of this sort before the window; the window must have the next ones.
-            before = np.count_nonzero(own[:begin] // num_microbatches == each)
-            if not np.array_equal(mine, np.arange(before, before + period)):
+    """Return whether each device runs `period` microbatches of every type within [low, high)."""
+    for device_row, begin, end in zip(row, low, high, strict=True):
+        types, microbatch = np.divmod(device_row[begin:end], num_microbatches)
+        for pass_type in np.unique(device_row // num_microbatches):
+            window_microbatches = microbatch[types == pass_type]
+            # Microbatches of this type before the window; the window must have the next ones.
+            first = np.count_nonzero(device_row[:begin] // num_microbatches == pass_type)
+            if not np.array_equal(window_microbatches, np.arange(first, first + period)):
                 return False
     return True
 
@@ -245,19 +261,19 @@ def splice(
     row: np.ndarray, low: np.ndarray, high: np.ndarray, period: int, short: int, full: int
 ) -> np.ndarray:
     """Extend an order from `short` to `full` microbatches by repeating [low, high)."""
-    more = (full - short) // period
+    num_repeats = (full - short) // period
     rows = []
-    for own, begin, end in zip(row, low, high, strict=True):
-        sort, microbatch = np.divmod(own, short)
-        copies = np.arange(more + 1)[:, None] * period
-        sorts = (sort[:begin], np.tile(sort[begin:end], more + 1), sort[end:])
-        micro = (
+    for device_row, begin, end in zip(row, low, high, strict=True):
+        types, microbatch = np.divmod(device_row, short)
+        copies = np.arange(num_repeats + 1)[:, None] * period
+        type_parts = (types[:begin], np.tile(types[begin:end], num_repeats + 1), types[end:])
+        microbatch_parts = (
             microbatch[:begin],
             (microbatch[begin:end] + copies).ravel(),
-            microbatch[end:] + more * period,
+            microbatch[end:] + num_repeats * period,
         )
-        # Renumbered: a pass is sort * number of microbatches + microbatch.
-        rows.append(np.concatenate(sorts) * full + np.concatenate(micro))
+        # Renumbered: a pass is type * number of microbatches + microbatch.
+        rows.append(np.concatenate(type_parts) * full + np.concatenate(microbatch_parts))
     return np.stack(rows).astype(np.int32)
 
 
@@ -272,7 +288,7 @@ class Candidate:
     low: np.ndarray
     high: np.ndarray
     shop: improve.JobShop
-    chosen: PassSubset | None = None  # numbering of the state if passes are left out
+    chosen_passes: PassSubset | None = None  # numbering of the state if passes are left out
     value: int = 0
 
 
@@ -288,9 +304,9 @@ class PlacementSearch:
 
     kinds: tuple[Kind, ...] = PARTS
 
-    def __init__(self, problem: Problem, seed: int, way: MemoryStrategy = ORDER_ALONE) -> None:
+    def __init__(self, problem: Problem, seed: int, strategy: MemoryStrategy = ORDER_ALONE) -> None:
         self.problem = problem
-        self.way = way
+        self.strategy = strategy
         self.parts = problem if problem.kinds == PARTS else with_parts_alone(problem)
         self.seed = seed
         self.shops: dict[int, improve.JobShop] = {}
@@ -318,12 +334,16 @@ class PlacementSearch:
         # With more devices a step costs more, so fewer orders share the budget.
         starts = STARTS if self.problem.num_devices <= 8 else STARTS // 2
         # The first maker, the published blocks, needs no search steps.
-        makers = self._makers(budget)
-        cyclic = [each for made in run(_call, makers if budget else makers[:1]) for each in made]
-        found = [each for made in run(self._candidates, cyclic) for each in made]
-        for each in found:
-            self.keep(each)
-        return best_of(found, starts, VALUE)
+        makers = self._cyclic_order_makers(budget)
+        cyclic = [
+            candidate
+            for group in run(_call, makers if budget else makers[:1])
+            for candidate in group
+        ]
+        candidates = [candidate for group in run(self._candidates, cyclic) for candidate in group]
+        for candidate in candidates:
+            self.keep(candidate)
+        return best_of(candidates, starts, VALUE)
 
     def value(self) -> float:
         """Return the best value so far, in whole ticks converted to the costs' unit of time.
@@ -331,9 +351,9 @@ class PlacementSearch:
         Raises:
             ScheduleError: no order that fits has been found yet.
         """
-        return self._found()[0] / self.problem.ticks_per_us
+        return self._best_order()[0] / self.problem.ticks_per_us
 
-    def _found(self) -> tuple[int, np.ndarray, str]:
+    def _best_order(self) -> tuple[int, np.ndarray, str]:
         """Return the best order so far.
 
         Raises:
@@ -343,44 +363,58 @@ class PlacementSearch:
             raise ScheduleError(f"no order was found within the limits {self.problem.limits}")
         return self.best
 
-    def _makers(self, budget: int) -> list[Callable[[], list[CyclicOrder]]]:
+    def _cyclic_order_makers(self, budget: int) -> list[Callable[[], list[CyclicOrder]]]:
         """Return independent functions that create cyclic orders."""
         problem = self.problem
         devices, slices = problem.num_devices, problem.costs.slices
 
-        def known() -> list[CyclicOrder]:
-            found = published_blocks(problem.placement, devices)
-            made = (cyclic_order_of_block(blocks.sliced(block, slices)) for block in found)
-            return [sequential(problem.placement, devices, slices), *made]
+        def published() -> list[CyclicOrder]:
+            building_blocks = _published_blocks(problem.placement, devices)
+            cyclic_orders = (
+                cyclic_order_of_block(blocks.sliced(block, slices)) for block in building_blocks
+            )
+            return [_sequential_order(problem.placement, devices, slices), *cyclic_orders]
 
         if len(problem.placement) > 2 * devices:
-            return [known]  # published loops are near the optimum; annealing would use their budget
+            # Published loops are near the optimum, and annealing would use their budget.
+            return [published]
         # Steady orders schedule each slice like a microbatch.
         costs = replace(problem.costs.of_activations(), slices=1)
-        least = bounds.least_memory(costs, problem.placement, devices)
+        min_memory = bounds.least_memory(costs, problem.placement, devices)
         stages = stages_of(problem.placement, devices)
         # annealing ignores workspaces: the largest one is reserved
-        works = [max(each) for each in zip(*map(problem.costs.works, PARTS), strict=True)]
-        rooms = [
-            limit - max(works[stage] for stage in own)
-            for limit, own in zip(problem.limits, stages, strict=True)
+        workspaces = [
+            max(workspaces_of_stage)
+            for workspaces_of_stage in zip(*map(problem.costs.works, PARTS), strict=True)
+        ]
+        activation_limits = [
+            limit - max(workspaces[stage] for stage in local_stages)
+            for limit, local_stages in zip(problem.limits, stages, strict=True)
         ]
         # V-ZB needs the memory of 1F1B; more memory only improves warm-up and cool-down
-        held = problem.costs.held_after_forward_bytes
-        each = [sum(held[stage] for stage in own) for own in stages]
-        most = [devices * one for one in each]
+        activation_bytes = problem.costs.held_after_forward_bytes
+        activations = [
+            sum(activation_bytes[stage] for stage in local_stages) for local_stages in stages
+        ]
+        useful_limits = [devices * amount for amount in activations]
         # B and W start slices - 1 slices later, and the slices stay in memory for longer.
-        room = [y - (slices - 1) * one for y, one in zip(rooms, each, strict=True)]
-        limits = [max(x, min(y, z)) for x, y, z in zip(least, room, most, strict=True)]
+        sliced_limits = [
+            y - (slices - 1) * amount
+            for y, amount in zip(activation_limits, activations, strict=True)
+        ]
+        limits = [
+            max(x, min(y, z))
+            for x, y, z in zip(min_memory, sliced_limits, useful_limits, strict=True)
+        ]
 
         def steady(steps: int) -> list[CyclicOrder]:
             orders = find_steady_orders(costs, problem.placement, devices, limits, steps, self.seed)
             return [
-                cyclic_order_of_steady(order, f"steady-{at}", slices)
-                for at, order in enumerate(orders)
+                cyclic_order_of_steady(order, f"steady-{index}", slices)
+                for index, order in enumerate(orders)
             ]
 
-        return [known, partial(steady, budget // EFFORT if devices <= WIDE else budget)]
+        return [published, partial(steady, budget // EFFORT if devices <= WIDE else budget)]
 
     def _shop(self, num_microbatches: int) -> improve.JobShop:
         if num_microbatches not in self.shops:
@@ -394,10 +428,10 @@ class PlacementSearch:
         remains.
         """
         problem, m, k = self.problem, self.problem.num_microbatches, cyclic.microbatches
-        least, most = cyclic.reach()
+        min_offset, max_offset = cyclic.offset_range()
         # Complete periods of the shortened order, besides its warm-up and cool-down.
         full = max(-(-8 // problem.costs.slices), problem.num_devices // k, 2)
-        short = most - least + (full + 1) * k
+        short = max_offset - min_offset + (full + 1) * k
         # The rest is then a multiple of the period, as `splice` requires.
         short += (m - short) % k
         window = cyclic.window(short) if short < m else None
@@ -405,32 +439,32 @@ class PlacementSearch:
             short = m
         name, row = cyclic.name, cyclic.unroll(short)
         filled = fill(problem, row, problem.num_devices)
-        starts = {name: row, name + ", filled": filled, name + DEALT: refill(problem, row)}
+        rows = {name: row, name + ", filled": filled, name + _W_REINSERTED: refill(problem, row)}
         if filled is not None:
-            starts[name + ", filled" + DEALT] = refill(problem, filled)
-        if row.size < FILLED_THROUGHOUT:
+            rows[name + ", filled" + _W_REINSERTED] = refill(problem, filled)
+        if row.size < _FILL_THROUGHOUT_BELOW:
             throughout = fill(problem, row, m)
-            starts[name + ", filled throughout"] = throughout
+            rows[name + ", filled throughout"] = throughout
             if throughout is not None:
-                starts[name + ", filled throughout" + DEALT] = refill(problem, throughout)
+                rows[name + ", filled throughout" + _W_REINSERTED] = refill(problem, throughout)
         if problem.costs.slices > 1:
             # If a group has as many slices as devices, messages leave gaps shorter than a pass in
             # every round, which the local search does not close.
-            starts[name + ", filled at once"] = fill(problem, row, m, delay=EIGHTHS)
-        # An empty window at the end of each lane: `local_search` may then move every pass.
-        none = self._shop(short).length
-        made = (
-            self._made(source, k, short, own, *(window or (none, none)))
-            for source, own in starts.items()
+            rows[name + ", filled at once"] = fill(problem, row, m, delay=EIGHTHS)
+        # An empty window at the end of each queue: `local_search` may then move every pass.
+        ends = self._shop(short).length
+        candidates = (
+            self._make_candidate(source, k, short, source_row, *(window or (ends, ends)))
+            for source, source_row in rows.items()
         )
-        return [each for each in made if each is not None]
+        return [candidate for candidate in candidates if candidate is not None]
 
     def _parts_shop(self) -> improve.JobShop:
         if self.parts_shop is None:
             self.parts_shop = make_shop(self.parts, self.problem.num_microbatches)
         return self.parts_shop
 
-    def _made(
+    def _make_candidate(
         self,
         name: str,
         period: int,
@@ -440,27 +474,29 @@ class PlacementSearch:
         high: np.ndarray,
     ) -> Candidate | None:
         """Return the order as a candidate; None if it does not fit, run or stay periodic."""
-        whole = int(low[0]) == int(high[0])
+        is_complete = int(low[0]) == int(high[0])
         # Fillers may have moved passes out of the middle period, which could then not be repeated.
-        if row is None or not (whole or is_period(row, low, high, short, period)):
+        if row is None or not (is_complete or _is_period(row, low, high, short, period)):
             return None
-        shop, chosen = self._shop(short), None
+        shop, chosen_passes = self._shop(short), None
         if np.count_nonzero(row != improve.NONE) < len(shop.sort):
-            chosen = select_passes(shop, row)
-            shop, row = chosen.shop, chosen.reduce_rows(row)
+            chosen_passes = select_passes(shop, row)
+            shop, row = chosen_passes.shop, chosen_passes.reduce_rows(row)
             low = high = shop.length
         state = improve.new_state(row, self.seed, max(shop.before.shape[1], shop.after.shape[1]))
         if not improve.settle(shop, state):
             return None
-        made = Candidate(name, period, short, state, low, high, shop, chosen)
-        return made if self._judge(made) else None
+        candidate = Candidate(name, period, short, state, low, high, shop, chosen_passes)
+        return candidate if self._evaluate(candidate) else None
 
-    def _refilled(self, candidate: Candidate) -> Candidate | None:
+    def _reinserted(self, candidate: Candidate) -> Candidate | None:
         """Return the candidate with W refilled, if it fits."""
         short = candidate.microbatches
-        row = refill(self.problem, self._row(candidate), short)
-        name = candidate.name.removesuffix(DEALT) + DEALT
-        return self._made(name, candidate.period, short, row, candidate.low, candidate.high)
+        row = refill(self.problem, self._numbered_row(candidate), short)
+        name = candidate.name.removesuffix(_W_REINSERTED) + _W_REINSERTED
+        return self._make_candidate(
+            name, candidate.period, short, row, candidate.low, candidate.high
+        )
 
     def improve(self, candidate: Candidate, steps: int) -> None:
         """Run `steps` of local search, then refill W unless that increases the value.
@@ -468,52 +504,54 @@ class PlacementSearch:
         Changes only the candidate, so threads can improve several.
         """
         improve.local_search(candidate.shop, candidate.state, candidate.low, candidate.high, steps)
-        self._judge(candidate)
-        again = self._refilled(candidate)
+        self._evaluate(candidate)
+        reinserted = self._reinserted(candidate)
         # Ties change the order too: another arrangement of W opens new moves.
-        if again is not None and again.value <= candidate.value:
+        if reinserted is not None and reinserted.value <= candidate.value:
             # The refilled order continues the random numbers, or each round would repeat the same
             # moves.
-            again.state.random[0] = candidate.state.random[0]
-            candidate.state, candidate.value = again.state, again.value
+            reinserted.state.random[0] = candidate.state.random[0]
+            candidate.state, candidate.value = reinserted.state, reinserted.value
 
-    def again(self, candidate: Candidate, number: int, restart: bool = False) -> Candidate:
+    def reseeded_copy(self, candidate: Candidate, number: int, restart: bool = False) -> Candidate:
         """Return a reseeded copy of the candidate; to restart, it is perturbed first."""
         state = improve.State(*(part.copy() for part in candidate.state))
         improve.reseed(state, number)
-        made = replace(candidate, state=state)
+        copy = replace(candidate, state=state)
         if restart:
             low, high = candidate.low, candidate.high
             improve.local_search(candidate.shop, state, low, high, RESTART_STEPS, RESTART_SHARE)
-            self._judge(made)
-        return made
+            self._evaluate(copy)
+        return copy
 
     def keep(self, candidate: Candidate) -> None:
         """Store the candidate's order if it is the best so far."""
         if self.best is None or candidate.value < self.best[0]:
-            self.best = (candidate.value, self.whole_row(candidate).copy(), candidate.name)
+            self.best = (candidate.value, self.full_row(candidate).copy(), candidate.name)
 
-    def _row(self, candidate: Candidate) -> np.ndarray:
+    def _numbered_row(self, candidate: Candidate) -> np.ndarray:
         """Return the candidate's order in the numbering of all passes."""
-        row, chosen = candidate.state.row, candidate.chosen
-        return row if chosen is None else chosen.expand_rows(row, len(self.problem.room))
+        row, chosen_passes = candidate.state.row, candidate.chosen_passes
+        return (
+            row if chosen_passes is None else chosen_passes.expand_rows(row, len(self.problem.room))
+        )
 
-    def whole_row(self, candidate: Candidate) -> np.ndarray:
+    def full_row(self, candidate: Candidate) -> np.ndarray:
         """Return the candidate's order for all microbatches."""
         m, short = self.problem.num_microbatches, candidate.microbatches
-        row = self._row(candidate)
+        row = self._numbered_row(candidate)
         if short == m:
             return row
         # a whole period leaves the memory unchanged, so it can be repeated any number of times
         return splice(row, candidate.low, candidate.high, candidate.period, short, m)
 
-    def _judge(self, candidate: Candidate) -> bool:
+    def _evaluate(self, candidate: Candidate) -> bool:
         """Evaluate the candidate for all microbatches; return whether its order can run."""
         m = self.problem.num_microbatches
         if candidate.microbatches == m:
             candidate.value = int(improve.objective(candidate.shop, candidate.state))
             return True
-        value = int(improve.measure(self._shop(m), self.whole_row(candidate)))
+        value = int(improve.measure(self._shop(m), self.full_row(candidate)))
         if value != improve.NONE:
             candidate.value = value
         return value != improve.NONE
@@ -521,18 +559,18 @@ class PlacementSearch:
     def best_plan(self) -> Plan:
         """Return the best order as a plan."""
         problem = self.problem
-        _, row, source = self._found()
+        _, row, source = self._best_order()
         schedule = self._schedule(row)
         costs, devices = problem.costs, problem.num_devices
         timeline = simulate(schedule, costs)
         value = problem.objective.of(timeline)
         busy = costs.busy_us(problem.placement, devices, problem.num_microbatches)
-        held = peak_held(schedule, costs)
+        peaks = peak_held(schedule, costs)
         if self.parts is not problem:
             verify(schedule)
-            if not bounds.fits(held, problem.limits):
+            if not bounds.fits(peaks, problem.limits):
                 raise ScheduleError(
-                    f"a pass order has {held}, more than the limits {problem.limits}"
+                    f"a pass order has {peaks}, more than the limits {problem.limits}"
                 )
             busy = max(busy, timeline.busy)
         return Plan(
@@ -542,13 +580,13 @@ class PlacementSearch:
             busy=busy,
             # Rounding can put the bound a last bit above the value of an optimal schedule.
             lower_bound=min(self.bound, value),
-            peak=tuple(map(add, held, problem.fixed)),
+            peak=tuple(map(add, peaks, problem.fixed)),
             source=source,
             steps=0,
         )
 
     def _schedule(self, row: np.ndarray) -> Schedule:
-        """Convert an order to a schedule, with the lanes of each device merged."""
+        """Convert an order to a schedule, with the queues of each device merged."""
         problem, m = self.problem, self.problem.num_microbatches
         rows = merge_queues(problem, self._shop(m), row)
         slices, devices = problem.costs.slices, problem.num_devices

@@ -43,14 +43,14 @@ from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.placement import Placement, default_placements
 from megatron_vshape.core.model.schedule import ORDER_ALONE, Objective, Plan, StrategyResult
 from megatron_vshape.core.planner.job_shop import Problem, make_problem
-from megatron_vshape.core.planner.offloading import Bases, OffloadSearch, ways_to_save
-from megatron_vshape.core.planner.orders import MOST_AT_ONCE, Candidate, PlacementSearch
+from megatron_vshape.core.planner.offloading import BaseOrders, OffloadSearch, ways_to_save
+from megatron_vshape.core.planner.orders import MAX_STEPS_AT_ONCE, Candidate, PlacementSearch
 from megatron_vshape.core.planner.race import better_half, race
 
 CORES = processors() if compiles() else 1
 """Useful number of threads: only compiled loops release the GIL."""
 
-ROUNDS, LEAST = 3, 1000
+ROUNDS, MIN_STEPS = 3, 1000
 """Approximate number of rounds, each with half the orders; minimum steps per order."""
 
 ORDERS, ORDERS_OF_FEW = 2, 6
@@ -63,10 +63,10 @@ A copy starts with moves that may lengthen its order. d=4, m=8, 1/1.15/.85/.05, 
 without restarts 50.25.
 """
 
-LONG_TURN = TURNS = 3
+_LONG_TURN = TURNS = 3
 """Number of turns; the last one continues with the orders of the turns before."""
 
-LONGER = 24
+_CONTINUED_BUDGET = 24
 """Budget factor of a continued turn: old orders still improve when new ones do not."""
 
 TURNS_OF_TRADES = 8
@@ -79,13 +79,13 @@ At d=8, m=64, 1/1.15/.85/.05, 10 chunks, a long turn spends a third of a plan's 
 0.04%: 400.55 and 400.4, where the bound is 400.15. A single turn ends below `ENOUGH`.
 """
 
-STEPS_PER_SECOND = 1_000_000
+_STEPS_PER_SECOND = 1_000_000
 """Approximate speed of a search at 8 devices. It limits the first turn to the time limit."""
 
-STEPS_OF_PAIR = 5
+_STEPS_PER_PAIR = 5
 """Maximum steps per pair of passes in a turn of the default budget."""
 
-_SAME = 1e-9
+_TOLERANCE = 1e-9
 
 _Runner = tuple[PlacementSearch, Candidate]
 
@@ -138,21 +138,23 @@ def plan(
     """
     say_if_slow()
     sizes = num_devices, num_microbatches, limit, (goal := Objective(objective))
-    counts = (slices,) if isinstance(slices, int) else tuple(slices)
+    slice_counts = (slices,) if isinstance(slices, int) else tuple(slices)
     if isinstance(costs, Costs):
         costs = _by_placement(costs, num_devices, placements, trades)
-    searches = _searches(costs, sizes, counts, whole, trades, in_host, seed)
-    orders = _Race(_worth_racing(searches) if trades or counts[1:] else searches, trades)
+    searches = _searches(costs, sizes, slice_counts, whole, trades, in_host, seed)
+    orders = _Race(_sorted_by_bound(searches) if trades or slice_counts[1:] else searches, trades)
     if begun is not None:
         begun(orders.best_plan)
     orders.run(steps, seconds, progress)
-    made = orders.best_plan()
+    result = orders.best_plan()
     if not trades:
-        return made
-    own, limits = made.schedule.placement, each_limit(limit, num_devices)
+        return result
+    placement, limits = result.schedule.placement, each_limit(limit, num_devices)
     # A search's bound covers its strategy alone, and this one all strategies of the placement.
-    bound = bound_at(costs_of(made.schedule, costs[own]), own, num_microbatches, limits, goal)
-    return replace(made, lower_bound=min(bound, made.value))
+    bound = bound_at(
+        costs_of(result.schedule, costs[placement]), placement, num_microbatches, limits, goal
+    )
+    return replace(result, lower_bound=min(bound, result.value))
 
 
 def _by_placement(
@@ -161,7 +163,8 @@ def _by_placement(
     """Add the costs up to the stages of each allowed placement (default: `default_placements`)."""
     allowed = placements or default_placements(num_devices, costs.num_stages, trades)
     return {
-        each: regroup(costs, len(each), f"a placement of {len(each)} stages") for each in allowed
+        placement: regroup(costs, len(placement), f"a placement of {len(placement)} stages")
+        for placement in allowed
     }
 
 
@@ -179,38 +182,49 @@ def _searches(
     Raises:
         LimitError: none fits.
     """
-    begun: list[PlacementSearch] = []
-    refused: list[LimitError] = []
-    bases: Bases = {}
-    devices, microbatches, limit, goal = sizes
-    for (placement, own), cut in product(costs.items(), slices):
-        for way in ways_to_save(own.copies, placement) if trades else [ORDER_ALONE]:
-            priced = own.sliced(cut)
-            priced = never_split(priced) if whole else priced
-            kinds = (OffloadSearch if way.copies else PlacementSearch).kinds
+    searches: list[PlacementSearch] = []
+    rejected: list[LimitError] = []
+    base_orders: BaseOrders = {}
+    num_devices, num_microbatches, limit, goal = sizes
+    for (placement, placement_costs), num_slices in product(costs.items(), slices):
+        for strategy in (
+            ways_to_save(placement_costs.copies, placement) if trades else [ORDER_ALONE]
+        ):
+            slice_costs = placement_costs.sliced(num_slices)
+            slice_costs = never_split(slice_costs) if whole else slice_costs
+            kinds = (OffloadSearch if strategy.copies else PlacementSearch).kinds
             try:
                 problem = make_problem(
-                    priced, devices, microbatches * cut, limit, goal, placement, kinds, in_host
+                    slice_costs,
+                    num_devices,
+                    num_microbatches * num_slices,
+                    limit,
+                    goal,
+                    placement,
+                    kinds,
+                    in_host,
                 )
             except LimitError as error:
-                refused.append(error)
+                rejected.append(error)
                 continue
-            if way.copies:
-                begun.append(OffloadSearch(problem, seed, way, bases))
+            if strategy.copies:
+                searches.append(OffloadSearch(problem, seed, strategy, base_orders))
             else:
-                begun.append(PlacementSearch(problem, seed, way))
-    if not begun:
+                searches.append(PlacementSearch(problem, seed, strategy))
+    if not searches:
         # The message names the least limit that fits on any placement.
-        raise min(refused, key=lambda error: error.least)
-    return begun
+        raise min(rejected, key=lambda error: error.least)
+    return searches
 
 
-def _worth_racing(searches: Sequence[PlacementSearch]) -> list[PlacementSearch]:
+def _sorted_by_bound(searches: Sequence[PlacementSearch]) -> list[PlacementSearch]:
     """Sort the searches by lower bound; with equal bounds, offloading comes first.
 
     A search whose bound is not below the best order so far never starts.
     """
-    return sorted(searches, key=lambda each: (each.bound, not isinstance(each, OffloadSearch)))
+    return sorted(
+        searches, key=lambda search: (search.bound, not isinstance(search, OffloadSearch))
+    )
 
 
 class _Race:
@@ -222,14 +236,14 @@ class _Race:
     def __init__(self, searches: list[PlacementSearch], trades: bool = False) -> None:
         self.searches, self.trades = searches, trades
         self.bound = min(search.bound for search in searches)
-        self.steps, self.enough = 0, _SAME
+        self.steps, self.enough = 0, _TOLERANCE
 
     @property
     def best(self) -> PlacementSearch:
         """Search with the best order so far; raises ScheduleError if none has an order."""
         # After Ctrl-C some searches may have no order yet.
-        begun = [search for search in self.searches if search.best is not None]
-        return min(begun or self.searches, key=PlacementSearch.value)
+        searches = [search for search in self.searches if search.best is not None]
+        return min(searches or self.searches, key=PlacementSearch.value)
 
     def run(self, steps: int | None, seconds: float | None, progress: Progress | None) -> None:
         """Search in up to `TURNS` turns by default, until the lower bound is near.
@@ -237,37 +251,41 @@ class _Race:
         With `seconds`, turns with other random numbers and twice the budget follow until the time
         limit.
         """
-        ends = None if seconds is None else time.monotonic() + seconds
+        deadline = None if seconds is None else time.monotonic() + seconds
         budget = steps
         if budget is None:
             budget = max(default_steps(search.problem) for search in self.searches)
         if steps is None and seconds is not None:
-            budget = min(budget, int(seconds * STEPS_PER_SECOND))
-        turns = TURNS_OF_TRADES if self.trades else TURNS
-        last = 1 if steps is not None and ends is None else turns
+            budget = min(budget, int(seconds * _STEPS_PER_SECOND))
+        max_turns = TURNS_OF_TRADES if self.trades else TURNS
+        num_turns = 1 if steps is not None and deadline is None else max_turns
         if steps is None:
             # Given steps are used in full, unless the order is optimal.
             self.enough = ENOUGH
-        stayed: list[_Runner] = []
+        survivors: list[_Runner] = []
         try:
             with ThreadPoolExecutor(CORES) as pool:
                 try:
                     for turn in count(1):
                         # A continued turn starts from the last orders, all other turns from new
                         # ones.
-                        again = turn > 1 if self.trades else turn % LONG_TURN == 0
-                        live = stayed if again else self._begin(budget, pool)
-                        kept = [] if again else stayed
-                        share = budget * LONGER if again and not self.trades else budget
-                        stayed = kept + self._turn(live, share, ends, progress, pool)
-                        is_over = ends is not None and time.monotonic() >= ends
-                        if is_over or self._closed(self.enough):
+                        is_continued = turn > 1 if self.trades else turn % _LONG_TURN == 0
+                        runners = survivors if is_continued else self._start_runners(budget, pool)
+                        previous = [] if is_continued else survivors
+                        share = (
+                            budget * _CONTINUED_BUDGET
+                            if is_continued and not self.trades
+                            else budget
+                        )
+                        survivors = previous + self._turn(runners, share, deadline, progress, pool)
+                        is_over = deadline is not None and time.monotonic() >= deadline
+                        if is_over or self._is_near_bound(self.enough):
                             return
-                        if ends is None and (turn == last or self._closed(NEAR)):
+                        if deadline is None and (turn == num_turns or self._is_near_bound(NEAR)):
                             return
                         for search in self.searches:
                             search.seed += 1
-                        budget *= 1 if ends is None else 2
+                        budget *= 1 if deadline is None else 2
                 finally:
                     pool.shutdown(cancel_futures=True)
         except KeyboardInterrupt:
@@ -275,19 +293,19 @@ class _Race:
             if all(search.best is None for search in self.searches):
                 raise
 
-    def _begin(self, budget: int, pool: ThreadPoolExecutor) -> list[_Runner]:
+    def _start_runners(self, budget: int, pool: ThreadPoolExecutor) -> list[_Runner]:
         return [
-            (search, each)
+            (search, candidate)
             for search in self.searches
             if self._can_win(search)
-            for each in search.begin(budget, pool.map)
+            for candidate in search.begin(budget, pool.map)
         ]
 
     def _turn(
         self,
-        live: list[_Runner],
+        runners: list[_Runner],
         budget: int,
-        ends: float | None,
+        deadline: float | None,
         progress: Progress | None,
         pool: ThreadPoolExecutor,
     ) -> list[_Runner]:
@@ -297,99 +315,109 @@ class _Race:
         """
 
         def is_over() -> bool:
-            return self._closed(self.enough) or (ends is not None and time.monotonic() >= ends)
+            return self._is_near_bound(self.enough) or (
+                deadline is not None and time.monotonic() >= deadline
+            )
 
-        def advance(live: list[_Runner], share: int, number: int) -> list[_Runner]:
+        def advance(runners: list[_Runner], share: int, number: int) -> list[_Runner]:
             # The first round always runs, so that every order is improved once.
             if number and is_over():
-                return live
-            for steps in _pieces(share):
-                jobs = [(*pair, steps) for pair in live]
+                return runners
+            for steps in _split_steps(share):
+                jobs = [(*pair, steps) for pair in runners]
                 # Batches of one job per core, so that the time limit and progress are checked in
                 # between.
-                for at in range(0, len(jobs), CORES):
-                    for search, each, _ in pool.map(_improve, jobs[at : at + CORES]):
-                        search.keep(each)
+                for start in range(0, len(jobs), CORES):
+                    for search, candidate, _ in pool.map(
+                        _improve_runner, jobs[start : start + CORES]
+                    ):
+                        search.keep(candidate)
                         self.steps += steps
                         if progress is not None:
                             progress(self.steps, self.best.value(), self.bound)
-                    if ends is not None and time.monotonic() >= ends:
-                        return live
-                if self._closed(self.enough):
-                    return live
-            return _going_on(self._open(live))
+                    if deadline is not None and time.monotonic() >= deadline:
+                        return runners
+                if self._is_near_bound(self.enough):
+                    return runners
+            return _next_round(self._contenders(runners))
 
-        live = self._open(live)
-        return race(live, budget, _rounds_of(live, budget), advance, LEAST)
+        runners = self._contenders(runners)
+        return race(runners, budget, _num_rounds(runners, budget), advance, MIN_STEPS)
 
-    def _open(self, live: list[_Runner]) -> list[_Runner]:
+    def _contenders(self, runners: list[_Runner]) -> list[_Runner]:
         """Return the orders whose placement can still have a better order."""
-        return [pair for pair in live if self._can_win(pair[0])]
+        return [pair for pair in runners if self._can_win(pair[0])]
 
     def _can_win(self, search: PlacementSearch) -> bool:
         """Return whether the lower bound of its placement is below the best order."""
-        begun = [each for each in self.searches if each.best is not None]
+        peers = [peer for peer in self.searches if peer.best is not None]
         # The values are comparable: in the costs' unit, whatever the ticks of each search.
-        return not begun or search.bound * (1 + _SAME) < min(each.value() for each in begun)
+        return not peers or search.bound * (1 + _TOLERANCE) < min(peer.value() for peer in peers)
 
-    def _closed(self, within: float = _SAME) -> bool:
+    def _is_near_bound(self, within: float = _TOLERANCE) -> bool:
         return self.best.value() <= self.bound * (1 + within)
 
     def best_plan(self) -> Plan:
         """Return the best order as a plan."""
-        return replace(self.best.best_plan(), steps=self.steps, tried=tuple(self._tried()))
+        return replace(
+            self.best.best_plan(), steps=self.steps, tried=tuple(self._strategy_results())
+        )
 
-    def _tried(self) -> Iterator[StrategyResult]:
+    def _strategy_results(self) -> Iterator[StrategyResult]:
         """Yield the best value of each strategy to save memory, over all placements."""
-        for way in dict.fromkeys(search.way for search in self.searches):
-            own = [search for search in self.searches if search.way == way]
-            values = [search.value() for search in own if search.best is not None]
+        for strategy in dict.fromkeys(search.strategy for search in self.searches):
+            searches = [search for search in self.searches if search.strategy == strategy]
+            values = [search.value() for search in searches if search.best is not None]
             yield StrategyResult(
-                way, min(values, default=None), min(search.bound for search in own)
+                strategy, min(values, default=None), min(search.bound for search in searches)
             )
 
 
-def _pieces(steps: int) -> list[int]:
-    """Split the steps into parts of at most `MOST_AT_ONCE`."""
-    parts = -(-steps // MOST_AT_ONCE)
-    return [steps * (at + 1) // parts - steps * at // parts for at in range(parts)]
+def _split_steps(steps: int) -> list[int]:
+    """Split the steps into parts of at most `MAX_STEPS_AT_ONCE`."""
+    num_parts = -(-steps // MAX_STEPS_AT_ONCE)
+    return [
+        steps * (part + 1) // num_parts - steps * part // num_parts for part in range(num_parts)
+    ]
 
 
-def _improve(job: tuple[PlacementSearch, Candidate, int]) -> tuple[PlacementSearch, Candidate, int]:
+def _improve_runner(
+    job: tuple[PlacementSearch, Candidate, int],
+) -> tuple[PlacementSearch, Candidate, int]:
     search, candidate, steps = job
     if steps:
         search.improve(candidate, steps)
     return job
 
 
-def _going_on(live: list[_Runner]) -> list[_Runner]:
+def _next_round(runners: list[_Runner]) -> list[_Runner]:
     """Return the better half of the orders, filled up with reseeded copies if they are few."""
-    few = _are_few(live)
-    least = ORDERS_OF_FEW if few else ORDERS
-    live = better_half(live, _value_of)
+    is_few = _are_few(runners)
+    min_orders = ORDERS_OF_FEW if is_few else ORDERS
+    runners = better_half(runners, _value_us)
     copies = [
-        (search, search.again(each, number, restart=few))
-        for number in range(1, least)
-        for search, each in live
+        (search, search.reseeded_copy(candidate, number, restart=is_few))
+        for number in range(1, min_orders)
+        for search, candidate in runners
     ]
     # The originals come first, so a copy never displaces one.
-    return (live + copies)[: max(least, len(live))]
+    return (runners + copies)[: max(min_orders, len(runners))]
 
 
-def _rounds_of(live: list[_Runner], steps: int) -> int:
-    return max(ROUNDS, steps // (STEPS_OF_FEW * ORDERS_OF_FEW)) if _are_few(live) else ROUNDS
+def _num_rounds(runners: list[_Runner], steps: int) -> int:
+    return max(ROUNDS, steps // (STEPS_OF_FEW * ORDERS_OF_FEW)) if _are_few(runners) else ROUNDS
 
 
-def _are_few(live: list[_Runner]) -> bool:
-    return all(_passes_of(search.problem) < FEW for search, _ in live)
+def _are_few(runners: list[_Runner]) -> bool:
+    return all(_num_passes(search.problem) < FEW for search, _ in runners)
 
 
-def _value_of(runner: _Runner) -> float:
+def _value_us(runner: _Runner) -> float:
     search, candidate = runner
     return candidate.value / search.problem.ticks_per_us
 
 
-def _passes_of(problem: Problem) -> int:
+def _num_passes(problem: Problem) -> int:
     return problem.num_microbatches * len(problem.sorts.ticks)
 
 
@@ -400,7 +428,7 @@ def default_steps(problem: Problem) -> int:
     Few passes need fewer steps.
     """
     devices, microbatches = problem.num_devices, problem.num_microbatches
-    most = 500_000 if devices <= 16 else 160_000
+    max_steps = 500_000 if devices <= 16 else 160_000
     if devices <= 8:
-        most = 700_000 if devices * microbatches <= 256 else 540_000
-    return min(most, STEPS_OF_PAIR * _passes_of(problem) ** 2)
+        max_steps = 700_000 if devices * microbatches <= 256 else 540_000
+    return min(max_steps, _STEPS_PER_PAIR * _num_passes(problem) ** 2)
