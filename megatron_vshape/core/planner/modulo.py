@@ -48,17 +48,18 @@ UNITS = 1 << 30
 PRECISION = 1 << 13
 """Periods that differ by less than 1 / PRECISION of the busiest device's work are equal."""
 
-ROUNDING = 1e-9
+_ROUNDING = 1e-9
 """Relative tolerance of a memory limit for rounding, the same as in the verifier."""
 
 STARTS = 6
 """Number of starting points for annealing."""
 
-RETURNED = 8
+_MAX_RETURNED = 8
 """Maximum number of returned orders."""
 
-INITIAL_TEMPERATURES = ((7, 15), (12, 25))
-"""Initial temperatures: annealing first accepts periods longer by up to 1 / heat of the work.
+_INITIAL_TEMPERATURES = ((7, 15), (12, 25))
+"""Initial temperatures: annealing first accepts periods longer by at most 1 / value of the
+work.
 
 For one and for two microbatches per period; starts alternate between the two values. The second
 starts from orders of the first and loses them if it is hotter (10.8% instead of 9.2% at 8 devices
@@ -108,14 +109,14 @@ def find_steady_orders(
     check_limits(costs, placement, num_devices, limits)
     single = _make_problem(costs, placement, num_devices, limits, 1)
     # One microbatch per period is the smaller search space, so it gets less of the budget.
-    found = _search(single, steps // 4, seed, [])
+    results = _search(single, steps // 4, seed, [])
     # A period equal to the busiest device's work is optimal: two microbatches cannot shorten it.
-    if found[0].period > single.busy:
+    if results[0].period > single.busy:
         double = _make_problem(costs, placement, num_devices, limits, 2)
-        starts = [_doubled(each, double) for each in found[:STARTS]]
-        found += _search(double, steps - steps // 4, seed, starts)
-    found = sorted(found, key=_Found.rank)
-    return [each.steady(costs, placement) for each in found[:RETURNED]]
+        starts = [_doubled(result, double) for result in results[:STARTS]]
+        results += _search(double, steps - steps // 4, seed, starts)
+    results = sorted(results, key=_Result.rank)
+    return [result.steady(costs, placement) for result in results[:_MAX_RETURNED]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ class _Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Result:
     problem: _Problem
     orders: Orders
     period: int
@@ -152,7 +153,7 @@ class _Found:
                 )
                 for node in map(int, row)
             )
-            for row in self.orders.seq
+            for row in self.orders.rows
         )
         unit = self.problem.unit_us
         return SteadyOrder(placement, classes, rows, self.period * unit, self.latency * unit)
@@ -174,45 +175,45 @@ def _make_problem(
     forward = np.array(costs.held_after_forward_bytes)[stage]
     backward = np.array(costs.held_after_backward_bytes)[stage]
     work = np.maximum(1, np.rint(times / unit_us)).astype(np.int64)[part, stage]
-    home = np.array(placement, np.int64)[stage]
-    own = np.stack([np.flatnonzero(home == device) for device in range(num_devices)])
+    device_of = np.array(placement, np.int64)[stage]
+    device_nodes = np.stack([np.flatnonzero(device_of == device) for device in range(num_devices)])
     graph = Graph(
         work,
         part,
-        home,
-        *_data_arcs(costs, classes, work, home, unit_us),
+        device_of,
+        *_data_arcs(costs, classes, work, device_of, unit_us),
         np.where(part == 0, forward, 0.0),
         # F frees nothing; B replaces F's memory by that for W; W frees the rest.
         np.select([part == 0, part == 1], [0.0, backward - forward], -backward),
-        np.array(limits, np.float64) * (1 + ROUNDING),
-        own,
+        np.array(limits, np.float64) * (1 + _ROUNDING),
+        device_nodes,
         np.array(chunks_of(placement), np.int64),
         classes,
     )
-    return _Problem(graph, stages, int(work[own].sum(axis=1).max()), unit_us)
+    return _Problem(graph, stages, int(work[device_nodes].sum(axis=1).max()), unit_us)
 
 
 def _data_arcs(
-    costs: Costs, classes: int, work: Ints, home: Ints, unit_us: float
+    costs: Costs, classes: int, work: Ints, device_of: Ints, unit_us: float
 ) -> tuple[Ints, Ints]:
     """Return the nodes that read each node's result, and the time until they may start."""
     size, stages = len(work), costs.num_stages
-    feeds, lag = np.full((size, 2), -1, np.int64), np.zeros((size, 2), np.int64)
+    readers, lag = np.full((size, 2), -1, np.int64), np.zeros((size, 2), np.int64)
     for node in range(size):
-        place, index = divmod(node, classes)
-        reader = Pass(PARTS[place // stages], place % stages, index)
-        for need in reader.needs(stages):
-            source = (PARTS.index(need.kind) * stages + need.stage) * classes + index
+        type_index, index = divmod(node, classes)
+        reader = Pass(PARTS[type_index // stages], type_index % stages, index)
+        for read_pass in reader.needs(stages):
+            source = (PARTS.index(read_pass.kind) * stages + read_pass.stage) * classes + index
             # A result has at most two readers.
-            way = 0 if feeds[source, 0] < 0 else 1
-            feeds[source, way] = node
-            lag[source, way] = work[source]
-            if home[source] != home[node]:
-                lag[source, way] += round(costs.message_us(need.stage, reader.stage) / unit_us)
-    return feeds, lag
+            arc = 0 if readers[source, 0] < 0 else 1
+            readers[source, arc] = node
+            lag[source, arc] = work[source]
+            if device_of[source] != device_of[node]:
+                lag[source, arc] += round(costs.message_us(read_pass.stage, reader.stage) / unit_us)
+    return readers, lag
 
 
-def _search(problem: _Problem, steps: int, seed: int, starts: list[Orders]) -> list[_Found]:
+def _search(problem: _Problem, steps: int, seed: int, starts: list[Orders]) -> list[_Result]:
     """Anneal the starting points and return the orders, best first.
 
     Rounds have equal cost: all starting points, then the better half, until one is left.
@@ -221,29 +222,29 @@ def _search(problem: _Problem, steps: int, seed: int, starts: list[Orders]) -> l
     scratch = make_scratch(graph, seed)
     if not starts:
         starts = _draw_starts(problem, scratch, max(1, steps // 10))
-    found: list[_Found] = []
+    results: list[_Result] = []
 
-    def advance(live: list[Orders], effort: int, _: int) -> list[Orders]:
-        made = []
-        for index, orders in enumerate(live):
+    def advance(orders_of_round: list[Orders], effort: int, _: int) -> list[Orders]:
+        round_results = []
+        for index, orders in enumerate(orders_of_round):
             best = empty_orders(graph)
-            heat = problem.busy // INITIAL_TEMPERATURES[graph.classes - 1][index % 2]
-            period = int(anneal(graph, orders, scratch, problem.busy, effort, heat, best))
-            made.append(_found(problem, best, scratch, period))
-        made.sort(key=_Found.rank)
+            heat = problem.busy // _INITIAL_TEMPERATURES[graph.classes - 1][index % 2]
+            period = int(_anneal(graph, orders, scratch, problem.busy, effort, heat, best))
+            round_results.append(_make_result(problem, best, scratch, period))
+        round_results.sort(key=_Result.rank)
         # An order without idle time on the busiest device is optimal: end the race.
-        # `made` is sorted, so the first has the shortest period.
-        half = len(made) // 2 if made[0].period > problem.busy else 0
-        found.extend(made[half:])
-        return [each.orders for each in made[:half]]
+        # `round_results` is sorted, so the first has the shortest period.
+        half = len(round_results) // 2 if round_results[0].period > problem.busy else 0
+        results.extend(round_results[half:])
+        return [result.orders for result in round_results[:half]]
 
     race(starts, steps, len(starts).bit_length(), advance)
-    return sorted(found, key=_Found.rank)
+    return sorted(results, key=_Result.rank)
 
 
-def _found(problem: _Problem, orders: Orders, scratch: Scratch, period: int) -> _Found:
+def _make_result(problem: _Problem, orders: Orders, scratch: Scratch, period: int) -> _Result:
     latency = int(find_latency(problem.graph, orders, scratch, period))
-    return _Found(problem, orders, period, latency)
+    return _Result(problem, orders, period, latency)
 
 
 def _draw_starts(problem: _Problem, scratch: Scratch, tries: int) -> list[Orders]:
@@ -257,83 +258,83 @@ def _draw_starts(problem: _Problem, scratch: Scratch, tries: int) -> list[Orders
     for period, interval, start in zip(periods, intervals, times, strict=True):
         if period < NEVER:
             orders = empty_orders(graph)
-            lay(graph, orders, start, int(interval))
+            _lay_out(graph, orders, start, int(interval))
             # The block's start times are good initial potentials for the longest paths.
             orders.x[:] = start
             starts.append(orders)
     return starts
 
 
-def _doubled(found: _Found, problem: _Problem) -> Orders:
+def _doubled(result: _Result, problem: _Problem) -> Orders:
     """Return the order with two iterations merged into one."""
     orders = empty_orders(problem.graph)
-    length = found.orders.seq.shape[1]
-    for device, row in enumerate(found.orders.seq):
-        for place in range(2 * length):
-            node = row[place % length]
-            block = place // length + int(found.orders.turn[node])
+    length = result.orders.rows.shape[1]
+    for device, row in enumerate(result.orders.rows):
+        for position in range(2 * length):
+            node = row[position % length]
+            block = position // length + int(result.orders.turn[node])
             # Even iterations become the first microbatch of the new period, odd ones the second.
-            orders.seq[device, place] = 2 * node + block % 2
-            orders.at[2 * node + block % 2] = place
+            orders.rows[device, position] = 2 * node + block % 2
+            orders.position[2 * node + block % 2] = position
             orders.turn[2 * node + block % 2] = block // 2
     return orders
 
 
 @compiled
-def slide(orders: Orders, device: int, place: int, distance: int) -> int:
+def _shift_pass(orders: Orders, device: int, position: int, distance: int) -> int:
     """Move a pass by `distance` positions in its device's cyclic order; return its new position."""
-    seq, at, turn = orders.seq, orders.at, orders.turn
-    length = seq.shape[1]
+    rows, positions, turn = orders.rows, orders.position, orders.turn
+    length = rows.shape[1]
     for _ in range(abs(distance)):
         if distance > 0:
-            # Neighbors are exchanged one by one; `mine` is whether the pass is the right one of the
-            # two.
-            left, mine = place, 0
+            # Neighbors are exchanged one by one; `is_right` is whether the pass is the right one.
+            left_position, is_right = position, 0
         else:
-            left, mine = (place - 1 if place > 0 else length - 1), 1
-        right = left + 1 if left + 1 < length else 0
-        first, second = seq[device, left], seq[device, right]
-        seq[device, left], seq[device, right] = second, first
-        at[second], at[first] = left, right
-        if right == 0:  # the iteration ends between the two, so each now runs in the other's
+            left_position, is_right = (position - 1 if position > 0 else length - 1), 1
+        right_position = left_position + 1 if left_position + 1 < length else 0
+        first, second = rows[device, left_position], rows[device, right_position]
+        rows[device, left_position], rows[device, right_position] = second, first
+        positions[second], positions[first] = left_position, right_position
+        # The iteration ends between the two, so each now runs in the other's.
+        if right_position == 0:
             turn[second] += 1
             turn[first] -= 1
-        place = left if mine else right
-    return int(place)
+        position = left_position if is_right else right_position
+    return int(position)
 
 
 @compiled
-def copy_orders(source: Orders, target: Orders) -> None:
+def _copy_orders(source: Orders, target: Orders) -> None:
     """Make `target` equal to `source`."""
-    target.seq[:] = source.seq
-    target.at[:] = source.at
+    target.rows[:] = source.rows
+    target.position[:] = source.position
     target.turn[:] = source.turn
     target.x[:] = source.x
 
 
 @compiled
-def lay(graph: Graph, orders: Orders, times: Ints, period: int) -> None:
+def _lay_out(graph: Graph, orders: Orders, times: Ints, period: int) -> None:
     """Set the orders to those of blocks that start at `times` and repeat every `period`."""
-    for device in range(len(graph.own)):
-        row = orders.seq[device]
-        for place in range(len(row)):
-            node = graph.own[device, place]
+    for device in range(len(graph.device_nodes)):
+        row = orders.rows[device]
+        for position in range(len(row)):
+            node = graph.device_nodes[device, position]
             phase = times[node] % period
             # Insertion sort by the phase within a period.
-            while place > 0 and times[row[place - 1]] % period > phase:
-                row[place] = row[place - 1]
-                place -= 1
-            row[place] = node
+            while position > 0 and times[row[position - 1]] % period > phase:
+                row[position] = row[position - 1]
+                position -= 1
+            row[position] = node
             # A start in period p means that iteration k runs block k - p.
             orders.turn[node] = -(times[node] // period)
-        for place in range(len(row)):
-            orders.at[row[place]] = place
+        for position in range(len(row)):
+            orders.position[row[position]] = position
 
 
 @compiled
-def all_fit(graph: Graph, orders: Orders) -> bool:
+def _all_fit(graph: Graph, orders: Orders) -> bool:
     """Return whether every device is within its limit."""
-    for device in range(len(orders.seq)):
+    for device in range(len(orders.rows)):
         if not find_peak(graph, orders, device) <= graph.limit[device]:
             return False
     return True
@@ -351,79 +352,94 @@ def draw(random: npt.NDArray[np.uint64], bound: int) -> int:
 
 
 @compiled
-def propose(graph: Graph, orders: Orders, scratch: Scratch, moves: Ints) -> int:
+def _propose(graph: Graph, orders: Orders, scratch: Scratch, moves: Ints) -> int:
     """Make a random move; return the number of changed devices, negative if it does not fit.
 
     The move is one pass anywhere, one on the critical cycle, or the same pass on neighboring
     devices. `moves` receives (device, new position, distance) of every moved pass.
     """
-    random, seq = scratch.random, orders.seq
-    devices, length = seq.shape
-    style = draw(random, 4)
+    random, rows = scratch.random, orders.rows
+    devices, length = rows.shape
+    move_type = draw(random, 4)
     distance = draw(random, 2) * 2 - 1
-    if style < 3 and draw(random, 2):
+    if move_type < 3 and draw(random, 2):
         distance *= 1 + draw(random, length - 1)
-    run = 1
-    if 0 < style < 3 and scratch.critical[0] > 0:
+    num_moved = 1
+    if 0 < move_type < 3 and scratch.critical[0] > 0:
         node = scratch.critical[1 + draw(random, scratch.critical[0])] >> 1
-        first, which = graph.home[node], 0
+        first, index_in_device = graph.device[node], 0
     else:
-        first, which = draw(random, devices), draw(random, length)
-        node = graph.own[first, which]
-        if style == 3:
-            run = min(devices - first, 1 + draw(random, min(devices, 8)))
-    for index in range(run):
+        first, index_in_device = draw(random, devices), draw(random, length)
+        node = graph.device_nodes[first, index_in_device]
+        if move_type == 3:
+            num_moved = min(devices - first, 1 + draw(random, min(devices, 8)))
+    for index in range(num_moved):
         device = first + index
         if index > 0:
-            node = graph.own[device, which]
+            node = graph.device_nodes[device, index_in_device]
         moves[index, 0], moves[index, 2] = device, distance
-        moves[index, 1] = slide(orders, device, orders.at[node], distance)
+        moves[index, 1] = _shift_pass(orders, device, orders.position[node], distance)
         # Memory is tested before the period because it is cheaper.
         if not find_peak(graph, orders, device) <= graph.limit[device]:
             return -(index + 1)
-    return int(run)
+    return int(num_moved)
 
 
 @compiled
-def anneal(
-    graph: Graph, orders: Orders, scratch: Scratch, busy: int, steps: int, heat: int, best: Orders
+def _anneal(
+    graph: Graph,
+    orders: Orders,
+    scratch: Scratch,
+    busy: int,
+    steps: int,
+    temperature: int,
+    best: Orders,
 ) -> int:
     """Anneal the orders with decreasing temperature and return the shortest period found.
 
-    `best` receives its orders. `heat` is the maximum increase of the period in the first step.
+    `best` receives its orders. `temperature` is the maximum increase of the period in the first
+    step.
     """
-    moves = np.zeros((len(orders.seq), 3), np.int64)
-    kept = (np.zeros_like(orders.x), np.zeros_like(scratch.critical))
+    moves = np.zeros((len(orders.rows), 3), np.int64)
+    backup = (np.zeros_like(orders.x), np.zeros_like(scratch.critical))
     scratch.critical[0] = 0
-    now = find_period(graph, orders, scratch, busy, NEVER)
-    least = now
-    copy_orders(orders, best)
+    period_now = find_period(graph, orders, scratch, busy, NEVER)
+    best_period = period_now
+    _copy_orders(orders, best)
     for step in range(steps):
-        if now == busy:
+        if period_now == busy:
             break
         # The accepted increase is random, mostly small, and its maximum decreases linearly to 0.
         chance = draw(scratch.random, 1 << 20)
-        rise = (heat * (steps - step) // steps * chance >> 20) * chance >> 20
-        run = propose(graph, orders, scratch, moves)
+        rise = (temperature * (steps - step) // steps * chance >> 20) * chance >> 20
+        num_moved = _propose(graph, orders, scratch, moves)
         period = NEVER
-        if run > 0:
+        if num_moved > 0:
             period = find_period_after_moves(
-                graph, orders, scratch, moves, run, now, now + rise, busy, kept
+                graph,
+                orders,
+                scratch,
+                moves,
+                num_moved,
+                period_now,
+                period_now + rise,
+                busy,
+                backup,
             )
         if period < NEVER:
-            now = period
-            if now < least:
-                least = now
-                copy_orders(orders, best)
+            period_now = period
+            if period_now < best_period:
+                best_period = period_now
+                _copy_orders(orders, best)
         else:
             # Undo the moves in reverse order.
-            for index in range(abs(run) - 1, -1, -1):
-                slide(orders, moves[index, 0], moves[index, 1], -moves[index, 2])
-    return int(least)
+            for index in range(abs(num_moved) - 1, -1, -1):
+                _shift_pass(orders, moves[index, 0], moves[index, 1], -moves[index, 2])
+    return int(best_period)
 
 
 @compiled
-def draw_block(
+def _draw_block(
     graph: Graph, random: npt.NDArray[np.uint64], busy: int, times: Ints, serial: bool
 ) -> None:
     """Set `times` to a random block with equal hops between all devices.
@@ -436,11 +452,11 @@ def draw_block(
     for chunk in graph.chunk:
         chunks = max(chunks, chunk + 1)
     pauses = np.zeros((5, chunks), np.int64)
-    for line in range(5):
+    for direction in range(5):
         for chunk in range(chunks):
-            style = 0 if serial else draw(random, 3)
-            if style > 0:
-                pauses[line, chunk] = draw(random, busy // (2 if style == 1 else 6))
+            pause_type = 0 if serial else draw(random, 3)
+            if pause_type > 0:
+                pauses[direction, chunk] = draw(random, busy // (2 if pause_type == 1 else 6))
     clock = 0
     for stage in range(stages):
         if stage > 0:
@@ -456,8 +472,8 @@ def draw_block(
             clock += pauses[3 if turns else 2, graph.chunk[stage + 1]]
         times[stages + stage] = clock
         # W precedes another B that might start when this one ends, because it frees memory
-        done = clock + graph.work[stages + stage] - 1
-        times[2 * stages + stage] = done + pauses[4, graph.chunk[stage]]
+        end = clock + graph.work[stages + stage] - 1
+        times[2 * stages + stage] = end + pauses[4, graph.chunk[stage]]
 
 
 @compiled
@@ -473,24 +489,24 @@ def sample(
     block = np.zeros(len(orders.x), np.int64)
     last = len(periods) - 1
     for attempt in range(tries):
-        draw_block(graph, scratch.random, busy, block, attempt == 0)
+        _draw_block(graph, scratch.random, busy, block, attempt == 0)
         interval = busy + draw(scratch.random, busy // 8)
-        lay(graph, orders, block, interval)
+        _lay_out(graph, orders, block, interval)
         # an interval longer than the block has one microbatch at a time: the minimum memory
-        while not all_fit(graph, orders) and interval <= block.max():
+        while not _all_fit(graph, orders) and interval <= block.max():
             interval += interval // 24
-            lay(graph, orders, block, interval)
-        if not all_fit(graph, orders):
+            _lay_out(graph, orders, block, interval)
+        if not _all_fit(graph, orders):
             continue
         orders.x[:] = block
         # Only periods below the worst kept one are of interest.
         period = find_period(graph, orders, scratch, busy, periods[last] - 1)
         if period == NEVER or (periods == period).any():
             continue
-        place = last
-        while place > 0 and periods[place - 1] > period:
-            periods[place], intervals[place] = periods[place - 1], intervals[place - 1]
-            times[place] = times[place - 1]
-            place -= 1
-        periods[place], intervals[place] = period, interval
-        times[place] = block
+        slot = last
+        while slot > 0 and periods[slot - 1] > period:
+            periods[slot], intervals[slot] = periods[slot - 1], intervals[slot - 1]
+            times[slot] = times[slot - 1]
+            slot -= 1
+        periods[slot], intervals[slot] = period, interval
+        times[slot] = block

@@ -31,13 +31,13 @@ class Graph(NamedTuple):
 
     work: Ints  # time of the pass
     part: Ints  # index in PARTS
-    home: Ints  # device
-    feeds: Ints  # [node, 2] nodes that read its result, -1 for none
+    device: Ints
+    readers: Ints  # [node, 2] nodes that read its result, -1 for none
     lag: Ints  # [node, 2] time from its start until they may start
-    before: Floats  # memory allocated at its start
-    after: Floats  # memory allocated at its end; negative if freed
+    start_change: Floats  # memory allocated at its start
+    end_change: Floats  # memory allocated at its end; negative if freed
     limit: Floats  # by device
-    own: Ints  # [device, n] its nodes, the same kinds at the same positions on every device
+    device_nodes: Ints  # [device, n] the same kinds at the same positions on every device
     chunk: Ints  # by stage
     classes: int  # microbatches per period
 
@@ -48,8 +48,8 @@ class Orders(NamedTuple):
     In iteration k a node runs block k + turn, `classes` microbatches being a block.
     """
 
-    seq: Ints  # [device, n] nodes
-    at: Ints  # position of every node in its row
+    rows: Ints  # [device, n] nodes
+    position: Ints  # position of every node in its row
     turn: Ints
     x: Ints  # start of block 0, in a solution for the current period
 
@@ -71,7 +71,7 @@ class Scratch(NamedTuple):
 def empty_orders(graph: Graph) -> Orders:
     """Return orders of the graph's size, to be filled in."""
     size = len(graph.work)
-    return Orders(np.zeros_like(graph.own), *(np.zeros(size, np.int64) for _ in range(3)))
+    return Orders(np.zeros_like(graph.device_nodes), *(np.zeros(size, np.int64) for _ in range(3)))
 
 
 def make_scratch(graph: Graph, seed: int) -> Scratch:
@@ -90,11 +90,14 @@ def make_scratch(graph: Graph, seed: int) -> Scratch:
 
 
 @compiled
-def is_after(orders: Orders, one: int, other: int, blocks: int) -> bool:
-    """Return whether a device runs `one` of a block after `other` of the block `blocks` later."""
+def _is_after(orders: Orders, node: int, follower: int, blocks: int) -> bool:
+    """Return whether `node` of a block runs after `follower` of the block `blocks` later."""
     # A node runs a given block in iteration block - turn: a larger turn is earlier.
-    early, late = orders.turn[one], orders.turn[other] - blocks
-    return bool(early < late or (early == late and orders.at[one] > orders.at[other]))
+    node_turn, follower_turn = orders.turn[node], orders.turn[follower] - blocks
+    return bool(
+        node_turn < follower_turn
+        or (node_turn == follower_turn and orders.position[node] > orders.position[follower])
+    )
 
 
 @compiled
@@ -103,34 +106,34 @@ def find_peak(graph: Graph, orders: Orders, device: int) -> float:
 
     Microbatches stay in order within a stage, as P2P messages require.
     """
-    row = orders.seq[device]
+    row = orders.rows[device]
     third, classes = len(graph.work) // 3, graph.classes
-    held = 0.0
+    memory = 0.0
     for node in row:
         # Nodes are grouped by part, so `node + third` is B after F, and W after B.
-        if graph.part[node] < 2 and is_after(orders, node, node + third, 0):
+        if graph.part[node] < 2 and _is_after(orders, node, node + third, 0):
             return np.inf
         if classes > 1:
-            last = node % classes == classes - 1
+            is_last = node % classes == classes - 1
             # The last class of a block is followed by the first of the next block.
-            follower = node + 1 - classes * last
-            if is_after(orders, node, follower, 1 if last else 0):
+            follower = node + 1 - classes * is_last
+            if _is_after(orders, node, follower, 1 if is_last else 0):
                 return np.inf
         # summed over F, B and W of a stage: memory in use when an iteration starts
-        held += orders.turn[node] * (graph.before[node] + graph.after[node])
-    top = held
+        memory += orders.turn[node] * (graph.start_change[node] + graph.end_change[node])
+    top = memory
     for node in row:
-        held += graph.before[node]
-        top = max(top, held)
-        held += graph.after[node]
+        memory += graph.start_change[node]
+        top = max(top, memory)
+        memory += graph.end_change[node]
     return top
 
 
 @compiled
-def find_ancestor(parent: Ints, node: int, wanted: int) -> int:
-    """Return `wanted`, or another node on a cycle, if it is an ancestor of `node`; else -1."""
+def _find_ancestor(parent: Ints, node: int, target: int) -> int:
+    """Return `target`, or another node on a cycle, if it is an ancestor of `node`; else -1."""
     for _ in range(len(parent)):
-        if node < 0 or node == wanted:
+        if node < 0 or node == target:
             break
         node = parent[node]
     return int(node)
@@ -143,62 +146,62 @@ def settle(graph: Graph, orders: Orders, scratch: Scratch, period: int, tail: in
     The first `tail` entries of the queue are the nodes whose arcs may be violated.
     """
     queue, queued, raised, parent, ring = scratch[:5]
-    x, seq, at, turn = orders.x, orders.seq, orders.at, orders.turn
+    x, rows, position, turn = orders.x, orders.rows, orders.position, orders.turn
     # A ring buffer: a node is queued once at a time, so nodes + 1 entries are enough.
-    nodes, length, head, room = len(x), seq.shape[1], 0, len(queue)
+    nodes, length, head, capacity = len(x), rows.shape[1], 0, len(queue)
     for node in range(nodes):
         raised[node] = 0
         parent[node] = -1
     while head != tail:
         node = queue[head]
-        head = head + 1 if head + 1 < room else 0
+        head = head + 1 if head + 1 < capacity else 0
         queued[node] = False
-        for way in range(3):
-            if way < 2:
-                other = graph.feeds[node, way]
-                if other < 0:
+        for arc in range(3):
+            if arc < 2:
+                reader = graph.readers[node, arc]
+                if reader < 0:
                     continue
-                start = x[node] + graph.lag[node, way]
+                start = x[node] + graph.lag[node, arc]
             else:
-                place = at[node] + 1
-                wraps = 1 if place == length else 0
-                other = seq[graph.home[node], 0 if wraps else place]
-                # In one iteration, `other` runs a block that is turn[other] - turn[node] blocks
+                next_position = position[node] + 1
+                wraps = 1 if next_position == length else 0
+                reader = rows[graph.device[node], 0 if wraps else next_position]
+                # In one iteration, `reader` runs a block that is turn[reader] - turn[node] blocks
                 # after that of `node`; at the end of the row it runs in the next iteration.
-                start = x[node] + graph.work[node] + (turn[node] - turn[other] - wraps) * period
-            if start <= x[other]:
+                start = x[node] + graph.work[node] + (turn[node] - turn[reader] - wraps) * period
+            if start <= x[reader]:
                 continue
-            x[other], parent[other], ring[other] = start, node, way == 2
-            raised[other] += 1
+            x[reader], parent[reader], ring[reader] = start, node, arc == 2
+            raised[reader] += 1
             # every cycle contains an arc of some device's order; a node that is its own ancestor
             # has been raised around a positive cycle
-            if way == 2 and raised[other] > 2:
-                forebear = find_ancestor(parent, node, other)
-                if forebear >= 0:
+            if arc == 2 and raised[reader] > 2:
+                ancestor = _find_ancestor(parent, node, reader)
+                if ancestor >= 0:
                     queued[:] = False
-                    return forebear
-            if not queued[other]:
-                queued[other] = True
-                queue[tail] = other
-                tail = tail + 1 if tail + 1 < room else 0
+                    return ancestor
+            if not queued[reader]:
+                queued[reader] = True
+                queue[tail] = reader
+                tail = tail + 1 if tail + 1 < capacity else 0
     return -1
 
 
 @compiled
 def data_lag(graph: Graph, source: int, target: int) -> int:
     """Return the lag of a data arc."""
-    way = 0 if graph.feeds[source, 0] == target else 1
-    return int(graph.lag[source, way])
+    arc = 0 if graph.readers[source, 0] == target else 1
+    return int(graph.lag[source, arc])
 
 
 @compiled
-def ring_height(orders: Orders, source: int, target: int) -> int:
+def _ring_height(orders: Orders, source: int, target: int) -> int:
     """Return how many periods lie on the arc from a pass to the next of its device."""
-    return int(orders.turn[target] - orders.turn[source] + (orders.at[target] == 0))
+    return int(orders.turn[target] - orders.turn[source] + (orders.position[target] == 0))
 
 
 @compiled
-def find_ratio(graph: Graph, orders: Orders, scratch: Scratch, node: int) -> int:
+def _find_ratio(graph: Graph, orders: Orders, scratch: Scratch, node: int) -> int:
     """Return the least period at which the positive cycle through `node` is not positive."""
     cycle = scratch.cycle
     time, height, length = 0, 0, 0
@@ -207,7 +210,7 @@ def find_ratio(graph: Graph, orders: Orders, scratch: Scratch, node: int) -> int
         source = scratch.parent[target]
         if scratch.ring[target]:
             time += graph.work[source]
-            height += ring_height(orders, source, target)
+            height += _ring_height(orders, source, target)
         else:
             time += data_lag(graph, source, target)
         length += 1
@@ -221,18 +224,18 @@ def find_ratio(graph: Graph, orders: Orders, scratch: Scratch, node: int) -> int
 
 
 @compiled
-def still_critical(graph: Graph, orders: Orders, scratch: Scratch, period: int) -> bool:
+def _is_still_critical(graph: Graph, orders: Orders, scratch: Scratch, period: int) -> bool:
     """Return whether the critical cycle is still there and as slow as the period."""
-    cycle, seq = scratch.critical, orders.seq
+    cycle, rows = scratch.critical, orders.rows
     length, time, height = cycle[0], 0, 0
     for k in range(1, length + 1):
         target, source = cycle[k] >> 1, cycle[k + 1 if k < length else 1] >> 1
         if cycle[k] & 1:
             # Index -1 is the end of the row, which the first pass follows.
-            if seq[graph.home[target], orders.at[target] - 1] != source:
+            if rows[graph.device[target], orders.position[target] - 1] != source:
                 return False
             time += graph.work[source]
-            height += ring_height(orders, source, target)
+            height += _ring_height(orders, source, target)
         else:
             time += data_lag(graph, source, target)
     # Its ratio, rounded up, is not below the period.
@@ -240,8 +243,10 @@ def still_critical(graph: Graph, orders: Orders, scratch: Scratch, period: int) 
 
 
 @compiled
-def find_period(graph: Graph, orders: Orders, scratch: Scratch, trial: int, most: int) -> int:
-    """Compute the minimum period (maximum cycle ratio), at least `trial`; NEVER if above `most`.
+def find_period(graph: Graph, orders: Orders, scratch: Scratch, trial: int, max_period: int) -> int:
+    """Compute the minimum period (maximum cycle ratio), at least `trial`.
+
+    NEVER if it is above `max_period`.
 
     Newton's iteration from below: the ratio of a positive cycle is the next trial. The
     potentials fit the period returned, and are as before for NEVER.
@@ -256,10 +261,10 @@ def find_period(graph: Graph, orders: Orders, scratch: Scratch, trial: int, most
         cycle = settle(graph, orders, scratch, trial, nodes)
         if cycle < 0:
             return trial
-        trial = find_ratio(graph, orders, scratch, cycle)
+        trial = _find_ratio(graph, orders, scratch, cycle)
         scratch.critical[:] = scratch.cycle
         orders.x[:] = scratch.saved
-        if trial > most:
+        if trial > max_period:
             return NEVER
 
 
@@ -282,37 +287,38 @@ def find_latency(graph: Graph, orders: Orders, scratch: Scratch, period: int) ->
 
 @compiled
 def find_period_after_moves(
-    graph: Graph, orders: Orders, scratch: Scratch, moves: Ints, run: int, now: int, most: int,
-    busy: int, kept: tuple[Ints, Ints],
+    graph: Graph, orders: Orders, scratch: Scratch, moves: Ints, num_moved: int,
+    period_before: int, max_period: int, busy: int, backup: tuple[Ints, Ints],
 ) -> int:  # fmt: skip
-    """Return the minimum period after moves, `now` before them; NEVER if it is above `most`.
+    """Return the minimum period after moves; NEVER if it is above `max_period`.
 
-    If it is NEVER, potentials and critical cycle are restored.
+    It was `period_before` before the moves. If it is NEVER, potentials and critical cycle are
+    restored.
     """
-    potentials, critical = kept
+    potentials, critical = backup
     potentials[:] = orders.x
     tail = 0
-    for index in range(run):
-        for node in orders.seq[moves[index, 0]]:
+    for index in range(num_moved):
+        for node in orders.rows[moves[index, 0]]:
             scratch.queue[tail] = node
             scratch.queued[node] = True
             tail += 1
     # Only arcs of the changed devices can be violated, so the queue starts with their passes.
-    cycle = settle(graph, orders, scratch, now, tail)
+    cycle = settle(graph, orders, scratch, period_before, tail)
     if cycle < 0:
         # The period cannot be shorter while the cycle that determines it exists.
-        if still_critical(graph, orders, scratch, now):
-            return now
+        if _is_still_critical(graph, orders, scratch, period_before):
+            return period_before
         scratch.critical[0] = 0
         # The period may have become shorter: search again from its lower bound.
         return find_period(graph, orders, scratch, busy, NEVER)
-    period = find_ratio(graph, orders, scratch, cycle)
+    period = _find_ratio(graph, orders, scratch, cycle)
     orders.x[:] = potentials
-    if period > most:
+    if period > max_period:
         return NEVER
     critical[:] = scratch.critical
     scratch.critical[:] = scratch.cycle
-    period = find_period(graph, orders, scratch, period, most)
-    if period > most:
+    period = find_period(graph, orders, scratch, period, max_period)
+    if period > max_period:
         scratch.critical[:] = critical
     return period
