@@ -34,9 +34,9 @@ class Budget:
         """Start the time limit, in seconds; None for no limit."""
         self.seconds = seconds
         self._report = report
-        self._ends = math.inf if seconds is None else time.monotonic() + seconds
+        self._deadline = math.inf if seconds is None else time.monotonic() + seconds
         self._interrupted = threading.Event()
-        self._found: list[Callable[[], PlanResult]] = []
+        self._results_so_far: list[Callable[[], PlanResult]] = []
 
     @property
     def interrupted(self) -> bool:
@@ -49,19 +49,19 @@ class Budget:
 
     def stopped(self) -> bool:
         """Return whether Ctrl-C has been pressed or the time limit has passed."""
-        return self.interrupted or time.monotonic() >= self._ends
+        return self.interrupted or time.monotonic() >= self._deadline
 
     def found(self, result: Callable[[], PlanResult]) -> None:
         """Register a function that returns the best result of a search so far."""
-        self._found.append(result)
+        self._results_so_far.append(result)
 
     def best(self) -> PlanResult | None:
         """Return the best result so far, or None."""
         results = []
-        for each in list(self._found):
+        for result in list(self._results_so_far):
             with suppress(ScheduleError):  # the search has no order yet
-                results.append(each())
-        return min(results, key=_rank, default=None)
+                results.append(result())
+        return min(results, key=_result_rank, default=None)
 
     def progress(self, steps: int, best: float, bound: float) -> None:
         """Report the progress of a search, and end it if the budget is used up.
@@ -85,41 +85,41 @@ class Budget:
         Because of the thread, Ctrl-C is handled at once, not only between two steps of the search:
         `on_interrupt` is called with the best result so far. A second Ctrl-C is raised.
         """
-        done, results, errors = threading.Event(), list[_Result](), list[BaseException]()
+        finished, results, errors = threading.Event(), list[_Result](), list[BaseException]()
 
         def search() -> None:
             try:
                 results.append(work())
             except BaseException as error:  # raised again in the main thread
                 errors.append(error)
-            done.set()
+            finished.set()
 
         threading.Thread(target=search, name=SEARCH, daemon=True).start()
         try:
-            while not (done.is_set() or self.stopped()):
-                done.wait(min(1.0, self._ends - time.monotonic()))
+            while not (finished.is_set() or self.stopped()):
+                finished.wait(min(1.0, self._deadline - time.monotonic()))
         except KeyboardInterrupt:
             self.interrupt()
-            with _told_first():
+            with _deferred_interrupt():
                 on_interrupt(self.best())
-        done.wait(grace_s)
+        finished.wait(grace_s)
         if errors and not isinstance(errors[0], KeyboardInterrupt):
             raise errors[0]
         return results[0] if results else None
 
 
 @contextmanager
-def _told_first() -> Iterator[None]:
+def _deferred_interrupt() -> Iterator[None]:
     """Delay Ctrl-C to the end of this context."""
-    again: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: again.append(number))
+    signals: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: signals.append(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-    if again:
+        signal.signal(signal.SIGINT, handler)
+    if signals:
         raise KeyboardInterrupt
 
 
-def _rank(result: PlanResult) -> tuple[float, float]:
+def _result_rank(result: PlanResult) -> tuple[float, float]:
     return result.plan.value, max(result.plan.peak)

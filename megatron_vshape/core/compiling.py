@@ -46,8 +46,8 @@ def compiled(function: _Function, *called: Callable[..., Any]) -> _Function:
     from numba import njit
     from numba.extending import register_jitable
 
-    for each in called:
-        register_jitable(each)
+    for callee in called:
+        register_jitable(callee)
     dispatcher = njit(nogil=True)(function)
     dispatcher._cache = _CacheWhenCalled(dispatcher)
     return cast(_Function, dispatcher)

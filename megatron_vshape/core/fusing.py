@@ -19,12 +19,12 @@ from megatron_vshape.core.program.lowering import fuse
 NONE = -1
 
 
-class WaitGraph(NamedTuple):
+class _WaitGraph(NamedTuple):
     """Passes of a schedule, numbered queue by queue, with their inputs."""
 
     begin: np.ndarray  # [queue + 1] number of the queue's first pass
     device: np.ndarray  # [queue]
-    before: np.ndarray  # [pass, input] number of a pass that it reads, or NONE
+    inputs: np.ndarray  # [pass, input] number of a pass that it reads, or NONE
     delay_us: np.ndarray  # [pass, input] time of the message from that pass
     time_us: np.ndarray  # [pass]
 
@@ -39,26 +39,32 @@ def fuse_backwards(timeline: Timeline, costs: Costs, objective: Objective) -> Sc
         return timeline.schedule
     schedule = fuse(timeline)
     costs = costs_of(schedule, costs)
-    passes = [work for lane in schedule.lanes() for work in lane.passes]
+    passes = [work for queue in schedule.lanes() for work in queue.passes]
     number_of = {work: number for number, work in enumerate(passes)}
     candidates = [number_of[work] for work in _fusable(schedule, costs)]
-    graph, joined = graph_of(schedule, passes, costs)
-    value = run(graph, joined, objective is Objective.SPAN) if candidates else 0.0
+    graph, is_fused = graph_of(schedule, passes, costs)
+    value = run(graph, is_fused, objective is Objective.SPAN) if candidates else 0.0
     stages = range(schedule.num_stages)
-    for tried in (stages, *((stage,) for stage in stages)):
-        new = [at for at in candidates if passes[at].stage in tried and not joined[at]]
+    for stages_to_fuse in (stages, *((stage,) for stage in stages)):
+        new = [
+            candidate
+            for candidate in candidates
+            if passes[candidate].stage in stages_to_fuse and not is_fused[candidate]
+        ]
         if not new:  # they were fused everywhere
             continue
-        joined[new] = True
+        is_fused[new] = True
         split_us = graph.time_us[new]
-        fused = (passes[at]._replace(kind=Kind.BW) for at in new)
+        fused = (passes[candidate]._replace(kind=Kind.BW) for candidate in new)
         graph.time_us[new] = list(_times_us(costs, fused))
-        reached = run(graph, joined, objective is Objective.SPAN)
-        if reached <= value:
-            value = reached
+        new_value = run(graph, is_fused, objective is Objective.SPAN)
+        if new_value <= value:
+            value = new_value
         else:
-            joined[new], graph.time_us[new] = False, split_us
-    return _with_fused(schedule, {passes[at] for at in candidates if joined[at]})
+            is_fused[new], graph.time_us[new] = False, split_us
+    return _with_fused(
+        schedule, {passes[candidate] for candidate in candidates if is_fused[candidate]}
+    )
 
 
 def _fusable(schedule: Schedule, costs: Costs) -> Iterator[Pass]:
@@ -70,39 +76,39 @@ def _fusable(schedule: Schedule, costs: Costs) -> Iterator[Pass]:
         for stage in range(schedule.num_stages)
     ]
     paired = set(schedule.overlapped_pairs().values())
-    for work, after in chain.from_iterable(map(pairwise, schedule.order)):
-        follows = work.kind is Kind.B and after == work._replace(kind=Kind.W)
+    for work, follower in chain.from_iterable(map(pairwise, schedule.order)):
+        follows = work.kind is Kind.B and follower == work._replace(kind=Kind.W)
         if follows and saving[work.stage] and work not in paired:
             yield work
 
 
 def graph_of(
     schedule: Schedule, passes: Sequence[Pass], costs: Costs
-) -> tuple[WaitGraph, np.ndarray]:
+) -> tuple[_WaitGraph, np.ndarray]:
     """Return the graph of the passes, and whether each is an F&B pair with the next."""
-    lanes, pairs = schedule.lanes(), schedule.overlapped_pairs()
+    queues, pairs = schedule.lanes(), schedule.overlapped_pairs()
     table = NeedTable(schedule.num_stages, [kind for kind in KINDS if kind in schedule.kinds])
     numbers = {
         (part, work.stage, work.microbatch): number
         for number, work in enumerate(passes)
         for part in table.parts_of[work.kind]
     }
-    most = max(len(needs) for by_stage in table.needs.values() for needs in by_stage)
-    before = np.full((len(passes), most), NONE, np.int64)
-    delay_us = np.zeros(before.shape)
+    max_inputs = max(len(needs) for by_stage in table.needs.values() for needs in by_stage)
+    inputs = np.full((len(passes), max_inputs), NONE, np.int64)
+    delay_us = np.zeros(inputs.shape)
     time_us = np.fromiter(_times_us(costs, passes), np.float64, len(passes))
     for number, work in enumerate(passes):
-        for way, (part, stage) in enumerate(table.needs[work.kind][work.stage]):
-            before[number, way] = numbers.get((part, stage, work.microbatch), NONE)
+        for index, (part, stage) in enumerate(table.needs[work.kind][work.stage]):
+            inputs[number, index] = numbers.get((part, stage, work.microbatch), NONE)
             if schedule.placement[stage] != schedule.placement[work.stage]:
-                delay_us[number, way] = costs.message_us(work.stage, stage)
+                delay_us[number, index] = costs.message_us(work.stage, stage)
         if work in pairs:
-            other = pairs[work]
-            time_us[number] = costs.overlapped_us(work.stage, other.kind, other.stage)
-    begin = np.cumsum([0, *(len(lane.passes) for lane in lanes)])
-    device = np.array([lane.device for lane in lanes])
-    joined = np.array([work in pairs for work in passes], np.bool_)
-    return WaitGraph(begin, device, before, delay_us, time_us), joined
+            second = pairs[work]
+            time_us[number] = costs.overlapped_us(work.stage, second.kind, second.stage)
+    begin = np.cumsum([0, *(len(queue.passes) for queue in queues)])
+    device = np.array([queue.device for queue in queues])
+    is_fused = np.array([work in pairs for work in passes], np.bool_)
+    return _WaitGraph(begin, device, inputs, delay_us, time_us), is_fused
 
 
 def _times_us(costs: Costs, passes: Iterable[Pass]) -> Iterator[float]:
@@ -114,51 +120,53 @@ def _times_us(costs: Costs, passes: Iterable[Pass]) -> Iterator[float]:
 
 
 @compiled
-def run(graph: WaitGraph, joined: np.ndarray, is_span: bool) -> float:
+def run(graph: _WaitGraph, is_fused: np.ndarray, is_span: bool) -> float:
     """Return the time of a step as `simulate` does: of all devices, or the longest of one.
 
-    A pass in `joined` runs together with the next of its queue, once the inputs of both are ready.
+    A pass in `is_fused` runs together with the next of its queue, once both have their inputs.
     """
     queues = len(graph.begin) - 1
-    at, clock = graph.begin[:-1].copy(), np.zeros(queues)
-    end = np.full(len(graph.time_us), np.inf)
+    next_pass, clock = graph.begin[:-1].copy(), np.zeros(queues)
+    ends = np.full(len(graph.time_us), np.inf)
     first, last = np.full(queues, np.inf), np.full(queues, -np.inf)  # by device
     has_run = True
     while has_run:
         has_run = False
         for queue in range(queues):
             device = graph.device[queue]
-            while at[queue] < graph.begin[queue + 1]:
-                number = at[queue]
-                after = number + (2 if joined[number] else 1)
-                start = _start_us(graph, number, after, end, clock[queue])
+            while next_pass[queue] < graph.begin[queue + 1]:
+                number = next_pass[queue]
+                end_number = number + (2 if is_fused[number] else 1)
+                start = _start_us(graph, number, end_number, ends, clock[queue])
                 if start == np.inf:
                     break  # an input is of a queue that has to run first
                 first[device] = min(first[device], start)
                 clock[queue] = start + graph.time_us[number]
                 last[device] = max(last[device], clock[queue])
-                end[number:after] = clock[queue]
-                at[queue] = after
+                ends[number:end_number] = clock[queue]
+                next_pass[queue] = end_number
                 has_run = True
     return float(np.max(last - first)) if is_span else float(np.max(last) - np.min(first))
 
 
 @compiled
-def _start_us(graph: WaitGraph, number: int, after: int, end: np.ndarray, start: float) -> float:
-    """Return when the passes `number` to `after` can start; infinite if an input has not run."""
-    for reader in range(number, after):
-        for way in range(graph.before.shape[1]):
-            source = graph.before[reader, way]
+def _start_us(
+    graph: _WaitGraph, number: int, end_number: int, ends: np.ndarray, start: float
+) -> float:
+    """Return when the passes from `number` up to `end_number` can start; infinite if unknown."""
+    for reader in range(number, end_number):
+        for index in range(graph.inputs.shape[1]):
+            source = graph.inputs[reader, index]
             if source != NONE and source != number:
-                start = max(start, end[source] + graph.delay_us[reader, way])
+                start = max(start, ends[source] + graph.delay_us[reader, index])
     return start
 
 
 def _with_fused(schedule: Schedule, fused: set[Pass]) -> Schedule:
     rows = []
-    for own in schedule.order:
+    for passes in schedule.order:
         row: list[Pass] = []
-        for work in own:
+        for work in passes:
             if work.kind is Kind.W and work._replace(kind=Kind.B) in fused:
                 row[-1] = work._replace(kind=Kind.BW)
             else:

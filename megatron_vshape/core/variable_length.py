@@ -21,10 +21,10 @@ from megatron_vshape.core.model.kinds import HELD, KINDS, NeedTable
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 
-TRIES = 3000 if compiles() else 60
+_TRIES = 3000 if compiles() else 60
 """Number of swaps to try: tens of milliseconds."""
 
-GAIN = 1e-9
+_MIN_GAIN = 1e-9
 """Minimum relative gain of a better order."""
 
 
@@ -35,17 +35,17 @@ class PassGraph(NamedTuple):
     device's memory are a constant plus a share for each variable amount.
     """
 
-    places: Any  # [passes] microbatch
+    microbatches: Any  # [passes] microbatch
     plain_us: Any  # [passes]
     shared_us: Any  # [passes x names]
     first: Any  # [passes + 1] first index in `waits`
     waits: Any  # passes to wait for
     sends_us: Any  # message times of these
     row_of: Any  # [devices + 1] first index in `rows` of a device
-    rows: Any  # microbatch of each pass, in the devices' order
-    takes: Any  # [rows x names + 1] memory allocated at the start; the last column is constant
-    gives: Any  # the same at the end
-    works: Any  # [rows] workspace
+    row_microbatches: Any  # microbatch of each pass, in the devices' order
+    allocated: Any  # [rows x names + 1] memory allocated at the start; the last column is constant
+    change_at_end: Any  # the same at the end
+    workspace: Any  # [rows] workspace
     fixed: Any  # [devices]
     timed: int  # number of time amounts, which precede memory amounts
 
@@ -62,7 +62,7 @@ def reorder_microbatches(
     schedule: Schedule,
     costs: Costs,
     limits: float | Sequence[float] = math.inf,
-    tries: int = TRIES,
+    tries: int = _TRIES,
     graph: PassGraph | None = None,
 ) -> MicrobatchOrder:
     """Choose the microbatch for each position; the step is never slower than in the given order.
@@ -74,58 +74,71 @@ def reorder_microbatches(
     Raises:
         ScheduleError: the costs are for another number of stages or microbatches.
     """
-    unlike = sorted(costs.by_microbatch, key=lambda each: each[0] in HELD)  # times first
-    costs = replace(costs, by_microbatch=tuple(unlike))
-    names = [name for name, _ in unlike]
+    # Times come first.
+    variable_amounts = sorted(costs.by_microbatch, key=lambda amount: amount[0] in HELD)
+    costs = replace(costs, by_microbatch=tuple(variable_amounts))
+    names = [name for name, _ in variable_amounts]
     count = schedule.whole_microbatches
-    given = tuple(range(count))
+    initial_order = tuple(range(count))
     if not names or count < 2 or count < schedule.num_microbatches:
-        whole_us = simulate(schedule, costs).makespan
-        return MicrobatchOrder(given, whole_us, whole_us)
+        step_us = simulate(schedule, costs).makespan
+        return MicrobatchOrder(initial_order, step_us, step_us)
     costs = costs_of(schedule, costs)
-    own = graph_of(schedule, costs) if graph is None else graph
-    shares = _matrix([each for _, each in costs.by_microbatch], count)
-    most = in_arrays([float(each) for each in each_limit(limits, schedule.num_devices)])
-    starts = _matrix(_starts(given, costs), count).astype("int64")
-    found, before_us, after_us = _searching()(own, shares, most, starts, tries)
-    return MicrobatchOrder(tuple(int(each) for each in found), float(before_us), float(after_us))
+    pass_graph = graph_of(schedule, costs) if graph is None else graph
+    shares = _matrix([sizes for _, sizes in costs.by_microbatch], count)
+    memory_limits = in_arrays([float(limit) for limit in each_limit(limits, schedule.num_devices)])
+    starts = _matrix(_starts(initial_order, costs), count).astype("int64")
+    best_order, before_us, after_us = _compiled_search()(
+        pass_graph, shares, memory_limits, starts, tries
+    )
+    return MicrobatchOrder(
+        tuple(int(microbatch) for microbatch in best_order), float(before_us), float(after_us)
+    )
 
 
-def _starts(given: Sequence[int], costs: Costs) -> list[Sequence[int]]:
-    """Return start orders: as given, by length, and with the longest outside or inside."""
-    weight = [sum(each[at] for _, each in costs.by_microbatch) for at in given]
-    rising = sorted(given, key=lambda at: (weight[at], at))
-    hill = [*rising[::2], *rising[1::2][::-1]]
-    return [given, rising, rising[::-1], hill, [*hill[len(hill) // 2 :], *hill[: len(hill) // 2]]]
+def _starts(order: Sequence[int], costs: Costs) -> list[Sequence[int]]:
+    """Return start orders: the given one, by length, and with the longest outside or inside."""
+    weight = [
+        sum(amounts[microbatch] for _, amounts in costs.by_microbatch) for microbatch in order
+    ]
+    ascending = sorted(order, key=lambda microbatch: (weight[microbatch], microbatch))
+    hill = [*ascending[::2], *ascending[1::2][::-1]]
+    return [
+        order,
+        ascending,
+        ascending[::-1],
+        hill,
+        [*hill[len(hill) // 2 :], *hill[: len(hill) // 2]],
+    ]
 
 
 def graph_of(schedule: Schedule, costs: Costs) -> PassGraph:
     """Convert the passes of a schedule to arrays, with costs from `costs_of`."""
     names = [name for name, _ in costs.by_microbatch]
-    number, groups = _in_turn(schedule, costs)
-    table = NeedTable(schedule.num_stages, [each for each in KINDS if each in schedule.kinds])
+    number, groups = _numbered_groups(schedule, costs)
+    table = NeedTable(schedule.num_stages, [kind for kind in KINDS if kind in schedule.kinds])
     node_of = {
         (part, work.stage, work.microbatch): number[work]
         for work in number
         for part in table.parts_of[work.kind]
     }
-    before: dict[Pass, Pass] = {}
-    for lane in schedule.lanes():
-        before |= {after: work for work, after in pairwise(lane.passes)}
+    previous: dict[Pass, Pass] = {}
+    for queue in schedule.lanes():
+        previous |= {follower: work for work, follower in pairwise(queue.passes)}
     first, waits, sends_us, plain, shared = [0], list[int](), list[float](), list[float](), []
-    for at, group in enumerate(groups):
+    for index, group in enumerate(groups):
         for work in group:
             # A pass waits for the previous pass of its resource queue, and for its inputs.
-            if work in before and number[before[work]] != at:
-                waits.append(number[before[work]])
+            if work in previous and number[previous[work]] != index:
+                waits.append(number[previous[work]])
                 sends_us.append(0.0)
-            for part, other in table.needs[work.kind][work.stage]:
-                node = node_of.get((part, other, work.microbatch))
-                if node is None or node == at:
+            for part, source in table.needs[work.kind][work.stage]:
+                node = node_of.get((part, source, work.microbatch))
+                if node is None or node == index:
                     continue
-                away = schedule.placement[other] != schedule.placement[work.stage]
+                is_sent = schedule.placement[source] != schedule.placement[work.stage]
                 waits.append(node)
-                sends_us.append(costs.message_us(work.stage, other) if away else 0.0)
+                sends_us.append(costs.message_us(work.stage, source) if is_sent else 0.0)
         first.append(len(waits))
         row = dict.fromkeys(names, 0.0)
         if len(group) == 2:
@@ -136,20 +149,22 @@ def graph_of(schedule: Schedule, costs: Costs) -> PassGraph:
                 row[name] += us
             plain.append(costs.time_us(work.kind, work.stage) - sum(row.values()))
         shared.append([*row.values()])
-    places = [group[0].microbatch for group in groups]
-    row_of, rows, takes, gives, works, fixed = _held(schedule, costs, names)
+    microbatches = [group[0].microbatch for group in groups]
+    row_of, row_microbatches, allocated, change_at_end, workspace, fixed = _memory_rows(
+        schedule, costs, names
+    )
     return PassGraph(
-        places=in_arrays(places),
+        microbatches=in_arrays(microbatches),
         plain_us=in_arrays(plain),
         shared_us=_matrix(shared, len(names)),
         first=in_arrays(first),
         waits=in_arrays(waits),
         sends_us=in_arrays(sends_us),
         row_of=in_arrays(row_of),
-        rows=in_arrays(rows),
-        takes=_matrix(takes, len(names) + 1),
-        gives=_matrix(gives, len(names) + 1),
-        works=in_arrays(works),
+        row_microbatches=in_arrays(row_microbatches),
+        allocated=_matrix(allocated, len(names) + 1),
+        change_at_end=_matrix(change_at_end, len(names) + 1),
+        workspace=in_arrays(workspace),
         fixed=in_arrays(fixed),
         timed=sum(name not in HELD for name in names),
     )
@@ -161,17 +176,17 @@ def _matrix(rows: Any, columns: int) -> Any:
     return np.array(rows, np.float64).reshape(-1, columns)
 
 
-def _in_turn(schedule: Schedule, costs: Costs) -> tuple[dict[Pass, int], list[list[Pass]]]:
+def _numbered_groups(schedule: Schedule, costs: Costs) -> tuple[dict[Pass, int], list[list[Pass]]]:
     """Number all passes in topological order, F&B pairs with one number; return both directions."""
     timeline = simulate(schedule, costs)
     ends: list[tuple[float, int, int]] = []
     for device, row in enumerate(timeline.ends):
-        ends += [(end, device, at) for at, end in enumerate(row)]
+        ends += [(end, device, position) for position, end in enumerate(row)]
     number: dict[Pass, int] = {}
     groups: list[list[Pass]] = []
-    second = {other: work for work, other in schedule.overlapped_pairs().items()}
-    for _, device, at in sorted(ends):
-        work = schedule.order[device][at]
+    second = {paired: work for work, paired in schedule.overlapped_pairs().items()}
+    for _, device, position in sorted(ends):
+        work = schedule.order[device][position]
         leader = second.get(work)
         if leader is not None and leader in number:
             number[work] = number[leader]
@@ -182,102 +197,109 @@ def _in_turn(schedule: Schedule, costs: Costs) -> tuple[dict[Pass, int], list[li
     return number, groups
 
 
-def _held(schedule: Schedule, costs: Costs, names: Sequence[str]) -> tuple[Any, ...]:
+def _memory_rows(schedule: Schedule, costs: Costs, names: Sequence[str]) -> tuple[Any, ...]:
     """Return the memory changes of every pass of every device's row, by name."""
-    row_of, rows, takes, gives, works = [0], [], [], [], []
-    at = {name: column for column, name in enumerate(names) if name in HELD}
+    row_of, microbatches, allocated, changes_at_end, workspaces = [0], [], [], [], []
+    column_of = {name: column for column, name in enumerate(names) if name in HELD}
     plain = len(names)
     for row in schedule.order:
         for work in row:
             kind = work.kind
             amounts = costs.held(kind)
             start, end = [0.0] * (plain + 1), [0.0] * (plain + 1)
-            for each, name, sign, to in (
+            for amount, name, sign, row_amounts in (
                 (amounts[0], kind.takes, 1.0, start),
                 (amounts[1], kind.keeps, 1.0, end),
                 (amounts[2], kind.frees, -1.0, end),
             ):
-                to[at.get(name, plain)] += sign * each[work.stage]
-            rows.append(work.microbatch)
-            takes.append(start)
-            gives.append(end)
-            works.append(costs.works(kind)[work.stage])
-        row_of.append(len(rows))
+                row_amounts[column_of.get(name, plain)] += sign * amount[work.stage]
+            microbatches.append(work.microbatch)
+            allocated.append(start)
+            changes_at_end.append(end)
+            workspaces.append(costs.works(kind)[work.stage])
+        row_of.append(len(microbatches))
     fixed = costs.fixed_bytes(schedule.placement, schedule.num_devices)
-    return row_of, rows, takes, gives, [float(x) for x in works], [float(x) for x in fixed]
+    return (
+        row_of,
+        microbatches,
+        allocated,
+        changes_at_end,
+        [float(x) for x in workspaces],
+        [float(x) for x in fixed],
+    )
 
 
 def _makespan(graph: Any, shares: Any, order: Any, ends: Any) -> float:
     """Return the simulated step time with microbatches in this order."""
     first = math.inf
     last = 0.0
-    for at in range(len(graph.places)):
+    for index in range(len(graph.microbatches)):
         start = 0.0
-        for wait in range(graph.first[at], graph.first[at + 1]):
-            there = ends[graph.waits[wait]] + graph.sends_us[wait]
-            if there > start:
-                start = there
-        length = graph.plain_us[at]
-        real = order[graph.places[at]]
+        for entry in range(graph.first[index], graph.first[index + 1]):
+            arrival = ends[graph.waits[entry]] + graph.sends_us[entry]
+            if arrival > start:
+                start = arrival
+        length = graph.plain_us[index]
+        microbatch = order[graph.microbatches[index]]
         for name in range(graph.timed):
-            length += graph.shared_us[at, name] * shares[name, real]
+            length += graph.shared_us[index, name] * shares[name, microbatch]
         if start < first:
             first = start
-        ends[at] = start + length
-        if ends[at] > last:
-            last = ends[at]
+        ends[index] = start + length
+        if ends[index] > last:
+            last = ends[index]
     return last - first
 
 
-def _fits(graph: Any, shares: Any, order: Any, most: Any, raises: bool) -> bool:
+def _fits(graph: Any, shares: Any, order: Any, limits: Any, raises: bool) -> bool:
     """Return whether every device fits its limit; with `raises`, increase the limits to fit."""
     plain = len(shares)
     for device in range(len(graph.fixed)):
-        held = graph.fixed[device]
-        for at in range(graph.row_of[device], graph.row_of[device + 1]):
-            real = order[graph.rows[at]]
-            held += graph.takes[at, plain]
-            after = graph.gives[at, plain]
+        memory = graph.fixed[device]
+        for entry in range(graph.row_of[device], graph.row_of[device + 1]):
+            microbatch = order[graph.row_microbatches[entry]]
+            memory += graph.allocated[entry, plain]
+            change = graph.change_at_end[entry, plain]
             for name in range(plain):
-                held += graph.takes[at, name] * shares[name, real]
-                after += graph.gives[at, name] * shares[name, real]
-            if held + graph.works[at] > most[device]:
+                memory += graph.allocated[entry, name] * shares[name, microbatch]
+                change += graph.change_at_end[entry, name] * shares[name, microbatch]
+            if memory + graph.workspace[entry] > limits[device]:
                 if not raises:
                     return False
-                most[device] = (held + graph.works[at]) * (1 + 1e-9)
-            held += after
+                limits[device] = (memory + graph.workspace[entry]) * (1 + 1e-9)
+            memory += change
     return True
 
 
-def _search(graph: Any, shares: Any, most: Any, starts: Any, tries: int) -> Any:
+def _search(graph: Any, shares: Any, limits: Any, starts: Any, tries: int) -> Any:
     """Return the best order found from several starts, with the step time before and after."""
     ends = graph.plain_us.copy()
     count = starts.shape[1]
     # The given order defines the limits of devices that already exceed theirs.
-    _fits(graph, shares, starts[0], most, True)
-    given_us = _makespan(graph, shares, starts[0], ends)
-    best, best_us = starts[0].copy(), given_us
-    for at in range(1, len(starts)):
-        us = _makespan(graph, shares, starts[at], ends)
-        if us < best_us and _fits(graph, shares, starts[at], most, False):
-            best, best_us = starts[at].copy(), us
+    _fits(graph, shares, starts[0], limits, True)
+    initial_us = _makespan(graph, shares, starts[0], ends)
+    best, best_us = starts[0].copy(), initial_us
+    for index in range(1, len(starts)):
+        us = _makespan(graph, shares, starts[index], ends)
+        if us < best_us and _fits(graph, shares, starts[index], limits, False):
+            best, best_us = starts[index].copy(), us
     # A linear congruential generator, because compiled and plain runs must draw the same swaps.
     state = 12345
     for _ in range(tries):
         state = (1103515245 * state + 12345) % 2147483648
-        one = (state >> 8) % count
+        first = (state >> 8) % count
         state = (1103515245 * state + 12345) % 2147483648
-        other = (state >> 8) % count
-        best[one], best[other] = best[other], best[one]
+        second = (state >> 8) % count
+        best[first], best[second] = best[second], best[first]
         us = _makespan(graph, shares, best, ends)
-        if us <= best_us and _fits(graph, shares, best, most, False):
+        if us <= best_us and _fits(graph, shares, best, limits, False):
             best_us = us
         else:
-            best[one], best[other] = best[other], best[one]
-    if best_us > given_us * (1 - GAIN):
-        best, best_us = starts[0].copy(), given_us
-    return best, given_us, best_us
+            best[first], best[second] = best[second], best[first]
+    if best_us > initial_us * (1 - _MIN_GAIN):
+        best, best_us = starts[0].copy(), initial_us
+    return best, initial_us, best_us
 
 
-def _searching() -> Any:
+def _compiled_search() -> Any:
     return compiled_once(_search, _makespan, _fits)

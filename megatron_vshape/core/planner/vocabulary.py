@@ -53,7 +53,7 @@ In chunk passes at d = 8, m = 32, an output layer of 2.46 layers: V-ZB with one 
 216.5, 214.0 and 215.9, 1F1B with two 305, 293 and 301; V-Half with its published memory 223.8 each.
 """
 
-PATIENCE = (0.0, 1.0, 1.5)
+EXTRA_WAITS = (0.0, 1.0, 1.5)
 """Extra wait of the last stage's B that is assumed while an order is made, in that stage's F.
 
 The F of the next microbatch then comes first, and collective passes fill the wait. This helps if a
@@ -64,7 +64,7 @@ needs 293, 256 and 256, of 0.62 layers 285, 244 and 251; ZB-H1 221, 243 and 236,
 MORE = {"1f1b": 1, "zb-h1": 1, "v-zb": 1}
 """Additional microbatches of a stage that a device may keep in memory, by schedule."""
 
-FURTHER = 24
+_MAX_LOOKAHEAD = 24
 """Number of the next passes of a device that may run early."""
 
 SUM = 0.1
@@ -72,12 +72,16 @@ SUM = 0.1
 
 _ROUNDING = 1e-9
 
-AHEAD = 2
+LOOKUP_DISTANCE = 2
 """Microbatches between the embedding lookup and the first stage's F."""
 
 
 def shared_pieces(
-    pieces: Pieces, num_devices: int, sum_us: float, logits_bytes: float = 0.0, predicting: int = 0
+    pieces: Pieces,
+    num_devices: int,
+    all_reduce_us: float,
+    logits_bytes: float = 0.0,
+    num_predicting: int = 0,
 ) -> Pieces:
     """Return the pieces of a model with vocabulary parallelism.
 
@@ -88,16 +92,18 @@ def shared_pieces(
     Args:
         pieces: costs of a layer, the embedding and the output layer.
         num_devices: pipeline ranks.
-        sum_us: time of an all-reduce of one hidden state over all devices.
+        all_reduce_us: time of an all-reduce of one hidden state over all devices.
         logits_bytes: memory of a device per microbatch from S to T.
-        predicting: number of multi-token prediction layers.
+        num_predicting: number of multi-token prediction layers.
     """
-    first, last = pieces.first.times(1 + predicting), pieces.last.times(1 + predicting)
-    sums_us = sum_us * (1 + predicting)
-    amounts = _amounts(first, last, num_devices, sums_us, logits_bytes, pieces.layer.forward_us)
-    ends = (pieces.first.state_bytes + pieces.last.state_bytes) / num_devices
-    made = replace(without_ends(pieces), device_bytes=pieces.device_bytes + ends)
-    return replace(made, others=(*pieces.others, *amounts))
+    first, last = pieces.first.times(1 + num_predicting), pieces.last.times(1 + num_predicting)
+    all_reduces_us = all_reduce_us * (1 + num_predicting)
+    amounts = _amounts(
+        first, last, num_devices, all_reduces_us, logits_bytes, pieces.layer.forward_us
+    )
+    state_bytes = (pieces.first.state_bytes + pieces.last.state_bytes) / num_devices
+    shared = replace(without_ends(pieces), device_bytes=pieces.device_bytes + state_bytes)
+    return replace(shared, others=(*pieces.others, *amounts))
 
 
 def held_logits(pieces: Pieces, num_devices: int) -> float:
@@ -113,31 +119,36 @@ def held_logits(pieces: Pieces, num_devices: int) -> float:
 
 
 def _amounts(
-    first: Piece, last: Piece, num_devices: int, sum_us: float, logits_bytes: float, stage_us: float
+    first: Piece,
+    last: Piece,
+    num_devices: int,
+    all_reduce_us: float,
+    logits_bytes: float,
+    stage_us: float,
 ) -> list[tuple[str, float]]:
     """Return times and memory of a device's vocabulary passes by name; times have a minimum."""
     times_us = {
         LOOKUP.time: first.forward_us / num_devices,
-        LOOKED_UP.time: sum_us,
+        LOOKED_UP.time: all_reduce_us,
         LOGITS.time: (last.forward_us + last.backward_us) / num_devices,
-        LOSS.time: sum_us,
+        LOSS.time: all_reduce_us,
         HEAD_WEIGHT.time: last.weight_us / num_devices,
         LOOKUP_WEIGHT.time: (first.backward_us + first.weight_us) / num_devices,
     }
-    least = LEAST * stage_us / num_devices
-    amounts = [(name, max(least, value)) for name, value in times_us.items()]
-    works = {
+    min_us = LEAST * stage_us / num_devices
+    amounts = [(name, max(min_us, value)) for name, value in times_us.items()]
+    workspaces = {
         LOGITS.works: max(last.forward_work_bytes, last.backward_work_bytes),
         HEAD_WEIGHT.works: last.weight_work_bytes,
     }
-    given = ((name, value / num_devices) for name, value in works.items() if value)
-    return [*amounts, (LOGITS.takes, logits_bytes), *given]
+    workspace_amounts = ((name, value / num_devices) for name, value in workspaces.items() if value)
+    return [*amounts, (LOGITS.takes, logits_bytes), *workspace_amounts]
 
 
 def without_shared(costs: Costs) -> Costs:
     """Return the costs without vocabulary passes, for making orders of F, B and W."""
-    there = (VOCABULARY_AMOUNTS | {kind.works for kind in VOCABULARY}).intersection(costs.lists())
-    return costs.having(**dict.fromkeys(there)) if there else costs
+    present = (VOCABULARY_AMOUNTS | {kind.works for kind in VOCABULARY}).intersection(costs.lists())
+    return costs.having(**dict.fromkeys(present)) if present else costs
 
 
 def in_proportion(costs: Costs, like: Costs) -> Costs:
@@ -147,14 +158,16 @@ def in_proportion(costs: Costs, like: Costs) -> Costs:
     """
     if costs.shards_output_layer:
         return costs
-    slower = sum(costs.forward_us) / sum(like.forward_us)
-    larger = sum(costs.held_after_forward_bytes) / sum(like.held_after_forward_bytes)
-    given = {
-        name: tuple((larger if name == LOGITS.takes else slower) * each for each in amounts)
+    time_ratio = sum(costs.forward_us) / sum(like.forward_us)
+    memory_ratio = sum(costs.held_after_forward_bytes) / sum(like.held_after_forward_bytes)
+    vocabulary_amounts = {
+        name: tuple(
+            (memory_ratio if name == LOGITS.takes else time_ratio) * amount for amount in amounts
+        )
         for name, amounts in like.others
         if name in VOCABULARY_AMOUNTS - costs.lists().keys()
     }
-    return costs.having(**given)
+    return costs.having(**vocabulary_amounts)
 
 
 def uniform_shared(num_devices: int, num_stages: int) -> Costs:
@@ -172,8 +185,8 @@ def most_logits_bytes(costs: Costs, waiting: int = max(WAITING)) -> float:
 
     Includes the workspace of vocabulary passes.
     """
-    works = max(max(costs.works(kind)) for kind in VOCABULARY)
-    return (waiting + 1) * max(dict(costs.others).get(LOGITS.takes, (0.0,))) + works
+    workspace = max(max(costs.works(kind)) for kind in VOCABULARY)
+    return (waiting + 1) * max(dict(costs.others).get(LOGITS.takes, (0.0,))) + workspace
 
 
 def with_vocabulary_passes(schedule: Schedule, costs: Costs) -> Schedule:
@@ -195,28 +208,28 @@ def share_forwards(wave: Schedule) -> Schedule:
     stage's F, and `LOGITS` directly after the last stage's, so the order is the same on all of
     them.
     """
-    last, devices = wave.num_stages - 1, wave.num_devices
+    last_stage, devices = wave.num_stages - 1, wave.num_devices
     chunks = wave.num_stages // devices
     homes = [stages[0] for stages in stages_of(wave.placement, devices)]
 
-    def place(work: Pass) -> tuple[float, int]:
-        early = chunks * work.microbatch
+    def sort_key(work: Pass) -> tuple[float, int]:
+        first_step = chunks * work.microbatch
         if work.kind in (LOOKUP, LOOKED_UP):
-            return early - 0.5, VOCABULARY.index(work.kind)
+            return first_step - 0.5, VOCABULARY.index(work.kind)
         if work.kind in (LOGITS, LOSS):
-            return early + last + 0.5, VOCABULARY.index(work.kind)
-        return early + work.stage, work.stage
+            return first_step + last_stage + 0.5, VOCABULARY.index(work.kind)
+        return first_step + work.stage, work.stage
 
     rows = []
     for device, row in enumerate(wave.order):
-        made = list(row)
+        passes = list(row)
         for microbatch in range(wave.num_microbatches):
-            made += [Pass(kind, homes[device], microbatch) for kind in (LOOKUP, LOGITS)]
+            passes += [Pass(kind, homes[device], microbatch) for kind in (LOOKUP, LOGITS)]
             if wave.placement[0] == device:
-                made.append(Pass(LOOKED_UP, 0, microbatch))
-            if wave.placement[last] == device:
-                made.append(Pass(LOSS, last, microbatch))
-        rows.append(tuple(sorted(made, key=place)))
+                passes.append(Pass(LOOKED_UP, 0, microbatch))
+            if wave.placement[last_stage] == device:
+                passes.append(Pass(LOSS, last_stage, microbatch))
+        rows.append(tuple(sorted(passes, key=sort_key)))
     return replace(wave, order=tuple(rows))
 
 
@@ -253,19 +266,25 @@ def share_vocabulary(
     alone = costs.without_state()
     limits = [peak + more for peak in peak_held(schedule, alone)]
     # A longer wait helps only with one stage per device.
-    patience = PATIENCE if schedule.num_stages == schedule.num_devices else PATIENCE[:1]
-    made = [
-        _Dealer(schedule, alone, limits, count, late, extra).deal()
-        for count, late, extra in itertools.product(waiting, LATE, patience)
+    extra_waits = EXTRA_WAITS if schedule.num_stages == schedule.num_devices else EXTRA_WAITS[:1]
+    candidates = [
+        _Dealer(schedule, alone, limits, max_pending, delay_fraction, extra_wait).deal()
+        for max_pending, delay_fraction, extra_wait in itertools.product(waiting, LATE, extra_waits)
     ]
-    return min(made, key=lambda each: (simulate(each, costs).makespan, max(peak_held(each, costs))))
+    return min(
+        candidates,
+        key=lambda candidate: (
+            simulate(candidate, costs).makespan,
+            max(peak_held(candidate, costs)),
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Joined:
     """A collective pass, and when and where its input is available."""
 
-    made_us: float
+    available_us: float
     microbatch: int
     kind: Kind
     device: int
@@ -287,39 +306,39 @@ class _Dealer:
         schedule: Schedule,
         costs: Costs,
         limits: list[float],
-        waiting: int,
-        late: float,
-        patience: float = 0.0,
+        max_pending: int,
+        delay_fraction: float,
+        extra_wait: float = 0.0,
     ) -> None:
         self.schedule, self.costs, self.limits = schedule, costs, limits
-        self.waiting, self.late = waiting, late
+        self.max_pending, self.delay_fraction = max_pending, delay_fraction
         stages = range(schedule.num_stages)
-        self.takes_us = {
+        self.times_us = {
             kind: [costs.time_us(kind, stage) for stage in stages]
             for kind in (*schedule.kinds, *VOCABULARY)
         }
         # Assumed only here; the result is simulated without it.
-        self.wait_us = {LOSS: patience * self.takes_us[Kind.F][-1]}
-        self.changes = {kind: costs.changes(kind) for kind in schedule.kinds}
-        self.most = {  # memory that a pass adds while it runs
-            kind: tuple(map(add, takes, costs.works(kind)))
-            for kind, (takes, _) in self.changes.items()
+        self.extra_wait_us = {LOSS: extra_wait * self.times_us[Kind.F][-1]}
+        self.memory_changes = {kind: costs.changes(kind) for kind in schedule.kinds}
+        self.peaks = {  # memory that a pass adds while it runs
+            kind: tuple(map(add, allocated, costs.works(kind)))
+            for kind, (allocated, _) in self.memory_changes.items()
         }
-        self.held = [0.0] * schedule.num_devices
+        self.memory = [0.0] * schedule.num_devices
         devices = schedule.num_devices
-        self.homes = [stages[0] for stages in stages_of(schedule.placement, devices)]
-        self.ends = schedule.placement[0], schedule.placement[-1]
+        self.first_stages = [stages[0] for stages in stages_of(schedule.placement, devices)]
+        self.end_devices = schedule.placement[0], schedule.placement[-1]
         self.last = schedule.num_stages - 1
         self.table = NeedTable(schedule.num_stages, (*schedule.kinds, *VOCABULARY))
-        self.left = [list(schedule.steps(device)) for device in range(devices)]
-        self.links_us: dict[tuple[int, str], float] = {}  # by (device, resource): busy until
+        self.remaining = [list(schedule.steps(device)) for device in range(devices)]
+        self.link_clocks_us: dict[tuple[int, str], float] = {}  # by (device, resource): busy until
         self.joins = [0] * devices  # [device] -> index in `joined`
-        self.logits = [0] * devices  # [device] -> S that have run
-        self.weights = [0] * devices  # [device] -> T that have run
+        self.num_logits = [0] * devices  # [device] -> S that have run
+        self.num_weights = [0] * devices  # [device] -> T that have run
         self.clock_us = [0.0] * devices
-        self.made: list[list[Pass]] = [[] for _ in range(devices)]
-        self.done_us = self._undone()
-        self.reads = {  # inputs of a pass: ends by microbatch, and P2P lag
+        self.rows: list[list[Pass]] = [[] for _ in range(devices)]
+        self.done_us = self._initial_ends()
+        self.inputs = {  # inputs of a pass: ends by microbatch, and P2P lag
             (kind, stage): [
                 (self.done_us[self.table.parts[part], source], self._lag_us(source, stage))
                 for part, source in needs[stage]
@@ -330,39 +349,39 @@ class _Dealer:
         self.parts: dict[tuple[Kind, int], list[float]] = {}  # arrivals of a collective's parts
         self.collectives_us = [0.0] * devices  # [device] busy with collectives until
         self.joined = [
-            _Joined(0.0, microbatch, LOOKUP, self.ends[0])
-            for microbatch in range(min(AHEAD, schedule.num_microbatches))
+            _Joined(0.0, microbatch, LOOKUP, self.end_devices[0])
+            for microbatch in range(min(LOOKUP_DISTANCE, schedule.num_microbatches))
         ]
-        self.everywhere = frozenset(range(devices))
-        self.readers = self._read_by()
-        self.changed = set(self.everywhere)  # devices whose next step may have changed
+        self.all_devices = frozenset(range(devices))
+        self.readers = self._readers_of_passes()
+        self.changed_devices = set(self.all_devices)  # devices whose next step may have changed
 
     def deal(self) -> Schedule:
-        left = sum(map(len, self.left))
+        num_steps = sum(map(len, self.remaining))
         # LOOKUP, LOGITS, HEAD_WEIGHT and LOOKUP_WEIGHT of every device and microbatch.
         # LOOKED_UP and LOSS are no steps of a device: `_sum` adds them with the last part.
-        left += 4 * self.schedule.num_devices * self.schedule.num_microbatches
-        starts_us, actions = [0.0] * len(self.made), dict[int, _Action]()
-        for _ in range(left):
+        num_steps += 4 * self.schedule.num_devices * self.schedule.num_microbatches
+        starts_us, actions = [0.0] * len(self.rows), dict[int, _Action]()
+        for _ in range(num_steps):
             # Only these devices can have another next step than before.
-            for device in self.changed:
-                actions[device] = self._next(device)
+            for device in self.changed_devices:
+                actions[device] = self._next_action(device)
                 starts_us[device] = actions[device].start_us
             device = starts_us.index(min(starts_us))
-            self.changed = {device}
+            self.changed_devices = {device}
             self._run(actions[device], device)
-        return replace(self.schedule, order=tuple(map(tuple, self.made)))
+        return replace(self.schedule, order=tuple(map(tuple, self.rows)))
 
-    def _undone(self) -> dict[tuple[Kind, int], list[float]]:
+    def _initial_ends(self) -> dict[tuple[Kind, int], list[float]]:
         """Return the ends of passes by microbatch: infinity, or 0 for passes that do not exist."""
-        there = {work for row in self.schedule.order for work in row if not work.kind.everywhere}
+        present = {work for row in self.schedule.order for work in row if not work.kind.everywhere}
         microbatches = range(
             1 + max(work.microbatch for row in self.schedule.order for work in row)
         )
         return {
             (part, stage): [
                 math.inf
-                if part.everywhere or part.of or Pass(part, stage, microbatch) in there
+                if part.everywhere or part.of or Pass(part, stage, microbatch) in present
                 else 0.0
                 for microbatch in microbatches
             ]
@@ -376,163 +395,171 @@ class _Dealer:
             return 0.0
         return self.costs.message_us(source, stage)
 
-    def _read_by(self) -> dict[tuple[Kind, int], set[int]]:
+    def _readers_of_passes(self) -> dict[tuple[Kind, int], set[int]]:
         """Return the devices that read the result of a kind of pass on a stage."""
-        found: dict[tuple[Kind, int], set[int]] = {}
+        readers_of: dict[tuple[Kind, int], set[int]] = {}
         for needs in self.table.needs.values():
             for stage, reads in enumerate(needs):
                 for part, source in reads:
-                    readers = found.setdefault((self.table.parts[part], source), set())
+                    readers = readers_of.setdefault((self.table.parts[part], source), set())
                     readers.add(self.schedule.placement[stage])
-        found[LOSS, self.last] = set(self.everywhere)  # the T of every device, too
-        return found
+        readers_of[LOSS, self.last] = set(self.all_devices)  # the T of every device, too
+        return readers_of
 
-    def _is_done(self, kind: Kind, stage: int, microbatch: int, end: float) -> None:
+    def _set_end(self, kind: Kind, stage: int, microbatch: int, end: float) -> None:
         self.done_us[kind, stage][microbatch] = end
-        self.changed |= self.readers.get((kind, stage), set())
+        self.changed_devices |= self.readers.get((kind, stage), set())
 
-    def _next(self, device: int) -> _Action:
+    def _next_action(self, device: int) -> _Action:
         """Return the device's next step, by the inputs known so far."""
         now, options = self.clock_us[device], []
         # Collective passes run in the same order on all devices, so only the next one is an option.
         if self.joins[device] < len(self.joined):
-            item = self.joined[self.joins[device]]
-            start = max(now, self._arrives(item.made_us, item.device, device))
-            options.append(_Action(start, (Pass(item.kind, self.homes[device], item.microbatch),)))
+            collective = self.joined[self.joins[device]]
+            start = max(now, self._arrives(collective.available_us, collective.device, device))
+            options.append(
+                _Action(
+                    start,
+                    (Pass(collective.kind, self.first_stages[device], collective.microbatch),),
+                )
+            )
         # A placeholder that never runs, for a device with no scheduled pass left.
-        given = _Action(math.inf, (Pass(HEAD_WEIGHT, self.homes[device], -1),))
-        if self.left[device]:
-            given = self._action(self.left[device][0], device)
+        scheduled = _Action(math.inf, (Pass(HEAD_WEIGHT, self.first_stages[device], -1),))
+        if self.remaining[device]:
+            scheduled = self._action_of(self.remaining[device][0], device)
         filler = self._filler(device, now)
-        if filler is not None and self._fits(filler, given, device):
+        if filler is not None and self._fits(filler, scheduled, device):
             options.append(filler)
-        if given.start_us > now:
-            options += self._later(given, device)
+        if scheduled.start_us > now:
+            options += self._early_actions(scheduled, device)
         # The earliest start; on ties a collective pass, then T, then a later pass.
-        return min((*options, given), key=lambda each: each.start_us)
+        return min((*options, scheduled), key=lambda action: action.start_us)
 
-    def _action(self, step: tuple[Pass, ...], device: int) -> _Action:
-        """Return the scheduled step; a pass on another resource does not delay the compute lane."""
+    def _action_of(self, step: tuple[Pass, ...], device: int) -> _Action:
+        """Return the scheduled step; a pass on another resource does not delay compute passes."""
         ready_us = max(map(self._ready_us, step))
         # Launched now; `_run` computes when its link runs it.
         if step[0].kind.resource != PROCESSOR and ready_us < math.inf:
             return _Action(self.clock_us[device], step)
         return _Action(max(self.clock_us[device], ready_us), step)
 
-    def _later(self, given: _Action, device: int) -> Iterator[_Action]:
-        """Yield a later W and a later F that hardly delay the given pass."""
-        seen = set()
-        for step in self.left[device][:FURTHER]:
+    def _early_actions(self, scheduled: _Action, device: int) -> Iterator[_Action]:
+        """Yield a later W and a later F that hardly delay the scheduled pass."""
+        seen_kinds = set()
+        for step in self.remaining[device][:_MAX_LOOKAHEAD]:
             kind, stage, _ = step[0]
-            if kind in seen or kind not in (Kind.F, Kind.W) or len(step) > 1:
+            if kind in seen_kinds or kind not in (Kind.F, Kind.W) or len(step) > 1:
                 continue
-            seen.add(kind)
-            action, most = self._action(step, device), self.most[kind][stage]
-            if most and self.held[device] + most > self.limits[device] * (1 + _ROUNDING):
+            seen_kinds.add(kind)
+            action, peak = self._action_of(step, device), self.peaks[kind][stage]
+            if peak and self.memory[device] + peak > self.limits[device] * (1 + _ROUNDING):
                 continue
-            # A pass run early may delay the given one by the fraction `late` of its time.
-            least_us = (1 - self.late) * self.takes_us[kind][stage]
-            if action.start_us < math.inf and action.start_us + least_us <= given.start_us:
+            # A pass run early may delay the scheduled one by `delay_fraction` of its time.
+            min_duration_us = (1 - self.delay_fraction) * self.times_us[kind][stage]
+            if (
+                action.start_us < math.inf
+                and action.start_us + min_duration_us <= scheduled.start_us
+            ):
                 yield action
 
-    def _fits(self, filler: _Action, given: _Action, device: int) -> bool:
-        # With too many logits in memory, T runs even if it delays the given pass.
-        must = self.logits[device] - self.weights[device] > self.waiting
-        takes_us = 0.0 if must else self.takes_us[HEAD_WEIGHT][self.homes[device]]
-        return filler.start_us + takes_us <= given.start_us
+    def _fits(self, filler: _Action, scheduled: _Action, device: int) -> bool:
+        # With too many logits in memory, T runs even if it delays the scheduled pass.
+        is_required = self.num_logits[device] - self.num_weights[device] > self.max_pending
+        duration_us = 0.0 if is_required else self.times_us[HEAD_WEIGHT][self.first_stages[device]]
+        return filler.start_us + duration_us <= scheduled.start_us
 
     def _filler(self, device: int, now: float) -> _Action | None:
         """Return the next T, if the S of the next microbatch has run."""
-        microbatch = self.weights[device]
-        ready = min(self.logits[device], microbatch + 2)
+        microbatch = self.num_weights[device]
+        ready = min(self.num_logits[device], microbatch + 2)
         # T needs the S of the next microbatch, unless its own is the last.
         if ready < min(microbatch + 2, self.schedule.num_microbatches) or ready == microbatch:
             return None
-        done = self.done_us[LOSS, self.last][microbatch]
-        if done == math.inf:
+        loss_end_us = self.done_us[LOSS, self.last][microbatch]
+        if loss_end_us == math.inf:
             return None
-        start = max(now, self._arrives(done, self.ends[1], device))
-        return _Action(start, (Pass(HEAD_WEIGHT, self.homes[device], microbatch),))
+        start = max(now, self._arrives(loss_end_us, self.end_devices[1], device))
+        return _Action(start, (Pass(HEAD_WEIGHT, self.first_stages[device], microbatch),))
 
-    def _arrives(self, made_us: float, source: int, device: int) -> float:
-        return made_us + (self.costs.send_us if source != device else 0.0)
+    def _arrives(self, available_us: float, source: int, device: int) -> float:
+        return available_us + (self.costs.send_us if source != device else 0.0)
 
     def _ready_us(self, work: Pass) -> float:
         """Return when all inputs of the pass are available; infinity if that is unknown."""
         kind, stage, microbatch = work
         ready_us = 0.0
-        for done_us, lag_us in self.reads[kind, stage]:
+        for done_us, lag_us in self.inputs[kind, stage]:
             ready_us = max(ready_us, done_us[microbatch] + lag_us)
         return ready_us
 
     def _run(self, action: _Action, device: int) -> None:
         step, first = action.step, action.step[0]
-        end = action.start_us + self._length_us(step)
+        end = action.start_us + self._duration_us(step)
         # Compute passes occupy the device, copies only their link.
         if first.kind.resource == PROCESSOR:
             self.clock_us[device] = end
         else:
             link = device, first.kind.resource
-            start = max(self._ready_us(first), self.links_us.get(link, 0.0))
-            self.links_us[link] = end = start + self._length_us(step)
+            start = max(self._ready_us(first), self.link_clocks_us.get(link, 0.0))
+            self.link_clocks_us[link] = end = start + self._duration_us(step)
         for work in step:
-            self.made[device].append(work)
+            self.rows[device].append(work)
             for part in work.parts():
-                self._is_done(part, work.stage, work.microbatch, end)
-            self._done(work, end, device)
+                self._set_end(part, work.stage, work.microbatch, end)
+            self._finish_pass(work, end, device)
         if not first.kind.of:
-            self.left[device].remove(step)
+            self.remaining[device].remove(step)
 
-    def _length_us(self, step: tuple[Pass, ...]) -> float:
+    def _duration_us(self, step: tuple[Pass, ...]) -> float:
         kind, stage, _ = step[0]
         if len(step) == 1:
-            return self.takes_us[kind][stage]
+            return self.times_us[kind][stage]
         return self.costs.overlapped_us(stage, step[1].kind, step[1].stage)
 
-    def _done(self, work: Pass, end: float, device: int) -> None:
+    def _finish_pass(self, work: Pass, end: float, device: int) -> None:
         kind, stage, microbatch = work
         if kind.is_collective:
             self.joins[device] += 1
         if kind is LOGITS:
-            self.logits[device] += 1
+            self.num_logits[device] += 1
             self._sum(LOSS, self.last, microbatch, end, device)
         elif kind is LOOKUP:
             self._sum(LOOKED_UP, 0, microbatch, end, device)
         elif kind is HEAD_WEIGHT:
-            self.weights[device] += 1
+            self.num_weights[device] += 1
         else:
-            self._call(work, end, device)
+            self._queue_collectives(work, end, device)
         if not kind.of:
-            self.held[device] += sum(change[stage] for change in self.changes[kind])
+            self.memory[device] += sum(change[stage] for change in self.memory_changes[kind])
 
-    def _call(self, work: Pass, end: float, device: int) -> None:
+    def _queue_collectives(self, work: Pass, end: float, device: int) -> None:
         """Queue the collective passes that read this pass's result, or that a later pass needs."""
         if work.kind is Kind.F and work.stage == 0:
-            ahead = work.microbatch + AHEAD
-            if ahead < self.schedule.num_microbatches:
-                self._join(_Joined(end, ahead, LOOKUP, device))
+            lookup_microbatch = work.microbatch + LOOKUP_DISTANCE
+            if lookup_microbatch < self.schedule.num_microbatches:
+                self._insert_collective(_Joined(end, lookup_microbatch, LOOKUP, device))
         if work.kind is Kind.F and work.stage == self.last:
-            self._join(_Joined(end, work.microbatch, LOGITS, device))
+            self._insert_collective(_Joined(end, work.microbatch, LOGITS, device))
         if Kind.B in work.parts() and work.stage == 0:
-            self._join(_Joined(end, work.microbatch, LOOKUP_WEIGHT, device))
+            self._insert_collective(_Joined(end, work.microbatch, LOOKUP_WEIGHT, device))
 
-    def _join(self, item: _Joined) -> None:
+    def _insert_collective(self, collective: _Joined) -> None:
         # Behind all items that any device has run: their inputs were there before this step's
         # start, and this item is made at its end.
-        insort(self.joined, item)
-        self.changed |= self.everywhere
+        insort(self.joined, collective)
+        self.changed_devices |= self.all_devices
 
     def _sum(self, kind: Kind, stage: int, microbatch: int, end: float, device: int) -> None:
         """Finish a collective at its reader once the parts of all devices have arrived."""
         home = self.schedule.placement[stage]
-        parts = self.parts.setdefault((kind, microbatch), [])
-        parts.append(self._arrives(end, device, home))
+        arrivals = self.parts.setdefault((kind, microbatch), [])
+        arrivals.append(self._arrives(end, device, home))
         # The result of the collective is a pass of its reader only.
         # Right after its part, because `verify` requires the sum behind it in the row.
         if device == home:
-            self.made[home].append(Pass(kind, stage, microbatch))
-        if len(parts) == self.schedule.num_devices:
-            begins = max(*parts, self.collectives_us[home])
-            ends = begins + self.takes_us[kind][stage]
-            self.collectives_us[home] = ends
-            self._is_done(kind, stage, microbatch, ends + self.wait_us.get(kind, 0.0))
+            self.rows[home].append(Pass(kind, stage, microbatch))
+        if len(arrivals) == self.schedule.num_devices:
+            start = max(*arrivals, self.collectives_us[home])
+            end_us = start + self.times_us[kind][stage]
+            self.collectives_us[home] = end_us
+            self._set_end(kind, stage, microbatch, end_us + self.extra_wait_us.get(kind, 0.0))
