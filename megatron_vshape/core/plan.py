@@ -46,7 +46,7 @@ from megatron_vshape.core.request import (
     with_chunks,
 )
 
-WORTH = 0.002
+_MIN_SAVING = 0.002
 """Minimum share of the work that full backwards must save to be planned; smaller
 savings are only used where fusing delays no pass."""
 
@@ -79,12 +79,12 @@ def plan_request(request: PlanRequest, budget: Budget | None = None) -> PlanResu
         return _plan_at_memory_of(baseline, request, budget)
     block = None
     if isinstance(name, str):
-        own = (with_chunks(name) or BaselineSpec(name))._replace(slices=slices)
-        block = own.block(request.num_devices, request.num_microbatches)
+        spec = (with_chunks(name) or BaselineSpec(name))._replace(slices=slices)
+        block = spec.block(request.num_devices, request.num_microbatches)
         # F and B of a published pair overlap only in Megatron's layer plans.
-        made = own.make(request.num_devices, request.num_microbatches).split_overlapped()
+        schedule = spec.make(request.num_devices, request.num_microbatches).split_overlapped()
         # The name includes the chunks, to distinguish several schedules of one name.
-        name = made if own.chunks is None else replace(made, name=name)
+        name = schedule if spec.chunks is None else replace(schedule, name=name)
     costs = request.costs_of(name.placement, name.name)
     return PlanResult(with_all_kinds(name, costs), costs, block)
 
@@ -97,25 +97,25 @@ def published_schedule(name: str, num_devices: int, num_microbatches: int) -> Sc
         ScheduleError: the schedule does not exist, or does not support these sizes.
     """
     find(name, EVERY_NAME)
-    made = plan_request(PlanRequest(name, num_devices, num_microbatches)).schedule
-    own = made.num_devices, made.whole_microbatches
-    if own != (num_devices, num_microbatches):
+    schedule = plan_request(PlanRequest(name, num_devices, num_microbatches)).schedule
+    sizes = schedule.num_devices, schedule.whole_microbatches
+    if sizes != (num_devices, num_microbatches):
         raise ScheduleError(
-            f"{name} is for {own[0]} devices and {own[1]} microbatches, not for {num_devices} and "
-            f"{num_microbatches}"
+            f"{name} is for {sizes[0]} devices and {sizes[1]} microbatches, not for {num_devices} "
+            f"and {num_microbatches}"
         )
-    return made
+    return schedule
 
 
 def _plan_at_memory_of(baseline: BaselineSpec, request: PlanRequest, budget: Budget) -> PlanResult:
     """Plan with the memory and placement of a schedule; at worst, return that schedule."""
-    known = evaluate_named(baseline, request)
+    evaluated = evaluate_named(baseline, request)
     request = replace(
         request,
-        costs=known.costs,
-        limit=known.peak,
-        placements=(known.schedule.placement,),
-        baselines=(known,),
+        costs=evaluated.costs,
+        limit=evaluated.peak,
+        placements=(evaluated.schedule.placement,),
+        baselines=(evaluated,),
     )
     result = _plan_auto(request, budget)
     return replace(result, schedule=replace(result.schedule, name=baseline.name + PLUS))
@@ -129,72 +129,87 @@ def _plan_auto(request: PlanRequest, budget: Budget) -> PlanResult:
     """
     limits, goal = limits_of(request), request.objective
     request = replace(request, limit=limits)
-    whole = request.whole()
+    costs = request.whole()
     placements = request.placements or default_placements(
-        request.num_devices, whole.num_stages, whole.copies
+        request.num_devices, costs.num_stages, costs.copies
     )
-    found: list[PlanResult] = []
+    results: list[PlanResult] = []
     rejected: ScheduleError | None = None
-    bounds = {each: _bound(request, each) for each in placements}
+    bounds = {placement: _bound(request, placement) for placement in placements}
     # With a layer split, each placement is searched alone, with a share of the time.
-    searches = _by_costs(request, placements)
-    for each in searches:
-        value = min((one.plan.value for one in found), default=math.inf)
-        least = min(map(bounds.__getitem__, each.placements or placements))
-        if found and (budget.stopped() or least * (1 + ENOUGH) >= value):
+    searches = _search_requests(request, placements)
+    for search_request in searches:
+        best_value = min((previous.plan.value for previous in results), default=math.inf)
+        bound_of_request = min(map(bounds.__getitem__, search_request.placements or placements))
+        if results and (budget.stopped() or bound_of_request * (1 + ENOUGH) >= best_value):
             continue
         try:
-            found.append(_search(each, budget))
-            budget.found(partial(found.__getitem__, len(found) - 1))
+            results.append(_search(search_request, budget))
+            budget.found(partial(results.__getitem__, len(results) - 1))
         except LimitError as error:  # evaluated schedules may have other placements
             rejected = error
         except ScheduleError as error:  # no schedule was found for these costs
             if len(searches) == 1:
                 raise
             rejected = rejected or error
-    value = min((each.plan.value for each in found), default=math.inf)
-    generated = _baselines(request, value, budget)
-    baselines = [with_fused_backwards(each, goal) for each in (*request.baselines, *generated)]
-    found += [_as_result(each, limits, goal) for each in baselines if fits(each.peak, limits)]
-    if not found:
+    best_value = min((result.plan.value for result in results), default=math.inf)
+    generated = _baselines(request, best_value, budget)
+    baselines = [
+        _with_fused_backwards(evaluated, goal) for evaluated in (*request.baselines, *generated)
+    ]
+    results += [
+        _as_result(evaluated, limits, goal)
+        for evaluated in baselines
+        if fits(evaluated.peak, limits)
+    ]
+    if not results:
         raise rejected or ScheduleError("nothing fits")
-    best = min(found, key=_rank)
+    best = min(results, key=_result_rank)
     verify(best.schedule, limits, best.costs)
     bound = min(best.plan.value, best.plan.lower_bound, *bounds.values())
     return replace(best, baselines=tuple(baselines), searched_bound=bound)
 
 
-def no_worse_than_published(request: PlanRequest, found: PlanResult | None) -> PlanResult | None:
+def no_worse_than_published(
+    request: PlanRequest, stopped_result: PlanResult | None
+) -> PlanResult | None:
     """Return the result of a stopped search, or the fastest published schedule if that is faster.
 
     It evaluates the published schedules that fit, which takes about a second.
     """
     limits, goal = limits_of(request), request.objective
-    known = [with_fused_backwards(each, goal) for each in _baselines(request, math.inf, Budget())]
-    fitting = [_as_result(each, limits, goal) for each in known if fits(each.peak, limits)]
-    best = min(fitting, key=_rank, default=found)
-    if found is None or best is None:
+    evaluated_schedules = [
+        _with_fused_backwards(evaluated, goal)
+        for evaluated in _baselines(request, math.inf, Budget())
+    ]
+    fitting = [
+        _as_result(evaluated, limits, goal)
+        for evaluated in evaluated_schedules
+        if fits(evaluated.peak, limits)
+    ]
+    best = min(fitting, key=_result_rank, default=stopped_result)
+    if stopped_result is None or best is None:
         return best
-    return best if best.plan.value < found.plan.value * (1 - SAME) else found
+    return best if best.plan.value < stopped_result.plan.value * (1 - SAME) else stopped_result
 
 
-def _by_costs(request: PlanRequest, placements: Sequence[Placement]) -> list[PlanRequest]:
+def _search_requests(request: PlanRequest, placements: Sequence[Placement]) -> list[PlanRequest]:
     """Return the search requests: one for all placements with common costs."""
     if request.layers is None:
         return [request]
-    return [_on(request, placement, 1 / len(placements)) for placement in placements]
+    return [_for_placement(request, placement, 1 / len(placements)) for placement in placements]
 
 
-def _on(request: PlanRequest, placement: Placement, share: float) -> PlanRequest:
+def _for_placement(request: PlanRequest, placement: Placement, share: float) -> PlanRequest:
     """Return the request for this placement only, with a share of its time."""
     costs = request.costs_of(placement, "a plan")
     seconds = None if request.seconds is None else share * request.seconds
     return replace(request, costs=costs, placements=(placement,), seconds=seconds)
 
 
-def _rank(result: PlanResult) -> tuple[float, float, bool]:
+def _result_rank(result: PlanResult) -> tuple[float, float, bool]:
     """Return the sort key of a result; values within rounding are equal."""
-    value, peak = (float(f"{each:.9g}") for each in (result.plan.value, max(result.plan.peak)))
+    value, peak = (float(f"{number:.9g}") for number in (result.plan.value, max(result.plan.peak)))
     return value, peak, not result.is_megatrons
 
 
@@ -209,40 +224,42 @@ def _search(request: PlanRequest, budget: Budget) -> PlanResult:
     placements = request.placements or default_placements(
         request.num_devices, costs.num_stages, costs.copies
     )
-    chooses = max(saves(costs.sliced(each)) for each in slices) >= WORTH
+    may_use_full = max(saves(costs.sliced(num_slices)) for num_slices in slices) >= _MIN_SAVING
     searched = partial(
         search.plan,
-        {each: request.costs_of(each, "a plan") for each in placements},
+        {placement: request.costs_of(placement, "a plan") for placement in placements},
         request.num_devices,
         request.num_microbatches,
         limits,
         request.objective,
         slices=slices,
         steps=request.steps,
-        seconds=None if request.seconds is None else request.seconds / (1 + chooses),
+        seconds=None if request.seconds is None else request.seconds / (1 + may_use_full),
         progress=budget.progress,
         trades=costs.copies,
         in_host=request.moved_limit,
     )
 
-    def result_of(made: Plan) -> PlanResult:
-        own = request.costs_of(made.schedule.placement, "the plan")
-        return PlanResult(made.schedule, own, searched=made, limits=limits)
+    def result_of(plan: Plan) -> PlanResult:
+        costs_of_plan = request.costs_of(plan.schedule.placement, "the plan")
+        return PlanResult(plan.schedule, costs_of_plan, searched=plan, limits=limits)
 
-    made = searched(begun=lambda best: budget.found(lambda: result_of(best())))
-    result = result_of(made)
+    plan = searched(begun=lambda best: budget.found(lambda: result_of(best())))
+    result = result_of(plan)
     if result.costs.whole_us is None:
         return result
     # The best of three plans: all backwards split, adjacent B and W fused, none split.
-    split = evaluate_schedule(made.schedule, result.costs)
-    found = [with_fused_backwards(split, request.objective), split]
-    if chooses:
-        whole = whole_backwards(searched(whole=True).schedule)
-        found.append(evaluate_schedule(whole, request.costs_of(whole.placement, "the plan")))
-    found = [each for each in found if fits(each.peak, limits)]
-    best = min(found, key=lambda each: request.objective.of(each.timeline))
-    fused = _as_plan(best, limits, request.objective, made.source, made.steps)
-    fused = replace(fused, tried=made.tried)
+    split = evaluate_schedule(plan.schedule, result.costs)
+    candidates = [_with_fused_backwards(split, request.objective), split]
+    if may_use_full:
+        schedule = whole_backwards(searched(whole=True).schedule)
+        candidates.append(
+            evaluate_schedule(schedule, request.costs_of(schedule.placement, "the plan"))
+        )
+    candidates = [candidate for candidate in candidates if fits(candidate.peak, limits)]
+    best = min(candidates, key=lambda candidate: request.objective.of(candidate.timeline))
+    fused = _as_plan(best, limits, request.objective, plan.source, plan.steps)
+    fused = replace(fused, tried=plan.tried)
     return PlanResult(fused.schedule, best.costs, searched=fused, limits=limits)
 
 
@@ -253,67 +270,75 @@ def _search_shared(request: PlanRequest, budget: Budget) -> PlanResult:
     are large; and without optional strategies, because the best schedule without vocabulary
     parallelism may not be the best with it.
     """
-    whole, goal, limits = request.whole(), request.objective, limits_of(request)
-    found: list[tuple[EvaluatedSchedule, Plan]] = []
+    costs_of_request, goal, limits = request.whole(), request.objective, limits_of(request)
+    candidates: list[tuple[EvaluatedSchedule, Plan]] = []
     rejected = ScheduleError("nothing fits")
-    large = most_logits_bytes(whole) > max(whole.held_after_forward_bytes)
-    placements = request.placements or default_placements(
-        request.num_devices, whole.num_stages, whole.copies
+    has_large_logits = most_logits_bytes(costs_of_request) > max(
+        costs_of_request.held_after_forward_bytes
     )
-    requests = [_on(request, each, 1 / len(placements)) for each in placements]
-    if whole.copies:
+    placements = request.placements or default_placements(
+        request.num_devices, costs_of_request.num_stages, costs_of_request.copies
+    )
+    requests = [_for_placement(request, placement, 1 / len(placements)) for placement in placements]
+    if costs_of_request.copies:
         requests += [
-            replace(each, costs=without_copies(each.whole()), cut=None) for each in requests
+            replace(placement_request, costs=without_copies(placement_request.whole()), cut=None)
+            for placement_request in requests
         ]
-    for each in requests:
+    for placement_request in requests:
         fitting: list[tuple[EvaluatedSchedule, Plan]] = []
-        for waiting in sorted(WAITING, reverse=True):
-            if fitting and not large:
+        for num_pending in sorted(WAITING, reverse=True):
+            if fitting and not has_large_logits:
                 break
             try:
-                fitting.append(_search_with_logits(each, waiting, budget))
+                fitting.append(_search_with_logits(placement_request, num_pending, budget))
             except LimitError as error:
                 rejected = error
-        found += fitting
-    if not found:
+        candidates += fitting
+    if not candidates:
         raise rejected
-    best, made = min(found, key=lambda each: goal.of(each[0].timeline))
+    best, plan = min(candidates, key=lambda candidate: goal.of(candidate[0].timeline))
     costs = request.costs_of(best.schedule.placement, "the plan")
-    shared = _as_plan(best._replace(costs=costs), limits, goal, made.source, made.steps)
+    shared = _as_plan(best._replace(costs=costs), limits, goal, plan.source, plan.steps)
     return PlanResult(shared.schedule, costs, searched=shared, limits=limits)
 
 
 def _search_with_logits(
-    request: PlanRequest, waiting: int, budget: Budget
+    request: PlanRequest, num_pending: int, budget: Budget
 ) -> tuple[EvaluatedSchedule, Plan]:
-    """Plan with vocabulary parallelism and the logits of `waiting` microbatches in memory.
+    """Plan with vocabulary parallelism and the logits of `num_pending` microbatches in memory.
 
     Returns the schedule and the plan of its F, B and W. Their search has the memory that the logits
     leave; the vocabulary passes then use all memory that the plan leaves.
     """
     costs = request.whole()
-    logits = most_logits_bytes(costs, waiting)
-    room = tuple(limit - logits for limit in limits_of(request))
-    bare = replace(request, costs=without_shared(costs), limit=room, cut=None, layers=None)
+    logits = most_logits_bytes(costs, num_pending)
+    limits = tuple(limit - logits for limit in limits_of(request))
+    request_without_logits = replace(
+        request, costs=without_shared(costs), limit=limits, cut=None, layers=None
+    )
     try:
-        made = _search(bare, budget).plan
+        plan = _search(request_without_logits, budget).plan
     except LimitError as error:
-        need, least = error.need + logits, error.least + logits
-        raise LimitError(error.device, error.limit + logits, need, least) from None
-    spare, counts = min(map(sub, room, made.peak)), [each for each in WAITING if each <= waiting]
-    return evaluate_schedule(share_vocabulary(made.schedule, costs, spare, counts), costs), made
+        required, minimum = error.need + logits, error.least + logits
+        raise LimitError(error.device, error.limit + logits, required, minimum) from None
+    spare, counts = (
+        min(map(sub, limits, plan.peak)),
+        [count for count in WAITING if count <= num_pending],
+    )
+    return evaluate_schedule(share_vocabulary(plan.schedule, costs, spare, counts), costs), plan
 
 
 def _bound(request: PlanRequest, placement: Placement) -> float:
     costs, limits = request.costs_of(placement, "a plan"), limits_of(request)
     microbatches = request.num_microbatches
     return min(
-        _least(costs.sliced(each), placement, microbatches, limits, request.objective)
-        for each in request.slice_counts()
+        _cached_bound(costs.sliced(num_slices), placement, microbatches, limits, request.objective)
+        for num_slices in request.slice_counts()
     )
 
 
-_least = lru_cache(maxsize=256)(bound_at)
+_cached_bound = lru_cache(maxsize=256)(bound_at)
 """Bounds of placements, cached because they are required before and after a search."""
 
 
@@ -331,10 +356,10 @@ def _baselines(request: PlanRequest, value: float, budget: Budget) -> Iterator[E
         except ScheduleError:  # the costs do not have its stages
             continue
         placement, alone = block.placement, without_copies(costs)
-        if not request.allows(placement) or not may_fit(block, costs, microbatches, limits):
+        if not request.allows(placement) or not _may_fit(block, costs, microbatches, limits):
             continue
-        least = _least(alone, placement, microbatches, limits, request.objective)
-        if least <= value * (1 + SAME):
+        bound = _cached_bound(alone, placement, microbatches, limits, request.objective)
+        if bound <= value * (1 + SAME):
             yield evaluate_named(baseline, request)
 
 
@@ -344,19 +369,22 @@ def _blocks(request: PlanRequest) -> Iterator[tuple[BaselineSpec, BuildingBlock]
     return baselines_of(request.num_devices, request.num_microbatches, chunks, slices)
 
 
-def may_fit(
+def _may_fit(
     block: BuildingBlock, costs: Costs, num_microbatches: int, limits: Sequence[float]
 ) -> bool:
     """Return whether the block's schedule may fit; False if its steady phase exceeds the limits."""
     if num_microbatches * costs.slices < 2 * block.num_devices:  # it may have no steady phase
         return True
-    held = list(map(min, costs.held_after_forward_bytes, costs.held_after_backward_bytes))
+    retained = list(map(min, costs.held_after_forward_bytes, costs.held_after_backward_bytes))
     rows = zip(block.peaks(), stages_of(block.placement, block.num_devices), strict=True)
     _, limits = room_in(costs, block.placement, limits)
-    return fits([peak * min(held[stage] for stage in own) for peak, own in rows], limits)
+    return fits(
+        [peak * min(retained[stage] for stage in local_stages) for peak, local_stages in rows],
+        limits,
+    )
 
 
-def with_fused_backwards(known: EvaluatedSchedule, objective: Objective) -> EvaluatedSchedule:
+def _with_fused_backwards(evaluated: EvaluatedSchedule, objective: Objective) -> EvaluatedSchedule:
     """Fuse B and W to BW where that is not slower, if BW has a separate cost.
 
     B sends its gradient before W has run, and W fills idle time. BW costs less if it hides a
@@ -364,23 +392,26 @@ def with_fused_backwards(known: EvaluatedSchedule, objective: Objective) -> Eval
     steady state, if no pass waits for B; B in warm-up and cool-down, where a chain of B is the
     critical path.
     """
-    if known.costs.whole_us is None:
-        return known
+    if evaluated.costs.whole_us is None:
+        return evaluated
     # Imported here because numba needs a second to import.
     from megatron_vshape.core.fusing import fuse_backwards
 
-    schedule = fuse_backwards(known.timeline, known.costs, objective)
-    return evaluate_schedule(schedule, known.costs)._replace(baseline=known.baseline)
+    schedule = fuse_backwards(evaluated.timeline, evaluated.costs, objective)
+    return evaluate_schedule(schedule, evaluated.costs)._replace(baseline=evaluated.baseline)
 
 
 def saves(costs: Costs) -> float:
     """Return the share of all passes' time that full backwards save; at least 0."""
-    split = [sum(costs.time_us(kind, at) for kind in PARTS) for at in range(costs.num_stages)]
-    forward = [costs.time_us(Kind.F, stage) for stage in range(costs.num_stages)]
-    whole = costs.whole_us
-    if whole is None:
+    split_us = [
+        sum(costs.time_us(kind, stage_index) for kind in PARTS)
+        for stage_index in range(costs.num_stages)
+    ]
+    forward_us = [costs.time_us(Kind.F, stage) for stage in range(costs.num_stages)]
+    full_backward_us = costs.whole_us
+    if full_backward_us is None:
         return 0.0
-    return max(0.0, 1 - (sum(forward) + sum(whole)) / sum(split))
+    return max(0.0, 1 - (sum(forward_us) + sum(full_backward_us)) / sum(split_us))
 
 
 def compare(
@@ -392,55 +423,57 @@ def compare(
     runs them, because they are slow to generate. After the budget is used up, no schedule is
     generated.
     """
-    made = {known.baseline: known for known in result.baselines}
+    evaluated_by_spec = {evaluated.baseline: evaluated for evaluated in result.baselines}
     for baseline, _ in _blocks(request):
-        own = baseline.is_megatrons(request.num_devices, request.num_microbatches)
-        if baseline in made:
-            yield made[baseline]
-        elif baseline.chunks is None or own:
+        is_megatrons = baseline.is_megatrons(request.num_devices, request.num_microbatches)
+        if baseline in evaluated_by_spec:
+            yield evaluated_by_spec[baseline]
+        elif baseline.chunks is None or is_megatrons:
             if budget is not None and budget.stopped():
                 continue
             try:
-                known = evaluate_named(baseline, request)
+                evaluated = evaluate_named(baseline, request)
             except ScheduleError:  # the costs do not have its stages
                 continue
-            yield with_fused_backwards(known, request.objective)
+            yield _with_fused_backwards(evaluated, request.objective)
 
 
 def _as_result(
-    known: EvaluatedSchedule, limits: tuple[float, ...], objective: Objective
+    evaluated: EvaluatedSchedule, limits: tuple[float, ...], objective: Objective
 ) -> PlanResult:
     """Convert an evaluated schedule to a result."""
-    made = _as_plan(known, limits, objective, str(known.baseline or known.schedule.name))
+    plan = _as_plan(
+        evaluated, limits, objective, str(evaluated.baseline or evaluated.schedule.name)
+    )
     return PlanResult(
-        made.schedule,
-        known.costs,
-        searched=made,
+        plan.schedule,
+        evaluated.costs,
+        searched=plan,
         limits=limits,
-        baseline=known.baseline,
-        is_megatrons=known.is_megatrons,
+        baseline=evaluated.baseline,
+        is_megatrons=evaluated.is_megatrons,
     )
 
 
 def _as_plan(
-    known: EvaluatedSchedule,
+    evaluated: EvaluatedSchedule,
     limits: Sequence[float],
     objective: Objective,
     source: str,
     steps: int = 0,
 ) -> Plan:
     """Convert an evaluated schedule to the result of a search."""
-    schedule, value = known.schedule, objective.of(known.timeline)
+    schedule, value = evaluated.schedule, objective.of(evaluated.timeline)
     microbatches = schedule.whole_microbatches
-    costs = costs_of(schedule, known.costs)
+    costs = costs_of(schedule, evaluated.costs)
     bound = bound_at(costs, schedule.placement, microbatches, limits, objective)
     return Plan(
         replace(schedule, name="plan"),
         objective,
         value,
-        known.timeline.busy,
+        evaluated.timeline.busy,
         min(bound, value),
-        known.peak,
+        evaluated.peak,
         source,
         steps,
     )
@@ -481,16 +514,16 @@ def frontier(
         if points and budget is not None and budget.stopped():
             break
         try:
-            made = plan_request(replace(request, limit=limit), budget).plan
+            plan = plan_request(replace(request, limit=limit), budget).plan
         except LimitError:
             if limit == max(limits):
                 raise
             continue
         # For equal values, keep the plan with less memory, with a bound for this limit too.
-        if best is not None and best.value <= made.value * (1 + SAME):
-            made = replace(best, lower_bound=min(best.lower_bound, made.lower_bound))
-        best = made
-        points.append(Point(limit, max(made.peak), made.value, made.bubble, made.schedule, made))
+        if best is not None and best.value <= plan.value * (1 + SAME):
+            plan = replace(best, lower_bound=min(best.lower_bound, plan.lower_bound))
+        best = plan
+        points.append(Point(limit, max(plan.peak), plan.value, plan.bubble, plan.schedule, plan))
         report(points[-1])
     return points
 
@@ -499,8 +532,8 @@ def published(request: PlanRequest) -> Iterator[Point]:
     """Yield the catalogue's schedules as points, with the request's costs for each."""
     for name in NAMES:
         try:
-            known = evaluate_named(name, request)
+            evaluated = evaluate_named(name, request)
         except ScheduleError:  # not for this size, or no costs for its stages
             continue
-        peak, value = max(known.peak), request.objective.of(known.timeline)
-        yield Point(peak, peak, value, 1 - known.timeline.busy / value, known.schedule)
+        peak, value = max(evaluated.peak), request.objective.of(evaluated.timeline)
+        yield Point(peak, peak, value, 1 - evaluated.timeline.busy / value, evaluated.schedule)

@@ -56,7 +56,7 @@ Cut = Callable[[int, str], Costs]
 MEGATRONS_OWN = ("1f1b", "interleaved-1f1b")
 """Schedules of stock Megatron."""
 
-MOST_COMPARED = 20_000
+_MAX_COMPARED_PASSES = 20_000
 """Maximum passes of a published schedule in a comparison: generating a larger one is slower than
 planning, which starts from the same blocks."""
 
@@ -82,14 +82,14 @@ def why_not_stock(name: str, num_devices: int, num_microbatches: int) -> str:
 
     Empty for other schedules.
     """
-    own = name.partition(":")[0]
-    interleaved = own in ("interleaved-1f1b", "overlapped-interleaved-1f1b")
+    base_name = name.partition(":")[0]
+    interleaved = base_name in ("interleaved-1f1b", "overlapped-interleaved-1f1b")
     if not interleaved or num_microbatches % num_devices == 0:
         return ""
     return f"{num_microbatches} microbatches are not a multiple of {num_devices} ranks"
 
 
-_made = lru_cache(maxsize=64)(make)
+_cached_schedule = lru_cache(maxsize=64)(make)
 """A frontier evaluates the same schedules at every limit."""
 
 
@@ -101,8 +101,8 @@ class BaselineSpec(NamedTuple):
     slices: int = 1
 
     def __str__(self) -> str:
-        named = self.name if self.chunks is None else f"{self.name}:{self.chunks}"
-        return named if self.slices == 1 else f"{named} in {self.slices} slices"
+        name = self.name if self.chunks is None else f"{self.name}:{self.chunks}"
+        return name if self.slices == 1 else f"{name} in {self.slices} slices"
 
     def block(self, num_devices: int, num_microbatches: int) -> BuildingBlock:
         """Make its building block; raises ScheduleError for unsupported sizes."""
@@ -110,7 +110,7 @@ class BaselineSpec(NamedTuple):
 
     def make(self, num_devices: int, num_microbatches: int) -> Schedule:
         """Make the schedule; raises ScheduleError for unsupported sizes."""
-        return _made(self.name, num_devices, num_microbatches, **self._choices())
+        return _cached_schedule(self.name, num_devices, num_microbatches, **self._choices())
 
     def _choices(self) -> dict[str, int]:
         chunks = {} if self.chunks is None else {"num_chunks": self.chunks}
@@ -118,8 +118,8 @@ class BaselineSpec(NamedTuple):
 
     def is_megatrons(self, num_devices: int, num_microbatches: int) -> bool:
         """Return whether Megatron runs it; interleaved 1F1B requires complete groups."""
-        whole = self.name == "1f1b" or num_microbatches % num_devices == 0
-        return self.name in MEGATRONS_OWN and whole and self.slices == 1
+        has_full_groups = self.name == "1f1b" or num_microbatches % num_devices == 0
+        return self.name in MEGATRONS_OWN and has_full_groups and self.slices == 1
 
 
 class EvaluatedSchedule(NamedTuple):
@@ -149,25 +149,25 @@ def baselines_of(
     """Yield the baselines for these numbers of stages per device, with their blocks.
 
     A schedule with optional stages per device is included once per number. Schedules larger than
-    `MOST_COMPARED` are omitted. With several slices, only Megatron's schedules are included, as
-    other libraries slice them; the search itself starts from the sliced blocks of all others.
+    `_MAX_COMPARED_PASSES` are omitted. With several slices, only Megatron's schedules are included,
+    as other libraries slice them; the search itself starts from the sliced blocks of all others.
     """
     allowed = sorted(set(chunk_counts))
     for slices, name in product(slice_counts, NAMES):
         if slices > 1 and name not in MEGATRONS_OWN:
             continue
-        more = [chunks for chunks in allowed if chunks > 1]
-        for chunks in more if name in OPTIONS else (None,):
+        optional_counts = [chunks for chunks in allowed if chunks > 1]
+        for chunks in optional_counts if name in OPTIONS else (None,):
             passes = 3 * num_devices * num_microbatches * slices
-            if (chunks or 1) * passes > MOST_COMPARED:
+            if (chunks or 1) * passes > _MAX_COMPARED_PASSES:
                 continue  # its block alone is slow to generate
             try:
                 baseline = BaselineSpec(name, chunks, slices)
                 block = baseline.block(num_devices, num_microbatches)
             except ScheduleError:  # not for these sizes
                 continue
-            held = len(block.placement) // num_devices
-            if held in allowed and held * passes <= MOST_COMPARED:
+            chunks_of_block = len(block.placement) // num_devices
+            if chunks_of_block in allowed and chunks_of_block * passes <= _MAX_COMPARED_PASSES:
                 yield baseline, block
 
 
@@ -238,20 +238,21 @@ class PlanRequest:
         if max(counts) == 1:
             return (1,)
         amounts = self.whole().lists()
-        whole = [kind for kind in KINDS if kind.of and kind.time in amounts]
-        if not whole:
+        shared_kinds = [kind for kind in KINDS if kind.of and kind.time in amounts]
+        if not shared_kinds:
             return counts
         if 1 in counts:
             return (1,)
         raise ScheduleError(
             f"slices do not support passes that all ranks share, and the costs contain "
-            f"{', '.join(each.label for each in whole)}: remove --slices, or these costs"
+            f"{', '.join(shared_kind.label for shared_kind in shared_kinds)}: "
+            "remove --slices, or these costs"
         )
 
     def chunk_counts(self) -> tuple[int, ...]:
         """Return the allowed numbers of stages per device."""
         if self.placements:
-            counts = {len(each) // self.num_devices for each in self.placements}
+            counts = {len(placement) // self.num_devices for placement in self.placements}
             return tuple(sorted(counts))
         return self.chunks or tuple(range(1, self.whole().num_stages // self.num_devices + 1))
 
@@ -295,8 +296,8 @@ def find(name: str, names: Sequence[str] = (*SCHEDULE_NAMES, AUTO)) -> str | Sch
     Raises:
         ScheduleError: the name is unknown, or the file is unreadable or its schedule infeasible.
     """
-    own = with_chunks(name)
-    if (name if own is None else own.name) in names:
+    spec = with_chunks(name)
+    if (name if spec is None else spec.name) in names:
         return name
     path = Path(name)
     if path.suffix not in SUFFIXES and not path.exists():
@@ -321,10 +322,10 @@ def with_chunks(text: str) -> BaselineSpec | None:
     if not colon or name not in EVERY_NAME:
         return None
     if name not in OPTIONS or not (chunks.isdecimal() and 0 < len(chunks.lstrip("0")) < 4):
-        takers = " or ".join(f"{each}:4" for each in OPTIONS)
+        examples = " or ".join(f"{option}:4" for option in OPTIONS)
         raise ScheduleError(
             f"{text!r:.60} is not a schedule: a number of chunks per rank can follow "
-            f"the colon of {takers}"
+            f"the colon of {examples}"
         )
     return BaselineSpec(name, int(chunks))
 
@@ -340,20 +341,20 @@ def evaluate_named(name: str | BaselineSpec, request: PlanRequest) -> EvaluatedS
             stages.
     """
     devices, microbatches = request.num_devices, request.num_microbatches
-    found = find(name, EVERY_NAME) if isinstance(name, str) else name
-    if isinstance(found, Schedule):
-        own = found.num_devices, found.whole_microbatches
-        if own != (devices, microbatches):
+    spec = find(name, EVERY_NAME) if isinstance(name, str) else name
+    if isinstance(spec, Schedule):
+        sizes = spec.num_devices, spec.whole_microbatches
+        if sizes != (devices, microbatches):
             raise ScheduleError(
-                f"{name} is for {own[0]} devices and {own[1]} microbatches, "
+                f"{name} is for {sizes[0]} devices and {sizes[1]} microbatches, "
                 f"not for {devices} and {microbatches}"
             )
-        return evaluate_schedule(found, request.costs_of(found.placement, found.name))
-    if isinstance(found, str):
-        found = with_chunks(found) or BaselineSpec(found)
-    schedule = found.make(devices, microbatches)
-    costs = request.costs_of(schedule.placement, str(found))
-    return evaluate_schedule(schedule.split_overlapped(), costs)._replace(baseline=found)
+        return evaluate_schedule(spec, request.costs_of(spec.placement, spec.name))
+    if isinstance(spec, str):
+        spec = with_chunks(spec) or BaselineSpec(spec)
+    schedule = spec.make(devices, microbatches)
+    costs = request.costs_of(schedule.placement, str(spec))
+    return evaluate_schedule(schedule.split_overlapped(), costs)._replace(baseline=spec)
 
 
 def limits_of(request: PlanRequest) -> tuple[float, ...]:

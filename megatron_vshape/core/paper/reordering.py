@@ -125,7 +125,7 @@ def _raise_blocked(schedule: Schedule, order: "Order", state: "Refill") -> None:
     simulate(schedule)  # raises: a pass waits for one that never runs
 
 
-class IntSequence(Protocol):
+class _IntSequence(Protocol):
     """A list or an array of integers."""
 
     def __getitem__(self, index: int, /) -> int: ...
@@ -137,8 +137,8 @@ class IntSequence(Protocol):
 class RaggedList(NamedTuple):
     """Several numbers per index i: `numbers[begin[i] : begin[i + 1]]`."""
 
-    numbers: IntSequence
-    begin: IntSequence
+    numbers: _IntSequence
+    begin: _IntSequence
 
 
 def _ragged_list(rows: Iterable[Sequence[int]]) -> RaggedList:
@@ -154,17 +154,17 @@ class Sorts(NamedTuple):
     arrays.
     """
 
-    lane: IntSequence
-    ticks: IntSequence
+    lane: _IntSequence
+    ticks: _IntSequence
     needs: RaggedList  # pass types of the inputs, without inputs of these inputs
-    lag: IntSequence  # of an input: ticks of its message; 0 on the same device
-    is_reversed: IntSequence  # of an input: whether its kind runs a microbatch's passes in reverse
+    lag: _IntSequence  # of an input: ticks of its message; 0 on the same device
+    is_reversed: _IntSequence  # of an input: whether its kind runs a microbatch's passes in reverse
     woken_queues: RaggedList  # other queues that may go on after it
-    peak: IntSequence  # maximum increase of a queue's memory while such a pass runs
-    change: IntSequence  # and after it has run
-    priority: IntSequence
-    is_forward: IntSequence  # whether it is the first pass of a microbatch
-    is_first_stage: IntSequence  # whether its stage is the first of its device
+    peak: _IntSequence  # maximum increase of a queue's memory while such a pass runs
+    change: _IntSequence  # and after it has run
+    priority: _IntSequence
+    is_forward: _IntSequence  # whether it is the first pass of a microbatch
+    is_first_stage: _IntSequence  # whether its stage is the first of its device
     types_of_queue: RaggedList
 
 
@@ -172,13 +172,13 @@ class Order(NamedTuple):
     """The pass order to fill; a pass is its index, queue after queue."""
 
     types: Sorts
-    begin: IntSequence  # first index of a queue; the last entry is the total
-    type_of: IntSequence
-    microbatch: IntSequence
-    index_of: IntSequence  # [type * num_microbatches + microbatch]; NONE or WITHOUT if missing
-    limit: IntSequence  # memory limit of a queue
+    begin: _IntSequence  # first index of a queue; the last entry is the total
+    type_of: _IntSequence
+    microbatch: _IntSequence
+    index_of: _IntSequence  # [type * num_microbatches + microbatch]; NONE or WITHOUT if missing
+    limit: _IntSequence  # memory limit of a queue
     num_microbatches: int
-    reversed_numbers: IntSequence  # of a microbatch: its number for inputs that `is_reversed`
+    reversed_numbers: _IntSequence  # of a microbatch: its number for inputs that `is_reversed`
     is_strict: bool  # whether passes without memory may only overtake passes that still fit
     delay: int = 0  # maximum delay of overtaken passes, in eighths of the time of a pass
 
@@ -186,22 +186,22 @@ class Order(NamedTuple):
 class Refill(NamedTuple):
     """State of the simulation, changed in place."""
 
-    end: IntSequence  # of a pass; LATE until it has run
-    following: IntSequence  # of a pass: the next of its type
-    first_of_type: IntSequence  # of a pass type: its first remaining pass
-    first: IntSequence  # of a queue: its first remaining pass
-    clock: IntSequence
-    memory: IntSequence
-    remaining_forwards: IntSequence  # remaining forwards
-    num_run: IntSequence  # number of passes that have run
-    first_stage_memory: IntSequence  # allocated by the first stage
-    is_warm: IntSequence  # whether any of that has been freed
-    start: IntSequence  # of the next pass
-    choice: IntSequence
-    is_stale: IntSequence  # whether the start and choice must be recomputed
+    end: _IntSequence  # of a pass; LATE until it has run
+    following: _IntSequence  # of a pass: the next of its type
+    first_of_type: _IntSequence  # of a pass type: its first remaining pass
+    first: _IntSequence  # of a queue: its first remaining pass
+    clock: _IntSequence
+    memory: _IntSequence
+    remaining_forwards: _IntSequence  # remaining forwards
+    num_run: _IntSequence  # number of passes that have run
+    first_stage_memory: _IntSequence  # allocated by the first stage
+    is_warm: _IntSequence  # whether any of that has been freed
+    start: _IntSequence  # of the next pass
+    choice: _IntSequence
+    is_stale: _IntSequence  # whether the start and choice must be recomputed
 
 
-class PassNumbering(NamedTuple):
+class _PassNumbering(NamedTuple):
     """Passes by index, resource queue after resource queue.
 
     A pass of stage s has the type len(kinds) * s + the index of its kind. `index_of` is the index
@@ -209,15 +209,15 @@ class PassNumbering(NamedTuple):
     backward.
     """
 
-    begin: IntSequence  # first index of each queue; the last entry is the total
-    type_of: IntSequence
-    microbatch: IntSequence
-    index_of: IntSequence  # [type * num_microbatches + microbatch]; NONE if there is none
+    begin: _IntSequence  # first index of each queue; the last entry is the total
+    type_of: _IntSequence
+    microbatch: _IntSequence
+    index_of: _IntSequence  # [type * num_microbatches + microbatch]; NONE if there is none
 
 
 def number(
     lanes: Sequence[Sequence[Pass]], kinds: Sequence[Kind], num_stages: int, num_microbatches: int
-) -> PassNumbering:
+) -> _PassNumbering:
     """Encode the passes of all queues; `kinds` includes all their kinds and parts.
 
     Returns arrays if there are enough passes for a compiled loop, otherwise lists.
@@ -246,7 +246,7 @@ def number(
         for part in parts[kind]:
             # `pass_type - kind` is the first type of the stage.
             place_of[(pass_type - kind + part) * m + microbatch_number] = index
-    return PassNumbering(begin, pass_types, microbatches, place_of)
+    return _PassNumbering(begin, pass_types, microbatches, place_of)
 
 
 def _in_arrays(
@@ -256,7 +256,7 @@ def _in_arrays(
     parts: Sequence[Sequence[int]],
     num_stages: int,
     num_microbatches: int,
-) -> PassNumbering:
+) -> _PassNumbering:
     """Return the same encoding in arrays."""
     import numpy as np
 
@@ -269,7 +269,7 @@ def _in_arrays(
         first = (type_array[indices] - kind) * num_microbatches + microbatch_array[indices]
         for part in kind_parts:
             place_of[first + part * num_microbatches] = indices
-    return PassNumbering(np.array(begin, np.int64), type_array, microbatch_array, place_of)
+    return _PassNumbering(np.array(begin, np.int64), type_array, microbatch_array, place_of)
 
 
 def make_pass_types(
@@ -354,7 +354,7 @@ def _type_priority(kind: Kind, kinds: Iterable[Kind]) -> int:
     return OTHER if kind.takes else BACKWARD
 
 
-def new_scheduler_state(order: Order, zeros: Callable[[int], IntSequence]) -> Refill:
+def new_scheduler_state(order: Order, zeros: Callable[[int], _IntSequence]) -> Refill:
     """Return an empty state for `fill_idle_slots`; `zeros(n)` makes n zeros."""
     num_passes, num_queues = len(order.type_of), len(order.limit)
     # The ten fields from `first` to `is_stale` have one entry per queue.
@@ -367,7 +367,7 @@ def new_scheduler_state(order: Order, zeros: Callable[[int], IntSequence]) -> Re
 
 
 def fill_idle_slots(
-    order: Order, state: Refill, new_order: IntSequence, cool_down: int, max_ahead: int
+    order: Order, state: Refill, new_order: _IntSequence, cool_down: int, max_ahead: int
 ) -> int:
     """Run the queues in the order of their next starts; return the number of passes that have run.
 

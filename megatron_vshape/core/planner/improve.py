@@ -20,14 +20,14 @@ import numpy as np
 from megatron_vshape.core.compiling import compiled
 
 NONE = -1
-REACH = 12
+_MAX_DISTANCE = 12
 """Maximum distance of a move in positions; longer moves result from several."""
-MANY = 8
+_MAX_MOVES = 8
 """Maximum number of passes of one type that move together."""
 _MASK = 0xFFFFFFFF
-SPARED = 2
+_NONCRITICAL_PERIOD = 2
 """One in this many passes off the critical paths is moved, to make room for others."""
-EXCHANGED = 6
+_EXCHANGE_SIXTEENTHS = 6
 """Share of the draws that exchange two passes, in sixteenths."""
 
 
@@ -151,7 +151,7 @@ def _start_of(
 
 
 @compiled
-def tail_of(shop: JobShop, state: State, work: int) -> int:
+def _tail_of(shop: JobShop, state: State, work: int) -> int:
     """Return the longest path from the pass's end to the end of the step, from its readers."""
     queue = shop.queue[work]
     position = state.place[work] + 1
@@ -168,7 +168,7 @@ def tail_of(shop: JobShop, state: State, work: int) -> int:
 
 
 @compiled
-def head_of(shop: JobShop, state: State, work: int) -> int:
+def _head_of(shop: JobShop, state: State, work: int) -> int:
     """Return the earliest end of the pass, from the heads of its dependencies."""
     queue = shop.queue[work]
     position = state.place[work]
@@ -215,7 +215,7 @@ def settle(shop: JobShop, state: State) -> bool:
         return False
     # Reverse order: the tails of all readers are final.
     for index in range(len(order) - 1, -1, -1):
-        state.tail[order[index]] = tail_of(shop, state, order[index])
+        state.tail[order[index]] = _tail_of(shop, state, order[index])
     return fits
 
 
@@ -391,7 +391,7 @@ def _spread_heads(shop: JobShop, state: State, queue: int, low: int, high: int, 
         else:
             work = state.heap_pass[0]
             size = _pop(state, size)
-        head = head_of(shop, state, work)
+        head = _head_of(shop, state, work)
         old = state.head[work]
         if head == old:
             continue
@@ -432,7 +432,7 @@ def _spread_tails(shop: JobShop, state: State, queue: int, low: int, high: int) 
     while size:
         work = state.heap_pass[0]
         size = _pop(state, size)
-        tail = tail_of(shop, state, work)
+        tail = _tail_of(shop, state, work)
         if tail == state.tail[work]:
             continue
         state.tail[work] = tail
@@ -573,21 +573,21 @@ def local_search(
         bits = draw(state.random)
         is_critical = state.head[work] + state.tail[work] >= bar
         # The middle [low, high) is a period that is repeated later, so it stays unchanged.
-        if low[queue] <= start < high[queue] or (not is_critical and bits % SPARED):
+        if low[queue] <= start < high[queue] or (not is_critical and bits % _NONCRITICAL_PERIOD):
             continue
         first, last = 0, low[queue] - 1
         if start >= high[queue]:
             first, last = high[queue], length - 1
         # Separate bits of one random number choose distance, direction, kind and number of moves.
-        distance = 1 + (bits >> 4) % REACH
+        distance = 1 + (bits >> 4) % _MAX_DISTANCE
         if (bits >> 12) & 1:
             distance = 1 + distance % 3
         if (bits >> 13) & 1:
             distance = -distance
-        if (bits >> 22) % 16 < EXCHANGED:
+        if (bits >> 22) % 16 < _EXCHANGE_SIXTEENTHS:
             num_moves = _exchange(shop, state, start, distance, queue, first, last)
         else:
-            count = 1 + (bits >> 18) % MANY if (bits >> 16) & 3 else 1
+            count = 1 + (bits >> 18) % _MAX_MOVES if (bits >> 16) & 3 else 1
             num_moves = _propose(shop, state, start, distance, count, queue, first, last)
         # With `allowed_growth` the bar stays, so that the order can leave its local optimum.
         if num_moves and _decide(shop, state, queue, num_moves, bar) and not allowed_growth:
@@ -627,8 +627,8 @@ def new_state(row: np.ndarray, seed: int, num_neighbours: int = 1) -> State:
         num_neighbours: maximum number of passes in other queues that a pass reads, or that read it.
     """
     size = row.size
-    # Each of the at most 2 * size + REACH logged changes adds its follower and its readers.
-    heap = (1 + num_neighbours) * (2 * size + 2 * REACH)
+    # Each of the at most 2 * size + _MAX_DISTANCE logged changes adds its follower and readers.
+    heap = (1 + num_neighbours) * (2 * size + 2 * _MAX_DISTANCE)
     return State(
         row=np.array(row, dtype=np.int32, order="C"),
         place=np.zeros(size, np.int32),
@@ -637,8 +637,8 @@ def new_state(row: np.ndarray, seed: int, num_neighbours: int = 1) -> State:
         held=np.zeros(row.shape, np.int64),
         heap_key=np.zeros(heap, np.int64),
         heap_pass=np.zeros(heap, np.int32),
-        moves=np.zeros((MANY, 2), np.int64),
-        log_pass=np.zeros(2 * size + REACH, np.int32),
-        log_head=np.zeros(2 * size + 2 * REACH, np.int64),
+        moves=np.zeros((_MAX_MOVES, 2), np.int64),
+        log_pass=np.zeros(2 * size + _MAX_DISTANCE, np.int32),
+        log_head=np.zeros(2 * size + 2 * _MAX_DISTANCE, np.int64),
         random=np.array([(seed * 2654435761 + 88172645) & _MASK or 1], np.int64),
     )

@@ -179,8 +179,8 @@ def _peak_memory(
     pairs = zip(costs.held_after_forward_bytes, costs.held_after_backward_bytes, strict=True)
     peaks = [max(pair) for pair in pairs]
     for allocated, retained, _ in (costs.held(kind) for kind in kinds if kind not in PARTS):
-        peaks = [sum(each) for each in zip(peaks, allocated, retained, strict=True)]
-    workspaces = [max(each) for each in zip(*map(costs.works, kinds), strict=True)]
+        peaks = [sum(amounts) for amounts in zip(peaks, allocated, retained, strict=True)]
+    workspaces = [max(amounts) for amounts in zip(*map(costs.works, kinds), strict=True)]
     for local_stages in stages_of(placement, num_devices):
         yield sum(peaks[stage] + workspaces[stage] for stage in local_stages)
 

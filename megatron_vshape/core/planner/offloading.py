@@ -104,7 +104,7 @@ class _Row(NamedTuple):
     totals: np.ndarray  # number of events, and memory after them
 
 
-def insert_copies(
+def _insert_copies(
     problem: Problem,
     parts: JobShop,
     row: np.ndarray,
@@ -641,7 +641,7 @@ class OffloadSearch(PlacementSearch):
             problem.room_for_moved,
             self._parts_shop(),
         )
-        for rows in insert_copies(problem, shop, base.row, slacks, throughout, in_host):
+        for rows in _insert_copies(problem, shop, base.row, slacks, throughout, in_host):
             candidates += [
                 self._make_candidate(f"{base.name}, copies", 1, m, row, ends, ends)
                 for row in (rows, refill(problem, rows, m))

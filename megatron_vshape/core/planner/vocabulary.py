@@ -53,7 +53,7 @@ In chunk passes at d = 8, m = 32, an output layer of 2.46 layers: V-ZB with one 
 216.5, 214.0 and 215.9, 1F1B with two 305, 293 and 301; V-Half with its published memory 223.8 each.
 """
 
-EXTRA_WAITS = (0.0, 1.0, 1.5)
+_EXTRA_WAITS = (0.0, 1.0, 1.5)
 """Extra wait of the last stage's B that is assumed while an order is made, in that stage's F.
 
 The F of the next microbatch then comes first, and collective passes fill the wait. This helps if a
@@ -72,7 +72,7 @@ SUM = 0.1
 
 _ROUNDING = 1e-9
 
-LOOKUP_DISTANCE = 2
+_LOOKUP_DISTANCE = 2
 """Microbatches between the embedding lookup and the first stage's F."""
 
 
@@ -180,13 +180,13 @@ def more_room(name: str, costs: Costs) -> float:
     return MORE.get(name, 0) * max(costs.held_after_forward_bytes)
 
 
-def most_logits_bytes(costs: Costs, waiting: int = max(WAITING)) -> float:
+def most_logits_bytes(costs: Costs, max_pending: int = max(WAITING)) -> float:
     """Return the peak memory for logits on a device, if `waiting` microbatches may wait for a T.
 
     Includes the workspace of vocabulary passes.
     """
     workspace = max(max(costs.works(kind)) for kind in VOCABULARY)
-    return (waiting + 1) * max(dict(costs.others).get(LOGITS.takes, (0.0,))) + workspace
+    return (max_pending + 1) * max(dict(costs.others).get(LOGITS.takes, (0.0,))) + workspace
 
 
 def with_vocabulary_passes(schedule: Schedule, costs: Costs) -> Schedule:
@@ -234,7 +234,7 @@ def share_forwards(wave: Schedule) -> Schedule:
 
 
 def share_vocabulary(
-    schedule: Schedule, costs: Costs, more: float = 0.0, waiting: Iterable[int] = WAITING
+    schedule: Schedule, costs: Costs, more: float = 0.0, pending_counts: Iterable[int] = WAITING
 ) -> Schedule:
     """Return the schedule with the passes of vocabulary parallelism inserted.
 
@@ -255,7 +255,7 @@ def share_vocabulary(
         schedule: a complete schedule without vocabulary parallelism.
         costs: costs with vocabulary passes, as of `shared_pieces`.
         more: additional memory per device, in the costs' unit.
-        waiting: numbers of microbatches whose logits may wait for a T without idle time, to try.
+        pending_counts: numbers of microbatches whose logits may wait for a T without idle time, to try.
 
     Raises:
         ScheduleError: the schedule has such passes already, is not complete, or deadlocks.
@@ -266,10 +266,12 @@ def share_vocabulary(
     alone = costs.without_state()
     limits = [peak + more for peak in peak_held(schedule, alone)]
     # A longer wait helps only with one stage per device.
-    extra_waits = EXTRA_WAITS if schedule.num_stages == schedule.num_devices else EXTRA_WAITS[:1]
+    extra_waits = _EXTRA_WAITS if schedule.num_stages == schedule.num_devices else _EXTRA_WAITS[:1]
     candidates = [
         _Dealer(schedule, alone, limits, max_pending, delay_fraction, extra_wait).deal()
-        for max_pending, delay_fraction, extra_wait in itertools.product(waiting, LATE, extra_waits)
+        for max_pending, delay_fraction, extra_wait in itertools.product(
+            pending_counts, LATE, extra_waits
+        )
     ]
     return min(
         candidates,
@@ -350,7 +352,7 @@ class _Dealer:
         self.collectives_us = [0.0] * devices  # [device] busy with collectives until
         self.joined = [
             _Joined(0.0, microbatch, LOOKUP, self.end_devices[0])
-            for microbatch in range(min(LOOKUP_DISTANCE, schedule.num_microbatches))
+            for microbatch in range(min(_LOOKUP_DISTANCE, schedule.num_microbatches))
         ]
         self.all_devices = frozenset(range(devices))
         self.readers = self._readers_of_passes()
@@ -535,7 +537,7 @@ class _Dealer:
     def _queue_collectives(self, work: Pass, end: float, device: int) -> None:
         """Queue the collective passes that read this pass's result, or that a later pass needs."""
         if work.kind is Kind.F and work.stage == 0:
-            lookup_microbatch = work.microbatch + LOOKUP_DISTANCE
+            lookup_microbatch = work.microbatch + _LOOKUP_DISTANCE
             if lookup_microbatch < self.schedule.num_microbatches:
                 self._insert_collective(_Joined(end, lookup_microbatch, LOOKUP, device))
         if work.kind is Kind.F and work.stage == self.last:
