@@ -80,10 +80,10 @@ def _fill_schedule(schedule: Schedule, max_held: int, cool_down: int, max_ahead:
     return replace(schedule, order=tuple(tuple(map(passes.__getitem__, row)) for row in rows))
 
 
-def _order_of(schedule: Schedule, max_held: int) -> "Order":
+def _order_of(schedule: Schedule, max_held: int) -> "PassOrder":
     # All passes of the paper's schedules run on the processor: queue d is device d.
     passes = number(schedule.order, _KINDS, schedule.num_stages, schedule.num_microbatches)
-    return Order(
+    return PassOrder(
         **passes._asdict(),
         types=_unit_pass_types(schedule.placement),
         limit=[max_held] * schedule.num_devices,
@@ -94,7 +94,7 @@ def _order_of(schedule: Schedule, max_held: int) -> "Order":
 
 
 @lru_cache(maxsize=4)
-def _unit_pass_types(placement: Placement) -> "Sorts":
+def _unit_pass_types(placement: Placement) -> "PassTypes":
     """Return unit costs: every simple pass takes 1; a stage's activation lives from F to W."""
 
     def amounts(kind: Kind, _stage: int) -> tuple[int, int, int]:
@@ -104,7 +104,7 @@ def _unit_pass_types(placement: Placement) -> "Sorts":
     return make_pass_types(_KINDS, placement, amounts)
 
 
-def _raise_blocked(schedule: Schedule, order: "Order", state: "Refill") -> None:
+def _raise_blocked(schedule: Schedule, order: "PassOrder", state: "SchedulerState") -> None:
     """Raise ScheduleError for blocked passes: only memory blocks a pass with all its inputs."""
     heads = [
         (device, index)
@@ -147,7 +147,7 @@ def _ragged_list(rows: Iterable[Sequence[int]]) -> RaggedList:
     return RaggedList(list(chain.from_iterable(row_list)), [0, *accumulate(map(len, row_list))])
 
 
-class Sorts(NamedTuple):
+class PassTypes(NamedTuple):
     """Properties of pass types; a pass type is the number of a kind and a stage.
 
     A queue is that of a resource of a device, as in `Schedule.lanes`. Sequences are lists or
@@ -168,10 +168,10 @@ class Sorts(NamedTuple):
     types_of_queue: RaggedList
 
 
-class Order(NamedTuple):
+class PassOrder(NamedTuple):
     """The pass order to fill; a pass is its index, queue after queue."""
 
-    types: Sorts
+    types: PassTypes
     begin: _IntSequence  # first index of a queue; the last entry is the total
     type_of: _IntSequence
     microbatch: _IntSequence
@@ -183,7 +183,7 @@ class Order(NamedTuple):
     delay: int = 0  # maximum delay of overtaken passes, in eighths of the time of a pass
 
 
-class Refill(NamedTuple):
+class SchedulerState(NamedTuple):
     """State of the simulation, changed in place."""
 
     end: _IntSequence  # of a pass; LATE until it has run
@@ -277,7 +277,7 @@ def make_pass_types(
     placement: Placement,
     amounts: Callable[[Kind, int], tuple[int, int, int]],
     message: Callable[[int, int], int] = lambda *_: 0,
-) -> Sorts:
+) -> PassTypes:
     """Return the pass types of all stages; the number is len(kinds) * stage + index in `kinds`.
 
     `amounts` returns, for a kind and a stage, the ticks of a pass, the increase of memory while it
@@ -314,7 +314,7 @@ def make_pass_types(
         list, zip(*(amounts(*pass_type) for pass_type in pass_types), strict=True)
     )
     reverse, stages = [kind.by_rank for kind, _ in pass_types], [stage for _, stage in pass_types]
-    return Sorts(
+    return PassTypes(
         lane=queue,
         ticks=ticks,
         needs=_ragged_list(needs),
@@ -354,11 +354,11 @@ def _type_priority(kind: Kind, kinds: Iterable[Kind]) -> int:
     return OTHER if kind.takes else BACKWARD
 
 
-def new_scheduler_state(order: Order, zeros: Callable[[int], _IntSequence]) -> Refill:
+def new_scheduler_state(order: PassOrder, zeros: Callable[[int], _IntSequence]) -> SchedulerState:
     """Return an empty state for `fill_idle_slots`; `zeros(n)` makes n zeros."""
     num_passes, num_queues = len(order.type_of), len(order.limit)
     # The ten fields from `first` to `is_stale` have one entry per queue.
-    return Refill(
+    return SchedulerState(
         zeros(num_passes),
         zeros(num_passes),
         zeros(len(order.types.ticks)),
@@ -367,7 +367,7 @@ def new_scheduler_state(order: Order, zeros: Callable[[int], _IntSequence]) -> R
 
 
 def fill_idle_slots(
-    order: Order, state: Refill, new_order: _IntSequence, cool_down: int, max_ahead: int
+    order: PassOrder, state: SchedulerState, new_order: _IntSequence, cool_down: int, max_ahead: int
 ) -> int:
     """Run the queues in the order of their next starts; return the number of passes that have run.
 
@@ -409,7 +409,7 @@ def fill_idle_slots(
     return num_done
 
 
-def reset_state(order: Order, state: Refill) -> None:
+def reset_state(order: PassOrder, state: SchedulerState) -> None:
     """Reset the state: no pass has run."""
     for pass_type in range(len(state.first_of_type)):
         state.first_of_type[pass_type] = NONE
@@ -425,7 +425,7 @@ def reset_state(order: Order, state: Refill) -> None:
             state.remaining_forwards[queue] += order.types.is_forward[pass_type]
 
 
-def ready_time(order: Order, state: Refill, index: int, start: int) -> int:
+def ready_time(order: PassOrder, state: SchedulerState, index: int, start: int) -> int:
     """Return the start time of a pass, at least `start`; LATE if an input has not run."""
     needs, pass_type, microbatch = order.types.needs, order.type_of[index], order.microbatch[index]
     for entry in range(needs.begin[pass_type], needs.begin[pass_type + 1]):
@@ -444,7 +444,7 @@ def ready_time(order: Order, state: Refill, index: int, start: int) -> int:
     return start
 
 
-def finish_pass(order: Order, state: Refill, queue: int, index: int) -> None:
+def finish_pass(order: PassOrder, state: SchedulerState, queue: int, index: int) -> None:
     """Run a pass at `state.start`, and mark the queues that may go on as stale."""
     types, pass_type = order.types, order.type_of[index]
     state.clock[queue] = state.start[queue] + types.ticks[pass_type]
@@ -458,7 +458,7 @@ def finish_pass(order: Order, state: Refill, queue: int, index: int) -> None:
         state.is_stale[types.woken_queues.numbers[entry]] = 1
 
 
-def _advance(order: Order, state: Refill, queue: int, index: int) -> None:
+def _advance(order: PassOrder, state: SchedulerState, queue: int, index: int) -> None:
     """Remove a pass that has run from the remaining passes."""
     pass_type = order.type_of[index]
     # `_choose` considers only the first remaining pass of a type, so `index` is that one.
@@ -477,7 +477,7 @@ def _advance(order: Order, state: Refill, queue: int, index: int) -> None:
 
 
 def _choose(
-    order: Order, state: Refill, queue: int, cool_down: int, max_ahead: int
+    order: PassOrder, state: SchedulerState, queue: int, cool_down: int, max_ahead: int
 ) -> tuple[int, int]:
     """Return the start and the index of the queue's next pass; LATE and NONE if there is none."""
     first, clock, types = state.first[queue], state.clock[queue], order.types
@@ -510,7 +510,9 @@ def _choose(
     return best_start, best
 
 
-def _may_move(order: Order, state: Refill, queue: int, index: int, max_ahead: int) -> bool:
+def _may_move(
+    order: PassOrder, state: SchedulerState, queue: int, index: int, max_ahead: int
+) -> bool:
     """Return whether a pass may move up if only the warm-up is filled."""
     if index == state.first[queue]:
         return True
@@ -523,7 +525,7 @@ def _may_move(order: Order, state: Refill, queue: int, index: int, max_ahead: in
     return not (state.is_warm[queue] or is_too_far)
 
 
-def _fits(order: Order, state: Refill, queue: int, index: int) -> bool:
+def _fits(order: PassOrder, state: SchedulerState, queue: int, index: int) -> bool:
     """Return whether the pass fits now, and the remaining passes before it still fit after it."""
     peak, change, limit = order.types.peak, order.types.change, order.limit[queue]
     memory, pass_type = state.memory[queue], order.type_of[index]
@@ -543,8 +545,8 @@ def _fits(order: Order, state: Refill, queue: int, index: int) -> bool:
 
 
 def _priority_of(
-    order: Order,
-    state: Refill,
+    order: PassOrder,
+    state: SchedulerState,
     queue: int,
     index: int,
     start: int,
@@ -569,7 +571,7 @@ def _priority_of(
     return NONE
 
 
-def _only_weights(order: Order, state: Refill, first: int, index: int) -> bool:
+def _only_weights(order: PassOrder, state: SchedulerState, first: int, index: int) -> bool:
     for earlier in range(first, index):
         if state.end[earlier] == LATE and order.types.priority[order.type_of[earlier]] != WEIGHT:
             return False

@@ -30,10 +30,10 @@ from megatron_vshape.core.paper.reordering import (
     LATE,
     NONE,
     WITHOUT,
-    Order,
+    PassOrder,
+    PassTypes,
     RaggedList,
-    Refill,
-    Sorts,
+    SchedulerState,
     finish_pass,
     make_pass_types,
     new_scheduler_state,
@@ -66,7 +66,7 @@ class Problem:
     kinds: tuple[Kind, ...]
     ticks_per_us: float
     units_per_byte: float
-    sorts: Sorts  # arrays
+    sorts: PassTypes  # arrays
     weight_of: np.ndarray  # [type] of a B or W: the type of its W; else NONE
     room: np.ndarray  # [queue] memory limit, in units
     moved_limit: float  # of memory that passes move off a device, in the costs' unit
@@ -198,7 +198,7 @@ def _pass_type_arrays(
     kinds: Sequence[Kind],
     ticks_per_us: float,
     units_per_byte: float,
-) -> Sorts:
+) -> PassTypes:
     """Return the types as arrays, for compiled functions."""
 
     def amounts(kind: Kind, stage: int) -> tuple[int, int, int]:
@@ -215,7 +215,7 @@ def _pass_type_arrays(
         else np.array(field, np.int64)
         for field in make_pass_types(kinds, placement, amounts, message)
     ]
-    return Sorts(*fields)
+    return PassTypes(*fields)
 
 
 def _memory_changes(costs: Costs, kind: Kind, stage: int, units_per_byte: float) -> tuple[int, int]:
@@ -535,7 +535,9 @@ def _in_rows_of(template: np.ndarray, flat: np.ndarray) -> np.ndarray:
     return rows
 
 
-def _order_of(problem: Problem, row: np.ndarray, num_microbatches: int) -> tuple[Order, np.ndarray]:
+def _order_of(
+    problem: Problem, row: np.ndarray, num_microbatches: int
+) -> tuple[PassOrder, np.ndarray]:
     """Return the order as step 4 needs it, and the passes of its positions."""
     flat = row[row != NONE].astype(np.int64)
     types = problem.sorts
@@ -543,7 +545,7 @@ def _order_of(problem: Problem, row: np.ndarray, num_microbatches: int) -> tuple
     pass_type, microbatch = np.divmod(flat, m)
     index_of = np.full(len(types.ticks) * m, WITHOUT)
     index_of[flat] = np.arange(len(flat))
-    order = Order(
+    order = PassOrder(
         types=types,
         begin=np.append(0, np.cumsum(np.count_nonzero(row != NONE, axis=1))),
         type_of=pass_type,
@@ -558,7 +560,7 @@ def _order_of(problem: Problem, row: np.ndarray, num_microbatches: int) -> tuple
 
 
 @compiled
-def _next_start(order: Order, state: Refill, weight_of: np.ndarray, queue: int) -> int:
+def _next_start(order: PassOrder, state: SchedulerState, weight_of: np.ndarray, queue: int) -> int:
     """Return the start of the next pass except W; LATE if its input or memory is missing."""
     first, end = state.first[queue], order.begin[queue + 1]
     # W are not part of this sequence: they run as filler.
@@ -574,8 +576,8 @@ def _next_start(order: Order, state: Refill, weight_of: np.ndarray, queue: int) 
 
 @compiled
 def _place_weights(
-    order: Order,
-    state: Refill,
+    order: PassOrder,
+    state: SchedulerState,
     weight_of: np.ndarray,
     ready_weights: np.ndarray,
     new_order: np.ndarray,
@@ -619,7 +621,7 @@ def _place_weights(
 
 
 @compiled
-def _prefer_weight(order: Order, state: Refill, queue: int, weight: int) -> None:
+def _prefer_weight(order: PassOrder, state: SchedulerState, queue: int, weight: int) -> None:
     """Choose the oldest W if it delays the next start by at most `_MAX_DELAY`."""
     start, clock = state.start[queue], state.clock[queue]
     ticks = order.types.ticks[order.type_of[weight]]

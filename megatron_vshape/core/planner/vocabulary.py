@@ -255,7 +255,8 @@ def share_vocabulary(
         schedule: a complete schedule without vocabulary parallelism.
         costs: costs with vocabulary passes, as of `shared_pieces`.
         more: additional memory per device, in the costs' unit.
-        pending_counts: numbers of microbatches whose logits may wait for a T without idle time, to try.
+        pending_counts: numbers of microbatches whose logits may wait for a T without idle time; all
+            are tried.
 
     Raises:
         ScheduleError: the schedule has such passes already, is not complete, or deadlocks.
