@@ -61,7 +61,9 @@ class Budget:
         for result in list(self._results_so_far):
             with suppress(ScheduleError):  # the search has no order yet
                 results.append(result())
-        return min(results, key=_result_rank, default=None)
+        return min(
+            results, key=lambda result: (result.plan.value, max(result.plan.peak)), default=None
+        )
 
     def progress(self, steps: int, best: float, bound: float) -> None:
         """Report the progress of a search, and end it if the budget is used up.
@@ -119,7 +121,3 @@ def _deferred_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
     if signals:
         raise KeyboardInterrupt
-
-
-def _result_rank(result: PlanResult) -> tuple[float, float]:
-    return result.plan.value, max(result.plan.peak)

@@ -137,7 +137,10 @@ def _plan_auto(request: PlanRequest, budget: Budget) -> PlanResult:
     rejected: ScheduleError | None = None
     bounds = {placement: _bound(request, placement) for placement in placements}
     # With a layer split, each placement is searched alone, with a share of the time.
-    searches = _search_requests(request, placements)
+    searches = [request]
+    if request.layers is not None:
+        share = 1 / len(placements)
+        searches = [_for_placement(request, placement, share) for placement in placements]
     for search_request in searches:
         best_value = min((previous.plan.value for previous in results), default=math.inf)
         bound_of_request = min(map(bounds.__getitem__, search_request.placements or placements))
@@ -191,13 +194,6 @@ def no_worse_than_published(
     if stopped_result is None or best is None:
         return best
     return best if best.plan.value < stopped_result.plan.value * (1 - SAME) else stopped_result
-
-
-def _search_requests(request: PlanRequest, placements: Sequence[Placement]) -> list[PlanRequest]:
-    """Return the search requests: one for all placements with common costs."""
-    if request.layers is None:
-        return [request]
-    return [_for_placement(request, placement, 1 / len(placements)) for placement in placements]
 
 
 def _for_placement(request: PlanRequest, placement: Placement, share: float) -> PlanRequest:

@@ -88,9 +88,8 @@ def reorder_microbatches(
     shares = _matrix([sizes for _, sizes in costs.by_microbatch], count)
     memory_limits = in_arrays([float(limit) for limit in each_limit(limits, schedule.num_devices)])
     starts = _matrix(_starts(initial_order, costs), count).astype("int64")
-    best_order, before_us, after_us = _compiled_search()(
-        pass_graph, shares, memory_limits, starts, tries
-    )
+    search = compiled_once(_search, _makespan, _fits)
+    best_order, before_us, after_us = search(pass_graph, shares, memory_limits, starts, tries)
     return MicrobatchOrder(
         tuple(int(microbatch) for microbatch in best_order), float(before_us), float(after_us)
     )
@@ -299,7 +298,3 @@ def _search(graph: Any, shares: Any, limits: Any, starts: Any, tries: int) -> An
     if best_us > initial_us * (1 - _MIN_GAIN):
         best, best_us = starts[0].copy(), initial_us
     return best, initial_us, best_us
-
-
-def _compiled_search() -> Any:
-    return compiled_once(_search, _makespan, _fits)

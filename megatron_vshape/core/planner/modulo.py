@@ -228,9 +228,10 @@ def _search(problem: _Problem, steps: int, seed: int, starts: list[Orders]) -> l
         round_results = []
         for index, orders in enumerate(orders_of_round):
             best = empty_orders(graph)
-            heat = problem.busy // _INITIAL_TEMPERATURES[graph.classes - 1][index % 2]
-            period = int(_anneal(graph, orders, scratch, problem.busy, effort, heat, best))
-            round_results.append(_make_result(problem, best, scratch, period))
+            temperature = problem.busy // _INITIAL_TEMPERATURES[graph.classes - 1][index % 2]
+            period = int(_anneal(graph, orders, scratch, problem.busy, effort, temperature, best))
+            latency = int(find_latency(graph, best, scratch, period))
+            round_results.append(_Result(problem, best, period, latency))
         round_results.sort(key=_Result.rank)
         # An order without idle time on the busiest device is optimal: end the race.
         # `round_results` is sorted, so the first has the shortest period.
@@ -240,11 +241,6 @@ def _search(problem: _Problem, steps: int, seed: int, starts: list[Orders]) -> l
 
     race(starts, steps, len(starts).bit_length(), advance)
     return sorted(results, key=_Result.rank)
-
-
-def _make_result(problem: _Problem, orders: Orders, scratch: Scratch, period: int) -> _Result:
-    latency = int(find_latency(problem.graph, orders, scratch, period))
-    return _Result(problem, orders, period, latency)
 
 
 def _draw_starts(problem: _Problem, scratch: Scratch, tries: int) -> list[Orders]:

@@ -295,10 +295,6 @@ class Candidate:
 VALUE = attrgetter("value")
 
 
-def _call(make: Callable[[], list[CyclicOrder]]) -> list[CyclicOrder]:
-    return make()
-
-
 class PlacementSearch:
     """Search for orders of one placement: creates orders, improves them and keeps the best."""
 
@@ -336,9 +332,9 @@ class PlacementSearch:
         # The first maker, the published blocks, needs no search steps.
         makers = self._cyclic_order_makers(budget)
         cyclic = [
-            candidate
-            for group in run(_call, makers if budget else makers[:1])
-            for candidate in group
+            order
+            for orders in run(lambda make: make(), makers if budget else makers[:1])
+            for order in orders
         ]
         candidates = [candidate for group in run(self._candidates, cyclic) for candidate in group]
         for candidate in candidates:

@@ -142,7 +142,11 @@ def plan(
     if isinstance(costs, Costs):
         costs = _by_placement(costs, num_devices, placements, trades)
     searches = _searches(costs, sizes, slice_counts, whole, trades, in_host, seed)
-    orders = _Race(_sorted_by_bound(searches) if trades or slice_counts[1:] else searches, trades)
+    if trades or slice_counts[1:]:
+        # A search whose bound is not below the best order so far never starts, so those with the
+        # lowest bounds come first; with equal bounds, offloading does.
+        searches.sort(key=lambda search: (search.bound, not isinstance(search, OffloadSearch)))
+    orders = _Race(searches, trades)
     if begun is not None:
         begun(orders.best_plan)
     orders.run(steps, seconds, progress)
@@ -215,16 +219,6 @@ def _searches(
         # The message names the least limit that fits on any placement.
         raise min(rejected, key=lambda error: error.least)
     return searches
-
-
-def _sorted_by_bound(searches: Sequence[PlacementSearch]) -> list[PlacementSearch]:
-    """Sort the searches by lower bound; with equal bounds, offloading comes first.
-
-    A search whose bound is not below the best order so far never starts.
-    """
-    return sorted(
-        searches, key=lambda search: (search.bound, not isinstance(search, OffloadSearch))
-    )
 
 
 class _Race:
@@ -342,7 +336,9 @@ class _Race:
             return _next_round(self._contenders(runners))
 
         runners = self._contenders(runners)
-        return race(runners, budget, _num_rounds(runners, budget), advance, MIN_STEPS)
+        # Few passes converge early, and each round restarts their copies.
+        rounds = budget // (STEPS_OF_FEW * ORDERS_OF_FEW) if _are_few(runners) else 0
+        return race(runners, budget, max(ROUNDS, rounds), advance, MIN_STEPS)
 
     def _contenders(self, runners: list[_Runner]) -> list[_Runner]:
         """Return the orders whose placement can still have a better order."""
@@ -394,7 +390,7 @@ def _next_round(runners: list[_Runner]) -> list[_Runner]:
     """Return the better half of the orders, filled up with reseeded copies if they are few."""
     is_few = _are_few(runners)
     min_orders = ORDERS_OF_FEW if is_few else ORDERS
-    runners = better_half(runners, _value_us)
+    runners = better_half(runners, lambda pair: pair[1].value / pair[0].problem.ticks_per_us)
     copies = [
         (search, search.reseeded_copy(candidate, number, restart=is_few))
         for number in range(1, min_orders)
@@ -404,17 +400,8 @@ def _next_round(runners: list[_Runner]) -> list[_Runner]:
     return (runners + copies)[: max(min_orders, len(runners))]
 
 
-def _num_rounds(runners: list[_Runner], steps: int) -> int:
-    return max(ROUNDS, steps // (STEPS_OF_FEW * ORDERS_OF_FEW)) if _are_few(runners) else ROUNDS
-
-
 def _are_few(runners: list[_Runner]) -> bool:
     return all(_num_passes(search.problem) < FEW for search, _ in runners)
-
-
-def _value_us(runner: _Runner) -> float:
-    search, candidate = runner
-    return candidate.value / search.problem.ticks_per_us
 
 
 def _num_passes(problem: Problem) -> int:

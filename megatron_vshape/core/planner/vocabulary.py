@@ -341,9 +341,13 @@ class _Dealer:
         self.clock_us = [0.0] * devices
         self.rows: list[list[Pass]] = [[] for _ in range(devices)]
         self.done_us = self._initial_ends()
+        placement = schedule.placement
         self.inputs = {  # inputs of a pass: ends by microbatch, and P2P lag
             (kind, stage): [
-                (self.done_us[self.table.parts[part], source], self._lag_us(source, stage))
+                (
+                    self.done_us[self.table.parts[part], source],
+                    costs.message_us(source, stage) if placement[source] != placement[stage] else 0,
+                )
                 for part, source in needs[stage]
             ]
             for kind, needs in self.table.needs.items()
@@ -391,12 +395,6 @@ class _Dealer:
             for part in self.table.parts
             for stage in range(self.schedule.num_stages)
         }
-
-    def _lag_us(self, source: int, stage: int) -> float:
-        placement = self.schedule.placement
-        if placement[source] == placement[stage]:
-            return 0.0
-        return self.costs.message_us(source, stage)
 
     def _readers_of_passes(self) -> dict[tuple[Kind, int], set[int]]:
         """Return the devices that read the result of a kind of pass on a stage."""
