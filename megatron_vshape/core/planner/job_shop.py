@@ -77,12 +77,12 @@ class Problem:
         return reversed_numbers
 
     @property
-    def most_useful(self) -> int:
+    def max_useful_passes(self) -> int:
         """Number of passes whose activations 1F1B has in memory; more cannot shorten the order."""
         return self.num_devices + self.costs.slices - 1
 
     @property
-    def room_for_moved(self) -> float:
+    def offload_limit(self) -> float:
         """Return the limit of moved memory per device, in units of memory."""
         return self.moved_limit * self.units_per_byte * (1 + 1e-9)
 
@@ -302,7 +302,7 @@ def _offload_fields(problem: Problem, num_microbatches: int) -> dict[str, Any]:
         reversed_numbers = problem.turned(np.arange(num_microbatches))
         # Copies out are numbered as F, and B in the opposite order.
         stay[out] = np.stack([forward, backward[:, reversed_numbers]], axis=2)
-    offload_limit = int(min(problem.room_for_moved, num_microbatches * float(moved.sum())))
+    offload_limit = int(min(problem.offload_limit, num_microbatches * float(moved.sum())))
     return {"link": link, "stay": stay.reshape(-1, 2), "moved": moved, "room": offload_limit}
 
 

@@ -604,7 +604,7 @@ class OffloadSearch(PlacementSearch):
         devices = problem.num_devices
         stages = stages_of(problem.placement, devices)
         useful_limits = [
-            problem.most_useful * sum(activation_bytes[stage] for stage in local_stages)
+            problem.max_useful_passes * sum(activation_bytes[stage] for stage in local_stages)
             for local_stages in stages
         ]
         ample = [limit + problem.moved_limit for limit in problem.limits]
@@ -638,7 +638,7 @@ class OffloadSearch(PlacementSearch):
         slacks: Sequence[float] = _SLACKS[:1] if self.strategy.throughout else _SLACKS
         throughout, in_host, shop = (
             self.strategy.throughout,
-            problem.room_for_moved,
+            problem.offload_limit,
             self._parts_shop(),
         )
         for rows in _insert_copies(problem, shop, base.row, slacks, throughout, in_host):
