@@ -121,7 +121,7 @@ def in_lists(data: Any) -> Any:
 
 @functools.cache
 def say_if_slow() -> None:
-    """Log once that numba is missing, since a plan then takes long."""
+    """Log once that numba is missing, since planning is then slow."""
     if not compiles():
         logger.warning(
             "numba is not installed, so planning is about 100 times slower: "

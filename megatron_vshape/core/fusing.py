@@ -68,7 +68,7 @@ def fuse_backwards(timeline: Timeline, costs: Costs, objective: Objective) -> Sc
 
 
 def _fusable(schedule: Schedule, costs: Costs) -> Iterator[Pass]:
-    """Yield every B with its W right after it; not those whose BW takes longer than both."""
+    """Yield every B with its W right after it, unless its BW is slower than both."""
     # The step time does not show a longer BW off the critical path.
     saving = [
         costs.time_us(Kind.BW, stage)

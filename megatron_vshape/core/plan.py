@@ -178,7 +178,7 @@ def no_worse_than_published(
 ) -> PlanResult | None:
     """Return the result of a stopped search, or the fastest published schedule if that is faster.
 
-    It evaluates the published schedules that fit, which takes about a second.
+    It evaluates the published schedules that fit, in about a second.
     """
     limits, goal = limits_of(request), request.objective
     evaluated_schedules = [

@@ -1,7 +1,7 @@
 """A placement's planning problem in integers, and the fillers of its orders.
 
 Times are in ticks and memory in units, both integer. Compiled functions get orders as rows of
-numbers, one number per pass (`Codec`). A type is len(kinds) * stage + the index of a kind in
+numbers, one number per pass (`Codec`). A pass type is len(kinds) * stage + the index of a kind in
 `kinds`. A pass has the number type * num_microbatches + microbatch. Rows are padded to the longest
 with NONE.
 
@@ -69,7 +69,7 @@ class Problem:
     sorts: PassTypes  # arrays
     weight_of: np.ndarray  # [type] of a B or W: the type of its W; else NONE
     room: np.ndarray  # [queue] memory limit, in units
-    moved_limit: float  # of memory that passes move off a device, in the costs' unit
+    moved_limit: float  # of offloaded memory per device, in the costs' unit
 
     def turned(self, numbers: np.ndarray) -> np.ndarray:
         """Return the numbers of these passes in kinds that run them in the opposite order."""
@@ -83,7 +83,7 @@ class Problem:
 
     @property
     def offload_limit(self) -> float:
-        """Return the limit of moved memory per device, in units of memory."""
+        """Limit of the offloaded memory per device, in units of memory."""
         return self.moved_limit * self.units_per_byte * (1 + 1e-9)
 
 
@@ -103,7 +103,7 @@ def make_problem(
         costs: costs of a microbatch or of a slice.
         num_microbatches: microbatches per step, times the slices of each.
         kinds: kinds of passes that a stage and microbatch may have, in the table's order.
-        moved_limit: limit of memory that passes move off a device, in the costs' unit.
+        moved_limit: limit of offloaded memory per device, in the costs' unit.
 
     Raises:
         LimitError: one microbatch alone does not fit the limits.
@@ -131,7 +131,7 @@ def make_problem(
     memory_limits = np.zeros(len(types.types_of_queue.begin) - 1, np.int64)
     peaks = _peak_memory(costs, placement, num_devices, kinds)
     for device, (limit, peak) in enumerate(zip(limits, peaks, strict=True)):
-        # More than all activations of the step has no effect; so room is finite without a limit.
+        # More than all activations of the step has no effect; so the limit in units is finite.
         memory_limits[device] = int(
             min(limit, num_microbatches * peak) * units_per_byte * (1 + 1e-9)
         )
@@ -283,7 +283,7 @@ def make_shop(problem: Problem, num_microbatches: int) -> improve.JobShop:
 
 
 def _offload_fields(problem: Problem, num_microbatches: int) -> dict[str, Any]:
-    """Return the fields of a shop for moved memory; inactive without a limit of it."""
+    """Return the fields of a shop for offloaded memory; inactive without a limit of it."""
     kinds, types = problem.kinds, problem.sorts
     count = len(types.lane)
     link, moved = np.full(len(problem.room), NONE), np.zeros(count, np.int64)
@@ -294,7 +294,7 @@ def _offload_fields(problem: Problem, num_microbatches: int) -> dict[str, Any]:
             np.arange(kinds.index(kind), count, len(kinds)) for kind in (mover, Kind.F, Kind.B)
         )
         queue, amounts = np.asarray(types.lane), problem.costs.amounts(mover.moves) or ()
-        # Both queues name the link, because a move in either can change the moved memory.
+        # Both queues have the link, because a move in either can change the offloaded memory.
         link[queue[out]] = link[queue[ends[0]]] = queue[out]
         moved[out] = [round(amount * problem.units_per_byte) for amount in amounts]
         passes = np.arange(count * num_microbatches).reshape(count, num_microbatches)
@@ -508,7 +508,7 @@ def fill(
 
 
 def refill(problem: Problem, row: np.ndarray, num_microbatches: int = 0) -> np.ndarray | None:
-    """Return the order with its W placed again as filler; None if the memory does not suffice.
+    """Return the order with its W reinserted as fillers; None if the memory does not suffice.
 
     Args:
         problem: costs and limits.

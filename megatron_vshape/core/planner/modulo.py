@@ -467,7 +467,7 @@ def _draw_block(
             clock += data_lag(graph, stages + stage + 1, stages + stage)
             clock += pauses[3 if turns else 2, graph.chunk[stage + 1]]
         times[stages + stage] = clock
-        # W precedes another B that might start when this one ends, because it frees memory
+        # W precedes another B that might start when this one ends, because it frees memory.
         end = clock + graph.work[stages + stage] - 1
         times[2 * stages + stage] = end + pauses[4, graph.chunk[stage]]
 
@@ -480,7 +480,7 @@ def sample(
     """Fill `periods`, `intervals` and `times` with the best of `tries` random blocks.
 
     The interval between blocks grows until their orders fit the memory; the period is then the
-    minimum for these orders. All kept periods differ.
+    minimum for these orders. All these periods differ.
     """
     block = np.zeros(len(orders.x), np.int64)
     last = len(periods) - 1
@@ -488,14 +488,14 @@ def sample(
         _draw_block(graph, scratch.random, busy, block, attempt == 0)
         interval = busy + draw(scratch.random, busy // 8)
         _lay_out(graph, orders, block, interval)
-        # an interval longer than the block has one microbatch at a time: the minimum memory
+        # An interval longer than the block has one microbatch at a time: the minimum memory.
         while not _all_fit(graph, orders) and interval <= block.max():
             interval += interval // 24
             _lay_out(graph, orders, block, interval)
         if not _all_fit(graph, orders):
             continue
         orders.x[:] = block
-        # Only periods below the worst kept one are of interest.
+        # Only a period below the longest in `periods` is of interest.
         period = find_period(graph, orders, scratch, busy, periods[last] - 1)
         if period == NEVER or (periods == period).any():
             continue

@@ -119,7 +119,7 @@ def find_peak(graph: Graph, orders: Orders, device: int) -> float:
             follower = node + 1 - classes * is_last
             if _is_after(orders, node, follower, 1 if is_last else 0):
                 return np.inf
-        # summed over F, B and W of a stage: memory in use when an iteration starts
+        # Summed over F, B and W of a stage: memory in use when an iteration starts.
         memory += orders.turn[node] * (graph.start_change[node] + graph.end_change[node])
     top = memory
     for node in row:
@@ -173,7 +173,7 @@ def settle(graph: Graph, orders: Orders, scratch: Scratch, period: int, tail: in
                 continue
             x[reader], parent[reader], ring[reader] = start, node, arc == 2
             raised[reader] += 1
-            # every cycle contains an arc of some device's order; a node that is its own ancestor
+            # Every cycle contains an arc of some device's order; a node that is its own ancestor
             # has been raised around a positive cycle
             if arc == 2 and raised[reader] > 2:
                 ancestor = _find_ancestor(parent, node, reader)

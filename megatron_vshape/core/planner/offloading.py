@@ -14,7 +14,7 @@ Each device is handled separately, with the times of the order:
   which a copy to the host ends. If passes then do not fit, frees move earlier and allocations
   later.
 
-W are placed again afterwards (`job_shop.refill`), because they determine the memory between B and
+W are reinserted afterwards (`job_shop.refill`), because they determine the memory between B and
 W. The published order of V-ZB with copies exceeds the memory in its cool-down, where W wait.
 """
 
@@ -244,7 +244,7 @@ class _Device:
 def _values_of_kind(
     problem: Problem, values_of_types: object, kind: Kind, stage: np.ndarray | int
 ) -> Any:
-    """Return the values of the sorts of a kind, at these stages."""
+    """Return the values of the pass types of a kind, at these stages."""
     return np.asarray(values_of_types)[len(problem.kinds) * stage + problem.kinds.index(kind)]
 
 
@@ -290,7 +290,7 @@ def _schedule_copies(activations: _Activations, ranked: np.ndarray) -> _Copies:
     _book(busy[1], out, activations.forward_end, activations.out_ticks, False, out_starts)
     out_ends[ranked] = out_starts[ranked] + activations.out_ticks[ranked]
     is_offloaded = np.zeros(count, bool)
-    # A copy that would return before it has left is not made, though its link time stays booked.
+    # A copy that would return before its end is dropped, though its link time stays booked.
     is_offloaded[ranked] = out_ends[ranked] < back_starts[ranked]
     return _Copies(is_offloaded, out_starts, out_ends, back_starts)
 

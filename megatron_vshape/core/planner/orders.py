@@ -101,8 +101,8 @@ class CyclicOrder:
     """In period p, a device runs pass (type, offset) of microbatch p * k + offset.
 
     `rows[device]` is (types, offsets) in order of time; `Codec` defines types. An order of few
-    microbatches that contains a whole period represents any number, because further periods can be
-    spliced in. So only warm-up and cool-down have to be searched.
+    microbatches that contains a complete period represents any number, because further periods can
+    be spliced in. So only warm-up and cool-down have to be searched.
     """
 
     name: str
@@ -173,7 +173,7 @@ class CyclicOrder:
 def cyclic_order_of_block(block: BuildingBlock) -> CyclicOrder:
     """Return the steady order of a building block; a full backward becomes B, then W.
 
-    With slices, the period is the shortest that has whole microbatches.
+    With slices, the period is the shortest that has complete microbatches.
     """
     rows: list[list[tuple[int, int, int, int]]] = [[] for _ in range(block.num_devices)]
     # A block of slices repeats a shorter pattern `share` times; `own < numbers` selects one.
@@ -228,7 +228,7 @@ def _sequential_order(placement: Placement, num_devices: int, slices: int) -> Cy
 def cyclic_order_of_steady(order: SteadyOrder, name: str, slices: int = 1) -> CyclicOrder:
     """Return a steady order as arrays, with slices scheduled like its microbatches.
 
-    B and W start `slices` - 1 slices later, after all F of their microbatch. A period has whole
+    B and W start `slices` - 1 slices later, after all F of their microbatch. A period has complete
     microbatches.
     """
     times = slices // gcd(order.microbatches, slices)
@@ -378,7 +378,7 @@ class PlacementSearch:
         costs = replace(problem.costs.of_activations(), slices=1)
         min_memory = bounds.least_memory(costs, problem.placement, devices)
         stages = stages_of(problem.placement, devices)
-        # annealing ignores workspaces: the largest one is reserved
+        # Annealing ignores workspaces: the largest one is reserved.
         workspaces = [
             max(workspaces_of_stage)
             for workspaces_of_stage in zip(*map(problem.costs.works, PARTS), strict=True)
@@ -387,7 +387,7 @@ class PlacementSearch:
             limit - max(workspaces[stage] for stage in local_stages)
             for limit, local_stages in zip(problem.limits, stages, strict=True)
         ]
-        # V-ZB needs the memory of 1F1B; more memory only improves warm-up and cool-down
+        # V-ZB needs the memory of 1F1B; more memory only improves warm-up and cool-down.
         activation_bytes = problem.costs.held_after_forward_bytes
         activations = [
             sum(activation_bytes[stage] for stage in local_stages) for local_stages in stages
@@ -420,8 +420,8 @@ class PlacementSearch:
     def _candidates(self, cyclic: CyclicOrder) -> list[Candidate]:
         """Return the variants of a cyclic order that fit: as it is, filled, and with W refilled.
 
-        The order is cut to the few microbatches that show warm-up and cool-down, if a whole period
-        remains.
+        The order is cut to the few microbatches that show warm-up and cool-down, if a complete
+        period remains.
         """
         problem, m, k = self.problem, self.problem.num_microbatches, cyclic.microbatches
         min_offset, max_offset = cyclic.offset_range()
@@ -538,7 +538,7 @@ class PlacementSearch:
         row = self._numbered_row(candidate)
         if short == m:
             return row
-        # a whole period leaves the memory unchanged, so it can be repeated any number of times
+        # A complete period leaves the memory unchanged, so it can be repeated any number of times.
         return splice(row, candidate.low, candidate.high, candidate.period, short, m)
 
     def _evaluate(self, candidate: Candidate) -> bool:

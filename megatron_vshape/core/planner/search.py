@@ -8,11 +8,11 @@
    Published blocks are added, for a loop with groups of several sizes. Each order is cut to the few
    microbatches that show warm-up and cool-down (`orders.CyclicOrder`).
 3. Starting points: each order as it is, with idle time filled by step 4 of the paper, and with W
-   placed again as filler (`job_shop.refill`). All are evaluated for the full number of
+   reinserted as fillers (`job_shop.refill`). All are evaluated for the full number of
    microbatches by repeating a period in the middle, which needs no search (`orders`).
 4. Local search for warm-up and cool-down: move a pass, alone or with its neighbors in other
    microbatches, or exchange two, if the objective does not grow (`improve`). After each round the
-   worse half of the orders is dropped and the best continue in several copies; W are placed again
+   worse half of the orders is dropped and the best continue in several copies; W are reinserted
    in between. A placement is dropped if its lower bound is above the best order.
 5. Unless the gap to the bound is below `NEAR`: repeat with other random numbers, then a long local
    search from the best orders of both turns.
@@ -117,8 +117,8 @@ def plan(
 
     >>> from megatron_vshape import Costs, plan
     >>> costs = Costs.uniform(4, 8, forward=1, backward=1.2, weight=0.8, send=0.05)
-    >>> found = plan(costs, num_devices=4, num_microbatches=8, limit=6, steps=10_000)
-    >>> max(found.peak) <= 6, found.lower_bound <= found.value < 60
+    >>> best = plan(costs, num_devices=4, num_microbatches=8, limit=6, steps=10_000)
+    >>> max(best.peak) <= 6, best.lower_bound <= best.value < 60
     (True, True)
 
     Args:
