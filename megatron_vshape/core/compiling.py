@@ -87,7 +87,7 @@ class _CacheWhenCalled:
 compiled_once = functools.cache(compiled)
 
 
-def soonest(
+def compile_if_large(
     num_passes: int, function: Callable[..., int], called: Sequence[Callable[..., Any]], *data: Any
 ) -> tuple[Any, ...]:
     """Compile the function if that is faster; return it with its data in arrays or in lists.

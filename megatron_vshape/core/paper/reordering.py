@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 from megatron_vshape.core import compiling
 from megatron_vshape.core.check.simulate import simulate
-from megatron_vshape.core.compiling import in_lists, soonest
+from megatron_vshape.core.compiling import compile_if_large, in_lists
 from megatron_vshape.core.model.kinds import PARTS, PROCESSOR, Kind, NeedTable, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement
@@ -69,7 +69,7 @@ def _fill_schedule(schedule: Schedule, max_held: int, cool_down: int, max_ahead:
     order = _order_of(schedule, max_held)
     size = len(order.type_of)
     state = new_scheduler_state(order, lambda count: [0] * count)
-    compiled_fill, order, state, new_order = soonest(
+    compiled_fill, order, state, new_order = compile_if_large(
         size, fill_idle_slots, CALLEES, order, state, [0] * size
     )
     # Fewer passes than given: the rest is blocked by memory or a cycle of waits.

@@ -451,14 +451,14 @@ class Codec(NamedTuple):
     kinds: tuple[Kind, ...] = PARTS
     slices: int = 1
 
-    def sort(self, kind: Kind, stage: int) -> int:
+    def pass_type(self, kind: Kind, stage: int) -> int:
         """Return the type of a kind of pass on a stage."""
         return len(self.kinds) * stage + self.kinds.index(kind)
 
     def number(self, work: Pass) -> int:
         """Return the number of a simple pass."""
         index = self._in_execution_order(work.kind, work.microbatch)
-        return self.sort(work.kind, work.stage) * self.num_microbatches + index
+        return self.pass_type(work.kind, work.stage) * self.num_microbatches + index
 
     def _in_execution_order(self, kind: Kind, number: int) -> int:
         return turned(number, self.slices) if self.slices > 1 and kind.by_rank else number

@@ -93,7 +93,7 @@ def _published_blocks(placement: Placement, num_devices: int) -> Iterator[Buildi
             yield block
 
 
-_pass_type = Codec(1).sort
+_pass_type = Codec(1).pass_type
 
 
 @dataclass(frozen=True, slots=True)
