@@ -9,7 +9,7 @@ from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.request import AUTO, PlanRequest
 
 if __name__ == "__main__":
-    alone = Costs.uniform(3, 12, 1, 2, 1, 0.05)
-    whole = alone.having(whole_backward_us=(2.5,) * 12)
-    for costs in (alone, with_copies(whole, 1.0)):
+    base = Costs.uniform(3, 12, 1, 2, 1, 0.05)
+    with_full_backward = base.having(whole_backward_us=(2.5,) * 12)
+    for costs in (base, with_copies(with_full_backward, 1.0)):
         plan_request(PlanRequest(AUTO, 3, 8, costs, limit=4.0, steps=20_000))

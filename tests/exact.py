@@ -51,36 +51,40 @@ def prove(
     from ortools.sat.python import cp_model
 
     schedule = plan.schedule
-    unlike = costs.by_microbatch or costs.more_send_us
-    if costs.whole_us is not None or unlike or not schedule.kinds.issubset(PARTS):
+    is_nonuniform = costs.by_microbatch or costs.more_send_us
+    if costs.whole_us is not None or is_nonuniform or not schedule.kinds.issubset(PARTS):
         return plan
-    each = each_limit(limits, schedule.num_devices)
-    for device, (held, most) in enumerate(zip(plan.peak, each, strict=True)):
-        if held > most * (1 + 1e-9):
+    device_limits = each_limit(limits, schedule.num_devices)
+    for device, (peak, limit) in enumerate(zip(plan.peak, device_limits, strict=True)):
+        if peak > limit * (1 + 1e-9):
             raise ScheduleError(
-                f"the plan has {held_text(held)} on device {device}, not {held_text(most)} or less"
+                f"the plan has {held_text(peak)} on device {device}, not {held_text(limit)} or less"
             )
-    made = _make_model(cp_model.CpModel(), plan, *room_in(costs, schedule.placement, each))
+    problem = _make_model(
+        cp_model.CpModel(), plan, *room_in(costs, schedule.placement, device_limits)
+    )
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = workers
-    status = solver.solve(made.model)
+    status = solver.solve(problem.model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.UNKNOWN):
         return plan  # rounding has shut the plan itself out, so nothing is proved
-    bound = max(plan.lower_bound, solver.best_objective_bound / made.per_us)
+    bound = max(plan.lower_bound, solver.best_objective_bound / problem.per_us)
     if status != cp_model.UNKNOWN:
-        plan = _better(plan, costs, each, {p: solver.value(s) for p, s in made.start.items()})
+        plan = _improved_plan(
+            plan, costs, device_limits, {p: solver.value(s) for p, s in problem.start.items()}
+        )
     return replace(plan, lower_bound=min(bound, plan.value))
 
 
 def _make_model(model: Any, plan: Plan, costs: Costs, limits: Sequence[float]) -> _Model:
     schedule = plan.schedule
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
-    codec, whole = Codec(microbatches, slices=schedule.slices), costs
+    codec, unsliced_costs = Codec(microbatches, slices=schedule.slices), costs
     costs = in_passes(costs.sliced(schedule.slices))
     times = (*costs.forward_us, *costs.backward_us, *costs.weight_us)
     per_us = scale_to(TICKS, fmean(times))
-    timeline = simulate(schedule, whole)
+    timeline = simulate(schedule, unsliced_costs)
     spans = plan.objective is Objective.SPAN  # of the device that starts last, too
     latest = max(row[0] for row in timeline.starts) if spans else 0.0
     horizon = int((plan.value + latest) * per_us) + TICKS
@@ -93,14 +97,14 @@ def _make_model(model: Any, plan: Plan, costs: Costs, limits: Sequence[float]) -
     start = {p: model.new_int_var(0, horizon, str(p)) for p in passes}
     end = {p: start[p] + ticks[p] for p in passes}
     for work in passes:
-        for need in work.needs(stages):
-            away = schedule.placement[need.stage] != schedule.placement[work.stage]
-            lag = int(costs.send_us * per_us + 1e-6) if away else 0
-            model.add(start[work] >= end[need] + lag)
-        before = codec.number(work) - 1
-        if before >= 0 and codec.work(before)[:2] == work[:2]:
+        for dependency in work.needs(stages):
+            is_remote = schedule.placement[dependency.stage] != schedule.placement[work.stage]
+            lag = int(costs.send_us * per_us + 1e-6) if is_remote else 0
+            model.add(start[work] >= end[dependency] + lag)
+        previous = codec.number(work) - 1
+        if previous >= 0 and codec.work(previous)[:2] == work[:2]:
             # all microbatches are alike, and their slices, so each sort may keep their order
-            model.add(start[work] >= end[codec.work(before)])
+            model.add(start[work] >= end[codec.work(previous)])
     _add_devices(model, schedule, costs, limits, start, end, ticks)
     value = model.new_int_var(0, horizon, "value")
     _add_objective(model, plan, timeline, value, end, per_us)
@@ -122,7 +126,7 @@ def _add_devices(
     """Let a device run one pass at a time and hold no more than its limit."""
     unit = max(costs.held_after_forward_bytes + costs.held_after_backward_bytes) / 1e6 or 1.0
     for device, stages in enumerate(stages_of(schedule.placement, schedule.num_devices)):
-        runs, lives, amounts = [], [], []
+        runs, lifetimes, amounts = [], [], []
         for stage in stages:
             for j in range(schedule.num_microbatches):
                 f, b, w = (Pass(kind, stage, j) for kind in PARTS)
@@ -130,19 +134,19 @@ def _add_devices(
                     model.new_fixed_size_interval_var(start[p], ticks[p], f"run {p}")
                     for p in (f, b, w)
                 ]
-                lives += runs[-len(PARTS) :]
+                lifetimes += runs[-len(PARTS) :]
                 amounts += [int(costs.works(kind)[stage] / unit) for kind in PARTS]
-                for first, last, held in (
+                for first, last, memory in (
                     (start[f], end[b], costs.held_after_forward_bytes[stage]),
                     (end[b], end[w], costs.held_after_backward_bytes[stage]),
                 ):
                     length = model.new_int_var(0, 1 << 40, "")
-                    lives.append(model.new_interval_var(first, length, last, f"hold {f}"))
-                    amounts.append(int(held / unit))
+                    lifetimes.append(model.new_interval_var(first, length, last, f"hold {f}"))
+                    amounts.append(int(memory / unit))
         model.add_no_overlap(runs)
         # no more than all at once: the solver counts in 64 bits
-        most = min(limits[device] / unit * (1 + 1e-9), sum(amounts))
-        model.add_cumulative(lives, amounts, int(most) + 1)
+        limit = min(limits[device] / unit * (1 + 1e-9), sum(amounts))
+        model.add_cumulative(lifetimes, amounts, int(limit) + 1)
 
 
 def _add_objective(
@@ -158,22 +162,24 @@ def _add_objective(
     model.minimize(value)
 
 
-def _better(plan: Plan, costs: Costs, limits: Sequence[float], start: dict[Pass, int]) -> Plan:
+def _improved_plan(
+    plan: Plan, costs: Costs, limits: Sequence[float], start: dict[Pass, int]
+) -> Plan:
     """Return the plan in the solver's order if that is better and, unrounded, fits."""
-    old = plan.schedule
-    rows: list[list[tuple[int, Pass]]] = [[] for _ in old.order]
-    for work, at in start.items():
-        rows[old.placement[work.stage]].append((at, work))
+    old_schedule = plan.schedule
+    rows: list[list[tuple[int, Pass]]] = [[] for _ in old_schedule.order]
+    for work, tick in start.items():
+        rows[old_schedule.placement[work.stage]].append((tick, work))
     # Of passes that begin together, as one of no ticks does, the one that others need comes first.
-    rows = [sorted(row, key=lambda each: (each[0], PARTS.index(each[1].kind))) for row in rows]
-    schedule = replace(old, order=tuple(tuple(work for _, work in row) for row in rows))
+    rows = [sorted(row, key=lambda slot: (slot[0], PARTS.index(slot[1].kind))) for row in rows]
+    schedule = replace(old_schedule, order=tuple(tuple(work for _, work in row) for row in rows))
     try:
         timeline = simulate(schedule, costs)
     except ScheduleError:  # rounding has hidden which of two passes comes first
         return plan
     value = plan.objective.of(timeline)
     peak = peak_held(schedule, costs)
-    fits = all(held <= most * (1 + 1e-9) for held, most in zip(peak, limits, strict=True))
+    fits = all(memory <= limit * (1 + 1e-9) for memory, limit in zip(peak, limits, strict=True))
     if value >= plan.value or not fits:
         return plan
     return replace(plan, schedule=schedule, value=value, peak=peak, source="exact")

@@ -9,64 +9,75 @@ Key = tuple[str, int, int]
 
 def peak_of(schedule: Schedule, costs: Costs) -> float:
     """Return the most that a device holds: from the start of F to the end of W or BW."""
-    held, peak = costs.held_after_forward_bytes, 0.0
+    activation_bytes, peak = costs.held_after_forward_bytes, 0.0
     for row in schedule.order:
-        now = 0.0
+        allocated = 0.0
         for kind, stage, _ in row:
-            now += held[stage] if kind == "F" else 0.0
-            peak = max(peak, now)
-            now -= held[stage] if "W" in kind else 0.0
+            allocated += activation_bytes[stage] if kind == "F" else 0.0
+            peak = max(peak, allocated)
+            allocated -= activation_bytes[stage] if "W" in kind else 0.0
     return peak
 
 
 def replay(schedule: Schedule, costs: Costs) -> list[list[tuple[float, float]]]:
     """Return the start and the end of every device's passes; stops where nothing can go on."""
-    rows = [[(str(w.kind), w.stage, w.microbatch) for w in row] for row in schedule.order]
-    overlapped = {(str(w.kind), w.stage, w.microbatch) for w in schedule.overlapped}
-    done: dict[Key, float] = {}
+    rows = [
+        [(str(work.kind), work.stage, work.microbatch) for work in row] for row in schedule.order
+    ]
+    overlapped = {(str(work.kind), work.stage, work.microbatch) for work in schedule.overlapped}
+    ends: dict[Key, float] = {}
     times: list[list[tuple[float, float]]] = [[] for _ in rows]
-    moved = True
-    while moved:
-        moved = False
-        for own, row in zip(times, rows, strict=True):
-            if len(own) == len(row):
+    has_progressed = True
+    while has_progressed:
+        has_progressed = False
+        for slots, row in zip(times, rows, strict=True):
+            if len(slots) == len(row):
                 continue
-            step = row[len(own) : len(own) + (2 if row[len(own)] in overlapped else 1)]
-            ready = [_ready(each, schedule.placement, costs, done) for each in step]
+            step = row[len(slots) : len(slots) + (2 if row[len(slots)] in overlapped else 1)]
+            ready = [_ready_time(key, schedule.placement, costs, ends) for key in step]
             if None in ready:
                 continue
-            start = max([own[-1][1] if own else 0.0, *(each or 0.0 for each in ready)])
-            end = start + _length(step, costs)
-            own += [(start, end)] * len(step)
-            done.update({(part, *key[1:]): end for key in step for part in key[0]})
-            moved = True
+            start = max([slots[-1][1] if slots else 0.0, *(time or 0.0 for time in ready)])
+            end = start + _duration(step, costs)
+            slots += [(start, end)] * len(step)
+            ends.update({(part, *key[1:]): end for key in step for part in key[0]})
+            has_progressed = True
     return times
 
 
-def _ready(
-    key: Key, placement: tuple[int, ...], costs: Costs, done: dict[Key, float]
+def _ready_time(
+    key: Key, placement: tuple[int, ...], costs: Costs, ends: dict[Key, float]
 ) -> float | None:
     kind, stage, microbatch = key
-    needs = []
+    dependencies = []
     if kind == "F" and stage:
-        needs.append(("F", stage - 1, microbatch))
+        dependencies.append(("F", stage - 1, microbatch))
     if kind[0] == "B":
-        needs.append(("F", stage, microbatch))
-        needs += [("B", stage + 1, microbatch)] if stage + 1 < len(placement) else []
+        dependencies.append(("F", stage, microbatch))
+        dependencies += [("B", stage + 1, microbatch)] if stage + 1 < len(placement) else []
     if kind == "W":
-        needs.append(("B", stage, microbatch))
-    if any(need not in done for need in needs):
+        dependencies.append(("B", stage, microbatch))
+    if any(dependency not in ends for dependency in dependencies):
         return None
-    hop = [costs.send_us if placement[n[1]] != placement[stage] else 0.0 for n in needs]
-    return max([0.0, *(done[n] + h for n, h in zip(needs, hop, strict=True))])
+    lags = [
+        costs.send_us if placement[dependency[1]] != placement[stage] else 0.0
+        for dependency in dependencies
+    ]
+    return max(
+        [0.0, *(ends[dependency] + lag for dependency, lag in zip(dependencies, lags, strict=True))]
+    )
 
 
-def _length(step: list[Key], costs: Costs) -> float:
-    compute = {"F": costs.forward_us, "B": costs.backward_us, "W": costs.weight_us}
-    waits = {"F": costs.forward_exchange_us, "B": costs.backward_exchange_us}
+def _duration(step: list[Key], costs: Costs) -> float:
+    compute_us = {"F": costs.forward_us, "B": costs.backward_us, "W": costs.weight_us}
+    collective_us = {"F": costs.forward_exchange_us, "B": costs.backward_exchange_us}
     parts = [(part, stage) for kind, stage, _ in step for part in kind]
-    exchanges = sum((waits.get(part) or compute)[s] for part, s in parts if waits.get(part))
-    took = sum(compute[part][s] for part, s in parts) + exchanges + costs.host_us * len(step)
+    collectives = sum(
+        (collective_us.get(part) or compute_us)[s] for part, s in parts if collective_us.get(part)
+    )
+    duration = (
+        sum(compute_us[part][s] for part, s in parts) + collectives + costs.host_us * len(step)
+    )
     if len(step) == 1:
-        return took
-    return max(took - exchanges, exchanges)
+        return duration
+    return max(duration - collectives, collectives)

@@ -27,18 +27,21 @@ def offloaded(schedule: Schedule, chosen: Callable[[int, int], bool] = every) ->
 
 
 def _row(row: tuple[Pass, ...], chosen: Callable[[int, int], bool]) -> tuple[Pass, ...]:
-    at = {(part, *work[1:]): place for place, work in enumerate(row) for part in work.parts()}
-    placed = [(float(place), work) for place, work in enumerate(row)]
-    for kind, stage, microbatch in at:
+    indices = {(part, *work[1:]): index for index, work in enumerate(row) for part in work.parts()}
+    positioned = [(float(index), work) for index, work in enumerate(row)]
+    for kind, stage, microbatch in indices:
         if kind is not Kind.F or not chosen(stage, microbatch):
             continue
-        first, last = at[Kind.F, stage, microbatch], at[Kind.B, stage, microbatch]
-        wide = last - first > 2
-        places = {
+        first, last = indices[Kind.F, stage, microbatch], indices[Kind.B, stage, microbatch]
+        has_gap = last - first > 2
+        positions = {
             COPY_OUT: first + 0.1,
-            RELEASE: first + 1.2 if wide else first + 0.2,
-            RELOAD: last - 1.4 if wide else first + 0.3,
-            COPY_BACK: last - 1.3 if wide else first + 0.4,
+            RELEASE: first + 1.2 if has_gap else first + 0.2,
+            RELOAD: last - 1.4 if has_gap else first + 0.3,
+            COPY_BACK: last - 1.3 if has_gap else first + 0.4,
         }
-        placed += [(place, Pass(each, stage, microbatch)) for each, place in places.items()]
-    return tuple(work for _, work in sorted(placed, key=lambda each: each[0]))
+        positioned += [
+            (position, Pass(copy_kind, stage, microbatch))
+            for copy_kind, position in positions.items()
+        ]
+    return tuple(work for _, work in sorted(positioned, key=lambda entry: entry[0]))

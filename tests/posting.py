@@ -20,23 +20,31 @@ from megatron_vshape.core.program.instructions import (
 
 def streams_of(program: Program) -> list[Stream]:
     """Return the streams in use, sorted."""
-    sent = (each for row in program.instructions for each in row if isinstance(each, Send))
-    return sorted({each.message.stream for each in sent})
+    sends = (
+        instruction
+        for row in program.instructions
+        for instruction in row
+        if isinstance(instruction, Send)
+    )
+    return sorted({send.message.stream for send in sends})
 
 
 def one_pass_earlier(program: Program) -> Program:
     """Return the program with the receive of every message at least one pass before its reader."""
     rows = []
     for row in program.instructions:
-        new = list(row)
-        for each in row:
-            if not isinstance(each, Await):
+        new_row = list(row)
+        for instruction in row:
+            if not isinstance(instruction, Await):
                 continue
-            at, read = new.index(Receive(each.message)), new.index(each)
-            passes = [place for place in range(read) if isinstance(new[place], Run)]
-            if passes and at > passes[-1]:
-                new.insert(passes[-1], new.pop(at))
-        rows.append(tuple(new))
+            receive_index, reader_index = (
+                new_row.index(Receive(instruction.message)),
+                new_row.index(instruction),
+            )
+            passes = [index for index in range(reader_index) if isinstance(new_row[index], Run)]
+            if passes and receive_index > passes[-1]:
+                new_row.insert(passes[-1], new_row.pop(receive_index))
+        rows.append(tuple(new_row))
     return Program(program.schedule, tuple(rows), 1)
 
 
@@ -44,13 +52,15 @@ def with_gaps_by_stream(program: Program) -> Program:
     """Return the program with the receives of every gap stream by stream."""
     rows = []
     for row in program.instructions:
-        new: list[Instruction] = []
+        new_row: list[Instruction] = []
         for kind, gap in groupby(row, type):
-            found = list(gap)
+            instructions = list(gap)
             if kind is Receive:
-                found.sort(key=lambda each: (each.message.stream, each.message.source))
-            new += found
-        rows.append(tuple(new))
+                instructions.sort(
+                    key=lambda receive: (receive.message.stream, receive.message.source)
+                )
+            new_row += instructions
+        rows.append(tuple(new_row))
     return replace(program, instructions=tuple(rows))
 
 
@@ -58,58 +68,76 @@ def all_at_once(program: Program) -> Program:
     """Return the program with all receives at its start, and nothing let go of."""
     rows = []
     for row in program.instructions:
-        first = [each for each in row if isinstance(each, Receive)]
-        rest = [each for each in row if not isinstance(each, Receive | Release)]
-        rows.append((*first, *rest))
+        receives = [instruction for instruction in row if isinstance(instruction, Receive)]
+        remaining = [
+            instruction for instruction in row if not isinstance(instruction, Receive | Release)
+        ]
+        rows.append((*receives, *remaining))
     return replace(program, instructions=tuple(rows))
 
 
 def without_releases(program: Program) -> Program:
     """Return the program with nothing let go of before its end."""
     rows = (
-        tuple(each for each in row if not isinstance(each, Release)) for row in program.instructions
+        tuple(instruction for instruction in row if not isinstance(instruction, Release))
+        for row in program.instructions
     )
     return replace(program, instructions=tuple(rows))
 
 
-def waiting_beside(program: Program) -> Program:
+def with_device_waits_at_copies(program: Program) -> Program:
     """Return the program with a wait for the device wherever a copy beside it could be.
 
     As if its thread waited so, whose copy begins at D at the soonest.
     """
     rows = []
     for row in program.instructions:
-        copies = [each for each in row if isinstance(each, Run) and each.work.kind is COPY_OUT]
-        begun = row.index(copies[0]) if copies else len(row)
-        rest = [new for each in row[begun:] for new in (copies[0], each)]
-        rows.append((*row[:begun], *rest))
+        copies = [
+            instruction
+            for instruction in row
+            if isinstance(instruction, Run) and instruction.work.kind is COPY_OUT
+        ]
+        start = row.index(copies[0]) if copies else len(row)
+        delayed_row = [
+            delayed for instruction in row[start:] for delayed in (copies[0], instruction)
+        ]
+        rows.append((*row[:start], *delayed_row))
     return replace(program, instructions=tuple(rows))
 
 
 def one_receive_moved(program: Program) -> Iterator[Program]:
     """Yield the program with each receive wherever the order of its stream allows it."""
     for device, row in enumerate(program.instructions):
-        for each in row:
-            if not isinstance(each, Receive):
+        for receive in row:
+            if not isinstance(receive, Receive):
                 continue
-            rest = [other for other in row if other != each]
-            for at in _places(each, row, rest):
-                new = (*rest[:at], each, *rest[at:])
-                rows = (*program.instructions[:device], new, *program.instructions[device + 1 :])
+            remaining = [instruction for instruction in row if instruction != receive]
+            for index in _allowed_positions(receive, row, remaining):
+                new_row = (*remaining[:index], receive, *remaining[index:])
+                rows = (
+                    *program.instructions[:device],
+                    new_row,
+                    *program.instructions[device + 1 :],
+                )
                 yield replace(program, instructions=rows)
 
 
-def _places(each: Receive, row: tuple[Instruction, ...], rest: list[Instruction]) -> Iterator[int]:
+def _allowed_positions(
+    receive: Receive, row: tuple[Instruction, ...], remaining: list[Instruction]
+) -> Iterator[int]:
     stream = [
-        other
-        for other in row
-        if isinstance(other, Receive) and source_of(other.message) == source_of(each.message)
+        instruction
+        for instruction in row
+        if isinstance(instruction, Receive)
+        and source_of(instruction.message) == source_of(receive.message)
     ]
-    at = stream.index(each)
-    first = rest.index(stream[at - 1]) + 1 if at else 0
-    last = rest.index(Await(each.message))
-    if at + 1 < len(stream):
-        last = min(last, rest.index(stream[at + 1]))
-    for place in range(first, last + 1):
-        if not isinstance(rest[place], Send):  # nothing comes between a pass and what it sends
-            yield place
+    index = stream.index(receive)
+    first = remaining.index(stream[index - 1]) + 1 if index else 0
+    last = remaining.index(Await(receive.message))
+    if index + 1 < len(stream):
+        last = min(last, remaining.index(stream[index + 1]))
+    for position in range(first, last + 1):
+        if not isinstance(
+            remaining[position], Send
+        ):  # nothing comes between a pass and what it sends
+            yield position

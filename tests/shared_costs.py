@@ -18,6 +18,10 @@ def shared_costs(
 ) -> Costs:
     """Return the costs, of stages without ends, with each device's part of these two."""
     stage = Piece(min(costs.forward_us), 0.0, 0.0, 0.0, 0.0)
-    made = shared_pieces(Pieces(stage, first, last, 0.0), num_devices, sum_us, logits_bytes)
-    others: dict[str, Any] = {name: (each,) * costs.num_stages for name, each in made.others}
-    return replace(costs.having(**others), device_bytes=costs.device_bytes + made.device_bytes)
+    shared = shared_pieces(Pieces(stage, first, last, 0.0), num_devices, sum_us, logits_bytes)
+    extra_costs: dict[str, Any] = {
+        name: (amount,) * costs.num_stages for name, amount in shared.others
+    }
+    return replace(
+        costs.having(**extra_costs), device_bytes=costs.device_bytes + shared.device_bytes
+    )

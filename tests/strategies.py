@@ -14,7 +14,9 @@ from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS, make
 
 
 @st.composite
-def made(draw: st.DrawFn, max_devices: int = 12, max_microbatches: int = 40) -> Schedule:
+def catalogue_schedules(
+    draw: st.DrawFn, max_devices: int = 12, max_microbatches: int = 40
+) -> Schedule:
     """Draw a schedule of the catalogue, with any options it takes."""
     name = draw(st.sampled_from(NAMES))
     devices = draw(st.integers(1, max_devices))
@@ -26,9 +28,9 @@ def made(draw: st.DrawFn, max_devices: int = 12, max_microbatches: int = 40) -> 
 def costs_of(draw: st.DrawFn, num_stages: int) -> Costs:
     """Draw costs that differ from stage to stage."""
 
-    def values(least: float) -> st.SearchStrategy[tuple[float, ...]]:
-        each = st.floats(least, 4.0, width=32)
-        return st.lists(each, min_size=num_stages, max_size=num_stages).map(tuple)
+    def values(minimum: float) -> st.SearchStrategy[tuple[float, ...]]:
+        amount = st.floats(minimum, 4.0, width=32)
+        return st.lists(amount, min_size=num_stages, max_size=num_stages).map(tuple)
 
     memory = draw(values(0.125))
     return Costs(
@@ -42,22 +44,22 @@ def costs_of(draw: st.DrawFn, num_stages: int) -> Costs:
 
 
 @st.composite
-def with_boundaries(draw: st.DrawFn, costs: Costs) -> Costs:
+def with_boundary_costs(draw: st.DrawFn, costs: Costs) -> Costs:
     """Draw the costs with messages that differ from boundary to boundary."""
     boundaries = costs.num_stages - 1
-    more = st.lists(st.sampled_from((0.0, 0.5, 3.0)), min_size=boundaries, max_size=boundaries)
-    return replace(costs, more_send_us=draw(more.map(tuple)))
+    extra_us = st.lists(st.sampled_from((0.0, 0.5, 3.0)), min_size=boundaries, max_size=boundaries)
+    return replace(costs, more_send_us=draw(extra_us.map(tuple)))
 
 
 @st.composite
-def mutated(draw: st.DrawFn, schedule: Schedule) -> Schedule:
+def mutated_schedules(draw: st.DrawFn, schedule: Schedule) -> Schedule:
     """Draw the schedule with one or two changes, which may leave it correct."""
     rows = [list(row) for row in schedule.order]
     for _ in range(draw(st.integers(1, 2))):
-        filled = [device for device, row in enumerate(rows) if row]
-        if not filled:
+        nonempty = [device for device, row in enumerate(rows) if row]
+        if not nonempty:
             break
-        device = draw(st.sampled_from(filled))
+        device = draw(st.sampled_from(nonempty))
         change = draw(st.sampled_from((_swap, _drop, _duplicate, _move, _split_or_fuse, _rename)))
         change(draw, rows, device)
     return replace(schedule, order=tuple(map(tuple, rows)))
@@ -69,8 +71,8 @@ def _index(draw: st.DrawFn, row: list[Pass]) -> int:
 
 def _swap(draw: st.DrawFn, rows: list[list[Pass]], device: int) -> None:
     row = rows[device]
-    one, other = _index(draw, row), _index(draw, row)
-    row[one], row[other] = row[other], row[one]
+    first, second = _index(draw, row), _index(draw, row)
+    row[first], row[second] = row[second], row[first]
 
 
 def _drop(draw: st.DrawFn, rows: list[list[Pass]], device: int) -> None:
@@ -90,25 +92,28 @@ def _move(draw: st.DrawFn, rows: list[list[Pass]], device: int) -> None:
 
 def _split_or_fuse(draw: st.DrawFn, rows: list[list[Pass]], device: int) -> None:
     row = rows[device]
-    at = _index(draw, row)
-    if row[at].kind is Kind.BW:
-        row[at : at + 1] = [row[at]._replace(kind=Kind.B), row[at]._replace(kind=Kind.W)]
-    elif row[at].kind is Kind.B:
-        row[at] = row[at]._replace(kind=Kind.BW)
+    index = _index(draw, row)
+    if row[index].kind is Kind.BW:
+        row[index : index + 1] = [
+            row[index]._replace(kind=Kind.B),
+            row[index]._replace(kind=Kind.W),
+        ]
+    elif row[index].kind is Kind.B:
+        row[index] = row[index]._replace(kind=Kind.BW)
 
 
 def _rename(draw: st.DrawFn, rows: list[list[Pass]], device: int) -> None:
     row = rows[device]
-    at = _index(draw, row)
-    row[at] = Pass(
+    index = _index(draw, row)
+    row[index] = Pass(
         draw(st.sampled_from(list(KINDS))),
-        max(0, row[at].stage + draw(st.integers(-1, 1))),
-        max(0, row[at].microbatch + draw(st.integers(-1, 1))),
+        max(0, row[index].stage + draw(st.integers(-1, 1))),
+        max(0, row[index].microbatch + draw(st.integers(-1, 1))),
     )
 
 
 @st.composite
-def with_pairs(draw: st.DrawFn, schedule: Schedule) -> Schedule:
+def with_overlapped_pairs(draw: st.DrawFn, schedule: Schedule) -> Schedule:
     """Draw some of the schedule's neighbours F, B or F, BW to be joint; it still runs."""
     pairs = [
         pair
@@ -118,21 +123,21 @@ def with_pairs(draw: st.DrawFn, schedule: Schedule) -> Schedule:
     ]
     overlapped = frozenset[Pass]()
     for work, _ in pairs:
-        tried = replace(schedule, overlapped=overlapped | {work})
+        candidate = replace(schedule, overlapped=overlapped | {work})
         try:
-            simulate(tried)
+            simulate(candidate)
         except ScheduleError:  # two of them would wait for each other
             continue
-        overlapped = tried.overlapped
+        overlapped = candidate.overlapped
     return replace(schedule, overlapped=overlapped)
 
 
 @st.composite
-def joint_costs(draw: st.DrawFn, costs: Costs) -> Costs:
+def costs_with_collectives(draw: st.DrawFn, costs: Costs) -> Costs:
     """Draw the costs with exchanges, which hide in joint passes."""
     stages = range(costs.num_stages)
-    each = st.just(0.0) | st.floats(0.125, 2.0, width=32)
-    waits = st.lists(each, min_size=len(stages), max_size=len(stages))
+    wait_us = st.just(0.0) | st.floats(0.125, 2.0, width=32)
+    waits_us = st.lists(wait_us, min_size=len(stages), max_size=len(stages))
     return costs.having(
-        forward_exchange_us=tuple(draw(waits)), backward_exchange_us=tuple(draw(waits))
+        forward_exchange_us=tuple(draw(waits_us)), backward_exchange_us=tuple(draw(waits_us))
     )

@@ -11,7 +11,7 @@ import pytest
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.schedule import Schedule
 
-JUDGE = Path(__file__).parents[2] / ".." / "shared" / "judge" / "replay.py"
+EXTERNAL_REPLAY = Path(__file__).parents[2] / ".." / "shared" / "judge" / "replay.py"
 
 Figures = dict[str, float]
 Replay = Callable[[Schedule, Costs], list[Figures]]
@@ -35,7 +35,7 @@ def figures_of_tests(schedule: Schedule, costs: Costs) -> Figures:
     }
 
 
-def figures_of_judge(judge: Any, schedule: Schedule, costs: Costs) -> Figures:
+def figures_of_external_replay(external_replay: Any, schedule: Schedule, costs: Costs) -> Figures:
     """Replay the schedule file by the program beside the checkout."""
     file = {
         "name": schedule.name,
@@ -45,23 +45,29 @@ def figures_of_judge(judge: Any, schedule: Schedule, costs: Costs) -> Figures:
         "order": [list(map(str, row)) for row in schedule.order],
     }
     times = {"F": costs.forward_us, "B": costs.backward_us, "W": costs.weight_us}
-    figures: Figures = judge.replay(file, times, costs.send_us, costs.held_after_forward_bytes)
+    figures: Figures = external_replay.replay(
+        file, times, costs.send_us, costs.held_after_forward_bytes
+    )
     return figures
 
 
 @pytest.fixture(scope="session")
 def replay() -> Replay:
     """Return a function that replays a schedule by every replay there is."""
-    judge: Any = None
-    if JUDGE.exists():
-        spec = importlib.util.spec_from_file_location("judge_replay", JUDGE)
+    external_replay: Any = None
+    if EXTERNAL_REPLAY.exists():
+        spec = importlib.util.spec_from_file_location("judge_replay", EXTERNAL_REPLAY)
         assert spec is not None
         assert spec.loader is not None
-        judge = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(judge)
+        external_replay = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(external_replay)
 
     def figures(schedule: Schedule, costs: Costs) -> list[Figures]:
         by_tests = figures_of_tests(schedule, costs)
-        return [by_tests, figures_of_judge(judge, schedule, costs)] if judge else [by_tests]
+        return (
+            [by_tests, figures_of_external_replay(external_replay, schedule, costs)]
+            if external_replay
+            else [by_tests]
+        )
 
     return figures

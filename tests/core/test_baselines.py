@@ -28,87 +28,90 @@ class Cell:
     devices: int
     microbatches: int
     pieces: Pieces  # of all layers, and of the ends beside them
-    most_chunks: int
-    place: float  # of the limit, from the least possible (0) to twice what 1F1B holds (1)
+    max_chunks: int
+    limit_position: float  # of the limit, from the least possible (0) to twice what 1F1B holds (1)
 
-    def cut(self, num_stages: int, name: str = "") -> Costs:
+    def costs_of_stages(self, num_stages: int, name: str = "") -> Costs:
         layer = replace(self.pieces, layer=self.pieces.layer.times(1 / num_stages))
         return replace(layer.costs((1,) * num_stages), layers=None)
 
-    def question(self) -> PlanRequest:
+    def request(self) -> PlanRequest:
         d = self.devices
-        costs = self.cut(d * min(self.most_chunks, 4))
-        chunks = tuple(range(1, self.most_chunks + 1))
-        asked = PlanRequest(
-            AUTO, d, self.microbatches, costs, self.cut, chunks=chunks, steps=20_000
+        costs = self.costs_of_stages(d * min(self.max_chunks, 4))
+        chunks = tuple(range(1, self.max_chunks + 1))
+        request = PlanRequest(
+            AUTO, d, self.microbatches, costs, self.costs_of_stages, chunks=chunks, steps=20_000
         )
-        placements = [linear(d), v_shape(d), *(looping(d, each) for each in chunks)]
-        least = min(max(least_memory(self.cut(len(each)), each, d)) for each in placements)
-        most = 2 * max(evaluate_named("1f1b", asked).peak)
-        limit = least + self.place * max(most - least, 0)
-        return replace(asked, limit=limit)
+        placements = [linear(d), v_shape(d), *(looping(d, num_chunks) for num_chunks in chunks)]
+        min_limit = min(
+            max(least_memory(self.costs_of_stages(len(placement)), placement, d))
+            for placement in placements
+        )
+        max_limit = 2 * max(evaluate_named("1f1b", request).peak)
+        limit = min_limit + self.limit_position * max(max_limit - min_limit, 0)
+        return replace(request, limit=limit)
 
 
-def random_cells(count: int, most_devices: int, most_chunks: int) -> Iterator[Cell]:
-    luck = random.Random(SEED)
+def random_cells(count: int, max_devices: int, max_chunks: int) -> Iterator[Cell]:
+    rng = random.Random(SEED)
     for _ in range(count):
-        d = luck.randint(2, most_devices)
-        times = [luck.uniform(0.5, 2.0) * 2 * d for _ in range(3)]
-        held = 2.0 * d
-        layer = Piece(*times, held, held * luck.choice((1, luck.uniform(0.3, 1))))
+        d = rng.randint(2, max_devices)
+        times = [rng.uniform(0.5, 2.0) * 2 * d for _ in range(3)]
+        memory = 2.0 * d
+        layer = Piece(*times, memory, memory * rng.choice((1, rng.uniform(0.3, 1))))
         nothing = layer.times(0)
         ends = [nothing, nothing]
-        if luck.random() < 0.5:  # unequal stages: an embedding and a head
-            ends = [layer.times(luck.uniform(0, x) / (2 * d)) for x in (0.3, 1.5)]
-        pieces = Pieces(layer, *ends, luck.choice((0.0, luck.uniform(0, 0.3))))
-        microbatches = luck.randint(2, 2 * d + 4)
-        yield Cell(d, microbatches, pieces, luck.randint(2, most_chunks), luck.random())
+        if rng.random() < 0.5:  # unequal stages: an embedding and a head
+            ends = [layer.times(rng.uniform(0, x) / (2 * d)) for x in (0.3, 1.5)]
+        pieces = Pieces(layer, *ends, rng.choice((0.0, rng.uniform(0, 0.3))))
+        microbatches = rng.randint(2, 2 * d + 4)
+        yield Cell(d, microbatches, pieces, rng.randint(2, max_chunks), rng.random())
 
 
-def every_known(cell: Cell) -> Iterator[tuple[str, Schedule]]:
+def catalogue_schedules(cell: Cell) -> Iterator[tuple[str, Schedule]]:
     """Yield the catalogue's schedules at every number of stages a device, by no code of `ask`."""
     sizes = cell.devices, cell.microbatches
     for name in NAMES:
-        for chunks in range(2, cell.most_chunks + 1) if name in OPTIONS else (None,):
+        for chunks in range(2, cell.max_chunks + 1) if name in OPTIONS else (None,):
             try:
                 yield f"{name}:{chunks}", make(name, *sizes, num_chunks=chunks)
             except ScheduleError:
                 continue
 
 
-def better_ones(cell: Cell) -> list[str]:
+def faster_baselines(cell: Cell) -> list[str]:
     """Return what is known that fits the limit of the cell and is faster than its answer."""
-    question = cell.question()
-    answer = plan_request(question)
-    assert max(peak_held(answer.schedule, answer.costs)) <= question.limit * (1 + 1e-9)
-    value = simulate(answer.schedule, answer.costs).makespan
-    assert answer.searched_bound <= answer.plan.value * (1 + 1e-9)
-    found = []
-    for name, schedule in every_known(cell):
-        costs = cell.cut(schedule.num_stages)
-        if max(peak_held(schedule, costs)) > question.limit * (1 + 1e-9):
+    request = cell.request()
+    result = plan_request(request)
+    assert max(peak_held(result.schedule, result.costs)) <= request.limit * (1 + 1e-9)
+    planned_makespan = simulate(result.schedule, result.costs).makespan
+    assert result.searched_bound <= result.plan.value * (1 + 1e-9)
+    faster = []
+    for name, schedule in catalogue_schedules(cell):
+        costs = cell.costs_of_stages(schedule.num_stages)
+        if max(peak_held(schedule, costs)) > request.limit * (1 + 1e-9):
             continue
-        theirs = simulate(schedule, costs).makespan
-        if theirs < value * (1 - 1e-9):
-            found.append(f"{name} {theirs} against {value} in {cell}")
-    return found
+        makespan = simulate(schedule, costs).makespan
+        if makespan < planned_makespan * (1 - 1e-9):
+            faster.append(f"{name} {makespan} against {planned_makespan} in {cell}")
+    return faster
 
 
-def test_nothing_known_is_better_in_a_few_small_cells() -> None:
-    assert [line for cell in random_cells(8, 4, 6) for line in better_ones(cell)] == []
+def test_no_baseline_is_faster_in_small_cells() -> None:
+    assert [line for cell in random_cells(8, 4, 6) for line in faster_baselines(cell)] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(20))
-def test_nothing_known_is_better_in_200_cells(part: int) -> None:
+def test_no_baseline_is_faster_in_200_cells(part: int) -> None:
     cells = list(random_cells(CELLS, 6, 12))[part::20]
-    assert [line for cell in cells for line in better_ones(cell)] == []
+    assert [line for cell in cells for line in faster_baselines(cell)] == []
 
 
-def test_more_chunks_than_four_are_found_where_they_win() -> None:
+def test_plan_uses_more_than_four_chunks_when_faster() -> None:
     """The cell in which a plan of up to four stages a device took 65.18, told with no gap."""
     cost = (1.0, 1.99, 0.55, 0.0)
-    asked = PlanRequest(
+    request = PlanRequest(
         AUTO,
         8,
         8,
@@ -118,36 +121,37 @@ def test_more_chunks_than_four_are_found_where_they_win() -> None:
         chunks=(1, 2, 3, 4, 5, 6),
         steps=60_000,
     )
-    answer = plan_request(asked)
-    assert answer.schedule.num_chunks == 6
-    assert answer.plan.value <= 62.34
-    assert answer.searched_bound < answer.plan.value
+    result = plan_request(request)
+    assert result.schedule.num_chunks == 6
+    assert result.plan.value <= 62.34
+    assert result.searched_bound < result.plan.value
 
 
-def test_no_chunk_is_held_that_buys_nothing() -> None:
+def test_plan_allocates_no_memory_without_benefit() -> None:
     cost = (1.0, 1.0, 1.0, 0.0)
     costs = Costs.uniform(4, 16, *cost)
-    answers = [plan_request(PlanRequest(AUTO, 4, 12, costs, limit=limit)) for limit in (8, 12, 16)]
-    assert len({round(each.plan.value, 9) for each in answers}) == 1
-    assert {max(each.plan.peak) for each in answers} == {8.0}
+    results = [plan_request(PlanRequest(AUTO, 4, 12, costs, limit=limit)) for limit in (8, 12, 16)]
+    assert len({round(result.plan.value, 9) for result in results}) == 1
+    assert {max(result.plan.peak) for result in results} == {8.0}
 
 
-def test_megatrons_own_is_recommended_where_it_wins() -> None:
+def test_megatron_1f1b_is_recommended_when_fastest() -> None:
     """A whole backward takes no longer than B alone, and stages cannot be made smaller."""
     costs = Costs.uniform(4, 4, 1, 1.2, 0.8, 0.05)
-    dear = replace(costs, whole_backward_us=costs.backward_us)
-    answer = plan_request(PlanRequest(AUTO, 4, 8, dear, limit="1f1b"))
-    assert answer.is_megatrons
-    assert answer.baseline == BaselineSpec("1f1b")
-    assert answer.schedule.order == make("1f1b", 4, 8).order
-    known = {
-        each.baseline: each for each in compare(PlanRequest(AUTO, 4, 8, dear, limit=8), answer)
+    costly = replace(costs, whole_backward_us=costs.backward_us)
+    result = plan_request(PlanRequest(AUTO, 4, 8, costly, limit="1f1b"))
+    assert result.is_megatrons
+    assert result.baseline == BaselineSpec("1f1b")
+    assert result.schedule.order == make("1f1b", 4, 8).order
+    baselines = {
+        evaluated.baseline: evaluated
+        for evaluated in compare(PlanRequest(AUTO, 4, 8, costly, limit=8), result)
     }
-    own = known[BaselineSpec("1f1b")]
-    assert answer.plan.value <= own.timeline.makespan
+    megatron_1f1b = baselines[BaselineSpec("1f1b")]
+    assert result.plan.value <= megatron_1f1b.timeline.makespan
 
 
-def test_interleaved_is_megatrons_in_whole_groups() -> None:
+def test_interleaved_equals_megatrons_for_full_groups() -> None:
     assert BaselineSpec("interleaved-1f1b", 4).is_megatrons(4, 8)
     assert not BaselineSpec("interleaved-1f1b", 4).is_megatrons(4, 9)
     assert BaselineSpec("1f1b").is_megatrons(4, 9)
@@ -155,33 +159,36 @@ def test_interleaved_is_megatrons_in_whole_groups() -> None:
 
 
 @pytest.mark.parametrize("name", ["interleaved-1f1b:3", "v-half"])
-def test_a_name_as_a_limit_means_its_peak(name: str) -> None:
-    question = PlanRequest(AUTO, 3, 6, None, limit=name, steps=2000)
-    answer = plan_request(question)
-    peak = max(evaluate_named(name, question).peak)
-    assert answer.limits == (peak,) * 3
+def test_schedule_name_as_limit_means_its_peak(name: str) -> None:
+    request = PlanRequest(AUTO, 3, 6, None, limit=name, steps=2000)
+    result = plan_request(request)
+    peak = max(evaluate_named(name, request).peak)
+    assert result.limits == (peak,) * 3
     chunks = {"num_chunks": 3} if ":" in name else {}
-    made = make(name.partition(":")[0], 3, 6, **chunks)
-    assert peak == pytest.approx(max(peak_held(made)))
+    schedule = make(name.partition(":")[0], 3, 6, **chunks)
+    assert peak == pytest.approx(max(peak_held(schedule)))
 
 
-def test_without_a_limit_it_is_what_1f1b_really_holds() -> None:
+def test_default_limit_is_peak_of_1f1b() -> None:
     """The logits that the last stage holds once are not held by the first, d times."""
-    held = (1.0,) * 7 + (9.0,)
-    costs = Costs((1.0,) * 8, (1.2,) * 8, (0.8,) * 8, 0.05, held, held)
-    answer = plan_request(PlanRequest(AUTO, 4, 8, costs, steps=2000))
-    assert answer.limits == (10.0,) * 4
-    one = make("1f1b", 4, 8)
-    assert max(peak_held(one, evaluate_named("1f1b", PlanRequest(AUTO, 4, 8, costs)).costs)) == 10.0
+    memory = (1.0,) * 7 + (9.0,)
+    costs = Costs((1.0,) * 8, (1.2,) * 8, (0.8,) * 8, 0.05, memory, memory)
+    result = plan_request(PlanRequest(AUTO, 4, 8, costs, steps=2000))
+    assert result.limits == (10.0,) * 4
+    schedule = make("1f1b", 4, 8)
+    assert (
+        max(peak_held(schedule, evaluate_named("1f1b", PlanRequest(AUTO, 4, 8, costs)).costs))
+        == 10.0
+    )
 
 
 @pytest.mark.parametrize("text", ["v-half:2", "interleaved-1f1b:", "interleaved-1f1b:x"])
-def test_a_name_with_a_wrong_number_of_stages_is_told(text: str) -> None:
+def test_wrong_chunk_count_in_schedule_name_is_rejected(text: str) -> None:
     with pytest.raises(ScheduleError, match="a number of chunks per rank"):
         evaluate_named(text, PlanRequest(AUTO, 4, 8))
 
 
-def test_layers_are_dealt_out_anew_for_other_numbers_of_stages() -> None:
+def test_layers_are_redistributed_for_another_stage_count() -> None:
     layer = Piece(10.0, 12.0, 8.0, 4.0, 3.0)
     pieces = Pieces(layer, layer.times(0.1), layer.times(0.5), 1.0)
     costs = pieces.costs((3,) * 8)

@@ -12,49 +12,57 @@ from megatron_vshape.core.paper.blocks import BlockPass, BuildingBlock, repeat
 from megatron_vshape.core.paper.catalogue import NAMES, make_block
 
 
-def starts(block: BuildingBlock) -> dict[str, int]:
-    return {str(each.work): each.start for each in block.passes}
+def start_slots(block: BuildingBlock) -> dict[str, int]:
+    return {str(block_pass.work): block_pass.start for block_pass in block.passes}
 
 
-def check_needs(block: BuildingBlock) -> None:
+def check_dependencies(block: BuildingBlock) -> None:
     """Fail unless every pass is there once and starts after what it reads has ended."""
-    at = {Pass(kind, *each.work[1:]): each for each in block.passes for kind in each.work.parts()}
+    by_pass = {
+        Pass(kind, *block_pass.work[1:]): block_pass
+        for block_pass in block.passes
+        for kind in block_pass.work.parts()
+    }
     stages = len(block.placement)
-    assert len(at) == 3 * stages * block.num_microbatches
-    for each in block.passes:
-        for need in each.work.needs(stages):
-            assert at[need].end <= each.start, (block.name, each, at[need])
+    assert len(by_pass) == 3 * stages * block.num_microbatches
+    for block_pass in block.passes:
+        for dependency in block_pass.work.needs(stages):
+            assert by_pass[dependency].end <= block_pass.start, (
+                block.name,
+                block_pass,
+                by_pass[dependency],
+            )
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("d", range(1, 17))
-def test_every_pass_starts_after_what_it_reads(name: str, d: int) -> None:
-    check_needs(make_block(name, d, 2 * d))
+def test_every_pass_starts_after_its_inputs(name: str, d: int) -> None:
+    check_dependencies(make_block(name, d, 2 * d))
 
 
 @settings(max_examples=60)
 @given(d=st.integers(1, 12), chunks=st.integers(1, 5), group=st.integers(1, 30))
-def test_a_grouped_block_of_any_size_repeats(d: int, chunks: int, group: int) -> None:
+def test_grouped_block_of_any_size_repeats(d: int, chunks: int, group: int) -> None:
     block = blocks.grouped_interleaved(d, chunks, group)
-    check_needs(block)
+    check_dependencies(block)
     if chunks == 2 and 2 * group >= d:
         assert max(block.peaks()) == d + group
 
 
 @pytest.mark.parametrize("d", range(2, 17))
-def test_the_slots_of_v_min_and_v_half(d: int) -> None:
+def test_slots_of_v_min_and_v_half(d: int) -> None:
     """The one-slot forms of the V blocks, with x where two passes would meet."""
-    v_min, v_half = starts(blocks.v_min(d)), starts(blocks.v_half(d))
+    v_min, v_half = start_slots(blocks.v_min(d)), start_slots(blocks.v_half(d))
     x_min, x_half = 2 * (d % 3 == 0), 3 * (d % 2 == 0)
     for i in range(d):
-        other = 2 * d - 1 - i
+        mirrored = 2 * d - 1 - i
         assert v_min[f"F{i}.0"] == i
-        assert v_min[f"F{other}.0"] == 2 * d - 1 - i
-        assert v_min[f"B{other}.0"] == 2 * d + x_min + i
+        assert v_min[f"F{mirrored}.0"] == 2 * d - 1 - i
+        assert v_min[f"B{mirrored}.0"] == 2 * d + x_min + i
         assert v_min[f"B{i}.0"] == 4 * d + x_min - 1 - i
         assert v_half[f"F{i}.0"] == 2 * i
-        assert v_half[f"F{other}.0"] == 3 * d - 1 - i
-        assert v_half[f"B{other}.0"] == 3 * d + x_half + 2 * i
+        assert v_half[f"F{mirrored}.0"] == 3 * d - 1 - i
+        assert v_half[f"B{mirrored}.0"] == 3 * d + x_half + 2 * i
         assert v_half[f"B{i}.0"] == 6 * d - 2 + x_half - i
 
 
@@ -65,19 +73,19 @@ def test_lifespans_of_one_f_one_b() -> None:
     assert block.peak_bounds() == block.peaks() == (4, 3, 2, 1)
 
 
-def test_a_v_holds_about_the_same_everywhere() -> None:
+def test_v_blocks_balance_memory() -> None:
     assert blocks.v_half(8).peaks() == (10,) * 8
     assert max(blocks.one_f_one_b_v(9).peaks()) - min(blocks.one_f_one_b_v(9).peaks()) <= 1
 
 
-def test_two_microbatches_stand_in_one_block_of_two_thirds() -> None:
+def test_two_thirds_block_has_two_microbatches() -> None:
     block = blocks.two_thirds(8)
     assert block.num_microbatches == 2
     assert block.interval == 6
     assert 2 * max(block.peaks()) == 12  # of 16 chunks
 
 
-def test_a_block_that_meets_its_copy_is_refused() -> None:
+def test_block_overlapping_its_copy_is_rejected() -> None:
     passes = (BlockPass(Pass(Kind.F, 0, 0), 0), BlockPass(Pass(Kind.BW, 0, 0), 2, 2))
     with pytest.raises(ScheduleError) as error:
         BuildingBlock("mine", 1, linear(1), 3, passes)
@@ -91,6 +99,6 @@ def test_repeating_keeps_the_slots() -> None:
     assert timeline.draw() == "F  F  FBWFBW BW BW\n F  FBWFBWFBW BW\n  FBWFBWFBWFBW"
 
 
-def test_the_last_copy_of_a_block_may_be_cut_short() -> None:
+def test_last_copy_of_a_block_may_be_shortened() -> None:
     row = repeat(blocks.two_thirds(2), 3).schedule.order[0]
     assert {work.microbatch for work in row} == {0, 1, 2}

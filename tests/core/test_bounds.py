@@ -19,69 +19,67 @@ from megatron_vshape.core.paper.catalogue import NAMES, make
 @pytest.mark.parametrize(
     ("microbatches", "limit", "optimum"), [(4, 4, 35), (8, 4, 59), (8, 6, 53), (8, 8, 51)]
 )
-def test_tight_at_the_optima_that_a_solver_has_proven(
-    microbatches: int, limit: float, optimum: float
-) -> None:
+def test_bound_is_tight_at_proven_optima(microbatches: int, limit: float, optimum: float) -> None:
     costs = Costs.uniform(4, 8)
-    found = lower_bound(costs, v_shape(4), 4, microbatches, [limit] * 4)
-    assert optimum - 1 <= found <= optimum
+    bound = lower_bound(costs, v_shape(4), 4, microbatches, [limit] * 4)
+    assert optimum - 1 <= bound <= optimum
 
 
 @st.composite
 def random_schedules(draw: st.DrawFn) -> tuple[Schedule, Costs]:
     """Return passes in any order that can run, microbatches of a sort mixed, and unequal costs."""
-    devices, chunks, microbatches = (draw(st.integers(1, most)) for most in (5, 4, 7))
+    devices, chunks, microbatches = (draw(st.integers(1, maximum)) for maximum in (5, 4, 7))
     placement = looping(devices, chunks)
     if chunks == 2 and draw(st.booleans()):
         placement = v_shape(devices)
     stages = len(placement)
-    luck = draw(st.randoms(use_true_random=False))
+    rng = draw(st.randoms(use_true_random=False))
     times = [0.5, 1.0, 1.15, 3.7] if draw(st.booleans()) else [1.0]
-    held = tuple(luck.choice([1.0, 2.07] if len(times) > 1 else [1.0]) for _ in placement)
-    kept = luck.choice([0.0, 0.4, 1.0, 1.2])
+    retained = tuple(rng.choice([1.0, 2.07] if len(times) > 1 else [1.0]) for _ in placement)
+    retained_share = rng.choice([0.0, 0.4, 1.0, 1.2])
     costs = Costs(
-        *(tuple(luck.choice(times) for _ in placement) for _ in PARTS),
-        luck.choice([0.0, 0.4]),
-        held,
-        tuple(kept * each for each in held),
+        *(tuple(rng.choice(times) for _ in placement) for _ in PARTS),
+        rng.choice([0.0, 0.4]),
+        retained,
+        tuple(retained_share * amount for amount in retained),
     )
-    eager = luck.choice([0.0, 1.0, 4.0])  # how much earlier microbatches are preferred
-    rank = {
-        Pass(kind, s, j): eager * j + luck.choice([0, 3]) * (kind is Kind.F) + luck.random()
+    eager = rng.choice([0.0, 1.0, 4.0])  # how much earlier microbatches are preferred
+    priority = {
+        Pass(kind, s, j): eager * j + rng.choice([0, 3]) * (kind is Kind.F) + rng.random()
         for j in range(microbatches)
         for s in range(stages)
         for kind in PARTS
     }
     rows: list[list[Pass]] = [[] for _ in range(devices)]
-    done: set[Pass] = set()
-    while len(done) < len(rank):
-        ready = [p for p in rank if p not in done and done.issuperset(p.needs(stages))]
-        work = min(ready, key=rank.__getitem__)
+    finished: set[Pass] = set()
+    while len(finished) < len(priority):
+        ready = [p for p in priority if p not in finished and finished.issuperset(p.needs(stages))]
+        work = min(ready, key=priority.__getitem__)
         rows[placement[work.stage]].append(work)
-        done.add(work)
+        finished.add(work)
     order = tuple(map(tuple, rows))
     return Schedule("random", devices, microbatches, placement, order), costs
 
 
-def check(schedule: Schedule, costs: Costs) -> None:
+def check_bound(schedule: Schedule, costs: Costs) -> None:
     """Raise if a bound for the memory that the schedule holds is above what it takes."""
     timeline, peak = simulate(schedule, costs), peak_held(schedule, costs)
     sizes = schedule.placement, schedule.num_devices, schedule.num_microbatches
     for goal in Objective:
         span = goal is Objective.SPAN
-        found = lower_bound(costs, *sizes, peak, span=span)
-        assert found <= goal.of(timeline) * (1 + 1e-9)
+        bound = lower_bound(costs, *sizes, peak, span=span)
+        assert bound <= goal.of(timeline) * (1 + 1e-9)
 
 
 @settings(max_examples=60)
 @given(random_schedules())
-def test_no_random_order_beats_the_bound_of_its_own_memory(made: tuple[Schedule, Costs]) -> None:
-    check(*made)
+def test_no_random_schedule_beats_the_bound_at_its_memory(drawn: tuple[Schedule, Costs]) -> None:
+    check_bound(*drawn)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("cost", [(1, 1, 1, 0), (1, 1.15, 0.85, 0.05), (1, 2, 1, 0.3)])
-def test_no_published_schedule_beats_the_bound_of_its_own_memory(
+def test_no_published_schedule_beats_the_bound_at_its_memory(
     name: str, cost: tuple[float, float, float, float]
 ) -> None:
     for devices, microbatches in ((1, 1), (2, 5), (4, 8), (5, 11)):
@@ -90,35 +88,35 @@ def test_no_published_schedule_beats_the_bound_of_its_own_memory(
         except ScheduleError:  # not for these sizes
             continue
         costs = Costs.uniform(devices, schedule.num_stages, *cost)
-        for kept in (0.0, 0.5, 1.2, 10.0):
-            held = tuple(kept * each for each in costs.held_after_forward_bytes)
-            check(schedule, replace(costs, held_after_backward_bytes=held))
+        for retained_share in (0.0, 0.5, 1.2, 10.0):
+            retained = tuple(retained_share * amount for amount in costs.held_after_forward_bytes)
+            check_bound(schedule, replace(costs, held_after_backward_bytes=retained))
 
 
-def test_the_ends_of_a_loop_in_the_memory_of_v_half_are_told_to_the_last_pass() -> None:
+def test_bound_of_looping_placement_at_v_half_memory_is_exact() -> None:
     costs = Costs.uniform(8, 32)
     # the plan of `scripts/bench_search.py` takes as long
     assert lower_bound(costs, looping(8, 4), 8, 24, [10.0] * 8) == pytest.approx(153.5)
 
 
-def test_one_microbatch_takes_its_whole_way() -> None:
+def test_bound_of_one_microbatch_is_its_critical_path() -> None:
     costs = Costs.uniform(3, 6, 1, 2, 1, 0.5)
     # 6 F, 6 B, the last W, and 4 hops each way
     assert lower_bound(costs, v_shape(3), 3, 1, [2.0] * 3) == 6 + 12 + 1 + 4
 
 
-def test_little_memory_bounds_the_rate() -> None:
+def test_small_memory_limit_bounds_throughput() -> None:
     costs = Costs.uniform(8, 16, 1, 2, 1, 0)
     # device 0 holds its two chunks for 16 * 3 + 1 and 3 + 1 per microbatch, and its limit is 4
     assert lower_bound(costs, v_shape(8), 8, 100, [4.0] * 8) >= 100 * (49 + 4) / 4
 
 
-def test_the_span_leaves_out_the_start_up() -> None:
+def test_span_excludes_start_up() -> None:
     costs = Costs.uniform(4, 8)
     assert lower_bound(costs, v_shape(4), 4, 16, [8.0] * 4, span=True) == 96
 
 
-def test_least_memory() -> None:
+def test_minimum_memory() -> None:
     costs = Costs.uniform(3, 6, 1, 1, 1, 0.25)
     assert least_memory(costs, v_shape(3), 3) == (2, 2, 2)
     assert least_memory(Costs.uniform(3, 3), linear(3), 3) == (2, 2, 2)

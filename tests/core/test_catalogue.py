@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from strategies import made
+from strategies import catalogue_schedules
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
@@ -61,13 +61,13 @@ OVERHEADS = {
 
 
 @pytest.mark.parametrize("name", PEAKS)
-def test_the_peak_is_the_closed_form(name: str) -> None:
+def test_peak_matches_closed_form(name: str) -> None:
     for d in DEVICES:
         assert max(peak_held(make(name, d, 4 * d))) == PEAKS[name](d), d
 
 
 @pytest.mark.parametrize("name", OVERHEADS)
-def test_the_bubble_is_at_most_the_closed_form_and_does_not_grow(name: str) -> None:
+def test_bubble_is_bounded_by_closed_form(name: str) -> None:
     multiples_only = "interleaved" in name
     for d in DEVICES:
         for m in (2 * d, 4 * d) if multiples_only else (2 * d, 2 * d + 1, 4 * d):
@@ -75,12 +75,12 @@ def test_the_bubble_is_at_most_the_closed_form_and_does_not_grow(name: str) -> N
 
 
 @pytest.mark.parametrize("name", ["v-zb", "zb-h2"])
-def test_without_a_barrier_a_zero_bubble_schedule_is_never_idle(name: str) -> None:
+def test_zero_bubble_schedule_is_never_idle_without_barrier(name: str) -> None:
     for d in DEVICES:
         assert figures(make(name, d, 2 * d))[2] == 0
 
 
-def test_gpipe_holds_every_microbatch() -> None:
+def test_gpipe_stores_all_microbatches() -> None:
     assert figures(make("gpipe", 4, 9)) == (18, 18, 18)
 
 
@@ -106,7 +106,7 @@ def test_any_number_of_devices_and_microbatches_is_legal(name: str) -> None:
 
 
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
-@given(schedule=made())
+@given(schedule=catalogue_schedules())
 def test_every_choice_of_options_is_legal_and_within_the_bound(schedule: Schedule) -> None:
     verify(schedule)
     assert sum(map(len, schedule.order)) == schedule.num_microbatches * schedule.num_stages * (
@@ -116,7 +116,7 @@ def test_every_choice_of_options_is_legal_and_within_the_bound(schedule: Schedul
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("d", [1, 2, 3, 4, 6, 7])
-def test_no_device_holds_more_than_its_lifespans_allow(name: str, d: int) -> None:
+def test_peak_is_within_lifespan_bounds(name: str, d: int) -> None:
     block = make_block(name, d, 3 * d)
     schedule = make(name, d, 3 * d)
     scale = 2 * d / schedule.num_stages
@@ -133,12 +133,12 @@ def test_one_device_is_never_idle() -> None:
         assert figures(make(name, 1, 6))[1] == 0, name
 
 
-def test_whole_backwards_where_the_schedule_is_about_them() -> None:
-    whole = {name for name in NAMES if not make(name, 4, 4).splits_backward}
-    assert whole == {"gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "1f1b-v"}
+def test_schedules_with_full_backwards() -> None:
+    with_full_backward = {name for name in NAMES if not make(name, 4, 4).splits_backward}
+    assert with_full_backward == {"gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "1f1b-v"}
 
 
-def test_the_order_of_interleaved_is_that_of_its_inventors() -> None:
+def test_interleaved_order_matches_megatron() -> None:
     """Warm-up of 2 (d - 1 - i) + (v - 1) d forwards, then one forward, one backward."""
     d, v = 4, 3
     schedule = make("interleaved-1f1b", d, 3 * d, num_chunks=v)
@@ -157,7 +157,7 @@ def test_placements() -> None:
 
 
 @pytest.mark.parametrize("name", EVERY_NAME)
-def test_the_placement_of_a_name_is_that_of_its_schedules(name: str) -> None:
+def test_placement_of_name_matches_its_schedules(name: str) -> None:
     for d, m in ((2, 4), (4, 8), (4, 11)):
         assert placement_of(name, d) == make(name, d, m).placement
 
@@ -183,7 +183,7 @@ FFF  fbw  fbBWFwfbBWFwfbBWwfbBWw BW
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_the_picture(name: str) -> None:
+def test_drawing(name: str) -> None:
     """Upper case chunk 0, lower case chunk 1."""
     picture = simulate(make(name, 3, 5)).draw()
     assert "\n" + picture == PICTURES[name]
@@ -224,7 +224,7 @@ def test_the_picture(name: str) -> None:
         ),
     ],
 )
-def test_impossible_values(
+def test_invalid_arguments_are_rejected(
     arguments: tuple[str, int, int], options: dict[str, int], message: str
 ) -> None:
     with pytest.raises(ScheduleError) as error:

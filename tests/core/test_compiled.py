@@ -21,9 +21,9 @@ from megatron_vshape.core.paper.reordering import number
 SIZES = [(1, 4), (2, 5), (3, 7), (4, 8), (5, 20), (8, 33), (16, 40)]
 
 
-def made(name: str) -> list[tuple[Schedule, Timeline]]:
+def schedules_and_timelines(name: str) -> list[tuple[Schedule, Timeline]]:
     """Return the schedule of this name at every size it can have, and when it runs."""
-    found = []
+    results = []
     for devices, microbatches in SIZES:
         try:
             schedule = make(name, devices, microbatches)
@@ -31,21 +31,23 @@ def made(name: str) -> list[tuple[Schedule, Timeline]]:
             continue
         sizes = devices, schedule.num_stages
         costs = Costs.uniform(*sizes, forward=1.03, backward=1.15, weight=0.85, send=0.07)
-        found.append((schedule, simulate(schedule, costs)))
-    return found
+        results.append((schedule, simulate(schedule, costs)))
+    return results
 
 
 @pytest.mark.parametrize("name", EVERY_NAME)
-def test_compiled_loops_make_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = made(name)
+def test_compiled_loops_produce_identical_schedules(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interpreted = schedules_and_timelines(name)
     monkeypatch.setattr(compiling, "COMPILED_FROM", 0)
-    assert plain
-    assert made(name) == plain
-    assert type(made(name)[0][1].starts[0][0]) is float
+    assert interpreted
+    assert schedules_and_timelines(name) == interpreted
+    assert type(schedules_and_timelines(name)[0][1].starts[0][0]) is float
 
 
 # As the loops made them that sorted every pass and looked at all of them one by one.
-BEFORE = {
+RECORDED_DIGESTS = {
     "gpipe": "727096a646ba6273",
     "1f1b": "fedc353f22b5d42a",
     "eager-1f1b": "cd2dd5007a62cc00",
@@ -65,33 +67,37 @@ BEFORE = {
 
 @pytest.mark.parametrize("name", EVERY_NAME)
 @pytest.mark.parametrize("compiled_from", [0, compiling.COMPILED_FROM])
-def test_schedules_are_what_they_were(
+def test_schedules_match_recorded_digests(
     name: str, compiled_from: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiling, "COMPILED_FROM", compiled_from)
     text = make(name, 12, 60).to_json()
-    assert hashlib.sha256(text.encode()).hexdigest()[:16] == BEFORE[name]
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == RECORDED_DIGESTS[name]
 
 
 @pytest.mark.parametrize("name", EVERY_NAME)
-def test_copies_of_a_block_are_in_the_order_of_their_slots(name: str) -> None:
+def test_block_copies_are_ordered_by_slot(name: str) -> None:
     block = make_block(name, 4, 9)
     timeline = repeat(block, 9)
     for device in range(4):
         expected = sorted(
-            (each.start + copy * block.interval, each.end + copy * block.interval, microbatch)
-            for each in block.passes
-            if block.placement[each.work.stage] == device
+            (
+                block_pass.start + copy * block.interval,
+                block_pass.end + copy * block.interval,
+                microbatch,
+            )
+            for block_pass in block.passes
+            if block.placement[block_pass.work.stage] == device
             for copy, microbatch in enumerate(
-                range(each.work.microbatch, 9, block.num_microbatches)
+                range(block_pass.work.microbatch, 9, block.num_microbatches)
             )
         )
-        found = [(start, end, work.microbatch) for work, start, end in timeline.slots(device)]
-        assert found == expected
+        slots = [(start, end, work.microbatch) for work, start, end in timeline.slots(device)]
+        assert slots == expected
 
 
 @pytest.mark.parametrize("compiled_from", [0, compiling.COMPILED_FROM])
-def test_a_pass_of_no_stage_is_rejected_before_loops_see_it(
+def test_pass_without_a_stage_is_rejected_before_compiled_loops(
     compiled_from: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiling, "COMPILED_FROM", compiled_from)
@@ -100,7 +106,7 @@ def test_a_pass_of_no_stage_is_rejected_before_loops_see_it(
             number([(wrong,)], [Kind.F], 1, 1)
 
 
-def test_code_that_was_kept_of_types_by_other_names_is_made_anew(tmp_path: Path) -> None:
+def test_cached_code_of_renamed_types_is_recompiled(tmp_path: Path) -> None:
     (tmp_path / "twice.py").write_text(
         "import kept\n"
         "from megatron_vshape.core.compiling import compiled\n"
@@ -121,5 +127,5 @@ def test_code_that_was_kept_of_types_by_other_names_is_made_anew(tmp_path: Path)
             f"from typing import NamedTuple\nclass {name}(NamedTuple):\n    {fields}TYPE = {name}\n"
         )
         command = [sys.executable, str(tmp_path / "twice.py")]
-        ran = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert ran.stdout == "42\n", ran.stderr
+        process = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert process.stdout == "42\n", process.stderr

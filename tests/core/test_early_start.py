@@ -5,7 +5,7 @@ from collections import defaultdict, deque
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import made
+from strategies import catalogue_schedules
 
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
@@ -39,133 +39,141 @@ class Network:
     def __init__(self) -> None:
         self.sent: dict[Edge, deque[Pass]] = defaultdict(deque)
         self.posted: dict[Edge, deque[Message]] = defaultdict(deque)
-        self.there: dict[Message, Pass] = {}
+        self.delivered: dict[Message, Pass] = {}
 
-    def run(self, each: Instruction) -> bool:
+    def run(self, instruction: Instruction) -> bool:
         """Run an instruction; return False if it has to wait."""
-        if isinstance(each, Run | Release):
+        if isinstance(instruction, Run | Release):
             return True
-        message = each.message
+        message = instruction.message
         edge = (message.stream, message.source, message.target)
-        if isinstance(each, Await):
-            if message in self.there:
-                del self.there[message]
+        if isinstance(instruction, Await):
+            if message in self.delivered:
+                del self.delivered[message]
                 return True
             return False
-        if isinstance(each, Send):
+        if isinstance(instruction, Send):
             self.sent[edge].append(message.work)
         else:
             self.posted[edge].append(message)
         while self.sent[edge] and self.posted[edge]:
-            self.there[self.posted[edge].popleft()] = self.sent[edge].popleft()
+            self.delivered[self.posted[edge].popleft()] = self.sent[edge].popleft()
         return True
 
     def run_all(self, rows: list[tuple[Instruction, ...]]) -> None:
         """Run every device's row to its end; fail if they wait for each other."""
-        at = [0] * len(rows)
-        moved = True
-        while moved:
-            moved = False
+        positions = [0] * len(rows)
+        has_progressed = True
+        while has_progressed:
+            has_progressed = False
             for device, row in enumerate(rows):
-                while at[device] < len(row) and self.run(row[at[device]]):
-                    at[device] += 1
-                    moved = True
-        assert at == [len(row) for row in rows], "they wait for each other"
+                while positions[device] < len(row) and self.run(row[positions[device]]):
+                    positions[device] += 1
+                    has_progressed = True
+        assert positions == [len(row) for row in rows], "they wait for each other"
 
-    def at_rest(self) -> bool:
-        return not any((*self.sent.values(), *self.posted.values(), self.there))
+    def is_idle(self) -> bool:
+        return not any((*self.sent.values(), *self.posted.values(), self.delivered))
 
 
-def check(program: Program, ends: Cut) -> None:
+def check_drained(program: Program, ends: Cut) -> None:
     devices = range(len(program.instructions))
     network = Network()
     network.run_all([program.instructions[device][: ends[device]] for device in devices])
     network.run_all([drain(program, ends, device) for device in devices])
-    assert network.at_rest()
+    assert network.is_idle()
     network.run_all(list(program.instructions))  # nothing is left that a new start would meet
-    assert network.at_rest()
+    assert network.is_idle()
 
 
 def passes_before(program: Program, ends: Cut) -> list[int]:
     rows = zip(program.instructions, ends, strict=True)
-    return [sum(isinstance(each, Run) for each in row[:end]) for row, end in rows]
+    return [sum(isinstance(instruction, Run) for instruction in row[:end]) for row, end in rows]
 
 
 @settings(max_examples=60)
-@given(made(8, 16), st.data())
-def test_any_cut_can_be_run_and_undone(schedule: Schedule, data: st.DataObject) -> None:
+@given(catalogue_schedules(8, 16), st.data())
+def test_any_stop_point_can_be_run_and_drained(schedule: Schedule, data: st.DataObject) -> None:
     program = lower(schedule)
-    stops = data.draw(st.sets(st.sampled_from([each for row in schedule.order for each in row])))
+    stops = data.draw(
+        st.sets(st.sampled_from([instruction for row in schedule.order for instruction in row]))
+    )
     ends = cut(program, stops.__contains__)
     for row, end in zip(program.instructions, ends, strict=True):
-        assert not any(isinstance(each, Run) and each.work in stops for each in row[:end])
+        assert not any(
+            isinstance(instruction, Run) and instruction.work in stops for instruction in row[:end]
+        )
         assert end == 0 or isinstance(row[end - 1], Run | Send)
-    check(program, ends)
+    check_drained(program, ends)
 
 
 @settings(max_examples=60)
-@given(made(8, 16))
-def test_before_the_forward_cut_are_forwards_before_the_loss(schedule: Schedule) -> None:
+@given(catalogue_schedules(8, 16))
+def test_forward_stop_point_follows_forwards_before_the_loss(schedule: Schedule) -> None:
     program = lower(schedule)
     ends = forward_cut(program)
     for row, end in zip(program.instructions, ends, strict=True):
-        early = [each.work for each in row[:end] if isinstance(each, Run)]
-        assert all(work.kind is Kind.F and work.stage < schedule.num_stages - 1 for work in early)
-    check(program, ends)
+        forward_passes = [
+            instruction.work for instruction in row[:end] if isinstance(instruction, Run)
+        ]
+        assert all(
+            work.kind is Kind.F and work.stage < schedule.num_stages - 1 for work in forward_passes
+        )
+    check_drained(program, ends)
 
 
-def all_but_releases(row: tuple[Instruction, ...]) -> list[str]:
-    return sorted(repr(each) for each in row if not isinstance(each, Release))
+def texts_without_releases(row: tuple[Instruction, ...]) -> list[str]:
+    return sorted(repr(instruction) for instruction in row if not isinstance(instruction, Release))
 
 
 @settings(max_examples=60)
-@given(made(8, 16), st.integers(1, 3), st.booleans())
-def test_begun_early_nothing_is_under_way_at_the_cut(
+@given(catalogue_schedules(8, 16), st.integers(1, 3), st.booleans())
+def test_early_start_leaves_no_message_in_flight(
     schedule: Schedule, window: int, kernels: bool
 ) -> None:
     program = lower(schedule, window=window, kernels=kernels)
-    early, ends = prefix_before_loss(program)
-    assert passes_before(early, ends) == passes_before(program, forward_cut(program))
-    for row, original in zip(early.instructions, program.instructions, strict=True):
-        assert all_but_releases(row) == all_but_releases(original)
+    early_program, ends = prefix_before_loss(program)
+    assert passes_before(early_program, ends) == passes_before(program, forward_cut(program))
+    for row, original in zip(early_program.instructions, program.instructions, strict=True):
+        assert texts_without_releases(row) == texts_without_releases(original)
         runs, posts = ([e for e in row if isinstance(e, kind)] for kind in (Run, Receive))
         assert runs == [e for e in original if isinstance(e, Run)]
         assert len(posts) == len(set(posts))
     network = Network()
-    network.run_all([row[:end] for row, end in zip(early.instructions, ends, strict=True)])
+    network.run_all([row[:end] for row, end in zip(early_program.instructions, ends, strict=True)])
     assert not any((*network.sent.values(), *network.posted.values()))
-    network.run_all([row[end:] for row, end in zip(early.instructions, ends, strict=True)])
-    assert network.at_rest()
-    check(early, ends)
+    network.run_all([row[end:] for row, end in zip(early_program.instructions, ends, strict=True)])
+    assert network.is_idle()
+    check_drained(early_program, ends)
 
 
-def test_a_program_of_which_a_receive_is_posted_early_and_sent_late() -> None:
+def test_receives_posted_before_late_sends_are_moved() -> None:
     """What `prefix_before_loss` is for is there: gradients are posted first and come last."""
     program = lower(make("v-zb", 2, 6), window=1)
-    _, ends = early = prefix_before_loss(program)
-    assert early[0].instructions != program.instructions
-    assert [row[end] for row, end in zip(early[0].instructions, ends, strict=True)] == [
+    _, ends = result = prefix_before_loss(program)
+    assert result[0].instructions != program.instructions
+    assert [row[end] for row, end in zip(result[0].instructions, ends, strict=True)] == [
         next(e for e in row if isinstance(e, Receive) and e.message.work.kind is Kind.B)
         for row in program.instructions
     ]
 
 
 @pytest.mark.parametrize("devices", [4, 8])
-def test_v_zb_has_enough_to_do_until_the_last_device_is_done(devices: int) -> None:
+def test_v_zb_has_enough_forwards_until_the_last_device_finishes(devices: int) -> None:
     """Device p starts p passes after the first, so it has to fill d - 1 - p."""
     program = lower(make("v-zb", devices, 3 * devices))
-    early = passes_before(program, forward_cut(program))
-    assert all(count >= devices - device for device, count in enumerate(early))
+    counts = passes_before(program, forward_cut(program))
+    assert all(count >= devices - device for device, count in enumerate(counts))
 
 
-def test_nothing_stops_the_whole_program_runs() -> None:
+def test_program_without_stop_runs_completely() -> None:
     program = lower(make("v-half", 3, 4))
     ends = cut(program, lambda work: False)
     assert ends == tuple(map(len, program.instructions))
     assert [drain(program, ends, device) for device in range(3)] == [()] * 3
 
 
-def test_a_device_waits_for_no_pass_that_another_has_not_run() -> None:
+def test_no_device_waits_for_a_pass_that_is_not_run() -> None:
     program = lower(make("1f1b", 3, 4))
     ends = cut(program, lambda work: work == Pass(Kind.F, 0, 1))
     # The last device has the backward of microbatch 0 too, and then no input.

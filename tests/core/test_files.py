@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from strategies import costs_of, made
+from strategies import catalogue_schedules, costs_of
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -25,7 +25,7 @@ NO_FILE = "No such file or directory"
 
 
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
-@given(schedule=made())
+@given(schedule=catalogue_schedules())
 def test_json_and_csv_round_trip(schedule: Schedule) -> None:
     assert Schedule.from_json(schedule.to_json()) == schedule
     assert Schedule.from_csv(schedule.to_csv(), name=schedule.name) == schedule

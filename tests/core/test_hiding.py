@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from strategies import costs_of, made, with_boundaries
+from strategies import catalogue_schedules, costs_of, with_boundary_costs
 
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
@@ -47,8 +47,8 @@ def starts(
 @settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_nobody_is_delayed(data: st.DataObject) -> None:
-    schedule = data.draw(made(max_devices=5, max_microbatches=12))
-    costs = data.draw(with_boundaries(data.draw(costs_of(schedule.num_stages))))
+    schedule = data.draw(catalogue_schedules(max_devices=5, max_microbatches=12))
+    costs = data.draw(with_boundary_costs(data.draw(costs_of(schedule.num_stages))))
     schedule = fuse(simulate(schedule, costs))
     beside = deferred_weight_overlap(simulate(schedule, costs))
     weights = {each.weights for each in beside.values()}

@@ -7,8 +7,8 @@ from bench_posting import share_posted_early
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from offloaded import offloaded
-from posting import one_pass_earlier, waiting_beside, with_gaps_by_stream
-from strategies import costs_of, made
+from posting import one_pass_earlier, with_device_waits_at_copies, with_gaps_by_stream
+from strategies import catalogue_schedules, costs_of
 
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
@@ -113,7 +113,7 @@ def check(program: Program, length_on_arrival: bool = False) -> None:
 @settings(max_examples=60, suppress_health_check=HEALTHY)
 @given(data=st.data(), length_on_arrival=st.booleans())
 def test_no_wait_for_a_device_hangs(data: st.DataObject, length_on_arrival: bool) -> None:
-    schedule = data.draw(made(max_devices=6, max_microbatches=8))
+    schedule = data.draw(catalogue_schedules(max_devices=6, max_microbatches=8))
     costs = data.draw(st.none() | costs_of(schedule.num_stages))
     timeline = data.draw(st.sampled_from([None, simulate(schedule, costs)]))
     check(
@@ -149,7 +149,7 @@ def test_nor_in_an_order_that_nobody_has_planned(data: st.DataObject) -> None:
 
 
 @settings(max_examples=40, suppress_health_check=HEALTHY)
-@given(schedule=made(8, 16))
+@given(schedule=catalogue_schedules(8, 16))
 def test_nor_in_a_step_that_begins_early(schedule: Schedule) -> None:
     program, ends = prefix_before_loss(lower(schedule, simulate(schedule), kernels=True))
     check(program)
@@ -183,7 +183,7 @@ def test_threads_that_copy_must_not_wait_for_the_device() -> None:
             program = lower(schedule, simulate(schedule), kernels=True)
             assert not deadlocks_under_device_sync(program)
             assert any(each.work.kind is COPY_OUT for each in runs(program))
-            stuck.append(bool(deadlocks_under_device_sync(waiting_beside(program))))
+            stuck.append(bool(deadlocks_under_device_sync(with_device_waits_at_copies(program))))
     assert (sum(stuck), len(stuck)) == (12, 15)
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from posting import streams_of
-from strategies import costs_of, made, with_boundaries
+from strategies import catalogue_schedules, costs_of, with_boundary_costs
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
@@ -79,7 +79,7 @@ def check(schedule: Schedule, window: int = 2) -> Program:
 
 
 @settings(max_examples=60, suppress_health_check=HEALTHY)
-@given(schedule=made(max_microbatches=20), window=st.integers(1, 4))
+@given(schedule=catalogue_schedules(max_microbatches=20), window=st.integers(1, 4))
 def test_every_stream_is_first_in_first_out_and_nothing_blocks(
     schedule: Schedule, window: int
 ) -> None:
@@ -89,8 +89,8 @@ def test_every_stream_is_first_in_first_out_and_nothing_blocks(
 @settings(max_examples=80, suppress_health_check=HEALTHY)
 @given(data=st.data())
 def test_fusing_delays_nothing(data: st.DataObject) -> None:
-    schedule = data.draw(made(max_devices=6, max_microbatches=12))
-    costs = data.draw(with_boundaries(data.draw(costs_of(schedule.num_stages))))
+    schedule = data.draw(catalogue_schedules(max_devices=6, max_microbatches=12))
+    costs = data.draw(with_boundary_costs(data.draw(costs_of(schedule.num_stages))))
     before = simulate(schedule, costs)
     fused = fuse(before)
     verify(fused)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from joint_replay import peak_of, replay
-from strategies import costs_of, joint_costs, made, with_pairs
+from strategies import catalogue_schedules, costs_of, costs_with_collectives, with_overlapped_pairs
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
@@ -41,8 +41,10 @@ COSTS = replace(
 @settings(max_examples=40, suppress_health_check=HEALTHY)
 @given(data=st.data())
 def test_random_pairs_take_what_a_replay_says(data: st.DataObject) -> None:
-    schedule = data.draw(with_pairs(data.draw(made(max_devices=5, max_microbatches=8))))
-    costs = data.draw(joint_costs(data.draw(costs_of(schedule.num_stages))))
+    schedule = data.draw(
+        with_overlapped_pairs(data.draw(catalogue_schedules(max_devices=5, max_microbatches=8)))
+    )
+    costs = data.draw(costs_with_collectives(data.draw(costs_of(schedule.num_stages))))
     verify(schedule)
     timeline = simulate(schedule, costs)
     times = replay(schedule, costs)
@@ -99,8 +101,10 @@ def leaves(work: Pass, placement: tuple[int, ...]) -> bool:
 def test_a_program_brings_and_takes_the_messages_of_both(
     data: st.DataObject, kernels: bool
 ) -> None:
-    schedule = data.draw(with_pairs(data.draw(made(max_devices=5, max_microbatches=8))))
-    costs = data.draw(joint_costs(data.draw(costs_of(schedule.num_stages))))
+    schedule = data.draw(
+        with_overlapped_pairs(data.draw(catalogue_schedules(max_devices=5, max_microbatches=8)))
+    )
+    costs = data.draw(costs_with_collectives(data.draw(costs_of(schedule.num_stages))))
     timeline = simulate(schedule, costs)
     program = lower(schedule, timeline, kernels=kernels)
     assert program.schedule.overlapped == schedule.overlapped

@@ -5,7 +5,7 @@ import random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from strategies import costs_of, made
+from strategies import catalogue_schedules, costs_of
 
 from megatron_vshape.core.check.simulate import held_curve, peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
@@ -51,7 +51,7 @@ def test_simulator_agrees_with_replays(name: str, replay) -> None:
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_replays_agree_on_any_costs(data: st.DataObject, replay) -> None:
-    schedule = data.draw(made())
+    schedule = data.draw(catalogue_schedules())
     assert_replays_agree(schedule, data.draw(costs_of(schedule.num_stages)), replay)
 
 
@@ -59,7 +59,7 @@ def test_replays_agree_on_any_costs(data: st.DataObject, replay) -> None:
 @settings(max_examples=3000, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_replays_agree_on_any_costs_at_length(data: st.DataObject, replay) -> None:
-    schedule = data.draw(made())
+    schedule = data.draw(catalogue_schedules())
     assert_replays_agree(schedule, data.draw(costs_of(schedule.num_stages)), replay)
 
 

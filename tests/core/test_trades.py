@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from link_replay import Found, Prices, replay
+from link_replay import Figures, StageCosts, replay
 
 from megatron_vshape.core.check.bounds import LimitError, bound_at
 from megatron_vshape.core.check.simulate import peak_moved, simulate
@@ -40,7 +40,7 @@ def costs_of(devices: int, t: float) -> Costs:
     return with_copies(Costs.uniform(devices, 2 * devices, *REAL), t)
 
 
-def judged(made: Plan, costs: Costs, limit: float) -> Found:
+def judged(made: Plan, costs: Costs, limit: float) -> Figures:
     """Return what the replay says of a plan; raise unless the plan says the same and fits."""
     schedule, own = made.schedule, costs.sliced(made.schedule.slices)
     stages = []
@@ -49,7 +49,7 @@ def judged(made: Plan, costs: Costs, limit: float) -> Found:
         times = {str(kind): own.time_us(kind, stage) for kind in kinds}
         moved = own.held(RELOAD)[0][stage] if own.copies else 0.0
         held = own.held_after_forward_bytes[stage], own.held_after_backward_bytes[stage]
-        stages.append(Prices(times, *held, moved))
+        stages.append(StageCosts(times, *held, moved))
     found = replay(schedule.to_json(), stages, own.send_us)
     verify(schedule, limit, costs)
     assert found.makespan == pytest.approx(made.value)
@@ -93,7 +93,7 @@ def test_what_is_copied_is_chosen() -> None:
     """The less room there is, the more is copied; with room for all of it nothing has to be."""
     costs = costs_of(4, 1.0)
     copied = [
-        judged(plan(costs, 4, 12, limit, trades=True, steps=40_000), costs, limit).copied
+        judged(plan(costs, 4, 12, limit, trades=True, steps=40_000), costs, limit).num_offloaded
         for limit in (2.5, 5.0)
     ]
     assert 96 >= copied[0] > copied[1] > 0
@@ -252,7 +252,7 @@ def test_slices_wait_too(slices: int, limit: float, in_host: float) -> None:
     """Below one microbatch of a device's layers, which no order of slices alone is."""
     costs, asked = costs_of(2, 1.0), {"trades": True, "steps": 3000, "in_host": in_host}
     made = plan(costs, 2, 4, limit, placements=[v_shape(2)], slices=slices, **asked)
-    assert judged(made, costs, limit).copied
+    assert judged(made, costs, limit).num_offloaded
     assert max(peak_moved(made.schedule, costs)) <= in_host
     asked |= {"placements": [v_shape(2)], "slices": slices, "whole": True}
     assert plan(replace(costs, host_us=0.01), 2, 4, limit, **asked).schedule.slices == slices

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from strategies import made, mutated
+from strategies import catalogue_schedules, mutated_schedules
 
 from megatron_vshape.core.check.simulate import LISTED
 from megatron_vshape.core.check.verify import verify
@@ -205,16 +205,16 @@ def verdicts_agree(schedule: Schedule, replay) -> None:
 @settings(max_examples=400, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_changed_schedule_is_caught_or_still_correct(data: st.DataObject, replay) -> None:
-    schedule = data.draw(made(max_devices=5, max_microbatches=6))
-    verdicts_agree(data.draw(mutated(schedule)), replay)
+    schedule = data.draw(catalogue_schedules(max_devices=5, max_microbatches=6))
+    verdicts_agree(data.draw(mutated_schedules(schedule)), replay)
 
 
 @pytest.mark.slow
 @settings(max_examples=3000, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_changed_schedule_is_caught_at_length(data: st.DataObject, replay) -> None:
-    schedule = data.draw(made())
-    verdicts_agree(data.draw(mutated(schedule)), replay)
+    schedule = data.draw(catalogue_schedules())
+    verdicts_agree(data.draw(mutated_schedules(schedule)), replay)
 
 
 @given(st.text() | st.from_regex(r"(BW|F|B|W)[0-9]{1,3}\.[0-9]{1,3}", fullmatch=True))

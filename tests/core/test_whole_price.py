@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import costs_of, made
+from strategies import catalogue_schedules, costs_of
 
 from megatron_vshape.core.check.bounds import lower_bound
 from megatron_vshape.core.check.simulate import peak_held, simulate
@@ -60,7 +60,7 @@ def test_it_is_added_up_and_taken_apart_with_the_rest() -> None:
 
 
 @settings(max_examples=60)
-@given(st.data(), made(max_devices=5, max_microbatches=9), st.floats(0.3, 1.5))
+@given(st.data(), catalogue_schedules(max_devices=5, max_microbatches=9), st.floats(0.3, 1.5))
 def test_fusing_delays_nobody_at_any_price(
     data: st.DataObject, schedule: Schedule, share: float
 ) -> None:
