@@ -16,35 +16,35 @@ from exact import _make_model, prove
 from ortools.sat.python import cp_model
 
 
-def test_a_small_plan_is_proven_best() -> None:
+def test_small_plan_is_proven_optimal() -> None:
     costs = Costs.uniform(2, 4, 1, 1.15, 0.85, 0.05)
-    made = prove(plan(costs, 2, 3, 4, steps=2000), costs, 4, seconds=60)
-    assert made.gap == pytest.approx(0, abs=1e-5)
-    verify(made.schedule, 4, costs)
+    result = prove(plan(costs, 2, 3, 4, steps=2000), costs, 4, seconds=60)
+    assert result.gap == pytest.approx(0, abs=1e-5)
+    verify(result.schedule, 4, costs)
 
 
-def test_a_bad_plan_is_replaced() -> None:
+def test_slow_plan_is_replaced() -> None:
     costs = Costs.uniform(2, 4, 1, 2, 1, 0.05)
-    bad = plan(costs, 2, 3, 2, steps=100)
-    made = prove(bad, costs, 4, seconds=20)
-    assert made.value < bad.value
-    verify(made.schedule, 4, costs)
+    slow = plan(costs, 2, 3, 2, steps=100)
+    result = prove(slow, costs, 4, seconds=20)
+    assert result.value < slow.value
+    verify(result.schedule, 4, costs)
 
 
-def test_a_plan_beyond_the_limits_is_refused() -> None:
+def test_plan_beyond_the_limits_is_rejected() -> None:
     costs = Costs.uniform(2, 4)
     with pytest.raises(ScheduleError, match="not 2 or less"):
         prove(plan(costs, 2, 4, 4, steps=100), costs, 2, seconds=1)
 
 
 @pytest.mark.parametrize("objective", list(Objective))
-def test_the_solver_may_choose_the_plan_itself(objective: Objective) -> None:
+def test_solver_accepts_the_initial_plan(objective: Objective) -> None:
     """Device 3 starts late and, where the span counts, may end later than the span is long."""
     costs = Costs.uniform(4, 8, 9, 9, 9, 0)
-    made = plan(costs, 4, 6, 8, objective)
+    result = plan(costs, 4, 6, 8, objective)
     model = cp_model.CpModel()
-    built = _make_model(model, made, costs, (8.0,) * 4)
-    timeline = simulate(made.schedule, costs)
+    built = _make_model(model, result, costs, (8.0,) * 4)
+    timeline = simulate(result.schedule, costs)
     for device in range(4):
         for work, begin, _ in timeline.slots(device):
             model.add(built.start[work] == round(begin * built.per_us))
@@ -52,13 +52,13 @@ def test_the_solver_may_choose_the_plan_itself(objective: Objective) -> None:
 
 
 @pytest.mark.parametrize("limit", [1e13, math.inf])
-def test_any_limit_above_what_is_ever_held_is_none(limit: float) -> None:
+def test_limit_above_maximum_memory_has_no_effect(limit: float) -> None:
     costs = Costs.uniform(2, 4, 1, 2, 1, 0.05)
     ample = prove(plan(costs, 2, 2, 8, steps=100), costs, limit, seconds=20)
     assert ample.value == pytest.approx(ample.lower_bound)
 
 
-def test_passes_that_round_to_nothing_keep_their_order() -> None:
+def test_passes_of_zero_ticks_keep_their_order() -> None:
     costs = Costs.uniform(2, 4, 1e-6, 1, 1, 0)
-    made = prove(plan(costs, 2, 3, 2, steps=1), costs, 4, seconds=5)
-    verify(made.schedule, 4, costs)
+    result = prove(plan(costs, 2, 3, 2, steps=1), costs, 4, seconds=5)
+    verify(result.schedule, 4, costs)

@@ -13,7 +13,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule, load_schedule
 from megatron_vshape.core.paper.catalogue import make, make_block
 
-GOOD = {
+VALID = {
     "format": 1,
     "name": "mine",
     "num_devices": 2,
@@ -29,11 +29,11 @@ NO_FILE = "No such file or directory"
 def test_json_and_csv_round_trip(schedule: Schedule) -> None:
     assert Schedule.from_json(schedule.to_json()) == schedule
     assert Schedule.from_csv(schedule.to_csv(), name=schedule.name) == schedule
-    again = Schedule.from_csv(schedule.to_csv(), schedule.placement, schedule.name)
-    assert again == schedule
+    reloaded = Schedule.from_csv(schedule.to_csv(), schedule.placement, schedule.name)
+    assert reloaded == schedule
 
 
-def test_the_file_is_that_of_the_design() -> None:
+def test_file_format() -> None:
     data = json.loads(make("v-half", 2, 1).to_json())
     assert list(data) == [
         "format", "name", "num_devices", "num_microbatches", "placement", "order"
@@ -43,20 +43,20 @@ def test_the_file_is_that_of_the_design() -> None:
     assert make("v-half", 2, 1).to_csv().splitlines()[1].startswith("F1.0,F2.0,")
 
 
-def test_a_csv_may_come_from_a_spreadsheet() -> None:
+def test_csv_of_a_spreadsheet_is_read() -> None:
     plain = Schedule.from_csv("F0.0,BW0.0\nF1.0,BW1.0\n")
     assert Schedule.from_csv("\ufeffF0.0,BW0.0,,\r\nF1.0,BW1.0, ,\r\n\r\n,,,\r\n") == plain
     with pytest.raises(ScheduleError, match="'' is not a pass"):
         Schedule.from_csv("F0.0,,BW0.0\nF1.0,BW1.0\n")
 
 
-def test_a_csv_may_have_spaces() -> None:
+def test_csv_with_spaces_is_read() -> None:
     schedule = Schedule.from_csv("F0.0, BW0.0\n F1.0 ,BW1.0\n")
     assert schedule.placement == (0, 1)
     assert schedule.num_microbatches == 1
 
 
-BAD_TEXTS = {
+INVALID_TEXTS = {
     "": "the schedule file is not valid JSON: Expecting value: line 1 column 1 (char 0)",
     '{"format": 1': "the schedule file is not valid JSON: Expecting ',' delimiter: line 1",
     "[" * 100_000: "the schedule file is not valid JSON: it is nested too deep",
@@ -73,11 +73,11 @@ BAD_TEXTS = {
 }
 
 
-@pytest.mark.parametrize("text", BAD_TEXTS, ids=range(len(BAD_TEXTS)))
-def test_what_is_no_schedule_file(text: str) -> None:
+@pytest.mark.parametrize("text", INVALID_TEXTS, ids=range(len(INVALID_TEXTS)))
+def test_invalid_file_is_rejected(text: str) -> None:
     with pytest.raises(ScheduleError) as error:
         Schedule.from_json(text)
-    assert str(error.value).startswith(BAD_TEXTS[text])
+    assert str(error.value).startswith(INVALID_TEXTS[text])
 
 
 @pytest.mark.parametrize(
@@ -126,16 +126,16 @@ def test_what_is_no_schedule_file(text: str) -> None:
         ),
     ],
 )
-def test_a_wrong_value(changes: dict[str, object], message: str) -> None:
+def test_invalid_value_is_rejected(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ScheduleError) as error:
-        Schedule.from_json(json.dumps(GOOD | changes))
+        Schedule.from_json(json.dumps(VALID | changes))
     assert str(error.value).startswith(message)
     assert len(str(error.value)) < 300
 
 
-@pytest.mark.parametrize("key", [key for key in GOOD if key != "format"])
-def test_a_missing_key(key: str) -> None:
-    text = json.dumps({each: GOOD[each] for each in GOOD if each != key})
+@pytest.mark.parametrize("key", [key for key in VALID if key != "format"])
+def test_missing_key_is_rejected(key: str) -> None:
+    text = json.dumps({name: VALID[name] for name in VALID if name != key})
     with pytest.raises(ScheduleError) as error:
         Schedule.from_json(text)
     assert str(error.value) == f"the key '{key}' is missing from the schedule file"
@@ -154,7 +154,7 @@ def test_a_missing_key(key: str) -> None:
         ("F" * 200_000, "the CSV cannot be read: field larger than field limit (131072)"),
     ],
 )
-def test_a_bad_csv(text: str, message: str) -> None:
+def test_invalid_csv_is_rejected(text: str, message: str) -> None:
     with pytest.raises(ScheduleError) as error:
         Schedule.from_csv(text)
     assert str(error.value).startswith(message)
@@ -166,9 +166,9 @@ def test_a_bad_csv(text: str, message: str) -> None:
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
         max_leaves=8,
-    ).flatmap(lambda junk: st.sampled_from(list(GOOD)).map(lambda key: GOOD | {key: junk}))
+    ).flatmap(lambda junk: st.sampled_from(list(VALID)).map(lambda key: VALID | {key: junk}))
 )
-def test_junk_never_ends_in_another_error(data: object) -> None:
+def test_random_values_raise_only_schedule_errors(data: object) -> None:
     message = "it was a schedule"
     try:
         Schedule.from_json(json.dumps(data))
@@ -178,20 +178,20 @@ def test_junk_never_ends_in_another_error(data: object) -> None:
 
 
 @given(text=st.text(), cut=st.integers(0, 400))
-def test_a_truncated_or_scrambled_file_never_ends_in_another_error(text: str, cut: int) -> None:
-    whole = make("v-half", 2, 2).to_json()
+def test_damaged_files_raise_only_schedule_errors(text: str, length: int) -> None:
+    complete = make("v-half", 2, 2).to_json()
     for reader in (Schedule.from_json, Schedule.from_csv, Costs.from_json):
-        for damaged in (text, whole[:cut], whole[:cut] + text):
+        for damaged in (text, complete[:length], complete[:length] + text):
             try:
                 reader(damaged)
             except ScheduleError:
                 continue
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_files_are_rejected(tmp_path: Path) -> None:
     binary, truncated, good = (tmp_path / name for name in ("b.json", "t.json", "g.csv"))
     binary.write_bytes(b'{"format": \xff\xfe}')
-    truncated.write_text(json.dumps(GOOD)[:50])
+    truncated.write_text(json.dumps(VALID)[:50])
     good.write_text("F0.0,BW0.0\nF1.0,BW1.0\n")
     assert load_schedule(good).num_devices == 2
     messages = {
@@ -216,7 +216,7 @@ def test_costs_round_trip(data: st.DataObject, num_stages: int) -> None:
     assert Costs.from_json(costs.to_json()) == costs
 
 
-def test_files_of_earlier_versions_that_recompute_by_stage(
+def test_files_of_earlier_versions_with_recomputation_by_stage(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Costs without recomputation are all there; a plan that relies on it does not fit without."""
@@ -283,13 +283,13 @@ COSTS = json.loads(Costs.uniform(1, 2).to_json())
         ),
     ],
 )
-def test_bad_costs(changes: dict[str, object], message: str) -> None:
+def test_invalid_costs_are_rejected(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ScheduleError) as error:
         Costs.from_json(json.dumps(COSTS | changes))
     assert str(error.value).startswith(message)
 
 
-def test_infinite_costs_are_refused() -> None:
+def test_infinite_costs_are_rejected() -> None:
     text = json.dumps(COSTS).replace("1.0", "1e999", 1)
     with pytest.raises(ScheduleError, match="forward_us of stage 0 is inf; it must be a finite"):
         Costs.from_json(text)
@@ -300,13 +300,13 @@ def test_infinite_costs_are_refused() -> None:
         Costs.uniform(2, 4, send=float("nan"))
 
 
-def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
+def test_byte_order_mark_is_ignored(tmp_path):
     path = tmp_path / "schedule.json"
     path.write_text(make("v-half", 2, 2).to_json(), encoding="utf-8-sig")
     assert load_schedule(path).order == make("v-half", 2, 2).order
 
 
-def test_a_name_of_one_stage_a_device_may_have_as_many_devices_as_passes_fit():
+def test_pass_limit_depends_on_the_number_of_stages():
     """1F1B has a half of the passes of a V, whose stages are twice as many."""
     make_block("1f1b", 256, 20_000)
     with pytest.raises(ScheduleError, match="512 stages and 20000 microbatches are more than"):

@@ -19,7 +19,7 @@ print(seconds, *sorted(heavy))
 """
 
 
-def test_the_core_imports_no_torch_and_is_fast() -> None:
+def test_core_imports_fast_and_without_torch() -> None:
     """The least processor time of a few, so that a busy machine does not fail it."""
     runs = []
     for _ in range(5):

@@ -42,51 +42,51 @@ def make_state(block: BuildingBlock, num_microbatches: int, seed: int = 1) -> im
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_walk_keeps_everything_up_to_date(seed: int) -> None:
+def test_local_search_updates_all_state(seed: int) -> None:
     shop = make_shop(12, 8, 1, 1.3, 0.7, 0.1)
     state = make_state(v_half(DEVICES), 12, seed)
     assert improve.settle(shop, state)
-    before = improve.objective(shop, state)
+    initial_value = improve.objective(shop, state)
     none = np.full(DEVICES, state.row.shape[1])
     value = improve.local_search(shop, state, none, none, 5000)
-    again = improve.new_state(state.row, 1)
-    assert improve.settle(shop, again)
-    assert value == improve.objective(shop, again) <= before
+    recomputed = improve.new_state(state.row, 1)
+    assert improve.settle(shop, recomputed)
+    assert value == improve.objective(shop, recomputed) <= initial_value
     for name in ("place", "head", "tail", "held"):
-        assert np.array_equal(getattr(state, name), getattr(again, name)), name
+        assert np.array_equal(getattr(state, name), getattr(recomputed, name)), name
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_passes_are_exchanged_if_what_is_held_then_fits(seed: int) -> None:
+def test_passes_are_exchanged_if_memory_permits(seed: int) -> None:
     """While they run, passes hold up to a chunk more than after, and the order fits just so."""
     random = np.random.default_rng(seed)
     shop, state = make_shop(12, 8, 1, 1.3, 0.7, 0.1), make_state(v_half(DEVICES), 12)
     assert improve.settle(shop, state)
     over = random.integers(0, shop.delta.max() + 1, len(shop.over))
     shop = shop._replace(over=over, limit=(state.held + over[shop.sort[state.row]]).max(axis=1))
-    told = []
-    for lane, row in enumerate(state.row):
+    decisions = []
+    for device, row in enumerate(state.row):
         for _ in range(300):
             low, high = np.sort(random.choice(len(row), 2, replace=False))
-            sorts = shop.sort[row]
-            sorts[[low, high]] = sorts[[high, low]]
-            fits = bool((shop.delta[sorts].cumsum() + over[sorts] <= shop.limit[lane]).all())
-            assert improve.fit_exchanged(shop, state, lane, low, high) == fits
-            told.append(fits)
-    assert 0.1 < np.mean(told) < 0.9
+            types = shop.sort[row]
+            types[[low, high]] = types[[high, low]]
+            fits = bool((shop.delta[types].cumsum() + over[types] <= shop.limit[device]).all())
+            assert improve.fit_exchanged(shop, state, device, low, high) == fits
+            decisions.append(fits)
+    assert 0.1 < np.mean(decisions) < 0.9
 
 
-def test_the_walk_leaves_the_window_alone() -> None:
+def test_local_search_changes_only_passes_outside_the_window() -> None:
     shop = make_shop(20, 10, 1, 1.3, 0.7, 0.1)
     cyclic = orders.cyclic_order_of_block(v_half(DEVICES))
     window = cyclic.window(20)
     assert window is not None
     state = improve.new_state(cyclic.unroll(20), 3)
     improve.settle(shop, state)
-    before = state.row.copy()
+    initial_rows = state.row.copy()
     improve.local_search(shop, state, *window, 5000)
     for device, (low, high) in enumerate(zip(*window, strict=True)):
-        assert np.array_equal(state.row[device, low:high], before[device, low:high])
+        assert np.array_equal(state.row[device, low:high], initial_rows[device, low:high])
     longer = orders.splice(state.row, *window, 1, 20, 57)
     full = improve.new_state(longer, 1)
     assert improve.settle(make_shop(57, 10, 1, 1.3, 0.7, 0.1), full)
@@ -95,7 +95,7 @@ def test_the_walk_leaves_the_window_alone() -> None:
     )
 
 
-def test_a_splice_of_a_cyclic_order_is_that_order() -> None:
+def test_splice_of_a_cyclic_order_repeats_it() -> None:
     cyclic = orders.cyclic_order_of_block(v_min(DEVICES))
     window = cyclic.window(16)
     assert window is not None
@@ -104,24 +104,24 @@ def test_a_splice_of_a_cyclic_order_is_that_order() -> None:
 
 @pytest.mark.parametrize("block", [v_min, v_half, v_zb])
 @pytest.mark.parametrize("cool", [0, DEVICES, 100])
-def test_filled_and_dealt_orders_are_complete_and_fit(block: object, cool: int) -> None:
+def test_filled_and_refilled_orders_are_complete_and_fit(block: object, cool: int) -> None:
     problem = make_problem(9, 2 * DEVICES, 1, 1.3, 0.7, 0.1)
     shop = job_shop.make_shop(problem, 9)
     row = orders.cyclic_order_of_block(block(DEVICES)).unroll(9)  # type: ignore[operator]
-    for made in (job_shop.fill(problem, row, cool), job_shop.refill(problem, row)):
-        assert made is not None
-        assert np.array_equal(np.sort(made, axis=1), np.sort(row, axis=1))
-        assert improve.settle(shop, improve.new_state(made, 1))
+    for order in (job_shop.fill(problem, row, cool), job_shop.refill(problem, row)):
+        assert order is not None
+        assert np.array_equal(np.sort(order, axis=1), np.sort(row, axis=1))
+        assert improve.settle(shop, improve.new_state(order, 1))
 
 
 @pytest.mark.parametrize(("name", "devices"), [("v-half", 4), ("v-two-thirds", 5), ("zb-h1", 3)])
-def test_the_planner_fills_as_the_paper_does(name: str, devices: int) -> None:
+def test_planner_fills_like_the_paper(name: str, devices: int) -> None:
     """Of v-two-thirds on 5 devices, microbatches of one sort are not in turn."""
     block = make_block(name, devices, 12)
     schedule, m = squeeze(repeat(block, 12)), 12
-    held = max(block.peaks())
+    peak = max(block.peaks())
     costs = Costs.uniform(devices, schedule.num_stages)
-    limit = held * costs.held_after_forward_bytes[0]
+    limit = peak * costs.held_after_forward_bytes[0]
     problem = job_shop.make_problem(
         costs, devices, m, limit, search.Objective.MAKESPAN, schedule.placement
     )
@@ -131,17 +131,17 @@ def test_the_planner_fills_as_the_paper_does(name: str, devices: int) -> None:
             [[(3 * s + PARTS.index(kind)) * m + j for kind, s, j in row] for row in order.order]
         )
 
-    filled = job_shop.fill(problem, numbers(schedule), held)
+    filled = job_shop.fill(problem, numbers(schedule), peak)
     assert filled is not None
-    assert np.array_equal(filled, numbers(reorder(schedule, held)))
+    assert np.array_equal(filled, numbers(reorder(schedule, peak)))
 
 
-def test_too_little_memory_is_told() -> None:
+def test_insufficient_memory_is_detected() -> None:
     shop = make_shop(9, 2, 1, 1, 1, 0)
     assert not improve.settle(shop, make_state(v_zb(DEVICES), 9))
 
 
-def test_without_numba_the_plan_is_the_same() -> None:
+def test_plan_is_identical_without_numba() -> None:
     code = (
         "import sys; sys.modules['numba'] = None if {} else sys.modules.get('numba');"
         "from megatron_vshape.core.planner.search import plan;"
@@ -149,25 +149,25 @@ def test_without_numba_the_plan_is_the_same() -> None:
         "made = plan(Costs.uniform(3, 6, 1, 1.3, .7, .1), 3, 5, 4, steps=200);"
         "print(made.schedule.to_csv(), made.value)"
     )
-    found = []
+    outputs = []
     for blocked in (True, False):
         text = code.format(blocked)
         if not blocked:
             text = text.split(";", 2)[2]
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", text], env=os.environ, capture_output=True, text=True, check=True
         )
-        found.append(done.stdout)
-    assert found[0] == found[1]
+        outputs.append(process.stdout)
+    assert outputs[0] == outputs[1]
 
 
-def test_where_no_cache_can_be_written_it_compiles_all_the_same(monkeypatch):
+def test_compiles_without_a_writable_cache(monkeypatch):
     caching = pytest.importorskip("numba.core.caching")
     monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
     assert compiled(lambda number: number + 1)(1) == 2
 
 
-def test_a_cache_is_opened_when_its_function_is_called(tmp_path: Path) -> None:
+def test_cache_is_opened_by_the_first_call(tmp_path: Path) -> None:
     """Not by every rank that gets a plan from another: opening one writes to a shared folder."""
     caching = pytest.importorskip("numba.core.caching")
     opened: list[str] = []

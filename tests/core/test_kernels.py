@@ -34,7 +34,9 @@ from megatron_vshape.core.program.lowering import forward_wave, lower
 HEALTHY = list(HealthCheck)
 
 
-def runs_to_the_end(rows: Rows, waits: float, seed: int, length_on_arrival: bool = False) -> bool:
+def runs_to_completion(
+    rows: Rows, waits: float, seed: int, length_on_arrival: bool = False
+) -> bool:
     """Return whether all devices end where a share of the passes wait for their device's kernels.
 
     Devices go on in any order. A kernel ends when both ends have begun. What waits does so for the
@@ -42,81 +44,85 @@ def runs_to_the_end(rows: Rows, waits: float, seed: int, length_on_arrival: bool
     receive waits for its message.
     """
     draw = random.Random(seed)
-    waiting = {
-        (device, at): draw.random() < waits
+    blocks = {
+        (device, index): draw.random() < waits
         for device, row in enumerate(rows)
-        for at, each in enumerate(row)
-        if isinstance(each, Run)
+        for index, instruction in enumerate(row)
+        if isinstance(instruction, Run)
     }
-    at = [0] * len(rows)
-    begun: dict[Message, set[int]] = {}
+    positions = [0] * len(rows)
+    started: dict[Message, set[int]] = {}
     while True:
-        able = []
+        runnable = []
         for device, row in enumerate(rows):
-            if at[device] == len(row):
+            if positions[device] == len(row):
                 continue
-            each = row[at[device]]
-            if isinstance(each, Run):
-                mine = [m for m, ends in begun.items() if ends == {device}]
-                is_able = not mine or not waiting[device, at[device]]
-            elif isinstance(each, Await | Release):
-                is_able = len(begun.get(each.message, ())) == 2
+            instruction = row[positions[device]]
+            if isinstance(instruction, Run):
+                pending = [m for m, ends in started.items() if ends == {device}]
+                is_able = not pending or not blocks[device, positions[device]]
+            elif isinstance(instruction, Await | Release):
+                is_able = len(started.get(instruction.message, ())) == 2
             else:
-                is_able = not length_on_arrival or isinstance(each, Send) or each.message in begun
+                is_able = (
+                    not length_on_arrival
+                    or isinstance(instruction, Send)
+                    or instruction.message in started
+                )
             if is_able:
-                able.append(device)
-        if not able:
-            return all(place == len(row) for place, row in zip(at, rows, strict=True))
-        device = draw.choice(able)
-        each = rows[device][at[device]]
-        if isinstance(each, Send | Receive):
-            begun.setdefault(each.message, set()).add(device)
-        at[device] += 1
+                runnable.append(device)
+        if not runnable:
+            return all(position == len(row) for position, row in zip(positions, rows, strict=True))
+        device = draw.choice(runnable)
+        instruction = rows[device][positions[device]]
+        if isinstance(instruction, Send | Receive):
+            started.setdefault(instruction.message, set()).add(device)
+        positions[device] += 1
 
 
-def in_order(rows: Rows, kind: type[Send] | type[Receive]) -> dict[object, list[Message]]:
-    found: dict[object, list[Message]] = {}
+def messages_in_order(rows: Rows, kind: type[Send] | type[Receive]) -> dict[object, list[Message]]:
+    messages: dict[object, list[Message]] = {}
     for row in rows:
-        for each in row:
-            if isinstance(each, kind):
-                message = each.message
+        for instruction in row:
+            if isinstance(instruction, kind):
+                message = instruction.message
                 key = message.stream, message.source, message.target
-                found.setdefault(key, []).append(message)
-    return found
+                messages.setdefault(key, []).append(message)
+    return messages
 
 
-def check(program: Program, length_on_arrival: bool = False) -> None:
+def check_program(program: Program, length_on_arrival: bool = False) -> None:
     """Assert all that a program for kernels has to be."""
     rows = program.instructions
     assert not deadlocks_under_device_sync(program, length_on_arrival=length_on_arrival)
-    assert in_order(rows, Send) == in_order(rows, Receive)
+    assert messages_in_order(rows, Send) == messages_in_order(rows, Receive)
     for device, row in enumerate(rows):
-        passes = [each.work for each in row if isinstance(each, Run)]
+        passes = [instruction.work for instruction in row if isinstance(instruction, Run)]
         assert tuple(passes) == program.schedule.order[device]
         posted: set[Message] = set()
-        sent: set[Message] = set()
-        for before, each in zip([None, *row], row, strict=False):
-            if isinstance(each, Receive):
-                posted.add(each.message)
-            elif isinstance(each, Await):
-                posted.remove(each.message)
-            elif isinstance(each, Send):
-                assert isinstance(before, Run)
-                sent.add(each.message)
-            elif isinstance(each, Release):
-                sent.remove(each.message)
+        unreleased: set[Message] = set()
+        for previous, instruction in zip([None, *row], row, strict=False):
+            if isinstance(instruction, Receive):
+                posted.add(instruction.message)
+            elif isinstance(instruction, Await):
+                posted.remove(instruction.message)
+            elif isinstance(instruction, Send):
+                assert isinstance(previous, Run)
+                unreleased.add(instruction.message)
+            elif isinstance(instruction, Release):
+                unreleased.remove(instruction.message)
         assert not posted
     for seed, waits in enumerate((0.0, 0.3, 1.0)):
-        assert runs_to_the_end(rows, waits, seed, length_on_arrival)
+        assert runs_to_completion(rows, waits, seed, length_on_arrival)
 
 
 @settings(max_examples=60, suppress_health_check=HEALTHY)
 @given(data=st.data(), length_on_arrival=st.booleans())
-def test_no_wait_for_a_device_hangs(data: st.DataObject, length_on_arrival: bool) -> None:
+def test_no_device_synchronization_hangs(data: st.DataObject, length_on_arrival: bool) -> None:
     schedule = data.draw(catalogue_schedules(max_devices=6, max_microbatches=8))
     costs = data.draw(st.none() | costs_of(schedule.num_stages))
     timeline = data.draw(st.sampled_from([None, simulate(schedule, costs)]))
-    check(
+    check_program(
         lower(schedule, timeline, kernels=True, length_on_arrival=length_on_arrival),
         length_on_arrival,
     )
@@ -124,57 +130,68 @@ def test_no_wait_for_a_device_hangs(data: st.DataObject, length_on_arrival: bool
 
 @settings(max_examples=30, suppress_health_check=HEALTHY)
 @given(data=st.data())
-def test_nor_in_an_order_that_nobody_has_planned(data: st.DataObject) -> None:
+def test_random_orders_do_not_hang(data: st.DataObject) -> None:
     """Passes in any order that their needs allow, on any placement."""
     devices, chunks, microbatches = (data.draw(st.integers(1, n)) for n in (5, 3, 5))
     placement = tuple(data.draw(st.permutations(list(range(devices)) * chunks)))
     wave = forward_wave(placement, devices, microbatches)
-    check(lower(wave, kernels=True))
+    check_program(lower(wave, kernels=True))
     draw = random.Random(data.draw(st.integers(0, 10**6)))
     rows: list[list[Pass]] = [[] for _ in range(devices)]
-    done: set[Pass] = set()
+    finished: set[Pass] = set()
     num_stages = len(placement)
-    left = [
+    remaining = [
         Pass(kind, s, m) for kind in PARTS for s in range(num_stages) for m in range(microbatches)
     ]
-    while left:
-        able = [each for each in left if all(need in done for need in each.needs(num_stages))]
-        work = draw.choice(able)
-        left.remove(work)
-        done.add(work)
+    while remaining:
+        runnable = [
+            work
+            for work in remaining
+            if all(dependency in finished for dependency in work.needs(num_stages))
+        ]
+        work = draw.choice(runnable)
+        remaining.remove(work)
+        finished.add(work)
         rows[placement[work.stage]].append(work)
     schedule = Schedule("drawn", devices, microbatches, placement, tuple(map(tuple, rows)))
     for length_on_arrival in (False, True):
-        check(lower(schedule, kernels=True, length_on_arrival=length_on_arrival), length_on_arrival)
+        check_program(
+            lower(schedule, kernels=True, length_on_arrival=length_on_arrival), length_on_arrival
+        )
 
 
 @settings(max_examples=40, suppress_health_check=HEALTHY)
 @given(schedule=catalogue_schedules(8, 16))
-def test_nor_in_a_step_that_begins_early(schedule: Schedule) -> None:
+def test_early_started_steps_do_not_hang(schedule: Schedule) -> None:
     program, ends = prefix_before_loss(lower(schedule, simulate(schedule), kernels=True))
-    check(program)
+    check_program(program)
     first = [row[:end] for row, end in zip(program.instructions, ends, strict=True)]
-    sent, posted = (
-        {each.message for row in first for each in row if isinstance(each, kind)}
+    sent_messages, posted_messages = (
+        {
+            instruction.message
+            for row in first
+            for instruction in row
+            if isinstance(instruction, kind)
+        }
         for kind in (Send, Receive)
     )
-    assert sent == posted
-    assert runs_to_the_end(tuple(first), 1.0, 0)
+    assert sent_messages == posted_messages
+    assert runs_to_completion(tuple(first), 1.0, 0)
 
 
-def test_posting_always_early_hangs() -> None:
+def test_always_posting_earlier_hangs() -> None:
     """The check can fail: the smallest program that does, and every V of any size."""
     small = one_pass_earlier(lower(make("v-half", 2, 2), kernels=True))
     stuck = deadlocks_under_device_sync(small)
-    assert {device: str(each.work) for device, each in stuck.items()} == {0: "F0.1", 1: "F2.0"}
-    assert not runs_to_the_end(small.instructions, 1.0, 0)
+    assert {device: str(run.work) for device, run in stuck.items()} == {0: "F0.1", 1: "F2.0"}
+    assert not runs_to_completion(small.instructions, 1.0, 0)
     for name in ("v-min", "v-half", "v-zb"):
         for devices, microbatches in ((2, 2), (4, 8), (8, 16)):
             program = lower(make(name, devices, microbatches), kernels=True)
             assert deadlocks_under_device_sync(one_pass_earlier(program))
 
 
-def test_threads_that_copy_must_not_wait_for_the_device() -> None:
+def test_waiting_copy_threads_hang() -> None:
     """Where the program has a copy it may, as where host memory is made; anywhere else it hangs."""
     stuck = []
     for name in ("v-min", "v-half", "v-zb", "interleaved-1f1b", "zb-h1"):
@@ -182,48 +199,53 @@ def test_threads_that_copy_must_not_wait_for_the_device() -> None:
             schedule = offloaded(make(name, devices, microbatches))
             program = lower(schedule, simulate(schedule), kernels=True)
             assert not deadlocks_under_device_sync(program)
-            assert any(each.work.kind is COPY_OUT for each in runs(program))
+            assert any(run.work.kind is COPY_OUT for run in runs_of(program))
             stuck.append(bool(deadlocks_under_device_sync(with_device_waits_at_copies(program))))
     assert (sum(stuck), len(stuck)) == (12, 15)
 
 
-def runs(program: Program) -> list[Run]:
-    return [each for row in program.instructions for each in row if isinstance(each, Run)]
+def runs_of(program: Program) -> list[Run]:
+    return [
+        instruction
+        for row in program.instructions
+        for instruction in row
+        if isinstance(instruction, Run)
+    ]
 
 
-def test_a_receive_in_a_gap_after_its_sender_has_waited_hangs() -> None:
+def test_receive_posted_before_its_gap_hangs() -> None:
     """As where posting takes the message, or where its send has been posted for nobody."""
     rows = ("F0.0 F0.1 BW0.0 BW0.1", "F1.0 BW1.0 F1.1 BW1.1")
     order = tuple(tuple(map(Pass.parse, row.split())) for row in rows)
     program = lower(Schedule("1f1b", 2, 2, (0, 1), order), kernels=True)
     first = list(program.instructions[0])
-    gradient = next(each for each in first if isinstance(each, Receive))
+    gradient = next(instruction for instruction in first if isinstance(instruction, Receive))
     first.remove(gradient)
-    late = Program(program.schedule, ((gradient, *first), program.instructions[1]), 1)
+    late_program = Program(program.schedule, ((gradient, *first), program.instructions[1]), 1)
     assert not deadlocks_under_device_sync(program)
-    assert deadlocks_under_device_sync(late)
-    assert deadlocks_under_device_sync(late, length_on_arrival=True)
+    assert deadlocks_under_device_sync(late_program)
+    assert deadlocks_under_device_sync(late_program, length_on_arrival=True)
 
 
 @pytest.mark.parametrize(("devices", "microbatches"), [(7, 8), (8, 9), (8, 10)])
-def test_a_receive_holds_up_none_that_is_posted_with_it(devices: int, microbatches: int) -> None:
+def test_receives_posted_together_do_not_block_each_other(devices: int, microbatches: int) -> None:
     """Where all streams share one queue: behind another of its stream it holds up all the rest."""
     program = lower(make("interleaved-1f1b", devices, microbatches), kernels=True)
-    check(program)
+    check_program(program)
     assert deadlocks_under_device_sync(with_gaps_by_stream(program))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_little_is_posted_and_kept_at_a_time(name: str) -> None:
+def test_few_messages_are_posted_and_unreleased(name: str) -> None:
     """Each posted receive keeps some of the device's processors busy, and a message's memory."""
     for devices, microbatches in ((4, 12), (8, 32)):
         schedule = make(name, devices, microbatches)
         costs = Costs.uniform(devices, schedule.num_stages, 1, 1.15, 0.85, 0.05)
         program = lower(schedule, simulate(schedule, costs), kernels=True)
         posted = [program.most_posted(device) for device in range(devices)]
-        kept = [program.most_kept(device) for device in range(devices)]
+        unreleased = [program.most_kept(device) for device in range(devices)]
         assert max(posted) <= (devices if "grouped" in name else 5), posted
-        assert max(kept) <= 5, kept
+        assert max(unreleased) <= 5, unreleased
 
 
 @pytest.mark.parametrize(("name", "share"), [("v-min", 0.65), ("v-half", 0.85), ("v-zb", 0.85)])
@@ -235,7 +257,7 @@ def test_most_receives_are_posted_early(name: str, share: float) -> None:
         assert share <= share_posted_early(program) <= 1
 
 
-def test_the_instructions_of_a_small_program() -> None:
+def test_instructions_of_a_small_program() -> None:
     schedule = make("v-half", 2, 1)
     program = lower(schedule, simulate(schedule), kernels=True)
     assert program.text() == (
@@ -263,7 +285,7 @@ def test_fused_passes_keep_their_times() -> None:
     assert fused
 
 
-def test_a_schedule_that_deadlocks_is_told() -> None:
+def test_deadlocking_schedule_is_rejected() -> None:
     rows = ("F0.0 BW0.0 F0.1 BW0.1", "F1.0 F1.1 BW1.0 BW1.1")
     order = tuple(tuple(map(Pass.parse, row.split())) for row in rows)
     with pytest.raises(ScheduleError, match="the schedule deadlocks"):
@@ -271,9 +293,9 @@ def test_a_schedule_that_deadlocks_is_told() -> None:
 
 
 @pytest.mark.parametrize("placement", [looping(4, 2), v_shape(4)])
-def test_evaluation_hangs_neither(placement: tuple[int, ...]) -> None:
+def test_evaluation_does_not_hang(placement: tuple[int, ...]) -> None:
     for length_on_arrival in (False, True):
-        check(
+        check_program(
             lower(
                 forward_wave(placement, 4, 20), kernels=True, length_on_arrival=length_on_arrival
             ),

@@ -18,11 +18,11 @@ HEAD = Piece(15.0, 15.0, 15.0, 900.0, 300.0)
 PIECES = Pieces(LAYER, EMBEDDING, HEAD, 3.0)
 
 
-def busiest_us(pieces: Pieces, layers: tuple[int, ...], placement: Placement) -> float:
+def max_busy_us(pieces: Pieces, layers: tuple[int, ...], placement: Placement) -> float:
     return pieces.costs(layers).busy_us(placement, max(placement) + 1, 1)
 
 
-def test_a_heavy_head_takes_layers_from_the_stages_at_the_ends() -> None:
+def test_expensive_head_moves_layers_off_the_outer_stages() -> None:
     # The head is worth 1.5 layers.
     assert PIECES.balanced(32, linear(8)) == (4, 4, 4, 4, 4, 4, 5, 3)
     assert PIECES.balanced(8, v_shape(4)) == (1, 1, 1, 1, 1, 1, 2, 0)
@@ -42,22 +42,22 @@ def test_equal_stages_stay_equal() -> None:
     st.floats(0, 60),
     st.floats(0, 200),
 )
-def test_no_other_split_leaves_the_busiest_device_less(
+def test_balanced_split_minimizes_the_busiest_device(
     placement: Placement, num_layers: int, embedding: float, head: float
 ) -> None:
     ends = (EMBEDDING.times(embedding), HEAD.times(head / 20))
     pieces = Pieces(LAYER, *ends, 0.0)
-    found = pieces.balanced(num_layers, placement)
-    assert sum(found) == num_layers
-    assert all(found[1:-1])
-    others = [
+    balanced = pieces.balanced(num_layers, placement)
+    assert sum(balanced) == num_layers
+    assert all(balanced[1:-1])
+    splits = [
         layers
         for layers in itertools.product(range(num_layers + 1), repeat=len(placement))
         if sum(layers) == num_layers and all(layers[1:-1])
     ]
-    best = min(busiest_us(pieces, layers, placement) for layers in others)
+    best = min(max_busy_us(pieces, layers, placement) for layers in splits)
     # An empty end counts as taking LEAST.
-    assert busiest_us(pieces, found, placement) <= best + 0.01 * LAYER.time_us
+    assert max_busy_us(pieces, balanced, placement) <= best + 0.01 * LAYER.time_us
 
 
 def test_too_few_layers_to_balance() -> None:
@@ -65,31 +65,31 @@ def test_too_few_layers_to_balance() -> None:
         PIECES.balanced(3, v_shape(4))
 
 
-def test_measured_stages_come_apart_and_together() -> None:
+def test_layer_costs_are_recovered_from_measured_stages() -> None:
     layers = (1, 3, 2, 4, 2, 2, 2, 0)
     measured = PIECES.costs(layers)
     assert measured.layers == layers
-    found = Pieces.of(measured, layers)
-    for mine, theirs in zip(
-        (found.layer, found.first, found.last), (LAYER, EMBEDDING, HEAD), strict=True
+    fitted = Pieces.of(measured, layers)
+    for fitted_piece, expected_piece in zip(
+        (fitted.layer, fitted.first, fitted.last), (LAYER, EMBEDDING, HEAD), strict=True
     ):
-        amounts = [each for each in Piece.__slots__ if each != "others"]
-        assert list(map(mine.__getattribute__, amounts)) == pytest.approx(
-            list(map(theirs.__getattribute__, amounts))
+        amounts = [name for name in Piece.__slots__ if name != "others"]
+        assert list(map(fitted_piece.__getattribute__, amounts)) == pytest.approx(
+            list(map(expected_piece.__getattribute__, amounts))
         )
-        assert mine.others == theirs.others
-    assert found.send_us == 3.0
-    assert found.costs((2,) * 8).forward_us == pytest.approx(PIECES.costs((2,) * 8).forward_us)
+        assert fitted_piece.others == expected_piece.others
+    assert fitted.send_us == 3.0
+    assert fitted.costs((2,) * 8).forward_us == pytest.approx(PIECES.costs((2,) * 8).forward_us)
 
 
-def test_two_stages_come_apart() -> None:
-    found = Pieces.of(PIECES.costs((2, 2)), (2, 2))
+def test_layer_costs_are_recovered_from_two_stages() -> None:
+    fitted = Pieces.of(PIECES.costs((2, 2)), (2, 2))
     # Nothing tells the embedding from the layers of its stage.
-    assert found.layer.forward_us == pytest.approx(10.5)
-    assert found.last.forward_us == pytest.approx(14)
+    assert fitted.layer.forward_us == pytest.approx(10.5)
+    assert fitted.last.forward_us == pytest.approx(14)
 
 
-def test_coarser_stages_add_their_layers_up() -> None:
+def test_coarser_stages_sum_their_layers() -> None:
     assert regroup(PIECES.costs((1, 2, 2, 1)), 2, "1f1b").layers == (3, 3)
 
 
@@ -106,7 +106,7 @@ def test_given_layers() -> None:
         (12, ", such as 8 or 16, or add --layer-split auto (to training: --pipeline-layer-split)"),
     ],
 )
-def test_layers_that_do_not_divide_are_told_what_would_do(num_layers: int, advice: str) -> None:
+def test_indivisible_layers_are_rejected_with_advice(num_layers: int, advice: str) -> None:
     with pytest.raises(ScheduleError) as error:
         even_layers(num_layers, v_shape(4))
     assert str(error.value) == (
@@ -117,7 +117,7 @@ def test_layers_that_do_not_divide_are_told_what_would_do(num_layers: int, advic
         assert sum(PIECES.balanced(num_layers, v_shape(4))) == num_layers
 
 
-def test_the_head_by_its_products() -> None:
+def test_head_cost_in_layers_from_gemms() -> None:
     # 9.6B of the paper: 4096 wide, one layer has 12 h^2 weights.
     widths = Widths(4096, 4096, 2 * 4096, 4 * 4096, False, 0, 12 * 4096)
     assert widths.head_in_layers == pytest.approx(1.0)
@@ -126,16 +126,18 @@ def test_the_head_by_its_products() -> None:
     assert estimated.costs((4, 4, 4, 2)).held_after_forward_bytes == (1.0, 1.0, 1.0, 0.5)
 
 
-def test_layers_take_their_copies_along() -> None:
+def test_offload_costs_scale_with_layers() -> None:
     layers = (1, 3, 2, 2)
-    own = with_copies(PIECES.costs(layers), 0.5)
-    pieces = Pieces.of(own, layers)
-    again = pieces.costs(layers)
-    assert again.copies
-    assert again.held_after_forward_bytes == pytest.approx(own.held_after_forward_bytes)
-    for (name, values), (known, expected) in zip(again.others, own.others, strict=True):
-        assert (name, values) == (known, pytest.approx(expected))
+    stage_costs = with_copies(PIECES.costs(layers), 0.5)
+    pieces = Pieces.of(stage_costs, layers)
+    rebuilt = pieces.costs(layers)
+    assert rebuilt.copies
+    assert rebuilt.held_after_forward_bytes == pytest.approx(stage_costs.held_after_forward_bytes)
+    for (name, values), (expected_name, expected) in zip(
+        rebuilt.others, stage_costs.others, strict=True
+    ):
+        assert (name, values) == (expected_name, pytest.approx(expected))
     moved = pieces.costs((2, 2, 2, 2))
     ((name, copied_us), *_) = moved.others
     assert copied_us[1] == pytest.approx(copied_us[2]), name
-    assert copied_us[1] == pytest.approx(dict(own.others)[name][1] * 2 / 3)
+    assert copied_us[1] == pytest.approx(dict(stage_costs.others)[name][1] * 2 / 3)

@@ -42,7 +42,7 @@ def work_us(costs: Costs, num_devices: int) -> float:
 
 
 @pytest.mark.parametrize("limit", [2, 4, 5, 6, 8, 16])
-def test_every_limit_gives_complete_schedules_that_fit(limit: int) -> None:
+def test_schedules_are_complete_and_fit_every_limit(limit: int) -> None:
     costs = v_costs(4)
     orders = find_steady_orders(costs, v_shape(4), 4, [limit] * 4, STEPS)
     assert orders
@@ -51,7 +51,7 @@ def test_every_limit_gives_complete_schedules_that_fit(limit: int) -> None:
         verify(schedule, max_held=limit, costs=costs)
 
 
-def test_the_period_is_what_a_long_run_takes_per_microbatch() -> None:
+def test_period_matches_time_per_microbatch_of_a_long_run() -> None:
     costs = v_costs(4)
     for limit in (4, 5, 6):
         orders = find_steady_orders(costs, v_shape(4), 4, [limit] * 4, STEPS)
@@ -62,7 +62,7 @@ def test_the_period_is_what_a_long_run_takes_per_microbatch() -> None:
             assert per_microbatch == pytest.approx(order.period_us / order.microbatches, rel=1e-5)
 
 
-def test_unit_costs_repeat_without_a_bubble_at_the_memory_of_v_min() -> None:
+def test_unit_costs_have_no_bubble_at_v_min_memory() -> None:
     for devices in (4, 6, 8):
         costs = v_costs(devices, (1, 1, 1, 0))
         limit = 2 * ((devices + 4) // 3)
@@ -70,7 +70,7 @@ def test_unit_costs_repeat_without_a_bubble_at_the_memory_of_v_min() -> None:
         assert best.period_us == pytest.approx(6)
 
 
-def test_real_costs_repeat_without_a_bubble_at_the_memory_of_v_half() -> None:
+def test_real_costs_have_no_bubble_at_v_half_memory() -> None:
     for devices in (4, 6, 8):
         costs = v_costs(devices)
         limits = [devices + 2] * devices
@@ -78,21 +78,21 @@ def test_real_costs_repeat_without_a_bubble_at_the_memory_of_v_half() -> None:
         assert best.period_us == pytest.approx(work_us(costs, devices))
 
 
-def test_the_same_seed_gives_the_same_orders() -> None:
-    one, other = (
+def test_equal_seeds_give_equal_orders() -> None:
+    first_orders, second_orders = (
         find_steady_orders(v_costs(4), v_shape(4), 4, [5] * 4, STEPS, seed=3) for _ in range(2)
     )
-    assert one == other
+    assert first_orders == second_orders
 
 
-def test_the_best_comes_first() -> None:
-    found = find_steady_orders(v_costs(4), v_shape(4), 4, [4] * 4, STEPS)
-    periods = [order.period_us / order.microbatches for order in found]
-    assert all(one <= other + 1e-9 for one, other in pairwise(periods))
+def test_orders_are_sorted_by_period() -> None:
+    orders = find_steady_orders(v_costs(4), v_shape(4), 4, [4] * 4, STEPS)
+    periods = [order.period_us / order.microbatches for order in orders]
+    assert all(period <= next_period + 1e-9 for period, next_period in pairwise(periods))
 
 
 @pytest.mark.parametrize("placement", [linear(4), looping(4, 2), looping(4, 3)])
-def test_other_placements_work(placement: tuple[int, ...]) -> None:
+def test_linear_and_looping_placements(placement: tuple[int, ...]) -> None:
     costs = Costs.uniform(4, len(placement), *REAL)
     best = find_steady_orders(costs, placement, 4, [16] * 4, STEPS)[0]
     verify(unroll(best, 8), max_held=16, costs=costs)
@@ -105,23 +105,23 @@ def test_unequal_stages_and_limits(data: st.DataObject) -> None:
     devices = data.draw(st.integers(1, 4))
     stages = 2 * devices
 
-    def values(least: float) -> tuple[float, ...]:
-        value = st.floats(least, 4).map(lambda number: round(number, 2))
+    def values(minimum: float) -> tuple[float, ...]:
+        value = st.floats(minimum, 4).map(lambda number: round(number, 2))
         return tuple(data.draw(st.lists(value, min_size=stages, max_size=stages)))
 
     costs = Costs(values(0.2), values(0.2), values(0.2), 0.1, values(0), values(0))
-    least = least_memory(costs, v_shape(devices), devices)
-    limits = [value * data.draw(st.floats(1, 3)) for value in least]
+    minimum_limits = least_memory(costs, v_shape(devices), devices)
+    limits = [value * data.draw(st.floats(1, 3)) for value in minimum_limits]
     orders = find_steady_orders(costs, v_shape(devices), devices, limits, 2_000)
     assert orders
     for order in orders:
         schedule = unroll(order, 5)
         verify(schedule)
-        for held, limit in zip(peak_held(schedule, costs), limits, strict=True):
-            assert held <= limit * (1 + 1e-8) + 1e-12
+        for peak, limit in zip(peak_held(schedule, costs), limits, strict=True):
+            assert peak <= limit * (1 + 1e-8) + 1e-12
 
 
-def test_plain_python_finds_the_same_orders() -> None:
+def test_orders_are_identical_without_numba() -> None:
     """numba only makes it faster."""
     program = (
         "import sys\n"
@@ -133,15 +133,15 @@ def test_plain_python_finds_the_same_orders() -> None:
     )
     outputs = [
         subprocess.run(
-            [sys.executable, "-c", program, how], capture_output=True, text=True, check=True
+            [sys.executable, "-c", program, mode], capture_output=True, text=True, check=True
         ).stdout
-        for how in ("plain", "compiled")
+        for mode in ("plain", "compiled")
     ]
     assert "SteadyOrder" in outputs[0]
     assert outputs[0] == outputs[1]
 
 
-def test_a_limit_that_nothing_fits_names_the_least_that_does() -> None:
+def test_error_of_small_limit_names_the_minimum() -> None:
     message = "rank 0 is 1.5, and .* needs 2 there; the minimum limit for all ranks is 2"
     with pytest.raises(ScheduleError, match=message):
         find_steady_orders(v_costs(4), v_shape(4), 4, [1.5] * 4, STEPS)

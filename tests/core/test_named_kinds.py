@@ -26,46 +26,46 @@ HOMES = {
     "mcore/features/offload/step.py",
 }
 
-BEYOND = {
+EXCEPTIONS = {
     "mcore/observe/report.py",
 }
 
 
-def names_of_capabilities() -> set[str]:
+def capability_names() -> set[str]:
     """Return what the table's module calls the kinds of what a plan may have, and their groups."""
-    own = {kind for group in ALL_OR_NONE for kind in group}
+    capability_kinds = {kind for group in ALL_OR_NONE for kind in group}
     return {
         name
         for name, value in vars(kinds).items()
-        if (isinstance(value, Kind) and value in own)
+        if (isinstance(value, Kind) and value in capability_kinds)
         or any(value is group for group in ALL_OR_NONE)
     }
 
 
-def imported(path: Path) -> Iterator[str]:
+def imported_names(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
-            yield from (each.name for each in node.names)
+            yield from (alias.name for alias in node.names)
 
 
-def test_nothing_else_names_them() -> None:
-    names = names_of_capabilities()
+def test_only_home_files_name_capability_kinds() -> None:
+    names = capability_names()
     assert {"COPY_OUT", "OFFLOAD", "LOGITS", "VOCABULARY"} <= names
-    found = {
+    files = {
         path.relative_to(PACKAGE).as_posix()
         for path in PACKAGE.rglob("*.py")
-        if not names.isdisjoint(imported(path))
+        if not names.isdisjoint(imported_names(path))
     }
-    assert found - HOMES <= BEYOND, "read the table of kinds in place of naming them"
-    assert found >= BEYOND, "these name them no longer: take them out of the list"
+    assert files - HOMES <= EXCEPTIONS, "read the table of kinds in place of naming them"
+    assert files >= EXCEPTIONS, "these name them no longer: take them out of the list"
 
 
-def test_no_class_has_the_name_of_another() -> None:
-    found = Counter(
+def test_class_names_are_unique() -> None:
+    class_counts = Counter(
         node.name
         for path in PACKAGE.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ClassDef)
     )
-    assert len(found) > 300
-    assert [name for name, times in found.items() if times > 1] == []
+    assert len(class_counts) > 300
+    assert [name for name, count in class_counts.items() if count > 1] == []

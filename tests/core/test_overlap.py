@@ -40,7 +40,7 @@ COSTS = replace(
 
 @settings(max_examples=40, suppress_health_check=HEALTHY)
 @given(data=st.data())
-def test_random_pairs_take_what_a_replay_says(data: st.DataObject) -> None:
+def test_random_pairs_match_the_replay(data: st.DataObject) -> None:
     schedule = data.draw(
         with_overlapped_pairs(data.draw(catalogue_schedules(max_devices=5, max_microbatches=8)))
     )
@@ -53,54 +53,52 @@ def test_random_pairs_take_what_a_replay_says(data: st.DataObject) -> None:
         assert list(timeline.ends[device]) == pytest.approx([end for _, end in row])
     assert max(peak_held(schedule, costs)) == pytest.approx(peak_of(schedule, costs))
     assert Schedule.from_json(schedule.to_json()) == schedule
-    again = Schedule.from_csv(schedule.to_csv(), schedule.placement)
-    assert (again.order, again.overlapped) == (schedule.order, schedule.overlapped)
+    reloaded = Schedule.from_csv(schedule.to_csv(), schedule.placement)
+    assert (reloaded.order, reloaded.overlapped) == (schedule.order, schedule.overlapped)
 
 
-def runs_through(program: Program) -> None:
+def check_messages(program: Program) -> None:
     """Check that every pass has what it reads in hand, and that all is sent right behind it."""
     placement = program.schedule.placement
-    sent: set[Message] = set()
+    sent_messages: set[Message] = set()
     awaited: set[Message] = set()
     for row in program.instructions:
-        hand: list[Message] = []
-        left: list[Pass] = []
-        for each in row:
-            if isinstance(each, Await):
-                assert not left
-                hand.append(each.message)
-                awaited.add(each.message)
-            elif isinstance(each, Run):
-                assert not left
-                wanted = [
-                    need
-                    for work in each.passes
-                    for need in work.needs(len(placement))
-                    if placement[need.stage] != placement[work.stage]
+        received: list[Message] = []
+        unsent: list[Pass] = []
+        for instruction in row:
+            if isinstance(instruction, Await):
+                assert not unsent
+                received.append(instruction.message)
+                awaited.add(instruction.message)
+            elif isinstance(instruction, Run):
+                assert not unsent
+                expected = [
+                    dependency
+                    for work in instruction.passes
+                    for dependency in work.needs(len(placement))
+                    if placement[dependency.stage] != placement[work.stage]
                 ]
-                assert [message.work for message in hand] == wanted
-                hand = []
-                left = [result_of(work) for work in each.passes]
-                left = [work for work in left if leaves(work, placement)]
-            elif isinstance(each, Send):
-                assert left.pop(0) == each.message.work
-                sent.add(each.message)
-        assert not hand
-        assert not left
-    assert sent == awaited
+                assert [message.work for message in received] == expected
+                received = []
+                unsent = [result_of(work) for work in instruction.passes]
+                unsent = [work for work in unsent if is_sent(work, placement)]
+            elif isinstance(instruction, Send):
+                assert unsent.pop(0) == instruction.message.work
+                sent_messages.add(instruction.message)
+        assert not received
+        assert not unsent
+    assert sent_messages == awaited
 
 
-def leaves(work: Pass, placement: tuple[int, ...]) -> bool:
+def is_sent(work: Pass, placement: tuple[int, ...]) -> bool:
     reader = work.stage + {"F": 1, "B": -1, "W": 0}[work.kind]
-    there = 0 <= reader < len(placement) and work.kind is not Kind.W
-    return there and placement[reader] != placement[work.stage]
+    has_reader = 0 <= reader < len(placement) and work.kind is not Kind.W
+    return has_reader and placement[reader] != placement[work.stage]
 
 
 @settings(max_examples=30, suppress_health_check=HEALTHY)
 @given(data=st.data(), kernels=st.booleans())
-def test_a_program_brings_and_takes_the_messages_of_both(
-    data: st.DataObject, kernels: bool
-) -> None:
+def test_program_has_the_messages_of_both_passes(data: st.DataObject, kernels: bool) -> None:
     schedule = data.draw(
         with_overlapped_pairs(data.draw(catalogue_schedules(max_devices=5, max_microbatches=8)))
     )
@@ -108,15 +106,22 @@ def test_a_program_brings_and_takes_the_messages_of_both(
     timeline = simulate(schedule, costs)
     program = lower(schedule, timeline, kernels=kernels)
     assert program.schedule.overlapped == schedule.overlapped
-    ran = [[each.passes for each in row if isinstance(each, Run)] for row in program.instructions]
-    assert ran == [list(program.schedule.steps(d)) for d in range(schedule.num_devices)]
-    runs_through(program)
+    executed = [
+        [instruction.passes for instruction in row if isinstance(instruction, Run)]
+        for row in program.instructions
+    ]
+    assert executed == [list(program.schedule.steps(d)) for d in range(schedule.num_devices)]
+    check_messages(program)
     assert not deadlocks_under_device_sync(program) or not kernels
     for end, row in zip(forward_cut(program), program.instructions, strict=True):
-        assert all(len(each.passes) == 1 for each in row[:end] if isinstance(each, Run))
+        assert all(
+            len(instruction.passes) == 1
+            for instruction in row[:end]
+            if isinstance(instruction, Run)
+        )
 
 
-def test_a_pair_waits_for_both_inputs_and_ends_as_one() -> None:
+def test_pair_waits_for_both_inputs_and_ends_together() -> None:
     schedule = Schedule.from_csv(PAIRED)
     verify(schedule)
     assert schedule.to_csv() == PAIRED
@@ -133,7 +138,7 @@ def test_a_pair_waits_for_both_inputs_and_ends_as_one() -> None:
     assert fuse(timeline).order == schedule.order  # W1.2 stays beside its pair
 
 
-def test_what_is_no_pair_is_refused() -> None:
+def test_invalid_pairs_are_rejected() -> None:
     for text in ("F0.0&B0.0", "B0.0&F0.1", "F0.0&F0.1", "F0.0&B0.1&B0.2", "F0.0&W0.1"):
         with pytest.raises(
             ScheduleError, match="is not an overlapped pass: expected an F with a B or BW"
@@ -149,23 +154,29 @@ def test_what_is_no_pair_is_refused() -> None:
             verify(replace(schedule, overlapped=frozenset({marked})))
 
 
-def test_a_deadlock_of_pairs_is_told() -> None:
+def test_deadlock_of_pairs_is_explained() -> None:
     stuck = "F0.0,F0.1&BW0.0,BW0.1\nF1.0,F1.1&BW1.0,BW1.1\n"
-    with pytest.raises(ScheduleError) as refused:
+    with pytest.raises(ScheduleError) as error:
         verify(Schedule.from_csv(stuck))
-    assert "F0.1 on device 0 waits for BW1.0: BW0.0, which runs with it" in str(refused.value)
-    assert "BW1.0 on device 1 waits for F1.1: runs with it" in str(refused.value)
+    assert "F0.1 on device 0 waits for BW1.0: BW0.0, which runs with it" in str(error.value)
+    assert "BW1.0 on device 1 waits for F1.1: runs with it" in str(error.value)
 
 
-def test_exchanges_hide_in_a_pair_and_prices_of_earlier_files_are_ignored() -> None:
+def test_pairs_hide_collectives_and_former_fields_are_ignored() -> None:
     assert COSTS.overlapped_us(0, Kind.B, 0) == pytest.approx(1.6)  # the exchanges are longer
-    short = COSTS.having(forward_exchange_us=(0.1, 0.1), backward_exchange_us=(0.1, 0.1))
-    assert short.overlapped_us(0, Kind.B, 0) == pytest.approx(1.2)  # what both compute
-    former = {"joint": {"F0&B1": 1.0}, "hidden_share": 0.5, "sources": {"joint": "measured here"}}
-    assert Costs.from_json(json.dumps(json.loads(COSTS.to_json()) | former)) == COSTS
+    short_collectives = COSTS.having(
+        forward_exchange_us=(0.1, 0.1), backward_exchange_us=(0.1, 0.1)
+    )
+    assert short_collectives.overlapped_us(0, Kind.B, 0) == pytest.approx(1.2)  # what both compute
+    former_fields = {
+        "joint": {"F0&B1": 1.0},
+        "hidden_share": 0.5,
+        "sources": {"joint": "measured here"},
+    }
+    assert Costs.from_json(json.dumps(json.loads(COSTS.to_json()) | former_fields)) == COSTS
 
 
-def test_a_pair_is_drawn_as_one_box_of_two_colours() -> None:
+def test_pair_is_drawn_as_one_box_of_two_colours() -> None:
     timeline = simulate(Schedule.from_csv(PAIRED), COSTS)
     bars = [bar for bar in bars_of(timeline) if bar.row == 0 and bar.work[2] in (0, 2)]
     _, upper, lower_half, _ = bars
@@ -176,10 +187,10 @@ def test_a_pair_is_drawn_as_one_box_of_two_colours() -> None:
     )
     assert timeline.draw().split("\n")[0].startswith("FFF")
     assert "FBW" in timeline.draw()
-    named = [event["name"] for event in events(timeline, COSTS) if event["ph"] == "X"]
-    assert "F0.2&BW0.0" in named
-    assert "BW0.0" not in named
+    event_names = [event["name"] for event in events(timeline, COSTS) if event["ph"] == "X"]
+    assert "F0.2&BW0.0" in event_names
+    assert "BW0.0" not in event_names
     steps = held_steps(timeline, COSTS, 0)
     assert [time for time, _ in steps] == sorted(time for time, _ in steps)
-    assert max(held for _, held in steps) == peak_held(timeline.schedule, COSTS)[0]
+    assert max(amount for _, amount in steps) == peak_held(timeline.schedule, COSTS)[0]
     assert steps[-1][1] == 0.0

@@ -23,40 +23,40 @@ from megatron_vshape.core.request import AUTO, MEMORY_NAMES, PLUS, PlanRequest, 
 REAL = (1.0, 1.15, 0.85, 0.05)
 
 
-def uniform(devices: int, cost: tuple[float, ...]) -> Costs:
+def uniform_costs(devices: int, cost: tuple[float, ...]) -> Costs:
     return Costs.uniform(devices, 2 * devices, *cost)
 
 
 @pytest.mark.parametrize("cost", [(1, 1, 1, 0), REAL, (1, 2, 1, 0.05), (1, 1.7, 0.6, 0.2)])
 @pytest.mark.parametrize(("devices", "microbatches"), [(3, 7), (5, 4), (6, 18)])
-def test_a_plan_is_proved_and_not_slower_than_what_is_published(
+def test_plan_is_verified_and_not_slower_than_published_schedules(
     devices: int, microbatches: int, cost: tuple[float, ...]
 ) -> None:
-    costs = uniform(devices, cost)
+    costs = uniform_costs(devices, cost)
     for name in MEMORY_NAMES:
-        known = make(name, devices, microbatches)
-        limit = max(peak_held(known, costs))
-        made = plan(costs, devices, microbatches, limit, steps=100_000)
-        verify(made.schedule, limit, costs)
-        timeline = simulate(made.schedule, costs)
-        assert timeline.makespan == pytest.approx(made.value)
-        assert max(peak_held(made.schedule, costs)) == pytest.approx(max(made.peak))
-        assert made.value <= simulate(known, costs).makespan * (1 + 1e-9)
-        sizes = made.schedule.placement, devices, microbatches
+        published_schedule = make(name, devices, microbatches)
+        limit = max(peak_held(published_schedule, costs))
+        result = plan(costs, devices, microbatches, limit, steps=100_000)
+        verify(result.schedule, limit, costs)
+        timeline = simulate(result.schedule, costs)
+        assert timeline.makespan == pytest.approx(result.value)
+        assert max(peak_held(result.schedule, costs)) == pytest.approx(max(result.peak))
+        assert result.value <= simulate(published_schedule, costs).makespan * (1 + 1e-9)
+        sizes = result.schedule.placement, devices, microbatches
         bound = lower_bound(costs, *sizes, (limit,) * devices)
         assert bound <= timeline.makespan * (1 + 1e-9)
 
 
 @pytest.mark.slow
-def test_repeating_bubbles_are_gone_at_half_the_memory() -> None:
-    costs = uniform(8, REAL)
+def test_plan_has_no_steady_bubble_at_half_the_memory() -> None:
+    costs = uniform_costs(8, REAL)
     few, many = (plan(costs, 8, m, 10, steps=300_000).overhead for m in (24, 64))
     assert many <= few + 1  # 40 microbatches more cost less than one pass
     assert many < simulate(make("v-half", 8, 64), costs).overhead
 
 
 def test_more_memory_never_costs_time() -> None:
-    costs = uniform(4, REAL)
+    costs = uniform_costs(4, REAL)
     points = frontier(PlanRequest(AUTO, 4, 8, costs, steps=20_000), range(1, 9))
     assert [point.limit for point in points] == list(range(2, 9))
     bubbles = [point.bubble for point in points]
@@ -65,17 +65,17 @@ def test_more_memory_never_costs_time() -> None:
         verify(point.schedule, point.limit, costs)
 
 
-def test_a_plan_carried_to_a_higher_limit_has_a_bound_that_holds_there(
+def test_plan_reused_at_a_higher_limit_has_a_bound_of_that_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    costs = uniform(3, (1, 2, 1, 0.05))
+    costs = uniform_costs(3, (1, 2, 1, 0.05))
     tight, ample = (plan(costs, 3, 4, limit, steps=20_000) for limit in (3, 6))
     assert tight.lower_bound > ample.lower_bound
     worse = replace(ample, value=2 * tight.value)
 
-    def answered(question: PlanRequest, _: object) -> PlanResult:
-        made = tight if question.limit == 3 else worse
-        return PlanResult(made.schedule, costs, searched=made)
+    def answered(request: PlanRequest, _: object) -> PlanResult:
+        result = tight if request.limit == 3 else worse
+        return PlanResult(result.schedule, costs, searched=result)
 
     monkeypatch.setattr(planning, "plan_request", answered)
     first, second = frontier(PlanRequest(AUTO, 3, 4, costs), (3, 6))
@@ -84,92 +84,93 @@ def test_a_plan_carried_to_a_higher_limit_has_a_bound_that_holds_there(
     assert second.plan == replace(tight, lower_bound=ample.lower_bound)
 
 
-def test_an_interrupt_before_all_placements_have_an_order_keeps_the_best(
+def test_interrupted_search_returns_the_best_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    begin, begun = PlacementSearch.begin, []
+    original_begin, started_searches = PlacementSearch.begin, []
 
     def interrupted(self: PlacementSearch, budget: int, run: Run) -> list[Candidate]:
-        begun.append(self)
-        if len(begun) == 2:
+        started_searches.append(self)
+        if len(started_searches) == 2:
             raise KeyboardInterrupt
-        return begin(self, budget, run)
+        return original_begin(self, budget, run)
 
     monkeypatch.setattr(PlacementSearch, "begin", interrupted)
-    made = plan(Costs.uniform(4, 16, *REAL), 4, 8, 8, seconds=60)
-    assert len(begun) == 2
-    verify(made.schedule, 8, Costs.uniform(4, made.schedule.num_stages, *REAL))
+    result = plan(Costs.uniform(4, 16, *REAL), 4, 8, 8, seconds=60)
+    assert len(started_searches) == 2
+    verify(result.schedule, 8, Costs.uniform(4, result.schedule.num_stages, *REAL))
 
 
 @pytest.mark.parametrize("limit", [1e15, (1e15, 2.0)])
-def test_a_limit_without_measure_hides_no_memory(limit: float | tuple[float, float]) -> None:
-    costs = uniform(2, REAL)
-    made = plan(costs, 2, 4, limit, steps=20_000)
+def test_excessive_limit_reports_true_memory(limit: float | tuple[float, float]) -> None:
+    costs = uniform_costs(2, REAL)
+    result = plan(costs, 2, 4, limit, steps=20_000)
     limits = limit if isinstance(limit, tuple) else (16, 16)
-    assert made.peak == pytest.approx(tuple(peak_held(made.schedule, costs)))
-    assert all(peak <= most for peak, most in zip(made.peak, limits, strict=True))
-    assert plan(costs, 2, 4, 16, steps=20_000).value <= made.value
+    assert result.peak == pytest.approx(tuple(peak_held(result.schedule, costs)))
+    assert all(peak <= limit for peak, limit in zip(result.peak, limits, strict=True))
+    assert plan(costs, 2, 4, 16, steps=20_000).value <= result.value
 
 
-def test_what_would_fill_the_memory_is_refused() -> None:
+def test_too_many_passes_are_rejected() -> None:
     with pytest.raises(ScheduleError, match="more than the 20000000 passes"):
-        plan(uniform(64, REAL), 64, 200_000, 64)
+        plan(uniform_costs(64, REAL), 64, 200_000, 64)
     with pytest.raises(ScheduleError, match="more than the 20000000 passes"):
         make("v-half", 4096, 1_000_000)
 
 
-def test_a_name_with_a_plus_takes_costs_of_a_finer_cut() -> None:
+def test_plus_name_accepts_costs_of_finer_stages() -> None:
     fine, coarse = Costs.uniform(2, 8, *REAL), Costs.uniform(2, 4, *REAL)
-    made = [
-        plan_request(PlanRequest("v-half+", 2, 4, each, steps=20_000)).schedule
-        for each in (fine, coarse)
+    schedules = [
+        plan_request(PlanRequest("v-half+", 2, 4, costs, steps=20_000)).schedule
+        for costs in (fine, coarse)
     ]
-    assert made[0] == made[1]
+    assert schedules[0] == schedules[1]
 
 
-def test_published_schedules_are_points() -> None:
+def test_published_schedules_are_frontier_points() -> None:
     points = {
-        point.schedule.name: point for point in published(PlanRequest(AUTO, 4, 8, uniform(4, REAL)))
+        point.schedule.name: point
+        for point in published(PlanRequest(AUTO, 4, 8, uniform_costs(4, REAL)))
     }
     assert {"1f1b", "v-half", "zb-h2"} <= points.keys()
     assert points["v-half"].peak == pytest.approx(6)
     assert all(point.plan is None for point in points.values())
 
 
-def test_an_order_within_a_limit_is_proved_to_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    costs, ample = uniform(4, REAL), plan(uniform(4, REAL), 4, 8, 8, steps=20_000)
+def test_plan_exceeding_its_limit_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs, ample = uniform_costs(4, REAL), plan(uniform_costs(4, REAL), 4, 8, 8, steps=20_000)
     monkeypatch.setattr(search, "plan", lambda *_, **__: ample)
     with pytest.raises(ScheduleError, match="more than the limit of 6"):
         plan_request(PlanRequest(AUTO, 4, 8, costs, limit=(8, 8, 8, 6)))
 
 
 @pytest.mark.parametrize("name", MEMORY_NAMES)
-def test_a_name_with_a_plus_is_a_plan_at_its_memory(name: str) -> None:
-    costs = uniform(4, (1, 2, 1, 0.05))
-    made, base = (
+def test_plus_name_plans_at_the_memory_of_its_schedule(name: str) -> None:
+    costs = uniform_costs(4, (1, 2, 1, 0.05))
+    schedule, base = (
         plan_request(PlanRequest(name + PLUS, 4, 8, costs, steps=20_000)).schedule,
         make(name, 4, 8),
     )
-    assert made.name == name + PLUS
-    assert max(peak_held(made, costs)) <= max(peak_held(base, costs))
-    assert simulate(made, costs).makespan <= simulate(base, costs).makespan
+    assert schedule.name == name + PLUS
+    assert max(peak_held(schedule, costs)) <= max(peak_held(base, costs))
+    assert simulate(schedule, costs).makespan <= simulate(base, costs).makespan
 
 
-def test_a_search_ends_near_its_bound_and_skips_placements_that_gain_nothing(
+def test_search_stops_near_its_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     searched, search_one = [], planning._search
 
-    def counted(question: PlanRequest, budget: Budget) -> PlanResult:
-        searched.append(question.placements)
-        return search_one(question, budget)
+    def counted(request: PlanRequest, budget: Budget) -> PlanResult:
+        searched.append(request.placements)
+        return search_one(request, budget)
 
     monkeypatch.setattr(planning, "_search", counted)
     layer = Piece(1.0, 1.0, 1.0, 1.0, 0.5)
     pieces = Pieces(layer, layer.times(0), layer.times(0), 0.0)
-    begun, costs = time.monotonic(), pieces.costs((1,) * 8)
+    start, costs = time.monotonic(), pieces.costs((1,) * 8)
     request = PlanRequest(AUTO, 4, 64, costs, 1e9, layers=(pieces, 8), seconds=60)
-    made = plan_request(request).plan
-    assert made.value <= made.lower_bound * (1 + ENOUGH)
+    result = plan_request(request).plan
+    assert result.value <= result.lower_bound * (1 + ENOUGH)
     assert len(searched) == 1
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - start < 30

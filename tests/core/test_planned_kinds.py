@@ -20,30 +20,40 @@ STEPS = 40_000
 def costs_of(copy_us: float, part: float = 0.6, devices: int = DEVICES) -> Costs:
     stages = 2 * devices
 
-    def each(value: float) -> tuple[float, ...]:
+    def per_stage(value: float) -> tuple[float, ...]:
         return (value,) * stages
 
-    copies = (("copy_out_us", each(copy_us)), ("copy_back_us", each(copy_us)))
-    others = (*copies, ("offloaded_bytes", each(part)))
-    return Costs(each(1), each(1.15), each(0.85), 0.05, each(1), each(1), others=others)
+    copies = (("copy_out_us", per_stage(copy_us)), ("copy_back_us", per_stage(copy_us)))
+    extra_costs = (*copies, ("offloaded_bytes", per_stage(part)))
+    return Costs(
+        per_stage(1),
+        per_stage(1.15),
+        per_stage(0.85),
+        0.05,
+        per_stage(1),
+        per_stage(1),
+        others=extra_costs,
+    )
 
 
-def test_every_device_has_its_lanes_in_one_row() -> None:
+def test_queues_of_a_device_share_one_row() -> None:
     """A pass of another resource stands right behind the last that it reads, or its lane's last."""
     costs = costs_of(0.4)
-    made = plan(costs, DEVICES, MICROBATCHES, 4, trades=True, steps=STEPS)
-    assert made.schedule.kinds > set(OFFLOAD)
-    for row in made.schedule.order:
-        place = {work: at for at, work in enumerate(row)}
+    result = plan(costs, DEVICES, MICROBATCHES, 4, trades=True, steps=STEPS)
+    assert result.schedule.kinds > set(OFFLOAD)
+    for row in result.schedule.order:
+        positions = {work: index for index, work in enumerate(row)}
         last: dict[str, int] = {}
-        for at, work in enumerate(row):
+        for index, work in enumerate(row):
             if work.kind.resource == PROCESSOR:
                 continue
-            behind = [place[need] for need in work.needs(made.schedule.num_stages)]
+            behind = [
+                positions[dependency] for dependency in work.needs(result.schedule.num_stages)
+            ]
             behind.append(last.get(work.kind.resource, -1))
-            between = row[max(behind) + 1 : at]
-            assert all(each.kind.resource != PROCESSOR for each in between)
-            last[work.kind.resource] = at
+            between = row[max(behind) + 1 : index]
+            assert all(passed_over.kind.resource != PROCESSOR for passed_over in between)
+            last[work.kind.resource] = index
 
 
 @pytest.fixture
@@ -64,34 +74,39 @@ def checking() -> Iterator[tuple[Kind, ...]]:
         kinds.remove(kind)
 
 
-def one_by_one(problem: job_shop.Problem, shop: improve.JobShop) -> np.ndarray:
+def sequential_rows(problem: job_shop.Problem, shop: improve.JobShop) -> np.ndarray:
     """Return all passes of one microbatch, each behind what it reads, then those of the next."""
     m, kinds = problem.num_microbatches, problem.kinds
     table = NeedTable(len(problem.placement), kinds)
-    sorts = [len(kinds) * stage + kinds.index(table.parts[part]) for part, stage in table.in_turn()]
+    types = [len(kinds) * stage + kinds.index(table.parts[part]) for part, stage in table.in_turn()]
     row = np.full((len(problem.room), int(max(shop.length))), improve.NONE, np.int64)
-    for lane in range(len(row)):
-        own = [sort for sort in sorts if problem.sorts.lane[sort] == lane]
-        passes = [sort * m + microbatch for microbatch in range(m) for sort in own]
-        row[lane, : len(passes)] = passes
+    for queue in range(len(row)):
+        queue_types = [pass_type for pass_type in types if problem.sorts.lane[pass_type] == queue]
+        passes = [
+            pass_type * m + microbatch for microbatch in range(m) for pass_type in queue_types
+        ]
+        row[queue, : len(passes)] = passes
     return row
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_walk_keeps_everything_up_to_date(checking: tuple[Kind, ...], seed: int) -> None:
+def test_local_search_updates_all_state_of_any_kinds(checking: tuple[Kind, ...], seed: int) -> None:
     costs, m = costs_of(0.4), 8
     sizes = DEVICES, m, 6.0, Objective.MAKESPAN, v_shape(DEVICES)
     problem = job_shop.make_problem(costs, *sizes, checking)
     shop = job_shop.make_shop(problem, m)
-    ways = (shop.before.shape[1], shop.after.shape[1])
-    assert ways == (2, 4)  # of kinds that a microbatch may do without, none stands for another
-    row = one_by_one(problem, shop)
-    state = improve.new_state(row, seed, max(ways))
+    num_dependencies = (shop.before.shape[1], shop.after.shape[1])
+    assert num_dependencies == (
+        2,
+        4,
+    )  # of kinds that a microbatch may do without, none stands for another
+    row = sequential_rows(problem, shop)
+    state = improve.new_state(row, seed, max(num_dependencies))
     assert improve.settle(shop, state)
-    before = improve.objective(shop, state)
+    initial_value = improve.objective(shop, state)
     value = improve.local_search(shop, state, shop.length, shop.length, 20_000)
-    again = improve.new_state(state.row, 1, max(ways))
-    assert improve.settle(shop, again)
-    assert value == improve.objective(shop, again) < before
+    recomputed = improve.new_state(state.row, 1, max(num_dependencies))
+    assert improve.settle(shop, recomputed)
+    assert value == improve.objective(shop, recomputed) < initial_value
     for name in ("place", "head", "tail", "held"):
-        assert np.array_equal(getattr(state, name), getattr(again, name)), name
+        assert np.array_equal(getattr(state, name), getattr(recomputed, name)), name
