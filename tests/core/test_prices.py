@@ -49,13 +49,13 @@ REAL = (1.0, 1.15, 0.85, 0.05)
 EXCHANGES = {"forward_exchange_us": (0.5,) * 4, "backward_exchange_us": (0.25,) * 4}
 
 
-def saving(costs: Costs, share: float) -> Costs:
+def with_full_backward_saving(costs: Costs, share: float) -> Costs:
     """Return the costs with whole backwards that save this share of B + W."""
     split = zip(costs.backward_us, costs.weight_us, strict=True)
     return replace(costs, whole_backward_us=tuple((1 - share) * (b + w) for b, w in split))
 
 
-def test_a_pass_takes_its_work_its_exchange_and_the_host() -> None:
+def test_pass_time_includes_compute_collective_and_host() -> None:
     costs = replace(Costs.uniform(2, 4, 1, 2, 3, 0.0, 0.125), **EXCHANGES)
     assert [costs.time_us(kind, 1) for kind in (*PARTS, Kind.BW)] == [1.625, 2.375, 3.125, 5.375]
     hidden = replace(costs, whole_exchange_us=(0.0,) * 4, whole_backward_us=(4.0,) * 4)
@@ -71,48 +71,50 @@ def test_a_pass_takes_its_work_its_exchange_and_the_host() -> None:
     assert makespan == 2 * (3.125 + 10.625)
 
 
-def test_halves_of_a_stage_take_half_of_the_work_and_all_of_the_host() -> None:
+def test_half_stages_have_half_the_compute_and_full_host_time() -> None:
     costs = replace(Costs.uniform(2, 8, *REAL, 0.125), forward_exchange_us=(0.5,) * 8)
     coarse = regroup(costs, 4, "a V")
     assert coarse.time_us(Kind.F, 0) == 2 * costs.time_us(Kind.F, 0) - 0.125
     assert coarse.forward_exchange_us == (1.0,) * 4
     assert (coarse.host_us, coarse.send_us) == (0.125, 0.05)
     assert Costs.uniform(2, 4, *REAL, 0.125).forward_us == coarse.forward_us
-    fewer, more = (make("interleaved-1f1b", 2, 8, num_chunks=chunks) for chunks in (2, 4))
+    two_chunks, four_chunks = (
+        make("interleaved-1f1b", 2, 8, num_chunks=chunks) for chunks in (2, 4)
+    )
     # The same work: what more stages take longer on a device are as many passes of the host.
-    busy = simulate(more, costs).busy - simulate(fewer, coarse).busy
+    busy = simulate(four_chunks, costs).busy - simulate(two_chunks, coarse).busy
     assert busy == pytest.approx(8 * 2 * 2 * 0.125)
 
 
-def test_files_have_them_and_their_sources_and_old_ones_have_none() -> None:
-    old = Costs.uniform(2, 4, *REAL)
-    assert set(Costs.from_json(old.to_json()).to_json()) == set(old.to_json())
+def test_files_round_trip_overheads_and_sources() -> None:
+    plain = Costs.uniform(2, 4, *REAL)
+    assert set(Costs.from_json(plain.to_json()).to_json()) == set(plain.to_json())
     optional = ("host", "exchange", "whole", "layers", "sources")
-    assert not any(name in old.to_json() for name in optional)
+    assert not any(name in plain.to_json() for name in optional)
     sources = (("forward_us", "measured on one GPU"), ("send_us", "assumed: 50 GB/s"))
-    costs = replace(old, host_us=3.0, sources=sources, **EXCHANGES)
+    costs = replace(plain, host_us=3.0, sources=sources, **EXCHANGES)
     assert Costs.from_json(costs.to_json()) == costs
     assert costs_from_pieces(pieces_from_costs(costs), 0.05, None, 3.0, sources) == costs
     layer = Piece(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.5, 0.25, 0.25)
     pieces = Pieces(layer, layer.times(0.0), layer.times(0.0), 0.0, 0.125)
-    made = pieces.costs((2, 1))
-    assert made.time_us(Kind.F, 0) == 2 * 1.5 + 0.125
-    assert made.time_us(Kind.BW, 0) == 2 * 2.0 + 0.125
+    stage_costs = pieces.costs((2, 1))
+    assert stage_costs.time_us(Kind.F, 0) == 2 * 1.5 + 0.125
+    assert stage_costs.time_us(Kind.BW, 0) == 2 * 2.0 + 0.125
 
 
-def test_copies_in_both_directions_run_at_the_same_time() -> None:
+def test_offload_and_reload_run_concurrently() -> None:
     copies = [Pass(kind, 0, 0) for kind in OFFLOAD]
     row = [Pass(Kind.F, 0, 0), *copies]
-    row += [Pass(Kind.F, 0, 1), *(each._replace(microbatch=1) for each in copies)]
+    row += [Pass(Kind.F, 0, 1), *(work._replace(microbatch=1) for work in copies)]
     row += [Pass(Kind.B, 0, j) for j in (0, 1)] + [Pass(Kind.W, 0, j) for j in (0, 1)]
     schedule = Schedule("copies", 1, 2, (0,), (tuple(row),))
     costs = Costs.uniform(1, 1, 0.5, 0.5, 0.5, kinds=OFFLOAD)  # of a stage as long as two
-    assert [lane.resource for lane in schedule.lanes()] == [PROCESSOR, TO_HOST, FROM_HOST]
+    assert [queue.resource for queue in schedule.lanes()] == [PROCESSOR, TO_HOST, FROM_HOST]
     assert simulate(schedule, costs).makespan == 11
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-half"])
-def test_bounds_hold_with_them(name: str) -> None:
+def test_bounds_hold_with_overheads(name: str) -> None:
     schedule = make(name, 4, 8)
     stages = schedule.num_stages
     costs = replace(
@@ -122,8 +124,11 @@ def test_bounds_hold_with_them(name: str) -> None:
     )
     limits = peak_held(schedule, costs)
     bound = lower_bound(costs, schedule.placement, 4, 8, limits)
-    for each in (schedule, fuse_backwards(simulate(schedule, costs), costs, Objective.MAKESPAN)):
-        assert bound <= simulate(each, costs).makespan * (1 + 1e-9)
+    for candidate in (
+        schedule,
+        fuse_backwards(simulate(schedule, costs), costs, Objective.MAKESPAN),
+    ):
+        assert bound <= simulate(candidate, costs).makespan * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("objective", list(Objective))
@@ -133,65 +138,65 @@ def test_fusing_uses_the_times_of_the_simulation(name: str, objective: Objective
     if name == "copies":  # of the first microbatch, by queues of their own
         rows = [list(row) for row in schedule.order]
         for stage, device in enumerate(schedule.placement):
-            after = rows[device].index(Pass(Kind.F, stage, 0)) + 1
-            rows[device][after:after] = [Pass(kind, stage, 0) for kind in OFFLOAD]
+            index = rows[device].index(Pass(Kind.F, stage, 0)) + 1
+            rows[device][index:index] = [Pass(kind, stage, 0) for kind in OFFLOAD]
         schedule = replace(schedule, order=tuple(map(tuple, rows)))
     stages = schedule.num_stages
     costs = Costs.uniform(4, stages, *REAL, 0.2, kinds=schedule.kinds)
     costs = replace(costs, host_us=0.1, forward_us=tuple(1 + 0.1 * s for s in range(stages)))
     if name == "by microbatch":
         costs = replace(costs, by_microbatch=(("forward_us", tuple(1 + j % 3 for j in range(8))),))
-    passes = [work for lane in schedule.lanes() for work in lane.passes]
-    graph, joined = graph_of(schedule, passes, costs)
+    passes = [work for queue in schedule.lanes() for work in queue.passes]
+    graph, merged = graph_of(schedule, passes, costs)
     expected = objective.of(simulate(schedule, costs))
-    assert run(graph, joined, objective is Objective.SPAN) == pytest.approx(expected, rel=1e-12)
+    assert run(graph, merged, objective is Objective.SPAN) == pytest.approx(expected, rel=1e-12)
     fused = fuse_backwards(simulate(schedule, costs), costs, objective)
     assert objective.of(simulate(fused, costs)) <= expected * (1 + 1e-12)
 
 
-def cell(seed: int) -> tuple[Costs, int, int, float]:
+def random_cell(seed: int) -> tuple[Costs, int, int, float]:
     """Return random costs, devices, microbatches and limit."""
-    draw = random.Random(seed)
-    devices, microbatches = draw.choice([2, 3, 4]), draw.randint(2, 14)
-    parts = draw.uniform(0.7, 1.3), draw.uniform(0.7, 1.6), draw.uniform(0.4, 1.2)
-    costs = Costs.uniform(devices, 2 * devices, *parts, draw.choice([0.0, 0.1]))
+    rng = random.Random(seed)
+    devices, microbatches = rng.choice([2, 3, 4]), rng.randint(2, 14)
+    parts = rng.uniform(0.7, 1.3), rng.uniform(0.7, 1.6), rng.uniform(0.4, 1.2)
+    costs = Costs.uniform(devices, 2 * devices, *parts, rng.choice([0.0, 0.1]))
     if seed % 3:
-        costs = saving(costs, draw.uniform(0.01, 0.4))
+        costs = with_full_backward_saving(costs, rng.uniform(0.01, 0.4))
     if seed % 3 != 1:
-        costs = replace(costs, host_us=draw.uniform(0.01, 0.4))
+        costs = replace(costs, host_us=rng.uniform(0.01, 0.4))
     if seed % 2:
-        exchange = (draw.uniform(0.05, 0.4),) * (2 * devices)
+        exchange = (rng.uniform(0.05, 0.4),) * (2 * devices)
         costs = replace(
             costs, backward_exchange_us=exchange, whole_exchange_us=(0.0,) * (2 * devices)
         )
-    return costs, devices, microbatches, draw.uniform(devices + 2, 2 * devices)
+    return costs, devices, microbatches, rng.uniform(devices + 2, 2 * devices)
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_no_plan_is_slower_than_one_split_everywhere_or_nowhere(seed: int) -> None:
-    costs, devices, microbatches, limit = cell(seed)
+def test_plan_is_not_slower_than_all_split_or_all_full_backwards(seed: int) -> None:
+    costs, devices, microbatches, limit = random_cell(seed)
     assert saves(costs) > 0
-    answer = plan_request(PlanRequest(AUTO, devices, microbatches, costs, limit=limit, steps=4_000))
-    verify(answer.schedule, answer.limits, answer.costs)
+    result = plan_request(PlanRequest(AUTO, devices, microbatches, costs, limit=limit, steps=4_000))
+    verify(result.schedule, result.limits, result.costs)
     sizes = devices, microbatches, limit
     everywhere = plan(costs, *sizes, steps=4_000).schedule
     nowhere = whole_backwards(plan(costs, *sizes, steps=4_000, whole=True).schedule)
     published = [make(name, devices, microbatches) for name in ("1f1b", "1f1b-v", "zb-h1", "v-zb")]
-    for each in (everywhere, nowhere, *published):
-        own = regroup(costs, each.num_stages, each.name)
-        if max(peak_held(each, own)) <= limit:
-            assert answer.plan.value <= simulate(each, own).makespan * (1 + 1e-9)
+    for schedule in (everywhere, nowhere, *published):
+        stage_costs = regroup(costs, schedule.num_stages, schedule.name)
+        if max(peak_held(schedule, stage_costs)) <= limit:
+            assert result.plan.value <= simulate(schedule, stage_costs).makespan * (1 + 1e-9)
 
 
-def everything(num_stages: int) -> Costs:
+def complete_costs(num_stages: int) -> Costs:
     """Return costs that say all there is to say."""
     forward_us = tuple(1.0 + 0.125 * stage for stage in range(num_stages))
     times = {name: forward_us for name in amount_names(KINDS) if name.endswith("_us")}
-    held = {name: forward_us for name in amount_names(KINDS) if not name.endswith("_us")}
-    shorter = {"whole_exchange_us": tuple(0.5 * us for us in forward_us)}
-    shorter["whole_backward_us"] = tuple(1.75 * us for us in forward_us)
+    memory = {name: forward_us for name in amount_names(KINDS) if not name.endswith("_us")}
+    full_backward = {"whole_exchange_us": tuple(0.5 * us for us in forward_us)}
+    full_backward["whole_backward_us"] = tuple(1.75 * us for us in forward_us)
     return Costs.uniform(num_stages, num_stages, send=0.25, host=0.125).having(
-        **times | held | shorter,
+        **times | memory | full_backward,
         layers=(2,) * num_stages,
         sources=(("send_us", "measured here"),),
         by_microbatch=(("forward_us", (0.5, 1.0, 2.0)),),
@@ -215,19 +220,19 @@ FIRST, LAST = Piece(1, 2, 3, 4, 5), Piece(5, 4, 3, 2, 1)
         lambda costs: pickle.loads(pickle.dumps(costs)),
     ],
 )
-def test_nothing_that_costs_say_is_lost(change: Callable[[Costs], Costs]) -> None:
-    costs = everything(8)
-    made = change(costs)
-    assert made.lists().keys() == costs.lists().keys() == set(amount_names(KINDS))
-    for each in fields(Costs):
-        assert bool(getattr(made, each.name)) == bool(getattr(costs, each.name)), each.name
+def test_conversions_keep_all_fields_of_costs(change: Callable[[Costs], Costs]) -> None:
+    costs = complete_costs(8)
+    converted = change(costs)
+    assert converted.lists().keys() == costs.lists().keys() == set(amount_names(KINDS))
+    for field in fields(Costs):
+        assert bool(getattr(converted, field.name)) == bool(getattr(costs, field.name)), field.name
     for name in ("send_us", "host_us", "by_microbatch", "sources"):
-        assert getattr(made, name) == getattr(costs, name), name
+        assert getattr(converted, name) == getattr(costs, name), name
 
 
-def test_costs_have_a_field_for_each_amount_of_f_b_and_w() -> None:
-    own = {*TIMES, *HELD, *KNOWN_ALONE}
-    assert own == {each.name for each in fields(Costs)} & set(amount_names(KINDS))
+def test_costs_have_fields_for_amounts_of_f_b_and_w() -> None:
+    field_names = {*TIMES, *HELD, *KNOWN_ALONE}
+    assert field_names == {field.name for field in fields(Costs)} & set(amount_names(KINDS))
     costs = Costs.uniform(2, 4)
     lookups = costs.having(logits_us=(1.0,) * 4, copy_out_us=(2.0,) * 4)
     assert lookups.others == (("copy_out_us", (2.0,) * 4), ("logits_us", (1.0,) * 4))
@@ -236,18 +241,18 @@ def test_costs_have_a_field_for_each_amount_of_f_b_and_w() -> None:
         costs.having(lookups_us=(1.0,) * 4)
 
 
-def test_a_pass_may_have_a_price_for_each_microbatch() -> None:
+def test_pass_time_by_microbatch() -> None:
     schedule = make("v-half", 2, 3)
-    alike = Costs.uniform(2, 4, send=0.25)
-    costs = replace(alike, by_microbatch=(("forward_us", (0.5, 1.0, 2.0)),))
+    uniform = Costs.uniform(2, 4, send=0.25)
+    costs = replace(uniform, by_microbatch=(("forward_us", (0.5, 1.0, 2.0)),))
     timeline = simulate(schedule, costs)
     for device in range(2):
         for work, start, end in timeline.slots(device):
             share = (0.5, 1.0, 2.0)[work.microbatch] if work.kind is Kind.F else 1.0
-            assert end - start == share * alike.time_us(work.kind, work.stage)
+            assert end - start == share * uniform.time_us(work.kind, work.stage)
     bound = lower_bound(costs, schedule.placement, 2, 3, (math.inf,) * 2)
     assert bound <= timeline.makespan
-    assert bound < lower_bound(alike, schedule.placement, 2, 3, (math.inf,) * 2)
+    assert bound < lower_bound(uniform, schedule.placement, 2, 3, (math.inf,) * 2)
     with pytest.raises(ScheduleError, match="forward_us of 3 microbatches, the schedule has 4"):
         simulate(make("v-half", 2, 4), costs)
     with pytest.raises(ScheduleError, match="by_microbatch has 'send_us', which is no time of"):
@@ -255,38 +260,38 @@ def test_a_pass_may_have_a_price_for_each_microbatch() -> None:
 
 
 @pytest.mark.parametrize("objective", list(Objective))
-def test_a_message_has_a_price_for_each_boundary(objective: Objective) -> None:
-    more = (0.0, 2.0, 0.25, 0.0, 0.25, 3.0, 0.0)
-    costs = replace(Costs.uniform(4, 8, *REAL), more_send_us=more)
+def test_message_time_by_boundary(objective: Objective) -> None:
+    extra_us = (0.0, 2.0, 0.25, 0.0, 0.25, 3.0, 0.0)
+    costs = replace(Costs.uniform(4, 8, *REAL), more_send_us=extra_us)
     schedule = make("v-half", 4, 6)
     timeline = simulate(schedule, costs)
     ends = {slot.work: slot.end for device in range(4) for slot in timeline.slots(device)}
     for device in range(4):
         for work, start, _ in timeline.slots(device):
-            for need in work.needs(8):
-                far = schedule.placement[need.stage] != device
-                least = more[min(work.stage, need.stage)] + 0.05 if far else 0.0
-                assert start >= ends[need] + least - 1e-9
+            for dependency in work.needs(8):
+                is_remote = schedule.placement[dependency.stage] != device
+                min_lag = extra_us[min(work.stage, dependency.stage)] + 0.05 if is_remote else 0.0
+                assert start >= ends[dependency] + min_lag - 1e-9
     assert regroup(costs, 4, "it").more_send_us == (2.0, 0.0, 3.0)
-    found = plan(costs, 4, 6, 6.0, objective, steps=20_000)
-    assert found.value == pytest.approx(objective.of(simulate(found.schedule, costs)))
-    assert found.lower_bound <= found.value <= objective.of(timeline)
+    result = plan(costs, 4, 6, 6.0, objective, steps=20_000)
+    assert result.value == pytest.approx(objective.of(simulate(result.schedule, costs)))
+    assert result.lower_bound <= result.value <= objective.of(timeline)
     with pytest.raises(ScheduleError, match="one for each of the 7 boundaries between stages"):
         replace(costs, more_send_us=(1.0,))
 
 
-def test_the_search_plans_for_a_slow_boundary() -> None:
+def test_search_accounts_for_a_slow_boundary() -> None:
     """With equal messages in the steady orders and the fillers, the step took 179.85."""
-    more = tuple(3.0 if boundary == 4 else 0.0 for boundary in range(15))
-    costs = replace(Costs.uniform(8, 16, *REAL), more_send_us=more)
+    extra_us = tuple(3.0 if boundary == 4 else 0.0 for boundary in range(15))
+    costs = replace(Costs.uniform(8, 16, *REAL), more_send_us=extra_us)
     assert plan(costs, 8, 24, 12.0, steps=100_000).value < 175
 
 
-def test_a_slow_boundary_limits_only_its_own_messages() -> None:
+def test_slow_boundary_delays_only_its_messages() -> None:
     """With its time for all messages, 29 B and W are fused, and a rank keeps 4 sent results."""
     schedule = make("v-half", 8, 32)
-    more = tuple(0.5 if boundary in (3, 11) else 0.0 for boundary in range(15))
-    costs = replace(Costs.uniform(8, 16, *REAL), more_send_us=more)
+    extra_us = tuple(0.5 if boundary in (3, 11) else 0.0 for boundary in range(15))
+    costs = replace(Costs.uniform(8, 16, *REAL), more_send_us=extra_us)
     timeline = simulate(schedule, costs)
     fused = fuse(timeline)
     assert sum(work.kind is Kind.BW for row in fused.order for work in row) == 52

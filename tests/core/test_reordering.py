@@ -9,7 +9,7 @@ from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.paper.reordering import reorder
 
 
-def test_too_little_memory_names_what_does_not_fit() -> None:
+def test_error_of_small_limit_names_the_pass() -> None:
     with pytest.raises(ScheduleError) as error:
         reorder(make("v-half", 3, 5), 1)
     assert str(error.value) == (
@@ -17,9 +17,9 @@ def test_too_little_memory_names_what_does_not_fit() -> None:
     )
 
 
-def test_what_waits_for_a_missing_pass_is_told() -> None:
+def test_error_names_the_missing_pass() -> None:
     schedule = make("1f1b", 2, 2)
-    first, *others = schedule.order
-    missing = tuple(work for work in first if str(work) != "F0.1")
+    first_row, *remaining_rows = schedule.order
+    incomplete_row = tuple(work for work in first_row if str(work) != "F0.1")
     with pytest.raises(ScheduleError, match="waits for F0.1, which no device runs"):
-        reorder(replace(schedule, order=(missing, *others)), 2)
+        reorder(replace(schedule, order=(incomplete_row, *remaining_rows)), 2)

@@ -18,7 +18,7 @@ from megatron_vshape.core.request import AUTO, PlanRequest, find
 REAL = (1.0, 1.15, 0.85, 0.05)
 
 
-def slow(schedule_name: str, devices: int, microbatches: int, costs: Costs) -> Plan:
+def make_slow_plan(schedule_name: str, devices: int, microbatches: int, costs: Costs) -> Plan:
     """Return a schedule as if it were the best that the search had found."""
     schedule = make(schedule_name, devices, microbatches)
     value = simulate(schedule, costs).makespan
@@ -32,31 +32,31 @@ def slow(schedule_name: str, devices: int, microbatches: int, costs: Costs) -> P
 @pytest.mark.parametrize(
     ("limit", "best"), [(4.0, "v-min"), (6.0, "v-half"), (8.0, "v-zb"), (5.9, "v-min")]
 )
-def test_a_plan_gives_way_to_the_best_published_schedule_that_fits(
+def test_best_published_schedule_replaces_a_slower_plan(
     limit: float, best: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     costs = Costs.uniform(4, 8, *REAL)
-    worse = slow("v-min", 4, 9, costs)
-    monkeypatch.setattr(search, "plan", lambda *_, **__: worse)
-    answer = plan_request(PlanRequest(AUTO, 4, 9, costs, limit=limit, placements=(v_shape(4),)))
-    known = make(best, 4, 9)
-    assert answer.schedule.order == known.order
-    assert answer.plan.value == simulate(known, costs).makespan
-    assert answer.plan.lower_bound <= answer.plan.value
-    assert answer.plan.peak == peak_held(known, costs)
-    assert all(each.schedule.placement == v_shape(4) for each in answer.baselines)
+    slow_plan = make_slow_plan("v-min", 4, 9, costs)
+    monkeypatch.setattr(search, "plan", lambda *_, **__: slow_plan)
+    result = plan_request(PlanRequest(AUTO, 4, 9, costs, limit=limit, placements=(v_shape(4),)))
+    published = make(best, 4, 9)
+    assert result.schedule.order == published.order
+    assert result.plan.value == simulate(published, costs).makespan
+    assert result.plan.lower_bound <= result.plan.value
+    assert result.plan.peak == peak_held(published, costs)
+    assert all(evaluated.schedule.placement == v_shape(4) for evaluated in result.baselines)
 
 
-def test_what_a_plan_may_not_be_is_no_rival(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_baselines_have_the_requested_placement(monkeypatch: pytest.MonkeyPatch) -> None:
     """One stage a device is asked for: no V can take the place of a bad plan."""
     costs = Costs.uniform(4, 4, *REAL)
-    worse = slow("1f1b", 4, 9, costs)
-    monkeypatch.setattr(search, "plan", lambda *_, **__: worse)
-    answer = plan_request(PlanRequest(AUTO, 4, 9, costs, limit=16))
-    assert answer.schedule.order == make("zb-h2", 4, 9).order
+    slow_plan = make_slow_plan("1f1b", 4, 9, costs)
+    monkeypatch.setattr(search, "plan", lambda *_, **__: slow_plan)
+    result = plan_request(PlanRequest(AUTO, 4, 9, costs, limit=16))
+    assert result.schedule.order == make("zb-h2", 4, 9).order
 
 
-def test_a_block_holds_its_peaks_with_twice_as_many_microbatches_as_devices() -> None:
+def test_block_reaches_its_peaks_at_two_microbatches_per_device() -> None:
     """So what they do not fit is not made to find out."""
     for name in NAMES:
         for d in (1, 2, 3, 5, 8, 12):
@@ -64,34 +64,34 @@ def test_a_block_holds_its_peaks_with_twice_as_many_microbatches_as_devices() ->
                 schedule, block = make(name, d, m), make_block(name, d, m)
                 scale = 2 * d / schedule.num_stages
                 pairs = zip(peak_held(schedule), block.peaks(), strict=True)
-                assert all(held >= peak * scale for held, peak in pairs), (name, d, m)
+                assert all(memory >= peak * scale for memory, peak in pairs), (name, d, m)
 
 
-def test_a_name_a_file_and_a_plan_are_one_question(tmp_path: Path) -> None:
-    named = plan_request(PlanRequest("v-half", 4, 8))
-    assert named.block == make_block("v-half", 4, 8)
-    assert named.costs == Costs.uniform(4, 8)
+def test_request_by_name_or_file(tmp_path: Path) -> None:
+    result = plan_request(PlanRequest("v-half", 4, 8))
+    assert result.block == make_block("v-half", 4, 8)
+    assert result.costs == Costs.uniform(4, 8)
     with pytest.raises(ScheduleError, match="v-half was requested by name, not planned"):
-        _ = named.plan
+        _ = result.plan
     path = tmp_path / "mine.json"
-    path.write_text(named.schedule.to_json())
-    assert plan_request(PlanRequest(str(path), 4, 8)).schedule == named.schedule == find(str(path))
+    path.write_text(result.schedule.to_json())
+    assert plan_request(PlanRequest(str(path), 4, 8)).schedule == result.schedule == find(str(path))
     assert find("v-half+") == "v-half+"
     chosen = plan_request(PlanRequest("interleaved-1f1b:3", 2, 4))
     assert chosen.costs.num_stages == chosen.schedule.num_stages == 6
 
 
-def test_a_file_that_cannot_run_is_named(tmp_path: Path) -> None:
+def test_error_names_the_invalid_file(tmp_path: Path) -> None:
     path = tmp_path / "twice.json"
     path.write_text(make("v-half", 2, 3).to_json().replace("F0.1", "F0.0"))
     with pytest.raises(ScheduleError, match=r"the schedule file .*twice\.json cannot run: F0\.0"):
         find(str(path))
 
 
-def test_a_whole_backward_may_fit_where_no_split_one_does() -> None:
+def test_full_backward_fits_when_split_backward_does_not() -> None:
     """A BW holds what its F left until it ends, however much a B leaves for its W."""
     costs = Costs((1.0,) * 4, (1.0,) * 4, (2.0,) * 4, 0.0, (1.0,) * 4, (4.0,) * 4)
-    answer = plan_request(PlanRequest(AUTO, 2, 8, costs))
-    assert answer.limits == (4.0, 4.0)
-    assert max(answer.plan.peak) <= 4
-    assert answer.searched_bound <= answer.plan.value < 72  # of 1F1B
+    result = plan_request(PlanRequest(AUTO, 2, 8, costs))
+    assert result.limits == (4.0, 4.0)
+    assert max(result.plan.peak) <= 4
+    assert result.searched_bound <= result.plan.value < 72  # of 1F1B

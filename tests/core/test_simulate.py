@@ -15,11 +15,11 @@ from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
 
 
-def uneven(num_stages: int) -> Costs:
+def nonuniform_costs(num_stages: int) -> Costs:
     """Return costs that differ from stage to stage, always the same."""
-    draw = random.Random(num_stages)
+    rng = random.Random(num_stages)
     forward, backward, weight, memory = (
-        tuple(draw.uniform(0.3, 2.0) for _ in range(num_stages)) for _ in range(4)
+        tuple(rng.uniform(0.3, 2.0) for _ in range(num_stages)) for _ in range(4)
     )
     return Costs(forward, backward, weight, 0.15, memory, memory)
 
@@ -45,7 +45,7 @@ def test_simulator_agrees_with_replays(name: str, replay) -> None:
             stages = schedule.num_stages
             assert_replays_agree(schedule, Costs.uniform(d, stages), replay)
             assert_replays_agree(schedule, Costs.uniform(d, stages, 1, 2, 1, 0.05), replay)
-            assert_replays_agree(schedule, uneven(stages), replay)
+            assert_replays_agree(schedule, nonuniform_costs(stages), replay)
 
 
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
@@ -63,45 +63,45 @@ def test_replays_agree_on_any_costs_at_length(data: st.DataObject, replay) -> No
     assert_replays_agree(schedule, data.draw(costs_of(schedule.num_stages)), replay)
 
 
-def test_a_message_takes_time_and_no_device() -> None:
+def test_messages_delay_readers_but_occupy_no_device() -> None:
     schedule = make("1f1b", 2, 1)
     timeline = simulate(schedule, Costs.uniform(2, 2, 1, 1, 1, send=0.5))
     assert timeline.starts == ((0.0, 9.0), (2.5, 4.5))
     assert timeline.makespan == 13
 
 
-def test_memory_falls_after_b_and_after_w() -> None:
+def test_memory_decreases_after_b_and_after_w() -> None:
     schedule = make("zb-h1", 1, 1)
     costs = Costs((1,), (1,), (1,), 0, (10,), (4,))
     assert held_curve(schedule, costs, 0) == [10, 10, 4]
     assert peak_held(schedule, costs) == (10,)
 
 
-def test_times_are_spans_of_the_schedule() -> None:
+def test_makespan_busy_and_overhead() -> None:
     timeline = simulate(make("1f1b", 4, 8))
     assert (timeline.makespan, timeline.busy, timeline.overhead) == (66, 48, 18)
     assert timeline.bubble == pytest.approx(18 / 66)
     assert next(iter(timeline.slots(3))) == (Pass(Kind.F, 3, 0), 6.0, 8.0)
 
 
-def test_a_picture_can_be_scaled() -> None:
+def test_drawing_can_be_scaled() -> None:
     timeline = simulate(make("v-half", 4, 32))
     assert max(map(len, timeline.draw(columns=80).splitlines())) == 80
     assert max(map(len, timeline.draw(columns=1000).splitlines())) == timeline.makespan
 
 
-def test_a_picture_of_unequal_passes_keeps_their_proportions() -> None:
+def test_drawing_of_unequal_passes_is_proportional() -> None:
     timeline = simulate(make("v-half", 2, 2), Costs.uniform(2, 4, 1, 2, 1))
     assert timeline.draw().splitlines() == ["FF fbbfw  BBbbWw  BBW", " FfFf bbBBWw  bbBBWw"]
 
 
-def test_costs_for_other_stages_are_refused() -> None:
+def test_costs_for_another_stage_count_are_rejected() -> None:
     with pytest.raises(ScheduleError) as error:
         simulate(make("v-half", 4, 8), Costs.uniform(4, 4))
     assert str(error.value) == "the costs are for 4 stages, the schedule has 8"
 
 
-def test_an_incomplete_schedule_ends_with_who_waits_for_what() -> None:
+def test_error_of_incomplete_schedule_names_the_missing_pass() -> None:
     text = '{"format": 1, "name": "x", "num_devices": 1, "num_microbatches": 1, '
     schedule = Schedule.from_json(text + '"placement": [0], "order": [["B0.0"]]}')
     with pytest.raises(ScheduleError) as error:

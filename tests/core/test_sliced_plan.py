@@ -30,13 +30,13 @@ def real_costs(devices: int, stages: int, slices: int, *parts: float, added: flo
     return Costs.uniform(devices, stages, *parts, send=0.05 + 0.005 * slices, host=host)
 
 
-def over(costs: Costs, placement: Placement, microbatches: int, value: float) -> float:
+def percent_over_work(costs: Costs, placement: Placement, microbatches: int, value: float) -> float:
     """Return how much longer a step is than the work of whole microbatches, in per cent."""
     bare, devices = replace(costs, host_us=0.0), max(placement) + 1
     return 100 * (value / bare.busy_us(placement, devices, microbatches) - 1)
 
 
-def test_numbers_of_what_descends_are_their_turns() -> None:
+def test_codec_numbers_passes_in_execution_order() -> None:
     codec = Codec(8, slices=4)
     for kind, number in ((Kind.F, 5), (Kind.B, 6), (Kind.W, 6)):
         work = Pass(kind, 1, 5)
@@ -46,9 +46,9 @@ def test_numbers_of_what_descends_are_their_turns() -> None:
     rows = [np.array(list(map(codec.number, row))) for row in schedule.order]
     assert codec.order(map(np.ndarray.tolist, rows)) == schedule.order
     for row in rows:  # passes of a sort stand in the order of their numbers
-        for sort in set(row // 8):
-            own = row[row // 8 == sort]
-            assert sorted(own) == list(own)
+        for pass_type in set(row // 8):
+            numbers = row[row // 8 == pass_type]
+            assert sorted(numbers) == list(numbers)
 
 
 @pytest.mark.parametrize("objective", list(Objective))
@@ -62,7 +62,7 @@ def test_numbers_of_what_descends_are_their_turns() -> None:
         (looping(2, 4), 4, 2, 2.5),
     ],
 )
-def test_plans_of_slices_run_and_fit(
+def test_sliced_plans_run_and_fit(
     replay,
     placement: Placement,
     microbatches: int,
@@ -73,34 +73,34 @@ def test_plans_of_slices_run_and_fit(
     devices = max(placement) + 1
     costs = Costs.uniform(devices, len(placement), 1, 1.3, 0.7, 0.05)
     sizes = devices, microbatches, limit, objective
-    made = plan(costs, *sizes, placements=[placement], slices=slices, steps=3000)
-    schedule = made.schedule
+    result = plan(costs, *sizes, placements=[placement], slices=slices, steps=3000)
+    schedule = result.schedule
     assert (schedule.slices, schedule.num_microbatches) == (slices, microbatches * slices)
     verify(schedule, [limit] * devices, costs)
-    found = replay(schedule, costs.sliced(slices))
-    assert found[objective.value] == pytest.approx(made.value)
-    assert max(made.peak) == pytest.approx(found["peak"])
-    assert max(made.peak) <= limit + 1e-9
-    assert made.lower_bound <= made.value
-    ran = lower(schedule, simulate(schedule, costs), kernels=True).schedule
-    verify(ran, [limit] * devices, costs)
+    figures = replay(schedule, costs.sliced(slices))
+    assert figures[objective.value] == pytest.approx(result.value)
+    assert max(result.peak) == pytest.approx(figures["peak"])
+    assert max(result.peak) <= limit + 1e-9
+    assert result.lower_bound <= result.value
+    lowered = lower(schedule, simulate(schedule, costs), kernels=True).schedule
+    verify(lowered, [limit] * devices, costs)
 
 
-def test_the_least_that_fits_is_a_whole_microbatch() -> None:
+def test_minimum_memory_is_one_unsliced_microbatch() -> None:
     costs = Costs.uniform(4, 8)
     assert least_memory(costs.sliced(4), v_shape(4), 4) == (2.0,) * 4
-    made = plan(costs, 4, 3, 2.0, placements=[v_shape(4)], slices=4, steps=100)
-    assert max(made.peak) == 2.0
+    result = plan(costs, 4, 3, 2.0, placements=[v_shape(4)], slices=4, steps=100)
+    assert max(result.peak) == 2.0
     with pytest.raises(LimitError) as error:
         plan(costs, 4, 3, 1.9, placements=[v_shape(4)], slices=4, steps=100)
     assert error.value.least == pytest.approx(2.0)
-    more = replace(costs.sliced(2)).having(held_after_backward_bytes=(0.7,) * 8)
-    assert least_memory(more, v_shape(4), 4) == pytest.approx((2.2,) * 4)
+    weight_costs = replace(costs.sliced(2)).having(held_after_backward_bytes=(0.7,) * 8)
+    assert least_memory(weight_costs, v_shape(4), 4) == pytest.approx((2.2,) * 4)
 
 
 @pytest.mark.parametrize("span", [False, True])
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "v-min", "v-half", "v-zb"])
-def test_no_schedule_of_slices_is_below_its_bound(name: str, span: bool) -> None:
+def test_no_sliced_schedule_is_below_its_bound(name: str, span: bool) -> None:
     for devices, microbatches, slices in ((2, 2, 4), (4, 4, 2), (4, 8, 4), (3, 1, 8)):
         schedule = make(name, devices, microbatches, slices=slices)
         costs = Costs.uniform(devices, schedule.num_stages, 1, 1.4, 0.6, 0.05, host=0.02)
@@ -110,13 +110,13 @@ def test_no_schedule_of_slices_is_below_its_bound(name: str, span: bool) -> None
         assert bound <= (timeline.span if span else timeline.makespan) * (1 + 1e-9)
 
 
-def test_a_bound_counts_how_long_all_slices_are_held() -> None:
+def test_bound_includes_the_lifetime_of_all_slices() -> None:
     """They queue up at a stage on their way, and on their way back, and all are held meanwhile."""
     costs, tight = Costs.uniform(8, 8, 1, 2, 1), (8, 4 * 8, (2.0,) * 8)
     bound = lower_bound(costs.sliced(4), linear(8), *tight)
     assert bound > 1.1 * lower_bound(replace(costs.sliced(4), slices=1), linear(8), *tight)
-    made = plan(costs, 8, 8, 2.0, placements=[linear(8)], slices=4, steps=10_000)
-    assert bound <= made.value
+    result = plan(costs, 8, 8, 2.0, placements=[linear(8)], slices=4, steps=10_000)
+    assert bound <= result.value
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_bound_counts_how_long_all_slices_are_held() -> None:
         (linear(3), 2, 2, 2.0, (1, 1, 1, 0.0)),
     ],
 )
-def test_bounds_and_plans_against_the_optimum(
+def test_bounds_and_plans_match_the_optimum(
     placement: Placement,
     microbatches: int,
     slices: int,
@@ -142,11 +142,11 @@ def test_bounds_and_plans_against_the_optimum(
 
     devices = max(placement) + 1
     costs = Costs.uniform(devices, len(placement), *cost)
-    made = plan(costs, devices, microbatches, limit, placements=[placement], slices=slices)
-    best = prove(replace(made, lower_bound=0.0), costs, limit, seconds=60)
+    result = plan(costs, devices, microbatches, limit, placements=[placement], slices=slices)
+    best = prove(replace(result, lower_bound=0.0), costs, limit, seconds=60)
     assert best.lower_bound == pytest.approx(best.value, rel=1e-4)  # solved
-    assert made.lower_bound <= best.value * (1 + 1e-9)
-    assert made.value == pytest.approx(best.value, rel=1e-4)
+    assert result.lower_bound <= best.value * (1 + 1e-9)
+    assert result.value == pytest.approx(best.value, rel=1e-4)
     verify(best.schedule, limit, costs)
 
 
@@ -160,69 +160,73 @@ def test_bounds_and_plans_against_the_optimum(
         pytest.param(4, 4, 0.352, (1, 1.7, 0.3), 23.4, marks=pytest.mark.slow),
     ],
 )
-def test_plans_are_as_good_as_the_figures_of_the_reference(
+def test_plans_reach_the_reference_figures(
     microbatches: int, slices: int, share: float, cost: tuple[float, float, float], most: float
 ) -> None:
     """Of a V on 8 devices, in shares of 1F1B's memory and per cent; `slices_table.py` has all."""
-    even = cost == (1, 1, 1)
-    costs = real_costs(8, 16, slices, *cost, added=0.0 if even else 0.005)
-    costs = replace(costs, send_us=0.0) if even else costs
+    has_unit_costs = cost == (1, 1, 1)
+    costs = real_costs(8, 16, slices, *cost, added=0.0 if has_unit_costs else 0.005)
+    costs = replace(costs, send_us=0.0) if has_unit_costs else costs
     sizes = 8, microbatches, 16 * share
-    made = plan(costs, *sizes, placements=[v_shape(8)], slices=slices, steps=10_000)
-    assert over(costs, v_shape(8), microbatches, made.value) < most
+    result = plan(costs, *sizes, placements=[v_shape(8)], slices=slices, steps=10_000)
+    assert percent_over_work(costs, v_shape(8), microbatches, result.value) < most
 
 
-def test_slices_fill_the_gaps_of_messages_at_once() -> None:
+def test_slices_fill_the_gaps_of_messages() -> None:
     """A group of 8 slices on 8 devices is back late by 8 messages; 6.0 % over where that stays."""
     costs, placement = real_costs(8, 32, 8, 1, 1.15, 0.85, added=0.005), looping(8, 4)
-    made = plan(costs, 8, 4, 16 * 0.234375, placements=[placement], slices=8, steps=1000)
-    assert over(costs, placement, 4, made.value) < 5.8
+    result = plan(costs, 8, 4, 16 * 0.234375, placements=[placement], slices=8, steps=1000)
+    assert percent_over_work(costs, placement, 4, result.value) < 5.8
 
 
-def question(slices: int | tuple[int, ...], host: float, limit: float | None = None) -> PlanRequest:
+def make_request(
+    slices: int | tuple[int, ...], host: float, limit: float | None = None
+) -> PlanRequest:
     costs = Costs.uniform(4, 8, 1, 1.15, 0.85, 0.05, host)
     return PlanRequest(AUTO, 4, 4, costs, limit=limit, slices=slices, steps=3000)
 
 
 @pytest.mark.parametrize(("host", "chosen"), [(0.0, 4), (1.0, 1)])
-def test_auto_chooses_by_what_a_pass_takes_beside_its_share(host: float, chosen: int) -> None:
-    answer = plan_request(question((1, 2, 4), host))
-    assert answer.schedule.slices == chosen
+def test_auto_chooses_slices_by_host_time(host: float, chosen: int) -> None:
+    result = plan_request(make_request((1, 2, 4), host))
+    assert result.schedule.slices == chosen
     for slices in (1, 2, 4):
-        alone = plan_request(question(slices, host))
-        assert answer.plan.value <= alone.plan.value * (1 + 1e-9)
-        assert alone.plan.lower_bound <= alone.plan.value
-    assert answer.searched_bound <= answer.plan.value
-    for known in answer.baselines:
-        if max(known.peak) <= max(answer.limits):
-            assert known.timeline.makespan >= answer.plan.value * (1 - 1e-9)
+        single = plan_request(make_request(slices, host))
+        assert result.plan.value <= single.plan.value * (1 + 1e-9)
+        assert single.plan.lower_bound <= single.plan.value
+    assert result.searched_bound <= result.plan.value
+    for baseline in result.baselines:
+        if max(baseline.peak) <= max(result.limits):
+            assert baseline.timeline.makespan >= result.plan.value * (1 - 1e-9)
 
 
-def test_slices_go_where_nothing_else_fits() -> None:
+def test_slices_are_used_when_nothing_else_fits() -> None:
     with pytest.raises(ScheduleError, match="no order was found|no schedule fits"):
-        plan_request(question(1, 0.02, limit=1.9))
-    answer = plan_request(question((1, 4), 0.5, limit=2.0))
-    assert max(answer.plan.peak) <= 2.0
+        plan_request(make_request(1, 0.02, limit=1.9))
+    result = plan_request(make_request((1, 4), 0.5, limit=2.0))
+    assert max(result.plan.peak) <= 2.0
 
 
-def test_a_name_takes_one_number_of_slices() -> None:
-    asked = replace(question((1, 2), 0.0), name="v-half")
+def test_schedule_name_requires_one_number_of_slices() -> None:
+    request = replace(make_request((1, 2), 0.0), name="v-half")
     with pytest.raises(ScheduleError, match="v-half supports one, not 1, 2"):
-        plan_request(asked)
+        plan_request(request)
 
 
-def test_in_the_memory_of_a_name_of_slices() -> None:
-    asked = replace(question(2, 0.0), name="v-half+", limit=None)
-    answer, known = plan_request(asked), make("v-half", 4, 4, slices=2)
-    assert answer.schedule.slices == 2
-    mine, theirs = (simulate(each, asked.costs).makespan for each in (answer.schedule, known))
-    assert mine <= theirs
+def test_plus_name_with_slices() -> None:
+    request = replace(make_request(2, 0.0), name="v-half+", limit=None)
+    result, published = plan_request(request), make("v-half", 4, 4, slices=2)
+    assert result.schedule.slices == 2
+    planned_us, published_us = (
+        simulate(schedule, request.costs).makespan for schedule in (result.schedule, published)
+    )
+    assert planned_us <= published_us
 
 
-def test_what_has_no_slices_yet_is_told() -> None:
+def test_slices_with_vocabulary_parallelism_are_rejected() -> None:
     pieces = Pieces.estimated(2.0, 2.0)
     costs = shared_pieces(pieces, 2, 0.1, 0.25).costs((2,) * 4)
-    asked = PlanRequest(AUTO, 2, 2, costs, limit=4.0, steps=200, slices=2)
+    request = PlanRequest(AUTO, 2, 2, costs, limit=4.0, steps=200, slices=2)
     with pytest.raises(ScheduleError, match="slices do not support passes that all ranks share"):
-        plan_request(asked)
-    assert plan_request(replace(asked, slices=(1, 2))).schedule.slices == 1
+        plan_request(request)
+    assert plan_request(replace(request, slices=(1, 2))).schedule.slices == 1

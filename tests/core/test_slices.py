@@ -33,18 +33,18 @@ OVERHEADS = {
 """Chunk passes, unsliced."""
 
 
-def over(schedule: Schedule) -> float:
+def overhead_in_slots(schedule: Schedule) -> float:
     """Return the overhead in slots of a slice."""
     return schedule.slices * simulate(schedule).overhead
 
 
-def peak(schedule: Schedule) -> float:
+def peak_in_slices(schedule: Schedule) -> float:
     """Return the peak in slices of a stage of 2 * devices."""
     return schedule.slices * max(peak_held(schedule))
 
 
 @pytest.mark.parametrize("name", PEAKS)
-def test_peak_and_overhead_are_the_closed_forms(name: str) -> None:
+def test_peak_and_overhead_match_closed_forms(name: str) -> None:
     """Peak (P + k - 1) / (k d) of 1F1B's; overhead that of one microbatch over k.
 
     But V-Min's on many devices, which has up to four slots more.
@@ -53,22 +53,29 @@ def test_peak_and_overhead_are_the_closed_forms(name: str) -> None:
         for k in SLICES:
             schedule = make(name, d, max(2, math.ceil(3 * d / k)), slices=k)
             verify(schedule)
-            assert peak(schedule) == pytest.approx(2 * (PEAKS[name](d) + k - 1)), (d, k)
-            most = OVERHEADS[name](d)
-            assert over(schedule) <= most + (4 if name == "v-min" and d > 8 else 0) + 1e-6, (d, k)
+            assert peak_in_slices(schedule) == pytest.approx(2 * (PEAKS[name](d) + k - 1)), (d, k)
+            max_overhead = OVERHEADS[name](d)
+            assert (
+                overhead_in_slots(schedule)
+                <= max_overhead + (4 if name == "v-min" and d > 8 else 0) + 1e-6
+            ), (d, k)
             if name in ("1f1b", "v-zb"):
-                assert over(schedule) == pytest.approx(most), (d, k)
+                assert overhead_in_slots(schedule) == pytest.approx(max_overhead), (d, k)
 
 
-def test_interleaved_in_slices_is_seq1f1bs() -> None:
+def test_sliced_interleaved_matches_seq1f1b() -> None:
     """Peak v d + d + k - 2 slices of a stage, overhead (d - 1) / (v k m), while k divides d."""
     for d in (2, 4, 8):
         for k in (k for k in SLICES if k > 1 and d % k == 0):
             for v in (2, 3, 4):
                 schedule = make("interleaved-1f1b", d, 2 * d, num_chunks=v, slices=k)
                 verify(schedule)
-                assert peak(schedule) == pytest.approx(2 / v * (v * d + d + k - 2)), (d, k, v)
-                assert over(schedule) == pytest.approx(6 * (d - 1) / v), (d, k, v)
+                assert peak_in_slices(schedule) == pytest.approx(2 / v * (v * d + d + k - 2)), (
+                    d,
+                    k,
+                    v,
+                )
+                assert overhead_in_slots(schedule) == pytest.approx(6 * (d - 1) / v), (d, k, v)
 
 
 @pytest.mark.parametrize(
@@ -88,23 +95,23 @@ def test_interleaved_in_slices_is_seq1f1bs() -> None:
         ("v-min", 8, (0.172, 13.5, 6.8, 2.3)),
     ],
 )
-def test_the_table_of_eight_devices(
+def test_table_of_eight_devices(
     name: str, slices: int, found: tuple[float, float, float, float]
 ) -> None:
     """Peak as a share of 1F1B's, and per cent over the work at 4, 8 and 24 microbatches."""
-    made = [make(name, 8, m, slices=slices) for m in (4, 8, 24)]
-    times = [simulate(schedule) for schedule in made]
-    shares = [100 * each.overhead / each.busy for each in times]
-    assert [max(peak_held(made[-1])) / 16, *shares] == pytest.approx(list(found), abs=0.051)
+    schedules = [make(name, 8, m, slices=slices) for m in (4, 8, 24)]
+    times = [simulate(schedule) for schedule in schedules]
+    shares = [100 * timeline.overhead / timeline.busy for timeline in times]
+    assert [max(peak_held(schedules[-1])) / 16, *shares] == pytest.approx(list(found), abs=0.051)
 
 
 @settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(NAMES), st.integers(1, 9), st.integers(1, 9), st.integers(1, 9))
-def test_every_name_takes_slices(name: str, d: int, m: int, k: int) -> None:
+def test_every_schedule_supports_slices(name: str, d: int, m: int, k: int) -> None:
     schedule = make(name, d, m, slices=k)
     verify(schedule)
     assert (schedule.slices, schedule.num_microbatches) == (k, m * k)
-    assert peak(schedule) <= 2 * d / schedule.num_stages * max(
+    assert peak_in_slices(schedule) <= 2 * d / schedule.num_stages * max(
         make_block(name, d, m, slices=k).peak_bounds()
     )
     lowered = lower(schedule, simulate(schedule), kernels=True).schedule
@@ -114,27 +121,27 @@ def test_every_name_takes_slices(name: str, d: int, m: int, k: int) -> None:
 
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(("1f1b", "zb-h2", "1f1b-v", "v-min", "v-half", "v-zb")), st.data())
-def test_a_sliced_block_holds_one_more_of_every_stage_for_each_slice(
+def test_peak_of_sliced_block_grows_by_one_per_stage_and_slice(
     name: str, data: st.DataObject
 ) -> None:
     d, k = data.draw(st.integers(1, 16)), data.draw(st.integers(1, 16))
     base = make_block(name, d, 1)
-    made = blocks.sliced(base, k)
+    sliced_block = blocks.sliced(base, k)
     chunks = len(base.placement) // d
-    assert max(made.peaks()) == max(base.peaks()) + chunks * (k - 1)
+    assert max(sliced_block.peaks()) == max(base.peaks()) + chunks * (k - 1)
 
 
-def test_one_slice_is_the_schedule_itself() -> None:
+def test_one_slice_equals_the_unsliced_schedule() -> None:
     for name in NAMES:
         assert make(name, 4, 8, slices=1) == make(name, 4, 8)
     assert "slices" not in make("v-half", 4, 8).to_json()
 
 
-def test_a_file_has_its_slices() -> None:
+def test_files_store_slices() -> None:
     schedule = make("v-half", 4, 2, slices=4)
     assert Schedule.from_json(schedule.to_json()) == schedule
-    read = Schedule.from_csv(schedule.to_csv(), schedule.placement, "v-half", 4)
-    assert read == schedule
+    reloaded = Schedule.from_csv(schedule.to_csv(), schedule.placement, "v-half", 4)
+    assert reloaded == schedule
     data = json.loads(schedule.to_json()) | {"slices": 3}
     with pytest.raises(ScheduleError, match="slices is 3 and num_microbatches, which counts every"):
         Schedule.from_json(json.dumps(data))
@@ -147,10 +154,14 @@ def test_a_file_has_its_slices() -> None:
         (Kind.B, "B0.0 runs before B0.1 on device 0", "from the last to the first\n"),
     ],
 )
-def test_slices_out_of_turn_are_refused(kind: Kind, told: str, why: str) -> None:
+def test_slices_in_wrong_order_are_rejected(kind: Kind, told: str, why: str) -> None:
     schedule = make("v-zb", 2, 2, slices=2)
     kinds = [kind] if kind is Kind.F else [kind, Kind.W]  # else W is before its B
-    swap = {Pass(each, 0, at): Pass(each, 0, 1 - at) for each in kinds for at in range(2)}
+    swap = {
+        Pass(pass_kind, 0, slice_index): Pass(pass_kind, 0, 1 - slice_index)
+        for pass_kind in kinds
+        for slice_index in range(2)
+    }
     order = tuple(tuple(swap.get(work, work) for work in row) for row in schedule.order)
     with pytest.raises(ScheduleError) as error:
         verify(replace(schedule, order=order))
@@ -158,7 +169,7 @@ def test_slices_out_of_turn_are_refused(kind: Kind, told: str, why: str) -> None
     assert why in str(error.value)
 
 
-def test_whole_backwards_have_their_turn_too() -> None:
+def test_full_backwards_of_slices_are_ordered() -> None:
     schedule = make("1f1b", 1, 1, slices=2)
     assert [str(work) for work in schedule.order[0]] == ["F0.0", "F0.1", "BW0.1", "BW0.0"]
     order = (tuple(map(Pass.parse, ("F0.0", "F0.1", "BW0.0", "BW0.1"))),)
@@ -168,21 +179,21 @@ def test_whole_backwards_have_their_turn_too() -> None:
         verify(replace(schedule, order=order))
 
 
-def test_the_judge_agrees(replay) -> None:
+def test_replays_agree_on_slices(replay) -> None:
     for name in ("1f1b", "interleaved-1f1b", "v-min", "v-half", "v-zb"):
         schedule = make(name, 4, 4, slices=4)
         costs = Costs.uniform(4, schedule.num_stages, 1, 1.15, 0.85, 0.05)
-        found, timeline = replay(schedule, costs.sliced(4)), simulate(schedule, costs)
-        own = timeline.makespan, timeline.span, max(peak_held(schedule, costs))
-        theirs = (found[key] for key in ("makespan", "span", "peak"))
-        assert own == pytest.approx(tuple(theirs), abs=1e-6)
+        figures, timeline = replay(schedule, costs.sliced(4)), simulate(schedule, costs)
+        simulated = timeline.makespan, timeline.span, max(peak_held(schedule, costs))
+        replayed = (figures[key] for key in ("makespan", "span", "peak"))
+        assert simulated == pytest.approx(tuple(replayed), abs=1e-6)
 
 
-def test_costs_are_of_whole_microbatches() -> None:
+def test_costs_are_per_unsliced_microbatch() -> None:
     costs = Costs.uniform(4, 8, 1.0, 1.15, 0.85, send=0.05, host=0.01)
-    own = costs.sliced(4)
-    assert own.forward_us == (0.25,) * 8
-    assert (own.send_us, own.host_us) == (0.0125, 0.01)
+    slice_costs = costs.sliced(4)
+    assert slice_costs.forward_us == (0.25,) * 8
+    assert (slice_costs.send_us, slice_costs.host_us) == (0.0125, 0.01)
     schedule = make("v-zb", 4, 4, slices=4)
     timeline = simulate(schedule, costs)
     assert timeline.busy == pytest.approx(4 * 2 * (3 + 4 * 3 * 0.01))
@@ -190,12 +201,12 @@ def test_costs_are_of_whole_microbatches() -> None:
 
 
 @pytest.mark.parametrize("name", JOINT_NAMES)
-def test_joint_passes_and_slices_do_not_go_together(name: str) -> None:
+def test_overlapped_passes_reject_slices(name: str) -> None:
     with pytest.raises(ScheduleError, match=f"{name} overlaps forward and backward"):
         make(name, 2, 4, slices=2)
 
 
-def test_what_slices_share_is_there_from_the_first_f_to_the_last_b() -> None:
+def test_shared_memory_of_slices_lasts_from_first_f_to_last_b() -> None:
     """Beside each slice's own part of it, which the costs have; and what they owe till then."""
     schedule = make("1f1b", 1, 1, slices=4)
     costs = Costs.uniform(1, 1)
@@ -206,5 +217,5 @@ def test_what_slices_share_is_there_from_the_first_f_to_the_last_b() -> None:
     assert peak_shared(schedule, costs, {0: (0.0, 8.0)}) == (1.5 + 6.0,)
     assert peak_shared(schedule, costs, {}) == (2.0,)
     # One buffer of the gradients of all slices but the last, until the first slice has had its B.
-    owed = list(_shared_curve(schedule.order[0], schedule, {0: (0.0, 8.0)}))
-    assert owed == [0.0] * 5 + [6.0] * 3
+    owed_bytes = list(_shared_curve(schedule.order[0], schedule, {0: (0.0, 8.0)}))
+    assert owed_bytes == [0.0] * 5 + [6.0] * 3

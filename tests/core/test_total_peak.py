@@ -40,80 +40,91 @@ AMOUNTS = {
 }
 
 
-def costs(**more: tuple[float, ...]) -> Costs:
-    held = (8.0,) * STAGES, (7.0,) * STAGES
+def make_costs(**overrides: tuple[float, ...]) -> Costs:
+    activations = (8.0,) * STAGES, (7.0,) * STAGES
     times = ((1.0,) * STAGES,) * 3
-    own: dict[str, Any] = AMOUNTS | more
-    return Costs(*times, 0.0, *held, device_bytes=3.0, **own)
+    amounts: dict[str, Any] = AMOUNTS | overrides
+    return Costs(*times, 0.0, *activations, device_bytes=3.0, **amounts)
 
 
-def row(text: str) -> Schedule:
+def one_device_schedule(text: str) -> Schedule:
     passes = tuple(map(Pass.parse, text.split()))
     return Schedule("row", 1, 1, (0,) * STAGES, (passes,))
 
 
-def test_a_device_holds_its_state_what_passes_keep_and_what_the_running_one_works_with() -> None:
-    one = row("F0.0 F1.0 F2.0 F3.0 B3.0 W3.0 B2.0 BW1.0 W2.0 BW0.0")
+def test_memory_is_state_activations_and_workspace() -> None:
+    schedule = one_device_schedule("F0.0 F1.0 F2.0 F3.0 B3.0 W3.0 B2.0 BW1.0 W2.0 BW0.0")
     fixed = sum(STATE) + 3
     above = [8.25, 16.25, 24.25, 36, 34, 31.5, 26, 25, 15.5, 10]
-    assert held_curve(one, costs(), 0) == [fixed + each for each in above]
-    assert peak_held(one, costs()) == (fixed + 36,)
+    assert held_curve(schedule, make_costs(), 0) == [fixed + activations for activations in above]
+    assert peak_held(schedule, make_costs()) == (fixed + 36,)
 
 
-def test_a_picture_shows_what_a_pass_works_with_while_it_runs_alone() -> None:
-    steps = held_steps(simulate(make("1f1b", STAGES, 4), costs()), costs(), 0)
+def test_memory_curve_includes_workspace_of_the_running_pass() -> None:
+    steps = held_steps(simulate(make("1f1b", STAGES, 4), make_costs()), make_costs(), 0)
     fixed = STATE[0] + 3
     assert steps[3] == (3.0, fixed + 32.25)  # the fourth F
     assert steps[4] == (4.0, fixed + 32)  # waiting for its B
     assert steps[5] == (10.0, fixed + 34)
 
 
-def test_a_whole_backward_may_work_with_less_than_its_parts() -> None:
-    one = row("F0.0 F1.0 F2.0 F3.0 BW3.0 BW2.0 BW1.0 BW0.0")
-    told = costs(whole_work_bytes=(1.0,) * STAGES, forward_work_bytes=(0.0,) * STAGES)
-    assert peak_held(one, told) == (sum(STATE) + 3 + 33,)
+def test_full_backward_may_have_a_smaller_workspace() -> None:
+    schedule = one_device_schedule("F0.0 F1.0 F2.0 F3.0 BW3.0 BW2.0 BW1.0 BW0.0")
+    work_costs = make_costs(whole_work_bytes=(1.0,) * STAGES, forward_work_bytes=(0.0,) * STAGES)
+    assert peak_held(schedule, work_costs) == (sum(STATE) + 3 + 33,)
 
 
-def test_both_passes_of_a_joint_one_work_at_once() -> None:
-    made = make("dualpipev", 2, 6)
-    alone = costs().of_activations()
-    added = [a - b for a, b in zip(peak_held(made, costs()), peak_held(made, alone), strict=True)]
-    overlapped = made.overlapped_pairs()
+def test_overlapped_passes_add_their_workspaces() -> None:
+    schedule = make("dualpipev", 2, 6)
+    activation_costs = make_costs().of_activations()
+    added = [
+        a - b
+        for a, b in zip(
+            peak_held(schedule, make_costs()), peak_held(schedule, activation_costs), strict=True
+        )
+    ]
+    overlapped = schedule.overlapped_pairs()
     assert overlapped
-    for device, passes in enumerate(made.order):
-        curves = [held_curve(made, each, device) for each in (costs(), alone)]
-        fixed = costs().fixed_bytes(made.placement, 2)[device]
+    for device, passes in enumerate(schedule.order):
+        curves = [
+            held_curve(schedule, stage_costs, device)
+            for stage_costs in (make_costs(), activation_costs)
+        ]
+        fixed = make_costs().fixed_bytes(schedule.placement, 2)[device]
         assert added[device] >= fixed
-        for at, (before, work) in enumerate(pairwise(passes), start=1):
-            if overlapped.get(before) == work:
-                both = costs().works(work.kind)[work.stage] + costs().works(Kind.F)[before.stage]
-                assert curves[0][at] - curves[1][at] == pytest.approx(fixed + both)
+        for index, (previous, work) in enumerate(pairwise(passes), start=1):
+            if overlapped.get(previous) == work:
+                workspace = (
+                    make_costs().works(work.kind)[work.stage]
+                    + make_costs().works(Kind.F)[previous.stage]
+                )
+                assert curves[0][index] - curves[1][index] == pytest.approx(fixed + workspace)
 
 
-def test_regrouped_stages_add_up_their_states_and_work_with_the_most_of_theirs() -> None:
-    two = regroup(costs(), 2, "two")
+def test_regrouped_stages_sum_state_and_maximize_workspace() -> None:
+    two = regroup(make_costs(), 2, "two")
     assert two.lists()["state_bytes"] == (60.0, 40.0)
     assert two.lists()["forward_work_bytes"] == (0.25, 4.0)
     assert two.works(Kind.BW) == (2.0, 2.0)
     assert two.device_bytes == 3.0
 
 
-def test_slices_share_all_but_the_state() -> None:
-    half = costs().sliced(2)
+def test_slices_divide_everything_except_state() -> None:
+    half = make_costs().sliced(2)
     assert half.lists()["state_bytes"] == STATE
     assert half.works(Kind.B) == (1.0,) * STAGES
 
 
-def test_a_file_keeps_them() -> None:
-    text = costs().to_json()
-    assert Costs.from_json(text) == costs()
+def test_files_round_trip_state_and_workspace() -> None:
+    text = make_costs().to_json()
+    assert Costs.from_json(text) == make_costs()
     with pytest.raises(ScheduleError, match="device_bytes holds 'x', which is not a number"):
         Costs.from_json(text.replace('"device_bytes": 3.0', '"device_bytes": "x"'))
 
 
-def test_layers_that_move_take_their_state_along_and_the_ends_keep_what_they_work_with() -> None:
+def test_state_moves_with_layers_and_workspace_of_outer_stages_stays() -> None:
     layers = (2, 2, 2, 2)
-    pieces = Pieces.of(costs(), layers)
+    pieces = Pieces.of(make_costs(), layers)
     assert pieces.layer.state_bytes == 5
     assert (pieces.first.state_bytes, pieces.last.state_bytes) == (40, 20)
     moved = pieces.costs((0, 4, 4, 0))
@@ -123,156 +134,164 @@ def test_layers_that_move_take_their_state_along_and_the_ends_keep_what_they_wor
     assert pieces.costs(layers).lists()["state_bytes"] == STATE
 
 
-def test_pieces_one_after_the_other_work_with_the_most_of_theirs() -> None:
-    one = Piece(1, 1, 1, 1, 1, state_bytes=2, forward_work_bytes=3)
-    other = Piece(1, 1, 1, 1, 1, state_bytes=5, forward_work_bytes=1)
-    assert one.plus(other).state_bytes == 7
-    assert one.plus(other).forward_work_bytes == one.times(4).forward_work_bytes == 3
-    assert one.over(other).forward_work_bytes == 3
-    assert other.over(one).forward_work_bytes == one.times(0).forward_work_bytes == 0
+def test_consecutive_pieces_have_the_larger_workspace() -> None:
+    first = Piece(1, 1, 1, 1, 1, state_bytes=2, forward_work_bytes=3)
+    second = Piece(1, 1, 1, 1, 1, state_bytes=5, forward_work_bytes=1)
+    assert first.plus(second).state_bytes == 7
+    assert first.plus(second).forward_work_bytes == first.times(4).forward_work_bytes == 3
+    assert first.over(second).forward_work_bytes == 3
+    assert second.over(first).forward_work_bytes == first.times(0).forward_work_bytes == 0
 
 
-def test_what_costs_do_not_know_is_nothing() -> None:
-    plain = costs().of_activations()
+def test_missing_amounts_are_zero() -> None:
+    plain = make_costs().of_activations()
     assert plain.state_bytes is None
     assert plain.fixed_bytes((0,) * STAGES, 1) == (0,)
     assert plain.works(Kind.BW) == plain.works(LOGITS) == (0,) * STAGES
     assert plain == Costs(*((1.0,) * STAGES,) * 3, 0.0, (8.0,) * STAGES, (7.0,) * STAGES)
 
 
-def test_a_limit_is_of_all_of_it() -> None:
-    made = make("1f1b", STAGES, 8)
-    peaks = peak_held(made, costs())
-    verify(made, peaks, costs())
+def test_limit_applies_to_total_memory() -> None:
+    schedule = make("1f1b", STAGES, 8)
+    peaks = peak_held(schedule, make_costs())
+    verify(schedule, peaks, make_costs())
     with pytest.raises(ScheduleError, match="device 0 holds"):
-        verify(made, (peaks[0] - 0.01, *peaks[1:]), costs())
+        verify(schedule, (peaks[0] - 0.01, *peaks[1:]), make_costs())
 
 
-def measured(num_stages: int, **more: Any) -> Costs:
+def measured_costs(num_stages: int, **overrides: Any) -> Costs:
     """Return costs whose last stage works with more than its F keeps, as a loss does."""
-    ends = {
+    amounts_by_stage = {
         "state_bytes": (50.0, *(30.0,) * (num_stages - 2), 45.0),
         "forward_work_bytes": (0.25,) * (num_stages - 1) + (5.0,),
         "backward_work_bytes": (2.0,) * num_stages,
         "weight_work_bytes": (0.5,) * num_stages,
     }
-    held = (8.0,) * (num_stages - 1) + (12.0,)
+    activations = (8.0,) * (num_stages - 1) + (12.0,)
     times = (1.0,) * num_stages, (1.2,) * num_stages, (0.8,) * num_stages
-    own: dict[str, Any] = ends | {"device_bytes": 1.0} | more
-    return Costs(*times, 0.05, held, held, **own)
+    amounts: dict[str, Any] = amounts_by_stage | {"device_bytes": 1.0} | overrides
+    return Costs(*times, 0.05, activations, activations, **amounts)
 
 
 LIMITS = {"equal": 141.0, "of each": (150.0, 120.0, 120.0, 122.0)}
 
 
 @pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS)
-def test_a_plan_never_needs_more_than_the_limit_by_replay(limit: Any) -> None:
-    told = measured(8)
-    made = plan(told, 4, 8, limit, placements=[v_shape(4)], steps=20_000)
+def test_replayed_peak_of_plan_is_within_limit(limit: Any) -> None:
+    stage_costs = measured_costs(8)
+    result = plan(stage_costs, 4, 8, limit, placements=[v_shape(4)], steps=20_000)
     limits = each_limit(limit, 4)
-    assert made.peak == peak_held(made.schedule, told)
-    assert fits(made.peak, limits)
-    assert fits(replayed(made.schedule, told), limits)
+    assert result.peak == peak_held(result.schedule, stage_costs)
+    assert fits(result.peak, limits)
+    assert fits(replayed_peaks(result.schedule, stage_costs), limits)
     # what is blind to what passes work with would need more than that
-    blind = told.of_activations()
-    left = tuple(map(sub, limits, told.fixed_bytes(v_shape(4), 4)))
-    other = plan(blind, 4, 8, left, placements=[v_shape(4)], steps=20_000)
-    assert not fits(peak_held(other.schedule, told), limits)
+    activation_costs = stage_costs.of_activations()
+    activation_limits = tuple(map(sub, limits, stage_costs.fixed_bytes(v_shape(4), 4)))
+    activation_plan = plan(
+        activation_costs, 4, 8, activation_limits, placements=[v_shape(4)], steps=20_000
+    )
+    assert not fits(peak_held(activation_plan.schedule, stage_costs), limits)
 
 
-def replayed(schedule: Schedule, told: Costs) -> list[float]:
+def replayed_peaks(schedule: Schedule, stage_costs: Costs) -> list[float]:
     """Return the peaks of a schedule of F, B and W, counted pass by pass."""
-    lists, peaks = told.lists(), []
+    lists, peaks = stage_costs.lists(), []
     for device, passes in enumerate(schedule.order):
-        own = [stage for stage, at in enumerate(schedule.placement) if at == device]
-        held: dict[tuple[int, int], float] = {}
-        most = []
+        local_stages = [stage for stage, owner in enumerate(schedule.placement) if owner == device]
+        activations: dict[tuple[int, int], float] = {}
+        totals = []
         for kind, stage, microbatch in passes:
             if kind is Kind.F:
-                held[stage, microbatch] = lists["held_after_forward_bytes"][stage]
-            works = {"F": "forward", "B": "backward", "W": "weight", "BW": "backward"}[kind]
-            most.append(sum(held.values()) + lists[f"{works}_work_bytes"][stage])
+                activations[stage, microbatch] = lists["held_after_forward_bytes"][stage]
+            prefix = {"F": "forward", "B": "backward", "W": "weight", "BW": "backward"}[kind]
+            totals.append(sum(activations.values()) + lists[f"{prefix}_work_bytes"][stage])
             if kind is Kind.B:
-                held[stage, microbatch] = lists["held_after_backward_bytes"][stage]
+                activations[stage, microbatch] = lists["held_after_backward_bytes"][stage]
             elif kind is not Kind.F:
-                del held[stage, microbatch]
-        state = sum(lists["state_bytes"][stage] for stage in own)
-        peaks.append(told.device_bytes + state + max(most))
+                del activations[stage, microbatch]
+        state = sum(lists["state_bytes"][stage] for stage in local_stages)
+        peaks.append(stage_costs.device_bytes + state + max(totals))
     return peaks
 
 
-def test_a_bound_counts_on_no_more_memory_than_state_leaves() -> None:
-    told, placement, goal = measured(8), v_shape(4), Objective.MAKESPAN
+def test_bound_excludes_memory_of_state() -> None:
+    stage_costs, placement, goal = measured_costs(8), v_shape(4), Objective.MAKESPAN
     limits = (140.0, 100.0, 100.0, 115.0)
-    left = tuple(map(sub, limits, told.fixed_bytes(placement, 4)))
-    bound = bound_at(told, placement, 32, limits, goal)
-    assert bound == bound_at(told.without_state(), placement, 32, left, goal)
-    assert bound > bound_at(told.without_state(), placement, 32, limits, goal)
+    activation_limits = tuple(map(sub, limits, stage_costs.fixed_bytes(placement, 4)))
+    bound = bound_at(stage_costs, placement, 32, limits, goal)
+    assert bound == bound_at(stage_costs.without_state(), placement, 32, activation_limits, goal)
+    assert bound > bound_at(stage_costs.without_state(), placement, 32, limits, goal)
 
 
-def test_what_fits_nowhere_is_told_with_all_that_a_device_needs() -> None:
-    told, placement = measured(8), v_shape(4)
-    need = least_memory(told, placement, 4)
-    assert need[0] == 50 + 45 + 1 + 8 + 12 + 5
-    assert need[1] == 60 + 1 + 16 + 2
-    with pytest.raises(LimitError) as refused:
-        plan(told, 4, 8, 120.0, placements=[placement], steps=1000)
-    assert (refused.value.device, refused.value.need) == (0, need[0])
-    one = plan(told, 4, 4, max(need), placements=[placement], steps=1000)
-    assert fits(one.peak, (max(need),) * 4)
+def test_error_of_small_limit_names_total_memory() -> None:
+    stage_costs, placement = measured_costs(8), v_shape(4)
+    min_limits = least_memory(stage_costs, placement, 4)
+    assert min_limits[0] == 50 + 45 + 1 + 8 + 12 + 5
+    assert min_limits[1] == 60 + 1 + 16 + 2
+    with pytest.raises(LimitError) as error:
+        plan(stage_costs, 4, 8, 120.0, placements=[placement], steps=1000)
+    assert (error.value.device, error.value.need) == (0, min_limits[0])
+    result = plan(stage_costs, 4, 4, max(min_limits), placements=[placement], steps=1000)
+    assert fits(result.peak, (max(min_limits),) * 4)
 
 
-def test_the_default_limit_is_what_the_largest_device_needs_under_1f1b() -> None:
-    told = measured(8)
-    question = PlanRequest(AUTO, 4, 16, told, steps=20_000, placements=(v_shape(4),))
-    alone = peak_held(make("1f1b", 4, 16), regroup(told, 4, "1f1b"))
-    made = plan_request(question)
-    assert made.limits == (max(alone),) * 4
-    assert fits(made.plan.peak, made.limits)
+def test_default_limit_is_largest_peak_of_1f1b() -> None:
+    stage_costs = measured_costs(8)
+    request = PlanRequest(AUTO, 4, 16, stage_costs, steps=20_000, placements=(v_shape(4),))
+    baseline_peaks = peak_held(make("1f1b", 4, 16), regroup(stage_costs, 4, "1f1b"))
+    result = plan_request(request)
+    assert result.limits == (max(baseline_peaks),) * 4
+    assert fits(result.plan.peak, result.limits)
 
 
-def test_a_shared_vocabulary_is_planned_within_all_that_its_passes_work_with() -> None:
-    bare = measured(8, forward_work_bytes=(0.25,) * 8)
-    nothing, head = (
+def test_vocabulary_parallel_plan_includes_workspace() -> None:
+    stage_costs_without_ends = measured_costs(8, forward_work_bytes=(0.25,) * 8)
+    embedding, head = (
         Piece(0, 0, 0, 0, 0, state_bytes=20),
         Piece(2, 2, 2, 0, 0, state_bytes=20, forward_work_bytes=4, weight_work_bytes=8),
     )
-    told = shared_costs(bare, nothing, head, 4, 0.1, 3.0)
-    assert told.device_bytes == 1 + (20 + 20) / 4
-    assert (max(told.works(LOGITS)), max(told.works(HEAD_WEIGHT))) == (1, 2)
-    schedule = share_vocabulary(make("v-half", 4, 12), told)
-    assert max(peak_held(schedule, told)) > max(peak_held(schedule, told.of_activations()))
-    limit = max(peak_held(schedule, told))
-    made = plan_request(PlanRequest(AUTO, 4, 12, told, limit=limit, steps=5000))
-    assert max(peak_held(made.schedule, made.costs)) <= limit * (1 + 1e-9)
-    gone = without_shared(told).lists()
-    assert not any(name.startswith(("logits", "head_weight")) for name in gone)
+    stage_costs = shared_costs(stage_costs_without_ends, embedding, head, 4, 0.1, 3.0)
+    assert stage_costs.device_bytes == 1 + (20 + 20) / 4
+    assert (max(stage_costs.works(LOGITS)), max(stage_costs.works(HEAD_WEIGHT))) == (1, 2)
+    schedule = share_vocabulary(make("v-half", 4, 12), stage_costs)
+    assert max(peak_held(schedule, stage_costs)) > max(
+        peak_held(schedule, stage_costs.of_activations())
+    )
+    limit = max(peak_held(schedule, stage_costs))
+    result = plan_request(PlanRequest(AUTO, 4, 12, stage_costs, limit=limit, steps=5000))
+    assert max(peak_held(result.schedule, result.costs)) <= limit * (1 + 1e-9)
+    remaining = without_shared(stage_costs).lists()
+    assert not any(name.startswith(("logits", "head_weight")) for name in remaining)
 
 
-def test_a_proof_counts_what_passes_work_with() -> None:
+def test_exact_bound_includes_workspace() -> None:
     pytest.importorskip("ortools")
     from exact import prove
 
-    told, limit, placement = measured(4), 128.0, v_shape(2)
-    made = plan(told, 2, 2, limit, placements=[placement], steps=5000)
-    proved = prove(made, told, limit, 5)
-    assert fits(replayed(proved.schedule, told), (limit,) * 2)
-    left = tuple(limit - each for each in told.fixed_bytes(placement, 2))
-    blind = plan(told.of_activations(), 2, 2, left, placements=[placement], steps=5000)
-    assert proved.lower_bound > blind.value
+    stage_costs, limit, placement = measured_costs(4), 128.0, v_shape(2)
+    result = plan(stage_costs, 2, 2, limit, placements=[placement], steps=5000)
+    proved = prove(result, stage_costs, limit, 5)
+    assert fits(replayed_peaks(proved.schedule, stage_costs), (limit,) * 2)
+    activation_limits = tuple(
+        limit - fixed_bytes for fixed_bytes in stage_costs.fixed_bytes(placement, 2)
+    )
+    activation_plan = plan(
+        stage_costs.of_activations(), 2, 2, activation_limits, placements=[placement], steps=5000
+    )
+    assert proved.lower_bound > activation_plan.value
 
 
-def test_a_dummy_gradient_is_there_under_megatrons_own_schedules_alone() -> None:
+def test_dummy_gradient_counts_only_for_megatrons_schedules() -> None:
     """Whatever the stages are: added up, taken apart into layers, with further predictions."""
     dummies = (0.0,) * (STAGES - 1) + (6.0,)
     layers = (2,) * STAGES
-    known = replace(costs(dummy_bytes=dummies), layers=layers)
+    dummy_costs = replace(make_costs(dummy_bytes=dummies), layers=layers)
     schedule = make("1f1b", 2, 2)
-    ours = peak_held(schedule, regroup(known, 2, "1f1b"))
-    assert ours == peak_held(schedule, regroup(costs(), 2, "1f1b"))
-    theirs = peak_held(schedule, under_megatron(regroup(known, 2, "1f1b")))
-    assert theirs == (ours[0], ours[1] + 6)
-    predicting = Pieces.of(known, layers).predicting(1).costs(layers)
+    package_peaks = peak_held(schedule, regroup(dummy_costs, 2, "1f1b"))
+    assert package_peaks == peak_held(schedule, regroup(make_costs(), 2, "1f1b"))
+    megatron_peaks = peak_held(schedule, under_megatron(regroup(dummy_costs, 2, "1f1b")))
+    assert megatron_peaks == (package_peaks[0], package_peaks[1] + 6)
+    predicting = Pieces.of(dummy_costs, layers).predicting(1).costs(layers)
     assert predicting.lists()["dummy_bytes"] == dummies
-    assert known.sliced(2).lists()["dummy_bytes"] == dummies
-    assert under_megatron(costs()) == costs()
+    assert dummy_costs.sliced(2).lists()["dummy_bytes"] == dummies
+    assert under_megatron(make_costs()) == make_costs()

@@ -40,23 +40,26 @@ def costs_of(devices: int, t: float) -> Costs:
     return with_copies(Costs.uniform(devices, 2 * devices, *REAL), t)
 
 
-def judged(made: Plan, costs: Costs, limit: float) -> Figures:
+def replayed_figures(result: Plan, costs: Costs, limit: float) -> Figures:
     """Return what the replay says of a plan; raise unless the plan says the same and fits."""
-    schedule, own = made.schedule, costs.sliced(made.schedule.slices)
+    schedule, stage_costs = result.schedule, costs.sliced(result.schedule.slices)
     stages = []
     for stage in range(schedule.num_stages):
-        kinds = (*PARTS, COPY_OUT, COPY_BACK) if own.copies else PARTS
-        times = {str(kind): own.time_us(kind, stage) for kind in kinds}
-        moved = own.held(RELOAD)[0][stage] if own.copies else 0.0
-        held = own.held_after_forward_bytes[stage], own.held_after_backward_bytes[stage]
-        stages.append(StageCosts(times, *held, moved))
-    found = replay(schedule.to_json(), stages, own.send_us)
+        kinds = (*PARTS, COPY_OUT, COPY_BACK) if stage_costs.copies else PARTS
+        times = {str(kind): stage_costs.time_us(kind, stage) for kind in kinds}
+        offloaded_bytes = stage_costs.held(RELOAD)[0][stage] if stage_costs.copies else 0.0
+        activations = (
+            stage_costs.held_after_forward_bytes[stage],
+            stage_costs.held_after_backward_bytes[stage],
+        )
+        stages.append(StageCosts(times, *activations, offloaded_bytes))
+    figures = replay(schedule.to_json(), stages, stage_costs.send_us)
     verify(schedule, limit, costs)
-    assert found.makespan == pytest.approx(made.value)
-    assert found.peak == pytest.approx(made.peak)
-    assert max(found.peak) <= limit * (1 + 1e-9)
-    assert made.lower_bound <= made.value
-    return found
+    assert figures.makespan == pytest.approx(result.value)
+    assert figures.peak == pytest.approx(result.peak)
+    assert max(figures.peak) <= limit * (1 + 1e-9)
+    assert result.lower_bound <= result.value
+    return figures
 
 
 CELLS = [(32, 10, 10.7), (32, 8, 12.4), (32, 4, 15.4), (64, 8, 13.2), (64, 4, 15.3)]
@@ -65,60 +68,62 @@ CELLS = [(32, 10, 10.7), (32, 8, 12.4), (32, 4, 15.4), (64, 8, 13.2), (64, 4, 15
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("microbatches", "limit", "most"), CELLS, ids=map(str, CELLS))
-def test_the_overheads_asked_for(microbatches: int, limit: float, most: float) -> None:
+def test_target_overheads_are_reached(microbatches: int, limit: float, most: float) -> None:
     costs = costs_of(8, 1.0)
-    made = plan(costs, 8, microbatches, limit, trades=True)
-    assert judged(made, costs, limit).makespan - 6 * microbatches <= most + 1e-6
-    for each in made.tried:
-        assert each.value is None or each.value >= made.value * (1 - 1e-6)
+    result = plan(costs, 8, microbatches, limit, trades=True)
+    assert replayed_figures(result, costs, limit).makespan - 6 * microbatches <= most + 1e-6
+    for evaluated in result.tried:
+        assert evaluated.value is None or evaluated.value >= result.value * (1 - 1e-6)
 
 
 @pytest.mark.parametrize("limit", [2.5, 4.0, 6.0])
-def test_no_worse_than_order_alone_or_the_first_chunk(limit: float) -> None:
+def test_plan_is_not_worse_than_without_offload_or_first_chunk_only(limit: float) -> None:
     costs = costs_of(4, 1.0)
-    made = plan(costs, 4, 12, limit, trades=True, steps=60_000)
-    judged(made, costs, limit)
-    ways = {each.way: each for each in made.tried}
+    result = plan(costs, 4, 12, limit, trades=True, steps=60_000)
+    replayed_figures(result, costs, limit)
+    strategies = {evaluated.way: evaluated for evaluated in result.tried}
     _, first, _ = ways_to_save(True, v_shape(4))
     assert first.throughout == (0, 1, 2, 3)
-    assert {MemoryStrategy(), first} <= set(ways)
-    for each in made.tried:
-        assert (each.value or each.lower_bound) >= made.value * (1 - 1e-6)
-    alone = without_copies(costs)
+    assert {MemoryStrategy(), first} <= set(strategies)
+    for evaluated in result.tried:
+        assert (evaluated.value or evaluated.lower_bound) >= result.value * (1 - 1e-6)
+    plain_costs = without_copies(costs)
     if limit > 2.5:
-        assert made.value <= plan(alone, 4, 12, limit, steps=60_000).value + 1e-6
+        assert result.value <= plan(plain_costs, 4, 12, limit, steps=60_000).value + 1e-6
 
 
-def test_what_is_copied_is_chosen() -> None:
+def test_plan_chooses_offloaded_activations() -> None:
     """The less room there is, the more is copied; with room for all of it nothing has to be."""
     costs = costs_of(4, 1.0)
-    copied = [
-        judged(plan(costs, 4, 12, limit, trades=True, steps=40_000), costs, limit).num_offloaded
+    offload_counts = [
+        replayed_figures(
+            plan(costs, 4, 12, limit, trades=True, steps=40_000), costs, limit
+        ).num_offloaded
         for limit in (2.5, 5.0)
     ]
-    assert 96 >= copied[0] > copied[1] > 0
-    alone = plan(without_copies(costs), 4, 12, 24.0, steps=40_000)
-    roomy = plan(costs, 4, 12, 24.0, trades=True, steps=40_000)
-    assert roomy.value <= alone.value + 0.5
+    assert 96 >= offload_counts[0] > offload_counts[1] > 0
+    plain = plan(without_copies(costs), 4, 12, 24.0, steps=40_000)
+    unlimited = plan(costs, 4, 12, 24.0, trades=True, steps=40_000)
+    assert unlimited.value <= plain.value + 0.5
 
 
-def test_host_memory_has_a_limit() -> None:
+def test_host_memory_limit_is_respected() -> None:
     """The less of it there is the longer a step takes, down to the order alone at nothing."""
     costs = costs_of(4, 0.5)
     values = []
-    for room in (100.0, 4.0, 2.0, 0.5):
-        made = plan(costs, 4, 12, 3.0, trades=True, in_host=room, steps=40_000)
-        judged(made, costs, 3.0)
-        values.append(made.value)
-        peaks = peak_moved(made.schedule, costs)
-        assert max(peaks) <= room
+    for host_limit in (100.0, 4.0, 2.0, 0.5):
+        result = plan(costs, 4, 12, 3.0, trades=True, in_host=host_limit, steps=40_000)
+        replayed_figures(result, costs, 3.0)
+        values.append(result.value)
+        peaks = peak_moved(result.schedule, costs)
+        assert max(peaks) <= host_limit
         for t in (0.5, 0.1, 2.0):  # however fast copies are
-            timeline = simulate(made.schedule, costs_of(4, t))
-            assert waiting_at_once(timeline) <= max(peaks)
-    assert made.schedule.kinds <= set(PARTS)  # half a chunk is too little for any
+            timeline = simulate(result.schedule, costs_of(4, t))
+            assert max_offloaded_at_once(timeline) <= max(peaks)
+    assert result.schedule.kinds <= set(PARTS)  # half a chunk is too little for any
     assert values[0] < values[1] < values[2] < values[3]
-    alone = plan(without_copies(costs), 4, 12, 3.0, steps=40_000)
-    assert values[3] == pytest.approx(alone.value)
+    plain = plan(without_copies(costs), 4, 12, 3.0, steps=40_000)
+    assert values[3] == pytest.approx(plain.value)
 
 
 @pytest.mark.parametrize("t", [0.5, 1.0])
@@ -127,26 +132,30 @@ def test_more_room_is_never_slower(t: float) -> None:
     costs, sizes = costs_of(4, t), (4, 12)
     values = [plan(costs, *sizes, limit, trades=True, steps=60_000).value for limit in (2.5, 3, 5)]
     assert values == sorted(values, reverse=True)
-    rooms = (1.0, 2.0, 4.0, 8.0, math.inf)
-    in_host = [
-        plan(costs, *sizes, 3.0, trades=True, steps=60_000, in_host=room).value for room in rooms
+    host_limits = (1.0, 2.0, 4.0, 8.0, math.inf)
+    host_values = [
+        plan(costs, *sizes, 3.0, trades=True, steps=60_000, in_host=host_limit).value
+        for host_limit in host_limits
     ]
-    assert in_host == sorted(in_host, reverse=True)
+    assert host_values == sorted(host_values, reverse=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("limit", "rooms"), [(8.0, (4.0, 8.0, 12.0, 16.0)), (4.0, (8.0, 12.0))])
-def test_more_room_in_host_memory_is_not_slower(limit: float, rooms: tuple[float, ...]) -> None:
+def test_larger_host_memory_limit_is_not_slower(limit: float, rooms: tuple[float, ...]) -> None:
     """Up to half a percent: for each room, a local search ends in another order."""
     costs = costs_of(8, 1.0)
-    made = [plan(costs, 8, 32, limit, trades=True, in_host=room) for room in (*rooms, math.inf)]
-    values = [judged(each, costs, limit).makespan for each in made]
-    assert all(more <= 1.005 * less for less, more in pairwise(values)), values
+    plans = [
+        plan(costs, 8, 32, limit, trades=True, in_host=host_limit)
+        for host_limit in (*rooms, math.inf)
+    ]
+    values = [replayed_figures(result, costs, limit).makespan for result in plans]
+    assert all(slower <= 1.005 * faster for faster, slower in pairwise(values)), values
 
 
-def waiting_at_once(timeline: Timeline) -> int:
+def max_offloaded_at_once(timeline: Timeline) -> int:
     """Return how many microbatches of a stage of a device wait in host memory at most."""
-    most = 0
+    max_waiting = 0
     for row, starts, ends in zip(
         timeline.schedule.order, timeline.starts, timeline.ends, strict=True
     ):
@@ -155,106 +164,109 @@ def waiting_at_once(timeline: Timeline) -> int:
             for work, start, end in zip(row, starts, ends, strict=True)
             if work.kind in (COPY_OUT, COPY_BACK)
         ]
-        held = 0
+        num_waiting = 0
         for _, change in sorted(changes):
-            held += change
-            most = max(most, held)
-    return most
+            num_waiting += change
+            max_waiting = max(max_waiting, num_waiting)
+    return max_waiting
 
 
-def test_what_fits_neither_here_nor_there_is_told() -> None:
+def test_insufficient_device_and_host_memory_is_rejected() -> None:
     costs = costs_of(2, 0.5)
     with pytest.raises(ScheduleError, match=r"at most 0.5 of a device in host memory: make one of"):
         plan(costs, 2, 4, 1.0, trades=True, in_host=0.5, steps=2_000)
 
 
-def test_copies_that_take_for_ever_buy_nothing() -> None:
+def test_extremely_slow_copies_are_not_used() -> None:
     costs = costs_of(3, 500.0)
-    made = plan(costs, 3, 8, 4.0, trades=True, steps=30_000)
-    assert made.schedule.kinds <= set(PARTS)
-    alone = plan(without_copies(costs), 3, 8, 4.0, steps=30_000)
-    assert made.value == pytest.approx(alone.value, rel=0.02)
+    result = plan(costs, 3, 8, 4.0, trades=True, steps=30_000)
+    assert result.schedule.kinds <= set(PARTS)
+    plain = plan(without_copies(costs), 3, 8, 4.0, steps=30_000)
+    assert result.value == pytest.approx(plain.value, rel=0.02)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_bounds_hold_whatever_is_chosen(seed: int) -> None:
+def test_bounds_hold_with_offload(seed: int) -> None:
     """With stages that all differ, no plan is below the bound."""
-    luck = random.Random(seed)
-    devices, microbatches = luck.choice([(2, 5), (3, 6)])
-    each = range(2 * devices)
+    rng = random.Random(seed)
+    devices, microbatches = rng.choice([(2, 5), (3, 6)])
+    stages = range(2 * devices)
 
-    def some(low: float, high: float) -> tuple[float, ...]:
-        return tuple(round(luck.uniform(low, high), 3) for _ in each)
+    def random_amounts(low: float, high: float) -> tuple[float, ...]:
+        return tuple(round(rng.uniform(low, high), 3) for _ in stages)
 
-    times = some(0.5, 2), some(0.5, 2), some(0.3, 1.5)
-    held = some(0.5, 2)
-    costs = with_copies(Costs(*times, 0.1, held, held), luck.uniform(0.3, 2))
-    limit = luck.uniform(1.3, 2.5) * max(held) * 2
+    times = random_amounts(0.5, 2), random_amounts(0.5, 2), random_amounts(0.3, 1.5)
+    memory = random_amounts(0.5, 2)
+    costs = with_copies(Costs(*times, 0.1, memory, memory), rng.uniform(0.3, 2))
+    limit = rng.uniform(1.3, 2.5) * max(memory) * 2
     for objective in Objective:
-        made = plan(costs, devices, microbatches, limit, objective, trades=True, steps=20_000)
-        verify(made.schedule, limit, costs)
-        sizes = made.schedule.placement, microbatches, (limit,) * devices, objective
+        result = plan(costs, devices, microbatches, limit, objective, trades=True, steps=20_000)
+        verify(result.schedule, limit, costs)
+        sizes = result.schedule.placement, microbatches, (limit,) * devices, objective
         bound = bound_at(costs, *sizes)
-        assert 0 < bound <= made.value * (1 + 1e-9)
+        assert 0 < bound <= result.value * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("placement", [v_shape(4), looping(4, 2)])
-def test_the_walk_keeps_everything_up_to_date_where_passes_are_left_out(
+def test_local_search_updates_all_state_with_optional_passes(
     placement: tuple[int, ...],
 ) -> None:
     costs = costs_of(4, 1.0)
     kinds = (*PARTS, *OFFLOAD)
     problem = job_shop.make_problem(costs, 4, 10, 4.0, Objective.MAKESPAN, placement, kinds)
     search = OffloadSearch(problem, 1, MemoryStrategy(copies=True))
-    found = search.begin(2000, map)
-    assert found
-    copied = []
-    for each in found[:3]:
-        shop, ways = each.shop, max(each.shop.before.shape[1], each.shop.after.shape[1])
-        before = improve.objective(shop, each.state)
-        value = improve.local_search(shop, each.state, shop.length, shop.length, 10_000)
-        again = improve.new_state(each.state.row, 1, ways)
-        assert improve.settle(shop, again)
-        assert value == improve.objective(shop, again) <= before
+    searches = search.begin(2000, map)
+    assert searches
+    pass_counts = []
+    for variant in searches[:3]:
+        shop, num_dependencies = (
+            variant.shop,
+            max(variant.shop.before.shape[1], variant.shop.after.shape[1]),
+        )
+        initial_value = improve.objective(shop, variant.state)
+        value = improve.local_search(shop, variant.state, shop.length, shop.length, 10_000)
+        recomputed = improve.new_state(variant.state.row, 1, num_dependencies)
+        assert improve.settle(shop, recomputed)
+        assert value == improve.objective(shop, recomputed) <= initial_value
         for name in ("place", "head", "tail", "held"):
             size = shop.length.sum() if name != "held" else None
-            old, new = getattr(each.state, name), getattr(again, name)
-            assert np.array_equal(old[:size], new[:size]) or name == "held"
-        search.keep(each)
-        copied.append(int(shop.length.sum()))
-    assert min(copied) < 7 * 80  # some passes are left out
-    judged(search.best_plan(), costs, 4.0)
+            local_state, recomputed_state = getattr(variant.state, name), getattr(recomputed, name)
+            assert np.array_equal(local_state[:size], recomputed_state[:size]) or name == "held"
+        search.keep(variant)
+        pass_counts.append(int(shop.length.sum()))
+    assert min(pass_counts) < 7 * 80  # some passes are left out
+    replayed_figures(search.best_plan(), costs, 4.0)
 
 
-def test_links_are_part_of_the_proof() -> None:
+def test_verification_includes_link_order() -> None:
     """A link whose order its device's markers cannot follow is a deadlock, and told as one."""
     out = [Pass(kind, 0, j) for j in (0, 1) for kind in OFFLOAD[:2]]
     row = [Pass(Kind.F, 0, 0), Pass(Kind.F, 0, 1), *out]
     first = [Pass(OFFLOAD[2], 0, 0), Pass(OFFLOAD[3], 0, 0), Pass(Kind.B, 0, 0)]
-    second = [each._replace(microbatch=1) for each in first]
-    rest = [Pass(Kind.W, 0, 0), Pass(Kind.W, 0, 1)]
-    good = Schedule("good", 1, 2, (0,), ((*row, *first, *second, *rest),))
-    verify(good)
+    second = [work._replace(microbatch=1) for work in first]
+    weights = [Pass(Kind.W, 0, 0), Pass(Kind.W, 0, 1)]
+    valid = Schedule("good", 1, 2, (0,), ((*row, *first, *second, *weights),))
+    verify(valid)
     # the link brings back microbatch 1 first, for which room is made only behind B0.0
-    late = [first[0], second[1], first[1], first[2], second[0], second[2]]
-    bad = replace(good, order=((*row, *late, *rest),))
+    reload_order = [first[0], second[1], first[1], first[2], second[0], second[2]]
+    deadlocked = replace(valid, order=((*row, *reload_order, *weights),))
     with pytest.raises(ScheduleError, match=r"deadlocks; each pass below waits for the next"):
-        verify(bad)
-    lacking = replace(good, order=((*row, *first[::2], *second, *rest),))
+        verify(deadlocked)
+    incomplete = replace(valid, order=((*row, *first[::2], *second, *weights),))
     with pytest.raises(ScheduleError, match=r"D0.0 on device 0 has no H0.0: of D, L, R, H"):
-        verify(lacking)
+        verify(incomplete)
 
 
 @pytest.mark.parametrize(
     ("slices", "limit", "in_host"), [(2, 1.5, math.inf), (4, 1.25, math.inf), (4, 1.5, 1.0)]
 )
-def test_slices_wait_too(slices: int, limit: float, in_host: float) -> None:
+def test_slices_can_be_offloaded(slices: int, limit: float, in_host: float) -> None:
     """Below one microbatch of a device's layers, which no order of slices alone is."""
-    costs, asked = costs_of(2, 1.0), {"trades": True, "steps": 3000, "in_host": in_host}
-    made = plan(costs, 2, 4, limit, placements=[v_shape(2)], slices=slices, **asked)
-    assert judged(made, costs, limit).num_offloaded
-    assert max(peak_moved(made.schedule, costs)) <= in_host
-    asked |= {"placements": [v_shape(2)], "slices": slices, "whole": True}
-    assert plan(replace(costs, host_us=0.01), 2, 4, limit, **asked).schedule.slices == slices
+    costs, options = costs_of(2, 1.0), {"trades": True, "steps": 3000, "in_host": in_host}
+    result = plan(costs, 2, 4, limit, placements=[v_shape(2)], slices=slices, **options)
+    assert replayed_figures(result, costs, limit).num_offloaded
+    assert max(peak_moved(result.schedule, costs)) <= in_host
+    options |= {"placements": [v_shape(2)], "slices": slices, "whole": True}
+    assert plan(replace(costs, host_us=0.01), 2, 4, limit, **options).schedule.slices == slices
     with pytest.raises(LimitError):
         plan(without_copies(costs), 2, 4, limit, placements=[v_shape(2)], slices=slices)

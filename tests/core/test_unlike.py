@@ -16,60 +16,71 @@ NAMES = ("forward_us", "backward_us", "weight_us")
 HELD = ("held_after_forward_bytes", "held_after_backward_bytes")
 
 
-def unlike(num_devices: int, num_stages: int, count: int, seed: int, held: bool = False) -> Costs:
+def variable_length_costs(
+    num_devices: int, num_stages: int, count: int, seed: int, has_memory: bool = False
+) -> Costs:
     """Return costs of microbatches of log-normal length, sigma 1, their mean 1."""
     rng = random.Random(seed)
     lengths = [rng.lognormvariate(0, 1) for _ in range(count)]
     mean = sum(lengths) / count
-    shares = tuple(each / mean for each in lengths)
+    shares = tuple(length / mean for length in lengths)
     costs = Costs.uniform(num_devices, num_stages, 1, 1.15, 0.85, 0.05)
-    names = (*NAMES, *HELD) if held else NAMES
+    names = (*NAMES, *HELD) if has_memory else NAMES
     return replace(costs, by_microbatch=tuple((name, shares) for name in names))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "v-half", "v-zb", "zb-h1"])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_step_is_what_the_simulator_says_and_never_slower(name: str, seed: int) -> None:
+def test_reordered_step_matches_simulation_and_is_not_slower(name: str, seed: int) -> None:
     schedule = make(name, 4, 12)
-    costs = unlike(4, schedule.num_stages, 12, seed)
-    found = reorder_microbatches(schedule, costs, tries=100)
-    assert sorted(found.order) == list(range(12))
-    assert found.given_us == pytest.approx(simulate(schedule, costs).makespan)
-    again = simulate(schedule, reordered(costs, found.order)).makespan
-    assert found.found_us == pytest.approx(again)
-    assert found.found_us <= found.given_us
-    assert reorder_microbatches(schedule, costs, tries=100) == found
+    costs = variable_length_costs(4, schedule.num_stages, 12, seed)
+    result = reorder_microbatches(schedule, costs, tries=100)
+    assert sorted(result.order) == list(range(12))
+    assert result.given_us == pytest.approx(simulate(schedule, costs).makespan)
+    makespan = simulate(schedule, reordered(costs, result.order)).makespan
+    assert result.found_us == pytest.approx(makespan)
+    assert result.found_us <= result.given_us
+    assert reorder_microbatches(schedule, costs, tries=100) == result
 
 
-def test_long_ones_in_better_places_make_the_step_shorter() -> None:
+def test_reordering_shortens_the_step() -> None:
     schedule = make("v-zb", 4, 16)
-    gains = [reorder_microbatches(schedule, unlike(4, 8, 16, seed), tries=400) for seed in range(4)]
-    assert sum(each.found_us / each.given_us for each in gains) / 4 < 0.97
+    gains = [
+        reorder_microbatches(schedule, variable_length_costs(4, 8, 16, seed), tries=400)
+        for seed in range(4)
+    ]
+    assert sum(result.found_us / result.given_us for result in gains) / 4 < 0.97
 
 
-def test_joint_passes_and_whole_backwards_keep_their_prices() -> None:
+def test_overlapped_passes_and_full_backwards_are_reordered() -> None:
     schedule = make("dualpipev", 4, 12)
-    costs = unlike(4, schedule.num_stages, 12, 1)
-    both = tuple(0.9 * (b + w) for b, w in zip(costs.backward_us, costs.weight_us, strict=True))
-    costs = costs.having(whole_backward_us=both)
-    found = reorder_microbatches(schedule, costs, tries=20)
-    assert found.given_us == pytest.approx(simulate(schedule, costs).makespan)
+    costs = variable_length_costs(4, schedule.num_stages, 12, 1)
+    full_backward_us = tuple(
+        0.9 * (b + w) for b, w in zip(costs.backward_us, costs.weight_us, strict=True)
+    )
+    costs = costs.having(whole_backward_us=full_backward_us)
+    result = reorder_microbatches(schedule, costs, tries=20)
+    assert result.given_us == pytest.approx(simulate(schedule, costs).makespan)
 
 
-def test_no_device_holds_more_than_its_limit() -> None:
+def test_reordered_peaks_are_within_limits() -> None:
     schedule = make("v-half", 4, 12)
-    costs = unlike(4, 8, 12, 3, held=True)
-    given = peak_held(schedule, costs)
+    costs = variable_length_costs(4, 8, 12, 3, has_memory=True)
+    planned_peaks = peak_held(schedule, costs)
     free = reorder_microbatches(schedule, costs, tries=400)
-    within = reorder_microbatches(schedule, costs, limits=max(given), tries=400)
-    assert max(peak_held(schedule, reordered(costs, within.order))) <= max(given) * (1 + 1e-6)
+    limited = reorder_microbatches(schedule, costs, limits=max(planned_peaks), tries=400)
+    assert max(peak_held(schedule, reordered(costs, limited.order))) <= max(planned_peaks) * (
+        1 + 1e-6
+    )
     tight = reorder_microbatches(schedule, costs, limits=0.0, tries=400)
-    for held, most in zip(peak_held(schedule, reordered(costs, tight.order)), given, strict=True):
-        assert held <= most * (1 + 1e-6)
-    assert free.found_us <= within.found_us * (1 + 1e-9)
+    for peak, planned_peak in zip(
+        peak_held(schedule, reordered(costs, tight.order)), planned_peaks, strict=True
+    ):
+        assert peak <= planned_peak * (1 + 1e-6)
+    assert free.found_us <= limited.found_us * (1 + 1e-9)
 
 
-def test_alike_stay_as_they_are() -> None:
+def test_uniform_microbatches_are_not_reordered() -> None:
     schedule = make("v-half", 4, 12)
     costs = Costs.uniform(4, 8)
     assert reorder_microbatches(schedule, costs).order == tuple(range(12))
@@ -79,7 +90,7 @@ def test_alike_stay_as_they_are() -> None:
     )
 
 
-def test_memory_is_each_microbatchs_own() -> None:
+def test_memory_depends_on_the_microbatch() -> None:
     schedule = make("1f1b", 2, 3)
     costs = replace(Costs.uniform(2, 2), by_microbatch=((HELD[0], (1.0, 1.0, 5.0)),))
     assert peak_held(schedule, costs) == (12.0, 10.0)
@@ -89,8 +100,11 @@ def test_memory_is_each_microbatchs_own() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("devices", "count"), [(4, 32), (8, 64)])
-def test_it_takes_less_than_a_step(devices: int, count: int) -> None:
-    schedule, costs = make("v-zb", devices, count), unlike(devices, 2 * devices, count, 0)
+def test_reordering_takes_less_than_a_step(devices: int, count: int) -> None:
+    schedule, costs = (
+        make("v-zb", devices, count),
+        variable_length_costs(devices, 2 * devices, count, 0),
+    )
     reorder_microbatches(schedule, costs, tries=1)
     began_s = time.perf_counter()
     reorder_microbatches(schedule, costs, math.inf)

@@ -17,7 +17,7 @@ from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 
-OUT_OF_TURN = "and must run behind it"
+OUT_OF_ORDER = "and must run behind it"
 
 
 def parse(placement: tuple[int, ...], *rows: str) -> Schedule:
@@ -26,18 +26,18 @@ def parse(placement: tuple[int, ...], *rows: str) -> Schedule:
     return Schedule("test", len(rows), microbatches, placement, order)
 
 
-def refuse(schedule: Schedule, *arguments: object) -> str:
+def error_of(schedule: Schedule, *arguments: object) -> str:
     with pytest.raises(ScheduleError) as error:
         verify(schedule, *arguments)
     return "\n" + str(error.value)
 
 
-def test_a_deadlock_shows_its_cycle() -> None:
+def test_deadlock_shows_its_cycle() -> None:
     schedule = parse((0, 1), "F0.0 F0.1 BW0.0 BW0.1", "F1.0 BW1.0 F1.1 BW1.1")
     verify(schedule)  # a backward may come late
     schedule = parse((0, 1), "F0.0 BW0.0 F0.1 BW0.1", "F1.0 F1.1 BW1.0 BW1.1")
     assert (
-        refuse(schedule)
+        error_of(schedule)
         == """
 the schedule deadlocks; each pass below waits for the next:
     BW0.0 on device 0 waits for BW1.0: reads its result
@@ -47,10 +47,10 @@ the schedule deadlocks; each pass below waits for the next:
     )
 
 
-def test_a_deadlock_on_one_device() -> None:
+def test_deadlock_on_one_device() -> None:
     schedule = parse((0, 0), "F1.0 F0.0 B1.0 B0.0 W0.0 W1.0")
     assert (
-        refuse(schedule)
+        error_of(schedule)
         == """
 the schedule deadlocks; each pass below waits for the next:
     F1.0 on device 0 waits for F0.0: reads its result
@@ -58,7 +58,7 @@ the schedule deadlocks; each pass below waits for the next:
     )
 
 
-def test_a_long_cycle_is_cut() -> None:
+def test_long_cycle_is_truncated() -> None:
     d = 20
     rows = []
     for device in range(d):
@@ -66,7 +66,7 @@ def test_a_long_cycle_is_cut() -> None:
         backwards = [f"BW{stage}.{m}" for stage in (d + device, device) for m in range(d)]
         backwards.remove(f"BW{device}.{device}")
         rows.append(" ".join([*forwards, f"BW{device}.{device}", *backwards]))
-    lines = refuse(parse(looping(d, 2), *rows)).splitlines()
+    lines = error_of(parse(looping(d, 2), *rows)).splitlines()
     assert len(lines) == 3 + LISTED
     assert lines[2] == "    BW0.0 on device 0 waits for BW1.0: reads its result"
     assert lines[3] == "    BW1.0 on device 1 waits for BW1.1: device 1 runs it first"
@@ -76,10 +76,10 @@ def test_a_long_cycle_is_cut() -> None:
     ]
 
 
-def test_a_misplaced_pass_is_marked() -> None:
+def test_misplaced_pass_is_marked() -> None:
     schedule = parse((0, 1), "F0.0 F1.0 BW0.0", "BW1.0")
     assert (
-        refuse(schedule)
+        error_of(schedule)
         == """
 F1.0 is on device 0, but its stage is on device 1
     device 0 |  F0.0  [F1.0]  BW0.0   <-- here
@@ -87,10 +87,10 @@ F1.0 is on device 0, but its stage is on device 1
     )
 
 
-def test_a_strange_stage_or_microbatch_is_marked() -> None:
+def test_unknown_stage_or_microbatch_is_marked() -> None:
     schedule = parse((0, 1), "F0.0 BW0.0", "F1.0 BW1.0 F2.0")
     assert (
-        refuse(schedule)
+        error_of(schedule)
         == """
 F2.0 is on device 1, but the last stage is 1
     device 0 |  F0.0   BW0.0
@@ -98,17 +98,17 @@ F2.0 is on device 1, but the last stage is 1
     )
     schedule = replace(parse((0,), "F0.0 BW0.0 F0.7"), num_microbatches=1)
     assert (
-        refuse(schedule)
+        error_of(schedule)
         == """
 F0.7 is on device 0, but the last microbatch is 0
     device 0 |  F0.0   BW0.0 [F0.7]   <-- here"""
     )
 
 
-def test_a_missing_and_a_doubled_pass_are_marked() -> None:
+def test_missing_and_duplicated_passes_are_marked() -> None:
     schedule = parse((0, 1), "F0.0 F0.1 B0.0 W0.0 B0.1 W0.1", "F1.0 B1.0 W1.0 F1.1 W1.1")
     assert (
-        refuse(schedule)
+        error_of(schedule)
         == """
 B1.1 runs never on device 1; every pass must run once
     device 0 | ...  F0.1  B0.0  W0.0  B0.1  W0.1
@@ -116,25 +116,25 @@ B1.1 runs never on device 1; every pass must run once
     )
     schedule = parse((0,), "F0.0 B0.0 BW0.0")
     assert (
-        refuse(schedule)
+        error_of(schedule)
         == """
 B0.0 runs 2 times, as B0.0 and BW0.0, on device 0; every pass must run once
     device 0 |  F0.0   B0.0  [BW0.0]   <-- here"""
     )
     schedule = parse((0,), "F0.0 BW0.0 BW0.0 F0.1")
     assert (
-        refuse(schedule)
+        error_of(schedule)
         == """
 BW0.0 runs 2 times on device 0; every pass must run once (and 1 more are wrong)
     device 0 |  F0.0   BW0.0 [BW0.0] F0.1   <-- here"""
     )
 
 
-def test_only_the_neighbourhood_is_shown() -> None:
+def test_only_neighbouring_passes_are_shown() -> None:
     schedule = make("1f1b", 16, 64)
     order = list(schedule.order)
     order[8] = order[8][:40] + order[8][41:]
-    lines = refuse(replace(schedule, order=tuple(order))).splitlines()[2:]
+    lines = error_of(replace(schedule, order=tuple(order))).splitlines()[2:]
     assert len(lines) == 5
     assert [line.split()[1] for line in lines] == ["6", "7", "8", "9", "10"]
     assert all(line.startswith("    device") for line in lines)
@@ -143,10 +143,10 @@ def test_only_the_neighbourhood_is_shown() -> None:
     assert lines[2].endswith("<-- here")
 
 
-def test_too_much_memory_is_marked_where_it_begins() -> None:
+def test_first_pass_above_the_limit_is_marked() -> None:
     schedule = make("gpipe", 2, 4)
     assert (
-        refuse(schedule, 4)
+        error_of(schedule, 4)
         == """
 device 0 holds 8 at its peak, more than the limit of 4; it first exceeds that at F0.2
     device 0 |  F0.0   F0.1  [F0.2]  F0.3   BW0.0  BW0.1 ...   <-- here
@@ -158,15 +158,15 @@ device 0 holds 8 at its peak, more than the limit of 4; it first exceeds that at
 def test_a_limit_for_every_device() -> None:
     schedule = make("1f1b", 2, 4)  # holds 4 chunks on the first device, 2 on the second
     verify(schedule, (4, 2))
-    assert "device 1 holds 2 at its peak, more than the limit of 1;" in refuse(schedule, (4, 1))
-    assert "there are 3 limits for 2 devices" in refuse(schedule, (4, 2, 2))
+    assert "device 1 holds 2 at its peak, more than the limit of 1;" in error_of(schedule, (4, 1))
+    assert "there are 3 limits for 2 devices" in error_of(schedule, (4, 2, 2))
 
 
-def test_bytes_a_little_beyond_a_limit_are_told_apart() -> None:
+def test_small_excess_over_a_limit_is_visible() -> None:
     costs = Costs((1, 1), (1, 1), (1, 1), 0, (2.0**36, 1), (2.0**36, 1))
     limit = 2.0**37 - 2000
-    told = refuse(make("1f1b", 2, 4), limit, costs)
-    assert "holds 137,438,953,472 at its peak, more than the limit of 137,438,951,472" in told
+    message = error_of(make("1f1b", 2, 4), limit, costs)
+    assert "holds 137,438,953,472 at its peak, more than the limit of 137,438,951,472" in message
 
 
 @pytest.mark.parametrize(
@@ -183,28 +183,28 @@ def test_bytes_a_little_beyond_a_limit_are_told_apart() -> None:
         ({"placement": ()}, "the placement has 0 stages for 2 devices; all devices need"),
     ],
 )
-def test_sizes_that_do_not_fit(changes: dict[str, object], message: str) -> None:
-    assert message in refuse(replace(make("1f1b", 2, 2), **changes))
+def test_inconsistent_sizes_are_rejected(changes: dict[str, object], message: str) -> None:
+    assert message in error_of(replace(make("1f1b", 2, 2), **changes))
 
 
 def verdicts_agree(schedule: Schedule, replay) -> None:
-    judged = replay(schedule, Costs.uniform(schedule.num_devices, schedule.num_stages))
+    figures = replay(schedule, Costs.uniform(schedule.num_devices, schedule.num_stages))
     message = None
     try:
         verify(schedule)
     except ScheduleError as error:
         message = str(error)
-    if message is None or OUT_OF_TURN in message:
-        assert isinstance(judged, dict), judged
+    if message is None or OUT_OF_ORDER in message:
+        assert isinstance(figures, dict), figures
     else:
-        assert isinstance(judged, str), message
+        assert isinstance(figures, str), message
         assert len(message.splitlines()) <= 2 + LISTED
         assert len(message) < 2000
 
 
 @settings(max_examples=400, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_a_changed_schedule_is_caught_or_still_correct(data: st.DataObject, replay) -> None:
+def test_mutated_schedule_is_rejected_or_correct(data: st.DataObject, replay) -> None:
     schedule = data.draw(catalogue_schedules(max_devices=5, max_microbatches=6))
     verdicts_agree(data.draw(mutated_schedules(schedule)), replay)
 
@@ -212,7 +212,7 @@ def test_a_changed_schedule_is_caught_or_still_correct(data: st.DataObject, repl
 @pytest.mark.slow
 @settings(max_examples=3000, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_a_changed_schedule_is_caught_at_length(data: st.DataObject, replay) -> None:
+def test_many_mutated_schedules_are_rejected_or_correct(data: st.DataObject, replay) -> None:
     schedule = data.draw(catalogue_schedules())
     verdicts_agree(data.draw(mutated_schedules(schedule)), replay)
 
@@ -222,7 +222,7 @@ def test_a_changed_schedule_is_caught_at_length(data: st.DataObject, replay) -> 
 @example("F0.0\n")
 @example("F-1.0")
 @example("F1234567890.0")
-def test_a_pass_is_its_text(text: str) -> None:
+def test_pass_text_round_trips(text: str) -> None:
     names = "|".join(KINDS)
     if re.fullmatch(rf"({names})[0-9]{{1,9}}\.[0-9]{{1,9}}", text):
         work = Pass.parse(text)
@@ -239,21 +239,21 @@ ROW = "F0.0 D0.0 L0.0 R0.0 H0.0 F0.1 B0.0 W0.0 BW0.1"
     ("one", "other"),
     [("F0.0", "F0.1"), ("B0.0", "BW0.1"), ("D0.0", "F0.0"), ("H0.0", "B0.0"), ("R0.0", "L0.0")],
 )
-def test_a_pass_stands_behind_what_it_reads_on_whatever_resource(one: str, other: str) -> None:
+def test_passes_follow_their_inputs_on_every_resource(one: str, other: str) -> None:
     verify(parse((0,), ROW))
     names = {one: other, other: one}
     wrong = parse((0,), " ".join(names.get(name, name) for name in ROW.split()))
-    with pytest.raises(ScheduleError, match=f"{OUT_OF_TURN}|deadlocks"):
+    with pytest.raises(ScheduleError, match=f"{OUT_OF_ORDER}|deadlocks"):
         verify(wrong)
 
 
-def test_needs_of_a_pass() -> None:
+def test_dependencies_of_a_pass() -> None:
     assert list(Pass(Kind.F, 0, 2).needs(3)) == []
     assert list(Pass(Kind.BW, 1, 2).needs(3)) == [Pass(Kind.F, 1, 2), Pass(Kind.B, 2, 2)]
     assert list(Pass(Kind.W, 1, 2).needs(3)) == [Pass(Kind.B, 1, 2)]
 
 
-def test_a_pass_of_another_kind_stands_for_none_that_is_missing() -> None:
+def test_pass_of_another_kind_does_not_replace_a_missing_pass() -> None:
     order = ((Pass.parse("L0.0"), Pass.parse("BW0.0")),)
     with pytest.raises(ScheduleError, match=r"F0\.0 runs never on device 0"):
         verify(Schedule("mine", 1, 1, (0,), order))

@@ -57,7 +57,7 @@ def costs_of(schedule: Schedule, head: float = HEAD, sum_us: float = 0.1) -> Cos
     return shared_costs(bare, pieces.first, pieces.last, schedule.num_devices, sum_us, 0.25)
 
 
-def joined(schedule: Schedule) -> list[list[tuple[Kind, int]]]:
+def collectives(schedule: Schedule) -> list[list[tuple[Kind, int]]]:
     return [
         [(work.kind, work.microbatch) for work in row if work.kind.is_collective]
         for row in schedule.order
@@ -74,7 +74,7 @@ def schedules_of_sizes() -> Iterator[Schedule]:
             yield make(name, devices, microbatches)
 
 
-def test_every_schedule_of_the_catalogue_has_some_size() -> None:
+def test_every_schedule_is_covered() -> None:
     assert {schedule.name for schedule in schedules_of_sizes()} == set(NAMES)
 
 
@@ -83,19 +83,19 @@ def test_every_schedule_of_the_catalogue_has_some_size() -> None:
     list(schedules_of_sizes()),
     ids=lambda plain: f"{plain.name}-{plain.num_devices}-{plain.num_microbatches}",
 )
-def test_every_schedule_of_the_catalogue_can_share_it(plain: Schedule) -> None:
+def test_every_schedule_supports_vocabulary_parallelism(plain: Schedule) -> None:
     costs = costs_of(plain)
     shared = share_vocabulary(plain, costs)
     verify(shared, costs=costs)
     assert shared.kinds >= set(VOCABULARY)
     verify(shared)
     for row in shared.order:
-        waiting = accumulate((work.kind is LOGITS) - (work.kind is HEAD_WEIGHT) for work in row)
-        assert max(waiting) <= max(WAITING) + 1
-    for own, row in zip(plain.order, shared.order, strict=True):
-        assert sorted(work for work in row if not work.kind.of) == sorted(own)
-    first, *others = joined(shared)
-    assert others == [first] * (plain.num_devices - 1)
+        num_waiting = accumulate((work.kind is LOGITS) - (work.kind is HEAD_WEIGHT) for work in row)
+        assert max(num_waiting) <= max(WAITING) + 1
+    for passes, row in zip(plain.order, shared.order, strict=True):
+        assert sorted(work for work in row if not work.kind.of) == sorted(passes)
+    first, *other_rows = collectives(shared)
+    assert other_rows == [first] * (plain.num_devices - 1)
     timeline = simulate(shared, costs)
     lower(shared)
     lower(shared, timeline)
@@ -103,19 +103,19 @@ def test_every_schedule_of_the_catalogue_can_share_it(plain: Schedule) -> None:
     assert deadlocks_under_device_sync(program) == {}
 
 
-def test_what_it_takes_is_near_an_output_layer_that_is_spread_and_waits_for_nothing() -> None:
+def test_step_time_is_near_evenly_distributed_output_layer() -> None:
     """The figures of reference: the head dealt out evenly, in chunk passes; stock rank 0 has it."""
     layers = (2,) * 16
     for vocabulary, head, spread in ((32, 0.615, 213.0), (128, 2.46, 225.1), (256, 4.92, 241.2)):
         plain = make("v-half", 8, 32)
         costs = costs_of(plain, head)
-        takes = simulate(share_vocabulary(plain, costs), costs).makespan
-        assert takes < 1.02 * spread, vocabulary
+        makespan = simulate(share_vocabulary(plain, costs), costs).makespan
+        assert makespan < 1.02 * spread, vocabulary
         stock = simulate(plain, Pieces.estimated(head, 2.0).costs(layers)).makespan
-        assert takes < {32: 0.93, 128: 0.71, 256: 0.55}[vocabulary] * stock
+        assert makespan < {32: 0.93, 128: 0.71, 256: 0.55}[vocabulary] * stock
 
 
-def test_logits_wait_for_few_microbatches() -> None:
+def test_logits_of_few_microbatches_are_stored() -> None:
     for name in ("v-min", "v-half", "v-zb"):
         plain = make(name, 8, 24)
         costs = costs_of(plain)
@@ -124,63 +124,67 @@ def test_logits_wait_for_few_microbatches() -> None:
         assert max(peak_held(share_vocabulary(plain, costs), only)) <= 5 * 0.25
 
 
-def test_no_more_is_held_than_is_allowed_and_it_buys_time() -> None:
+def test_additional_memory_is_bounded_and_saves_time() -> None:
     plain = make("v-zb", 8, 32)
     costs = replace_logits(costs_of(plain), 0.0)
-    runs = [share_vocabulary(plain, costs, more) for more in (0.0, 1.0)]
+    runs = [share_vocabulary(plain, costs, extra_memory) for extra_memory in (0.0, 1.0)]
     assert [max(peak_held(run, costs)) for run in runs] == [16, 17]
     steps = [simulate(run, costs).makespan for run in runs]
     assert steps[1] < 0.98 * steps[0]
     assert steps[1] < 214.6  # the figure of reference, which takes two
 
 
-def replace_logits(costs: Costs, held: float) -> Costs:
-    others = {name: (held,) * 16 if name == LOGITS.takes else v for name, v in costs.others}
-    return costs.having(**others)
+def replace_logits(costs: Costs, amount: float) -> Costs:
+    extra_costs = {
+        name: (amount,) * 16 if name == LOGITS.takes else amounts for name, amounts in costs.others
+    }
+    return costs.having(**extra_costs)
 
 
-def test_vocabulary_passes_wait_for_a_slow_boundary() -> None:
+def test_vocabulary_passes_account_for_a_slow_boundary() -> None:
     """If all messages count as equal, the step takes 148.05."""
     plain = make("1f1b", 8, 24)
-    more = tuple(3.0 if boundary == 2 else 0.0 for boundary in range(7))
-    costs = replace(costs_of(plain), more_send_us=more)
+    extra_us = tuple(3.0 if boundary == 2 else 0.0 for boundary in range(7))
+    costs = replace(costs_of(plain), more_send_us=extra_us)
     assert simulate(share_vocabulary(plain, costs, 2.0), costs).makespan < 120
 
 
-def test_the_next_microbatch_brings_what_t_needs() -> None:
+def test_logits_of_next_microbatch_precede_head_weight_gradient() -> None:
     plain = make("v-zb", 4, 6)
     shared = share_vocabulary(plain, costs_of(plain))
     for row in shared.order:
         for work in row:
             if work.kind is HEAD_WEIGHT and work.microbatch < 5:
-                after = work._replace(kind=LOGITS, microbatch=work.microbatch + 1)
-                assert row.index(after) < row.index(work)
+                next_logits = work._replace(kind=LOGITS, microbatch=work.microbatch + 1)
+                assert row.index(next_logits) < row.index(work)
 
 
-def test_an_output_layer_alone() -> None:
+def test_logits_without_lookup_are_rejected() -> None:
     """No run can have it, so none is proved."""
     plain = make("v-half", 4, 6)
     shared = share_vocabulary(plain, costs_of(plain))
-    alone = keep(shared, (*PARTS, LOGITS, LOSS, HEAD_WEIGHT))
+    incomplete = with_kinds(shared, (*PARTS, LOGITS, LOSS, HEAD_WEIGHT))
     with pytest.raises(ScheduleError, match="I of microbatch 0 runs no times on device 0"):
-        verify(alone)
+        verify(incomplete)
 
 
-def keep(schedule: Schedule, kinds: tuple[Kind, ...]) -> Schedule:
-    rows = tuple(tuple(w for w in row if set(w.parts()) <= set(kinds)) for row in schedule.order)
+def with_kinds(schedule: Schedule, kinds: tuple[Kind, ...]) -> Schedule:
+    rows = tuple(
+        tuple(work for work in row if set(work.parts()) <= set(kinds)) for row in schedule.order
+    )
     return replace(schedule, order=rows)
 
 
-def swapped(schedule: Schedule, device: int, one: Pass, other: Pass) -> Schedule:
+def swapped(schedule: Schedule, device: int, first: Pass, second: Pass) -> Schedule:
     row = list(schedule.order[device])
-    at, to = row.index(one), row.index(other)
-    row[at], row[to] = other, one
+    first_index, second_index = row.index(first), row.index(second)
+    row[first_index], row[second_index] = second, first
     order = list(schedule.order)
     order[device] = tuple(row)
     return replace(schedule, order=tuple(order))
 
 
-def test_1f1b_lets_the_next_forward_go_before_a_late_gradient() -> None:
+def test_1f1b_runs_next_forward_before_a_late_gradient() -> None:
     """Else each of the last device's microbatches waits for all devices: 72.5."""
     plain = make("1f1b", 4, 16)
     costs = costs_of(plain)
@@ -188,7 +192,7 @@ def test_1f1b_lets_the_next_forward_go_before_a_late_gradient() -> None:
     assert simulate(shared, costs).makespan < 67
 
 
-def test_devices_that_join_in_another_order_are_told_of() -> None:
+def test_different_collective_orders_are_rejected() -> None:
     plain = make("1f1b", 4, 6)
     shared = share_vocabulary(plain, costs_of(plain))
     wrong = swapped(shared, 2, Pass(LOGITS, 2, 2), Pass(LOOKUP_WEIGHT, 2, 0))
@@ -213,7 +217,7 @@ def test_devices_that_join_in_another_order_are_told_of() -> None:
         (lambda row: row.replace("J2.1", "J2.1,J5.1"), "J of microbatch 1 runs 2 times"),
     ],
 )
-def test_what_is_missing_or_elsewhere_is_told(change: object, said: str) -> None:
+def test_missing_or_misplaced_vocabulary_pass_is_rejected(change: object, said: str) -> None:
     plain = make("v-half", 4, 6)
     shared = share_vocabulary(plain, costs_of(plain))
     assert callable(change)
@@ -223,21 +227,21 @@ def test_what_is_missing_or_elsewhere_is_told(change: object, said: str) -> None
     assert said in str(error.value)
 
 
-def test_it_is_shared_once() -> None:
+def test_vocabulary_is_shared_only_once() -> None:
     plain = make("v-half", 4, 6)
     costs = costs_of(plain)
     with pytest.raises(ScheduleError, match="v-half has passes of a shared vocabulary already"):
         share_vocabulary(share_vocabulary(plain, costs), costs)
 
 
-def test_files_keep_it() -> None:
+def test_files_round_trip_vocabulary_passes() -> None:
     plain = make("v-min", 4, 6)
     shared = share_vocabulary(plain, costs_of(plain))
     assert Schedule.from_json(shared.to_json()) == shared
     assert Schedule.from_csv(shared.to_csv(), shared.placement, shared.name) == shared
 
 
-def test_costs_share_the_ends_out() -> None:
+def test_costs_distribute_embedding_and_head() -> None:
     head, embedding = Piece(8, 6, 4, 100, 50), Piece(4, 2, 2, 0, 0)
     bare = Costs.uniform(2, 4)
     costs = shared_costs(bare, embedding, head, 2, 0.25, 7)
@@ -248,89 +252,99 @@ def test_costs_share_the_ends_out() -> None:
     assert costs.changes(HEAD_WEIGHT)[1] == [-7] * 4
 
 
-def test_a_plan_can_share_it() -> None:
+def test_plan_supports_vocabulary_parallelism() -> None:
     costs = Costs.uniform(4, 8, 1, 1.15, 0.85, 0.05)
-    found = plan(costs, 4, 12, 6, steps=10_000, placements=[v_shape(4)]).schedule
-    own = costs.having(**dict(costs_of(found).others))
-    shared = share_vocabulary(found, own)
+    schedule = plan(costs, 4, 12, 6, steps=10_000, placements=[v_shape(4)]).schedule
+    stage_costs = costs.having(**dict(costs_of(schedule).others))
+    shared = share_vocabulary(schedule, stage_costs)
     verify(shared)
     lower(shared, kernels=True)
-    assert simulate(shared, own).makespan < 1.25 * simulate(found, costs).makespan
+    assert simulate(shared, stage_costs).makespan < 1.25 * simulate(schedule, costs).makespan
 
 
-def shared_question(
-    limit: float, logits: float = 0.25, steps: int = 10_000, **more: Any
+def vocabulary_request(
+    limit: float, logits: float = 0.25, steps: int = 10_000, **options: Any
 ) -> PlanRequest:
     """Return the question for a plan of 4 devices in chunk passes, the ends shared out."""
     pieces = Pieces.estimated(HEAD, 2.0, (1, 1.15, 0.85, 0.05))
     costs = shared_pieces(pieces, 4, 0.1, logits).costs((2,) * 8)
-    return PlanRequest(AUTO, 4, 12, costs, limit=limit, steps=steps, **more)
+    return PlanRequest(AUTO, 4, 12, costs, limit=limit, steps=steps, **options)
 
 
-def test_costs_that_tell_of_it_are_planned_with_it() -> None:
+def test_shared_costs_give_a_vocabulary_parallel_plan() -> None:
     """The plan and all that it is compared with share it, within the limit, logits included."""
-    question = shared_question(9.0)
-    answer = plan_request(question)
-    verify(answer.schedule)
-    verify(answer.schedule, answer.limits, answer.costs)
-    lower(answer.schedule, kernels=True)
-    assert max(answer.plan.peak) <= 9 + 1e-9
-    known = [each for each in compare(question, answer) if isinstance(each, EvaluatedSchedule)]
-    assert {"v-half", "1f1b"} <= {each.schedule.name for each in known}
-    assert all(is_shared(each.schedule) and not each.is_megatrons for each in known)
-    inside = [each.timeline.makespan for each in known if fits(each.peak, answer.limits)]
-    assert answer.plan.value <= min(inside)
+    request = vocabulary_request(9.0)
+    result = plan_request(request)
+    verify(result.schedule)
+    verify(result.schedule, result.limits, result.costs)
+    lower(result.schedule, kernels=True)
+    assert max(result.plan.peak) <= 9 + 1e-9
+    evaluated = [
+        candidate
+        for candidate in compare(request, result)
+        if isinstance(candidate, EvaluatedSchedule)
+    ]
+    assert {"v-half", "1f1b"} <= {candidate.schedule.name for candidate in evaluated}
+    assert all(
+        is_shared(candidate.schedule) and not candidate.is_megatrons for candidate in evaluated
+    )
+    inside = [
+        candidate.timeline.makespan
+        for candidate in evaluated
+        if fits(candidate.peak, result.limits)
+    ]
+    assert result.plan.value <= min(inside)
     # all of what the ends take is on every device, beside two stages' work
-    ends = sum(dict(answer.costs.others)[kind.time][0] for kind in (LOGITS, HEAD_WEIGHT))
-    assert answer.plan.value >= answer.plan.lower_bound > 12 * (2 * 3 + ends)
-    assert answer.searched_bound >= 12 * (2 * 3 + ends)
+    ends = sum(dict(result.costs.others)[kind.time][0] for kind in (LOGITS, HEAD_WEIGHT))
+    assert result.plan.value >= result.plan.lower_bound > 12 * (2 * 3 + ends)
+    assert result.searched_bound >= 12 * (2 * 3 + ends)
 
 
-def test_a_limit_leaves_room_for_logits() -> None:
-    with pytest.raises(LimitError) as refused:
-        plan_request(shared_question(2.25))
-    assert refused.value.need == pytest.approx(2 + 2 * 0.25)  # of the one at work and the next
-    assert plan_request(shared_question(refused.value.least)).plan.peak
+def test_limit_includes_logits() -> None:
+    with pytest.raises(LimitError) as error:
+        plan_request(vocabulary_request(2.25))
+    assert error.value.need == pytest.approx(2 + 2 * 0.25)  # of the one at work and the next
+    assert plan_request(vocabulary_request(error.value.least)).plan.peak
 
 
-def test_a_name_is_shared_as_the_costs_tell() -> None:
-    question = replace(shared_question(9.0), name="v-half")
-    answer = plan_request(question)
-    assert answer.schedule.name == "v-half"
-    verify(answer.schedule)
-    assert not is_shared(plan_request(replace(question, costs=None)).schedule)
+def test_named_schedule_follows_the_costs() -> None:
+    request = replace(vocabulary_request(9.0), name="v-half")
+    result = plan_request(request)
+    assert result.schedule.name == "v-half"
+    verify(result.schedule)
+    assert not is_shared(plan_request(replace(request, costs=None)).schedule)
 
 
-def test_a_device_has_its_part_once_however_many_stages() -> None:
-    costs = shared_question(9.0).costs
+def test_vocabulary_share_is_independent_of_stage_count() -> None:
+    costs = vocabulary_request(9.0).costs
     assert costs is not None
-    coarse, again = regroup(costs, 4, "a plan"), recut(costs, 16, 4, "a plan", 16)
+    coarse, finer = regroup(costs, 4, "a plan"), recut(costs, 16, 4, "a plan", 16)
     for name, (amount, *_) in costs.others:
         assert dict(coarse.others)[name] == (amount,) * 4
-        assert dict(again.others)[name] == (amount,) * 16
-    assert coarse.forward_us == tuple(2 * each for each in costs.forward_us[:4])
+        assert dict(finer.others)[name] == (amount,) * 16
+    assert coarse.forward_us == tuple(2 * forward_us for forward_us in costs.forward_us[:4])
     timelines = [
-        simulate(share_vocabulary(make(name, 4, 8), each), each)
-        for name, each in (("v-half", costs), ("zb-h1", coarse))
+        simulate(share_vocabulary(make(name, 4, 8), stage_costs), stage_costs)
+        for name, stage_costs in (("v-half", costs), ("zb-h1", coarse))
     ]
     assert sum(timelines[0].work) == pytest.approx(sum(timelines[1].work))
 
 
-def test_further_heads_are_shared_and_their_layers_are_not() -> None:
+def test_prediction_heads_are_shared_but_their_layers_are_not() -> None:
     pieces = Pieces.estimated(HEAD, 2.0)
-    whole = pieces.predicting(1, 0.25)
-    assert whole.last.forward_us == pytest.approx(0.5 * (2 * HEAD + 1.25))
-    assert whole.last.held_after_forward_bytes == pieces.layer.held_after_forward_bytes
+    unshared = pieces.predicting(1, 0.25)
+    assert unshared.last.forward_us == pytest.approx(0.5 * (2 * HEAD + 1.25))
+    assert unshared.last.held_after_forward_bytes == pieces.layer.held_after_forward_bytes
     shared = shared_pieces(pieces, 4, 0.1, 0.0, 1).predicting(1, 0.25)
     assert shared.last.forward_us == pytest.approx(0.5 * 1.25)
     assert dict(shared.others)[HEAD_WEIGHT.time] == pytest.approx(0.5 * 2 * HEAD / 4)
 
 
 @pytest.mark.parametrize("placement", [v_shape(4), linear(4), looping(4, 2), (0, 3, 1, 2)])
-def test_an_evaluation_can_share_it(placement: tuple[int, ...]) -> None:
+def test_evaluation_supports_vocabulary_parallelism(placement: tuple[int, ...]) -> None:
     shared = share_forwards(forward_wave(placement, 4, 3))
-    first, *others = joined(shared)
-    assert all(other == first for other in others)
+    first, *other_rows = collectives(shared)
+    assert all(row == first for row in other_rows)
     assert sorted(first) == sorted((kind, m) for kind in (LOOKUP, LOGITS) for m in range(3))
     for row in shared.order:
         assert row == tuple(dict.fromkeys(row))
@@ -340,35 +354,35 @@ def test_an_evaluation_can_share_it(placement: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("copies", [False, True])
-def test_it_is_shared_beside_whatever_a_plan_has(overlapped: bool, copies: bool) -> None:
+def test_vocabulary_parallelism_with_overlap_and_offload(overlapped: bool, copies: bool) -> None:
     """What runs beside the processor holds up nobody, and a step of two stays one."""
     plain = make("dualpipev", 4, 12) if overlapped else make("v-zb", 4, 12)
-    own = costs_of(plain)
+    stage_costs = costs_of(plain)
     if copies:
-        own = with_copies(own, 1.0)
+        stage_costs = with_copies(stage_costs, 1.0)
         sizes = 4, 12, (5.0,) * 4
-        bare = without_shared(own)
+        bare = without_shared(stage_costs)
         plain = plan(bare, *sizes, trades=True, steps=20_000).schedule
         assert COPY_OUT in plain.kinds
-    shared = share_vocabulary(plain, own)
-    verify(shared, costs=own)
+    shared = share_vocabulary(plain, stage_costs)
+    verify(shared, costs=stage_costs)
     assert shared.overlapped == plain.overlapped
     assert shared.overlapped_pairs() == plain.overlapped_pairs()
     assert {kind for kind in shared.kinds if not kind.of} == plain.kinds
-    timeline = simulate(shared, own)
+    timeline = simulate(shared, stage_costs)
     assert deadlocks_under_device_sync(lower(shared, timeline, kernels=True)) == {}
 
 
-def test_a_shared_vocabulary_with_copies_is_no_slower_than_without() -> None:
+def test_vocabulary_parallel_plan_with_offload_is_not_slower() -> None:
     pieces = Pieces.estimated(HEAD, 2.0, (1, 1.15, 0.85, 0.05))
     costs = shared_pieces(pieces, 4, 0.1, 0.25).costs((2,) * 8)
-    question = PlanRequest(AUTO, 4, 12, limit=4.5, steps=10_000)
+    request = PlanRequest(AUTO, 4, 12, limit=4.5, steps=10_000)
     values = []
-    for each in (costs, with_copies(costs, 1.0)):
-        answer = plan_request(replace(question, costs=each))
-        verify(answer.schedule, answer.limits, answer.costs)
-        lower(answer.schedule, kernels=True)
-        assert is_shared(answer.schedule)
-        assert answer.plan.lower_bound <= answer.plan.value
-        values.append(answer.plan.value)
+    for stage_costs in (costs, with_copies(costs, 1.0)):
+        result = plan_request(replace(request, costs=stage_costs))
+        verify(result.schedule, result.limits, result.costs)
+        lower(result.schedule, kernels=True)
+        assert is_shared(result.schedule)
+        assert result.plan.lower_bound <= result.plan.value
+        values.append(result.plan.value)
     assert values[1] < 0.97 * values[0]

@@ -28,7 +28,7 @@ from megatron_vshape.core.request import AUTO, PlanRequest
 REAL = (1.0, 1.15, 0.85, 0.05)
 
 
-def priced(costs: Costs, share: float) -> Costs:
+def with_full_backward_cost(costs: Costs, share: float) -> Costs:
     """Return the costs with whole backwards of this share of B + W."""
     split = zip(costs.backward_us, costs.weight_us, strict=True)
     return replace(costs, whole_backward_us=tuple(share * (b + w) for b, w in split))
@@ -38,14 +38,14 @@ def kinds_of(schedule: Schedule) -> set[Kind]:
     return {work.kind for row in schedule.order for work in row}
 
 
-def test_the_simulator_takes_the_price() -> None:
+def test_simulation_uses_full_backward_time() -> None:
     costs = replace(Costs.uniform(2, 2), whole_backward_us=(3.0, 2.5))
     # A stage takes 2 for each of F, B and W: F F on the way there, BW BW on the way back.
     assert simulate(make("gpipe", 2, 1), costs).makespan == 2 + 2 + 2.5 + 3
     assert [costs.time_us(kind, 1) for kind in (*PARTS, Kind.BW)] == [2, 2, 2, 2.5]
 
 
-def test_it_is_added_up_and_taken_apart_with_the_rest() -> None:
+def test_full_backward_time_is_regrouped_with_layers() -> None:
     layer, end = Piece(10.0, 11.0, 9.0, 4.0, 1.0, 3.0), Piece(1.0, 1.0, 1.0, 1.0, 0.0, 0.5)
     costs = Pieces(layer, end, end, 0.0).costs((1, 2, 2, 1))
     assert costs.whole_backward_us == (18.5, 34.0, 34.0, 18.5)
@@ -55,39 +55,46 @@ def test_it_is_added_up_and_taken_apart_with_the_rest() -> None:
     )
     assert costs_from_pieces(pieces_from_costs(costs), 0.0, costs.layers) == costs
     # Noise may say of a stage without layers that it saves more than it takes.
-    (least,) = costs_from_pieces([Piece(1.0, 2.0, 3.0, 1.0, 0.0, 9.0)], 0.0).whole_backward_us or ()
-    assert least == 3.0
+    (full_backward_us,) = (
+        costs_from_pieces([Piece(1.0, 2.0, 3.0, 1.0, 0.0, 9.0)], 0.0).whole_backward_us or ()
+    )
+    assert full_backward_us == 3.0
 
 
 @settings(max_examples=60)
 @given(st.data(), catalogue_schedules(max_devices=5, max_microbatches=9), st.floats(0.3, 1.5))
-def test_fusing_delays_nobody_at_any_price(
+def test_fusing_delays_no_pass_for_any_full_backward_time(
     data: st.DataObject, schedule: Schedule, share: float
 ) -> None:
-    costs = priced(data.draw(costs_of(schedule.num_stages)), share)
-    before = simulate(schedule, costs)
-    fused = fuse(before)
+    costs = with_full_backward_cost(data.draw(costs_of(schedule.num_stages)), share)
+    timeline = simulate(schedule, costs)
+    fused = fuse(timeline)
     verify(fused)
-    after = simulate(fused, costs)
+    fused_timeline = simulate(fused, costs)
     for device in range(schedule.num_devices):
-        ends = {work: end for work, _, end in after.slots(device)}
-        for work, _, end in before.slots(device):
-            whole = work._replace(kind=Kind.BW)
+        ends = {work: end for work, _, end in fused_timeline.slots(device)}
+        for work, _, end in timeline.slots(device):
+            full_backward = work._replace(kind=Kind.BW)
             if work in ends:
                 assert ends[work] <= end * (1 + 1e-9)
             elif work.kind is Kind.W:
-                assert ends[whole] <= end * (1 + 1e-9)
+                assert ends[full_backward] <= end * (1 + 1e-9)
     if share > 1.0 + 1e-6:
         assert fused.order == schedule.order
 
 
-def test_lowering_leaves_split_what_is_dearer_whole() -> None:
+def test_lowering_does_not_fuse_slower_full_backwards() -> None:
     schedule = make("v-half", 3, 6)
     costs = Costs.uniform(3, 6)
-    joined = lower(schedule, simulate(schedule, costs)).schedule
-    assert Kind.BW in kinds_of(joined)
-    assert lower(schedule, simulate(schedule, priced(costs, 1.0))).schedule == joined
-    assert lower(schedule, simulate(schedule, priced(costs, 1.1))).schedule == schedule
+    fused = lower(schedule, simulate(schedule, costs)).schedule
+    assert Kind.BW in kinds_of(fused)
+    assert (
+        lower(schedule, simulate(schedule, with_full_backward_cost(costs, 1.0))).schedule == fused
+    )
+    assert (
+        lower(schedule, simulate(schedule, with_full_backward_cost(costs, 1.1))).schedule
+        == schedule
+    )
 
 
 @settings(max_examples=60)
@@ -107,28 +114,29 @@ def test_no_schedule_is_below_the_bound(
     share: float,
     objective: Objective,
 ) -> None:
-    known = make(name, devices, microbatches)
-    costs = priced(data.draw(costs_of(known.num_stages)), share)
-    for schedule in (known, fuse(simulate(known, costs))):
+    published = make(name, devices, microbatches)
+    costs = with_full_backward_cost(data.draw(costs_of(published.num_stages)), share)
+    for schedule in (published, fuse(simulate(published, costs))):
         limits = peak_held(schedule, costs)
         spans = objective is Objective.SPAN
-        bound = lower_bound(costs, known.placement, devices, microbatches, limits, span=spans)
+        bound = lower_bound(costs, published.placement, devices, microbatches, limits, span=spans)
         assert bound <= objective.of(simulate(schedule, costs)) * (1 + 1e-9)
 
 
-def test_a_plan_joins_what_is_cheaper_together_and_nothing_that_is_dearer() -> None:
+def test_plan_fuses_only_faster_full_backwards() -> None:
     costs = Costs.uniform(4, 8, *REAL)
-    question = PlanRequest(AUTO, 4, 8, costs, limit=4, steps=20_000)
-    split = plan_request(question)
+    request = PlanRequest(AUTO, 4, 8, costs, limit=4, steps=20_000)
+    split = plan_request(request)
     assert Kind.BW not in kinds_of(split.schedule)
-    cheap, dear = (
-        plan_request(replace(question, costs=priced(costs, share))) for share in (0.7, 1.2)
+    cheap, expensive = (
+        plan_request(replace(request, costs=with_full_backward_cost(costs, share)))
+        for share in (0.7, 1.2)
     )
-    assert Kind.BW not in kinds_of(dear.schedule)
-    assert dear.plan.value == pytest.approx(split.plan.value)
-    assert max(dear.plan.peak) == max(split.plan.peak)
+    assert Kind.BW not in kinds_of(expensive.schedule)
+    assert expensive.plan.value == pytest.approx(split.plan.value)
+    assert max(expensive.plan.peak) == max(split.plan.peak)
     assert Kind.BW in kinds_of(cheap.schedule)
-    apart = simulate(split.schedule, costs).makespan
-    assert cheap.plan.value == simulate(cheap.schedule, cheap.costs).makespan < apart
+    split_makespan = simulate(split.schedule, costs).makespan
+    assert cheap.plan.value == simulate(cheap.schedule, cheap.costs).makespan < split_makespan
     assert cheap.plan.lower_bound <= cheap.plan.value
     assert max(cheap.plan.peak) <= 4
