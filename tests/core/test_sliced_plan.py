@@ -151,7 +151,7 @@ def test_bounds_and_plans_match_the_optimum(
 
 
 @pytest.mark.parametrize(
-    ("microbatches", "slices", "share", "cost", "most"),
+    ("microbatches", "slices", "share", "cost", "max_percent"),
     [
         (8, 8, 0.2344, (1, 1, 1), 1.83),
         (4, 8, 0.2344, (1, 1.15, 0.85), 9.5),
@@ -161,7 +161,11 @@ def test_bounds_and_plans_match_the_optimum(
     ],
 )
 def test_plans_reach_the_reference_figures(
-    microbatches: int, slices: int, share: float, cost: tuple[float, float, float], most: float
+    microbatches: int,
+    slices: int,
+    share: float,
+    cost: tuple[float, float, float],
+    max_percent: float,
 ) -> None:
     """Of a V on 8 devices, in shares of 1F1B's memory and per cent; `slices_table.py` has all."""
     has_unit_costs = cost == (1, 1, 1)
@@ -169,7 +173,7 @@ def test_plans_reach_the_reference_figures(
     costs = replace(costs, send_us=0.0) if has_unit_costs else costs
     sizes = 8, microbatches, 16 * share
     result = plan(costs, *sizes, placements=[v_shape(8)], slices=slices, steps=10_000)
-    assert percent_over_work(costs, v_shape(8), microbatches, result.value) < most
+    assert percent_over_work(costs, v_shape(8), microbatches, result.value) < max_percent
 
 
 def test_slices_fill_the_gaps_of_messages() -> None:

@@ -79,7 +79,7 @@ def test_sliced_interleaved_matches_seq1f1b() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "slices", "found"),
+    ("name", "slices", "expected"),
     [
         ("1f1b", 1, (1.0, 175, 87.5, 29.2)),
         ("1f1b", 4, (0.344, 43.8, 21.9, 7.3)),
@@ -96,13 +96,13 @@ def test_sliced_interleaved_matches_seq1f1b() -> None:
     ],
 )
 def test_table_of_eight_devices(
-    name: str, slices: int, found: tuple[float, float, float, float]
+    name: str, slices: int, expected: tuple[float, float, float, float]
 ) -> None:
     """Peak as a share of 1F1B's, and per cent over the work at 4, 8 and 24 microbatches."""
     schedules = [make(name, 8, m, slices=slices) for m in (4, 8, 24)]
     times = [simulate(schedule) for schedule in schedules]
     shares = [100 * timeline.overhead / timeline.busy for timeline in times]
-    assert [max(peak_held(schedules[-1])) / 16, *shares] == pytest.approx(list(found), abs=0.051)
+    assert [max(peak_held(schedules[-1])) / 16, *shares] == pytest.approx(list(expected), abs=0.051)
 
 
 @settings(max_examples=30, suppress_health_check=list(HealthCheck))
@@ -148,13 +148,13 @@ def test_files_store_slices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "told", "why"),
+    ("kind", "message", "reason"),
     [
         (Kind.F, "F0.1 runs before F0.0 on device 0", "from the first to the last\n"),
         (Kind.B, "B0.0 runs before B0.1 on device 0", "from the last to the first\n"),
     ],
 )
-def test_slices_in_wrong_order_are_rejected(kind: Kind, told: str, why: str) -> None:
+def test_slices_in_wrong_order_are_rejected(kind: Kind, message: str, reason: str) -> None:
     schedule = make("v-zb", 2, 2, slices=2)
     kinds = [kind] if kind is Kind.F else [kind, Kind.W]  # else W is before its B
     swap = {
@@ -165,8 +165,8 @@ def test_slices_in_wrong_order_are_rejected(kind: Kind, told: str, why: str) -> 
     order = tuple(tuple(swap.get(work, work) for work in row) for row in schedule.order)
     with pytest.raises(ScheduleError) as error:
         verify(replace(schedule, order=order))
-    assert str(error.value).startswith(told)
-    assert why in str(error.value)
+    assert str(error.value).startswith(message)
+    assert reason in str(error.value)
 
 
 def test_full_backwards_of_slices_are_ordered() -> None:

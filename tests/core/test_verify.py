@@ -236,12 +236,12 @@ ROW = "F0.0 D0.0 L0.0 R0.0 H0.0 F0.1 B0.0 W0.0 BW0.1"
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("first", "second"),
     [("F0.0", "F0.1"), ("B0.0", "BW0.1"), ("D0.0", "F0.0"), ("H0.0", "B0.0"), ("R0.0", "L0.0")],
 )
-def test_passes_follow_their_inputs_on_every_resource(one: str, other: str) -> None:
+def test_passes_follow_their_inputs_on_every_resource(first: str, second: str) -> None:
     verify(parse((0,), ROW))
-    names = {one: other, other: one}
+    names = {first: second, second: first}
     wrong = parse((0,), " ".join(names.get(name, name) for name in ROW.split()))
     with pytest.raises(ScheduleError, match=f"{OUT_OF_ORDER}|deadlocks"):
         verify(wrong)

@@ -203,7 +203,7 @@ def test_different_collective_orders_are_rejected() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda row: row.replace("S2.1,", ""), "T2.1 on device 2 reads S2.1, which no device runs"),
         (
@@ -217,14 +217,14 @@ def test_different_collective_orders_are_rejected() -> None:
         (lambda row: row.replace("J2.1", "J2.1,J5.1"), "J of microbatch 1 runs 2 times"),
     ],
 )
-def test_missing_or_misplaced_vocabulary_pass_is_rejected(change: object, said: str) -> None:
+def test_missing_or_misplaced_vocabulary_pass_is_rejected(change: object, message: str) -> None:
     plain = make("v-half", 4, 6)
     shared = share_vocabulary(plain, costs_of(plain))
     assert callable(change)
     wrong = Schedule.from_csv(change(shared.to_csv()), shared.placement)
     with pytest.raises(ScheduleError) as error:
         verify(wrong)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_vocabulary_is_shared_only_once() -> None:
