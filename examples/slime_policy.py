@@ -60,36 +60,40 @@ def rollouts(replica: int) -> dict[str, Any]:
     responses = [length - PROMPT for length in LENGTHS]
 
     def numbers(scale: float) -> list[torch.Tensor]:
-        return [torch.randn(each, generator=generator) * scale for each in responses]
+        return [torch.randn(length, generator=generator) * scale for length in responses]
 
     return {
-        "tokens": [torch.randint(0, 127, (each,), generator=generator) for each in LENGTHS],
+        "tokens": [torch.randint(0, 127, (length,), generator=generator) for length in LENGTHS],
         "total_lengths": LENGTHS,
         "response_lengths": responses,
-        "loss_masks": [torch.ones(each, dtype=torch.int) for each in responses],
-        "rollout_mask_sums": [torch.tensor(float(each)) for each in responses],
+        "loss_masks": [torch.ones(length, dtype=torch.int) for length in responses],
+        "rollout_mask_sums": [torch.tensor(float(length)) for length in responses],
         "advantages": numbers(1.0),
         "returns": numbers(1.0),
         "micro_batch_indices": MICROBATCHES,
     }
 
 
-def step(number: int, args: Any, own: dict[str, Any], trained: Any) -> dict[str, Any]:
+def step(number: int, args: Any, rollout: dict[str, Any], trained: Any) -> dict[str, Any]:
     """Compute log-probabilities, then train one step; return slime's data of the last stage."""
     from megatron.core import mpu
     from slime.backends.megatron_utils import data, loss, model
 
     chunks, optimizer, scheduler = trained
-    iterators, counts = data.get_data_iterator(own), [len(MICROBATCHES)]
-    made = model.forward_only(loss.get_log_probs_and_entropy, args, chunks, iterators, counts)
-    if made and "log_probs" not in own:
-        own["log_probs"] = [each.clone() for each in made["log_probs"]]
-    replica, everyones = mpu.get_data_parallel_rank(), [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, (replica, own.get("log_probs")))
-    own["log_probs"] = next(each for of, each in everyones if of == replica and each)
-    iterators = data.get_data_iterator(own)
+    iterators, counts = data.get_data_iterator(rollout), [len(MICROBATCHES)]
+    outputs = model.forward_only(loss.get_log_probs_and_entropy, args, chunks, iterators, counts)
+    if outputs and "log_probs" not in rollout:
+        rollout["log_probs"] = [log_probs.clone() for log_probs in outputs["log_probs"]]
+    replica, gathered = mpu.get_data_parallel_rank(), [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (replica, rollout.get("log_probs")))
+    rollout["log_probs"] = next(
+        log_probs
+        for source_replica, log_probs in gathered
+        if source_replica == replica and log_probs
+    )
+    iterators = data.get_data_iterator(rollout)
     model.train(number, chunks, optimizer, scheduler, iterators, counts, [len(LENGTHS)])
-    return made
+    return outputs
 
 
 def set_up(flags: Sequence[str]) -> tuple[Any, Any]:
@@ -109,9 +113,9 @@ def main() -> None:
     args, trained = set_up(sys.argv[1:])
     from megatron.core import mpu
 
-    own = rollouts(mpu.get_data_parallel_rank())
+    rollout = rollouts(mpu.get_data_parallel_rank())
     for number in range(3):
-        step(number, args, own, trained)
+        step(number, args, rollout, trained)
 
 
 if __name__ == "__main__":

@@ -88,15 +88,15 @@ class Rollouts:
             "response_mask": self.mask[:, half:],
         }
 
-    def to_verl(self, others: dict[str, torch.Tensor], **options: Any) -> Any:
+    def to_verl(self, further_tensors: dict[str, torch.Tensor], **options: Any) -> Any:
         """Return the batch in the form that verl's workers receive, with further tensors."""
         from verl import DataProto
         from verl.utils import tensordict_utils
         from verl.workers.utils.padding import left_right_2_no_padding
 
         meta = {"temperature": 1.0, "global_token_num": self.mask.sum(-1).tolist()}
-        made = DataProto.from_single_dict({**self.tensors, **others}, meta_info=meta)
-        data = left_right_2_no_padding(made.to_tensordict())
+        batch = DataProto.from_single_dict({**self.tensors, **further_tensors}, meta_info=meta)
+        data = left_right_2_no_padding(batch.to_tensordict())
         tensordict_utils.assign_non_tensor(
             data,
             use_remove_padding=self.packed,
@@ -108,15 +108,19 @@ class Rollouts:
         return data
 
 
-def collected(engine: Any, own: Any) -> Any:
+def collected(engine: Any, local_result: Any) -> Any:
     """Return the result of the rank from which verl's controller collects, on every rank."""
     from megatron.core import mpu
 
     replica = mpu.get_data_parallel_rank()
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, (engine.is_mp_src_rank_with_outputs(), replica, own))
-    (found,) = [result for collects, of, result in everyones if collects and of == replica]
-    return found
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (engine.is_mp_src_rank_with_outputs(), replica, local_result))
+    (collected_result,) = [
+        result
+        for collects, source_replica, result in gathered
+        if collects and source_replica == replica
+    ]
+    return collected_result
 
 
 def infer(engine: Any, rollouts: Rollouts, *, critic: bool = False) -> dict[str, torch.Tensor]:
@@ -127,22 +131,26 @@ def infer(engine: Any, rollouts: Rollouts, *, critic: bool = False) -> dict[str,
     data = rollouts.to_verl({}, max_token_len_per_gpu=3 * LENGTH, **options)
     with engine.eval_mode():
         output = engine.infer_batch(data, loss_function=None)
-    made = output.get("model_output", {}) if output else {}
-    names = [name for name in ("log_probs", "entropy", "values") if name in made]
-    return collected(engine, {name: no_padding_2_padding(made[name], data) for name in names})
+    outputs = output.get("model_output", {}) if output else {}
+    names = [name for name in ("log_probs", "entropy", "values") if name in outputs]
+    return collected(engine, {name: no_padding_2_padding(outputs[name], data) for name in names})
 
 
-def train_step(engine: Any, rollouts: Rollouts, others: dict[str, torch.Tensor], loss: Any) -> Any:
+def train_step(
+    engine: Any, rollouts: Rollouts, further_tensors: dict[str, torch.Tensor], loss: Any
+) -> Any:
     """Train one step; return the sum of the losses and the gradient norm."""
-    data = rollouts.to_verl(others, max_token_len_per_gpu=2 * LENGTH, global_batch_size=ROWS)
+    data = rollouts.to_verl(
+        further_tensors, max_token_len_per_gpu=2 * LENGTH, global_batch_size=ROWS
+    )
     with engine.train_mode():
         output = engine.train_batch(data, loss_function=loss)
-    own = None
+    local_result = None
     if output:
         # The sum, because with chunks verl makes a number of microbatches that PP divides.
-        own = [sum(map(float, output["loss"])), float(output["metrics"]["grad_norm"])]
+        local_result = [sum(map(float, output["loss"])), float(output["metrics"]["grad_norm"])]
     engine.lr_scheduler_step()
-    return collected(engine, own)
+    return collected(engine, local_result)
 
 
 def run(engine: Any, vocabulary: int, steps: int) -> list[list[float]]:
@@ -153,11 +161,15 @@ def run(engine: Any, vocabulary: int, steps: int) -> list[list[float]]:
 
     rollouts = Rollouts(vocabulary, mpu.get_data_parallel_rank())
     config = ActorConfig(strategy="megatron", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
-    old = infer(engine, rollouts)["log_probs"]
+    old_log_probs = infer(engine, rollouts)["log_probs"]
     advantages = torch.rand(ROWS, LENGTH // 2, generator=torch.Generator().manual_seed(5))
-    others = {"old_log_probs": old, "ref_log_prob": old, "advantages": advantages}
+    further_tensors = {
+        "old_log_probs": old_log_probs,
+        "ref_log_prob": old_log_probs,
+        "advantages": advantages,
+    }
     loss = partial(ppo_loss, config=config)
-    return [train_step(engine, rollouts, others, loss) for _ in range(steps)]
+    return [train_step(engine, rollouts, further_tensors, loss) for _ in range(steps)]
 
 
 def main() -> None:
@@ -166,11 +178,11 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="model of Hugging Face, or its folder")
     parser.add_argument("--pipeline", type=int, default=4, help="pipeline ranks (default: 4)")
     parser.add_argument("--steps", type=int, default=3, help="steps (default: 3)")
-    given = parser.parse_args()
+    args = parser.parse_args()
     dist.init_process_group()
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    engine = make_engine(given.model, given.pipeline)
-    for step, (loss, norm) in enumerate(run(engine, 32_000, given.steps)):
+    engine = make_engine(args.model, args.pipeline)
+    for step, (loss, norm) in enumerate(run(engine, 32_000, args.steps)):
         if dist.get_rank() == 0:
             print(f"step {step}: loss {loss:.5f}, gradient norm {norm:.5f}")
 

@@ -57,10 +57,10 @@ FAMILIES = ("plain", "whole", "exchange", "copies", "recompute", "joint", "share
 def costs_data(draw: random.Random, family: str, stages: int) -> dict[str, Any]:
     """Return a costs file of a family: what it says beside F, B and W."""
 
-    def values(least: float, most: float) -> list[float]:
-        alike = draw.random() < 0.3
-        first = round(draw.uniform(least, most), 3)
-        return [first if alike else round(draw.uniform(least, most), 3) for _ in range(stages)]
+    def values(low: float, high: float) -> list[float]:
+        is_uniform = draw.random() < 0.3
+        first = round(draw.uniform(low, high), 3)
+        return [first if is_uniform else round(draw.uniform(low, high), 3) for _ in range(stages)]
 
     data: dict[str, Any] = {
         "forward_us": values(80, 120),
@@ -70,14 +70,14 @@ def costs_data(draw: random.Random, family: str, stages: int) -> dict[str, Any]:
         "held_after_forward_bytes": values(0.8 * 2**30, 1.2 * 2**30),
         "held_after_backward_bytes": values(0.3 * 2**30, 0.7 * 2**30),
     }
-    every = family == "all"
-    if every or family == "layers" or draw.random() < 0.2:
+    is_complete = family == "all"
+    if is_complete or family == "layers" or draw.random() < 0.2:
         data["layers"] = [2] * stages
-    if every or draw.random() < 0.3:
+    if is_complete or draw.random() < 0.3:
         data["host_us"] = round(draw.uniform(0, 8), 2)
-    if every or family in ("whole", "recompute"):
+    if is_complete or family in ("whole", "recompute"):
         data["whole_backward_us"] = values(140, 190)
-    if every or family in ("exchange", "joint"):
+    if is_complete or family in ("exchange", "joint"):
         data["forward_exchange_us"] = values(20, 40)
         data["backward_exchange_us"] = values(20, 40)
         if draw.random() < 0.5:
@@ -86,12 +86,12 @@ def costs_data(draw: random.Random, family: str, stages: int) -> dict[str, Any]:
         data["hidden_share"] = round(draw.random(), 2)
         pairs = [(draw.randrange(stages), draw.randrange(stages)) for _ in range(stages)]
         data["joint"] = {f"F{f}&B{'W' * draw.randrange(2)}{b}": 220.5 for f, b in pairs}
-    if every or family == "copies":
+    if is_complete or family == "copies":
         data["copy_out_us"] = values(40, 160)
         data["offloaded_bytes"] = data["held_after_forward_bytes"]
         data["copy_back_us"] = values(40, 160)
         data["half_duplex"] = draw.random() < 0.4  # of 0.2.0: ignored
-    if every or family == "recompute":
+    if is_complete or family == "recompute":
         full = {
             "backward_us": values(180, 240),
             "weight_us": data["weight_us"],
@@ -109,7 +109,7 @@ def _shared(draw: random.Random, stages: int) -> dict[str, Any]:
     return data | {"logits_bytes": [draw.choice((0.0, 2.0**26, 2.0**28))] * stages}
 
 
-def told(action: Callable[[], str]) -> str:
+def text_or_error(action: Callable[[], str]) -> str:
     """Return what the action says, or the refusal."""
     try:
         return action()
@@ -117,7 +117,7 @@ def told(action: Callable[[], str]) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def command(*arguments: str) -> str:
+def run_command(*arguments: str) -> str:
     """Return what the command line prints, and how it ends."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -125,8 +125,8 @@ def command(*arguments: str) -> str:
             code: object = main(list(arguments))
         except SystemExit as end:
             code = end.code
-    said = err.getvalue() if code else ""
-    return f"{code}\n{out.getvalue()}{said}"
+    error_output = err.getvalue() if code else ""
+    return f"{code}\n{out.getvalue()}{error_output}"
 
 
 class Recorder:
@@ -134,16 +134,16 @@ class Recorder:
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.seed = folder, seed
-        self.said: Record = {}
+        self.answers: Record = {}
 
-    def random(self, kind: str, at: int) -> random.Random:
+    def random(self, kind: str, index: int) -> random.Random:
         """Return the numbers of a question: of no other, so that one more draw changes it alone."""
-        return random.Random(f"{self.seed} {kind} {at}")
+        return random.Random(f"{self.seed} {kind} {index}")
 
-    def keep(self, name: str, text: str) -> None:
+    def record(self, name: str, text: str) -> None:
         """Keep a text, in which this run's folder is nobody's."""
-        assert name not in self.said, name
-        self.said[name] = text.replace(str(self.folder), "FOLDER")
+        assert name not in self.answers, name
+        self.answers[name] = text.replace(str(self.folder), "FOLDER")
 
     def file(self, name: str, data: object) -> Path:
         """Return the path of a JSON file of this run."""
@@ -151,16 +151,16 @@ class Recorder:
         path.write_text(data if isinstance(data, str) else json.dumps(data))
         return path
 
-    def plan_by_command(self, at: int) -> None:
+    def plan_by_command(self, index: int) -> None:
         """Keep what `plan` prints and the schedule that it exports, by sizes or a costs file."""
-        draw, export = self.random("plan_by_command", at), self.folder / f"plan{at}.json"
+        draw, export = self.random("plan_by_command", index), self.folder / f"plan{index}.json"
         devices, microbatches = draw.choice((2, 3, 4)), draw.randrange(3, 10)
         arguments = ["plan", "--devices", str(devices), "--microbatches", str(microbatches)]
         family, limit = "cost", f"{draw.uniform(0.7, 2.2) * devices:.2f}"
-        if at % 3:
-            family = FAMILIES[at // 3 % len(FAMILIES)]
+        if index % 3:
+            family = FAMILIES[index // 3 % len(FAMILIES)]
             stages = devices * draw.choice((2, 2, 4))
-            path = self.file(f"costs{at}.json", costs_data(draw, family, stages))
+            path = self.file(f"costs{index}.json", costs_data(draw, family, stages))
             arguments += ["--costs", str(path)]
             limit = f"{draw.uniform(0.7, 2.2) * devices * stages / 2 / devices:.2f}GiB"
         else:
@@ -174,16 +174,16 @@ class Recorder:
         if draw.random() < 0.3:
             arguments += ["--objective", "span"]
         arguments += ["--chunks", "2", "--export", str(export)]
-        name = f"plan/{at}/{family}"
-        self.keep(name, " ".join(arguments) + "\n" + command(*arguments))
+        name = f"plan/{index}/{family}"
+        self.record(name, " ".join(arguments) + "\n" + run_command(*arguments))
         if export.exists():
-            self.keep(name + "/schedule", export.read_text())
+            self.record(name + "/schedule", export.read_text())
 
-    def plan_in_training(self, at: int) -> None:
+    def plan_in_training(self, index: int) -> None:
         """Keep the trainer's plan, its program of every rank, and what it holds."""
-        draw = self.random("plan_in_training", at)
+        draw = self.random("plan_in_training", index)
         devices, microbatches = draw.choice((2, 3, 4)), draw.randrange(3, 10)
-        family = FAMILIES[at % len(FAMILIES)]
+        family = FAMILIES[index % len(FAMILIES)]
         stages = devices * draw.choice((2, 2, 4))
         costs = Costs.from_json(json.dumps(costs_data(draw, family, stages)))
         name = draw.choice(("auto", "auto", "v-half+", "v-min", "1f1b", "zb-h1", "v-zb"))
@@ -201,22 +201,22 @@ class Recorder:
 
         def plan() -> str:
             planner = Planner(choice)
-            made = planner.plan_step(microbatches)
-            programs = [made.program.text(), planner.evaluation_program(microbatches).text()]
-            held = peak_held(made.schedule, made.costs)
+            step = planner.plan_step(microbatches)
+            programs = [step.program.text(), planner.evaluation_program(microbatches).text()]
+            peaks = peak_held(step.schedule, step.costs)
             return "\n".join(
-                (made.schedule.to_json(), f"{made.timeline.makespan!r} {held!r}", *programs)
+                (step.schedule.to_json(), f"{step.timeline.makespan!r} {peaks!r}", *programs)
             )
 
-        self.keep(f"train/{at}/{family}/{name}", told(plan))
+        self.record(f"train/{index}/{family}/{name}", text_or_error(plan))
 
-    def ask_directly(self, at: int) -> None:
+    def ask_directly(self, index: int) -> None:
         """Keep a plan of the core with its value, bounds and peaks, as the page asks for it."""
-        draw = self.random("ask_directly", at)
+        draw = self.random("ask_directly", index)
         devices, microbatches = draw.choice((2, 3, 4)), draw.randrange(3, 12)
-        family = FAMILIES[at % len(FAMILIES)]
+        family = FAMILIES[index % len(FAMILIES)]
         costs = Costs.from_json(json.dumps(costs_data(draw, family, 2 * devices)))
-        question = PlanRequest(
+        request = PlanRequest(
             draw.choice((*("auto",) * 12, "v-min+", "v-zb+", *EVERY_NAME)),
             devices,
             microbatches,
@@ -226,76 +226,87 @@ class Recorder:
         )
 
         def answer() -> str:
-            made = planning.plan_request(question)
-            known = evaluate_schedule(made.schedule, made.costs)
-            times = known.timeline.makespan, known.timeline.span
-            lines = [made.schedule.to_json(), f"{times!r} {known.peak!r}"]
-            if made.searched is not None:
-                plan = made.plan
+            result = planning.plan_request(request)
+            evaluated = evaluate_schedule(result.schedule, result.costs)
+            times = evaluated.timeline.makespan, evaluated.timeline.span
+            lines = [result.schedule.to_json(), f"{times!r} {evaluated.peak!r}"]
+            if result.searched is not None:
+                plan = result.plan
                 lines.append(f"{plan.value!r} {plan.lower_bound!r} {plan.source} {plan.steps}")
-                lines.append(f"{made.searched_bound!r} {made.baseline}")
-                lines += [f"{each.baseline} {each.timeline.makespan!r}" for each in made.baselines]
+                lines.append(f"{result.searched_bound!r} {result.baseline}")
+                lines += [
+                    f"{baseline.baseline} {baseline.timeline.makespan!r}"
+                    for baseline in result.baselines
+                ]
             return "\n".join(lines)
 
-        self.keep(f"ask/{at}/{family}/{question.name}", told(answer))
+        self.record(f"ask/{index}/{family}/{request.name}", text_or_error(answer))
 
-    def costs_in_other_forms(self, at: int) -> None:
+    def costs_in_other_forms(self, index: int) -> None:
         """Keep the costs file regrouped, cut anew, relaxed and chosen from."""
-        draw = self.random("costs_in_other_forms", at)
+        draw = self.random("costs_in_other_forms", index)
         devices = draw.choice((2, 3))
-        family = FAMILIES[at % len(FAMILIES)]
+        family = FAMILIES[index % len(FAMILIES)]
         data = costs_data(draw, family, 4 * devices)
         costs = Costs.from_json(json.dumps(data))
-        name = f"costs/{at}/{family}/"
-        self.keep(name + "same", costs.to_json())
-        self.keep(name + "coarser", regroup(costs, 2 * devices, "it").to_json())
+        name = f"costs/{index}/{family}/"
+        self.record(name + "same", costs.to_json())
+        self.record(name + "coarser", regroup(costs, 2 * devices, "it").to_json())
         layered = costs.layers or (2,) * costs.num_stages
-        self.keep(
-            name + "recut", told(lambda: recut(costs, 3 * devices, devices, "it", 24).to_json())
+        self.record(
+            name + "recut",
+            text_or_error(lambda: recut(costs, 3 * devices, devices, "it", 24).to_json()),
         )
         pieces = Pieces.of(costs, layered)
-        self.keep(name + "pieces", pieces.costs((3, *(2,) * (2 * devices - 2), 1)).to_json())
-        self.keep(name + "whole", costs.with_source("measured here").to_json())
-        lacking = {key: each for key, each in data.items() if key != draw.choice(list(data))}
-        self.keep(name + "lacking", told(lambda: Costs.from_json(json.dumps(lacking)).to_json()))
-        wrong = dict(data)
-        wrong[draw.choice(list(data))] = draw.choice((-1, "x", [1, 2], [0.0] * 4 * devices, None))
-        self.keep(name + "wrong", told(lambda: Costs.from_json(json.dumps(wrong)).to_json()))
+        self.record(name + "pieces", pieces.costs((3, *(2,) * (2 * devices - 2), 1)).to_json())
+        self.record(name + "whole", costs.with_source("measured here").to_json())
+        incomplete = {key: amount for key, amount in data.items() if key != draw.choice(list(data))}
+        self.record(
+            name + "lacking",
+            text_or_error(lambda: Costs.from_json(json.dumps(incomplete)).to_json()),
+        )
+        invalid = dict(data)
+        invalid[draw.choice(list(data))] = draw.choice((-1, "x", [1, 2], [0.0] * 4 * devices, None))
+        self.record(
+            name + "wrong", text_or_error(lambda: Costs.from_json(json.dumps(invalid)).to_json())
+        )
 
-    def refusals(self, at: int) -> None:
+    def changed_schedules(self, index: int) -> None:
         """Keep what the command line and the trainer say of a file with a change or two."""
-        draw = self.random("refusals", at)
-        name = self.folder / f"plan{at}.json"
+        draw = self.random("refusals", index)
+        name = self.folder / f"plan{index}.json"
         if not name.exists():  # what was asked has no plan
             return
         schedule, costs = load_schedule(name), self.folder / name.name.replace("plan", "costs")
         rows = [list(row) for row in schedule.order]
         for _ in range(draw.randrange(0, 3)):
             row = draw.choice(rows)
-            one, other = draw.randrange(len(row)), draw.randrange(len(row))
+            first, second = draw.randrange(len(row)), draw.randrange(len(row))
             match draw.randrange(8):
                 case 0:
-                    row[one], row[other] = row[other], row[one]
+                    row[first], row[second] = row[second], row[first]
                 case 1:
-                    del row[one]
+                    del row[first]
                 case 2:
-                    row.insert(other, row.pop(one))
-                case _ if one + 1 < len(row):
-                    row[one], row[one + 1] = row[one + 1], row[one]
+                    row.insert(second, row.pop(first))
+                case _ if first + 1 < len(row):
+                    row[first], row[first + 1] = row[first + 1], row[first]
         changed = replace(schedule, order=tuple(map(tuple, rows)))
-        path = self.file(f"changed{at}.json", changed.to_json())
-        priced = ("--costs", str(costs)) if costs.exists() else ()
-        self.keep(f"file/{at}/schedule", command("schedule", str(path), *priced))
-        self.keep(f"file/{at}/train", told(lambda: self._trains(path, schedule)))
+        path = self.file(f"changed{index}.json", changed.to_json())
+        cost_options = ("--costs", str(costs)) if costs.exists() else ()
+        self.record(f"file/{index}/schedule", run_command("schedule", str(path), *cost_options))
+        self.record(
+            f"file/{index}/train", text_or_error(lambda: self._training_text(path, schedule))
+        )
 
-    def _trains(self, path: Path, schedule: Schedule) -> str:
+    def _training_text(self, path: Path, schedule: Schedule) -> str:
         planner = Planner(resolve_schedule(Options(schedule=str(path)), schedule.num_devices))
-        made = planner.plan_step(schedule.num_microbatches)
-        return f"{made.timeline.makespan!r}\n{made.program.text()}"
+        step = planner.plan_step(schedule.num_microbatches)
+        return f"{step.timeline.makespan!r}\n{step.program.text()}"
 
-    def predict(self, at: int) -> None:
+    def predict(self, index: int) -> None:
         """Keep what the sweep predicts of combinations of the sample's."""
-        draw, folder = self.random("predict", at), self.folder / f"sweep{at}"
+        draw, folder = self.random("predict", index), self.folder / f"sweep{index}"
         folder.mkdir()
         model = {
             "mtp_layers": draw.choice((0, 0, 1)),
@@ -305,46 +316,61 @@ class Recorder:
         grid |= {"vocab_parallel": [False, True]} if draw.random() < 0.7 else {}
         loaded = load_sweep(samples.write_sweep(folder, {"grid": grid}, model))
         predictor = predictor_of(loaded)
-        for number, it in enumerate(expand(loaded).possible):
-            found = told(partial(self._predicted, predictor, it))
-            self.keep(f"sweep/{at}/{number}", f"{it}\n{found}")
+        for number, config in enumerate(expand(loaded).possible):
+            prediction = text_or_error(partial(self._prediction_text, predictor, config))
+            self.record(f"sweep/{index}/{number}", f"{config}\n{prediction}")
 
-    def _predicted(self, predictor: Predictor, it: Configuration) -> str:
-        found = predictor(it)
-        planned = found.schedule.to_json() if it.schedule == ADAPTIVE and found.schedule else ""
-        return f"{replace(found, schedule=None)!r}\n{planned}"
+    def _prediction_text(self, predictor: Predictor, config: Configuration) -> str:
+        prediction = predictor(config)
+        schedule_text = (
+            prediction.schedule.to_json()
+            if config.schedule == ADAPTIVE and prediction.schedule
+            else ""
+        )
+        return f"{replace(prediction, schedule=None)!r}\n{schedule_text}"
 
-    def run(self, count: int) -> Record:
+    def record_all(self, count: int) -> Record:
         """Return what is said to `count` questions."""
         for name in EVERY_NAME:
             for sizes in ((2, 4), (4, 8)):
                 arguments = ("--devices", str(sizes[0]), "--microbatches", str(sizes[1]))
-                self.keep(f"name/{name}/{sizes}", command("schedule", name, *arguments))
-        for at in range(count * 2 // 5):
-            self.plan_by_command(at)
-        for at in range(count // 5):
-            self.plan_in_training(at)
-        for at in range(count // 5):
-            self.ask_directly(at)
-        for at in range(count // 10):
-            self.costs_in_other_forms(at)
-        for at in range(count // 3):
-            self.refusals(at)
-        for at in range(3):
-            self.predict(at)
-        self.keep("doctor", command("doctor"))
-        return self.said
+                self.record(f"name/{name}/{sizes}", run_command("schedule", name, *arguments))
+        for index in range(count * 2 // 5):
+            self.plan_by_command(index)
+        for index in range(count // 5):
+            self.plan_in_training(index)
+        for index in range(count // 5):
+            self.ask_directly(index)
+        for index in range(count // 10):
+            self.costs_in_other_forms(index)
+        for index in range(count // 3):
+            self.changed_schedules(index)
+        for index in range(3):
+            self.predict(index)
+        self.record("doctor", run_command("doctor"))
+        return self.answers
 
 
 def differences(old: Record, new: Record) -> Iterator[str]:
     """Yield the names of what is said otherwise, and where it begins to differ."""
     for name in sorted(old.keys() | new.keys()):
-        one, other = old.get(name, "(nothing)"), new.get(name, "(nothing)")
-        if one != other:
-            pairs = enumerate(zip(one, other, strict=False))
-            start = max(0, next((at for at, (a, b) in pairs if a != b), 0) - 60)
-            was, now = one[start : start + 220], other[start : start + 220]
-            yield f"{name}\n  was ...{was!r}\n  is  ...{now!r}"
+        old_text, new_text = old.get(name, "(nothing)"), new.get(name, "(nothing)")
+        if old_text != new_text:
+            pairs = enumerate(zip(old_text, new_text, strict=False))
+            start = max(
+                0,
+                next(
+                    (
+                        position
+                        for position, (old_character, new_character) in pairs
+                        if old_character != new_character
+                    ),
+                    0,
+                )
+                - 60,
+            )
+            old_excerpt, new_excerpt = old_text[start : start + 220], new_text[start : start + 220]
+            yield f"{name}\n  was ...{old_excerpt!r}\n  is  ...{new_excerpt!r}"
 
 
 def _few_steps(problem: Any) -> int:
@@ -361,15 +387,15 @@ if __name__ == "__main__":
     options = parser.parse_args()
     search.default_steps = _few_steps
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as made:
-        said = (
-            record_runs(Path(made))
+    with tempfile.TemporaryDirectory() as folder:
+        answers = (
+            record_runs(Path(folder))
             if options.runs
-            else Recorder(Path(made), options.seed).run(options.questions)
+            else Recorder(Path(folder), options.seed).record_all(options.questions)
         )
-    options.output.write_text(json.dumps(said, indent=0))
-    print(f"{len(said)} answers in {time.monotonic() - started:.0f} s")
+    options.output.write_text(json.dumps(answers, indent=0))
+    print(f"{len(answers)} answers in {time.monotonic() - started:.0f} s")
     if options.against is not None:
-        found = list(differences(json.loads(options.against.read_text()), said))
-        print("\n".join(found) or "all as before")
-        sys.exit(bool(found))
+        changes = list(differences(json.loads(options.against.read_text()), answers))
+        print("\n".join(changes) or "all as before")
+        sys.exit(bool(changes))

@@ -49,23 +49,23 @@ def record_runs(folder: Path) -> dict[str, str]:
 
     schedule = folder / "offload.json"
     schedule.write_text(offloaded(make("v-half", 4, 8)).to_json())
-    farm, found = Farm(folder), dict[str, str]()
-    for name, (chosen, flags) in RUNS.items():
-        chosen = str(schedule) if name == "offload" else chosen
-        arguments = ["--pipeline-schedule", chosen, *flags.split(), "--train-iters", "2"]
-        ended = farm.run(4, *arguments, plugin=Path(__file__)).check()
-        for rank, (record, text) in enumerate(zip(ended.records, ended.output, strict=True)):
-            place = f"run/{name}/rank {rank}"
-            found[f"{place}/losses"] = repr((record["losses"], record["grad_norms"]))
-            found[f"{place}/gradients"] = "\n".join(
+    farm, record_texts = Farm(folder), dict[str, str]()
+    for name, (schedule_name, flags) in RUNS.items():
+        schedule_name = str(schedule) if name == "offload" else schedule_name
+        arguments = ["--pipeline-schedule", schedule_name, *flags.split(), "--train-iters", "2"]
+        run = farm.run(4, *arguments, plugin=Path(__file__)).check()
+        for rank, (record, text) in enumerate(zip(run.records, run.output, strict=True)):
+            prefix = f"run/{name}/rank {rank}"
+            record_texts[f"{prefix}/losses"] = repr((record["losses"], record["grad_norms"]))
+            record_texts[f"{prefix}/gradients"] = "\n".join(
                 f"{parameter} {digest(gradient)}"
                 for parameter, gradient in sorted(record["gradients"].items())
             )
             programs = [line for line in text.splitlines() if line.startswith(MARK)]
             assert programs, text
-            found[f"{place}/program"] = "\n".join(programs)
+            record_texts[f"{prefix}/program"] = "\n".join(programs)
     farm.close()
-    return found
+    return record_texts
 
 
 def digest(gradient: Any) -> str:
@@ -73,18 +73,18 @@ def digest(gradient: Any) -> str:
     return hashlib.sha256(gradient.float().numpy().tobytes()).hexdigest()[:16]
 
 
-def start(rank: int, given: object) -> None:
+def start(rank: int, argument: object) -> None:
     """Have this rank print each program that it runs, once."""
     from megatron_vshape.mcore.step import forward_backward
 
     printed: set[str] = set()
 
     class Printed(forward_backward.ProgramRun):
-        def __init__(self, *, program: Any, device: int, **others: Any) -> None:
+        def __init__(self, *, program: Any, device: int, **kwargs: Any) -> None:
             text = program.text().splitlines()[device]
             if text not in printed:
                 printed.add(text)
                 print(MARK + json.dumps(text), flush=True)
-            super().__init__(program=program, device=device, **others)
+            super().__init__(program=program, device=device, **kwargs)
 
     forward_backward.ProgramRun = Printed  # type: ignore[misc]

@@ -18,7 +18,7 @@ NOT_INSTALLED = (
 )
 
 
-def bench(*arguments: str, expected: int | None = 0) -> str:
+def run_script(*arguments: str, expected: int | None = 0) -> str:
     """Return what the script prints, having checked how it ends."""
     run = subprocess.run(
         [sys.executable, str(SCRIPT), *arguments],
@@ -30,7 +30,7 @@ def bench(*arguments: str, expected: int | None = 0) -> str:
     return run.stdout
 
 
-def test_a_checkout_need_not_be_installed(tmp_path: Path) -> None:
+def test_runs_from_an_uninstalled_checkout(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-c", NOT_INSTALLED, str(SCRIPT)]
     subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=120)
@@ -40,7 +40,7 @@ class TestOnCpu:
     """That every command runs; the figures of a CPU mean nothing."""
 
     def test_split(self) -> None:
-        text = bench("split", *ON_CPU, "--hidden", "32", "--repeats", "2", expected=None)
+        text = run_script("split", *ON_CPU, "--hidden", "32", "--repeats", "2", expected=None)
         head = "| hidden | F us | B us | W us | whole us | (B + W) / whole | host us | caught up |"
         assert head in text
         cells = text.split("\n| 32 | ")[1].split(" | ")
@@ -51,11 +51,11 @@ class TestOnCpu:
     @pytest.mark.slow
     @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
     def test_numerics(self, dtype: str) -> None:
-        assert "largest relative error" in bench("numerics", *ON_CPU, "--dtype", dtype)
+        assert "largest relative error" in run_script("numerics", *ON_CPU, "--dtype", dtype)
 
     @pytest.mark.slow
     def test_copies(self) -> None:
-        text = bench("copies", *ON_CPU, "--repeats", "2")
+        text = run_script("copies", *ON_CPU, "--repeats", "2")
         rates = re.findall(r"^\| ([^|]*) \| ([0-9.]+) \| ([0-9.]+) \|$", text, re.MULTILINE)
         assert len(rates) == 3
         assert all(re.search(rf"^\| {kind} \| ", text, re.MULTILINE) for kind in "FBW")
@@ -66,11 +66,11 @@ class TestOnGpu:
     """The limits of issue 5."""
 
     def test_numerics(self) -> None:
-        bench("numerics")
+        run_script("numerics")
 
     def test_numerics_of_transformer_engine(self) -> None:
         pytest.importorskip("transformer_engine")
-        bench("numerics", "--te")
+        run_script("numerics", "--te")
 
     def test_splitting_costs_two_percent_at_most(self) -> None:
-        bench("split", "--hidden", "4096")
+        run_script("split", "--hidden", "4096")

@@ -26,7 +26,7 @@ def script() -> Iterator[ModuleType]:
         yield bench_nccl
 
 
-def bench(*arguments: str, expected: int | None = 0) -> str:
+def run_script(*arguments: str, expected: int | None = 0) -> str:
     """Return what the script prints, having checked how it ends."""
     command = [sys.executable, str(BENCHMARKS / "bench_nccl.py"), *arguments]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600)
@@ -34,31 +34,35 @@ def bench(*arguments: str, expected: int | None = 0) -> str:
     return run.stdout
 
 
-def test_what_is_trained_hangs_with_receives_posted_early(script: ModuleType) -> None:
+def test_trained_program_hangs_with_early_receives(script: ModuleType) -> None:
     flags = dict(zip(script.TRAINED, script.TRAINED[1:], strict=False))
     microbatches = int(flags["--global-batch-size"]) // int(flags["--micro-batch-size"])
-    safe = lower(make(flags["--pipeline-schedule"], 2, microbatches), kernels=True)
-    early = script.reposted(safe, 1)
-    assert not deadlocks_under_device_sync(safe)
-    assert deadlocks_under_device_sync(early)
-    for old, new in zip(safe.instructions, early.instructions, strict=True):
-        assert [each for each in old if isinstance(each, Run | Send | Await)] == [
-            each for each in new if isinstance(each, Run | Send | Await)
+    safe_program = lower(make(flags["--pipeline-schedule"], 2, microbatches), kernels=True)
+    early_program = script.reposted(safe_program, 1)
+    assert not deadlocks_under_device_sync(safe_program)
+    assert deadlocks_under_device_sync(early_program)
+    for safe_row, early_row in zip(
+        safe_program.instructions, early_program.instructions, strict=True
+    ):
+        assert [
+            instruction for instruction in safe_row if isinstance(instruction, Run | Send | Await)
+        ] == [
+            instruction for instruction in early_row if isinstance(instruction, Run | Send | Await)
         ]
-        assert {each for each in old if isinstance(each, Receive)} == {
-            each for each in new if isinstance(each, Receive)
+        assert {instruction for instruction in safe_row if isinstance(instruction, Receive)} == {
+            instruction for instruction in early_row if isinstance(instruction, Receive)
         }
 
 
 @pytest.mark.slow
 def test_ranks_on_a_cpu() -> None:
-    lines = bench("--device", "cpu", expected=None).splitlines()
-    found = dict(line.split(": ", 1) for line in lines)
-    assert found["as-is"] == f"{found['gloo']}, equal"
-    assert found["waiting"].endswith(", as the model says")
-    assert found["waiting-early"] == "hung, as the model says"
+    lines = run_script("--device", "cpu", expected=None).splitlines()
+    outcomes = dict(line.split(": ", 1) for line in lines)
+    assert outcomes["as-is"] == f"{outcomes['gloo']}, equal"
+    assert outcomes["waiting"].endswith(", as the model says")
+    assert outcomes["waiting-early"] == "hung, as the model says"
 
 
 @pytest.mark.gpu
 def test_ranks_on_one_gpu() -> None:
-    bench("--ranks", "2")
+    run_script("--ranks", "2")

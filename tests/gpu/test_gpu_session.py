@@ -32,12 +32,12 @@ fi
 """
 
 
-def session(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_session(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     spellings = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-    plain = {name: value for name, value in os.environ.items() if name not in spellings}
+    base_environment = {name: value for name, value in os.environ.items() if name not in spellings}
     command = ["bash", str(SCRIPT), *arguments]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env=plain | environment
+        command, capture_output=True, text=True, timeout=60, env=base_environment | environment
     )
 
 
@@ -55,26 +55,26 @@ def fake(tmp_path: Path) -> dict[str, str]:
 def test_every_command_ends_within_nine_minutes() -> None:
     source = SCRIPT.read_text()
     kill_s, probe_s = (int(re.search(rf"{text}(\d+)", source)[1]) for text in ("after=", "out "))
-    listed = re.split(r"^(\S+): .*\n", session("--list").stdout, flags=re.MULTILINE)[1:]
-    assert listed[::2] == COMMANDS
-    for parts in listed[1::2]:
+    listing = re.split(r"^(\S+): .*\n", run_session("--list").stdout, flags=re.MULTILINE)[1:]
+    assert listing[::2] == COMMANDS
+    for parts in listing[1::2]:
         limits = [int(limit) for limit in re.findall(r"at most (\d+) s: python \w+/", parts)]
         assert limits
         assert sum(limits) + len(limits) * kill_s + 2 * probe_s <= 540
 
 
-def test_a_command_leaves_two_files(tmp_path: Path, fake: dict[str, str]) -> None:
+def test_command_writes_two_files(tmp_path: Path, fake: dict[str, str]) -> None:
     folder = tmp_path / "found"
-    run = session(str(folder), "splitting", **fake)
+    run = run_session(str(folder), "splitting", **fake)
     assert run.returncode == 0, run.stderr
-    assert sorted(each.name for each in folder.iterdir()) == ["splitting.log", "splitting.md"]
+    assert sorted(path.name for path in folder.iterdir()) == ["splitting.log", "splitting.md"]
     measured = re.findall(r"measures scripts/(.*)", (folder / "splitting.md").read_text())
     assert measured == ["bench_gpu.py numerics", "bench_gpu.py split --hidden 4096"]
 
 
-def test_what_fails_is_named(tmp_path: Path, fake: dict[str, str]) -> None:
+def test_failed_command_is_named(tmp_path: Path, fake: dict[str, str]) -> None:
     fake["FAILS"] = "benchmarks/bench_nccl.py"
-    run = session(str(tmp_path), "nccl", "sizes", **fake)
+    run = run_session(str(tmp_path), "nccl", "sizes", **fake)
     assert run.returncode == 1
     assert "gpu_session.sh: failed: nccl, bench_nccl.py --ranks: status 1;" in run.stderr
     assert "measures scripts/bench_gpu.py split" in run.stdout  # the others are run

@@ -18,66 +18,81 @@ TINY = (
 MICROBATCHES = 8
 
 
-def run(*arguments: str) -> None:
-    ran = subprocess.run(
+def run_script(*arguments: str) -> None:
+    process = subprocess.run(
         [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=300
     )
-    assert ran.returncode == 0, ran.stdout + ran.stderr[-4000:]
+    assert process.returncode == 0, process.stdout + process.stderr[-4000:]
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the file of two ranks measured on this CPU: the first under two schedules."""
-    made = tmp_path_factory.mktemp("measured") / "found.json"
+    output = tmp_path_factory.mktemp("measured") / "found.json"
     cases = ("--only", "7B 1f1b", "7B v-zb", "--skip", "recompute")
-    run("measure", "--output", str(made), *cases, "--flags", TINY)
-    return made
+    run_script("measure", "--output", str(output), *cases, "--flags", TINY)
+    return output
 
 
-def ranks(file: Path) -> dict[tuple[str, int], dict[str, Any]]:
-    found = json.loads(file.read_text())["ranks"]
-    return {(each["name"], each["rank"]): each for each in found}
+def ranks_by_name(file: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    measurements = json.loads(file.read_text())["ranks"]
+    return {(measurement["name"], measurement["rank"]): measurement for measurement in measurements}
 
 
-def passes(rank: dict[str, Any]) -> dict[tuple[str, int], int]:
-    return {(each["kind"], each["chunk"]): each["number"] for each in rank["kinds"]}
+def pass_counts(rank: dict[str, Any]) -> dict[tuple[str, int], int]:
+    return {
+        (measured_pass["kind"], measured_pass["chunk"]): measured_pass["number"]
+        for measured_pass in rank["kinds"]
+    }
 
 
 def test_every_pass_of_a_step_is_measured(file: Path) -> None:
-    found = ranks(file)
-    assert set(found) == {(f"7B {name}", 0) for name in ("1f1b", "v-zb")}
-    for (name, _), rank in found.items():
+    measured_ranks = ranks_by_name(file)
+    assert set(measured_ranks) == {(f"7B {name}", 0) for name in ("1f1b", "v-zb")}
+    for (name, _), rank in measured_ranks.items():
         assert len(rank["step_s"]) == 3
-        assert all(each["ms"] > 0 for each in rank["kinds"])
-        number = passes(rank)
+        assert all(measured_pass["ms"] > 0 for measured_pass in rank["kinds"])
+        counts = pass_counts(rank)
         if name == "7B 1f1b":
-            assert number == {("F", 0): MICROBATCHES, ("BW", 0): MICROBATCHES}
+            assert counts == {("F", 0): MICROBATCHES, ("BW", 0): MICROBATCHES}
             continue
         for chunk in (0, 1):
-            assert number["F", chunk] == MICROBATCHES
-            assert number["B", chunk] == number["W", chunk] == MICROBATCHES
+            assert counts["F", chunk] == MICROBATCHES
+            assert counts["B", chunk] == counts["W", chunk] == MICROBATCHES
 
 
 @pytest.mark.slow
-def test_the_same_ranks_are_rehearsed(file: Path, tmp_path: Path) -> None:
-    found = json.loads(file.read_text())
-    found["about"]["device"] = "NVIDIA H200"
+def test_measured_ranks_can_be_rehearsed(file: Path, tmp_path: Path) -> None:
+    measurement = json.loads(file.read_text())
+    measurement["about"]["device"] = "NVIDIA H200"
     copy = tmp_path / "found.json"
-    copy.write_text(json.dumps(found))
-    run("rehearse", str(copy))
-    for rank in ranks(copy).values():
+    copy.write_text(json.dumps(measurement))
+    run_script("rehearse", str(copy))
+    for rank in ranks_by_name(copy).values():
         rehearsed = rank["rehearsed"]
         assert rehearsed["peak_bytes"] > rehearsed["held_bytes"] > 0
-        chunks = {each["chunk"] for each in rank["kinds"]}
-        assert {each["chunk"] for each in rehearsed["kinds"] if each["kind"] == "F"} == chunks
+        chunks = {measured_pass["chunk"] for measured_pass in rank["kinds"]}
+        assert {
+            measured_pass["chunk"]
+            for measured_pass in rehearsed["kinds"]
+            if measured_pass["kind"] == "F"
+        } == chunks
 
 
 @pytest.mark.slow
-def test_a_failed_rank_ends_with_1_and_says_why(tmp_path: Path) -> None:
-    made = tmp_path / "found.json"
-    command = [sys.executable, str(SCRIPT), "measure", "--output", str(made), "--only", "experts 1"]
+def test_failed_rank_exits_with_1_and_reports_its_error(tmp_path: Path) -> None:
+    output = tmp_path / "found.json"
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "measure",
+        "--output",
+        str(output),
+        "--only",
+        "experts 1",
+    ]
     command += ["--flags", f"{TINY} --hidden-size 65"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 1, ran.stderr[-2000:]
-    (rank,) = ranks(made).values()
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 1, process.stderr[-2000:]
+    (rank,) = ranks_by_name(output).values()
     assert "Error" in rank["error"]

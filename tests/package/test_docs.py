@@ -21,7 +21,7 @@ PAGES = [
     *sorted((ROOT / "configs").glob("**/*.md")),
     *sorted((ROOT / "patches").glob("*.md")),
 ]
-MOST_WORDS, MOST_PAGES = 14_000, 10
+MAX_WORDS, MAX_PAGES = 14_000, 10
 
 _FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)]+))?\)")
@@ -36,18 +36,20 @@ def anchors(page: Path) -> set[str]:
     """Return the anchors that GitHub and mkdocs make of a page's headings."""
     text = _FENCE.sub("", page.read_text(encoding="utf-8"))
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", each.lower()).strip().replace(" ", "-") for each in headings}
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
 
 
-def test_ten_pages_of_fourteen_thousand_words() -> None:
+def test_documentation_size() -> None:
     pages = [ROOT / "README.md", *DOCS]
-    assert len(pages) == MOST_PAGES
+    assert len(pages) == MAX_PAGES
     words = (page.read_text(encoding="utf-8").replace("|", " ").split() for page in pages)
-    assert sum(map(len, words)) <= MOST_WORDS  # the bars of tables are not words
+    assert sum(map(len, words)) <= MAX_WORDS  # the bars of tables are not words
 
 
 @pytest.mark.parametrize("page", DOCS, ids=name)
-def test_a_page_starts_with_a_command(page: Path) -> None:
+def test_page_starts_with_a_command(page: Path) -> None:
     first = page.read_text(encoding="utf-8").split("\n## ")[0]
     assert re.search(r"^```(console|bash)$", first, re.MULTILINE)
 
@@ -62,7 +64,7 @@ def test_output_and_tables_are_current(page: Path) -> None:
     assert docs.current(text) == text, "run: python scripts/docs.py"
 
 
-def test_the_readme_has_the_error_of_the_step_time() -> None:
+def test_readme_has_current_step_time_error() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"step time {LEFT_OUT['all'].median_percent:g}%" in text
 
@@ -75,10 +77,10 @@ def test_the_python_example_runs() -> None:
     assert doctest.DocTestRunner().run(test).failed == 0
 
 
-def test_every_field_of_a_costs_file_is_in_the_reference() -> None:
+def test_reference_has_every_field_of_a_costs_file() -> None:
     text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     fields = {*_FIELDS, *_ALONE, _UNLIKE, _MORE, *KNOWN_ALONE, *other_amounts(KINDS)}
-    assert {each for each in fields if f"`{each}`" not in text} == set()
+    assert {field for field in fields if f"`{field}`" not in text} == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -91,7 +93,7 @@ def test_links_are_valid(page: Path) -> None:
     assert broken == []
 
 
-def named_in(page: Path) -> Iterator[str]:
+def files_named_in(page: Path) -> Iterator[str]:
     """Yield the files of the repository that a page names, in its text and in its commands."""
     for path in _FILE.findall(page.read_text(encoding="utf-8")):
         if path.split("/")[0] in {"scripts", "benchmarks", "configs", "tests", "docs"}:
@@ -110,11 +112,11 @@ def named_in(page: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     "page",
-    [each for each in PAGES if each.name != "CHANGELOG.md" and each.parent.name != "evidence"],
+    [page for page in PAGES if page.name != "CHANGELOG.md" and page.parent.name != "evidence"],
     ids=name,
 )
 def test_files_named_in_the_documentation_exist(page: Path) -> None:
-    assert [path for path in named_in(page) if not (ROOT / path).exists()] == []
+    assert [path for path in files_named_in(page) if not (ROOT / path).exists()] == []
 
 
 def test_pages_named_in_the_code_exist() -> None:
@@ -122,6 +124,6 @@ def test_pages_named_in_the_code_exist() -> None:
     for folder in ("megatron_vshape", "scripts", "benchmarks", "configs", "tests", ".github"):
         for path in (ROOT / folder).rglob("*"):
             if path.suffix in {".py", ".sh", ".yaml", ".yml", ".sbatch"}:
-                named = re.findall(r"\bdocs/[\w-]+\.md\b", path.read_text(encoding="utf-8"))
-                missing += [(name(path), page) for page in named if not (ROOT / page).exists()]
+                pages = re.findall(r"\bdocs/[\w-]+\.md\b", path.read_text(encoding="utf-8"))
+                missing += [(name(path), page) for page in pages if not (ROOT / page).exists()]
     assert missing == []

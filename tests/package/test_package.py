@@ -15,7 +15,7 @@ from megatron_vshape import __version__
 
 ROOT = Path(__file__).parents[2]
 NAME = f"megatron_vshape-{__version__}"
-LIKE_A_USERS = {
+USER_ENVIRONMENT = {
     key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "MEGATRON_"))
 }
 BUILD = "import setuptools.build_meta as b, sys; b.build_sdist(sys.argv[1])"
@@ -29,22 +29,24 @@ TRAINING = """
 """.split()
 
 
-def run(command: list[str | Path], folder: Path, **variables: str) -> subprocess.CompletedProcess:
+def run_command(
+    command: list[str | Path], folder: Path, **variables: str
+) -> subprocess.CompletedProcess:
     return subprocess.run(
         list(map(str, command)),
         cwd=folder,
-        env=LIKE_A_USERS | variables,
+        env=USER_ENVIRONMENT | variables,
         capture_output=True,
         text=True,
         timeout=600,
     )
 
 
-def done(command: list[str | Path], folder: Path, **variables: str) -> str:
+def run_checked(command: list[str | Path], folder: Path, **variables: str) -> str:
     """Return what a command prints that has to succeed."""
-    ran = run(command, folder, **variables)
-    assert ran.returncode == 0, f"{ran.args}\n{ran.stdout}\n{ran.stderr}"
-    return ran.stdout
+    process = run_command(command, folder, **variables)
+    assert process.returncode == 0, f"{process.args}\n{process.stdout}\n{process.stderr}"
+    return process.stdout
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +55,12 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("the sources are not git's: nothing tells which files belong to them")
     folder = tmp_path_factory.mktemp("sdist")
-    listed = done(["git", "ls-files", "-z", "-co", "--exclude-standard"], ROOT).split("\0")
-    for name in filter(None, listed):
+    files = run_checked(["git", "ls-files", "-z", "-co", "--exclude-standard"], ROOT).split("\0")
+    for name in filter(None, files):
         if (ROOT / name).is_file():
             (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / "source" / name)
-    done([sys.executable, "-c", BUILD, folder], folder / "source")
+    run_checked([sys.executable, "-c", BUILD, folder], folder / "source")
     return folder / f"{NAME}.tar.gz"
 
 
@@ -66,7 +68,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wheel(sdist: Path) -> Path:
     """Build the wheel from the source archive alone."""
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    done([*pip, "--wheel-dir", sdist.parent, sdist], sdist.parent)
+    run_checked([*pip, "--wheel-dir", sdist.parent, sdist], sdist.parent)
     return sdist.parent / f"{NAME}-py3-none-any.whl"
 
 
@@ -74,7 +76,7 @@ def python_3_11() -> str:
     """Return a Python 3.11; what pyenv shows in its place may not run."""
     for candidate in filter(None, map(shutil.which, ("python3.11", "/usr/bin/python3.11"))):
         code = "import sys, venv, ensurepip; print(sys.version_info[:2])"
-        if run([candidate, "-c", code], ROOT).stdout == "(3, 11)\n":
+        if run_command([candidate, "-c", code], ROOT).stdout == "(3, 11)\n":
             return candidate
     pytest.skip("there is no Python 3.11 with its venv module, the oldest that the planner takes")
 
@@ -83,8 +85,8 @@ def python_3_11() -> str:
 def with_numpy(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the programs of a Python 3.11 that has the wheel and numpy, and nothing else."""
     programs = tmp_path_factory.mktemp("numpy-alone") / "bin"
-    done([python_3_11(), "-m", "venv", programs.parent], ROOT)
-    done([programs / "python", "-m", "pip", "install", "--quiet", wheel], ROOT)
+    run_checked([python_3_11(), "-m", "venv", programs.parent], ROOT)
+    run_checked([programs / "python", "-m", "pip", "install", "--quiet", wheel], ROOT)
     return programs
 
 
@@ -92,36 +94,38 @@ def with_numpy(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def examples(with_numpy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with what `examples` writes."""
     folder = tmp_path_factory.mktemp("examples")
-    done([with_numpy / "megatron-vshape", "examples"], folder)
+    run_checked([with_numpy / "megatron-vshape", "examples"], folder)
     return folder
 
 
-def test_the_source_archive_has_what_its_tests_need(sdist: Path) -> None:
+def test_source_archive_includes_test_files(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.removeprefix(f"{NAME}/") for name in archive.getnames()}
-    needed = "LICENSE CHANGELOG.md CITATION.cff constraints.txt scripts/test.sh tests/conftest.py"
-    assert set(needed.split()) <= names
+    required = "LICENSE CHANGELOG.md CITATION.cff constraints.txt scripts/test.sh tests/conftest.py"
+    assert set(required.split()) <= names
     assert not [name for name in names if "__pycache__" in name or name.startswith(".venv")]
 
 
-def test_examples_are_the_repositorys(examples: Path) -> None:
-    written = [each for each in examples.rglob("*") if each.is_file()]
+def test_written_examples_equal_the_repository(examples: Path) -> None:
+    written = [path for path in examples.rglob("*") if path.is_file()]
     assert (examples / "configs/sweeps/laptop.yaml") in written
-    for each in written:
-        assert each.read_bytes() == (ROOT / each.relative_to(examples)).read_bytes()
+    for path in written:
+        assert path.read_bytes() == (ROOT / path.relative_to(examples)).read_bytes()
 
 
 class TestNumpyAlone:
     SIZES = ("--devices", "2", "--microbatches", "4")
 
     def test_schedule(self, with_numpy: Path, examples: Path) -> None:
-        said = done([with_numpy / "megatron-vshape", "schedule", "v-half", *self.SIZES], examples)
-        assert "span bubble" in said
+        output = run_checked(
+            [with_numpy / "megatron-vshape", "schedule", "v-half", *self.SIZES], examples
+        )
+        assert "span bubble" in output
 
     def test_plan(self, with_numpy: Path, examples: Path) -> None:
         command = [with_numpy / "megatron-vshape", "plan", *self.SIZES, "--cost", "1,1,1,0"]
-        said = done([*command, "--chunks", "2", "--export", "plan.json"], examples)
-        assert "lower bound" in said
+        output = run_checked([*command, "--chunks", "2", "--export", "plan.json"], examples)
+        assert "lower bound" in output
         assert (examples / "plan.json").is_file()
 
     @pytest.mark.parametrize(
@@ -134,13 +138,13 @@ class TestNumpyAlone:
             ("advise --gpus 8xH100 -- pretrain_gpt.py", "estimate"),
         ],
     )
-    def test_others_name_what_they_need(
+    def test_error_names_the_missing_extra(
         self, with_numpy: Path, examples: Path, command: str, extra: str
     ) -> None:
-        ran = run([with_numpy / "megatron-vshape", *command.split()], examples)
-        assert (ran.returncode, ran.stdout) == (2, "")
-        assert f"pip install 'megatron-vshape[{extra}]'\n" in ran.stderr
-        assert ran.stderr.count("\n") == 1
+        process = run_command([with_numpy / "megatron-vshape", *command.split()], examples)
+        assert (process.returncode, process.stdout) == (2, "")
+        assert f"pip install 'megatron-vshape[{extra}]'\n" in process.stderr
+        assert process.stderr.count("\n") == 1
 
 
 @pytest.fixture(scope="module")
@@ -152,32 +156,32 @@ def with_megatron(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     if importlib.util.find_spec("megatron.training") is None:
         pytest.skip("Megatron's trainer is not installed")
     programs = tmp_path_factory.mktemp("with-megatron") / "bin"
-    done([sys.executable, "-m", "venv", "--without-pip", programs.parent], ROOT)
+    run_checked([sys.executable, "-m", "venv", "--without-pip", programs.parent], ROOT)
     pip = [sys.executable, "-m", "pip", "--python", programs / "python", "install", "--quiet"]
-    done([*pip, "--no-deps", wheel], ROOT)
-    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    packages = Path(done([programs / "python", "-c", where], ROOT).strip())
+    run_checked([*pip, "--no-deps", wheel], ROOT)
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages = Path(run_checked([programs / "python", "-c", code], ROOT).strip())
     (packages / "base.pth").write_text(str(Path(numpy.__file__).parents[1]))
     return programs
 
 
-def test_the_wheel_trains_with_megatron(with_megatron: Path, tmp_path: Path) -> None:
-    done([with_megatron / "megatron-vshape", "examples"], tmp_path)
+def test_wheel_trains_with_megatron(with_megatron: Path, tmp_path: Path) -> None:
+    run_checked([with_megatron / "megatron-vshape", "examples"], tmp_path)
     torchrun = [with_megatron / "python", "-m", "torch.distributed.run", "--standalone"]
-    said = done(
+    output = run_checked(
         [*torchrun, "--nproc-per-node", "2", "scripts/pretrain_gpt.py", *TRAINING]
         + ["--pipeline-schedule", "v-half"],
         tmp_path,
         CUDA_VISIBLE_DEVICES="",
         OMP_NUM_THREADS="1",
     )
-    assert "pipeline schedule v-half, 2 ranks, 4 microbatches" in said
-    assert "iteration        4/       4" in said
-    assert "tokens/s" in said
+    assert "pipeline schedule v-half, 2 ranks, 4 microbatches" in output
+    assert "iteration        4/       4" in output
+    assert "tokens/s" in output
 
 
-def test_the_wheels_start_up_file_is_read(with_megatron: Path, tmp_path: Path) -> None:
+def test_start_up_file_of_wheel_is_read(with_megatron: Path, tmp_path: Path) -> None:
     code = "import sys; print('megatron_vshape.from_environment' in sys.modules)"
     command = [with_megatron / "python", "-c", code]
-    assert done(command, tmp_path, MEGATRON_VSHAPE="schedule=v-half") == "True\n"
-    assert done(command, tmp_path) == "False\n"
+    assert run_checked(command, tmp_path, MEGATRON_VSHAPE="schedule=v-half") == "True\n"
+    assert run_checked(command, tmp_path) == "False\n"

@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 BENCHMARKS = ROOT / "benchmarks" / "README.md"
-MOST_LINES, MOST_WORDS, MOST_WORDS_TO_COMMAND = 150, 1300, 130
+MAX_LINES, MAX_WORDS, MAX_WORDS_TO_COMMAND = 150, 1300, 130
 
 
 def words(text: str) -> int:
@@ -17,11 +17,11 @@ def words(text: str) -> int:
 
 def test_readme_is_short():
     text = README.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= MOST_LINES
-    assert words(text) <= MOST_WORDS
-    before, command, _ = text.partition("$ megatron-vshape schedule")
+    assert len(text.splitlines()) <= MAX_LINES
+    assert words(text) <= MAX_WORDS
+    introduction, command, _ = text.partition("$ megatron-vshape schedule")
     assert command
-    assert words(before) <= MOST_WORDS_TO_COMMAND
+    assert words(introduction) <= MAX_WORDS_TO_COMMAND
 
 
 @pytest.mark.parametrize("page", [README, BENCHMARKS], ids=["README", "benchmarks"])
