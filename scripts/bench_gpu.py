@@ -35,10 +35,10 @@ from chunks import (
     Model,
     build,
     choose,
-    made_up,
-    observed,
     prepare,
+    random_activation,
     run_layers,
+    timed_pass,
     zero_gradients,
 )
 from torch import Tensor, nn
@@ -75,7 +75,7 @@ class SplitCost:
 
     hidden_size: int
     forward_us: float
-    whole_us: float
+    full_us: float
     backward_us: float
     weight_us: float
     host_us: float  # what Python takes to launch them all, F twice
@@ -84,7 +84,7 @@ class SplitCost:
     @property
     def ratio(self) -> float:
         """Return what B and W take together, by the whole backward."""
-        return (self.backward_us + self.weight_us) / self.whole_us
+        return (self.backward_us + self.weight_us) / self.full_us
 
 
 def split_cost(model: Model, num_layers: int, repeats: int) -> SplitCost:
@@ -118,7 +118,7 @@ def split_cost(model: Model, num_layers: int, repeats: int) -> SplitCost:
 class NoFiller:
     """What a CPU needs of a Filler: nothing."""
 
-    def __init__(self, least_us: float) -> None:
+    def __init__(self, min_us: float) -> None:
         self.caught_up = 0
 
     def start(self) -> None:
@@ -133,9 +133,9 @@ class Filler(NoFiller):
 
     CYCLES_PER_US = 2000  # no GPU's clock is faster by much
 
-    def __init__(self, least_us: float) -> None:
-        super().__init__(least_us)
-        self._cycles = int(self.CYCLES_PER_US * least_us)
+    def __init__(self, min_us: float) -> None:
+        super().__init__(min_us)
+        self._cycles = int(self.CYCLES_PER_US * min_us)
         self._ended = torch.cuda.Event()
 
     def start(self) -> None:
@@ -151,32 +151,32 @@ class Filler(NoFiller):
 
 def run_both(model: Model, state: Any, chunk: nn.Module, timer: PassTimer | None) -> float:
     """Run a microbatch with a whole and one with a split backward; return the host's time in us."""
-    begun_s = time.perf_counter()
+    start_s = time.perf_counter()
     for split in (False, True):
-        received = made_up(model).requires_grad_()
-        gradient = made_up(model)
-        with observed(timer, Kind.F):
+        received = random_activation(model).requires_grad_()
+        gradient = random_activation(model)
+        with timed_pass(timer, Kind.F):
             output = run_layers(chunk, received)
         if split:
-            with observed(timer, Kind.B), state.jobs.collect(0):
+            with timed_pass(timer, Kind.B), state.jobs.collect(0):
                 output.backward(gradient)
-            with observed(timer, Kind.W):
+            with timed_pass(timer, Kind.W):
                 state.jobs.run(0)
         else:
-            with observed(timer, Kind.BW):
+            with timed_pass(timer, Kind.BW):
                 output.backward(gradient)
-    return 1e6 * (time.perf_counter() - begun_s)
+    return 1e6 * (time.perf_counter() - start_s)
 
 
 def split_table(costs: Sequence[SplitCost]) -> str:
     """Return the Markdown table of the costs of splitting."""
     columns = "hidden | F us | B us | W us | whole us | (B + W) / whole | host us | caught up"
     lines = [f"| {columns} |", "|---:" * 8 + "|"]
-    for each in costs:
+    for cost in costs:
         lines.append(
-            f"| {each.hidden_size} | {each.forward_us:.0f} | {each.backward_us:.0f} | "
-            f"{each.weight_us:.0f} | {each.whole_us:.0f} | {each.ratio:.3f} | "
-            f"{each.host_us:.0f} | {each.caught_up} |"
+            f"| {cost.hidden_size} | {cost.forward_us:.0f} | {cost.backward_us:.0f} | "
+            f"{cost.weight_us:.0f} | {cost.full_us:.0f} | {cost.ratio:.3f} | "
+            f"{cost.host_us:.0f} | {cost.caught_up} |"
         )
     lines += ["", HOST]
     return "\n".join(lines)
@@ -201,19 +201,21 @@ def gradient_errors(model: Model, num_layers: int) -> dict[str, tuple[float, flo
     chunk = build(model, state, num_layers)
     reference = build(exact, state, num_layers)
     with torch.no_grad():
-        for mine, theirs in zip(reference.parameters(), chunk.parameters(), strict=True):
-            mine.copy_(theirs)
-    found = []
-    for each, split in ((reference, False), (chunk, False), (chunk, True)):
-        zero_gradients([each])
-        dtype = torch.float32 if each is reference else model.torch_dtype
-        of_inputs = run_three(model, state, each, dtype, split)
-        found.append([*(p.main_grad.clone() for p in each.parameters()), *of_inputs])
+        for reference_parameter, parameter in zip(
+            reference.parameters(), chunk.parameters(), strict=True
+        ):
+            reference_parameter.copy_(parameter)
+    gradients = []
+    for layers, split in ((reference, False), (chunk, False), (chunk, True)):
+        zero_gradients([layers])
+        dtype = torch.float32 if layers is reference else model.torch_dtype
+        input_gradients = run_three(model, state, layers, dtype, split)
+        gradients.append([*(p.main_grad.clone() for p in layers.parameters()), *input_gradients])
     names = [name for name, _ in chunk.named_parameters()]
     names += [f"input of microbatch {microbatch}" for microbatch in range(3)]
     return {
-        name: (_error(whole, right), _error(split, right))
-        for name, right, whole, split in zip(names, *found, strict=True)
+        name: (_error(full, reference), _error(split, reference))
+        for name, reference, full, split in zip(names, *gradients, strict=True)
     }
 
 
@@ -221,14 +223,14 @@ def run_three(
     model: Model, state: Any, chunk: nn.Module, dtype: torch.dtype, split: bool
 ) -> list[Tensor]:
     """Run three microbatches and return their inputs' gradients; split, W comes out of order."""
-    ran = []
+    microbatch_runs = []
     for microbatch in range(3):
         generator = torch.Generator().manual_seed(microbatch)
         values = torch.randn((2, *model.shape), generator=generator).to(model.torch_dtype)
         received, gradient = values.to(model.device, dtype)
         received.requires_grad_()
-        ran.append((received, run_layers(chunk, received), gradient))
-    for microbatch, (_, output, gradient) in enumerate(ran):
+        microbatch_runs.append((received, run_layers(chunk, received), gradient))
+    for microbatch, (_, output, gradient) in enumerate(microbatch_runs):
         if split:
             with state.jobs.collect(microbatch):
                 output.backward(gradient)
@@ -236,12 +238,14 @@ def run_three(
             output.backward(gradient)
     for microbatch in (2, 0, 1) if split else ():
         state.jobs.run(microbatch)
-    return [received.grad for received, _, _ in ran]
+    return [received.grad for received, _, _ in microbatch_runs]
 
 
-def _error(found: Tensor, right: Tensor) -> float:
+def _error(gradient: Tensor, reference: Tensor) -> float:
     """Return the relative error, which is inf where a value is not finite."""
-    error = float((found.float() - right.float()).norm() / right.float().norm().clamp_min(1e-30))
+    error = float(
+        (gradient.float() - reference.float()).norm() / reference.float().norm().clamp_min(1e-30)
+    )
     return error if math.isfinite(error) else math.inf
 
 
@@ -283,10 +287,10 @@ def driver_version() -> str:
     """Return the version of the GPU's driver, as far as nvidia-smi is there to say it."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+        process = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-    return told.stdout.partition("\n")[0].strip()
+    return process.stdout.partition("\n")[0].strip()
 
 
 def show(about: Mapping[str, str]) -> None:
@@ -309,29 +313,31 @@ class Copying:
         self.gb_per_s = [0.0, 0.0]  # out, back
 
     def __enter__(self) -> Copying:
-        self._threads = [threading.Thread(target=self._run, args=(at,)) for at in range(2)]
-        for each in self._threads:
-            each.start()
+        self._threads = [
+            threading.Thread(target=self._run, args=(direction,)) for direction in range(2)
+        ]
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ends.set()
-        for each in self._threads:
-            each.join()
+        for thread in self._threads:
+            thread.join()
 
-    def _run(self, at: int) -> None:
-        on_stream_of(COPIES[at].resource)()
+    def _run(self, direction: int) -> None:
+        on_stream_of(COPIES[direction].resource)()
         pinned = self._device.type == "cuda"
-        here = torch.zeros(self._bytes, dtype=torch.uint8, device=self._device)
-        there = torch.zeros(self._bytes, dtype=torch.uint8, pin_memory=pinned)
-        target, source = (here, there) if at else (there, here)
+        on_device = torch.zeros(self._bytes, dtype=torch.uint8, device=self._device)
+        on_host = torch.zeros(self._bytes, dtype=torch.uint8, pin_memory=pinned)
+        target, source = (on_device, on_host) if direction else (on_host, on_device)
         start, copied = time.perf_counter(), 0
         while not self._ends.is_set():
             target.copy_(source, non_blocking=True)
             if pinned:
                 torch.cuda.current_stream().synchronize()
             copied += self._bytes
-        self.gb_per_s[at] = copied / (time.perf_counter() - start) / 1e9
+        self.gb_per_s[direction] = copied / (time.perf_counter() - start) / 1e9
 
 
 def run_copies(args: argparse.Namespace) -> int:
@@ -343,19 +349,19 @@ def run_copies(args: argparse.Namespace) -> int:
     size = 256 << 20 if device.type == "cuda" else 1 << 20
     passes = median_passes(model, state, chunk, args.repeats)
     with Copying(device, size) as copying:
-        beside = median_passes(model, state, chunk, args.repeats)
+        with_copies = median_passes(model, state, chunk, args.repeats)
     plain = measure_copies(device, size)
     show(provenance(args))
     print("| copies | out GB/s | back GB/s |\n|---|---|---|")
-    for how, times_us in (("alone", plain[1:3]), ("both ways at once", plain[3:5])):
+    for label, times_us in (("alone", plain[1:3]), ("both ways at once", plain[3:5])):
         rates = (f"{plain.num_bytes / us / 1e3:.1f}" for us in times_us)
-        print(f"| {how} | {' | '.join(rates)} |")
+        print(f"| {label} | {' | '.join(rates)} |")
     out, back = copying.gb_per_s
     print(f"| both ways, beside passes | {out:.1f} | {back:.1f} |\n")
     print("| pass | us | us beside copies | ratio |\n|---|---|---|---|")
     for kind in PARTS:
-        ratio = beside[kind] / passes[kind]
-        print(f"| {kind} | {passes[kind]:.0f} | {beside[kind]:.0f} | {ratio:.3f} |")
+        ratio = with_copies[kind] / passes[kind]
+        print(f"| {kind} | {passes[kind]:.0f} | {with_copies[kind]:.0f} | {ratio:.3f} |")
     return 0
 
 
@@ -383,8 +389,8 @@ def run_split(args: argparse.Namespace) -> int:
         costs.append(split_cost(replace(sizes, device=args.device), args.layers, args.repeats))
     show(provenance(args))
     print(split_table(costs))
-    decisive = [each for each in costs if each.hidden_size == 4096]
-    return int(any(each.ratio > SPLIT_LIMIT for each in decisive))
+    decisive = [cost for cost in costs if cost.hidden_size == 4096]
+    return int(any(cost.ratio > SPLIT_LIMIT for cost in decisive))
 
 
 def full_size(args: argparse.Namespace, hidden: int) -> Model:
@@ -397,11 +403,11 @@ def run_numerics(args: argparse.Namespace) -> int:
     """Print the largest errors of whole and of split gradients; 1 where split is worse."""
     model = TINY if args.tiny else full_size(args, 2048)
     errors = gradient_errors(replace(model, device=args.device, dtype=args.dtype), args.layers)
-    whole, split = (max(pair[i] for pair in errors.values()) for i in (0, 1))
+    full, split = (max(pair[i] for pair in errors.values()) for i in (0, 1))
     worst = max(errors, key=lambda name: errors[name][1])
     show(provenance(args))
-    print(f"largest relative error against fp32: whole {whole:.3e}, split {split:.3e} ({worst})")
-    return int(not (split <= NUMERICS_LIMIT and split <= NUMERICS_SLACK * whole + EPSILON))
+    print(f"largest relative error against fp32: whole {full:.3e}, split {split:.3e} ({worst})")
+    return int(not (split <= NUMERICS_LIMIT and split <= NUMERICS_SLACK * full + EPSILON))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -444,6 +450,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    ended = main()
+    exit_code = main()
     sys.stdout.flush()
-    os._exit(ended)  # with Transformer Engine 2.20 an interpreter on a GPU did not end by itself
+    os._exit(
+        exit_code
+    )  # with Transformer Engine 2.20 an interpreter on a GPU did not end by itself

@@ -128,7 +128,7 @@ def on_ranks(num_ranks: int, measure: Callable[..., Any], *args: object) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         ranks = [
-            context.Process(target=_rank, args=(queue, rank, num_ranks, store, measure, args))
+            context.Process(target=_run_rank, args=(queue, rank, num_ranks, store, measure, args))
             for rank in range(num_ranks)
         ]
         for process in ranks:
@@ -139,7 +139,7 @@ def on_ranks(num_ranks: int, measure: Callable[..., Any], *args: object) -> Any:
     return measured
 
 
-def _rank(
+def _run_rank(
     queue: "multiprocessing.Queue[Any]",
     rank: int,
     num_ranks: int,
@@ -160,13 +160,13 @@ def _rank(
 def measure_makespan(transport: Transport, schedules: list[Schedule], rounds: int) -> list[float]:
     """Return the median time of the slowest rank, per schedule, in us."""
     rank = transport.device
-    found = []
+    medians = []
     for schedule in schedules:
         costs = costs_of(schedule)
         program = lower(schedule, simulate(schedule, costs))
         transport.prepare(program)
-        own = stages_of(schedule.placement, schedule.num_devices)[rank]
-        stages = {stage: SleepingStage(costs, stage) for stage in own}
+        local_stages = stages_of(schedule.placement, schedule.num_devices)[rank]
+        stages = {stage: SleepingStage(costs, stage) for stage in local_stages}
         times = []
         for _ in range(rounds):
             dist.barrier()
@@ -175,8 +175,8 @@ def measure_makespan(transport: Transport, schedules: list[Schedule], rounds: in
             end = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
             dist.all_reduce(end, op=dist.ReduceOp.MAX)
             times.append(1e6 * float(end))
-        found.append(statistics.median(times))
-    return found
+        medians.append(statistics.median(times))
+    return medians
 
 
 def print_efficiency(num_ranks: int, num_microbatches: int, rounds: int) -> None:
@@ -185,10 +185,12 @@ def print_efficiency(num_ranks: int, num_microbatches: int, rounds: int) -> None
     measured = on_ranks(num_ranks, measure_makespan, schedules, rounds)
     print(f"(a) {num_ranks} ranks, {num_microbatches} microbatches, passes sleep {PASS_MS} ms")
     print(f"    {'schedule':10} {'simulated ms':>13} {'measured ms':>12} {'ratio':>7}  (goal 1.03)")
-    for schedule, found in zip(schedules, measured, strict=True):
+    for schedule, measured_us in zip(schedules, measured, strict=True):
         expected = simulate(schedule, costs_of(schedule)).makespan
-        ratio = found / expected
-        print(f"    {schedule.name:10} {expected / 1e3:13.1f} {found / 1e3:12.1f} {ratio:7.4f}")
+        ratio = measured_us / expected
+        print(
+            f"    {schedule.name:10} {expected / 1e3:13.1f} {measured_us / 1e3:12.1f} {ratio:7.4f}"
+        )
 
 
 def print_overhead(rounds: int) -> None:

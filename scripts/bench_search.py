@@ -69,21 +69,21 @@ class Result(NamedTuple):
 
     cell: Cell
     published: float
-    ours: float
+    planned: float
     bound: float
     seconds: float
     plan: search.Plan
     longer: search.Plan | None = None
 
     @property
-    def gained(self) -> float:
+    def gain(self) -> float:
         """Return the share of the step time that a longer search saves."""
         return 1 - self.longer.value / self.plan.value if self.longer else 0.0
 
     @property
     def ratio(self) -> float:
         """Return our overhead over the published one."""
-        return self.ours / self.published if self.published else 1.0
+        return self.planned / self.published if self.published else 1.0
 
 
 def read_cells(path: Path) -> list[tuple[Cell, float]]:
@@ -93,9 +93,9 @@ def read_cells(path: Path) -> list[tuple[Cell, float]]:
         key = (row["num_devices"], row["num_microbatches"], tuple(row["cost"]))
         rows[key].append((row["peak"], row["overhead"]))
     cells = []
-    for key, found in rows.items():
-        for limit in sorted({peak for peak, _ in found}):
-            best = min(overhead for peak, overhead in found if peak <= limit)
+    for key, points in rows.items():
+        for limit in sorted({peak for peak, _ in points}):
+            best = min(overhead for peak, overhead in points if peak <= limit)
             cells.append((Cell(*key, limit), best))
     return cells
 
@@ -110,7 +110,7 @@ def load_judge(path: Path) -> ModuleType:
     return module
 
 
-def judged(judge: ModuleType, schedule: Schedule, cell: Cell) -> dict[str, Any]:
+def replay_file(judge: ModuleType, schedule: Schedule, cell: Cell) -> dict[str, Any]:
     """Return what the judge says of the exported file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
@@ -126,14 +126,14 @@ def measure(judge: ModuleType, cell: Cell, published: float, options: argparse.N
     """Return the plan for a cell, judged; a device may hold up to `options.chunks` stages."""
     started = time.process_time()
     costs = Costs.uniform(cell.devices, options.chunks * cell.devices, *cell.cost)
-    made = search.plan(costs, cell.devices, cell.microbatches, cell.limit, steps=options.steps)
+    plan = search.plan(costs, cell.devices, cell.microbatches, cell.limit, steps=options.steps)
     seconds = time.process_time() - started
-    verdict = judged(judge, made.schedule, cell)
+    verdict = replay_file(judge, plan.schedule, cell)
     if verdict["peak"] > cell.limit + SLACK:
         raise SystemExit(f"{cell}: the plan holds {verdict['peak']}, more than the limit")
-    bound = made.lower_bound - made.busy
-    longer = search_longer(costs, cell, options.longer) if made.gap > NEAR else None
-    return Result(cell, published, verdict["overhead"], bound, seconds, made, longer)
+    bound = plan.lower_bound - plan.busy
+    longer = search_longer(costs, cell, options.longer) if plan.gap > NEAR else None
+    return Result(cell, published, verdict["overhead"], bound, seconds, plan, longer)
 
 
 def search_longer(costs: Costs, cell: Cell, seconds: float) -> search.Plan | None:
@@ -146,13 +146,13 @@ def search_longer(costs: Costs, cell: Cell, seconds: float) -> search.Plan | Non
         return search.plan(costs, cell.devices, cell.microbatches, cell.limit, seconds=seconds)
 
 
-def shaken(judge: ModuleType, schedule: Schedule, cell: Cell, seed: int) -> float:
+def bubble_with_jitter(judge: ModuleType, schedule: Schedule, cell: Cell, seed: int) -> float:
     """Return the bubble when every pass takes up to 10 % more or less than planned."""
-    luck = random.Random(seed)
+    rng = random.Random(seed)
     stages = len(schedule.placement)
     scale = 2 * cell.devices / stages
     times = {
-        (kind, stage, microbatch): base * scale * luck.uniform(0.9, 1.1)
+        (kind, stage, microbatch): base * scale * rng.uniform(0.9, 1.1)
         for kind, base in zip("FBW", cell.cost, strict=False)
         for stage in range(stages)
         for microbatch in range(cell.microbatches)
@@ -163,38 +163,43 @@ def shaken(judge: ModuleType, schedule: Schedule, cell: Cell, seed: int) -> floa
 def _bubble(schedule: Schedule, times: dict[tuple[str, int, int], float], send: float) -> float:
     """Return the bubble of an order for times that differ from pass to pass."""
     rows, stages = schedule.order, schedule.num_stages
-    done: dict[tuple[str, int, int], float] = {}
-    clock, at, work = [0.0] * len(rows), [0] * len(rows), [0.0] * len(rows)
-    left = sum(map(len, rows))
-    while left:
+    finished: dict[tuple[str, int, int], float] = {}
+    clock, positions, work = [0.0] * len(rows), [0] * len(rows), [0.0] * len(rows)
+    remaining = sum(map(len, rows))
+    while remaining:
         for device, row in enumerate(rows):
-            while at[device] < len(row):
-                each = row[at[device]]
-                simple = Pass(each.parts()[0], each.stage, each.microbatch)
-                needs = [(str(need.kind), *need[1:]) for need in simple.needs(stages)]
-                if any(need not in done for need in needs):
+            while positions[device] < len(row):
+                device_pass = row[positions[device]]
+                simple = Pass(device_pass.parts()[0], device_pass.stage, device_pass.microbatch)
+                dependencies = [
+                    (str(dependency.kind), *dependency[1:]) for dependency in simple.needs(stages)
+                ]
+                if any(dependency not in finished for dependency in dependencies):
                     break
                 start = clock[device]
-                for need in needs:
-                    away = schedule.placement[need[1]] != device
-                    start = max(start, done[need] + (send if away else 0.0))
-                parts = [(str(kind), each.stage, each.microbatch) for kind in each.parts()]
-                clock[device] = start + sum(times[part] for part in parts)
-                work[device] += sum(times[part] for part in parts)
-                done.update(dict.fromkeys(parts, clock[device]))
-                at[device] += 1
-                left -= 1
+                for dependency in dependencies:
+                    is_remote = schedule.placement[dependency[1]] != device
+                    start = max(start, finished[dependency] + (send if is_remote else 0.0))
+                keys = [
+                    (str(kind), device_pass.stage, device_pass.microbatch)
+                    for kind in device_pass.parts()
+                ]
+                clock[device] = start + sum(times[key] for key in keys)
+                work[device] += sum(times[key] for key in keys)
+                finished.update(dict.fromkeys(keys, clock[device]))
+                positions[device] += 1
+                remaining -= 1
     return 1 - max(work) / max(clock)
 
 
 def published_orders(cell: Cell) -> list[Schedule]:
     """Return the catalogue's schedules that fit the cell's limit."""
-    found = []
+    fitting = []
     for name in catalogue.NAMES:
-        made = catalogue.make(name, cell.devices, cell.microbatches)
-        if max(peak_held(made)) <= cell.limit + SLACK:
-            found.append(made)
-    return found
+        schedule = catalogue.make(name, cell.devices, cell.microbatches)
+        if max(peak_held(schedule)) <= cell.limit + SLACK:
+            fitting.append(schedule)
+    return fitting
 
 
 def geometric_means(results: Sequence[Result]) -> dict[str, float]:
@@ -209,9 +214,9 @@ def print_gaps(results: Sequence[Result]) -> None:
     """Print the median of what plans of up to 8 devices may be above the best, in per cent."""
     few = [result for result in results if result.cell.devices <= 8]
     tight = [result for result in few if result.cell.limit < 2 * result.cell.devices]
-    for name, some in (("up to 8 devices", few), ("of them, memory below 1F1B's", tight)):
-        if some:
-            middle = median(100 * result.plan.gap for result in some)
+    for name, group in (("up to 8 devices", few), ("of them, memory below 1F1B's", tight)):
+        if group:
+            middle = median(100 * result.plan.gap for result in group)
             print(f"median proven gap, {name}: {middle:.2f} %")
 
 
@@ -219,13 +224,13 @@ def print_row(result: Result) -> None:
     """Print one line of the table."""
     cell = result.cell
     cost = "/".join(f"{x:g}" for x in cell.cost)
-    worse = "  WORSE" if result.ours > result.published + SLACK else ""
+    worse = "  WORSE" if result.planned > result.published + SLACK else ""
     print(
         f"{cell.devices:3} {cell.microbatches:5}  {cost:17} {cell.limit:7.5g} "
-        f"{result.published:9.2f} {result.ours:9.2f} {result.ratio:6.3f} {result.bound:8.2f}"
+        f"{result.published:9.2f} {result.planned:9.2f} {result.ratio:6.3f} {result.bound:8.2f}"
         f"{'=' if result.plan.gap <= SLACK else ' '}{100 * result.plan.gap:5.2f}% "
         f"{result.seconds:6.2f} {result.plan.source}{worse}"
-        + (f"  longer: {100 * result.gained:.2f} %" if result.longer else ""),
+        + (f"  longer: {100 * result.gain:.2f} %" if result.longer else ""),
         flush=True,
     )
 
@@ -238,17 +243,18 @@ def print_robustness(judge: ModuleType, results: Sequence[Result]) -> None:
         orders = published_orders(cell)
         if cell.limit > 2 * cell.devices or cell.devices > 8 or not orders:
             continue
-        ours, best = (
+        planned, best = (
             min(
-                sum(shaken(judge, order, cell, seed) for seed in range(TRIALS)) / TRIALS
-                for order in some
+                sum(bubble_with_jitter(judge, order, cell, seed) for seed in range(TRIALS)) / TRIALS
+                for order in group
             )
-            for some in ([result.plan.schedule], orders)
+            for group in ([result.plan.schedule], orders)
         )
         cost = "/".join(f"{x:g}" for x in cell.cost)
         print(
             f"{cell.devices:3} {cell.microbatches:5}  {cost:17} {cell.limit:5g}  "
-            f"plan {100 * ours:6.2f}  published {100 * best:6.2f}  {'ok' if ours <= best else ''}"
+            f"plan {100 * planned:6.2f}  published {100 * best:6.2f}  "
+            f"{'ok' if planned <= best else ''}"
         )
 
 
@@ -277,10 +283,10 @@ def main() -> int:
         print(f"geometric mean, {name}: {mean:.3f}")
     print_gaps(results)
     if arguments.longer:
-        print(f"a longer search gains at most {100 * max(each.gained for each in results):.2f} %")
+        print(f"a longer search gains at most {100 * max(result.gain for result in results):.2f} %")
     if not arguments.no_robustness:
         print_robustness(judge, results)
-    worse = [result for result in results if result.ours > result.published + SLACK]
+    worse = [result for result in results if result.planned > result.published + SLACK]
     print(f"{len(worse)} of {len(results)} worse than published")
     return 1 if worse else 0
 

@@ -74,7 +74,7 @@ GOALS = (
 )
 """Which variant is to be how many times as fast as which; they are for 2 ranks, 4 microbatches."""
 
-AUTO, OF_BEST = "auto", 0.99
+AUTO, MIN_SHARE_OF_BEST = "auto", 0.99
 """How many times as fast as the best of the orders by name auto is to be at least."""
 
 PROFILE_STEPS = "3:6"
@@ -82,7 +82,7 @@ ALL_STEPS = "2:1000000"
 WARM_UP = 12  # steps of this package's variants: they predict, plan anew, and compare
 WARM_UP_OTHERS = 4
 DISTURBED = 0.05  # of the processors: so much may other programs take of a turn that counts
-LEAST_ROUNDS = 3
+MIN_ROUNDS = 3
 FIXED_FLAGS = (
     "--transformer-impl local --distributed-backend gloo --mock-data "
     "--tokenizer-type NullTokenizer --make-vocab-size-divisible-by 64 "
@@ -154,7 +154,7 @@ class Turn(NamedTuple):
 
     wall_s: float
     cpu_s: float
-    others: float = 0.0  # the share of the processors that other programs took meanwhile
+    other_share: float = 0.0  # the share of the processors that other programs took meanwhile
 
 
 class Gate:
@@ -228,8 +228,8 @@ def train_by_megatron(name: str, sizes: Sizes, gate: Gate) -> None:
     import megatron.training.training as training
 
     training.train_step = gate.around(training.train_step)
-    left_out = {UNFUSED_FLAG} if name.removesuffix(TENSOR).endswith(FUSED) else set()
-    fixed = [flag for flag in FIXED_FLAGS if flag not in left_out]
+    omitted = {UNFUSED_FLAG} if name.removesuffix(TENSOR).endswith(FUSED) else set()
+    fixed = [flag for flag in FIXED_FLAGS if flag not in omitted]
     sys.argv = [str(SCRIPT), *fixed, *sizes.flags(), *variant_flags(name)]
     source = compile(SCRIPT.read_text(), str(SCRIPT), "exec")
     exec(source, {"__name__": "__main__", "__file__": str(SCRIPT)})
@@ -252,12 +252,12 @@ class Chunk(nn.Module):
         self.model = model
         self.positions = positions
 
-    def forward(self, given: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         """Return the output for tokens, [b, s], or for hidden states, [s, b, h]."""
         if self.model.pre_process:
-            output: Tensor = self.model(given, self.positions.expand_as(given), None)
+            output: Tensor = self.model(inputs, self.positions.expand_as(inputs), None)
         else:
-            self.model.set_input_tensor(given)
+            self.model.set_input_tensor(inputs)
             output = self.model(None, None, None)
         return output
 
@@ -269,22 +269,22 @@ def train_by_torch(sizes: Sizes, rank: int, gate: Gate) -> None:
 
     dist.init_process_group("gloo", rank=rank, world_size=sizes.ranks)
     num_stages = 2 * sizes.ranks
-    own = (rank, num_stages - 1 - rank)
-    chunks = [build_chunk(sizes, stage, num_stages) for stage in own]
+    local_stages = (rank, num_stages - 1 - rank)
+    chunks = [build_chunk(sizes, stage, num_stages) for stage in local_stages]
     device = torch.device("cpu")
     tokens = torch.randint(
         sizes.vocabulary_size, (sizes.microbatches * sizes.microbatch_size, sizes.sequence_length)
     )
     stages = [
         PipelineStage(chunk, stage, num_stages, device)
-        for chunk, stage in zip(chunks, own, strict=True)
+        for chunk, stage in zip(chunks, local_stages, strict=True)
     ]
 
     def loss(logits: Tensor, target: Tensor) -> Tensor:
         return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
     schedule = ScheduleZBVZeroBubble(stages, sizes.microbatches, loss)
-    parameters = [each for chunk in chunks for each in chunk.parameters()]
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
     while True:
         gate.before_step()
@@ -300,7 +300,7 @@ def train_by_torch(sizes: Sizes, rank: int, gate: Gate) -> None:
 
 def clip(parameters: Sequence[nn.Parameter], limit: float = 1.0) -> None:
     """Clip the gradient of the whole model, as Megatron's optimizer does."""
-    gradients = [each.grad for each in parameters if each.grad is not None]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     total = nn.utils.get_total_norm(gradients) ** 2
     dist.all_reduce(total)
     nn.utils.clip_grads_with_norm_(parameters, limit, total.sqrt())
@@ -347,7 +347,7 @@ def build_chunk(sizes: Sizes, stage: int, num_stages: int) -> Chunk:
 # --- the parent ---------------------------------------------------------------------------------
 
 
-class Predicted(NamedTuple):
+class Prediction(NamedTuple):
     """What a variant has said of its steps, in ms."""
 
     step_ms: float
@@ -367,12 +367,12 @@ class Variant:
         self._connections: list[Connection] = []
         self._logs: list[Path] = []
         for rank in range(world_size(name, sizes)):
-            ours, theirs = context.Pipe()
+            parent_end, rank_end = context.Pipe()
             log = folder / f"{name}-{rank}.log"
-            arguments = (name, sizes, rank, port, str(log), theirs)
+            arguments = (name, sizes, rank, port, str(log), rank_end)
             context.Process(target=become_rank, args=arguments, daemon=True).start()
-            theirs.close()
-            self._connections.append(ours)
+            rank_end.close()
+            self._connections.append(parent_end)
             self._logs.append(log)
 
     def run(self, steps: int) -> Turn:
@@ -411,33 +411,33 @@ def disturb(seed: int = 1) -> NoReturn:
 
 
 @contextlib.contextmanager
-def disturbed(is_asked: bool) -> Iterator[None]:
+def disturbed(is_enabled: bool) -> Iterator[None]:
     """Have another process disturb what runs inside, if that is asked for."""
-    other = multiprocessing.Process(target=disturb, daemon=True)
-    if is_asked:
-        other.start()
+    process = multiprocessing.Process(target=disturb, daemon=True)
+    if is_enabled:
+        process.start()
     yield
-    if is_asked:
-        other.terminate()
-        other.join()
+    if is_enabled:
+        process.terminate()
+        process.join()
 
 
 def end_trial(variant: Variant) -> None:
     """Run the steps of auto's trial, and those that compare its winner with the prediction."""
-    begun = "comparing the plan with" in variant.log()
-    while begun and "measured steps: " not in variant.log():
+    is_comparing = "comparing the plan with" in variant.log()
+    while is_comparing and "measured steps: " not in variant.log():
         variant.run(WARM_UP)
-    if begun:
+    if is_comparing:
         variant.run(WARM_UP)
 
 
-def predicted_in(log: str) -> Predicted | None:
+def predicted_in(log: str) -> Prediction | None:
     """Return what a variant's log predicts and what it measured next; None if nothing."""
-    told = re.findall(r"measured costs: .*step ([\d.]+) ms", log)
+    step_times_ms = re.findall(r"measured costs: .*step ([\d.]+) ms", log)
     compared = re.findall(r"predicted for .*: passes ([\d.]+) ms, ([\d.]+) ms", log)
-    if not told or not compared:
+    if not step_times_ms or not compared:
         return None
-    return Predicted(float(told[0]), *map(float, compared[-1]))
+    return Prediction(float(step_times_ms[0]), *map(float, compared[-1]))
 
 
 class Quiet:
@@ -449,10 +449,10 @@ class Quiet:
     def wait(self) -> None:
         """Return when the processors have been idle for a moment, or the patience is over."""
         while self._left_s > 0:
-            before, start = busy_s(), time.perf_counter()
+            busy_before_s, start = busy_s(), time.perf_counter()
             time.sleep(0.25)
             passed = time.perf_counter() - start
-            if self.share(before, passed, 0.0) < DISTURBED:
+            if self.share(busy_before_s, passed, 0.0) < DISTURBED:
                 return
             self._left_s -= passed
 
@@ -480,31 +480,42 @@ def measure(
     variants: Sequence[Variant], rounds: int, steps: int, quiet: Quiet
 ) -> dict[str, list[Turn]]:
     """Return every variant's turns, a step each, in rounds that begin with another variant."""
-    found: dict[str, list[Turn]] = {each.name: [] for each in variants}
-    for at in range(rounds):
-        shift = at % len(variants)
+    turns_by_variant: dict[str, list[Turn]] = {variant.name: [] for variant in variants}
+    for round_index in range(rounds):
+        shift = round_index % len(variants)
         order = [*variants[shift:], *variants[:shift]]
-        for each in order if at % 2 == 0 else reversed(order):
+        for variant in order if round_index % 2 == 0 else reversed(order):
             quiet.wait()
-            before = busy_s()
-            turn = each.run(steps)
-            others = quiet.share(before, turn.wall_s, turn.cpu_s)
-            found[each.name].append(Turn(turn.wall_s / steps, turn.cpu_s / steps, others))
-        print(f"round {at + 1} of {rounds}, load {os.getloadavg()[0]:.1f}", file=sys.stderr)
-    return found
+            busy_before_s = busy_s()
+            turn = variant.run(steps)
+            other_share = quiet.share(busy_before_s, turn.wall_s, turn.cpu_s)
+            turns_by_variant[variant.name].append(
+                Turn(turn.wall_s / steps, turn.cpu_s / steps, other_share)
+            )
+        print(
+            f"round {round_index + 1} of {rounds}, load {os.getloadavg()[0]:.1f}", file=sys.stderr
+        )
+    return turns_by_variant
 
 
-def counting(*turns: Sequence[Turn]) -> list[int]:
+def undisturbed_rounds(*turns: Sequence[Turn]) -> list[int]:
     """Return the rounds in which none of these was disturbed; all, if that leaves too few."""
     rounds = range(len(turns[0]))
-    quiet = [at for at in rounds if all(each[at].others < DISTURBED for each in turns)]
-    return quiet if len(quiet) >= LEAST_ROUNDS else list(rounds)
+    quiet = [
+        index
+        for index in rounds
+        if all(variant_turns[index].other_share < DISTURBED for variant_turns in turns)
+    ]
+    return quiet if len(quiet) >= MIN_ROUNDS else list(rounds)
 
 
-def ratios(found: Mapping[str, Sequence[Turn]], name: str, other: str) -> list[float]:
+def ratios(turns_by_variant: Mapping[str, Sequence[Turn]], name: str, baseline: str) -> list[float]:
     """Return, round by round, how many times as fast as `other` a variant was."""
-    mine, theirs = found[name], found[other]
-    return [theirs[at].wall_s / mine[at].wall_s for at in counting(mine, theirs)]
+    variant_turns, baseline_turns = turns_by_variant[name], turns_by_variant[baseline]
+    return [
+        baseline_turns[index].wall_s / variant_turns[index].wall_s
+        for index in undisturbed_rounds(variant_turns, baseline_turns)
+    ]
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -515,15 +526,15 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def table(found: Mapping[str, Sequence[Turn]], sizes: Sizes) -> str:
+def table(turns_by_variant: Mapping[str, Sequence[Turn]], sizes: Sizes) -> str:
     """Return the Markdown table of all variants."""
-    others = [name for name in (BASELINE, TORCH, BASELINE + TENSOR) if name in found]
+    baselines = [name for name in (BASELINE, TORCH, BASELINE + TENSOR) if name in turns_by_variant]
     heads = ["variant", "quiet", "step ms (quartiles)", "fastest", "tokens/s", "CPU ms"]
-    heads += [f"x {name} (quartiles)" for name in others]
+    heads += [f"x {name} (quartiles)" for name in baselines]
     lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * (len(heads) - 1) + "|"]
-    for name, turns in found.items():
-        quiet = sum(turn.others < DISTURBED for turn in turns)
-        counted = [turns[at] for at in counting(turns)]
+    for name, turns in turns_by_variant.items():
+        quiet = sum(turn.other_share < DISTURBED for turn in turns)
+        counted = [turns[index] for index in undisturbed_rounds(turns)]
         low, middle, high = quartiles([turn.wall_s for turn in counted])
         cpu_s = statistics.median(turn.cpu_s for turn in counted)
         cells = [
@@ -534,15 +545,15 @@ def table(found: Mapping[str, Sequence[Turn]], sizes: Sizes) -> str:
             f"{sizes.tokens / middle:.0f}",
             f"{1e3 * cpu_s:.0f}",
         ]
-        for other in others:
-            low, middle, high = quartiles(ratios(found, name, other))
+        for baseline in baselines:
+            low, middle, high = quartiles(ratios(turns_by_variant, name, baseline))
             cells.append(f"{middle:.3f} ({low:.3f}-{high:.3f})")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def prediction_table(
-    found: Mapping[str, Sequence[Turn]], predicted: Mapping[str, Predicted]
+    turns_by_variant: Mapping[str, Sequence[Turn]], predicted: Mapping[str, Prediction]
 ) -> str:
     """Return the Markdown table of predictions; the goal is a ratio within 0.95 and 1.05."""
     lines = [
@@ -550,36 +561,44 @@ def prediction_table(
         "| ratio |",
         "|---" + "|---:" * 6 + "|",
     ]
-    for name, each in predicted.items():
-        turns = found[name]
-        step_ms = 1e3 * statistics.median(turns[at].wall_s for at in counting(turns))
+    for name, prediction in predicted.items():
+        turns = turns_by_variant[name]
+        step_ms = 1e3 * statistics.median(
+            turns[index].wall_s for index in undisturbed_rounds(turns)
+        )
         lines.append(
-            f"| {name} | {each.passes_ms:.0f} | {each.measured_passes_ms:.0f} | "
-            f"{each.measured_passes_ms / each.passes_ms:.3f} | {each.step_ms:.0f} | "
-            f"{step_ms:.0f} | {step_ms / each.step_ms:.3f} |"
+            f"| {name} | {prediction.passes_ms:.0f} | {prediction.measured_passes_ms:.0f} | "
+            f"{prediction.measured_passes_ms / prediction.passes_ms:.3f} | "
+            f"{prediction.step_ms:.0f} | {step_ms:.0f} | {step_ms / prediction.step_ms:.3f} |"
         )
     return "\n".join(lines)
 
 
-def verdicts(found: Mapping[str, Sequence[Turn]]) -> list[str]:
+def verdicts(turns_by_variant: Mapping[str, Sequence[Turn]]) -> list[str]:
     """Return a line for every goal whose two variants ran."""
     lines = []
-    ours = [name for name in found if name not in (BASELINE, INTERLEAVED, TORCH, AUTO)]
-    best = max(ours, key=lambda name: statistics.median(ratios(found, name, ours[0])), default="")
-    for name, other, goal in (*GOALS, (AUTO, best, OF_BEST)):
-        if name in found and other in found:
-            pairs = ratios(found, name, other)
+    package_variants = [
+        name for name in turns_by_variant if name not in (BASELINE, INTERLEAVED, TORCH, AUTO)
+    ]
+    best = max(
+        package_variants,
+        key=lambda name: statistics.median(ratios(turns_by_variant, name, package_variants[0])),
+        default="",
+    )
+    for name, baseline, goal in (*GOALS, (AUTO, best, MIN_SHARE_OF_BEST)):
+        if name in turns_by_variant and baseline in turns_by_variant:
+            pairs = ratios(turns_by_variant, name, baseline)
             middle = statistics.median(pairs)
-            reached = "reached" if middle >= goal else "MISSED"
+            verdict = "reached" if middle >= goal else "MISSED"
             quiet = all(
-                found[each][at].others < DISTURBED
-                for each in (name, other)
-                for at in counting(found[name], found[other])
+                turns_by_variant[variant][index].other_share < DISTURBED
+                for variant in (name, baseline)
+                for index in undisturbed_rounds(turns_by_variant[name], turns_by_variant[baseline])
             )
             note = "" if quiet else "; the machine was not quiet"
             lines.append(
-                f"{name} / {other}: {middle:.3f} in {len(pairs)} rounds, goal {goal:.2f}: "
-                f"{reached}{note}"
+                f"{name} / {baseline}: {middle:.3f} in {len(pairs)} rounds, goal {goal:.2f}: "
+                f"{verdict}{note}"
             )
     return lines
 
@@ -644,21 +663,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in args.variants:
             quiet.wait()
             variants.append(Variant(name, sizes, Path(folder)))
-            is_ours = "--pipeline-schedule" in variant_flags(name) and name != TORCH
+            is_package_schedule = "--pipeline-schedule" in variant_flags(name) and name != TORCH
             with disturbed(args.disturb):
-                variants[-1].run(WARM_UP if is_ours else WARM_UP_OTHERS)
+                variants[-1].run(WARM_UP if is_package_schedule else WARM_UP_OTHERS)
                 end_trial(variants[-1])
             print(f"{name} is warm", file=sys.stderr)
-        found = measure(variants, args.rounds, args.steps, quiet)
-        said = {each.name: predicted_in(each.log()) for each in variants}
-        for each in variants:
-            each.end()
-    predicted = {name: each for name, each in said.items() if each is not None}
+        turns_by_variant = measure(variants, args.rounds, args.steps, quiet)
+        predictions = {variant.name: predicted_in(variant.log()) for variant in variants}
+        for variant in variants:
+            variant.end()
+    predicted = {
+        name: prediction for name, prediction in predictions.items() if prediction is not None
+    }
     print(f"{sizes}\n{args.rounds} rounds of {args.steps} steps, load {os.getloadavg()}\n")
-    print(table(found, sizes))
-    print("\n".join(["", *verdicts(found), ""]))
-    print(prediction_table(found, predicted))
-    return int(any("MISSED" in line for line in verdicts(found)))
+    print(table(turns_by_variant, sizes))
+    print("\n".join(["", *verdicts(turns_by_variant), ""]))
+    print(prediction_table(turns_by_variant, predicted))
+    return int(any("MISSED" in line for line in verdicts(turns_by_variant)))
 
 
 if __name__ == "__main__":

@@ -39,8 +39,8 @@ class Model:
     @property
     def torch_dtype(self) -> torch.dtype:
         """Return the dtype of the layers."""
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -113,7 +113,7 @@ class SdpaAttention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
         """Compute causal attention of [s, b, heads, size], as [s, b, heads * size]."""
-        query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
@@ -144,8 +144,12 @@ def build(model: Model, state: Any, num_layers: int) -> nn.Module:
     else:
         spec = specs.get_gpt_layer_local_spec()
         spec.submodules.self_attention.submodules.core_attention = SdpaAttention
-    ends = {"pre_process": False, "post_process": False, "position_embedding_type": "rope"}
-    chunk: nn.Module = GPTModel(config, spec, 512, model.sequence_length, **ends)
+    no_embedding_or_output = {
+        "pre_process": False,
+        "post_process": False,
+        "position_embedding_type": "rope",
+    }
+    chunk: nn.Module = GPTModel(config, spec, 512, model.sequence_length, **no_embedding_or_output)
     chunk = chunk.to(model.device, model.torch_dtype)
     te_layers.install(state, [chunk])
     options = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
@@ -166,13 +170,13 @@ def run_layers(chunk: Any, received: Tensor) -> Tensor:
     return output
 
 
-def made_up(model: Model) -> Tensor:
+def random_activation(model: Model) -> Tensor:
     """Make a random activation; zeros would run faster."""
     return torch.randn(model.shape, device=model.device, dtype=model.torch_dtype)
 
 
 @contextmanager
-def observed(timer: PassTimer | None, kind: Kind, microbatch: int = 0) -> Iterator[None]:
+def timed_pass(timer: PassTimer | None, kind: Kind, microbatch: int = 0) -> Iterator[None]:
     """Time a pass, if there is a timer."""
     work = Pass(kind, 0, microbatch)
     if timer is not None:

@@ -54,8 +54,8 @@ def pages() -> Iterator[Path]:
 
 def current(text: str) -> str:
     """Update the generated parts of a page's text."""
-    text = _TABLE.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}{found[3]}", text)
-    return _CONSOLE.sub(lambda found: _console(found[1]), text)
+    text = _TABLE.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}{match[3]}", text)
+    return _CONSOLE.sub(lambda match: _console(match[1]), text)
 
 
 def _console(block: str) -> str:
@@ -86,7 +86,7 @@ def output_of(command: str) -> str:
 
 def _rows(head: str, rows: list[tuple[str, ...]]) -> str:
     """Format a Markdown table."""
-    columns = [each.strip() for each in head.split("|")]
+    columns = [column.strip() for column in head.split("|")]
     lines = [columns, ["---"] * len(columns), *map(list, rows)]
     return "".join(f"|{'|'.join(line)}|\n" for line in lines)
 
@@ -100,18 +100,18 @@ def _training_options() -> str:
 
 
 def _environment() -> str:
-    found = settings(kernels=True, ordered=True, graphs=True)
-    names = [name for name in found if name != ALLOCATOR[1]]
-    rows = [(f"`{name}={found[name].value}`", found[name].why) for name in names]
+    variables = settings(kernels=True, ordered=True, graphs=True)
+    names = [name for name in variables if name != ALLOCATOR[1]]
+    rows = [(f"`{name}={variables[name].value}`", variables[name].why) for name in names]
     return _rows("variable | reason", rows)
 
 
 def _python() -> str:
     rows = []
     for name in megatron_vshape.__all__:
-        each = getattr(megatron_vshape, name)
-        call = "()" if inspect.isfunction(each) else ""
-        rows.append((f"`{name}{call}`", (inspect.getdoc(each) or "").partition("\n")[0]))
+        member = getattr(megatron_vshape, name)
+        call = "()" if inspect.isfunction(member) else ""
+        rows.append((f"`{name}{call}`", (inspect.getdoc(member) or "").partition("\n")[0]))
     return _rows("name | purpose", rows)
 
 
@@ -120,13 +120,15 @@ def _prediction_error() -> str:
     runs = f"{large} NVIDIA CI runs with a peak of at least 1 GiB"
     rows: list[tuple[str, ...]] = [("peak memory", runs, f"{median:.1%}", f"{ninth:.1%}", "")]
     for case in ERROR_CASES:
-        each = fitted.LEFT_OUT[case]
-        runs = f"{each.runs} published runs" + (f": {case}" if case != "all" else "")
-        numbers = (f"{each.median_percent:g}%", f"{each.ninth_percent:g}%")
-        rows.append(("step time", runs, *numbers, f"{each.worst_factor:g}x"))
+        case_error = fitted.LEFT_OUT[case]
+        runs = f"{case_error.runs} published runs" + (f": {case}" if case != "all" else "")
+        numbers = (f"{case_error.median_percent:g}%", f"{case_error.ninth_percent:g}%")
+        rows.append(("step time", runs, *numbers, f"{case_error.worst_factor:g}x"))
     pairs = fitted.PAIRS
-    of = f"{pairs.pairs} pairs of configurations; {pairs.right_percent:g}% in the right order"
-    rows.append(("ratio of step times", of, f"{pairs.median_percent:g}%", "", ""))
+    description = (
+        f"{pairs.pairs} pairs of configurations; {pairs.right_percent:g}% in the right order"
+    )
+    rows.append(("ratio of step times", description, f"{pairs.median_percent:g}%", "", ""))
     return _rows("estimate | data | median error | 90% within | worst", rows)
 
 

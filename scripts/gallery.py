@@ -62,15 +62,17 @@ SECTION = """
 def write_page(folder: Path, num_devices: int, num_microbatches: int) -> None:
     """Write the figures of the whole catalogue and the page that shows them into `folder`."""
     timelines = [simulate(make(name, num_devices, num_microbatches)) for name in NAMES]
-    numbers = [numbers_of(each) for each in timelines]
+    numbers = [numbers_of(timeline) for timeline in timelines]
     if not folder.exists():
         folder.mkdir(parents=True)
         (folder / ".gitignore").write_text("*\n")
     sections = []
-    for timeline, each in zip(timelines, numbers, strict=True):
+    for timeline, timeline_numbers in zip(timelines, numbers, strict=True):
         name = timeline.schedule.name
         draw(timeline, folder / f"{name}.svg")
-        sections.append(SECTION.format(title=display_name(name), note=note(each), name=name))
+        sections.append(
+            SECTION.format(title=display_name(name), note=note(timeline_numbers), name=name)
+        )
     save(compare(timelines), folder / "all.svg")
     page = PAGE.format(
         devices=num_devices,
@@ -97,11 +99,11 @@ def draw(timeline: Timeline, path: Path) -> None:
     schedule = timeline.schedule
     sizes = (schedule.num_devices, schedule.num_microbatches)
     block = make_block(schedule.name, *sizes)
-    whole = block.num_microbatches == schedule.num_microbatches
+    is_full_schedule = block.num_microbatches == schedule.num_microbatches
     figure = schedule_figure(
         timeline,
         note=f"{sizes[0]} devices, {sizes[1]} microbatches · {note(numbers_of(timeline))}",
-        block=None if whole else block,
+        block=None if is_full_schedule else block,
         limit=Limit(base_peak(schedule.num_devices), "as 1F1B holds"),
     )
     save(figure, path)
@@ -109,8 +111,10 @@ def draw(timeline: Timeline, path: Path) -> None:
 
 def compare(timelines: Sequence[Timeline]) -> Figure:
     """Return the figure of all timelines on one axis."""
-    names = [each.schedule.name for each in timelines]
-    return comparison_figure(timelines, names, [note(numbers_of(each)) for each in timelines])
+    names = [timeline.schedule.name for timeline in timelines]
+    return comparison_figure(
+        timelines, names, [note(numbers_of(timeline)) for timeline in timelines]
+    )
 
 
 def main() -> int:

@@ -57,7 +57,7 @@ SLICED: Mapping[str, str] = {
     "V-ZB in slices": "--pipeline-schedule v-zb --pipeline-slices 4",
 }
 LOSS, NORM = "lm loss", "grad-norm"  # as the trainer names them in TensorBoard
-MOST_OF_SLICES = 300
+MAX_SLICED_STEPS = 300
 RANKS = 4
 VOCABULARY = 512
 # One layer for each of the eight stages of a V, and as many microbatches as ranks: the smallest
@@ -121,7 +121,7 @@ def train(settings: Settings, schedule: str, folder: Path, *flags: str) -> None:
         raise SystemExit(f"loss_parity.py: {folder.name} failed:\n{log.read_text()[-3000:]}")
 
 
-def logged(folder: Path) -> Logged:
+def read_logged(folder: Path) -> Logged:
     """Return what the run in `folder` has logged; no steps where it has not begun."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     if folder.exists():
@@ -129,7 +129,8 @@ def logged(folder: Path) -> Logged:
     if LOSS not in events.Tags()["scalars"]:
         return Logged(np.empty(0), np.empty(0))
     loss, norm = (
-        np.array([each.value for each in events.Scalars(name)], np.float32) for name in (LOSS, NORM)
+        np.array([event.value for event in events.Scalars(name)], np.float32)
+        for name in (LOSS, NORM)
     )
     return Logged(loss, norm)
 
@@ -140,43 +141,43 @@ def compare(settings: Settings, folder: Path, keep: bool) -> dict[str, Logged]:
     if not (keep and (weights / "saved" / "latest_checkpointed_iteration.txt").exists()):
         saving = ("--train-iters", "1", "--save", str(weights / "saved"), "--save-interval", "1")
         train(settings, BASELINE, weights, *saving)
-    found: dict[str, Logged] = {}
+    logged_runs: dict[str, Logged] = {}
     for schedule in settings.schedules:
         run = folder / f"{settings.name}-{schedule.rpartition(' ')[2].lower()}"
-        if not keep or len(logged(run).loss) != settings.steps:
+        if not keep or len(read_logged(run).loss) != settings.steps:
             print(f"{settings.name}: {schedule}, {settings.steps} steps", file=sys.stderr)
             # --finetune takes the weights alone: the step counts from 0, over the same data.
             loading = ("--load", str(weights / "saved"), "--finetune")
             train(settings, schedule, run, *loading, "--train-iters", str(settings.steps))
-        found[schedule] = logged(run)
-        if len(found[schedule].loss) != settings.steps:
+        logged_runs[schedule] = read_logged(run)
+        if len(logged_runs[schedule].loss) != settings.steps:
             raise SystemExit(
-                f"loss_parity.py: {run} has {len(found[schedule].loss)} steps, "
+                f"loss_parity.py: {run} has {len(logged_runs[schedule].loss)} steps, "
                 f"not {settings.steps}: see its log"
             )
-    return found
+    return logged_runs
 
 
 def rows(settings: Settings, runs: Mapping[str, Logged]) -> list[list[str]]:
     """Return a line for each schedule: last losses, largest differences, steps that are equal."""
-    theirs = runs[BASELINE]
+    baseline = runs[BASELINE]
     lines = []
-    for schedule, ours in runs.items():
-        apart = np.abs(ours.loss - theirs.loss)
-        same = int(np.sum((ours.loss == theirs.loss) & (ours.norm == theirs.norm)))
+    for schedule, run in runs.items():
+        distance = np.abs(run.loss - baseline.loss)
+        num_equal = int(np.sum((run.loss == baseline.loss) & (run.norm == baseline.norm)))
         tail = slice(-max(settings.steps // 20, 1), None)
         lines.append(
             [
                 settings.name,
                 schedule,
                 str(settings.steps),
-                f"{theirs.loss[0]:.3f}",
-                f"{ours.loss[tail].mean():.6f}",
-                f"{apart.max():.1e}" if apart.any() else "0",
-                str(int(apart.argmax()) + 1) if apart.any() else "-",
-                f"{ours.loss[tail].mean() - theirs.loss[tail].mean():+.1e}",
-                str(int(np.sum(ours.loss == theirs.loss))),
-                str(same),
+                f"{baseline.loss[0]:.3f}",
+                f"{run.loss[tail].mean():.6f}",
+                f"{distance.max():.1e}" if distance.any() else "0",
+                str(int(distance.argmax()) + 1) if distance.any() else "-",
+                f"{run.loss[tail].mean() - baseline.loss[tail].mean():+.1e}",
+                str(int(np.sum(run.loss == baseline.loss))),
+                str(num_equal),
             ]
         )
     return lines
@@ -195,16 +196,18 @@ def picture(name: str, runs: Mapping[str, Logged]) -> Figure:
     losses, distances = figure.subplots(2, sharex="col")
     steps = len(runs[BASELINE].loss)
     width = max(steps // 200, 1)
-    at = width * (1 + np.arange(steps // width))
+    window_ends = width * (1 + np.arange(steps // width))
     for number, (schedule, run) in enumerate(runs.items()):
         colour, style = f"C{number}", (0, (3, len(runs) - 1)) if number else "-"
-        means = run.loss[: len(at) * width].reshape(-1, width).mean(axis=1)
-        look = {"color": colour, "label": schedule, "linewidth": 1.2}
-        losses.plot(at, means, linestyle=style, **look)
-        apart = np.abs(run.loss - runs[BASELINE].loss)[: len(at) * width]
-        if number and apart.any():
-            most = apart.reshape(-1, width).max(axis=1)
-            distances.plot(at, np.where(most > 0, most, np.nan), **look)
+        means = run.loss[: len(window_ends) * width].reshape(-1, width).mean(axis=1)
+        line_options = {"color": colour, "label": schedule, "linewidth": 1.2}
+        losses.plot(window_ends, means, linestyle=style, **line_options)
+        distance = np.abs(run.loss - runs[BASELINE].loss)[: len(window_ends) * width]
+        if number and distance.any():
+            max_distance = distance.reshape(-1, width).max(axis=1)
+            distances.plot(
+                window_ends, np.where(max_distance > 0, max_distance, np.nan), **line_options
+            )
     losses.set_title(name, fontsize=9)
     losses.set_ylabel("loss", fontsize=8)
     losses.legend(fontsize=7, frameon=False)
@@ -217,7 +220,7 @@ def picture(name: str, runs: Mapping[str, Logged]) -> Figure:
     return figure
 
 
-def kept_lines(table: Path) -> list[list[str]]:
+def existing_lines(table: Path) -> list[list[str]]:
     """Return the lines of the table that there is; without its head."""
     if not table.exists():
         return []
@@ -233,7 +236,7 @@ def settings(steps: int) -> tuple[Settings, ...]:
         Settings("fp32", (), steps),
         Settings("bf16-unclipped", ("--bf16", "--clip-grad", "0"), few),
         Settings("bf16", ("--bf16",), steps),
-        Settings("bf16-sliced", ("--bf16",), min(steps, MOST_OF_SLICES), SLICED),
+        Settings("bf16-sliced", ("--bf16",), min(steps, MAX_SLICED_STEPS), SLICED),
     )
 
 
@@ -253,21 +256,24 @@ def main() -> int:
     )
     options = parser.parse_args()
     folder = options.folder.resolve()
-    chosen = settings(options.steps)
-    lines: dict[str, list[list[str]]] = {each.name: [] for each in chosen}
-    for line in kept_lines(options.table):
+    comparisons = settings(options.steps)
+    lines: dict[str, list[list[str]]] = {comparison.name: [] for comparison in comparisons}
+    for line in existing_lines(options.table):
         lines[line[0]].append(line)
-    for each in chosen:
-        if options.settings and each.name not in options.settings:
+    for comparison in comparisons:
+        if options.settings and comparison.name not in options.settings:
             continue
-        found = compare(each, folder, options.keep)
-        lines[each.name] = rows(each, found)
+        logged_runs = compare(comparison, folder, options.keep)
+        lines[comparison.name] = rows(comparison, logged_runs)
         # After each, so that whoever is interrupted has what has ended.
         options.table.parent.mkdir(parents=True, exist_ok=True)
         with options.table.open("w", newline="") as stream:
             csv.writer(stream, lineterminator="\n").writerows([HEAD, *chain(*lines.values())])
-        if each.steps == options.steps and each.schedules == SCHEDULES:
-            save(picture(each.name, found), options.figures / f"loss-parity-{each.name}.svg")
+        if comparison.steps == options.steps and comparison.schedules == SCHEDULES:
+            save(
+                picture(comparison.name, logged_runs),
+                options.figures / f"loss-parity-{comparison.name}.svg",
+            )
     print(table([HEAD, *chain(*lines.values())]))
     return 0
 

@@ -98,27 +98,29 @@ CASES = (  # name, flags, GPUs, ranks
 # --- all cases ----------------------------------------------------------------------------------
 
 
-def write(file: Path, found: Mapping[str, Any]) -> None:
+def write(file: Path, measurements: Mapping[str, Any]) -> None:
     """Write what was found: a rank a line."""
-    ranks = ",\n".join(f"  {json.dumps(each)}" for each in found["ranks"])
-    about = json.dumps(found["about"], indent=1).replace("\n", "\n ")
+    ranks = ",\n".join(f"  {json.dumps(measurement)}" for measurement in measurements["ranks"])
+    about = json.dumps(measurements["about"], indent=1).replace("\n", "\n ")
     file.write_text(f'{{\n "about": {about},\n "ranks": [\n{ranks}\n ]\n}}\n')
 
 
-def cases(only: Sequence[str], but: Sequence[str], extra: str) -> Iterator[dict[str, Any]]:
+def cases(only: Sequence[str], excluded: Sequence[str], extra: str) -> Iterator[dict[str, Any]]:
     """Yield every rank of every case, as in the file."""
     for name, flags, world, ranks in CASES:
-        if (only and not any(text in name for text in only)) or any(text in name for text in but):
+        if (only and not any(text in name for text in only)) or any(
+            text in name for text in excluded
+        ):
             continue
         for rank in ranks:
-            told = " ".join(f"{COMMON} {flags} {extra}".split())
-            yield {"name": name, "flags": told, "world": world, "rank": rank}
+            all_flags = " ".join(f"{COMMON} {flags} {extra}".split())
+            yield {"name": name, "flags": all_flags, "world": world, "rank": rank}
 
 
-def job_of(each: Mapping[str, Any]) -> dict[str, Any]:
+def job_of(case: Mapping[str, Any]) -> dict[str, Any]:
     """Make the job that measures a rank."""
-    flags = each["flags"].split()
-    ranks = {"world": each["world"], "rank": each["rank"], "schedule": V in flags}
+    flags = case["flags"].split()
+    ranks = {"world": case["world"], "rank": case["rank"], "schedule": V in flags}
     return {"script": str(SCRIPT), "flags": flags, "environment": {}, "steps": STEPS, **ranks}
 
 
@@ -130,23 +132,25 @@ def measure(args: argparse.Namespace) -> int:
     from megatron_vshape.rehearsal.measured import measure_all, row_of
 
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    todo = list(cases(args.only, args.skip, args.flags))
-    found: list[dict[str, Any]] = []
+    rank_cases = list(cases(args.only, args.skip, args.flags))
+    measurements: list[dict[str, Any]] = []
     about = provenance(args)
-    results = measure_all([job_of(each) for each in todo], timeout_s=TIMEOUT_S)
-    for each, told in zip(todo, results, strict=True):
-        found.append(each | told)
-        row = told.get("error") or f"{sizes_of(told)}; {row_of(told)}"
-        print(f"{each['name']}, rank {each['rank']}: {row}", flush=True)
-        write(args.output, {"about": about, "ranks": found})
-    return int(any("error" in each for each in found))
+    results = measure_all([job_of(case) for case in rank_cases], timeout_s=TIMEOUT_S)
+    for case, result in zip(rank_cases, results, strict=True):
+        measurements.append(case | result)
+        row = result.get("error") or f"{sizes_of(result)}; {row_of(result)}"
+        print(f"{case['name']}, rank {case['rank']}: {row}", flush=True)
+        write(args.output, {"about": about, "ranks": measurements})
+    return int(any("error" in measurement for measurement in measurements))
 
 
-def sizes_of(each: Mapping[str, Any]) -> str:
+def sizes_of(measurement: Mapping[str, Any]) -> str:
     """Format the memory and the steps of a rank."""
-    peak, held, reserved = (each[f"{name}_bytes"] / GIB for name in ("peak", "held", "reserved"))
-    steps = " ".join(f"{step:.3f}" for step in each["step_s"])
-    return f"peak {peak:.3f} held {held:.3f} reserved {reserved:.2f} GiB, steps {steps} s"
+    peak, allocated, reserved = (
+        measurement[f"{name}_bytes"] / GIB for name in ("peak", "held", "reserved")
+    )
+    steps = " ".join(f"{step:.3f}" for step in measurement["step_s"])
+    return f"peak {peak:.3f} held {allocated:.3f} reserved {reserved:.2f} GiB, steps {steps} s"
 
 
 def rehearse(args: argparse.Namespace) -> int:
@@ -156,44 +160,52 @@ def rehearse(args: argparse.Namespace) -> int:
     from megatron_vshape.rehearsal.rank_report import FailedRank
     from megatron_vshape.rehearsal.ranks import Programs, rehearse_all
 
-    found = json.loads(args.file.read_text())
-    local = all("--transformer-impl local" in each["flags"] for each in found["ranks"])
+    measurements = json.loads(args.file.read_text())
+    local = all(
+        "--transformer-impl local" in measurement["flags"] for measurement in measurements["ranks"]
+    )
     programs = Programs(None, None if local else sources.find_te(args.te), os.cpu_count() or 1)
-    gpu = found["about"]["device"].split()[-1].lower()
-    jobs = [rehearsal(each, gpu, str(at)) for at, each in enumerate(found["ranks"])]
+    gpu = measurements["about"]["device"].split()[-1].lower()
+    jobs = [
+        rehearsal(measurement, gpu, str(index))
+        for index, measurement in enumerate(measurements["ranks"])
+    ]
     for job in jobs:  # the settings of the measurement, with any schedule
         job["environment"] |= {ALLOCATOR[0]: SEGMENTS}
     failed = False
-    for told in rehearse_all(programs, jobs):
-        each = found["ranks"][int(told.name)]
-        if isinstance(told, FailedRank):
+    for report in rehearse_all(programs, jobs):
+        measurement = measurements["ranks"][int(report.name)]
+        if isinstance(report, FailedRank):
             failed = True
-            print(f"{each['name']}, rank {each['rank']}: {told.error}", file=sys.stderr)
+            print(
+                f"{measurement['name']}, rank {measurement['rank']}: {report.error}",
+                file=sys.stderr,
+            )
             continue
-        plain = told.to_json()
+        fields = report.to_json()
         names = "peak_bytes", "held_bytes", "reserved_bytes", "when"
-        each["rehearsed"] = {name: plain[name] for name in names}
-        each["rehearsed"]["kinds"] = [
+        measurement["rehearsed"] = {name: fields[name] for name in names}
+        measurement["rehearsed"]["kinds"] = [
             {name: getattr(kind, name) for name in ("kind", "chunk", "adds_bytes")}
             | {"ms": 1e3 * (kind.seconds - kind.waited_seconds)}
-            for kind in told.kinds
+            for kind in report.kinds
         ]
-    found["about"]["rehearsed with torch"] = importlib.metadata.version("torch")
-    write(args.file, found)
+    measurements["about"]["rehearsed with torch"] = importlib.metadata.version("torch")
+    write(args.file, measurements)
     return int(failed)
 
 
-def rehearsal(each: Mapping[str, Any], gpu: str, name: str) -> dict[str, Any]:
+def rehearsal(measurement: Mapping[str, Any], gpu: str, name: str) -> dict[str, Any]:
     """Return the job that rehearses what was measured."""
     from megatron_vshape.rehearsal.flags import SCHEDULE, Command, environment_of, without_files
 
-    command = Command(str(SCRIPT), tuple(each["flags"].split()))
+    command = Command(str(SCRIPT), tuple(measurement["flags"].split()))
     return {
         "script": command.script,
         "flags": without_files(command, None),
         "gpu": gpu,
-        "world": each["world"],
-        "rank": each["rank"],
+        "world": measurement["world"],
+        "rank": measurement["rank"],
         "environment": environment_of(command),
         "schedule": command.has(SCHEDULE),
         "name": name,

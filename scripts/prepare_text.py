@@ -56,11 +56,11 @@ def split_documents(text: str) -> list[str]:
     Megatron splits training from validation by whole documents, so one long text must be several.
     Raises TextError when there are too few for that.
     """
-    most = min(max(len(text) // 100, _MIN_DOCUMENT_CHARS), _MAX_DOCUMENT_CHARS)
+    max_chars = min(max(len(text) // 100, _MIN_DOCUMENT_CHARS), _MAX_DOCUMENT_CHARS)
     documents: list[str] = []
     current: list[str] = []
-    for paragraph in _paragraphs(text, most):
-        if current and sum(map(len, current)) + len(paragraph) > most:
+    for paragraph in _paragraphs(text, max_chars):
+        if current and sum(map(len, current)) + len(paragraph) > max_chars:
             documents.append("\n\n".join(current))
             current = []
         current.append(paragraph)
@@ -73,10 +73,13 @@ def split_documents(text: str) -> list[str]:
     return documents
 
 
-def _paragraphs(text: str, most: int) -> Iterator[str]:
+def _paragraphs(text: str, max_chars: int) -> Iterator[str]:
     for paragraph in text.split("\n\n"):
         if paragraph.strip():
-            yield from (paragraph[at : at + most] for at in range(0, len(paragraph), most))
+            yield from (
+                paragraph[offset : offset + max_chars]
+                for offset in range(0, len(paragraph), max_chars)
+            )
 
 
 def train_tokenizer(documents: list[str], vocab_size: int) -> bytes:
@@ -101,10 +104,10 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> bytes:
             minloglevel=2,
         )
     except RuntimeError as error:
-        most = re.search(r"Please set it to a value <= (\d+)", str(error))
-        if most is None or int(most[1]) >= vocab_size:
+        match = re.search(r"Please set it to a value <= (\d+)", str(error))
+        if match is None or int(match[1]) >= vocab_size:
             raise TextError(f"SentencePiece cannot learn a vocabulary: {error}") from error
-        return train_tokenizer(documents, int(most[1]))
+        return train_tokenizer(documents, int(match[1]))
     return model.getvalue()
 
 
@@ -137,12 +140,12 @@ def prepare(text_path: Path | None, cache: Path, vocab_size: int) -> Path:
     if _path(prefix, ".done").exists():
         return prefix
     source = text_path or "Python's documentation"
-    _say(f"tokenising {source}: {len(text):,} characters")
+    _print_status(f"tokenising {source}: {len(text):,} characters")
     documents = split_documents(text)
     prefix.parent.mkdir(parents=True, exist_ok=True)
     num_tokens = write_dataset(documents, prefix, vocab_size)
     _path(prefix, ".done").touch()  # last, so that an interrupted run is begun anew
-    _say(f"wrote {num_tokens:,} tokens in {len(documents):,} documents to {prefix}.bin")
+    _print_status(f"wrote {num_tokens:,} tokens in {len(documents):,} documents to {prefix}.bin")
     return prefix
 
 
@@ -150,7 +153,7 @@ def _path(prefix: Path, suffix: str) -> Path:
     return prefix.with_name(prefix.name + suffix)
 
 
-def _say(message: str) -> None:
+def _print_status(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
@@ -164,7 +167,7 @@ def main() -> int:
     try:
         prefix = prepare(options.text, options.cache, options.vocab_size)
     except TextError as error:
-        _say(f"prepare_text.py: {error}")
+        _print_status(f"prepare_text.py: {error}")
         return 1
     print(os.fspath(prefix))
     return 0

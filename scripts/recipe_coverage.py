@@ -40,67 +40,69 @@ def needs_of(recipes: Iterable[dict], schedule: str) -> list[set[str]]:
         options = recipe["options"]
         examined = examine(options, own_options(options, schedule), defaults={})
         rules = {", ".join(notice.rule.names) for notice in examined.notices}
-        wants = {
+        missing = {
             f"support of {name}" if name else SPLIT
-            for each in examined.refused
-            for name in each.names or (None,)
+            for rejection in examined.refused
+            for name in rejection.names or (None,)
         }
         if not examined.counts_layers:
-            wants.add("a num_layers, which the recipes do not say")
-        needs.append(rules | wants)
+            missing.add("a num_layers, which the recipes do not say")
+        needs.append(rules | missing)
     return needs
 
 
 def ladder(needs: list[set[str]]) -> list[tuple[str, int]]:
     """Return the rungs, each with how many recipes start once it and those before it are there."""
-    have: set[str] = set()
-    rungs = [("nothing to translate", _count(needs, have))]
+    supported: set[str] = set()
+    rungs = [("nothing to translate", _count(needs, supported))]
     for rule in TRANSLATIONS:
-        have.add(", ".join(rule.names))
-        rungs.append((", ".join(rule.names), _count(needs, have)))
-    left = set().union(*needs) - have
-    while left:
-        best = max(sorted(left), key=lambda each: _gain(needs, have, each))
-        have.add(best)
-        left.remove(best)
-        rungs.append((best, _count(needs, have)))
+        supported.add(", ".join(rule.names))
+        rungs.append((", ".join(rule.names), _count(needs, supported)))
+    remaining = set().union(*needs) - supported
+    while remaining:
+        best = max(sorted(remaining), key=lambda requirement: _gain(needs, supported, requirement))
+        supported.add(best)
+        remaining.remove(best)
+        rungs.append((best, _count(needs, supported)))
     return rungs
 
 
-def _count(needs: list[set[str]], have: set[str]) -> int:
-    return sum(need <= have for need in needs)
+def _count(needs: list[set[str]], supported: set[str]) -> int:
+    return sum(recipe_needs <= supported for recipe_needs in needs)
 
 
-def _gain(needs: list[set[str]], have: set[str], more: str) -> tuple[int, int]:
+def _gain(needs: list[set[str]], supported: set[str], requirement: str) -> tuple[int, int]:
     """Return how many more start with it, and of how many it is one thing that is missing."""
-    return _count(needs, have | {more}), sum(more in need for need in needs)
+    return _count(needs, supported | {requirement}), sum(
+        requirement in recipe_needs for recipe_needs in needs
+    )
 
 
 def graphs_of(recipes: Iterable[dict]) -> Counter[str]:
     """Count the recipes with CUDA graphs, by what keeps weight gradients of these in B, if any."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for options in (recipe["options"] for recipe in recipes):
         if options.get("cuda_graph_impl") == "full_iteration":
-            found["one graph of the iteration"] += 1
+            counts["one graph of the iteration"] += 1
         if not captures_graphs(SimpleNamespace(**options)):
             continue
-        given = SimpleNamespace(**options | _precision(options.get("mixed_precision") or ""))
+        config = SimpleNamespace(**options | _precision(options.get("mixed_precision") or ""))
         # A recipe does not say how many experts its model has.
-        given.num_moe_experts = options.get("expert_model_parallel_size", 1) > 1
+        config.num_moe_experts = options.get("expert_model_parallel_size", 1) > 1
         try:
-            check_split_graphs(given)
+            check_split_graphs(config)
         except UnsupportedError as error:
-            found[str(error).partition("work with ")[2].partition(":")[0]] += 1
+            counts[str(error).partition("work with ")[2].partition(":")[0]] += 1
             continue
-        has_linear = graph_scope(given) - {"moe_router", "moe_preprocess"}
-        found["split" if has_linear else "no linear layer in graphs"] += 1
-    return found
+        has_linear = graph_scope(config) - {"moe_router", "moe_preprocess"}
+        counts["split" if has_linear else "no linear layer in graphs"] += 1
+    return counts
 
 
 def _precision(name: str) -> dict[str, str | None]:
     """Return what Megatron-Bridge makes of a mixed precision, as far as graphs depend on it."""
     recipes = {"current_scaling": "tensorwise", "mxfp8": "mxfp8", "subchannel": "blockwise"}
-    recipe = next((made for part, made in recipes.items() if part in name), "delayed")
+    recipe = next((fp8_recipe for part, fp8_recipe in recipes.items() if part in name), "delayed")
     return {
         "fp4": "e2m1" if "nvfp4" in name else None,
         "fp8": "hybrid" if "fp8" in name else None,
@@ -117,15 +119,15 @@ def main() -> None:
     options = parser.parse_args()
     if options.graphs:
         counts = graphs_of(json.loads(options.file.read_text())["recipes"])
-        for what, count in counts.most_common():
-            print(f"{count:4d} of {counts.total()}  {what}")
+        for label, count in counts.most_common():
+            print(f"{count:4d} of {counts.total()}  {label}")
         return
     needs = needs_of(json.loads(options.file.read_text())["recipes"], options.schedule)
     supported = len(TRANSLATIONS)
-    for number, (what, count) in enumerate(ladder(needs)):
+    for number, (label, count) in enumerate(ladder(needs)):
         if number == supported + 1:
             print(f"\nwould start with, besides (not with {options.schedule} alone):")
-        print(f"{count:4d} of {len(needs)}  {'+ ' if number else ''}{what}")
+        print(f"{count:4d} of {len(needs)}  {'+ ' if number else ''}{label}")
         if number == supported:
             print(f"\n{count} of {len(needs)} recipes start with {options.schedule}")
 

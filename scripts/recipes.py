@@ -99,28 +99,35 @@ def own_options(options: Mapping[str, Any], schedule: str | None) -> Options:
     Raises:
         ScheduleError: The schedule is one of Megatron's own, or the text of an option is invalid.
     """
-    given = {name: options.get(option.argument) for name, option in OPTIONS.items()}
+    option_values = {name: options.get(option.argument) for name, option in OPTIONS.items()}
     try:
-        for name, value in given.items():
-            given[name] = OPTIONS[name].values.of_text(value) if isinstance(value, str) else value
+        for name, value in option_values.items():
+            option_values[name] = (
+                OPTIONS[name].values.of_text(value) if isinstance(value, str) else value
+            )
     except ArgumentTypeError as error:
         raise ScheduleError(f"{OPTIONS[name].argument} {error}") from None
-    own = Options.from_values(given)
+    package_options = Options.from_values(option_values)
     if schedule is not None:
-        own = replace(own, schedule=schedule)
-        if schedule == AUTO and own.costs_file is None and own.profile_steps is None:
-            own = replace(own, profile_steps=TRACE_STEPS)  # auto without costs must measure
-    if is_megatrons_own(own.schedule):
+        package_options = replace(package_options, schedule=schedule)
+        if (
+            schedule == AUTO
+            and package_options.costs_file is None
+            and package_options.profile_steps is None
+        ):
+            # auto without costs must measure
+            package_options = replace(package_options, profile_steps=TRACE_STEPS)
+    if is_megatrons_own(package_options.schedule):
         raise ScheduleError(
-            f"{own.schedule} is Megatron's schedule, which does not need this package: name "
-            "one of this package's, such as v-half"
+            f"{package_options.schedule} is Megatron's schedule, which does not need this package: "
+            "name one of this package's, such as v-half"
         )
-    return own
+    return package_options
 
 
 def examine(
     options: Mapping[str, Any],
-    own: Options,
+    package_options: Options,
     defaults: Mapping[str, Any] = DEFAULTS,
 ) -> Examined:
     """Examine options, Megatron's arguments or a library's config, as for a run.
@@ -131,24 +138,28 @@ def examine(
     Raises:
         ScheduleError: The schedule does not exist for this number of devices.
     """
-    choice = resolve_schedule(own, options[DEVICES])
-    left = SimpleNamespace(**{**defaults, **_of_precision(options), **options})
-    found = _Checked([], [], [])
+    choice = resolve_schedule(package_options, options[DEVICES])
+    remaining = SimpleNamespace(**{**defaults, **_of_precision(options), **options})
+    checked = _Checked([], [], [])
     # Each round removes at least one rejected option, so the loop ends.
-    while not _is_settled(left, choice, own, found):
+    while not _is_settled(remaining, choice, package_options, checked):
         pass
-    translated = translate(copy(left), choice.placement, own.layer_split)
-    notices = (*found.uncounted, *translated.notices)
-    told = {name for notice in notices for name in notice.rule.names}
-    told |= {name for refused in (*found.refused, *found.missing) for name in refused.names}
-    on = [name for name, value in options.items() if _is_on(value) and name not in told]
+    translated = translate(copy(remaining), choice.placement, package_options.layer_split)
+    notices = (*checked.uncounted, *translated.notices)
+    handled_names = {name for notice in notices for name in notice.rule.names}
+    handled_names |= {
+        name for refused in (*checked.refused, *checked.missing) for name in refused.names
+    }
+    supported_names = [
+        name for name, value in options.items() if _is_on(value) and name not in handled_names
+    ]
     return Examined(
         len(choice.placement),
-        tuple(on),
+        tuple(supported_names),
         notices,
-        tuple(found.refused),
-        tuple(found.missing),
-        not found.uncounted and _layers_known(left, translated.layer_split),
+        tuple(checked.refused),
+        tuple(checked.missing),
+        not checked.uncounted and _layers_known(remaining, translated.layer_split),
         translated.layer_split,
     )
 
@@ -160,92 +171,96 @@ class _Checked(NamedTuple):
 
 
 def _is_settled(
-    left: SimpleNamespace, choice: ScheduleChoice, own: Options, found: _Checked
+    remaining: SimpleNamespace, choice: ScheduleChoice, package_options: Options, checked: _Checked
 ) -> bool:
     """Run the checks of a run once, and remove rejected options from `left`.
 
     Returns whether the checks have nothing more to report.
     """
     try:
-        _check(copy(left), choice, own)
+        _check(copy(remaining), choice, package_options)
         return True
     except UnknownLayersError as error:
         names = error.options
-        found.uncounted.extend(_uncounted(left, names))
+        checked.uncounted.extend(_uncounted(remaining, names))
     except MissingError as error:
         names = error.options
-        found.missing.append(Refused(names, str(error)))
+        checked.missing.append(Refused(names, str(error)))
     except (ScheduleError, UnsupportedError) as error:
         names = error.options if isinstance(error, TranslationError | UnsupportedError) else ()
-        found.refused.extend(Refused(names, why) for why in _reasons(error, names, left, choice))
-    given = [name for name in names if getattr(left, name, None) is not None]
-    for name in given:
-        setattr(left, name, None)
-    return not given
+        checked.refused.extend(
+            Refused(names, why) for why in _reasons(error, names, remaining, choice)
+        )
+    set_names = [name for name in names if getattr(remaining, name, None) is not None]
+    for name in set_names:
+        setattr(remaining, name, None)
+    return not set_names
 
 
-def _uncounted(left: SimpleNamespace, names: Collection[str]) -> Iterator[Notice]:
+def _uncounted(remaining: SimpleNamespace, names: Collection[str]) -> Iterator[Notice]:
     """Yield notices for options whose translation requires the number of layers."""
     for rule in TRANSLATIONS:
-        given = rule.given(left)
-        if rule.outcome == Treatment.TRANSLATED and not given.keys().isdisjoint(names):
-            said = f"{rule.becomes}, which needs {LAYERS}"
-            yield Notice(rule, written(given), said, rule.outcome)
+        set_options = rule.given(remaining)
+        if rule.outcome == Treatment.TRANSLATED and not set_options.keys().isdisjoint(names):
+            translation = f"{rule.becomes}, which needs {LAYERS}"
+            yield Notice(rule, written(set_options), translation, rule.outcome)
 
 
 def _reasons(
-    error: Exception, names: Collection[str], left: SimpleNamespace, choice: ScheduleChoice
+    error: Exception, names: Collection[str], remaining: SimpleNamespace, choice: ScheduleChoice
 ) -> list[str]:
     """Return the messages of an error: all of them if it is the first of several conflicts."""
-    several = (
-        [str(each) for each in conflicts(left, choice.placement)] if OVERLAP_OPTION in names else []
+    messages = (
+        [str(conflict) for conflict in conflicts(remaining, choice.placement)]
+        if OVERLAP_OPTION in names
+        else []
     )
-    return several if str(error) in several else [str(error)]
+    return messages if str(error) in messages else [str(error)]
 
 
-def _check(given: Any, choice: ScheduleChoice, own: Options) -> None:
+def _check(args: Any, choice: ScheduleChoice, package_options: Options) -> None:
     """Raise the error that a run with these options would raise before it builds a model."""
-    choice, translated = translate_and_check(given, choice, own, check_arguments)
-    check_derived(given, choice.name)
-    layers = _layers(given, choice.placement, translated.layer_split, own.costs())
-    stage_map = StageMap(choice.placement, layers, multi_token.num_predicting(given))
-    ties = not getattr(given, "untie_embeddings_and_output_weights", True)
-    ties = getattr(given, "share_embeddings_and_output_weights", ties)
-    check_stages(Settings(given, choice, own), stage_map, ties)
-    check_batch_size(choice, given)
+    choice, translated = translate_and_check(args, choice, package_options, check_arguments)
+    check_derived(args, choice.name)
+    layers = _layers(args, choice.placement, translated.layer_split, package_options.costs())
+    stage_map = StageMap(choice.placement, layers, multi_token.num_predicting(args))
+    ties = not getattr(args, "untie_embeddings_and_output_weights", True)
+    ties = getattr(args, "share_embeddings_and_output_weights", ties)
+    check_stages(Settings(args, choice, package_options), stage_map, ties)
+    check_batch_size(choice, args)
 
 
 def _layers(
-    given: Any, placement: Placement, text: str | None, costs: Costs | None
+    args: Any, placement: Placement, text: str | None, costs: Costs | None
 ) -> tuple[int, ...]:
     """Return the layers of every stage; if they are to be balanced, the most even split."""
-    count = getattr(given, LAYERS, None)
-    if not _layers_known(given, text):  # enough for every check
-        return (getattr(given, HASH_LAYERS, None) or 1,) * len(placement)
-    if count is None and getattr(given, hybrid.OPTION, None) is None:
-        given = copy(given)
-        given.num_layers = sum(map(int, str(text).split(",")))
-    layers, _ = specified_layers(given, placement, text, costs)
-    return layers or given_layout.nearest(count_layers(given) or 0, len(placement))
+    count = getattr(args, LAYERS, None)
+    if not _layers_known(args, text):  # enough for every check
+        return (getattr(args, HASH_LAYERS, None) or 1,) * len(placement)
+    if count is None and getattr(args, hybrid.OPTION, None) is None:
+        args = copy(args)
+        args.num_layers = sum(map(int, str(text).split(",")))
+    layers, _ = specified_layers(args, placement, text, costs)
+    return layers or given_layout.nearest(count_layers(args) or 0, len(placement))
 
 
-def _layers_known(given: Any, text: str | None) -> bool:
+def _layers_known(args: Any, text: str | None) -> bool:
     """Return whether the number of layers, in total or per stage, is known."""
     names = (LAYERS, hybrid.OPTION, "hybrid_override_pattern")
-    counted = any(getattr(given, name, None) is not None for name in names)
+    counted = any(getattr(args, name, None) is not None for name in names)
     return counted or (text or AUTO) != AUTO
 
 
 def _of_precision(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that the name of a library's precision recipe stands for."""
     name = str(options.get(PRECISION) or "")
-    given: dict[str, Any] = {each: True for each in ("bf16", "fp16") if each in name}
-    given |= {each: name for each in ("fp8", "fp4") if each in name}
+    precision_options: dict[str, Any] = {dtype: True for dtype in ("bf16", "fp16") if dtype in name}
+    precision_options |= {dtype: name for dtype in ("fp8", "fp4") if dtype in name}
     if "delayed" in name:
-        given["fp8_recipe"] = "delayed"
+        precision_options["fp8_recipe"] = "delayed"
     if "current_scaling" in name:
-        given["first_last_layers_bf16"] = True
-    return given
+        precision_options["first_last_layers_bf16"] = True
+    return precision_options
 
 
 def _is_on(value: Any) -> bool:

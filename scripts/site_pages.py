@@ -32,14 +32,14 @@ def on_page_markdown(markdown: str, page: Any, files: Any, **_: Any) -> str:
     """Rewrite the links of a page for the site."""
     here = _in_repository(page.file.src_uri)
 
-    def link(found: re.Match[str]) -> str:
-        text, path, anchor = found[1], _from(here, found[2]), found[3] or ""
+    def link(match: re.Match[str]) -> str:
+        text, path, anchor = match[1], _from(here, match[2]), match[3] or ""
         if files.get_file_from_path(_on_site(path)) is None:
             return text if path in text else f"{text} (`{path}` in the repository)"
         return f"[{text}]({_relative(page.file.src_uri, path)}{anchor})"
 
-    def image(found: re.Match[str]) -> str:
-        return f"{found[1]}{_relative(page.file.src_uri, _from(here, found[2]))})"
+    def image(match: re.Match[str]) -> str:
+        return f"{match[1]}{_relative(page.file.src_uri, _from(here, match[2]))})"
 
     return _IMAGE.sub(image, _LINK.sub(link, markdown))
 

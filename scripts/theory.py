@@ -57,7 +57,9 @@ def analyse(name: str, num_devices: int, num_microbatches: int) -> Analysis:
     return Analysis(max(peak_held(schedule)), timeline.overhead, span_overhead)
 
 
-def _two_ways(name: str, num_devices: int, interval: int, hop: int, later: int) -> BuildingBlock:
+def _bidirectional_block(
+    name: str, num_devices: int, interval: int, hop_slots: int, delay_slots: int
+) -> BuildingBlock:
     """Return the block of two microbatches that meet: one goes up the devices, one down.
 
     Stages d to 2 d - 1 are the second copy of the model, from the last device to the first.
@@ -66,11 +68,13 @@ def _two_ways(name: str, num_devices: int, interval: int, hop: int, later: int) 
     """
     d = num_devices
     passes = []
-    for copy, at in itertools.product(range(2), range(d)):
-        begin = copy * later
-        back = begin + hop * (d - 1) + 1 + 2 * (d - 1 - at)
-        passes.append(BlockPass(Pass(Kind.F, copy * d + at, 0), begin + hop * at))
-        passes.append(BlockPass(Pass(Kind.BW, copy * d + at, 0), back, 2))
+    for copy, device in itertools.product(range(2), range(d)):
+        start_slot = copy * delay_slots
+        backward_slot = start_slot + hop_slots * (d - 1) + 1 + 2 * (d - 1 - device)
+        passes.append(
+            BlockPass(Pass(Kind.F, copy * d + device, 0), start_slot + hop_slots * device)
+        )
+        passes.append(BlockPass(Pass(Kind.BW, copy * d + device, 0), backward_slot, 2))
     return BuildingBlock(name, d, v_shape(d), interval, tuple(passes))
 
 
@@ -82,7 +86,7 @@ def _gems(num_devices: int, num_microbatches: int) -> Analysis:
     """
     d, m = num_devices, num_microbatches
     half = 2 * d + 1  # slots until the second microbatch reaches the device that the first left
-    block = _two_ways("gems", d, interval=2 * half, hop=2, later=half)
+    block = _bidirectional_block("gems", d, interval=2 * half, hop_slots=2, delay_slots=half)
     idle = m * half - 3 * m
     return Analysis(
         peak=2 * max(block.peaks()),
@@ -103,10 +107,10 @@ def _chimera(num_devices: int, _num_microbatches: int) -> Analysis:
     lives = sorted(one_f_one_b(num_devices).lives().items())
     lifespans = [end - start for _, (start, end) in lives]
     pairs = zip(lifespans, reversed(lifespans), strict=True)
-    held = max(sum(math.ceil(span / interval) for span in pair) for pair in pairs)
+    peak = max(sum(math.ceil(span / interval) for span in pair) for pair in pairs)
     idle = 3 * (num_devices // 2 - 1)
     return Analysis(
-        peak=2 * held,
+        peak=2 * peak,
         overhead=2 * idle,
         span_overhead=2 * idle,
         note="two copies of the weights; an even number of microbatches",
@@ -121,8 +125,8 @@ def _bpipe(num_devices: int, num_microbatches: int) -> Analysis:
     plain = analyse("1f1b", num_devices, num_microbatches)
     bounds = one_f_one_b(num_devices).peak_bounds()
     shared = max(
-        math.ceil((own + partner + 1) / 2)
-        for own, partner in zip(bounds, reversed(bounds), strict=True)
+        math.ceil((bound + partner + 1) / 2)
+        for bound, partner in zip(bounds, reversed(bounds), strict=True)
     )
     note = "activations travel between devices i and d - 1 - i"
     return replace(plain, peak=2 * shared, note=note)

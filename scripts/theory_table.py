@@ -30,9 +30,9 @@ def measure(name: str, num_devices: int) -> Analysis:
     return analyse(name, num_devices, 4 * num_devices)
 
 
-def exact(found: Analysis) -> tuple[Fraction, Fraction, Fraction]:
+def exact(analysis: Analysis) -> tuple[Fraction, Fraction, Fraction]:
     """Return peak and bubbles without the rounding of sums of times."""
-    values = found.peak, found.overhead, found.span_overhead
+    values = analysis.peak, analysis.overhead, analysis.span_overhead
     peak, bubble, span = (Fraction(value).limit_denominator(60) for value in values)
     return peak, bubble, span
 
@@ -42,8 +42,8 @@ def row(name: str, devices: Sequence[int]) -> list[str]:
     first, second = GROWTH
     small, large = measure(name, first), measure(name, second)
     peak, bubble, span = (
-        (after - before) / (second - first)
-        for before, after in zip(exact(small), exact(large), strict=True)
+        (large_value - small_value) / (second - first)
+        for small_value, large_value in zip(exact(small), exact(large), strict=True)
     )
     bubbles = ["grows with m"] * 2 if small.repeats else [times(bubble, "d"), times(span, "d")]
     points = [exact(measure(name, count)) for count in devices]
@@ -51,7 +51,7 @@ def row(name: str, devices: Sequence[int]) -> list[str]:
         display_name(name),
         times(peak / 2, "M"),
         *bubbles,
-        *(f"{amount(held)} / {amount(idle)}" for held, idle, _ in points),
+        *(f"{amount(peak)} / {amount(idle)}" for peak, idle, _ in points),
     ]
 
 
@@ -80,9 +80,9 @@ def table(names: Sequence[str], devices: Sequence[int]) -> str:
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
     """Return a table whose first row is its heading; all but the first column are numbers."""
-    heading, *rest = rows
+    heading, *body = rows
     rule = ["---", *["---:"] * (len(heading) - 1)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (heading, rule, *rest))
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (heading, rule, *body))
 
 
 def main() -> int:

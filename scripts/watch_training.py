@@ -77,13 +77,13 @@ class Screen:
         shown, self._rows = self._rows > 0, max(self._rows - 1, 0)
         return shown
 
-    def _step(self, found: re.Match[str]) -> str:
-        step, steps, step_s = int(found["step"]), int(found["steps"]), float(found["ms"]) / 1e3
-        tokens_per_s = int(found["batch"]) * self._sequence_length / step_s
-        left = _time((steps - step) * step_s) if step < steps else "done"
+    def _step(self, match: re.Match[str]) -> str:
+        step, steps, step_s = int(match["step"]), int(match["steps"]), float(match["ms"]) / 1e3
+        tokens_per_s = int(match["batch"]) * self._sequence_length / step_s
+        remaining = _time((steps - step) * step_s) if step < steps else "done"
         return (
-            f"step {step:{len(str(steps))}}/{steps}  loss {float(found['loss']):6.3f}  "
-            f"{tokens_per_s:9,.0f} tokens/s  {100 * step // steps:3} %, {left}"
+            f"step {step:{len(str(steps))}}/{steps}  loss {float(match['loss']):6.3f}  "
+            f"{tokens_per_s:9,.0f} tokens/s  {100 * step // steps:3} %, {remaining}"
         )
 
 
@@ -93,19 +93,19 @@ def _time(left_s: float) -> str:
 
 def installed() -> str:
     """Return the versions of the libraries."""
-    found = [f"python {sys.version.split()[0]}"]
+    versions = [f"python {sys.version.split()[0]}"]
     for name in SHOWN:
         try:
-            found.append(f"{name} {version(name)}")
+            versions.append(f"{name} {version(name)}")
         except PackageNotFoundError:
-            found.append(f"no {name}")
-    return ", ".join(found)
+            versions.append(f"no {name}")
+    return ", ".join(versions)
 
 
 def watch(command: list[str], log: Path, verbose: bool) -> int:
     """Run the command and return its status."""
     last: deque[str] = deque(maxlen=LAST_LINES)
-    screen, refused = Screen(), False
+    screen, has_error = Screen(), False
     # Without a buffer of its own, so that the log is whole whenever somebody looks at it.
     with log.open("w", encoding="utf-8", buffering=1) as stream:
         process = subprocess.Popen(
@@ -124,13 +124,13 @@ def watch(command: list[str], log: Path, verbose: bool) -> int:
             text = line.rstrip()
             last.append(text)
             shown = screen.shown(text)
-            refused |= bool(_REFUSED.search(text))
+            has_error |= bool(_REFUSED.search(text))
             if verbose:
                 print(text, flush=True)
             elif shown is not None:
                 print(shown, flush=True)
         status = process.wait()
-    if status and not verbose and not refused:
+    if status and not verbose and not has_error:
         print(f"the run failed; the last lines of {log}:", *last, sep="\n", file=sys.stderr)
     return status if status >= 0 else 128 - status
 
