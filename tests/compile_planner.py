@@ -1,6 +1,6 @@
-"""Compiles the planner's inner loops, which every process would compile for itself otherwise.
+"""Compile the planner's inner loops, which otherwise every process would compile.
 
-By steps, not seconds: compiling is most of a minute, and takes none of a plan's steps.
+The plans are limited by steps, because compilation needs most of a minute but no steps.
 """
 
 from megatron_vshape import Costs

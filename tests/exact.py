@@ -1,8 +1,8 @@
 """The optimum of small schedules, or a proven gap, by constraint programming.
 
-OR-tools' CP-SAT, started from a plan, proves it the best, finds a better one, or stops with the
-bound it has reached. Up to about 4 devices and 8 microbatches that takes seconds to minutes; the
-number of passes decides.
+OR-tools' CP-SAT starts from a plan and proves that it is optimal, finds a better one, or stops with
+the bound reached so far. Up to about 4 devices and 8 microbatches it needs seconds to minutes,
+depending on the number of passes.
 """
 
 import math
@@ -21,7 +21,7 @@ from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, Timel
 from megatron_vshape.core.planner.job_shop import Codec, scale_to
 
 TICKS = 10_000
-"""The mean pass takes at least so many ticks; times are rounded down to them for the bound."""
+"""Minimum ticks of the mean pass; times are rounded down to ticks for the bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ def prove(
 ) -> Plan:
     """Return the plan with the bound that is proven in `seconds`, or a better plan.
 
-    `limits` are those the plan was made for. The solver knows F, B and W alone: a plan with
-    passes of other kinds, or for costs that give a whole backward its price, stays as it is. With
-    one worker the outcome depends on nothing but the time taken; more workers are faster and less
+    `limits` are the memory limits of the plan. The solver supports F, B and W only: a plan with
+    passes of other kinds, or for costs with times of full backwards, is returned unchanged. With
+    one worker the result depends only on the elapsed time; more workers are faster and less
     repeatable.
 
     Raises:
@@ -68,7 +68,7 @@ def prove(
     solver.parameters.num_workers = workers
     status = solver.solve(problem.model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.UNKNOWN):
-        return plan  # rounding has shut the plan itself out, so nothing is proved
+        return plan  # rounding has excluded the plan, so nothing is proven
     bound = max(plan.lower_bound, solver.best_objective_bound / problem.per_us)
     if status != cp_model.UNKNOWN:
         plan = _improved_plan(
@@ -92,7 +92,7 @@ def _make_model(model: Any, plan: Plan, costs: Costs, limits: Sequence[float]) -
     passes = [
         Pass(kind, s, j) for j in range(microbatches) for s in range(stages) for kind in PARTS
     ]
-    # rounded down, so that the bound of the model is one of the costs, too
+    # rounded down, so that the bound of the model is also a bound of the costs
     ticks = {p: int(costs.time_us(p.kind, p.stage) * per_us + 1e-6) for p in passes}
     start = {p: model.new_int_var(0, horizon, str(p)) for p in passes}
     end = {p: start[p] + ticks[p] for p in passes}
@@ -103,7 +103,7 @@ def _make_model(model: Any, plan: Plan, costs: Costs, limits: Sequence[float]) -
             model.add(start[work] >= end[dependency] + lag)
         previous = codec.number(work) - 1
         if previous >= 0 and codec.work(previous)[:2] == work[:2]:
-            # all microbatches are alike, and their slices, so each sort may keep their order
+            # microbatches and slices are equal, so each pass type may keep their order
             model.add(start[work] >= end[codec.work(previous)])
     _add_devices(model, schedule, costs, limits, start, end, ticks)
     value = model.new_int_var(0, horizon, "value")
@@ -123,7 +123,7 @@ def _add_devices(
     end: dict[Pass, Any],
     ticks: dict[Pass, int],
 ) -> None:
-    """Let a device run one pass at a time and hold no more than its limit."""
+    """Make a device run one pass at a time within its memory limit."""
     unit = max(costs.held_after_forward_bytes + costs.held_after_backward_bytes) / 1e6 or 1.0
     for device, stages in enumerate(stages_of(schedule.placement, schedule.num_devices)):
         runs, lifetimes, amounts = [], [], []
@@ -144,7 +144,7 @@ def _add_devices(
                     lifetimes.append(model.new_interval_var(first, length, last, f"hold {f}"))
                     amounts.append(int(memory / unit))
         model.add_no_overlap(runs)
-        # no more than all at once: the solver counts in 64 bits
+        # at most the sum of all: the solver counts in 64 bits
         limit = min(limits[device] / unit * (1 + 1e-9), sum(amounts))
         model.add_cumulative(lifetimes, amounts, int(limit) + 1)
 
@@ -152,7 +152,7 @@ def _add_devices(
 def _add_objective(
     model: Any, plan: Plan, timeline: Timeline, value: Any, end: dict[Pass, Any], per_us: float
 ) -> None:
-    """Make small the last end, or the last end after a device's first start."""
+    """Minimize the last end, or the last end after the first start of its device."""
     schedule = plan.schedule
     for work, last in end.items():
         first = 0.0
@@ -165,17 +165,17 @@ def _add_objective(
 def _improved_plan(
     plan: Plan, costs: Costs, limits: Sequence[float], start: dict[Pass, int]
 ) -> Plan:
-    """Return the plan in the solver's order if that is better and, unrounded, fits."""
+    """Return the plan in the solver's order if it is better and, unrounded, fits."""
     old_schedule = plan.schedule
     rows: list[list[tuple[int, Pass]]] = [[] for _ in old_schedule.order]
     for work, tick in start.items():
         rows[old_schedule.placement[work.stage]].append((tick, work))
-    # Of passes that begin together, as one of no ticks does, the one that others need comes first.
+    # If passes start together, for example with zero ticks, inputs come first.
     rows = [sorted(row, key=lambda slot: (slot[0], PARTS.index(slot[1].kind))) for row in rows]
     schedule = replace(old_schedule, order=tuple(tuple(work for _, work in row) for row in rows))
     try:
         timeline = simulate(schedule, costs)
-    except ScheduleError:  # rounding has hidden which of two passes comes first
+    except ScheduleError:  # rounding has hidden the order of two passes
         return plan
     value = plan.objective.of(timeline)
     peak = peak_held(schedule, costs)

@@ -1,4 +1,4 @@
-"""An independent replay of schedules with joint passes: the rules alone, sweep by sweep."""
+"""An independent replay of schedules with overlapped passes, by repeated sweeps over the rules."""
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.schedule import Schedule
@@ -8,7 +8,7 @@ Key = tuple[str, int, int]
 
 
 def peak_of(schedule: Schedule, costs: Costs) -> float:
-    """Return the most that a device holds: from the start of F to the end of W or BW."""
+    """Return the maximum memory of a device: from the start of F to the end of W or BW."""
     activation_bytes, peak = costs.held_after_forward_bytes, 0.0
     for row in schedule.order:
         allocated = 0.0
@@ -20,7 +20,7 @@ def peak_of(schedule: Schedule, costs: Costs) -> float:
 
 
 def replay(schedule: Schedule, costs: Costs) -> list[list[tuple[float, float]]]:
-    """Return the start and the end of every device's passes; stops where nothing can go on."""
+    """Return start and end of every pass per device; stops at a deadlock."""
     rows = [
         [(str(work.kind), work.stage, work.microbatch) for work in row] for row in schedule.order
     ]

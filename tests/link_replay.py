@@ -1,12 +1,12 @@
-"""A replay of schedule files with copies to the host, written apart from the package it judges.
+"""A replay of schedule files with offload, written independently of the package.
 
-A device's processor runs F, B, W and the markers L and R in the order of its row; L and R take no
-time. D (to the host) runs on the device's link out, H (back) on its link in, each in the order of
-the row. D needs its F, L its D, R its L, H its R; F needs the F
-of the stage before, B its F, the B of the stage after and, where there is one, its H; W needs its
-B. What comes from another device arrives `send` later. A stage holds `forward_bytes` of a
-microbatch from the start of F on, `backward_bytes` instead from the end of B on, and nothing after
-W; L frees `offloaded_bytes` of it and R takes it again.
+A device's processor runs F, B, W and the markers L and R in the order of its row; L and R have no
+duration. D (to the host) runs on the device's outgoing link, H (back) on its incoming link, both in
+the order of the row. D reads its F, L its D, R its L, H its R; F reads the F of the stage before, B
+its F, the B of the stage after and its H (if it has one); W reads its B. Results of other devices
+arrive `send` later. A stage retains `forward_bytes` of a microbatch from the start of F,
+`backward_bytes` from the end of B, and nothing after W; L frees `offloaded_bytes` of it, and R
+allocates them again.
 """
 
 import json
@@ -20,7 +20,7 @@ Work = tuple[str, int, int]
 
 
 class StageCosts(NamedTuple):
-    """What a stage takes, by kind of pass, and holds; all stages alike, or one each."""
+    """Times of a stage by kind of pass, and its memory."""
 
     time: dict[str, float]  # of F, B, W, D and H
     forward_bytes: float
@@ -29,7 +29,7 @@ class StageCosts(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """What a schedule file costs."""
+    """Time and memory of a schedule file."""
 
     makespan: float
     peak: tuple[float, ...]
@@ -37,7 +37,7 @@ class Figures(NamedTuple):
 
 
 def replay(text: str, stages: list[StageCosts], send: float) -> Figures:
-    """Return what the schedule in this file costs; AssertionError if it is incomplete or stuck."""
+    """Return the figures of a schedule file; AssertionError if it is incomplete or deadlocks."""
     data = json.loads(text)
     placement, count = data["placement"], data["num_microbatches"]
     rows = [[_parse(pass_text) for pass_text in row] for row in data["order"]]
@@ -99,7 +99,7 @@ def _start(
     send: float,
     offloaded: set[tuple[int, int]],
 ) -> float | None:
-    """Return from when on what a pass needs is there; None while something has not run."""
+    """Return the time at which the inputs of a pass are available; None if one has not run."""
     kind, stage, microbatch = work
     own_dependency = {"F": "", "B": "F", "W": "B", "D": "F", "L": "D", "R": "L", "H": "R"}[kind]
     dependencies = [(kind_read, stage) for kind_read in own_dependency]

@@ -1,4 +1,4 @@
-"""Orders of the catalogue in which some microbatches wait in host memory, for tests."""
+"""Published schedules with offloaded microbatches."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,19 +9,19 @@ from megatron_vshape.core.model.schedule import Schedule
 
 
 def every(stage: int, microbatch: int) -> bool:
-    """Choose all."""
+    """Select all microbatches."""
     return True
 
 
 def every_third(stage: int, microbatch: int) -> bool:
-    """Choose some, of every stage others."""
+    """Select every third microbatch, shifted by stage."""
     return (stage + microbatch) % 3 == 0
 
 
 def offloaded(schedule: Schedule, chosen: Callable[[int, int], bool] = every) -> Schedule:
-    """Return the order with D right after the F of chosen microbatches, and the rest beside passes.
+    """Return the schedule with D directly after F of selected microbatches, and L, R, H before B.
 
-    L and R leave a pass for each copy where F and B are so far apart.
+    If F and B are far enough apart, L and R leave one pass for each copy.
     """
     return replace(schedule, order=tuple(_row(row, chosen) for row in schedule.order))
 

@@ -1,4 +1,4 @@
-"""Programs for kernels changed where it matters: when receives are posted, what is let go of."""
+"""Variants of programs for kernels: times of posted receives and of releases."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +19,7 @@ from megatron_vshape.core.program.instructions import (
 
 
 def streams_of(program: Program) -> list[Stream]:
-    """Return the streams in use, sorted."""
+    """Return the used streams, sorted."""
     sends = (
         instruction
         for row in program.instructions
@@ -30,7 +30,7 @@ def streams_of(program: Program) -> list[Stream]:
 
 
 def one_pass_earlier(program: Program) -> Program:
-    """Return the program with the receive of every message at least one pass before its reader."""
+    """Return the program with every receive posted at least one pass before its reader."""
     rows = []
     for row in program.instructions:
         new_row = list(row)
@@ -49,7 +49,7 @@ def one_pass_earlier(program: Program) -> Program:
 
 
 def with_gaps_by_stream(program: Program) -> Program:
-    """Return the program with the receives of every gap stream by stream."""
+    """Return the program with the receives of every gap sorted by stream."""
     rows = []
     for row in program.instructions:
         new_row: list[Instruction] = []
@@ -65,7 +65,7 @@ def with_gaps_by_stream(program: Program) -> Program:
 
 
 def all_at_once(program: Program) -> Program:
-    """Return the program with all receives at its start, and nothing let go of."""
+    """Return the program with all receives at its start, and without releases."""
     rows = []
     for row in program.instructions:
         receives = [instruction for instruction in row if isinstance(instruction, Receive)]
@@ -77,7 +77,7 @@ def all_at_once(program: Program) -> Program:
 
 
 def without_releases(program: Program) -> Program:
-    """Return the program with nothing let go of before its end."""
+    """Return the program without releases."""
     rows = (
         tuple(instruction for instruction in row if not isinstance(instruction, Release))
         for row in program.instructions
@@ -86,9 +86,9 @@ def without_releases(program: Program) -> Program:
 
 
 def with_device_waits_at_copies(program: Program) -> Program:
-    """Return the program with a wait for the device wherever a copy beside it could be.
+    """Return the program with device synchronization wherever a copy could run.
 
-    As if its thread waited so, whose copy begins at D at the soonest.
+    A thread that synchronizes starts its copy at D or later.
     """
     rows = []
     for row in program.instructions:
@@ -106,7 +106,7 @@ def with_device_waits_at_copies(program: Program) -> Program:
 
 
 def one_receive_moved(program: Program) -> Iterator[Program]:
-    """Yield the program with each receive wherever the order of its stream allows it."""
+    """Yield a program for each position of each receive that the order of its stream permits."""
     for device, row in enumerate(program.instructions):
         for receive in row:
             if not isinstance(receive, Receive):
@@ -137,7 +137,5 @@ def _allowed_positions(
     if index + 1 < len(stream):
         last = min(last, remaining.index(stream[index + 1]))
     for position in range(first, last + 1):
-        if not isinstance(
-            remaining[position], Send
-        ):  # nothing comes between a pass and what it sends
+        if not isinstance(remaining[position], Send):  # a pass and its sends stay adjacent
             yield position

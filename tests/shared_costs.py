@@ -1,4 +1,4 @@
-"""Costs of stages beside a vocabulary that all devices share, of what its whole ends take."""
+"""Costs with vocabulary parallelism, from the costs of embedding and output layer."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ def shared_costs(
     sum_us: float,
     logits_bytes: float = 0.0,
 ) -> Costs:
-    """Return the costs, of stages without ends, with each device's part of these two."""
+    """Return costs in which every device has its part of the first and last piece."""
     stage = Piece(min(costs.forward_us), 0.0, 0.0, 0.0, 0.0)
     shared = shared_pieces(Pieces(stage, first, last, 0.0), num_devices, sum_us, logits_bytes)
     extra_costs: dict[str, Any] = {

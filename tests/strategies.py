@@ -1,4 +1,4 @@
-"""What Hypothesis draws schedules, costs and broken schedules from."""
+"""Hypothesis strategies for schedules, costs and invalid schedules."""
 
 import itertools
 from dataclasses import replace
@@ -17,7 +17,7 @@ from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS, make
 def catalogue_schedules(
     draw: st.DrawFn, max_devices: int = 12, max_microbatches: int = 40
 ) -> Schedule:
-    """Draw a schedule of the catalogue, with any options it takes."""
+    """Draw a published schedule with any supported options."""
     name = draw(st.sampled_from(NAMES))
     devices = draw(st.integers(1, max_devices))
     options = {option: draw(st.integers(1, 5)) for option in sorted(OPTIONS.get(name, ()))}
@@ -53,7 +53,7 @@ def with_boundary_costs(draw: st.DrawFn, costs: Costs) -> Costs:
 
 @st.composite
 def mutated_schedules(draw: st.DrawFn, schedule: Schedule) -> Schedule:
-    """Draw the schedule with one or two changes, which may leave it correct."""
+    """Draw the schedule with one or two changes, after which it may still be valid."""
     rows = [list(row) for row in schedule.order]
     for _ in range(draw(st.integers(1, 2))):
         nonempty = [device for device, row in enumerate(rows) if row]
@@ -114,7 +114,7 @@ def _rename(draw: st.DrawFn, rows: list[list[Pass]], device: int) -> None:
 
 @st.composite
 def with_overlapped_pairs(draw: st.DrawFn, schedule: Schedule) -> Schedule:
-    """Draw some of the schedule's neighbours F, B or F, BW to be joint; it still runs."""
+    """Draw a valid schedule with some adjacent passes F, B or F, BW overlapped."""
     pairs = [
         pair
         for row in schedule.order
@@ -126,7 +126,7 @@ def with_overlapped_pairs(draw: st.DrawFn, schedule: Schedule) -> Schedule:
         candidate = replace(schedule, overlapped=overlapped | {work})
         try:
             simulate(candidate)
-        except ScheduleError:  # two of them would wait for each other
+        except ScheduleError:  # the two pairs would wait for each other
             continue
         overlapped = candidate.overlapped
     return replace(schedule, overlapped=overlapped)
@@ -134,7 +134,7 @@ def with_overlapped_pairs(draw: st.DrawFn, schedule: Schedule) -> Schedule:
 
 @st.composite
 def costs_with_collectives(draw: st.DrawFn, costs: Costs) -> Costs:
-    """Draw the costs with exchanges, which hide in joint passes."""
+    """Draw the costs with collectives, which overlapped passes hide."""
     stages = range(costs.num_stages)
     wait_us = st.just(0.0) | st.floats(0.125, 2.0, width=32)
     waits_us = st.lists(wait_us, min_size=len(stages), max_size=len(stages))

@@ -1,4 +1,4 @@
-"""What the package offers from Python: the examples of everything public run as they stand."""
+"""The examples of all public names run as they are."""
 
 import doctest
 import importlib
@@ -16,7 +16,7 @@ WITHOUT_EXAMPLES = {"register", "unregister"}
 """These put hooks into Megatron; tests/mcore has them."""
 
 SUPPORTING_TYPES = {"Plan", "Timeline", "Transport", "ScheduleError"}
-"""What other public names return, take or raise; they have no example of their own."""
+"""Types of arguments, results and errors of other public names; they need no example."""
 
 PUBLIC = sorted(set(megatron_vshape.__all__) - WITHOUT_EXAMPLES)
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

@@ -1,4 +1,4 @@
-"""Independent replays of schedules: that of the tests and, beside the checkout, another program."""
+"""Independent replays of schedules: by the tests and, if present, by a program elsewhere."""
 
 import importlib.util
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Replay = Callable[[Schedule, Costs], list[Figures]]
 
 
 def figures_of_tests(schedule: Schedule, costs: Costs) -> Figures:
-    """Replay a schedule by the rules alone."""
+    """Replay a schedule by the dependency rules."""
     slots = joint_replay.replay(schedule, costs)
     assert list(map(len, slots)) == list(map(len, schedule.order))
     makespan = max(row[-1][1] for row in slots) - min(row[0][0] for row in slots)
@@ -36,7 +36,7 @@ def figures_of_tests(schedule: Schedule, costs: Costs) -> Figures:
 
 
 def figures_of_external_replay(external_replay: Any, schedule: Schedule, costs: Costs) -> Figures:
-    """Replay the schedule file by the program beside the checkout."""
+    """Replay the schedule file by the program outside the repository."""
     file = {
         "name": schedule.name,
         "num_devices": schedule.num_devices,
@@ -53,7 +53,7 @@ def figures_of_external_replay(external_replay: Any, schedule: Schedule, costs: 
 
 @pytest.fixture(scope="session")
 def replay() -> Replay:
-    """Return a function that replays a schedule by every replay there is."""
+    """Return a function that replays a schedule by all available programs."""
     external_replay: Any = None
     if EXTERNAL_REPLAY.exists():
         spec = importlib.util.spec_from_file_location("judge_replay", EXTERNAL_REPLAY)

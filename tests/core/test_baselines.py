@@ -1,4 +1,4 @@
-"""Plans against everything that is known, at the same memory; and what is told beside them."""
+"""Plans compared with all published schedules at the same memory limit."""
 
 import random
 from collections.abc import Iterator
@@ -23,13 +23,13 @@ CELLS, SEED = 200, 20
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A random question: sizes, what a device's share of the layers costs, and its ends."""
+    """A random plan request: sizes, costs of a device's layers, and costs of embedding and head."""
 
     devices: int
     microbatches: int
-    pieces: Pieces  # of all layers, and of the ends beside them
+    pieces: Pieces  # of the layers, the embedding and the output layer
     max_chunks: int
-    limit_position: float  # of the limit, from the least possible (0) to twice what 1F1B holds (1)
+    limit_position: float  # of the limit: 0 is the minimum, 1 twice the peak of 1F1B
 
     def costs_of_stages(self, num_stages: int, name: str = "") -> Costs:
         layer = replace(self.pieces, layer=self.pieces.layer.times(1 / num_stages))
@@ -69,7 +69,7 @@ def random_cells(count: int, max_devices: int, max_chunks: int) -> Iterator[Cell
 
 
 def catalogue_schedules(cell: Cell) -> Iterator[tuple[str, Schedule]]:
-    """Yield the catalogue's schedules at every number of stages a device, by no code of `ask`."""
+    """Yield the published schedules with every number of stages per device, without the planner."""
     sizes = cell.devices, cell.microbatches
     for name in NAMES:
         for chunks in range(2, cell.max_chunks + 1) if name in OPTIONS else (None,):
@@ -80,7 +80,7 @@ def catalogue_schedules(cell: Cell) -> Iterator[tuple[str, Schedule]]:
 
 
 def faster_baselines(cell: Cell) -> list[str]:
-    """Return what is known that fits the limit of the cell and is faster than its answer."""
+    """Return the published schedules that fit the limit of the cell and beat its plan."""
     request = cell.request()
     result = plan_request(request)
     assert max(peak_held(result.schedule, result.costs)) <= request.limit * (1 + 1e-9)
@@ -109,7 +109,7 @@ def test_no_baseline_is_faster_in_200_cells(part: int) -> None:
 
 
 def test_plan_uses_more_than_four_chunks_when_faster() -> None:
-    """The cell in which a plan of up to four stages a device took 65.18, told with no gap."""
+    """A cell in which the best plan with up to four stages per device needs 65.18."""
     cost = (1.0, 1.99, 0.55, 0.0)
     request = PlanRequest(
         AUTO,
@@ -136,7 +136,7 @@ def test_plan_allocates_no_memory_without_benefit() -> None:
 
 
 def test_megatron_1f1b_is_recommended_when_fastest() -> None:
-    """A whole backward takes no longer than B alone, and stages cannot be made smaller."""
+    """A full backward is as fast as B alone, and the stages cannot be split."""
     costs = Costs.uniform(4, 4, 1, 1.2, 0.8, 0.05)
     costly = replace(costs, whole_backward_us=costs.backward_us)
     result = plan_request(PlanRequest(AUTO, 4, 8, costly, limit="1f1b"))
@@ -170,7 +170,7 @@ def test_schedule_name_as_limit_means_its_peak(name: str) -> None:
 
 
 def test_default_limit_is_peak_of_1f1b() -> None:
-    """The logits that the last stage holds once are not held by the first, d times."""
+    """The peak includes the logits of the last stage once, not once per warm-up microbatch."""
     memory = (1.0,) * 7 + (9.0,)
     costs = Costs((1.0,) * 8, (1.2,) * 8, (0.8,) * 8, 0.05, memory, memory)
     result = plan_request(PlanRequest(AUTO, 4, 8, costs, steps=2000))

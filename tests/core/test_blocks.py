@@ -1,4 +1,4 @@
-"""The building blocks: they repeat, keep the dependencies, and have the paper's offsets."""
+"""Building blocks repeat, respect the dependencies, and have the offsets of the paper."""
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +17,7 @@ def start_slots(block: BuildingBlock) -> dict[str, int]:
 
 
 def check_dependencies(block: BuildingBlock) -> None:
-    """Fail unless every pass is there once and starts after what it reads has ended."""
+    """Fail unless every pass occurs once and starts after its inputs are complete."""
     by_pass = {
         Pass(kind, *block_pass.work[1:]): block_pass
         for block_pass in block.passes
@@ -51,7 +51,7 @@ def test_grouped_block_of_any_size_repeats(d: int, chunks: int, group: int) -> N
 
 @pytest.mark.parametrize("d", range(2, 17))
 def test_slots_of_v_min_and_v_half(d: int) -> None:
-    """The one-slot forms of the V blocks, with x where two passes would meet."""
+    """The V blocks with passes of one slot; x avoids collisions of two passes."""
     v_min, v_half = start_slots(blocks.v_min(d)), start_slots(blocks.v_half(d))
     x_min, x_half = 2 * (d % 3 == 0), 3 * (d % 2 == 0)
     for i in range(d):

@@ -1,4 +1,4 @@
-"""The lower bounds: never above an optimum, and tight where it is known."""
+"""Lower bounds are never above an optimum, and tight for known optima."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ def test_bound_is_tight_at_proven_optima(microbatches: int, limit: float, optimu
 
 @st.composite
 def random_schedules(draw: st.DrawFn) -> tuple[Schedule, Costs]:
-    """Return passes in any order that can run, microbatches of a sort mixed, and unequal costs."""
+    """Draw a valid schedule with mixed microbatches, and unequal costs."""
     devices, chunks, microbatches = (draw(st.integers(1, maximum)) for maximum in (5, 4, 7))
     placement = looping(devices, chunks)
     if chunks == 2 and draw(st.booleans()):
@@ -43,7 +43,7 @@ def random_schedules(draw: st.DrawFn) -> tuple[Schedule, Costs]:
         retained,
         tuple(retained_share * amount for amount in retained),
     )
-    eager = rng.choice([0.0, 1.0, 4.0])  # how much earlier microbatches are preferred
+    eager = rng.choice([0.0, 1.0, 4.0])  # preference for earlier microbatches
     priority = {
         Pass(kind, s, j): eager * j + rng.choice([0, 3]) * (kind is Kind.F) + rng.random()
         for j in range(microbatches)
@@ -62,7 +62,7 @@ def random_schedules(draw: st.DrawFn) -> tuple[Schedule, Costs]:
 
 
 def check_bound(schedule: Schedule, costs: Costs) -> None:
-    """Raise if a bound for the memory that the schedule holds is above what it takes."""
+    """Fail if the bound at the memory of the schedule is above its time."""
     timeline, peak = simulate(schedule, costs), peak_held(schedule, costs)
     sizes = schedule.placement, schedule.num_devices, schedule.num_microbatches
     for goal in Objective:
@@ -85,7 +85,7 @@ def test_no_published_schedule_beats_the_bound_at_its_memory(
     for devices, microbatches in ((1, 1), (2, 5), (4, 8), (5, 11)):
         try:
             schedule = make(name, devices, microbatches)
-        except ScheduleError:  # not for these sizes
+        except ScheduleError:  # these sizes are not supported
             continue
         costs = Costs.uniform(devices, schedule.num_stages, *cost)
         for retained_share in (0.0, 0.5, 1.2, 10.0):
@@ -95,19 +95,19 @@ def test_no_published_schedule_beats_the_bound_at_its_memory(
 
 def test_bound_of_looping_placement_at_v_half_memory_is_exact() -> None:
     costs = Costs.uniform(8, 32)
-    # the plan of `scripts/bench_search.py` takes as long
+    # equal to the plan of `scripts/bench_search.py`
     assert lower_bound(costs, looping(8, 4), 8, 24, [10.0] * 8) == pytest.approx(153.5)
 
 
 def test_bound_of_one_microbatch_is_its_critical_path() -> None:
     costs = Costs.uniform(3, 6, 1, 2, 1, 0.5)
-    # 6 F, 6 B, the last W, and 4 hops each way
+    # 6 F, 6 B, the last W, and 4 messages in each direction
     assert lower_bound(costs, v_shape(3), 3, 1, [2.0] * 3) == 6 + 12 + 1 + 4
 
 
 def test_small_memory_limit_bounds_throughput() -> None:
     costs = Costs.uniform(8, 16, 1, 2, 1, 0)
-    # device 0 holds its two chunks for 16 * 3 + 1 and 3 + 1 per microbatch, and its limit is 4
+    # Device 0 stores its two chunks for 16 * 3 + 1 and 3 + 1 per microbatch; the limit is 4.
     assert lower_bound(costs, v_shape(8), 8, 100, [4.0] * 8) >= 100 * (49 + 4) / 4
 
 

@@ -1,4 +1,4 @@
-"""Every schedule by name: legal at any size, its peak and bubble those of the closed forms."""
+"""Every named schedule is valid at any size; peak and bubble match the closed forms."""
 
 import itertools
 
@@ -101,7 +101,7 @@ def test_smaller_groups_need_less_memory(d: int) -> None:
 def test_any_number_of_devices_and_microbatches_is_legal(name: str) -> None:
     for d, m in itertools.product(range(1, 10), (1, 2, 3, 5, 8, 13, 20)):
         schedule = make(name, d, m)
-        scale = 2 * d / schedule.num_stages  # chunks of a stage
+        scale = 2 * d / schedule.num_stages  # chunks per stage
         verify(schedule, max_held=scale * max(make_block(name, d, m).peaks()))
 
 
@@ -184,7 +184,7 @@ FFF  fbw  fbBWFwfbBWFwfbBWwfbBWw BW
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_drawing(name: str) -> None:
-    """Upper case chunk 0, lower case chunk 1."""
+    """Upper case is chunk 0, lower case chunk 1."""
     picture = simulate(make(name, 3, 5)).draw()
     assert "\n" + picture == PICTURES[name]
 

@@ -1,4 +1,4 @@
-"""Many passes are made, run and drawn by compiled loops: the same to the last bit."""
+"""Compiled loops create, simulate and draw large schedules with bitwise equal results."""
 
 import hashlib
 import os
@@ -22,12 +22,12 @@ SIZES = [(1, 4), (2, 5), (3, 7), (4, 8), (5, 20), (8, 33), (16, 40)]
 
 
 def schedules_and_timelines(name: str) -> list[tuple[Schedule, Timeline]]:
-    """Return the schedule of this name at every size it can have, and when it runs."""
+    """Return the schedule of this name with its timeline, for every supported size."""
     results = []
     for devices, microbatches in SIZES:
         try:
             schedule = make(name, devices, microbatches)
-        except ScheduleError:  # not for these sizes
+        except ScheduleError:  # these sizes are not supported
             continue
         sizes = devices, schedule.num_stages
         costs = Costs.uniform(*sizes, forward=1.03, backward=1.15, weight=0.85, send=0.07)
@@ -46,7 +46,7 @@ def test_compiled_loops_produce_identical_schedules(
     assert type(schedules_and_timelines(name)[0][1].starts[0][0]) is float
 
 
-# As the loops made them that sorted every pass and looked at all of them one by one.
+# Recorded with the loops before compilation, which sorted all passes.
 RECORDED_DIGESTS = {
     "gpipe": "727096a646ba6273",
     "1f1b": "fedc353f22b5d42a",

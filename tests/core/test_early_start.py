@@ -1,4 +1,4 @@
-"""Cutting a program: nobody waits beyond the cut, and all messages come to rest."""
+"""Stop points of programs: no device waits beyond them, and no message remains in flight."""
 
 from collections import defaultdict, deque
 
@@ -42,7 +42,7 @@ class Network:
         self.delivered: dict[Message, Pass] = {}
 
     def run(self, instruction: Instruction) -> bool:
-        """Run an instruction; return False if it has to wait."""
+        """Run an instruction; return False if it must wait."""
         if isinstance(instruction, Run | Release):
             return True
         message = instruction.message
@@ -61,7 +61,7 @@ class Network:
         return True
 
     def run_all(self, rows: list[tuple[Instruction, ...]]) -> None:
-        """Run every device's row to its end; fail if they wait for each other."""
+        """Run the rows of all devices to completion; fail on a deadlock."""
         positions = [0] * len(rows)
         has_progressed = True
         while has_progressed:
@@ -82,7 +82,7 @@ def check_drained(program: Program, ends: Cut) -> None:
     network.run_all([program.instructions[device][: ends[device]] for device in devices])
     network.run_all([drain(program, ends, device) for device in devices])
     assert network.is_idle()
-    network.run_all(list(program.instructions))  # nothing is left that a new start would meet
+    network.run_all(list(program.instructions))  # nothing remains that a new start would receive
     assert network.is_idle()
 
 
@@ -148,7 +148,7 @@ def test_early_start_leaves_no_message_in_flight(
 
 
 def test_receives_posted_before_late_sends_are_moved() -> None:
-    """What `prefix_before_loss` is for is there: gradients are posted first and come last."""
+    """Gradients are posted first and arrive last, as `prefix_before_loss` assumes."""
     program = lower(make("v-zb", 2, 6), window=1)
     _, ends = result = prefix_before_loss(program)
     assert result[0].instructions != program.instructions
@@ -160,7 +160,7 @@ def test_receives_posted_before_late_sends_are_moved() -> None:
 
 @pytest.mark.parametrize("devices", [4, 8])
 def test_v_zb_has_enough_forwards_until_the_last_device_finishes(devices: int) -> None:
-    """Device p starts p passes after the first, so it has to fill d - 1 - p."""
+    """Device p starts p passes after the first one and must fill d - 1 - p passes."""
     program = lower(make("v-zb", devices, 3 * devices))
     counts = passes_before(program, forward_cut(program))
     assert all(count >= devices - device for device, count in enumerate(counts))
@@ -176,5 +176,5 @@ def test_program_without_stop_runs_completely() -> None:
 def test_no_device_waits_for_a_pass_that_is_not_run() -> None:
     program = lower(make("1f1b", 3, 4))
     ends = cut(program, lambda work: work == Pass(Kind.F, 0, 1))
-    # The last device has the backward of microbatch 0 too, and then no input.
+    # The last device also runs the backward of microbatch 0; then its input is missing.
     assert passes_before(program, ends) == [1, 1, 2]

@@ -1,4 +1,4 @@
-"""The proof of small plans."""
+"""Optimality proofs of small plans."""
 
 import math
 
@@ -39,7 +39,7 @@ def test_plan_beyond_the_limits_is_rejected() -> None:
 
 @pytest.mark.parametrize("objective", list(Objective))
 def test_solver_accepts_the_initial_plan(objective: Objective) -> None:
-    """Device 3 starts late and, where the span counts, may end later than the span is long."""
+    """With the objective span, device 3 starts late and may end after the length of the span."""
     costs = Costs.uniform(4, 8, 9, 9, 9, 0)
     result = plan(costs, 4, 6, 8, objective)
     model = cp_model.CpModel()

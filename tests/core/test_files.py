@@ -1,4 +1,4 @@
-"""Schedule files and costs files: they round-trip, and bad ones end in one clear sentence."""
+"""Schedule files and costs files round-trip; invalid files raise errors of one sentence."""
 
 import json
 from pathlib import Path
@@ -219,7 +219,7 @@ def test_costs_round_trip(data: st.DataObject, num_stages: int) -> None:
 def test_files_of_earlier_versions_with_recomputation_by_stage(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Costs without recomputation are all there; a plan that relies on it does not fit without."""
+    """Costs without recomputation are still read; plans with recomputation by stage are not."""
     data = json.loads(make("v-half", 2, 2).to_json())
     assert Schedule.from_json(json.dumps(data | {"recompute": ["none"] * 4})).num_stages == 4
     with pytest.raises(ScheduleError, match="recomputes by stage .*: plan again, and use Megatron"):
@@ -307,7 +307,7 @@ def test_byte_order_mark_is_ignored(tmp_path):
 
 
 def test_pass_limit_depends_on_the_number_of_stages():
-    """1F1B has a half of the passes of a V, whose stages are twice as many."""
+    """1F1B has half as many stages as a V, thus half the passes."""
     make_block("1f1b", 256, 20_000)
     with pytest.raises(ScheduleError, match="512 stages and 20000 microbatches are more than"):
         make_block("v-half", 256, 20_000)

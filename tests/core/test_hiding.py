@@ -1,4 +1,4 @@
-"""Which W's jobs a B may run: those that delay nobody, though B hid nothing behind them."""
+"""Weight gradients of an earlier W that run in a B must not delay any pass."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,7 @@ from megatron_vshape.core.program.lowering import Beside, deferred_weight_overla
 def start_times(
     schedule: Schedule, costs: Costs, deferred: Mapping[Pass, Beside] | None = None
 ) -> dict[Pass, float]:
-    """Return when every pass starts if a B takes as much longer as it runs of the W after it."""
+    """Return the start times if a B also runs the given share of the W after it."""
     lengths = {work: costs.time_us(work.kind, work.stage) for row in schedule.order for work in row}
     for work, (weights, share) in (deferred or {}).items():
         lengths[work] += share * lengths[weights]
@@ -65,7 +65,7 @@ def test_no_pass_is_delayed(data: st.DataObject) -> None:
             if work in deferred:
                 assert deferred[work].weights == following
                 assert (work.kind, following.kind) == (Kind.B, Kind.W)
-                assert work[1:] != following[1:]  # its own jobs are not there yet
+                assert work[1:] != following[1:]  # its own weight gradients are not available yet
 
 
 def format_overlaps(deferred: Mapping[Pass, Beside]) -> str:
@@ -75,7 +75,7 @@ def format_overlaps(deferred: Mapping[Pass, Beside]) -> str:
 
 
 def test_overlaps_depend_on_costs_and_tied_embeddings() -> None:
-    """B0 has no reader; B1.0's runs after a W of its own, and later by a message's time at most."""
+    """No pass reads B0; B1.0 runs after a W of its device, at most one message time later."""
 
     def overlap_text(ties_ends: bool = False, **costs: float) -> str:
         timeline = simulate(make("v-zb", 2, 3), Costs.uniform(2, 4, **costs))
@@ -85,7 +85,7 @@ def test_overlaps_depend_on_costs_and_tied_embeddings() -> None:
     assert overlap_text() == f"{firsts} B1.0:W2.0:1"
     assert overlap_text(send=0.25) == f"{firsts} B1.0:W2.0:0.5"
     assert overlap_text(weight=2.0) == f"{firsts} B1.0:W2.0:1 B1.2:W2.1:0.5"
-    # Then the embedding's gradient would get W3.1's before B0.0's.
+    # Otherwise the embedding's gradient would receive W3.1's part before B0.0's.
     assert overlap_text(ties_ends=True) == "B0.2:W0.1:1 B1.0:W2.0:1"
 
 

@@ -1,4 +1,4 @@
-"""The core imports fast, and without what only the other layers need."""
+"""The core imports fast and without the libraries of other layers."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ print(seconds, *sorted(heavy))
 
 
 def test_core_imports_fast_and_without_torch() -> None:
-    """The least processor time of a few, so that a busy machine does not fail it."""
+    """The minimum CPU time of several runs, because the machine may be busy."""
     runs = []
     for _ in range(5):
         command = [sys.executable, "-c", CODE, *MODULES.split()]

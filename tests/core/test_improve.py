@@ -1,4 +1,4 @@
-"""The inner loops: what is kept up to date equals what is computed anew, compiled or not."""
+"""Incremental state of the inner loops equals recomputed state, with and without compilation."""
 
 import os
 import subprocess
@@ -58,7 +58,7 @@ def test_local_search_updates_all_state(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_passes_are_exchanged_if_memory_permits(seed: int) -> None:
-    """While they run, passes hold up to a chunk more than after, and the order fits just so."""
+    """During a pass, memory is up to one chunk higher, and the order exactly fits."""
     random = np.random.default_rng(seed)
     shop, state = make_shop(12, 8, 1, 1.3, 0.7, 0.1), make_state(v_half(DEVICES), 12)
     assert improve.settle(shop, state)
@@ -116,7 +116,7 @@ def test_filled_and_refilled_orders_are_complete_and_fit(block: object, cool: in
 
 @pytest.mark.parametrize(("name", "devices"), [("v-half", 4), ("v-two-thirds", 5), ("zb-h1", 3)])
 def test_planner_fills_like_the_paper(name: str, devices: int) -> None:
-    """Of v-two-thirds on 5 devices, microbatches of one sort are not in turn."""
+    """On 5 devices, v-two-thirds runs microbatches of one pass type out of order."""
     block = make_block(name, devices, 12)
     schedule, m = squeeze(repeat(block, 12)), 12
     peak = max(block.peaks())
@@ -168,7 +168,7 @@ def test_compiles_without_a_writable_cache(monkeypatch):
 
 
 def test_cache_is_opened_by_the_first_call(tmp_path: Path) -> None:
-    """Not by every rank that gets a plan from another: opening one writes to a shared folder."""
+    """Ranks that receive a plan do not open a cache, which would write to a shared folder."""
     caching = pytest.importorskip("numba.core.caching")
     opened: list[str] = []
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Where messages are kernels: no wait for a whole device hangs, and receives are posted early."""
+"""Messages as kernels: device synchronization never hangs, and receives are posted early."""
 
 import random
 
@@ -37,11 +37,11 @@ HEALTHY = list(HealthCheck)
 def runs_to_completion(
     rows: Rows, waits: float, seed: int, length_on_arrival: bool = False
 ) -> bool:
-    """Return whether all devices end where a share of the passes wait for their device's kernels.
+    """Return whether all devices finish if a share of the passes synchronizes with its device.
 
-    Devices go on in any order. A kernel ends when both ends have begun. What waits does so for the
-    kernels that its device has begun before it. With `length_on_arrival` a
-    receive waits for its message.
+    Devices advance in random order. A message kernel ends when sender and receiver have started it.
+    A synchronizing pass waits for all kernels that its device has started. With
+    `length_on_arrival`, a receive waits for its message.
     """
     draw = random.Random(seed)
     blocks = {
@@ -92,7 +92,7 @@ def messages_in_order(rows: Rows, kind: type[Send] | type[Receive]) -> dict[obje
 
 
 def check_program(program: Program, length_on_arrival: bool = False) -> None:
-    """Assert all that a program for kernels has to be."""
+    """Check all requirements on a program for kernels."""
     rows = program.instructions
     assert not deadlocks_under_device_sync(program, length_on_arrival=length_on_arrival)
     assert messages_in_order(rows, Send) == messages_in_order(rows, Receive)
@@ -131,7 +131,7 @@ def test_no_device_synchronization_hangs(data: st.DataObject, length_on_arrival:
 @settings(max_examples=30, suppress_health_check=HEALTHY)
 @given(data=st.data())
 def test_random_orders_do_not_hang(data: st.DataObject) -> None:
-    """Passes in any order that their needs allow, on any placement."""
+    """Passes run in any valid order on any placement."""
     devices, chunks, microbatches = (data.draw(st.integers(1, n)) for n in (5, 3, 5))
     placement = tuple(data.draw(st.permutations(list(range(devices)) * chunks)))
     wave = forward_wave(placement, devices, microbatches)
@@ -180,7 +180,7 @@ def test_early_started_steps_do_not_hang(schedule: Schedule) -> None:
 
 
 def test_always_posting_earlier_hangs() -> None:
-    """The check can fail: the smallest program that does, and every V of any size."""
+    """The smallest program that hangs, and V-shaped schedules of any size."""
     small = one_pass_earlier(lower(make("v-half", 2, 2), kernels=True))
     stuck = deadlocks_under_device_sync(small)
     assert {device: str(run.work) for device, run in stuck.items()} == {0: "F0.1", 1: "F2.0"}
@@ -192,7 +192,7 @@ def test_always_posting_earlier_hangs() -> None:
 
 
 def test_waiting_copy_threads_hang() -> None:
-    """Where the program has a copy it may, as where host memory is made; anywhere else it hangs."""
+    """A copy may synchronize at its place in the program, but not elsewhere."""
     stuck = []
     for name in ("v-min", "v-half", "v-zb", "interleaved-1f1b", "zb-h1"):
         for devices, microbatches in ((2, 4), (4, 8), (8, 16)):
@@ -214,7 +214,7 @@ def runs_of(program: Program) -> list[Run]:
 
 
 def test_receive_posted_before_its_gap_hangs() -> None:
-    """As where posting takes the message, or where its send has been posted for nobody."""
+    """For example if posting consumes the message, or if its send was posted without a receiver."""
     rows = ("F0.0 F0.1 BW0.0 BW0.1", "F1.0 BW1.0 F1.1 BW1.1")
     order = tuple(tuple(map(Pass.parse, row.split())) for row in rows)
     program = lower(Schedule("1f1b", 2, 2, (0, 1), order), kernels=True)
@@ -229,7 +229,7 @@ def test_receive_posted_before_its_gap_hangs() -> None:
 
 @pytest.mark.parametrize(("devices", "microbatches"), [(7, 8), (8, 9), (8, 10)])
 def test_receives_posted_together_do_not_block_each_other(devices: int, microbatches: int) -> None:
-    """Where all streams share one queue: behind another of its stream it holds up all the rest."""
+    """If all streams share one queue, a blocked receive delays all later ones."""
     program = lower(make("interleaved-1f1b", devices, microbatches), kernels=True)
     check_program(program)
     assert deadlocks_under_device_sync(with_gaps_by_stream(program))
@@ -237,7 +237,7 @@ def test_receives_posted_together_do_not_block_each_other(devices: int, microbat
 
 @pytest.mark.parametrize("name", NAMES)
 def test_few_messages_are_posted_and_unreleased(name: str) -> None:
-    """Each posted receive keeps some of the device's processors busy, and a message's memory."""
+    """Each posted receive occupies processors of the device and memory of a message."""
     for devices, microbatches in ((4, 12), (8, 32)):
         schedule = make(name, devices, microbatches)
         costs = Costs.uniform(devices, schedule.num_stages, 1, 1.15, 0.85, 0.05)

@@ -1,4 +1,4 @@
-"""Layers of every stage: balanced by costs, given by the user, and what the stages then cost."""
+"""Layers per stage: balanced by costs or specified by the user, and the resulting costs."""
 
 import itertools
 
@@ -23,7 +23,7 @@ def max_busy_us(pieces: Pieces, layers: tuple[int, ...], placement: Placement) -
 
 
 def test_expensive_head_moves_layers_off_the_outer_stages() -> None:
-    # The head is worth 1.5 layers.
+    # The head costs as much as 1.5 layers.
     assert PIECES.balanced(32, linear(8)) == (4, 4, 4, 4, 4, 4, 5, 3)
     assert PIECES.balanced(8, v_shape(4)) == (1, 1, 1, 1, 1, 1, 2, 0)
     assert PIECES.balanced(31, v_shape(4)) == (4, 4, 4, 4, 4, 4, 4, 3)
@@ -56,7 +56,7 @@ def test_balanced_split_minimizes_the_busiest_device(
         if sum(layers) == num_layers and all(layers[1:-1])
     ]
     best = min(max_busy_us(pieces, layers, placement) for layers in splits)
-    # An empty end counts as taking LEAST.
+    # An outer stage without layers counts as LEAST layers.
     assert max_busy_us(pieces, balanced, placement) <= best + 0.01 * LAYER.time_us
 
 
@@ -84,7 +84,7 @@ def test_layer_costs_are_recovered_from_measured_stages() -> None:
 
 def test_layer_costs_are_recovered_from_two_stages() -> None:
     fitted = Pieces.of(PIECES.costs((2, 2)), (2, 2))
-    # Nothing tells the embedding from the layers of its stage.
+    # The embedding cannot be separated from the layers of its stage.
     assert fitted.layer.forward_us == pytest.approx(10.5)
     assert fitted.last.forward_us == pytest.approx(14)
 
@@ -118,7 +118,7 @@ def test_indivisible_layers_are_rejected_with_advice(num_layers: int, advice: st
 
 
 def test_head_cost_in_layers_from_gemms() -> None:
-    # 9.6B of the paper: 4096 wide, one layer has 12 h^2 weights.
+    # Model 9.6B of the paper: hidden size 4096; one layer has 12 h^2 weights.
     widths = Widths(4096, 4096, 2 * 4096, 4 * 4096, False, 0, 12 * 4096)
     assert widths.head_in_layers == pytest.approx(1.0)
     estimated = Pieces.estimated(2.0, 4.0)

@@ -1,4 +1,4 @@
-"""Lowering: messages, their order on every stream, no deadlock, and BW only where it is free."""
+"""Lowering: messages, their order per stream, no deadlock, and BW without delay."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -46,7 +46,7 @@ def messages_by_stream(
 
 
 def finishes(program: Program) -> bool:
-    """Return whether the program ends when a send blocks until its receive is posted."""
+    """Return whether the program completes if a send blocks until its receive is posted."""
     positions = [0] * len(program.instructions)
     posted, sent_messages = set(), set()
     has_progressed = True
@@ -177,7 +177,7 @@ def test_evaluation_runs_every_forward_once_on_any_placement(
 def test_evaluation_keeps_every_device_busy(placement: Placement) -> None:
     chunks = len(placement) // 4
     wave = forward_wave(placement, 4, 20)
-    # One pass of every device per unit, but for the way through the pipeline.
+    # One pass per device and unit of time, except in warm-up and cool-down.
     assert simulate(wave).makespan * chunks / 2 <= 20 * chunks + len(placement) - 1
 
 
@@ -194,7 +194,7 @@ def test_deadlocking_messages_are_rejected() -> None:
 
 
 def test_stream_from_two_devices_is_posted_per_source() -> None:
-    """On this placement device 2 has F of chunk 0 from both its neighbours."""
+    """On this placement, device 2 receives F of chunk 0 from both neighbours."""
     placement = (0, 2, 1, 2, 0, 1)
     order = tuple(
         tuple(

@@ -1,4 +1,4 @@
-"""Steady orders: what the search promises, checked by simulation."""
+"""Steady orders: the guarantees of the search, checked by simulation."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ def v_costs(num_devices: int, values: tuple[float, float, float, float] = REAL) 
 
 
 def unroll(order: SteadyOrder, num_microbatches: int) -> Schedule:
-    """Return the schedule that runs the order until so many microbatches are through."""
+    """Return the schedule that runs the order for `num_microbatches` microbatches."""
     m = num_microbatches
     rows = cyclic_order_of_steady(order, "steady").unroll(m).tolist()
     passes = tuple(
@@ -122,7 +122,7 @@ def test_unequal_stages_and_limits(data: st.DataObject) -> None:
 
 
 def test_orders_are_identical_without_numba() -> None:
-    """numba only makes it faster."""
+    """numba changes only the speed."""
     program = (
         "import sys\n"
         "if sys.argv[1] == 'plain': sys.modules['numba'] = None\n"

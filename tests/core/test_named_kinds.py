@@ -1,7 +1,6 @@
-"""A capability's kinds are named by the table, its start in the planner and its handler alone.
+"""Only the table of kinds, a planner module and a handler may name the kinds of a capability.
 
-All else reads the table. What still names them beyond that stands below, so that the list gets
-shorter and never longer.
+Other code reads the table. The exceptions are listed below; the list must not grow.
 """
 
 import ast
@@ -32,7 +31,7 @@ EXCEPTIONS = {
 
 
 def capability_names() -> set[str]:
-    """Return what the table's module calls the kinds of what a plan may have, and their groups."""
+    """Return the names of optional kinds and of their groups in the module of the table."""
     capability_kinds = {kind for group in ALL_OR_NONE for kind in group}
     return {
         name

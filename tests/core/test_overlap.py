@@ -1,4 +1,4 @@
-"""Joint passes: written, proved, timed as an independent replay has them, lowered and drawn."""
+"""Overlapped passes: files, verification, times equal to a replay, lowering and drawing."""
 
 import json
 from dataclasses import replace
@@ -58,7 +58,7 @@ def test_random_pairs_match_the_replay(data: st.DataObject) -> None:
 
 
 def check_messages(program: Program) -> None:
-    """Check that every pass has what it reads in hand, and that all is sent right behind it."""
+    """Check that every pass has received its inputs and that its results are sent next."""
     placement = program.schedule.placement
     sent_messages: set[Message] = set()
     awaited: set[Message] = set()
@@ -126,7 +126,7 @@ def test_pair_waits_for_both_inputs_and_ends_together() -> None:
     verify(schedule)
     assert schedule.to_csv() == PAIRED
     timeline = simulate(schedule, COSTS)
-    # F 1.4, B 1.4, W .6; both exchanges, 1.6, are longer than what F and B compute, 1.2
+    # F 1.4, B 1.4, W 0.6; both collectives (1.6) take longer than the compute of F and B (1.2)
     (first, second) = [slot for slot in timeline.slots(1) if slot.work[2] in (1, 0)][1:3]
     assert (first.work.kind, second.work.kind) == (Kind.F, Kind.BW)
     assert (first.start, first.end) == (second.start, second.end)
@@ -135,7 +135,7 @@ def test_pair_waits_for_both_inputs_and_ends_together() -> None:
     assert timeline.work[0] == pytest.approx(2 * 1.4 + 2 * 1.8 + 2 * 2.0)
     assert peak_held(schedule) == (12.0 / 2, 8.0 / 2)
     assert lower(schedule, timeline).text().count("F1.3&B1.2") == 1
-    assert fuse(timeline).order == schedule.order  # W1.2 stays beside its pair
+    assert fuse(timeline).order == schedule.order  # W1.2 remains after its pair
 
 
 def test_invalid_pairs_are_rejected() -> None:
@@ -163,11 +163,13 @@ def test_deadlock_of_pairs_is_explained() -> None:
 
 
 def test_pairs_hide_collectives_and_former_fields_are_ignored() -> None:
-    assert COSTS.overlapped_us(0, Kind.B, 0) == pytest.approx(1.6)  # the exchanges are longer
+    assert COSTS.overlapped_us(0, Kind.B, 0) == pytest.approx(1.6)  # the collectives take longer
     short_collectives = COSTS.having(
         forward_exchange_us=(0.1, 0.1), backward_exchange_us=(0.1, 0.1)
     )
-    assert short_collectives.overlapped_us(0, Kind.B, 0) == pytest.approx(1.2)  # what both compute
+    assert short_collectives.overlapped_us(0, Kind.B, 0) == pytest.approx(
+        1.2
+    )  # the compute of both
     former_fields = {
         "joint": {"F0&B1": 1.0},
         "hidden_share": 0.5,

@@ -1,7 +1,7 @@
-"""Joint passes in schedules: the published ones, and pairs of neighbours in any schedule.
+"""Overlapped passes: published schedules, and pairs of adjacent passes in any schedule.
 
-The figures are of equal stages, F = B = 1 per chunk, of which a share is exchange, hidden where
-joint, and W the rest of F: simulated for the reference by another program.
+Reference figures: equal stages, F = B = 1 per chunk. A share of each pass is a collective, hidden
+in overlapped passes; W has the rest of F. Another program simulated them.
 """
 
 import pytest
@@ -21,7 +21,7 @@ from megatron_vshape.core.request import PlanRequest
 
 
 def costs_with_all_to_all(devices: int, share: float, chunks: int = 2) -> Costs:
-    """Return the costs of the model above."""
+    """Return the costs of the model in the module's docstring."""
     stages, size = chunks * devices, 2 / chunks
     collective_us = (share * size,) * stages
     equal = Costs.uniform(devices, stages, 1 - share, 1 - share, 1 - share)
@@ -29,7 +29,7 @@ def costs_with_all_to_all(devices: int, share: float, chunks: int = 2) -> Costs:
 
 
 def replayed_makespan(schedule: Schedule, costs: Costs) -> float:
-    """Return the step's time by the replay that shares no code with the simulator."""
+    """Return the step time of the replay, which shares no code with the simulator."""
     times = replay(schedule, costs)
     assert list(map(len, times)) == list(map(len, schedule.order))
     return max(end for row in times for _, end in row)
@@ -96,7 +96,7 @@ def test_plan_of_a_joint_name_runs_passes_separately() -> None:
 
 
 def paired_and_checked(schedule: Schedule, costs: Costs | None) -> Schedule:
-    """Return the schedule with its neighbours paired, proved with either kind of messages."""
+    """Return the schedule with adjacent passes paired, verified with both kinds of messages."""
     paired = pair_adjacent(schedule, costs)
     assert paired.order == schedule.order
     verify(paired)
@@ -136,7 +136,7 @@ def test_plan_may_have_pairs() -> None:
 
 
 def test_pairs_that_cost_more_than_they_hide_are_skipped() -> None:
-    for name in ("1f1b-v", "zb-h1"):  # paired, they take 81 % and 9 % longer
+    for name in ("1f1b-v", "zb-h1"):  # pairs would make them 81% and 9% slower
         assert not pair_adjacent(make(name, 8, 24)).overlapped
     assert pair_adjacent(make("v-zb", 8, 24)).overlapped
 
@@ -152,7 +152,7 @@ def test_pairing_keeps_published_pairs_and_offload_passes() -> None:
 
 
 def test_pair_never_waits_for_itself() -> None:
-    """F of the last stage and the B of the same microbatch are neighbours in 1F1B."""
+    """In 1F1B, F of the last stage and B of the same microbatch are adjacent."""
     paired = pair_adjacent(make("1f1b", 4, 8))
     assert all(
         work.microbatch != backward.microbatch

@@ -1,4 +1,4 @@
-"""The adaptive scheduler from outside: what it promises, whatever is inside."""
+"""Guarantees of the planner, independent of its implementation."""
 
 import time
 from dataclasses import replace
@@ -51,7 +51,7 @@ def test_plan_is_verified_and_not_slower_than_published_schedules(
 def test_plan_has_no_steady_bubble_at_half_the_memory() -> None:
     costs = uniform_costs(8, REAL)
     few, many = (plan(costs, 8, m, 10, steps=300_000).overhead for m in (24, 64))
-    assert many <= few + 1  # 40 microbatches more cost less than one pass
+    assert many <= few + 1  # 40 more microbatches cost less than one pass
     assert many < simulate(make("v-half", 8, 64), costs).overhead
 
 

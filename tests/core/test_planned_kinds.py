@@ -1,4 +1,4 @@
-"""The planner's walk moves passes of whatever kinds the table has, each on its resource's lane."""
+"""The local search moves passes of all kinds in the table, each on its resource queue."""
 
 from collections.abc import Iterator
 
@@ -37,7 +37,7 @@ def costs_of(copy_us: float, part: float = 0.6, devices: int = DEVICES) -> Costs
 
 
 def test_queues_of_a_device_share_one_row() -> None:
-    """A pass of another resource stands right behind the last that it reads, or its lane's last."""
+    """A pass of another resource directly follows its last input, or the last pass of its queue."""
     costs = costs_of(0.4)
     result = plan(costs, DEVICES, MICROBATCHES, 4, trades=True, steps=STEPS)
     assert result.schedule.kinds > set(OFFLOAD)
@@ -58,7 +58,7 @@ def test_queues_of_a_device_share_one_row() -> None:
 
 @pytest.fixture
 def checking() -> Iterator[tuple[Kind, ...]]:
-    """Return F, B, W, copies, and one that reads two devices and needs memory while it runs."""
+    """Return F, B, W, offload kinds, and a kind that reads two devices and needs workspace."""
     kind = kinds.define(
         "X",
         label="check",
@@ -75,7 +75,7 @@ def checking() -> Iterator[tuple[Kind, ...]]:
 
 
 def sequential_rows(problem: job_shop.Problem, shop: improve.JobShop) -> np.ndarray:
-    """Return all passes of one microbatch, each behind what it reads, then those of the next."""
+    """Return all passes of one microbatch, each after its inputs, then those of the next."""
     m, kinds = problem.num_microbatches, problem.kinds
     table = NeedTable(len(problem.placement), kinds)
     types = [len(kinds) * stage + kinds.index(table.parts[part]) for part, stage in table.in_turn()]
@@ -99,7 +99,7 @@ def test_local_search_updates_all_state_of_any_kinds(checking: tuple[Kind, ...],
     assert num_dependencies == (
         2,
         4,
-    )  # of kinds that a microbatch may do without, none stands for another
+    )  # no optional kind replaces another
     row = sequential_rows(problem, shop)
     state = improve.new_state(row, seed, max(num_dependencies))
     assert improve.settle(shop, state)

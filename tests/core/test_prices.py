@@ -1,4 +1,4 @@
-"""What a pass takes beside its work: host time, exchanges, messages; and where to split by it."""
+"""Overheads of a pass: host time, collectives, messages; and their effect on split backwards."""
 
 import math
 import pickle
@@ -50,7 +50,7 @@ EXCHANGES = {"forward_exchange_us": (0.5,) * 4, "backward_exchange_us": (0.25,) 
 
 
 def with_full_backward_saving(costs: Costs, share: float) -> Costs:
-    """Return the costs with whole backwards that save this share of B + W."""
+    """Return the costs with full backwards that save this share of B + W."""
     split = zip(costs.backward_us, costs.weight_us, strict=True)
     return replace(costs, whole_backward_us=tuple((1 - share) * (b + w) for b, w in split))
 
@@ -66,7 +66,7 @@ def test_pass_time_includes_compute_collective_and_host() -> None:
         3.125,
         4.125,
     ]
-    # Of stages twice as large: 2 * (1 + .5) + .125 for F, 2 * (5 + .25) + .125 for BW.
+    # With stages of twice the size: 2 * (1 + .5) + .125 for F, 2 * (5 + .25) + .125 for BW.
     makespan = simulate(make("gpipe", 2, 1), regroup(costs, 2, "GPipe")).makespan
     assert makespan == 2 * (3.125 + 10.625)
 
@@ -81,7 +81,7 @@ def test_half_stages_have_half_the_compute_and_full_host_time() -> None:
     two_chunks, four_chunks = (
         make("interleaved-1f1b", 2, 8, num_chunks=chunks) for chunks in (2, 4)
     )
-    # The same work: what more stages take longer on a device are as many passes of the host.
+    # The compute is equal; more stages add host time of their additional passes.
     busy = simulate(four_chunks, costs).busy - simulate(two_chunks, coarse).busy
     assert busy == pytest.approx(8 * 2 * 2 * 0.125)
 
@@ -108,7 +108,7 @@ def test_offload_and_reload_run_concurrently() -> None:
     row += [Pass(Kind.F, 0, 1), *(work._replace(microbatch=1) for work in copies)]
     row += [Pass(Kind.B, 0, j) for j in (0, 1)] + [Pass(Kind.W, 0, j) for j in (0, 1)]
     schedule = Schedule("copies", 1, 2, (0,), (tuple(row),))
-    costs = Costs.uniform(1, 1, 0.5, 0.5, 0.5, kinds=OFFLOAD)  # of a stage as long as two
+    costs = Costs.uniform(1, 1, 0.5, 0.5, 0.5, kinds=OFFLOAD)  # one stage that counts as two
     assert [queue.resource for queue in schedule.lanes()] == [PROCESSOR, TO_HOST, FROM_HOST]
     assert simulate(schedule, costs).makespan == 11
 
@@ -135,7 +135,7 @@ def test_bounds_hold_with_overheads(name: str) -> None:
 @pytest.mark.parametrize("name", ["1f1b", "v-half", "dualpipev", "copies", "by microbatch"])
 def test_fusing_uses_the_times_of_the_simulation(name: str, objective: Objective) -> None:
     schedule = make("v-half" if " " in name or name == "copies" else name, 4, 8)
-    if name == "copies":  # of the first microbatch, by queues of their own
+    if name == "copies":  # for the first microbatch, on separate queues
         rows = [list(row) for row in schedule.order]
         for stage, device in enumerate(schedule.placement):
             index = rows[device].index(Pass(Kind.F, stage, 0)) + 1
@@ -189,7 +189,7 @@ def test_plan_is_not_slower_than_all_split_or_all_full_backwards(seed: int) -> N
 
 
 def complete_costs(num_stages: int) -> Costs:
-    """Return costs that say all there is to say."""
+    """Return costs with all fields set."""
     forward_us = tuple(1.0 + 0.125 * stage for stage in range(num_stages))
     times = {name: forward_us for name in amount_names(KINDS) if name.endswith("_us")}
     memory = {name: forward_us for name in amount_names(KINDS) if not name.endswith("_us")}
@@ -281,14 +281,14 @@ def test_message_time_by_boundary(objective: Objective) -> None:
 
 
 def test_search_accounts_for_a_slow_boundary() -> None:
-    """With equal messages in the steady orders and the fillers, the step took 179.85."""
+    """If the search assumed equal messages, the step would take 179.85."""
     extra_us = tuple(3.0 if boundary == 4 else 0.0 for boundary in range(15))
     costs = replace(Costs.uniform(8, 16, *REAL), more_send_us=extra_us)
     assert plan(costs, 8, 24, 12.0, steps=100_000).value < 175
 
 
 def test_slow_boundary_delays_only_its_messages() -> None:
-    """With its time for all messages, 29 B and W are fused, and a rank keeps 4 sent results."""
+    """If all messages were that slow, 29 B and W would be fused and a rank would keep 4 results."""
     schedule = make("v-half", 8, 32)
     extra_us = tuple(0.5 if boundary in (3, 11) else 0.0 for boundary in range(15))
     costs = replace(Costs.uniform(8, 16, *REAL), more_send_us=extra_us)

@@ -1,4 +1,4 @@
-"""Reordering says what it cannot do."""
+"""Errors of reordering."""
 
 from dataclasses import replace
 

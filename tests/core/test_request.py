@@ -1,4 +1,4 @@
-"""Plan requests: the rules that hold for every user of `plan`."""
+"""Rules of plan requests for all users of `plan`."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ REAL = (1.0, 1.15, 0.85, 0.05)
 
 
 def make_slow_plan(schedule_name: str, devices: int, microbatches: int, costs: Costs) -> Plan:
-    """Return a schedule as if it were the best that the search had found."""
+    """Return a published schedule in the form of a search result."""
     schedule = make(schedule_name, devices, microbatches)
     value = simulate(schedule, costs).makespan
     placement = schedule.placement
@@ -48,7 +48,7 @@ def test_best_published_schedule_replaces_a_slower_plan(
 
 
 def test_baselines_have_the_requested_placement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One stage a device is asked for: no V can take the place of a bad plan."""
+    """With one stage per device requested, no V may replace a slow plan."""
     costs = Costs.uniform(4, 4, *REAL)
     slow_plan = make_slow_plan("1f1b", 4, 9, costs)
     monkeypatch.setattr(search, "plan", lambda *_, **__: slow_plan)
@@ -57,7 +57,7 @@ def test_baselines_have_the_requested_placement(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_block_reaches_its_peaks_at_two_microbatches_per_device() -> None:
-    """So what they do not fit is not made to find out."""
+    """The planner can thus skip schedules that do not fit without making them."""
     for name in NAMES:
         for d in (1, 2, 3, 5, 8, 12):
             for m in (2 * d, 2 * d + 1, 3 * d):
@@ -89,9 +89,9 @@ def test_error_names_the_invalid_file(tmp_path: Path) -> None:
 
 
 def test_full_backward_fits_when_split_backward_does_not() -> None:
-    """A BW holds what its F left until it ends, however much a B leaves for its W."""
+    """BW retains the memory of its F until it ends, even if B leaves more for its W."""
     costs = Costs((1.0,) * 4, (1.0,) * 4, (2.0,) * 4, 0.0, (1.0,) * 4, (4.0,) * 4)
     result = plan_request(PlanRequest(AUTO, 2, 8, costs))
     assert result.limits == (4.0, 4.0)
     assert max(result.plan.peak) <= 4
-    assert result.searched_bound <= result.plan.value < 72  # of 1F1B
+    assert result.searched_bound <= result.plan.value < 72  # time of 1F1B

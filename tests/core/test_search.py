@@ -1,4 +1,4 @@
-"""The adaptive scheduler: what it returns fits, runs, is judged right and is never bad."""
+"""The planner's results fit, are valid, have the simulated time, and are never bad."""
 
 import math
 import pickle
@@ -26,7 +26,7 @@ STEPS = 3000
 
 
 def check_plan(result: Plan, costs: Costs, limits: tuple[float, ...]) -> None:
-    """Raise unless the plan is complete, fits, and says of itself what the simulator says."""
+    """Fail unless the plan is complete, fits, and its figures equal the simulation."""
     verify(result.schedule)
     costs = regroup(costs, result.schedule.num_stages, "the plan")
     value = result.objective.of(simulate(result.schedule, costs))
@@ -34,7 +34,7 @@ def check_plan(result: Plan, costs: Costs, limits: tuple[float, ...]) -> None:
     peaks = peak_held(result.schedule, costs)
     assert result.peak == pytest.approx(peaks)
     assert all(peak <= limit * (1 + 1e-9) for peak, limit in zip(peaks, limits, strict=True))
-    # the plan's own bound is cut off at its value; the proof must not need that
+    # The plan's bound is clipped at its value; the proof must not need that.
     schedule, is_span = result.schedule, result.objective is Objective.SPAN
     sizes = schedule.placement, schedule.num_devices, schedule.num_microbatches
     assert bounds.lower_bound(costs, *sizes, limits, is_span) <= value * (1 + 1e-9)
@@ -85,7 +85,7 @@ def test_equal_inputs_and_steps_give_equal_plans() -> None:
 def test_plan_is_identical_for_any_number_of_cores(
     steps: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a number of steps the turns are several; shorter ones show as much."""
+    """Without a number of steps, the search has several rounds; short rounds suffice here."""
     monkeypatch.setattr(search, "default_steps", lambda _problem: 20_000)
     costs = Costs.uniform(3, 12, *REAL)
     plans = []
@@ -98,7 +98,7 @@ def test_plan_is_identical_for_any_number_of_cores(
 def test_placement_with_bound_above_the_best_value_is_skipped() -> None:
     costs = Costs.uniform(8, 32)
     looping_result = plan(costs, 8, 24, 10, placements=[looping(8, 4)])
-    assert looping_result.gap == pytest.approx(0)  # so the search ends, long before its budget
+    assert looping_result.gap == pytest.approx(0)  # so the search ends long before its budget
     assert plan(costs, 8, 24, 10).value == looping_result.value
     assert (
         bounds.lower_bound(Costs.uniform(8, 16), v_shape(8), 8, 24, (10.0,) * 8)
@@ -112,9 +112,9 @@ def test_finer_costs_allow_a_placement_with_less_bubble() -> None:
     check_plan(result, fine, (8.0,) * 4)
     assert result.schedule.num_stages == 16
     assert result.value < plan(coarse, 4, 12, 8, steps=STEPS).value
-    # half a chunk more than a V of whole chunks can use
+    # half a chunk more than a V of full chunks can use
     assert max(plan(fine, 4, 12, 5.5, steps=STEPS).peak) == 5.5
-    # less than a loop of four can be quick in
+    # too little for a fast looping plan of four stages per device
     assert plan(fine, 4, 12, 4, steps=STEPS).schedule.placement == v_shape(4)
 
 
@@ -124,7 +124,12 @@ def test_limit_below_the_minimum_is_rejected() -> None:
 
 
 def test_error_names_the_minimum_over_placements() -> None:
-    memory = (3.0, 1.0, 1.0, 3.0)  # on device 0 a V has both ends, a loop one
+    memory = (
+        3.0,
+        1.0,
+        1.0,
+        3.0,
+    )  # Device 0 has both outer stages in a V, and one of them in a loop.
     costs = replace(Costs.uniform(2, 4), held_after_forward_bytes=memory)
     with pytest.raises(bounds.LimitError, match="the minimum limit for all ranks is 4") as error:
         plan(costs, 2, 4, 3.9)
@@ -200,7 +205,7 @@ def test_overhead_is_independent_of_microbatches_without_steady_bubble() -> None
 
 def test_plan_at_v_half_memory_is_faster_than_v_half() -> None:
     costs = Costs.uniform(8, 16, 1, 2, 1, 0.05)
-    assert plan(costs, 8, 64, 10, steps=100_000).overhead < 60  # V-Half has 103.9
+    assert plan(costs, 8, 64, 10, steps=100_000).overhead < 60  # V-Half: 103.9
 
 
 @pytest.mark.parametrize("placement", [linear(4), looping(4, 3), v_shape(4)])
@@ -214,7 +219,10 @@ def test_linear_and_looping_placements_fit(placement: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("limit", [4, 11])
 def test_best_allowed_placement_is_returned(limit: float) -> None:
     costs = Costs.uniform(4, 8, *REAL)
-    placements = [v_shape(4), looping(4, 2)]  # the V holds less, the loop needs no turn
+    placements = [
+        v_shape(4),
+        looping(4, 2),
+    ]  # the V needs less memory, the loop no extra messages at its turn
     values = [
         plan(costs, 4, 12, limit, placements=[placement], steps=STEPS).value
         for placement in placements
@@ -225,7 +233,9 @@ def test_best_allowed_placement_is_returned(limit: float) -> None:
 
 
 def test_placement_that_does_not_fit_is_skipped() -> None:
-    head_bytes = (0.0,) * 7 + (4.0,)  # of the last stage: beside stage 0 in a V, not in a loop
+    head_bytes = (0.0,) * 7 + (
+        4.0,
+    )  # of the last stage: on the device of stage 0 in a V, but not in a loop
     memory = tuple(1.0 + extra_bytes for extra_bytes in head_bytes)
     costs = replace(Costs.uniform(4, 8), held_after_forward_bytes=memory)
     limits = (2.5, 2.5, 2.5, 6.5)

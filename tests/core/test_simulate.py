@@ -1,4 +1,4 @@
-"""The simulator: pictures, memory, and the same figures as independent replays."""
+"""The simulator: drawings, memory, and the same figures as independent replays."""
 
 import random
 
@@ -16,7 +16,7 @@ from megatron_vshape.core.paper.catalogue import NAMES, make
 
 
 def nonuniform_costs(num_stages: int) -> Costs:
-    """Return costs that differ from stage to stage, always the same."""
+    """Return deterministic costs that differ between stages."""
     rng = random.Random(num_stages)
     forward, backward, weight, memory = (
         tuple(rng.uniform(0.3, 2.0) for _ in range(num_stages)) for _ in range(4)

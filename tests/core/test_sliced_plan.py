@@ -1,4 +1,4 @@
-"""Plans of slices: ranks, bounds, the reference's figures, and the choice of how many."""
+"""Plans with slices: validity, bounds, reference figures, and choice of the number of slices."""
 
 from dataclasses import replace
 
@@ -24,14 +24,14 @@ from megatron_vshape.core.request import AUTO, PlanRequest
 
 
 def real_costs(devices: int, stages: int, slices: int, *parts: float, added: float) -> Costs:
-    """Return costs with messages, of which a slice's pass takes so much beside its share."""
+    """Return costs with messages; `added` is the overhead of a slice's pass."""
     scale = 2 * devices / stages
     host = added * scale * (1 - 1 / slices)
     return Costs.uniform(devices, stages, *parts, send=0.05 + 0.005 * slices, host=host)
 
 
 def percent_over_work(costs: Costs, placement: Placement, microbatches: int, value: float) -> float:
-    """Return how much longer a step is than the work of whole microbatches, in per cent."""
+    """Return the step time above the compute of unsliced microbatches, in percent."""
     bare, devices = replace(costs, host_us=0.0), max(placement) + 1
     return 100 * (value / bare.busy_us(placement, devices, microbatches) - 1)
 
@@ -45,7 +45,7 @@ def test_codec_numbers_passes_in_execution_order() -> None:
     schedule = make("v-zb", 2, 2, slices=4)
     rows = [np.array(list(map(codec.number, row))) for row in schedule.order]
     assert codec.order(map(np.ndarray.tolist, rows)) == schedule.order
-    for row in rows:  # passes of a sort stand in the order of their numbers
+    for row in rows:  # passes of a type are sorted by number
         for pass_type in set(row // 8):
             numbers = row[row // 8 == pass_type]
             assert sorted(numbers) == list(numbers)
@@ -111,7 +111,7 @@ def test_no_sliced_schedule_is_below_its_bound(name: str, span: bool) -> None:
 
 
 def test_bound_includes_the_lifetime_of_all_slices() -> None:
-    """They queue up at a stage on their way, and on their way back, and all are held meanwhile."""
+    """Slices queue at a stage in both directions and retain their memory meanwhile."""
     costs, tight = Costs.uniform(8, 8, 1, 2, 1), (8, 4 * 8, (2.0,) * 8)
     bound = lower_bound(costs.sliced(4), linear(8), *tight)
     assert bound > 1.1 * lower_bound(replace(costs.sliced(4), slices=1), linear(8), *tight)
@@ -144,7 +144,7 @@ def test_bounds_and_plans_match_the_optimum(
     costs = Costs.uniform(devices, len(placement), *cost)
     result = plan(costs, devices, microbatches, limit, placements=[placement], slices=slices)
     best = prove(replace(result, lower_bound=0.0), costs, limit, seconds=60)
-    assert best.lower_bound == pytest.approx(best.value, rel=1e-4)  # solved
+    assert best.lower_bound == pytest.approx(best.value, rel=1e-4)  # solved to optimality
     assert result.lower_bound <= best.value * (1 + 1e-9)
     assert result.value == pytest.approx(best.value, rel=1e-4)
     verify(best.schedule, limit, costs)
@@ -167,7 +167,7 @@ def test_plans_reach_the_reference_figures(
     cost: tuple[float, float, float],
     max_percent: float,
 ) -> None:
-    """Of a V on 8 devices, in shares of 1F1B's memory and per cent; `slices_table.py` has all."""
+    """For a V on 8 devices; memory relative to 1F1B. `slices_table.py` has all cells."""
     has_unit_costs = cost == (1, 1, 1)
     costs = real_costs(8, 16, slices, *cost, added=0.0 if has_unit_costs else 0.005)
     costs = replace(costs, send_us=0.0) if has_unit_costs else costs
@@ -177,7 +177,7 @@ def test_plans_reach_the_reference_figures(
 
 
 def test_slices_fill_the_gaps_of_messages() -> None:
-    """A group of 8 slices on 8 devices is back late by 8 messages; 6.0 % over where that stays."""
+    """A group of 8 slices on 8 devices returns late by 8 messages; without filling 6.0% remain."""
     costs, placement = real_costs(8, 32, 8, 1, 1.15, 0.85, added=0.005), looping(8, 4)
     result = plan(costs, 8, 4, 16 * 0.234375, placements=[placement], slices=8, steps=1000)
     assert percent_over_work(costs, placement, 4, result.value) < 5.8

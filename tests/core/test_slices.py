@@ -1,4 +1,4 @@
-"""Microbatches in slices: the closed forms of peak and overhead, and the law of their turns."""
+"""Sliced microbatches: closed forms of peak and overhead, and the order of slices."""
 
 import json
 import math
@@ -45,9 +45,9 @@ def peak_in_slices(schedule: Schedule) -> float:
 
 @pytest.mark.parametrize("name", PEAKS)
 def test_peak_and_overhead_match_closed_forms(name: str) -> None:
-    """Peak (P + k - 1) / (k d) of 1F1B's; overhead that of one microbatch over k.
+    """The peak is (P + k - 1) / (k d) of 1F1B's, the overhead that of one microbatch over k.
 
-    But V-Min's on many devices, which has up to four slots more.
+    V-Min on many devices has up to four more slots of overhead.
     """
     for d in (2, 3, 4, 6, 8, 13, 16):
         for k in SLICES:
@@ -64,7 +64,7 @@ def test_peak_and_overhead_match_closed_forms(name: str) -> None:
 
 
 def test_sliced_interleaved_matches_seq1f1b() -> None:
-    """Peak v d + d + k - 2 slices of a stage, overhead (d - 1) / (v k m), while k divides d."""
+    """The peak is v d + d + k - 2 slices of a stage, overhead (d - 1) / (v k m); k divides d."""
     for d in (2, 4, 8):
         for k in (k for k in SLICES if k > 1 and d % k == 0):
             for v in (2, 3, 4):
@@ -98,7 +98,7 @@ def test_sliced_interleaved_matches_seq1f1b() -> None:
 def test_table_of_eight_devices(
     name: str, slices: int, expected: tuple[float, float, float, float]
 ) -> None:
-    """Peak as a share of 1F1B's, and per cent over the work at 4, 8 and 24 microbatches."""
+    """Peak relative to 1F1B, and percent above the compute for 4, 8 and 24 microbatches."""
     schedules = [make(name, 8, m, slices=slices) for m in (4, 8, 24)]
     times = [simulate(schedule) for schedule in schedules]
     shares = [100 * timeline.overhead / timeline.busy for timeline in times]
@@ -156,7 +156,7 @@ def test_files_store_slices() -> None:
 )
 def test_slices_in_wrong_order_are_rejected(kind: Kind, message: str, reason: str) -> None:
     schedule = make("v-zb", 2, 2, slices=2)
-    kinds = [kind] if kind is Kind.F else [kind, Kind.W]  # else W is before its B
+    kinds = [kind] if kind is Kind.F else [kind, Kind.W]  # otherwise W precedes its B
     swap = {
         Pass(pass_kind, 0, slice_index): Pass(pass_kind, 0, 1 - slice_index)
         for pass_kind in kinds
@@ -207,15 +207,15 @@ def test_overlapped_passes_reject_slices(name: str) -> None:
 
 
 def test_shared_memory_of_slices_lasts_from_first_f_to_last_b() -> None:
-    """Beside each slice's own part of it, which the costs have; and what they owe till then."""
+    """Includes the part of each slice in the costs, and gradients retained until the last B."""
     schedule = make("1f1b", 1, 1, slices=4)
     costs = Costs.uniform(1, 1)
     assert peak_held(schedule, costs) == (2.0,)
-    # After F of the first slice 3/4 more are there than its own, after the last one nothing; when
-    # the first B has run, its part of what is shared, and 3/4 of what is owed.
+    # After F of the first slice, 3/4 more than its part is allocated; then nothing more.
+    # After the first B, its part of the shared memory and 3/4 of the retained gradients.
     assert peak_shared(schedule, costs, {0: (8.0, 0.0)}) == (0.5 + 6.0,)
     assert peak_shared(schedule, costs, {0: (0.0, 8.0)}) == (1.5 + 6.0,)
     assert peak_shared(schedule, costs, {}) == (2.0,)
-    # One buffer of the gradients of all slices but the last, until the first slice has had its B.
+    # One buffer for the gradients of all slices except the last, until B of the first slice.
     owed_bytes = list(_shared_curve(schedule.order[0], schedule, {0: (0.0, 8.0)}))
     assert owed_bytes == [0.0] * 5 + [6.0] * 3

@@ -1,4 +1,4 @@
-"""The theory table is computed, and its rows are those of the papers."""
+"""The theory table is computed, and its rows equal those of the papers."""
 
 import pytest
 from theory import analyse
@@ -7,7 +7,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 
 
 def test_memory_of_earlier_methods() -> None:
-    """GEMS one microbatch, Chimera d / 2 + 1, BPipe (d + 2) / 2, of the d of 1F1B."""
+    """GEMS: one microbatch, Chimera: d / 2 + 1, BPipe: (d + 2) / 2; 1F1B: d."""
     for d in (4, 8, 16):
         assert analyse("gems", d, 2 * d).peak == 2
         assert analyse("chimera", d, 2 * d).peak == 2 * (d // 2 + 1)

@@ -1,4 +1,4 @@
-"""The peak of all that a device needs: its state, what is held, and what passes work with."""
+"""The total peak of a device: states, activations and workspace."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -64,7 +64,7 @@ def test_memory_curve_includes_workspace_of_the_running_pass() -> None:
     steps = held_steps(simulate(make("1f1b", STAGES, 4), make_costs()), make_costs(), 0)
     fixed = STATE[0] + 3
     assert steps[3] == (3.0, fixed + 32.25)  # the fourth F
-    assert steps[4] == (4.0, fixed + 32)  # waiting for its B
+    assert steps[4] == (4.0, fixed + 32)  # while waiting for its B
     assert steps[5] == (10.0, fixed + 34)
 
 
@@ -160,7 +160,7 @@ def test_limit_applies_to_total_memory() -> None:
 
 
 def measured_costs(num_stages: int, **overrides: Any) -> Costs:
-    """Return costs whose last stage works with more than its F keeps, as a loss does."""
+    """Return costs whose last stage needs more workspace than its F retains, as a loss does."""
     amounts_by_stage = {
         "state_bytes": (50.0, *(30.0,) * (num_stages - 2), 45.0),
         "forward_work_bytes": (0.25,) * (num_stages - 1) + (5.0,),
@@ -184,7 +184,7 @@ def test_replayed_peak_of_plan_is_within_limit(limit: Any) -> None:
     assert result.peak == peak_held(result.schedule, stage_costs)
     assert fits(result.peak, limits)
     assert fits(replayed_peaks(result.schedule, stage_costs), limits)
-    # what is blind to what passes work with would need more than that
+    # A plan that ignores workspace would exceed the limits.
     activation_costs = stage_costs.of_activations()
     activation_limits = tuple(map(sub, limits, stage_costs.fixed_bytes(v_shape(4), 4)))
     activation_plan = plan(
@@ -194,7 +194,7 @@ def test_replayed_peak_of_plan_is_within_limit(limit: Any) -> None:
 
 
 def replayed_peaks(schedule: Schedule, stage_costs: Costs) -> list[float]:
-    """Return the peaks of a schedule of F, B and W, counted pass by pass."""
+    """Return the peaks of a schedule of F, B and W by counting pass by pass."""
     lists, peaks = stage_costs.lists(), []
     for device, passes in enumerate(schedule.order):
         local_stages = [stage for stage, owner in enumerate(schedule.placement) if owner == device]
@@ -282,7 +282,7 @@ def test_exact_bound_includes_workspace() -> None:
 
 
 def test_dummy_gradient_counts_only_for_megatrons_schedules() -> None:
-    """Whatever the stages are: added up, taken apart into layers, with further predictions."""
+    """For summed stages, stages split into layers, and additional prediction layers."""
     dummies = (0.0,) * (STAGES - 1) + (6.0,)
     layers = (2,) * STAGES
     dummy_costs = replace(make_costs(dummy_bytes=dummies), layers=layers)

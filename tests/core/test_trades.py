@@ -1,6 +1,6 @@
-"""Memory is traded for time: the planner chooses activations to offload.
+"""The planner offloads activations to save memory.
 
-Plans are judged by `link_replay`, which knows nothing of the package.
+`link_replay`, which shares no code with the package, checks the plans.
 """
 
 import math
@@ -36,12 +36,12 @@ REAL = (1.0, 1.15, 0.85, 0.05)
 
 
 def costs_of(devices: int, t: float) -> Costs:
-    """Return costs of two stages a device, whose copies take `t` F."""
+    """Return costs of two stages per device, whose copies take `t` times F."""
     return with_copies(Costs.uniform(devices, 2 * devices, *REAL), t)
 
 
 def replayed_figures(result: Plan, costs: Costs, limit: float) -> Figures:
-    """Return what the replay says of a plan; raise unless the plan says the same and fits."""
+    """Return the figures of the replay; fail unless the plan has the same figures and fits."""
     schedule, stage_costs = result.schedule, costs.sliced(result.schedule.slices)
     stages = []
     for stage in range(schedule.num_stages):
@@ -63,7 +63,7 @@ def replayed_figures(result: Plan, costs: Costs, limit: float) -> Figures:
 
 
 CELLS = [(32, 10, 10.7), (32, 8, 12.4), (32, 4, 15.4), (64, 8, 13.2), (64, 4, 15.3)]
-"""Microbatches, chunks, and the overhead to reach if a copy takes one F."""
+"""Microbatches, chunks, and the target overhead if a copy takes as long as F."""
 
 
 @pytest.mark.slow
@@ -93,7 +93,7 @@ def test_plan_is_not_worse_than_without_offload_or_first_chunk_only(limit: float
 
 
 def test_plan_chooses_offloaded_activations() -> None:
-    """The less room there is, the more is copied; with room for all of it nothing has to be."""
+    """A smaller limit needs more offload; a large limit needs none."""
     costs = costs_of(4, 1.0)
     offload_counts = [
         replayed_figures(
@@ -108,7 +108,7 @@ def test_plan_chooses_offloaded_activations() -> None:
 
 
 def test_host_memory_limit_is_respected() -> None:
-    """The less of it there is the longer a step takes, down to the order alone at nothing."""
+    """Less host memory makes the step slower, down to the time without offload."""
     costs = costs_of(4, 0.5)
     values = []
     for host_limit in (100.0, 4.0, 2.0, 0.5):
@@ -117,10 +117,10 @@ def test_host_memory_limit_is_respected() -> None:
         values.append(result.value)
         peaks = peak_moved(result.schedule, costs)
         assert max(peaks) <= host_limit
-        for t in (0.5, 0.1, 2.0):  # however fast copies are
+        for t in (0.5, 0.1, 2.0):  # for any speed of copies
             timeline = simulate(result.schedule, costs_of(4, t))
             assert max_offloaded_at_once(timeline) <= max(peaks)
-    assert result.schedule.kinds <= set(PARTS)  # half a chunk is too little for any
+    assert result.schedule.kinds <= set(PARTS)  # half a chunk is too small for any activation
     assert values[0] < values[1] < values[2] < values[3]
     plain = plan(without_copies(costs), 4, 12, 3.0, steps=40_000)
     assert values[3] == pytest.approx(plain.value)
@@ -128,7 +128,7 @@ def test_host_memory_limit_is_respected() -> None:
 
 @pytest.mark.parametrize("t", [pytest.param(0.5, marks=pytest.mark.slow), 1.0])
 def test_larger_memory_limit_is_never_slower(t: float) -> None:
-    """On the device, and in host memory; that this holds of every cell is not proved."""
+    """For device and host memory in these cells; it is not proved in general."""
     costs, sizes = costs_of(4, t), (4, 12)
     values = [plan(costs, *sizes, limit, trades=True, steps=60_000).value for limit in (2.5, 3, 5)]
     assert values == sorted(values, reverse=True)
@@ -147,7 +147,7 @@ def test_larger_memory_limit_is_never_slower(t: float) -> None:
 def test_larger_host_memory_limit_is_not_slower(
     limit: float, host_limits: tuple[float, ...]
 ) -> None:
-    """Up to half a percent: with each limit, the local search ends in another order."""
+    """The tolerance is 0.5%, because the local search ends in different orders."""
     costs = costs_of(8, 1.0)
     plans = [
         plan(costs, 8, 32, limit, trades=True, in_host=host_limit)
@@ -158,7 +158,7 @@ def test_larger_host_memory_limit_is_not_slower(
 
 
 def max_offloaded_at_once(timeline: Timeline) -> int:
-    """Return how many microbatches of a stage of a device wait in host memory at most."""
+    """Return the maximum number of microbatches of a device in host memory."""
     max_waiting = 0
     for row, starts, ends in zip(
         timeline.schedule.order, timeline.starts, timeline.ends, strict=True
@@ -191,7 +191,7 @@ def test_extremely_slow_copies_are_not_used() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_bounds_hold_with_offload(seed: int) -> None:
-    """With stages that all differ, no plan is below the bound."""
+    """Stages have different costs; no plan is below the bound."""
     rng = random.Random(seed)
     devices, microbatches = rng.choice([(2, 5), (3, 6)])
     stages = range(2 * devices)
@@ -238,12 +238,12 @@ def test_local_search_updates_all_state_with_optional_passes(
             assert np.array_equal(local_state[:size], recomputed_state[:size]) or name == "held"
         search.keep(variant)
         pass_counts.append(int(shop.length.sum()))
-    assert min(pass_counts) < 7 * 80  # some passes are left out
+    assert min(pass_counts) < 7 * 80  # some optional passes are absent
     replayed_figures(search.best_plan(), costs, 4.0)
 
 
 def test_verification_includes_link_order() -> None:
-    """A link whose order its device's markers cannot follow is a deadlock, and told as one."""
+    """A link order that contradicts the markers of its device is reported as a deadlock."""
     out = [Pass(kind, 0, j) for j in (0, 1) for kind in OFFLOAD[:2]]
     row = [Pass(Kind.F, 0, 0), Pass(Kind.F, 0, 1), *out]
     first = [Pass(OFFLOAD[2], 0, 0), Pass(OFFLOAD[3], 0, 0), Pass(Kind.B, 0, 0)]
@@ -251,7 +251,7 @@ def test_verification_includes_link_order() -> None:
     weights = [Pass(Kind.W, 0, 0), Pass(Kind.W, 0, 1)]
     valid = Schedule("good", 1, 2, (0,), ((*row, *first, *second, *weights),))
     verify(valid)
-    # the link brings back microbatch 1 first, for which room is made only behind B0.0
+    # The link reloads microbatch 1 first, but B0.0 must free memory before that.
     reload_order = [first[0], second[1], first[1], first[2], second[0], second[2]]
     deadlocked = replace(valid, order=((*row, *reload_order, *weights),))
     with pytest.raises(ScheduleError, match=r"deadlocks; each pass below waits for the next"):
@@ -265,7 +265,7 @@ def test_verification_includes_link_order() -> None:
     ("slices", "limit", "in_host"), [(2, 1.5, math.inf), (4, 1.25, math.inf), (4, 1.5, 1.0)]
 )
 def test_slices_can_be_offloaded(slices: int, limit: float, in_host: float) -> None:
-    """Below one microbatch of a device's layers, which no order of slices alone is."""
+    """Below one microbatch of a device's layers, the minimum of sliced orders without offload."""
     costs, options = costs_of(2, 1.0), {"trades": True, "steps": 3000, "in_host": in_host}
     result = plan(costs, 2, 4, limit, placements=[v_shape(2)], slices=slices, **options)
     assert replayed_figures(result, costs, limit).num_offloaded

@@ -1,4 +1,4 @@
-"""Which microbatch takes which place in a plan made as if all were alike."""
+"""Order of variable-length microbatches in a plan for uniform ones."""
 
 import math
 import random
@@ -19,7 +19,7 @@ HELD = ("held_after_forward_bytes", "held_after_backward_bytes")
 def variable_length_costs(
     num_devices: int, num_stages: int, count: int, seed: int, has_memory: bool = False
 ) -> Costs:
-    """Return costs of microbatches of log-normal length, sigma 1, their mean 1."""
+    """Return costs of microbatches with log-normal lengths of mean 1 and sigma 1."""
     rng = random.Random(seed)
     lengths = [rng.lognormvariate(0, 1) for _ in range(count)]
     mean = sum(lengths) / count

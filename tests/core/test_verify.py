@@ -1,4 +1,4 @@
-"""Verification: what is wrong is said with a picture, and agrees with the judge's verdict."""
+"""Verification errors have a drawing, and the verdict agrees with independent replays."""
 
 import re
 from dataclasses import replace
@@ -34,7 +34,7 @@ def error_of(schedule: Schedule, *arguments: object) -> str:
 
 def test_deadlock_shows_its_cycle() -> None:
     schedule = parse((0, 1), "F0.0 F0.1 BW0.0 BW0.1", "F1.0 BW1.0 F1.1 BW1.1")
-    verify(schedule)  # a backward may come late
+    verify(schedule)  # a late backward is valid
     schedule = parse((0, 1), "F0.0 BW0.0 F0.1 BW0.1", "F1.0 F1.1 BW1.0 BW1.1")
     assert (
         error_of(schedule)
@@ -156,7 +156,7 @@ device 0 holds 8 at its peak, more than the limit of 4; it first exceeds that at
 
 
 def test_a_limit_for_every_device() -> None:
-    schedule = make("1f1b", 2, 4)  # holds 4 chunks on the first device, 2 on the second
+    schedule = make("1f1b", 2, 4)  # needs 4 chunks on the first device, 2 on the second
     verify(schedule, (4, 2))
     assert "device 1 holds 2 at its peak, more than the limit of 1;" in error_of(schedule, (4, 1))
     assert "there are 3 limits for 2 devices" in error_of(schedule, (4, 2, 2))

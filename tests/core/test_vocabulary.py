@@ -1,4 +1,4 @@
-"""A vocabulary that all devices share: its passes, their order, and the proof that none hangs."""
+"""Vocabulary parallelism: its passes, their order, and the absence of deadlocks."""
 
 import contextlib
 from collections.abc import Iterator
@@ -46,11 +46,11 @@ from megatron_vshape.core.program.lowering import forward_wave, lower
 from megatron_vshape.core.request import AUTO, EvaluatedSchedule, PlanRequest
 
 HEAD = 2.46
-"""Layers that an output layer of 128k takes at h = s = 4096."""
+"""Cost of an output layer of 128k in layers at h = s = 4096."""
 
 
 def costs_of(schedule: Schedule, head: float = HEAD, sum_us: float = 0.1) -> Costs:
-    """Return costs in chunk passes of a model with as many layers as chunks, times two."""
+    """Return costs in chunk passes of a model with twice as many layers as chunks."""
     layers_per_chunk = 4 * schedule.num_devices / schedule.num_stages
     pieces = Pieces.estimated(head, layers_per_chunk)
     bare = replace(pieces, last=pieces.first).costs((int(layers_per_chunk),) * schedule.num_stages)
@@ -68,7 +68,7 @@ SIZES = [(2, 1), (2, 5), (4, 1), (4, 3), (4, 13), (8, 7), (6, 18)]
 
 
 def schedules_of_sizes() -> Iterator[Schedule]:
-    """Make each schedule of the catalogue in each size that it supports."""
+    """Yield each published schedule in each size that it supports."""
     for name, (devices, microbatches) in product(NAMES, SIZES):
         with contextlib.suppress(ScheduleError):
             yield make(name, devices, microbatches)
@@ -104,7 +104,7 @@ def test_every_schedule_supports_vocabulary_parallelism(plain: Schedule) -> None
 
 
 def test_step_time_is_near_evenly_distributed_output_layer() -> None:
-    """The figures of reference: the head dealt out evenly, in chunk passes; stock rank 0 has it."""
+    """Reference figures of an evenly distributed head, in chunk passes; stock rank 0 has all."""
     layers = (2,) * 16
     for vocabulary, head, spread in ((32, 0.615, 213.0), (128, 2.46, 225.1), (256, 4.92, 241.2)):
         plain = make("v-half", 8, 32)
@@ -131,7 +131,7 @@ def test_additional_memory_is_bounded_and_saves_time() -> None:
     assert [max(peak_held(run, costs)) for run in runs] == [16, 17]
     steps = [simulate(run, costs).makespan for run in runs]
     assert steps[1] < 0.98 * steps[0]
-    assert steps[1] < 214.6  # the figure of reference, which takes two
+    assert steps[1] < 214.6  # reference figure, with two extra chunks
 
 
 def replace_logits(costs: Costs, amount: float) -> Costs:
@@ -142,7 +142,7 @@ def replace_logits(costs: Costs, amount: float) -> Costs:
 
 
 def test_vocabulary_passes_account_for_a_slow_boundary() -> None:
-    """If all messages count as equal, the step takes 148.05."""
+    """With equal messages, the step time would be 148.05."""
     plain = make("1f1b", 8, 24)
     extra_us = tuple(3.0 if boundary == 2 else 0.0 for boundary in range(7))
     costs = replace(costs_of(plain), more_send_us=extra_us)
@@ -160,7 +160,7 @@ def test_logits_of_next_microbatch_precede_head_weight_gradient() -> None:
 
 
 def test_logits_without_lookup_are_rejected() -> None:
-    """No run can have it, so none is proved."""
+    """A schedule without lookup passes cannot run and is rejected."""
     plain = make("v-half", 4, 6)
     shared = share_vocabulary(plain, costs_of(plain))
     incomplete = with_kinds(shared, (*PARTS, LOGITS, LOSS, HEAD_WEIGHT))
@@ -185,7 +185,7 @@ def swapped(schedule: Schedule, device: int, first: Pass, second: Pass) -> Sched
 
 
 def test_1f1b_runs_next_forward_before_a_late_gradient() -> None:
-    """Else each of the last device's microbatches waits for all devices: 72.5."""
+    """Otherwise each microbatch of the last device waits for all devices: 72.5."""
     plain = make("1f1b", 4, 16)
     costs = costs_of(plain)
     shared = share_vocabulary(plain, costs, more_room("1f1b", costs))
@@ -196,7 +196,7 @@ def test_different_collective_orders_are_rejected() -> None:
     plain = make("1f1b", 4, 6)
     shared = share_vocabulary(plain, costs_of(plain))
     wrong = swapped(shared, 2, Pass(LOGITS, 2, 2), Pass(LOOKUP_WEIGHT, 2, 0))
-    verify(wrong)  # nothing reads what comes too late
+    verify(wrong)  # no pass reads the late result
     for kernels in (False, True):
         with pytest.raises(ScheduleError, match=r"device 0 waits in [JS]\d\.\d for"):
             lower(wrong, kernels=kernels)
@@ -265,14 +265,14 @@ def test_plan_supports_vocabulary_parallelism() -> None:
 def vocabulary_request(
     limit: float, logits: float = 0.25, steps: int = 10_000, **options: Any
 ) -> PlanRequest:
-    """Return the question for a plan of 4 devices in chunk passes, the ends shared out."""
+    """Return a vocabulary-parallel request on 4 devices, with costs in chunk passes."""
     pieces = Pieces.estimated(HEAD, 2.0, (1, 1.15, 0.85, 0.05))
     costs = shared_pieces(pieces, 4, 0.1, logits).costs((2,) * 8)
     return PlanRequest(AUTO, 4, 12, costs, limit=limit, steps=steps, **options)
 
 
 def test_shared_costs_give_a_vocabulary_parallel_plan() -> None:
-    """The plan and all that it is compared with share it, within the limit, logits included."""
+    """The plan and all baselines share the vocabulary within the limit, logits included."""
     request = vocabulary_request(9.0)
     result = plan_request(request)
     verify(result.schedule)
@@ -294,7 +294,7 @@ def test_shared_costs_give_a_vocabulary_parallel_plan() -> None:
         if fits(candidate.peak, result.limits)
     ]
     assert result.plan.value <= min(inside)
-    # all of what the ends take is on every device, beside two stages' work
+    # Embedding and head are distributed over all devices, each with two stages.
     ends = sum(dict(result.costs.others)[kind.time][0] for kind in (LOGITS, HEAD_WEIGHT))
     assert result.plan.value >= result.plan.lower_bound > 12 * (2 * 3 + ends)
     assert result.searched_bound >= 12 * (2 * 3 + ends)
@@ -303,7 +303,9 @@ def test_shared_costs_give_a_vocabulary_parallel_plan() -> None:
 def test_limit_includes_logits() -> None:
     with pytest.raises(LimitError) as error:
         plan_request(vocabulary_request(2.25))
-    assert error.value.need == pytest.approx(2 + 2 * 0.25)  # of the one at work and the next
+    assert error.value.need == pytest.approx(
+        2 + 2 * 0.25
+    )  # the current microbatch and the next one
     assert plan_request(vocabulary_request(error.value.least)).plan.peak
 
 
@@ -355,7 +357,7 @@ def test_evaluation_supports_vocabulary_parallelism(placement: tuple[int, ...]) 
 @pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("copies", [False, True])
 def test_vocabulary_parallelism_with_overlap_and_offload(overlapped: bool, copies: bool) -> None:
-    """What runs beside the processor holds up nobody, and a step of two stays one."""
+    """Passes on other resources delay no collective, and overlapped passes remain pairs."""
     plain = make("dualpipev", 4, 12) if overlapped else make("v-zb", 4, 12)
     stage_costs = costs_of(plain)
     if copies:

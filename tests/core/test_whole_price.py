@@ -1,4 +1,4 @@
-"""A whole backward with a price of its own: in files, simulated, fused, planned and bounded."""
+"""Measured time of full backwards: files, simulation, fusing, plans and bounds."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ REAL = (1.0, 1.15, 0.85, 0.05)
 
 
 def with_full_backward_cost(costs: Costs, share: float) -> Costs:
-    """Return the costs with whole backwards of this share of B + W."""
+    """Return the costs with full backwards of this share of B + W."""
     split = zip(costs.backward_us, costs.weight_us, strict=True)
     return replace(costs, whole_backward_us=tuple(share * (b + w) for b, w in split))
 
@@ -40,7 +40,7 @@ def kinds_of(schedule: Schedule) -> set[Kind]:
 
 def test_simulation_uses_full_backward_time() -> None:
     costs = replace(Costs.uniform(2, 2), whole_backward_us=(3.0, 2.5))
-    # A stage takes 2 for each of F, B and W: F F on the way there, BW BW on the way back.
+    # A stage needs 2 for each of F, B and W: F F in one direction, BW BW in the other.
     assert simulate(make("gpipe", 2, 1), costs).makespan == 2 + 2 + 2.5 + 3
     assert [costs.time_us(kind, 1) for kind in (*PARTS, Kind.BW)] == [2, 2, 2, 2.5]
 
@@ -54,7 +54,7 @@ def test_full_backward_time_is_regrouped_with_layers() -> None:
         (35.5, 17.0, 17.0, 35.5)
     )
     assert costs_from_pieces(pieces_from_costs(costs), 0.0, costs.layers) == costs
-    # Noise may say of a stage without layers that it saves more than it takes.
+    # Because of noise, a stage without layers may save more than its time.
     (full_backward_us,) = (
         costs_from_pieces([Piece(1.0, 2.0, 3.0, 1.0, 0.0, 9.0)], 0.0).whole_backward_us or ()
     )

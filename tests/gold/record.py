@@ -1,10 +1,10 @@
-"""Record what the package answers to some hundred seeded questions, to compare two trees by.
+"""Record results of the package for several hundred seeded requests, to compare two versions.
 
-`python tests/gold/record.py NEW.json [--against OLD.json]` asks the command line, the trainer and
-the sweep, each in its own way, and keeps what they say: plans with their values, bounds and peaks,
-schedule files, programs of every rank, costs files, refusals. Searches stop by steps, of which they
-have few, so that the same tree always says the same; `--against` names what another tree said
-otherwise, and returns 1. With `--runs` it records training runs instead (runs.py).
+`python tests/gold/record.py NEW.json [--against OLD.json]` runs the command line, the trainer's
+planner and the sweep, and records their results: plans with values, bounds and peaks,
+schedule files, programs of every rank, costs files, errors. Searches are limited by a small number
+of steps, so that equal versions give equal results; `--against` prints the differences from another
+version and returns 1. With `--runs` it records training runs instead (runs.py).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from gold.runs import record_runs  # noqa: E402
 from tuning.counts import predictor_of  # noqa: E402
 
 STEPS = 2_000
-"""Of a turn of the search."""
+"""Steps per round of the search."""
 
 Record = dict[str, str]
 
@@ -55,7 +55,7 @@ FAMILIES = ("plain", "whole", "exchange", "copies", "recompute", "joint", "share
 
 
 def costs_data(draw: random.Random, family: str, stages: int) -> dict[str, Any]:
-    """Return a costs file of a family: what it says beside F, B and W."""
+    """Return a costs file of a family; all have F, B and W."""
 
     def values(low: float, high: float) -> list[float]:
         is_uniform = draw.random() < 0.3
@@ -103,14 +103,14 @@ def costs_data(draw: random.Random, family: str, stages: int) -> dict[str, Any]:
 
 
 def _shared(draw: random.Random, stages: int) -> dict[str, Any]:
-    """Return what a costs file says of a vocabulary that all devices share."""
+    """Return the fields of a costs file for vocabulary parallelism."""
     names = ("lookup", "lookup_sum", "logits", "logits_sum", "head_weight", "lookup_weight")
     data = {f"{name}_us": [round(draw.uniform(2, 60), 2)] * stages for name in names}
     return data | {"logits_bytes": [draw.choice((0.0, 2.0**26, 2.0**28))] * stages}
 
 
 def text_or_error(action: Callable[[], str]) -> str:
-    """Return what the action says, or the refusal."""
+    """Return the text of the action, or its error."""
     try:
         return action()
     except ScheduleError as error:
@@ -118,7 +118,7 @@ def text_or_error(action: Callable[[], str]) -> str:
 
 
 def run_command(*arguments: str) -> str:
-    """Return what the command line prints, and how it ends."""
+    """Return the output of the command line and its exit code."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -130,29 +130,29 @@ def run_command(*arguments: str) -> str:
 
 
 class Recorder:
-    """Asks, and keeps what is said by name."""
+    """Runs requests and records the results by name."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.seed = folder, seed
         self.answers: Record = {}
 
     def random(self, kind: str, index: int) -> random.Random:
-        """Return the numbers of a question: of no other, so that one more draw changes it alone."""
+        """Return a random generator of one request, so that a new draw changes only it."""
         return random.Random(f"{self.seed} {kind} {index}")
 
     def record(self, name: str, text: str) -> None:
-        """Keep a text, in which this run's folder is nobody's."""
+        """Record a text without the folder of this run."""
         assert name not in self.answers, name
         self.answers[name] = text.replace(str(self.folder), "FOLDER")
 
     def file(self, name: str, data: object) -> Path:
-        """Return the path of a JSON file of this run."""
+        """Write a JSON file of this run and return its path."""
         path = self.folder / name
         path.write_text(data if isinstance(data, str) else json.dumps(data))
         return path
 
     def plan_by_command(self, index: int) -> None:
-        """Keep what `plan` prints and the schedule that it exports, by sizes or a costs file."""
+        """Record the output of `plan` and the exported schedule, for sizes or a costs file."""
         draw, export = self.random("plan_by_command", index), self.folder / f"plan{index}.json"
         devices, microbatches = draw.choice((2, 3, 4)), draw.randrange(3, 10)
         arguments = ["plan", "--devices", str(devices), "--microbatches", str(microbatches)]
@@ -180,7 +180,7 @@ class Recorder:
             self.record(name + "/schedule", export.read_text())
 
     def plan_in_training(self, index: int) -> None:
-        """Keep the trainer's plan, its program of every rank, and what it holds."""
+        """Record the trainer's plan, the program of every rank, and the peaks."""
         draw = self.random("plan_in_training", index)
         devices, microbatches = draw.choice((2, 3, 4)), draw.randrange(3, 10)
         family = FAMILIES[index % len(FAMILIES)]
@@ -211,7 +211,7 @@ class Recorder:
         self.record(f"train/{index}/{family}/{name}", text_or_error(plan))
 
     def ask_directly(self, index: int) -> None:
-        """Keep a plan of the core with its value, bounds and peaks, as the page asks for it."""
+        """Record a plan of the core with value, bounds and peaks, as in the playground."""
         draw = self.random("ask_directly", index)
         devices, microbatches = draw.choice((2, 3, 4)), draw.randrange(3, 12)
         family = FAMILIES[index % len(FAMILIES)]
@@ -243,7 +243,7 @@ class Recorder:
         self.record(f"ask/{index}/{family}/{request.name}", text_or_error(answer))
 
     def costs_in_other_forms(self, index: int) -> None:
-        """Keep the costs file regrouped, cut anew, relaxed and chosen from."""
+        """Record costs regrouped, for another stage count, as pieces, and with invalid changes."""
         draw = self.random("costs_in_other_forms", index)
         devices = draw.choice((2, 3))
         family = FAMILIES[index % len(FAMILIES)]
@@ -272,10 +272,10 @@ class Recorder:
         )
 
     def changed_schedules(self, index: int) -> None:
-        """Keep what the command line and the trainer say of a file with a change or two."""
+        """Record the output of command line and trainer for files with a few changes."""
         draw = self.random("refusals", index)
         name = self.folder / f"plan{index}.json"
-        if not name.exists():  # what was asked has no plan
+        if not name.exists():  # the request had no plan
             return
         schedule, costs = load_schedule(name), self.folder / name.name.replace("plan", "costs")
         rows = [list(row) for row in schedule.order]
@@ -305,7 +305,7 @@ class Recorder:
         return f"{step.timeline.makespan!r}\n{step.program.text()}"
 
     def predict(self, index: int) -> None:
-        """Keep what the sweep predicts of combinations of the sample's."""
+        """Record the predictions of the sweep for the combinations of the sample."""
         draw, folder = self.random("predict", index), self.folder / f"sweep{index}"
         folder.mkdir()
         model = {
@@ -330,7 +330,7 @@ class Recorder:
         return f"{replace(prediction, schedule=None)!r}\n{schedule_text}"
 
     def record_all(self, count: int) -> Record:
-        """Return what is said to `count` questions."""
+        """Return the results of `count` requests."""
         for name in EVERY_NAME:
             for sizes in ((2, 4), (4, 8)):
                 arguments = ("--devices", str(sizes[0]), "--microbatches", str(sizes[1]))
@@ -352,7 +352,7 @@ class Recorder:
 
 
 def differences(old: Record, new: Record) -> Iterator[str]:
-    """Yield the names of what is said otherwise, and where it begins to differ."""
+    """Yield the names of different results, with the first difference."""
     for name in sorted(old.keys() | new.keys()):
         old_text, new_text = old.get(name, "(nothing)"), new.get(name, "(nothing)")
         if old_text != new_text:

@@ -1,7 +1,7 @@
 """Losses, gradients and the lowered program of every rank, in 12 small training runs.
 
-`record.py NEW.json --runs [--against OLD.json]` records these runs instead of its questions.
-Losses are kept in full; gradients by a digest of their bits, so compare two trees on one machine.
+`record.py NEW.json --runs [--against OLD.json]` records these runs instead of its requests.
+Losses are recorded in full, gradients by a digest of their bits; compare on the same machine.
 As a plugin of the farm, this file prints the program of every rank.
 """
 
@@ -37,7 +37,7 @@ RUNS = {
     ),
     "hybrid": ("v-half", "--hybrid-layer-pattern *-*-*-*-"),
 }
-"""A schedule and Megatron's flags; `offload` runs a file in which every microbatch is offloaded."""
+"""Schedule and flags of Megatron; `offload` runs a file in which every microbatch is offloaded."""
 
 
 def record_runs(folder: Path) -> dict[str, str]:
@@ -69,12 +69,12 @@ def record_runs(folder: Path) -> dict[str, str]:
 
 
 def digest(gradient: Any) -> str:
-    """Identify the bits of a gradient."""
+    """Return a digest of the bits of a gradient."""
     return hashlib.sha256(gradient.float().numpy().tobytes()).hexdigest()[:16]
 
 
 def start(rank: int, argument: object) -> None:
-    """Have this rank print each program that it runs, once."""
+    """Print each program of this rank once."""
     from megatron_vshape.mcore.step import forward_backward
 
     printed: set[str] = set()

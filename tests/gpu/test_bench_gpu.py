@@ -1,4 +1,4 @@
-"""scripts/bench_gpu.py: on a GPU with its limits, and with tiny sizes on a CPU so that it works."""
+"""scripts/bench_gpu.py: on a GPU with its limits, and on a CPU with tiny sizes."""
 
 import os
 import re
@@ -13,13 +13,13 @@ SCRIPT = ROOT / "scripts" / "bench_gpu.py"
 ON_CPU = ("--device", "cpu", "--tiny")
 NOT_INSTALLED = (
     "import runpy, sys\n"
-    "sys.meta_path[:] = [each for each in sys.meta_path if '__editable__' not in str(each)]\n"
+    "sys.meta_path[:] = [finder for finder in sys.meta_path if '__editable__' not in str(finder)]\n"
     "runpy.run_path(sys.argv[1], run_name='imported')\n"
 )
 
 
 def run_script(*arguments: str, expected: int | None = 0) -> str:
-    """Return what the script prints, having checked how it ends."""
+    """Run the script, check its exit code, and return its output."""
     run = subprocess.run(
         [sys.executable, str(SCRIPT), *arguments],
         capture_output=True,
@@ -37,7 +37,7 @@ def test_runs_from_an_uninstalled_checkout(tmp_path: Path) -> None:
 
 
 class TestOnCpu:
-    """That every command runs; the figures of a CPU mean nothing."""
+    """Every command runs; the figures of a CPU are meaningless."""
 
     def test_split(self) -> None:
         text = run_script("split", *ON_CPU, "--hidden", "32", "--repeats", "2", expected=None)
@@ -45,7 +45,7 @@ class TestOnCpu:
         assert head in text
         cells = text.split("\n| 32 | ")[1].split(" | ")
         host_us = float(cells[5])
-        assert host_us > float(cells[0])  # a CPU's passes take the host's time
+        assert host_us > float(cells[0])  # on a CPU, the passes run on the host
         assert "device: cpu" in text
 
     @pytest.mark.slow
@@ -63,7 +63,7 @@ class TestOnCpu:
 
 @pytest.mark.gpu
 class TestOnGpu:
-    """The limits of issue 5."""
+    """The limits for a GPU."""
 
     def test_numerics(self) -> None:
         run_script("numerics")

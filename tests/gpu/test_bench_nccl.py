@@ -1,4 +1,4 @@
-"""benchmarks/bench_nccl.py: what hangs and what does not, as far as a CPU can tell."""
+"""benchmarks/bench_nccl.py: programs with and without deadlocks, as far as a CPU can show."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ def script() -> Iterator[ModuleType]:
 
 
 def run_script(*arguments: str, expected: int | None = 0) -> str:
-    """Return what the script prints, having checked how it ends."""
+    """Run the script, check its exit code, and return its output."""
     command = [sys.executable, str(BENCHMARKS / "bench_nccl.py"), *arguments]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert expected is None or run.returncode == expected, run.stdout + run.stderr[-4000:]

@@ -1,4 +1,4 @@
-"""scripts/gpu_session.sh: its commands fit a lent machine, and a failed one is named."""
+"""scripts/gpu_session.sh: its commands fit the time limit, and failed commands are named."""
 
 import os
 import re
@@ -19,7 +19,7 @@ COMMANDS = [
     "offload",
     "sizes",
 ]
-# A probe succeeds with the setting WORKS; what measures tells the one that it was given.
+# A probe succeeds with the setting WORKS; a measurement prints its setting.
 PYTHON = """#!/bin/bash
 setting=${PYTORCH_CUDA_ALLOC_CONF-unset},${PYTORCH_ALLOC_CONF-unset}
 if [ "$1" = - ]; then

@@ -1,4 +1,4 @@
-"""scripts/measure_ranks.py: with tiny sizes on a CPU, so that it works on a GPU."""
+"""scripts/measure_ranks.py with tiny sizes on a CPU, to ensure that it works on a GPU."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ def run_script(*arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the file of two ranks measured on this CPU: the first under two schedules."""
+    """Measure two ranks on this CPU, the first under two schedules, and return the file."""
     output = tmp_path_factory.mktemp("measured") / "found.json"
     cases = ("--only", "7B 1f1b", "7B v-zb", "--skip", "recompute")
     run_script("measure", "--output", str(output), *cases, "--flags", TINY)

@@ -1,4 +1,4 @@
-"""The package as it is handed out: sdist and wheel, in environments of their own."""
+"""The released package: sdist and wheel in separate environments."""
 
 import importlib.util
 import os
@@ -43,7 +43,7 @@ def run_command(
 
 
 def run_checked(command: list[str | Path], folder: Path, **variables: str) -> str:
-    """Return what a command prints that has to succeed."""
+    """Return the output of a command that must succeed."""
     process = run_command(command, folder, **variables)
     assert process.returncode == 0, f"{process.args}\n{process.stdout}\n{process.stderr}"
     return process.stdout
@@ -51,7 +51,7 @@ def run_checked(command: list[str | Path], folder: Path, **variables: str) -> st
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a source archive from what git would hand out."""
+    """Build a source archive of the files that git would release."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("the sources are not git's: nothing tells which files belong to them")
     folder = tmp_path_factory.mktemp("sdist")
@@ -73,7 +73,7 @@ def wheel(sdist: Path) -> Path:
 
 
 def python_3_11() -> str:
-    """Return a Python 3.11; what pyenv shows in its place may not run."""
+    """Return a Python 3.11 that runs; a shim of pyenv may not."""
     for candidate in filter(None, map(shutil.which, ("python3.11", "/usr/bin/python3.11"))):
         code = "import sys, venv, ensurepip; print(sys.version_info[:2])"
         if run_command([candidate, "-c", code], ROOT).stdout == "(3, 11)\n":
@@ -83,7 +83,7 @@ def python_3_11() -> str:
 
 @pytest.fixture(scope="module")
 def with_numpy(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the programs of a Python 3.11 that has the wheel and numpy, and nothing else."""
+    """Return the programs of a Python 3.11 with only the wheel and numpy."""
     programs = tmp_path_factory.mktemp("numpy-alone") / "bin"
     run_checked([python_3_11(), "-m", "venv", programs.parent], ROOT)
     run_checked([programs / "python", "-m", "pip", "install", "--quiet", wheel], ROOT)
@@ -92,7 +92,7 @@ def with_numpy(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def examples(with_numpy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with what `examples` writes."""
+    """Return a folder with the files that `examples` writes."""
     folder = tmp_path_factory.mktemp("examples")
     run_checked([with_numpy / "megatron-vshape", "examples"], folder)
     return folder
@@ -149,9 +149,9 @@ class TestNumpyAlone:
 
 @pytest.fixture(scope="module")
 def with_megatron(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the programs of an environment that has the wheel, and all that this one has.
+    """Return the programs of an environment with the wheel and the packages of this one.
 
-    But not the checkout, which only a start-up file of this one leads to.
+    It excludes the checkout, which only a start-up file of this environment adds to the path.
     """
     if importlib.util.find_spec("megatron.training") is None:
         pytest.skip("Megatron's trainer is not installed")

@@ -1,4 +1,4 @@
-"""A run of the tests may skip little, and only for hardware or an optional library."""
+"""A test run may skip few tests, and only for hardware or an optional library."""
 
 import os
 import subprocess
