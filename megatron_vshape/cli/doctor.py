@@ -39,8 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group(parser, OUTPUT).add_argument(
         "--verbose",
         action="store_true",
-        help="Print all hooks, the options that each feature rejects, and the judgement of every "
-        "argument of Megatron",
+        help="Print all hooks, the options that each feature rejects, and all judged arguments",
     )
 
 
