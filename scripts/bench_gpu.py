@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
-sys.path.insert(0, str(Path(__file__).parent))  # nor this be the file that Python starts with
+sys.path.insert(0, str(Path(__file__).parents[1]))  # works without installation
+sys.path.insert(0, str(Path(__file__).parent))  # also if another file was started
 
 import torch
 from chunks import (
@@ -58,9 +58,10 @@ from megatron_vshape.runtime.measure import PassTimer
 from megatron_vshape.runtime.program_runner import on_stream_of
 
 HIDDEN_SIZES = (2048, 3072, 4096, 5120, 6144, 8192)
-SPLIT_LIMIT = 1.02  # of (B + W) / whole, at hidden 4096 and 4096 tokens
+SPLIT_LIMIT = 1.02  # of (B + W) / full backward, at hidden size 4096 and 4096 tokens
 NUMERICS_LIMIT = 2e-2  # of a split bf16 gradient's relative error against fp32
-NUMERICS_SLACK, EPSILON = 1.05, 1e-6  # split may be so much worse than whole: sums in other order
+# split may have this factor more error than full, because sums have another order
+NUMERICS_SLACK, EPSILON = 1.05, 1e-6
 
 
 TINY = Model(32, 4, 16, "cpu", "float32")
@@ -78,20 +79,20 @@ class SplitCost:
     full_us: float
     backward_us: float
     weight_us: float
-    host_us: float  # what Python takes to launch them all, F twice
-    caught_up: int  # repeats in which the GPU had to wait for Python
+    host_us: float  # launch time of all passes in Python, with two F
+    caught_up: int  # repeats in which the GPU waited for Python
 
     @property
     def ratio(self) -> float:
-        """Return what B and W take together, by the whole backward."""
+        """Return the time of B and W relative to the full backward."""
         return (self.backward_us + self.weight_us) / self.full_us
 
 
 def split_cost(model: Model, num_layers: int, repeats: int) -> SplitCost:
-    """Time whole and split backwards of the same layers, in turns and without a wait between.
+    """Time full and split backwards of the same layers alternately, without a wait between.
 
-    A GPU is kept busy before, for longer than Python takes to launch them, or small layers would
-    show Python's time. A W is timed from the end of its B: what lies between counts.
+    A filler first keeps the GPU busy for longer than Python needs to launch the passes; otherwise
+    small layers would show Python's time. The time of W starts at the end of its B.
     """
     state = prepare(model.device)
     chunk = build(model, state, num_layers)
@@ -116,7 +117,7 @@ def split_cost(model: Model, num_layers: int, repeats: int) -> SplitCost:
 
 
 class NoFiller:
-    """What a CPU needs of a Filler: nothing."""
+    """A filler for the CPU, which needs none."""
 
     def __init__(self, min_us: float) -> None:
         self.caught_up = 0
@@ -129,9 +130,9 @@ class NoFiller:
 
 
 class Filler(NoFiller):
-    """Keeps a GPU busy meanwhile, for `least_us` or longer."""
+    """Keeps a GPU busy for at least `min_us`."""
 
-    CYCLES_PER_US = 2000  # no GPU's clock is faster by much
+    CYCLES_PER_US = 2000  # no GPU has a much faster clock
 
     def __init__(self, min_us: float) -> None:
         super().__init__(min_us)
@@ -139,18 +140,18 @@ class Filler(NoFiller):
         self._ended = torch.cuda.Event()
 
     def start(self) -> None:
-        """Begin, when all that ran before has ended: a full queue would hold Python up."""
+        """Start after all earlier work: a full queue would block Python."""
         torch.cuda.synchronize()
         torch.cuda._sleep(self._cycles)
         self._ended.record()
 
     def check(self) -> None:
-        """Count it if the GPU has got to what was launched before all of it was."""
+        """Count a repeat in which the GPU finished the filler before all passes were launched."""
         self.caught_up += self._ended.query()
 
 
 def run_both(model: Model, state: Any, chunk: nn.Module, timer: PassTimer | None) -> float:
-    """Run a microbatch with a whole and one with a split backward; return the host's time in us."""
+    """Run one microbatch with a full and one with a split backward; return the host time in us."""
     start_s = time.perf_counter()
     for split in (False, True):
         received = random_activation(model).requires_grad_()
@@ -192,9 +193,9 @@ HOST = (
 
 
 def gradient_errors(model: Model, num_layers: int) -> dict[str, tuple[float, float]]:
-    """Return, by parameter and input, the relative error of whole and of split gradients.
+    """Return the relative errors of full and of split gradients, by parameter and input.
 
-    Both in the model's dtype, against fp32 layers with the same weights and data.
+    Both use the model's dtype, compared with fp32 layers with the same weights and data.
     """
     state = prepare(model.device)
     exact = replace(model, dtype="float32")
@@ -222,7 +223,7 @@ def gradient_errors(model: Model, num_layers: int) -> dict[str, tuple[float, flo
 def run_three(
     model: Model, state: Any, chunk: nn.Module, dtype: torch.dtype, split: bool
 ) -> list[Tensor]:
-    """Run three microbatches and return their inputs' gradients; split, W comes out of order."""
+    """Run three microbatches, W passes out of order, and return the gradients of their inputs."""
     microbatch_runs = []
     for microbatch in range(3):
         generator = torch.Generator().manual_seed(microbatch)
@@ -242,7 +243,7 @@ def run_three(
 
 
 def _error(gradient: Tensor, reference: Tensor) -> float:
-    """Return the relative error, which is inf where a value is not finite."""
+    """Return the relative error; inf if a value is not finite."""
     error = float(
         (gradient.float() - reference.float()).norm() / reference.float().norm().clamp_min(1e-30)
     )
@@ -253,13 +254,13 @@ def _error(gradient: Tensor, reference: Tensor) -> float:
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """Make sure that a process has ended."""
+    """Stop a process and wait for it."""
     process.kill()
     process.wait()
 
 
 def provenance(args: argparse.Namespace) -> dict[str, str]:
-    """Return the device, the date, the versions, how memory is allocated, and the command."""
+    """Return the device, the date, the versions, the allocator's settings, and the command."""
     on_gpu = args.device == "cuda"
     versions = {"megatron-vshape": megatron_vshape.__version__}
     for package in ("torch", "megatron-core", "transformer-engine"):
@@ -284,7 +285,7 @@ def provenance(args: argparse.Namespace) -> dict[str, str]:
 
 
 def driver_version() -> str:
-    """Return the version of the GPU's driver, as far as nvidia-smi is there to say it."""
+    """Return the version of the GPU's driver, if nvidia-smi is available."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         process = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
@@ -304,10 +305,10 @@ COPIES = (COPY_OUT, COPY_BACK)
 
 
 class Copying:
-    """Copies to and from the host in two threads for as long as it is entered."""
+    """Copies to and from the host in two threads while its context is active."""
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
-        """Make the memory of which so much is copied at a time."""
+        """Set the bytes of one copy."""
         self._device, self._bytes = device, num_bytes
         self._ends = threading.Event()
         self.gb_per_s = [0.0, 0.0]  # out, back
@@ -341,7 +342,7 @@ class Copying:
 
 
 def run_copies(args: argparse.Namespace) -> int:
-    """Print rates alone, both ways and beside passes, and what passes take beside copies."""
+    """Print the rates of copies alone, in both directions, and during passes, and the slowdown."""
     model = replace(TINY if args.tiny else full_size(args, args.hidden), device=args.device)
     state, device = prepare(model.device), torch.device(model.device)
     chunk = build(model, state, args.layers)
@@ -382,7 +383,7 @@ def median_passes(model: Model, state: Any, chunk: nn.Module, repeats: int) -> d
 
 
 def run_split(args: argparse.Namespace) -> int:
-    """Print the table of the costs of splitting; 1 where hidden 4096 misses the limit."""
+    """Print the table of the costs of splitting; return 1 if hidden size 4096 exceeds the limit."""
     costs = []
     for hidden in args.hidden:
         sizes = replace(TINY, hidden_size=hidden) if args.tiny else full_size(args, hidden)
@@ -400,7 +401,7 @@ def full_size(args: argparse.Namespace, hidden: int) -> Model:
 
 
 def run_numerics(args: argparse.Namespace) -> int:
-    """Print the largest errors of whole and of split gradients; 1 where split is worse."""
+    """Print the largest errors of full and split gradients; return 1 if split is worse."""
     model = TINY if args.tiny else full_size(args, 2048)
     errors = gradient_errors(replace(model, device=args.device, dtype=args.dtype), args.layers)
     full, split = (max(pair[i] for pair in errors.values()) for i in (0, 1))
@@ -439,7 +440,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
     args = parse(arguments)
-    # What a schedule's ranks have, before CUDA starts.
+    # the settings of a schedule's ranks, before CUDA starts
     complete(os.environ, kernels=args.device != "cpu", ordered=True)
     try:
         choose(args.device)
@@ -452,6 +453,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     exit_code = main()
     sys.stdout.flush()
-    os._exit(
-        exit_code
-    )  # with Transformer Engine 2.20 an interpreter on a GPU did not end by itself
+    os._exit(exit_code)  # with Transformer Engine 2.20, the interpreter did not exit on a GPU

@@ -1,11 +1,11 @@
-"""Measure the runtime: what it adds to the passes, and how close a run comes to its simulation.
+"""Measure the runtime: its overhead per pass, and the ratio of a run to its simulation.
 
     python scripts/bench_runtime.py [--ranks 8] [--microbatches 32] [--rounds 3]
 
 Part (a): every pass sleeps (20 / 23 / 17 ms for F / B / W), so that 8 ranks fit on any machine;
-the measured makespan stands beside the simulated one. Part (b): empty passes without
-communication, so that what is left is the runner itself; one rank, time per pass. Beside it the
-time of one label (see docs/troubleshooting.md), which the runner's has for each pass and wait.
+the measured makespan is compared with the simulated one. Part (b): empty passes without
+communication, to measure the runner alone; one rank, time per pass. It also prints the
+time of one label (see docs/troubleshooting.md); the runner sets one for each pass and wait.
 Part (c), real training against other implementations, is `scripts/bench_training.py`.
 """
 
@@ -34,14 +34,14 @@ from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.program_runner import run_program
 from megatron_vshape.runtime.weight_jobs import label
 
-MARGIN_S = 0.0003  # how late a sleep may end on an idle machine
+MARGIN_S = 0.0003  # delay of a sleep on an idle machine
 NAMES = ("v-min", "v-half", "v-zb")
 PASS_MS = (20.0, 23.0, 17.0)
 SHAPE = (64, 1, 64)
 
 
 def take(seconds: float) -> None:
-    """Sleep, but not longer: a sleep ends late by some 0.2 ms, which a real pass would not."""
+    """Sleep for exactly this time: a plain sleep ends about 0.2 ms late, unlike a real pass."""
     end = time.perf_counter() + seconds
     time.sleep(max(seconds - MARGIN_S, 0.0))
     while time.perf_counter() < end:
@@ -49,7 +49,7 @@ def take(seconds: float) -> None:
 
 
 class SleepingStage:
-    """A stage whose passes take a given time and no processor."""
+    """A stage whose passes sleep for a given time."""
 
     def __init__(self, costs: Costs, stage: int) -> None:
         self.forward_s = costs.forward_us[stage] / 1e6
@@ -57,21 +57,21 @@ class SleepingStage:
         self.weight_s = costs.weight_us[stage] / 1e6
 
     def forward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Sleep as long as F takes."""
+        """Sleep for the time of F."""
         take(self.forward_s)
         return torch.zeros(SHAPE)
 
     def backward_inputs(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Sleep as long as B takes."""
+        """Sleep for the time of B."""
         take(self.backward_s)
         return torch.zeros(SHAPE)
 
     def backward_weights(self, microbatch: int) -> None:
-        """Sleep as long as W takes."""
+        """Sleep for the time of W."""
         take(self.weight_s)
 
     def backward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Sleep as long as B and W take."""
+        """Sleep for the time of B and W."""
         take(self.backward_s + self.weight_s)
         return torch.zeros(SHAPE)
 
@@ -93,7 +93,7 @@ class IdleStage:
 
 
 class NoTransport:
-    """Carries nothing anywhere."""
+    """A transport without communication."""
 
     def __init__(self) -> None:
         self.result = torch.zeros(SHAPE)
@@ -102,7 +102,7 @@ class NoTransport:
         """Do nothing."""
 
     def wait(self, message: Message) -> torch.Tensor:
-        """Return the same tensor always."""
+        """Return the same tensor for every message."""
         return self.result
 
     def send(self, message: Message, tensor: torch.Tensor) -> None:
@@ -115,13 +115,13 @@ class NoTransport:
 
 
 def costs_of(schedule: Schedule) -> Costs:
-    """Return the sleeping passes' costs in microseconds; a message takes none."""
+    """Return the costs of the sleeping passes in us; messages are free."""
     forward, backward, weight = (1000 * ms for ms in PASS_MS)
     return Costs.uniform(schedule.num_devices, schedule.num_stages, forward, backward, weight)
 
 
 def on_ranks(num_ranks: int, measure: Callable[..., Any], *args: object) -> Any:
-    """Return what `measure(transport, *args)` returns on the first of so many gloo ranks."""
+    """Run `measure(transport, *args)` on gloo ranks and return the result of the first one."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed"])
     queue = context.Queue()

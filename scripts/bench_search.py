@@ -5,13 +5,13 @@
                                     [--longer S]
 
 A cell is a number of devices and microbatches and one F, B, W, communication. Per cell and memory
-limit: the best published overhead that fits, ours as `replay.py` judges the exported file, their
-ratio, the lower bound of the overhead, how far the step time may be above the best of the plan's
-placement, with `=` if it is proven the best, and the seconds of processor time taken, which all
-cores share. With --longer a plan whose proven gap is above 1 % is made again in S seconds of all
-cores, counted in processor time, and what that gains of its step time stands at the end of the row.
-Then geometric means, medians of the proven gap, and the overhead when every pass takes up to 10 %
-more or less than planned. Exit status 1 if any plan is worse than what is published.
+limit: the best published overhead that fits, ours as `replay.py` computes it from the exported
+file, their ratio, the lower bound of the overhead, the proven gap of the step time for the plan's
+placement, with `=` if it is proven optimal, and the seconds of processor time, which all
+cores share. With --longer a plan whose proven gap is above 1% is searched again for S seconds of
+all cores (processor time), and the end of the row has the gain in step time.
+Then geometric means, medians of the proven gap, and the overhead when every pass is up to 10%
+slower or faster than planned. Exit status 1 if any plan is worse than a published schedule.
 """
 
 import argparse
@@ -43,9 +43,9 @@ from megatron_vshape.core.planner import search
 JUDGE = Path(__file__).resolve().parents[2] / "shared" / "judge"
 TRIALS = 20
 SLACK = 1e-6
-"""The judge rounds to this."""
+"""The replay rounds to this."""
 NEAR = 0.01
-"""A plan with a proven gap of no more than this is not made again."""
+"""A plan with a proven gap of at most this value is not searched again."""
 
 
 class Cell(NamedTuple):
@@ -58,14 +58,14 @@ class Cell(NamedTuple):
 
     @property
     def group(self) -> str:
-        """Return the mean the cell counts in."""
+        """Return the group of the cell for geometric means."""
         memory = "below 1F1B's" if self.limit < 2 * self.devices else "1F1B's or more"
         equal = self.cost[0] == self.cost[1] == self.cost[2] and not self.cost[3]
         return f"{'unit' if equal else 'unequal'} costs, memory {memory}"
 
 
 class Result(NamedTuple):
-    """What one cell gave, as overheads."""
+    """Overheads of one cell."""
 
     cell: Cell
     published: float
@@ -87,7 +87,7 @@ class Result(NamedTuple):
 
 
 def read_cells(path: Path) -> list[tuple[Cell, float]]:
-    """Return every cell with the least published overhead that fits its limit."""
+    """Return every cell with the minimum published overhead that fits its limit."""
     rows: dict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)
     for row in json.loads(path.read_text())["rows"]:
         key = (row["num_devices"], row["num_microbatches"], tuple(row["cost"]))
@@ -101,7 +101,7 @@ def read_cells(path: Path) -> list[tuple[Cell, float]]:
 
 
 def load_judge(path: Path) -> ModuleType:
-    """Return the judge's module; it is no part of the package."""
+    """Return the module of the replay, which is not part of the package."""
     spec = importlib.util.spec_from_file_location("replay", path)
     if spec is None or spec.loader is None:
         raise SystemExit(f"{path} cannot be loaded; give --judge PATH/replay.py")
@@ -111,7 +111,7 @@ def load_judge(path: Path) -> ModuleType:
 
 
 def replay_file(judge: ModuleType, schedule: Schedule, cell: Cell) -> dict[str, Any]:
-    """Return what the judge says of the exported file."""
+    """Return the figures of the replay for the exported file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
         path.write_text(schedule.to_json())
@@ -123,7 +123,7 @@ def replay_file(judge: ModuleType, schedule: Schedule, cell: Cell) -> dict[str, 
 
 
 def measure(judge: ModuleType, cell: Cell, published: float, options: argparse.Namespace) -> Result:
-    """Return the plan for a cell, judged; a device may hold up to `options.chunks` stages."""
+    """Return the replayed plan for a cell; a device may have up to `options.chunks` stages."""
     started = time.process_time()
     costs = Costs.uniform(cell.devices, options.chunks * cell.devices, *cell.cost)
     plan = search.plan(costs, cell.devices, cell.microbatches, cell.limit, steps=options.steps)
@@ -137,7 +137,7 @@ def measure(judge: ModuleType, cell: Cell, published: float, options: argparse.N
 
 
 def search_longer(costs: Costs, cell: Cell, seconds: float) -> search.Plan | None:
-    """Return the plan of so many seconds; other programs' work takes nothing from them."""
+    """Return the plan after `seconds` of processor time, independent of other programs."""
     if not seconds:
         return None
     cores = processors()
@@ -147,7 +147,7 @@ def search_longer(costs: Costs, cell: Cell, seconds: float) -> search.Plan | Non
 
 
 def bubble_with_jitter(judge: ModuleType, schedule: Schedule, cell: Cell, seed: int) -> float:
-    """Return the bubble when every pass takes up to 10 % more or less than planned."""
+    """Return the bubble when every pass is up to 10% slower or faster than planned."""
     rng = random.Random(seed)
     stages = len(schedule.placement)
     scale = 2 * cell.devices / stages
@@ -193,7 +193,7 @@ def _bubble(schedule: Schedule, times: dict[tuple[str, int, int], float], send: 
 
 
 def published_orders(cell: Cell) -> list[Schedule]:
-    """Return the catalogue's schedules that fit the cell's limit."""
+    """Return the published schedules that fit the cell's limit."""
     fitting = []
     for name in catalogue.NAMES:
         schedule = catalogue.make(name, cell.devices, cell.microbatches)
@@ -211,7 +211,7 @@ def geometric_means(results: Sequence[Result]) -> dict[str, float]:
 
 
 def print_gaps(results: Sequence[Result]) -> None:
-    """Print the median of what plans of up to 8 devices may be above the best, in per cent."""
+    """Print the median of the proven gap for up to 8 devices, in percent."""
     few = [result for result in results if result.cell.devices <= 8]
     tight = [result for result in few if result.cell.limit < 2 * result.cell.devices]
     for name, group in (("up to 8 devices", few), ("of them, memory below 1F1B's", tight)):
@@ -236,7 +236,7 @@ def print_row(result: Result) -> None:
 
 
 def print_robustness(judge: ModuleType, results: Sequence[Result]) -> None:
-    """Print the mean bubble under random pass times, ours and the best published order's."""
+    """Print the mean bubble under random pass times, of the plan and the best schedule."""
     print("\nbubble in % when every pass takes up to 10 % more or less (mean of trials)")
     for result in results:
         cell = result.cell
@@ -259,7 +259,7 @@ def print_robustness(judge: ModuleType, results: Sequence[Result]) -> None:
 
 
 def main() -> int:
-    """Print the table; return 1 if any plan is worse than what is published."""
+    """Print the table; return 1 if any plan is worse than a published schedule."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--judge", type=Path, default=JUDGE / "replay.py")
     parser.add_argument("--peers", type=Path, default=JUDGE / "peers.json")

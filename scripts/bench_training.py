@@ -1,33 +1,33 @@
-"""Train the same GPT under several pipeline implementations, in turns, and compare their speed.
+"""Train the same GPT under several pipeline implementations, alternately, and compare their speed.
 
     python scripts/bench_training.py [--ranks 2] [--microbatches 4] [--rounds 9] [VARIANT ...]
 
-Every variant trains in processes of its own, one per rank with one thread each over gloo. All
-are alive at once, but only one trains at a time, a few steps per round, the variants in another
-order every round: what disturbs the machine for a while disturbs all of them. A round's ratio
-compares two times of the same round. Before a turn the script waits for the machine to be quiet,
-as long as --patience lasts; where other programs took more than a twentieth of the processors
-nevertheless, the turn does not count, unless that leaves fewer than three rounds.
+Every variant trains in separate processes, one per rank with one thread each over gloo. All
+are started at once, but only one trains at a time, a few steps per round, the variants in another
+order every round, so that a disturbance of the machine affects all of them. A round's ratio
+compares two times of the same round. Before a turn the script waits for an idle machine,
+up to --patience seconds; if other programs still used more than 5% of the processors,
+the turn does not count, unless that leaves fewer than three rounds.
 
 | variant | what runs |
 |---|---|
-| megatron-1f1b | Megatron's own forward_backward function, no flag of this package |
-| megatron-interleaved | Megatron's own, two chunks a rank |
+| megatron-1f1b | Megatron's forward_backward function, no flag of this package |
+| megatron-interleaved | Megatron's interleaved schedule, two chunks per rank |
 | torch-zbv | torch.distributed.pipelining's ScheduleZBVZeroBubble over Megatron's layers |
-| v-zb, v-half, auto, ... | `--pipeline-schedule`, profiled while it warms up |
-| v-zb-profiled | v-zb with every step profiled: what profiling costs |
-| v-zb-fused, ... | with --gradient-accumulation-fusion, which stock Megatron has not without apex |
+| v-zb, v-half, auto, ... | `--pipeline-schedule`, profiled during warm-up |
+| v-zb-profiled | v-zb with every step profiled, to measure the cost of profiling |
+| v-zb-fused, ... | with --gradient-accumulation-fusion, which Megatron only supports with apex |
 | v-zb-tp2, ... | with --tensor-model-parallel-size 2, on twice as many ranks; not torch-zbv |
 
-With --disturb another process works on and off, a processor's worth for tenths of seconds, while
-variants warm up: also while auto takes its costs and tries its orders. It has ended before the
-rounds, which tell what the order that stays is worth. auto is also compared with the best of all
-other variants of this package, which have one order each: it is never to be below .99 of it.
+With --disturb another process uses one processor on and off, for tenths of seconds, while
+variants warm up, including the measurement of costs and the trial of auto. It ends before the
+rounds, which show the quality of the chosen order. auto is also compared with the best of all
+other variants of this package, which have one order each: the goal is a ratio of at least 0.99.
 
-A second table holds the prediction that this package's variants made from four steps of their
-warm-up beside the four steps that came next, and beside the steps of all rounds.
+A second table compares the prediction that this package's variants made from four steps of their
+warm-up with the next four steps and with the steps of all rounds.
 
-torch-zbv has the same layers, Megatron's, but their linear Function is torch's own linear: the
+torch-zbv has the same Megatron layers, but torch's linear Function: the
 split of torch.distributed.pipelining runs a custom Function twice. It has a plain loss and a plain
 Adam with clipping, and no data loader.
 """
@@ -72,16 +72,16 @@ GOALS = (
     ("v-zb", TORCH, 1.02),
     ("v-zb-profiled", "v-zb", 0.99),
 )
-"""Which variant is to be how many times as fast as which; they are for 2 ranks, 4 microbatches."""
+"""Minimum speed of a variant relative to another, for 2 ranks and 4 microbatches."""
 
 AUTO, MIN_SHARE_OF_BEST = "auto", 0.99
-"""How many times as fast as the best of the orders by name auto is to be at least."""
+"""Minimum speed of auto relative to the best named schedule."""
 
 PROFILE_STEPS = "3:6"
 ALL_STEPS = "2:1000000"
-WARM_UP = 12  # steps of this package's variants: they predict, plan anew, and compare
+WARM_UP = 12  # steps of this package's variants: they predict, plan again, and compare
 WARM_UP_OTHERS = 4
-DISTURBED = 0.05  # of the processors: so much may other programs take of a turn that counts
+DISTURBED = 0.05  # maximum share of the processors that other programs may use in a valid turn
 MIN_ROUNDS = 3
 FIXED_FLAGS = (
     "--transformer-impl local --distributed-backend gloo --mock-data "
@@ -142,7 +142,7 @@ def variant_flags(name: str) -> list[str]:
 
 
 def world_size(name: str, sizes: Sizes) -> int:
-    """Return how many processes train a variant."""
+    """Return the number of processes of a variant."""
     return sizes.ranks * (2 if name.endswith(TENSOR) else 1)
 
 
@@ -150,15 +150,15 @@ def world_size(name: str, sizes: Sizes) -> int:
 
 
 class Turn(NamedTuple):
-    """What a rank says of the steps it has run; then, what a step of all ranks took."""
+    """Times of a rank for its steps; later, of one step of all ranks."""
 
     wall_s: float
     cpu_s: float
-    other_share: float = 0.0  # the share of the processors that other programs took meanwhile
+    other_share: float = 0.0  # share of the processors that other programs used meanwhile
 
 
 class Gate:
-    """Lets a rank train when the parent says so, and tells how long it took."""
+    """Lets a rank train on command of the parent, and reports the time."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -166,7 +166,7 @@ class Gate:
         self._wall_s = self._cpu_s = 0.0
 
     def before_step(self) -> None:
-        """Wait for the parent's order where none is left; ends the process if there is none."""
+        """Wait for the parent's command if no steps remain; exit the process on 0 steps."""
         if self._left:
             return
         self._left = self._connection.recv()
@@ -176,14 +176,14 @@ class Gate:
         self._wall_s, self._cpu_s = time.perf_counter(), time.process_time()
 
     def after_step(self) -> None:
-        """Answer the parent after the last step of its order."""
+        """Report to the parent after the last step of its command."""
         self._left -= 1
         if not self._left:
             wall_s, cpu_s = time.perf_counter(), time.process_time()
             self._connection.send(Turn(wall_s - self._wall_s, cpu_s - self._cpu_s))
 
     def around(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the trainer's step, gated."""
+        """Wrap the trainer's step by the gate."""
 
         def gated(*args: Any, **options: Any) -> Any:
             self.before_step()
@@ -220,11 +220,11 @@ def become_rank(
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)  # only the gate ends a rank well
+    os._exit(1)  # a rank ends successfully only through the gate
 
 
 def train_by_megatron(name: str, sizes: Sizes, gate: Gate) -> None:
-    """Run the training script with Megatron's step gated."""
+    """Run the training script with the gate around Megatron's step."""
     import megatron.training.training as training
 
     training.train_step = gate.around(training.train_step)
@@ -236,7 +236,7 @@ def train_by_megatron(name: str, sizes: Sizes, gate: Gate) -> None:
 
 
 class PlainLinear:
-    """Stands where Megatron's linear Function stands: torch's linear, which can be split."""
+    """Replaces Megatron's linear Function by torch's linear, which can be split."""
 
     @staticmethod
     def apply(input: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
@@ -245,7 +245,7 @@ class PlainLinear:
 
 
 class Chunk(nn.Module):
-    """A chunk of Megatron's GPT as torch.distributed.pipelining calls one."""
+    """A chunk of Megatron's GPT with the interface of torch.distributed.pipelining."""
 
     def __init__(self, model: nn.Module, positions: Tensor) -> None:
         super().__init__()
@@ -288,7 +288,7 @@ def train_by_torch(sizes: Sizes, rank: int, gate: Gate) -> None:
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
     while True:
         gate.before_step()
-        if rank == 0:  # holds both ends
+        if rank == 0:  # has the first and the last stage
             schedule.step(tokens, target=tokens)
         else:
             schedule.step()
@@ -299,7 +299,7 @@ def train_by_torch(sizes: Sizes, rank: int, gate: Gate) -> None:
 
 
 def clip(parameters: Sequence[nn.Parameter], limit: float = 1.0) -> None:
-    """Clip the gradient of the whole model, as Megatron's optimizer does."""
+    """Clip the gradient of the full model, as Megatron's optimizer does."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     total = nn.utils.get_total_norm(gradients) ** 2
     dist.all_reduce(total)
@@ -307,7 +307,7 @@ def clip(parameters: Sequence[nn.Parameter], limit: float = 1.0) -> None:
 
 
 def build_chunk(sizes: Sizes, stage: int, num_stages: int) -> Chunk:
-    """Return a stage of the model, made of Megatron's layers with torch's linear."""
+    """Build a stage of the model from Megatron's layers with torch's linear."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -315,7 +315,7 @@ def build_chunk(sizes: Sizes, stage: int, num_stages: int) -> Chunk:
     from megatron.core.transformer import TransformerConfig
 
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()  # to the layers this rank is alone
+        parallel_state.initialize_model_parallel()  # for the layers, this rank is alone
         random.model_parallel_cuda_manual_seed(1)
         layers.LinearWithGradAccumulationAndAsyncCommunication = PlainLinear
     config = TransformerConfig(
@@ -348,7 +348,7 @@ def build_chunk(sizes: Sizes, stage: int, num_stages: int) -> Chunk:
 
 
 class Prediction(NamedTuple):
-    """What a variant has said of its steps, in ms."""
+    """Times of the steps that a variant has logged, in ms."""
 
     step_ms: float
     passes_ms: float
@@ -356,7 +356,7 @@ class Prediction(NamedTuple):
 
 
 class Variant:
-    """The ranks of one variant, as the parent sees them."""
+    """The ranks of one variant, seen from the parent."""
 
     def __init__(self, name: str, sizes: Sizes, folder: Path) -> None:
         context = multiprocessing.get_context("fork")  # the imports are shared
@@ -376,7 +376,7 @@ class Variant:
             self._logs.append(log)
 
     def run(self, steps: int) -> Turn:
-        """Have all ranks train so many steps; return the slowest one's time and all their work.
+        """Train `steps` steps; return the time of the slowest rank and the total CPU time.
 
         Raises:
             SystemExit: a rank failed.
@@ -396,12 +396,12 @@ class Variant:
             connection.send(0)
 
     def log(self) -> str:
-        """Return what the ranks have said."""
+        """Return the logs of the ranks."""
         return "\n".join(log.read_text() for log in self._logs)
 
 
 def disturb(seed: int = 1) -> NoReturn:
-    """Work and rest by turns, each for a random time, until the process is ended."""
+    """Work and rest alternately, each for a random time, until the process is stopped."""
     rng = random.Random(seed)
     while True:
         until = time.perf_counter() + rng.random() / 2
@@ -412,7 +412,7 @@ def disturb(seed: int = 1) -> NoReturn:
 
 @contextlib.contextmanager
 def disturbed(is_enabled: bool) -> Iterator[None]:
-    """Have another process disturb what runs inside, if that is asked for."""
+    """Run a disturbing process during the context, if enabled."""
     process = multiprocessing.Process(target=disturb, daemon=True)
     if is_enabled:
         process.start()
@@ -423,7 +423,7 @@ def disturbed(is_enabled: bool) -> Iterator[None]:
 
 
 def end_trial(variant: Variant) -> None:
-    """Run the steps of auto's trial, and those that compare its winner with the prediction."""
+    """Run the steps of auto's trial, and the steps that compare its winner with the prediction."""
     is_comparing = "comparing the plan with" in variant.log()
     while is_comparing and "measured steps: " not in variant.log():
         variant.run(WARM_UP)
@@ -432,7 +432,7 @@ def end_trial(variant: Variant) -> None:
 
 
 def predicted_in(log: str) -> Prediction | None:
-    """Return what a variant's log predicts and what it measured next; None if nothing."""
+    """Return the prediction and the next measurement in a variant's log; None if absent."""
     step_times_ms = re.findall(r"measured costs: .*step ([\d.]+) ms", log)
     compared = re.findall(r"predicted for .*: passes ([\d.]+) ms, ([\d.]+) ms", log)
     if not step_times_ms or not compared:
@@ -441,13 +441,13 @@ def predicted_in(log: str) -> Prediction | None:
 
 
 class Quiet:
-    """Waits for other programs to pause, for a limited time in all; tells what they took."""
+    """Waits for other programs to pause, up to a total time, and measures their load."""
 
     def __init__(self, patience_s: float) -> None:
         self._left_s = patience_s
 
     def wait(self) -> None:
-        """Return when the processors have been idle for a moment, or the patience is over."""
+        """Return when the processors have been idle for a moment, or the total time is used up."""
         while self._left_s > 0:
             busy_before_s, start = busy_s(), time.perf_counter()
             time.sleep(0.25)
@@ -458,15 +458,15 @@ class Quiet:
 
     @staticmethod
     def share(before_s: float, wall_s: float, own_s: float) -> float:
-        """Return the share of the processors that was not ours since `busy_s` was `before_s`."""
+        """Return the share of the processors used by others since `busy_s` was `before_s`."""
         others_s = busy_s() - before_s - own_s
         return max(others_s / (wall_s * (os.cpu_count() or 1)), 0.0)
 
 
 def busy_s() -> float:
-    """Return for how long the processors have worked since the machine started, added up.
+    """Return the total busy time of the processors since the machine started.
 
-    Time that a hypervisor gave to others counts too; 0 where the system does not say.
+    It includes time that a hypervisor gave to others; 0 if the system does not report it.
     """
     try:
         fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
@@ -479,7 +479,7 @@ def busy_s() -> float:
 def measure(
     variants: Sequence[Variant], rounds: int, steps: int, quiet: Quiet
 ) -> dict[str, list[Turn]]:
-    """Return every variant's turns, a step each, in rounds that begin with another variant."""
+    """Return every variant's turns, in times per step; each round starts with another variant."""
     turns_by_variant: dict[str, list[Turn]] = {variant.name: [] for variant in variants}
     for round_index in range(rounds):
         shift = round_index % len(variants)
@@ -499,7 +499,7 @@ def measure(
 
 
 def undisturbed_rounds(*turns: Sequence[Turn]) -> list[int]:
-    """Return the rounds in which none of these was disturbed; all, if that leaves too few."""
+    """Return the rounds without a disturbed turn; all rounds if too few remain."""
     rounds = range(len(turns[0]))
     quiet = [
         index
@@ -510,7 +510,7 @@ def undisturbed_rounds(*turns: Sequence[Turn]) -> list[int]:
 
 
 def ratios(turns_by_variant: Mapping[str, Sequence[Turn]], name: str, baseline: str) -> list[float]:
-    """Return, round by round, how many times as fast as `other` a variant was."""
+    """Return the speed of a variant relative to `baseline`, by round."""
     variant_turns, baseline_turns = turns_by_variant[name], turns_by_variant[baseline]
     return [
         baseline_turns[index].wall_s / variant_turns[index].wall_s
@@ -555,7 +555,7 @@ def table(turns_by_variant: Mapping[str, Sequence[Turn]], sizes: Sizes) -> str:
 def prediction_table(
     turns_by_variant: Mapping[str, Sequence[Turn]], predicted: Mapping[str, Prediction]
 ) -> str:
-    """Return the Markdown table of predictions; the goal is a ratio within 0.95 and 1.05."""
+    """Return the Markdown table of predictions; the goal is a ratio from 0.95 to 1.05."""
     lines = [
         "| variant | passes ms, predicted | measured | ratio | step ms, predicted | measured "
         "| ratio |",
@@ -575,7 +575,7 @@ def prediction_table(
 
 
 def verdicts(turns_by_variant: Mapping[str, Sequence[Turn]]) -> list[str]:
-    """Return a line for every goal whose two variants ran."""
+    """Return a line for every goal with both variants."""
     lines = []
     package_variants = [
         name for name in turns_by_variant if name not in (BASELINE, INTERLEAVED, TORCH, AUTO)
@@ -627,7 +627,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def prepare_imports() -> None:
-    """Import what every rank needs, before the ranks are forked."""
+    """Import the modules of all ranks before the ranks are forked."""
     os.environ.update(
         OMP_NUM_THREADS="1",
         CUDA_VISIBLE_DEVICES="",
@@ -635,7 +635,7 @@ def prepare_imports() -> None:
     )
     sys.argv = [str(SCRIPT)]
     source = compile(SCRIPT.read_text(), str(SCRIPT), "exec")
-    # Under another name the script imports and defines, and does not start.
+    # Under another name, the script only imports and defines.
     exec(source, {"__name__": "imports", "__file__": str(SCRIPT)})
 
 

@@ -55,7 +55,7 @@ def choose(device: str) -> None:
         ScheduleError: there is no such device, or torch has already initialized a GPU.
     """
     if device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read when torch first asks for a GPU
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read at the first use of a GPU by torch
         if not cpu.install():
             raise ScheduleError(
                 "--device cpu: this process has looked for a GPU and found one; start it with "
@@ -66,7 +66,7 @@ def choose(device: str) -> None:
 
 
 def prepare(device: str) -> Any:
-    """Make this process a world of one rank; return the state of its linear layers.
+    """Initialize this process as a world of one rank; return the state of its linear layers.
 
     Raises:
         ScheduleError: as `choose` does.
@@ -88,7 +88,7 @@ def prepare(device: str) -> Any:
 
 
 def _split_state() -> Any:
-    """Let Megatron's linear layers defer their weight gradients to a state."""
+    """Make Megatron's linear layers defer their weight gradients to a state."""
     from megatron.core.tensor_parallel import layers
 
     from megatron_vshape.mcore.split.linear_layers import TorchFusedKernels, make_split_linear
@@ -106,7 +106,7 @@ def _split_state() -> Any:
 
 
 class SdpaAttention(nn.Module):
-    """Megatron's core attention by torch's kernel, which does not store the s x s scores."""
+    """Megatron's core attention with torch's kernel, which does not store the s x s scores."""
 
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ from pathlib import Path
 from unittest import mock
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))  # a checkout need not be installed
+sys.path.insert(0, str(ROOT))  # works without installation
 
 import megatron_vshape  # noqa: E402
 from megatron_vshape.cli.main import main as run  # noqa: E402

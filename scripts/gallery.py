@@ -1,12 +1,12 @@
-"""Draw the whole catalogue and write a Markdown page of it; or the few figures of the README.
+"""Draw all published schedules and write a Markdown page of them, or the figures of the README.
 
     python scripts/gallery.py [FOLDER] [--devices D] [--microbatches M]
     python scripts/gallery.py --readme
 
-The page (docs/gallery/README.md unless FOLDER is given) has, for every schedule, its building
-block, its passes, and what every device holds; before them a table of all and the paper's
-theory table. Everything is made from the code. A folder that is made gets a .gitignore, since
-one command makes it again. `--readme` writes docs/figures, which is committed.
+The page (docs/gallery/README.md unless FOLDER is given) has the building
+block, the passes and the memory per device of every schedule, after a table of all and the paper's
+theory table. Everything is computed. A new folder gets a .gitignore, because
+one command creates it again. `--readme` writes docs/figures, which is committed.
 """
 
 import argparse
@@ -60,7 +60,7 @@ SECTION = """
 
 
 def write_page(folder: Path, num_devices: int, num_microbatches: int) -> None:
-    """Write the figures of the whole catalogue and the page that shows them into `folder`."""
+    """Write the figures of all published schedules and the page that shows them into `folder`."""
     timelines = [simulate(make(name, num_devices, num_microbatches)) for name in NAMES]
     numbers = [numbers_of(timeline) for timeline in timelines]
     if not folder.exists():
@@ -86,7 +86,7 @@ def write_page(folder: Path, num_devices: int, num_microbatches: int) -> None:
 
 
 def write_readme_figures(folder: Path) -> None:
-    """Write what the README shows: each of its schedules, and all on one time axis."""
+    """Write the figures of the README: its schedules, and all of them on one time axis."""
     folder.mkdir(parents=True, exist_ok=True)
     timelines = [simulate(make(name, *README_SIZE)) for name in README_NAMES]
     for timeline in timelines:
@@ -95,7 +95,7 @@ def write_readme_figures(folder: Path) -> None:
 
 
 def draw(timeline: Timeline, path: Path) -> None:
-    """Draw a schedule of the catalogue with its block and 1F1B's memory as the limit."""
+    """Draw a schedule with its block, and 1F1B's memory as the limit."""
     schedule = timeline.schedule
     sizes = (schedule.num_devices, schedule.num_microbatches)
     block = make_block(schedule.name, *sizes)
@@ -118,7 +118,7 @@ def compare(timelines: Sequence[Timeline]) -> Figure:
 
 
 def main() -> int:
-    """Write what the command line asks for; return the exit status."""
+    """Write the requested files; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "docs" / "gallery")
     parser.add_argument("--devices", type=int, metavar="D", default=8)

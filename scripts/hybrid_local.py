@@ -1,8 +1,8 @@
-"""HybridModel's layers without Transformer Engine, from which Megatron's own spec is made.
+"""HybridModel's layers without Transformer Engine, for Megatron's spec.
 
-`--spec hybrid_local local_stack_spec` where this folder is in PYTHONPATH, or by itself with
-`--transformer-impl local` in pretrain_gpt.py. Attention, MLP and expert layers run
-anywhere, on a CPU too; Mamba layers where mamba-ssm is installed, which needs a GPU.
+Use `--spec hybrid_local local_stack_spec` if this folder is in PYTHONPATH;
+`--transformer-impl local` in pretrain_gpt.py selects it. Attention, MLP and expert layers run
+anywhere, also on a CPU; Mamba layers require mamba-ssm and a GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron.core.transformer.transformer_layer import (
 
 
 class LocalHybridStack(HybridStack):  # type: ignore[misc]
-    """Megatron's stack, but its last norm is torch's."""
+    """Megatron's stack with torch's last norm."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ _moe_layer = ModuleSpec(
     module=MoETransformerLayer,
     submodules=TransformerLayerSubmodules(
         pre_mlp_layernorm=WrappedTorchNorm,
-        # Any number of experts: the config says how many there are.
+        # placeholder: the number of experts comes from the config
         mlp=get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False),
         mlp_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map=_mlp_keys,
@@ -119,7 +119,7 @@ _multi_token_layer = ModuleSpec(
         enorm=WrappedTorchNorm,
         hnorm=WrappedTorchNorm,
         eh_proj=ColumnParallelLinear,
-        mtp_model_layer=None,  # which the pattern says
+        mtp_model_layer=None,  # set by the pattern
         layer_norm=WrappedTorchNorm,
     ),
 )

@@ -2,23 +2,23 @@
 
     python scripts/loss_parity.py [--steps 2000] [--folder runs/loss-parity] [--keep]
 
-Every run is Megatron's own trainer (scripts/pretrain_gpt.py) on four pipeline ranks over gloo, on
+Every run is Megatron's trainer (scripts/pretrain_gpt.py) on four pipeline ranks over gloo, on
 the documentation that ships with Python (scripts/prepare_text.py), from one set of weights: the
 baseline, which has no flag of this package, saves them after a first step and every run loads
-them. What a run has logged of each step, its loss and its gradient norm in float32, is read from
-its TensorBoard files. `auto` measures its costs in steps 10 to 13 and goes on with its own plan.
+them. Loss and gradient norm of each step, in float32, are read from
+the TensorBoard files. `auto` measures its costs in steps 10 to 13 and continues with its plan.
 
-| settings | what differs |
+| settings | difference |
 |---|---|
 | fp32 | |
-| bf16 | `--bf16`: weights and activations in bfloat16, gradients added up in float32 |
-| fp32-unclipped | `--clip-grad 0`, a tenth of the steps: the gradient norm reaches no weight |
+| bf16 | `--bf16`: weights and activations in bfloat16, gradients summed in float32 |
+| fp32-unclipped | `--clip-grad 0`, a tenth of the steps: the gradient norm affects no weight |
 | bf16-unclipped | both |
-| bf16-sliced | bf16, at most 300 steps, beside V-ZB with microbatches in 4 slices |
+| bf16-sliced | bf16, at most 300 steps, compared with V-ZB with microbatches in 4 slices |
 
 It writes benchmarks/figures/loss-parity-SETTINGS.svg and benchmarks/evidence/loss_parity.csv, which
-benchmarks/evidence.py shows. `--keep` takes over the runs that have ended; the folder then has to
-be of this state of the code. On two idle cores the runs take about an hour.
+benchmarks/evidence.py shows. `--keep` reuses finished runs; the folder must then
+be of the same version of the code. On two idle cores the runs need about an hour.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ SLICED: Mapping[str, str] = {
     BASELINE: "",
     "V-ZB in slices": "--pipeline-schedule v-zb --pipeline-slices 4",
 }
-LOSS, NORM = "lm loss", "grad-norm"  # as the trainer names them in TensorBoard
+LOSS, NORM = "lm loss", "grad-norm"  # names in the trainer's TensorBoard files
 MAX_SLICED_STEPS = 300
 RANKS = 4
 VOCABULARY = 512
-# One layer for each of the eight stages of a V, and as many microbatches as ranks: the smallest
-# step that fills the pipeline, for what is compared does not depend on the size.
+# One layer for each of the eight stages of a V, and one microbatch per rank: the smallest
+# step that fills the pipeline. The comparison does not depend on the size.
 FLAGS = (
     f"--pipeline-model-parallel-size {RANKS} --num-layers {2 * RANKS} --hidden-size 64 "
     "--num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
@@ -78,7 +78,7 @@ FLAGS = (
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What all runs of a comparison have in common."""
+    """Common settings of all runs of a comparison."""
 
     name: str
     flags: tuple[str, ...]
@@ -89,14 +89,14 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """What a run has logged of its steps, [steps] each, as float32."""
+    """Loss and gradient norm of a run per step, as float32."""
 
     loss: np.ndarray
     norm: np.ndarray
 
 
 def train(settings: Settings, schedule: str, folder: Path, *flags: str) -> None:
-    """Train into `folder`, which is made anew; raises SystemExit where the trainer fails."""
+    """Train into `folder`, which is created again; raises SystemExit if the trainer fails."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     text = prepare(None, ROOT / ".cache" / "text", VOCABULARY)
@@ -109,7 +109,7 @@ def train(settings: Settings, schedule: str, folder: Path, *flags: str) -> None:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",  # more threads may add up in another order
+        "OMP_NUM_THREADS": "1",  # more threads may change the order of sums
         "PYTHONWARNINGS": "ignore",
     }
     log = folder / "log"
@@ -122,7 +122,7 @@ def train(settings: Settings, schedule: str, folder: Path, *flags: str) -> None:
 
 
 def read_logged(folder: Path) -> Logged:
-    """Return what the run in `folder` has logged; no steps where it has not begun."""
+    """Read the log of the run in `folder`; without steps if it has not started."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     if folder.exists():
         events.Reload()
@@ -136,7 +136,7 @@ def read_logged(folder: Path) -> Logged:
 
 
 def compare(settings: Settings, folder: Path, keep: bool) -> dict[str, Logged]:
-    """Return what every schedule's run has logged, trained unless it is there and kept."""
+    """Return the logged values of every schedule's run; train runs that are missing or not kept."""
     weights = folder / f"{settings.name}-weights"
     if not (keep and (weights / "saved" / "latest_checkpointed_iteration.txt").exists()):
         saving = ("--train-iters", "1", "--save", str(weights / "saved"), "--save-interval", "1")
@@ -146,7 +146,7 @@ def compare(settings: Settings, folder: Path, keep: bool) -> dict[str, Logged]:
         run = folder / f"{settings.name}-{schedule.rpartition(' ')[2].lower()}"
         if not keep or len(read_logged(run).loss) != settings.steps:
             print(f"{settings.name}: {schedule}, {settings.steps} steps", file=sys.stderr)
-            # --finetune takes the weights alone: the step counts from 0, over the same data.
+            # --finetune loads only the weights: the step counts from 0, over the same data.
             loading = ("--load", str(weights / "saved"), "--finetune")
             train(settings, schedule, run, *loading, "--train-iters", str(settings.steps))
         logged_runs[schedule] = read_logged(run)
@@ -159,7 +159,7 @@ def compare(settings: Settings, folder: Path, keep: bool) -> dict[str, Logged]:
 
 
 def rows(settings: Settings, runs: Mapping[str, Logged]) -> list[list[str]]:
-    """Return a line for each schedule: last losses, largest differences, steps that are equal."""
+    """Return a row for each schedule: last losses, largest differences, number of equal steps."""
     baseline = runs[BASELINE]
     lines = []
     for schedule, run in runs.items():
@@ -190,7 +190,7 @@ HEAD = (
 
 
 def picture(name: str, runs: Mapping[str, Logged]) -> Figure:
-    """Return the figure: losses above, their distance from the baseline's below."""
+    """Return the figure: losses above, their difference from the baseline below."""
     figure = Figure(figsize=(4.5, 4.4), layout="constrained")
     FigureCanvasAgg(figure)
     losses, distances = figure.subplots(2, sharex="col")
@@ -221,7 +221,7 @@ def picture(name: str, runs: Mapping[str, Logged]) -> Figure:
 
 
 def existing_lines(table: Path) -> list[list[str]]:
-    """Return the lines of the table that there is; without its head."""
+    """Return the rows of the existing table without its heading."""
     if not table.exists():
         return []
     with table.open(newline="") as stream:
@@ -229,7 +229,7 @@ def existing_lines(table: Path) -> list[list[str]]:
 
 
 def settings(steps: int) -> tuple[Settings, ...]:
-    """Return what is compared in so many steps, or fewer."""
+    """Return the comparisons of at most `steps` steps."""
     few = max(steps // 10, 1)
     return (
         Settings("fp32-unclipped", ("--clip-grad", "0"), few),
@@ -265,7 +265,7 @@ def main() -> int:
             continue
         logged_runs = compare(comparison, folder, options.keep)
         lines[comparison.name] = rows(comparison, logged_runs)
-        # After each, so that whoever is interrupted has what has ended.
+        # After each comparison, so that an interruption keeps the finished ones.
         options.table.parent.mkdir(parents=True, exist_ok=True)
         with options.table.open("w", newline="") as stream:
             csv.writer(stream, lineterminator="\n").writerows([HEAD, *chain(*lines.values())])
@@ -279,7 +279,7 @@ def main() -> int:
 
 
 def table(lines: Sequence[Sequence[str]]) -> str:
-    """Return lines as a Markdown table, the first of them its head."""
+    """Format rows as a Markdown table; the first one is its heading."""
     head, *body = ["| " + " | ".join(line) + " |" for line in lines]
     return "\n".join([head, "|---|---|" + "---:|" * (len(lines[0]) - 2), *body])
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure on one GPU what single ranks of training commands need; elsewhere, rehearse the same.
+"""Measure memory and time of single ranks of training commands on one GPU, or estimate them.
 
     python scripts/measure_ranks.py measure --output FILE.json [--only NAME ...]
     python scripts/measure_ranks.py rehearse FILE.json [--te DIRECTORY]
@@ -8,7 +8,7 @@
 Megatron's trainer without the other ranks. Memory is that of torch's allocator. NCCL's buffers,
 waits and communication are not measured. Transformer Engine must be installed.
 
-`rehearse` needs no GPU: it adds what a rehearsal of the same flags counts. The figures of an H200
+`rehearse` needs no GPU: it adds the estimate for the same flags. The figures of an H200
 are in benchmarks/evidence/h200.json; `benchmarks/measured_table.py` prints them. They were measured
 and estimated with torch 2.11; with torch 2.15 the 7B ranks are estimated 136 MiB lower.
 """
@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # works without installation
 sys.path.insert(0, str(Path(__file__).parent))
 
 ROOT = Path(__file__).parents[1]
@@ -99,14 +99,14 @@ CASES = (  # name, flags, GPUs, ranks
 
 
 def write(file: Path, measurements: Mapping[str, Any]) -> None:
-    """Write what was found: a rank a line."""
+    """Write the measurements, one rank per line."""
     ranks = ",\n".join(f"  {json.dumps(measurement)}" for measurement in measurements["ranks"])
     about = json.dumps(measurements["about"], indent=1).replace("\n", "\n ")
     file.write_text(f'{{\n "about": {about},\n "ranks": [\n{ranks}\n ]\n}}\n')
 
 
 def cases(only: Sequence[str], excluded: Sequence[str], extra: str) -> Iterator[dict[str, Any]]:
-    """Yield every rank of every case, as in the file."""
+    """Yield every rank of every case, in the form of the file."""
     for name, flags, world, ranks in CASES:
         if (only and not any(text in name for text in only)) or any(
             text in name for text in excluded
@@ -118,14 +118,14 @@ def cases(only: Sequence[str], excluded: Sequence[str], extra: str) -> Iterator[
 
 
 def job_of(case: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the job that measures a rank."""
+    """Return the job that measures a rank."""
     flags = case["flags"].split()
     ranks = {"world": case["world"], "rank": case["rank"], "schedule": V in flags}
     return {"script": str(SCRIPT), "flags": flags, "environment": {}, "steps": STEPS, **ranks}
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Measure all cases and write the results after each; 1 if one failed."""
+    """Measure all cases and write the results after each; return 1 if one failed."""
     import torch
     from bench_gpu import provenance
 
@@ -154,7 +154,7 @@ def sizes_of(measurement: Mapping[str, Any]) -> str:
 
 
 def rehearse(args: argparse.Namespace) -> int:
-    """Add to each rank of a file what a rehearsal counts; 1 where one failed."""
+    """Add the estimate to each rank of a file; return 1 if one failed."""
     from megatron_vshape.environment import ALLOCATOR, SEGMENTS
     from megatron_vshape.rehearsal import sources
     from megatron_vshape.rehearsal.rank_report import FailedRank
@@ -196,7 +196,7 @@ def rehearse(args: argparse.Namespace) -> int:
 
 
 def rehearsal(measurement: Mapping[str, Any], gpu: str, name: str) -> dict[str, Any]:
-    """Return the job that rehearses what was measured."""
+    """Return the job that estimates a measured rank."""
     from megatron_vshape.rehearsal.flags import SCHEDULE, Command, environment_of, without_files
 
     command = Command(str(SCRIPT), tuple(measurement["flags"].split()))

@@ -3,8 +3,8 @@
     python scripts/prepare_text.py [--text FILE] [--cache DIR] [--vocab-size N]
 
 PREFIX.bin and PREFIX.idx are the dataset, PREFIX.model is a SentencePiece tokenizer (BPE with
-bytes for what it has not seen) trained on the same text. The default text is the documentation
-that ships with Python itself, about half a million characters of English. A text that was
+bytes for unknown characters) trained on the same text. The default text is the documentation
+that ships with Python, about half a million characters of English. A text that was
 prepared before is not prepared again.
 """
 
@@ -19,19 +19,19 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-_MIN_DOCUMENTS = 40  # so that each of the three splits has some
+_MIN_DOCUMENTS = 40  # so that none of the three splits is empty
 _MIN_DOCUMENT_CHARS = 200
 _MAX_DOCUMENT_CHARS = 4000
-_SUFFIXES = (".model", ".bin", ".idx")  # in the order they are written
-_FORMAT = "1"  # raise it when the same text would give other files
+_SUFFIXES = (".model", ".bin", ".idx")  # in the order of writing
+_FORMAT = "1"  # increase it if the same text gives other files
 
 
 class TextError(Exception):
-    """The text cannot become a dataset; the message says why, and what would do."""
+    """The text cannot become a dataset; the message has the reason and the fix."""
 
 
 def read_text(path: Path | None) -> str:
-    """Return the text of `path`, or Python's own documentation; raises TextError."""
+    """Return the text of `path`, or Python's documentation; raises TextError."""
     if path is None:
         from pydoc_data.topics import topics
 
@@ -51,9 +51,9 @@ def read_text(path: Path | None) -> str:
 
 
 def split_documents(text: str) -> list[str]:
-    """Return `text` cut at empty lines into documents of up to a few thousand characters.
+    """Split `text` at empty lines into documents of up to a few thousand characters.
 
-    Megatron splits training from validation by whole documents, so one long text must be several.
+    Megatron splits training from validation by document, so one long text must be several.
     Raises TextError when there are too few for that.
     """
     max_chars = min(max(len(text) // 100, _MIN_DOCUMENT_CHARS), _MAX_DOCUMENT_CHARS)
@@ -85,7 +85,7 @@ def _paragraphs(text: str, max_chars: int) -> Iterator[str]:
 def train_tokenizer(documents: list[str], vocab_size: int) -> bytes:
     """Return a SentencePiece BPE model of at most `vocab_size` pieces that loses no character.
 
-    A short text has fewer pieces to offer; then the vocabulary is as large as it can be.
+    A short text gives fewer pieces; then the vocabulary is as large as possible.
     """
     import sentencepiece
 
@@ -133,7 +133,7 @@ def write_dataset(documents: list[str], prefix: Path, vocab_size: int) -> int:
 
 
 def prepare(text_path: Path | None, cache: Path, vocab_size: int) -> Path:
-    """Return the prefix of a text's dataset, made unless the cache has it; raises TextError."""
+    """Return the prefix of a text's dataset, from the cache if present; raises TextError."""
     text = read_text(text_path)
     key = hashlib.sha256("\0".join([_FORMAT, str(vocab_size), text]).encode()).hexdigest()[:16]
     prefix = cache / key / "text"
@@ -144,7 +144,7 @@ def prepare(text_path: Path | None, cache: Path, vocab_size: int) -> Path:
     documents = split_documents(text)
     prefix.parent.mkdir(parents=True, exist_ok=True)
     num_tokens = write_dataset(documents, prefix, vocab_size)
-    _path(prefix, ".done").touch()  # last, so that an interrupted run is begun anew
+    _path(prefix, ".done").touch()  # last, so that an interrupted run is repeated
     _print_status(f"wrote {num_tokens:,} tokens in {len(documents):,} documents to {prefix}.bin")
     return prefix
 
@@ -158,7 +158,7 @@ def _print_status(message: str) -> None:
 
 
 def main() -> int:
-    """Prepare the text that the command line names; return the exit status."""
+    """Prepare the requested text; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--text", type=Path, metavar="FILE", help="a UTF-8 text of your own")
     parser.add_argument("--cache", type=Path, metavar="DIR", default=Path(".cache/text"))

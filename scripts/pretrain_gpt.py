@@ -1,8 +1,8 @@
-"""Train a GPT with Megatron's own trainer, with this package's schedules added to Megatron's flags.
+"""Train a GPT with Megatron's trainer, with this package's schedules added to Megatron's flags.
 
 Start it with torchrun, as Megatron-LM's pretrain_gpt.py; every flag is Megatron's, and
 `--pipeline-schedule` comes from this package. It needs no Megatron-LM checkout: the megatron-core
-wheel carries the trainer. Where torch sees no GPU it trains on the CPU, over gloo.
+wheel includes the trainer. If torch sees no GPU it trains on the CPU, over gloo.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 import megatron_vshape
 from megatron_vshape.mcore import cpu
 
-# Both stand outside the guarded main: writing a checkpoint starts processes that import this file
-# again, and they need the same torch. They stand before Megatron's imports, which copy from torch.
+# Both are outside the guarded main: writing a checkpoint starts processes that import this file
+# again, and they need the same torch. They precede Megatron's imports, which copy from torch.
 cpu.install()
 megatron_vshape.register()
 
@@ -50,7 +50,7 @@ LossReport = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 _INTEGER_KEYS = ["tokens", "labels", "position_ids"]
 _FLOAT_KEYS = ["loss_mask"]
-# Each needs inputs on the stages between the first and the last, which this script feeds nothing.
+# These need inputs on the inner stages, which this script does not provide.
 _UNSUPPORTED_FLAGS = {
     "sft": "--sft",
     "reset_attention_mask": "--reset-attention-mask",
@@ -70,9 +70,9 @@ _NEEDS_0_19 = {
 def forward_step(
     data_iterator: Iterator[Batch] | None, model: Any, return_schedule_plan: bool = False
 ) -> tuple[Any, Callable[[torch.Tensor], LossReport]]:
-    """Return the output of this rank's chunk `model` and the function that makes a loss of it.
+    """Return the output of this rank's chunk `model` and the function that computes its loss.
 
-    With `return_schedule_plan` Megatron's layer plan that makes that output.
+    With `return_schedule_plan`, return Megatron's layer plan instead of the output.
     """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
@@ -82,7 +82,7 @@ def forward_step(
     output = call(
         batch.get("tokens"),
         batch.get("position_ids"),
-        None,  # the causal mask, which attention makes by itself
+        None,  # the causal mask, which attention creates
         labels=batch.get("labels"),
         loss_mask=batch.get("loss_mask"),  # for multi-token prediction
     )
@@ -90,7 +90,7 @@ def forward_step(
 
 
 def _next_batch(data_iterator: Iterator[Batch] | None, chunk: int | None) -> Batch:
-    """Return this rank's part of the next microbatch, or {} where the chunk is in the middle."""
+    """Return this rank's part of the next microbatch, or {} if the chunk is in the middle."""
     if not _reads_data(chunk):
         return {}
     batch: Batch = {}
@@ -105,7 +105,7 @@ def _next_batch(data_iterator: Iterator[Batch] | None, chunk: int | None) -> Bat
 
 
 def _reads_data(chunk: int | None) -> bool:
-    """Return whether this rank's chunk holds the model's first or its last stage."""
+    """Return whether this rank's chunk has the model's first or its last stage."""
     return bool(
         mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk)
         or mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk)
@@ -152,7 +152,7 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
     return datasets
 
 
-# Megatron's own mark for "call this on every rank".
+# Megatron's mark for functions that every rank calls.
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
@@ -178,13 +178,13 @@ def _dataset_config(args: Namespace) -> GPTDatasetConfig:
 def _model_provider(
     pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, **options: Any
 ) -> torch.nn.Module:
-    """Return one chunk of the model, for the trainers before 0.19, which ask for a function."""
+    """Return one chunk of the model, for the trainers before 0.19, which require a function."""
     args = get_args()
     for name, flag in _NEEDS_0_19.items():
         value = getattr(args, name, None)
         if value is not None and value is not False:
             raise SystemExit(f"{flag} needs megatron-core 0.19 or later in this script")
-    _refuse_unsupported(args)  # 0.17 reads the flags where this script cannot see them
+    _refuse_unsupported(args)  # 0.17 reads the flags where this script has no access
     config = options.get("config") or arguments.core_transformer_config_from_args(args)
     chunk: dict[str, Any] = {
         "config": config,
@@ -217,7 +217,7 @@ def _model_provider(
 
 
 def _gpt_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
-    """Return what Megatron's own `gpt_builders.py` does before 0.19; it is in no wheel."""
+    """Return the spec of Megatron's `gpt_builders.py` before 0.19, which no wheel includes."""
     if args.spec is not None:
         return import_module(args.spec)
     from megatron.core.models.gpt import gpt_layer_specs as specs
@@ -242,7 +242,7 @@ def _gpt_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
 
 
 def _multi_token_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
-    """Return layers as the decoder's last, for multi-token prediction; None without that."""
+    """Return layers like the last of the decoder, for multi-token prediction; None without it."""
     if args.mtp_num_layers is None:
         return None
     from megatron.core.models.gpt import gpt_layer_specs as specs
@@ -255,7 +255,7 @@ def _multi_token_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any
 
 
 def _hybrid_spec(args: Namespace) -> Any:
-    """Return `--spec`, or else the layers of the implementation that is chosen."""
+    """Return `--spec`, or else the layers of the selected implementation."""
     if args.spec is not None:
         return import_module(args.spec)
     if args.transformer_impl == "local":
@@ -268,7 +268,7 @@ def _hybrid_spec(args: Namespace) -> Any:
 
 
 def _model_config(args: Namespace) -> Any:
-    """Return the configuration of the model: a hybrid one where a pattern of layers is given."""
+    """Return the configuration of the model: a hybrid one if a pattern of layers is given."""
     from megatron.training import argument_utils
 
     if args.hybrid_layer_pattern is None:
@@ -301,9 +301,9 @@ def _keep_compiled_helpers() -> None:
 
 
 def main() -> None:
-    """Call Megatron's trainer in the form that the installed version has."""
+    """Call Megatron's trainer in the form of the installed version."""
     _keep_compiled_helpers()
-    # Looked up now, not imported by name: the schedules hook in at this attribute.
+    # Looked up here, not imported by name, because the schedules replace this attribute.
     pretrain = megatron.training.pretrain
     steps = (ModelType.encoder_or_decoder, forward_step)
     if not hasattr(arguments, "parse_and_validate_args"):  # 0.17: the trainer reads the flags

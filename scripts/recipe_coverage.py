@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""How many of the published recipes with pipeline parallelism start with a schedule, and what the
-others wait for.
+"""Count the published recipes with pipeline parallelism that start with a schedule, and the missing
+support of the others.
 
     python scripts/recipe_coverage.py [--schedule v-half] [--file tests/data/bridge_recipes.json]
-    python scripts/recipe_coverage.py --graphs      whose CUDA graphs have weight gradients apart
+    python scripts/recipe_coverage.py --graphs      recipes with CUDA graphs
 
-Every recipe's options go through the checks that a run begins with (`mcore/setup/choice.py`), as if
-Transformer Engine were installed. The ladder begins with recipes of which nothing has to be
-translated, then counts in what each rule of translation lets through, and ends with what keeps the
-others out, first that whose support would help most. A recipe is a library's, so all count on
+The checks of a run (`mcore/setup/choice.py`) examine the options of every recipe, as if
+Transformer Engine were installed. The ladder begins with recipes that need no translation,
+adds the recipes that each translation rule permits, and ends with the missing support of
+the others, the most helpful first. A recipe belongs to a library, so all require
 `megatron_vshape.register(schedule=...)`.
 """
 
@@ -34,7 +34,7 @@ RECIPES = Path(__file__).parents[1] / "tests" / "data" / "bridge_recipes.json"
 
 
 def needs_of(recipes: Iterable[dict], schedule: str) -> list[set[str]]:
-    """Return what every recipe needs: rules of translation, and support of what is refused."""
+    """Return the requirements of every recipe: translation rules and rejected options."""
     needs = []
     for recipe in recipes:
         options = recipe["options"]
@@ -52,7 +52,7 @@ def needs_of(recipes: Iterable[dict], schedule: str) -> list[set[str]]:
 
 
 def ladder(needs: list[set[str]]) -> list[tuple[str, int]]:
-    """Return the rungs, each with how many recipes start once it and those before it are there."""
+    """Return the rungs with the number of recipes that start at each of them."""
     supported: set[str] = set()
     rungs = [("nothing to translate", _count(needs, supported))]
     for rule in TRANSLATIONS:
@@ -72,14 +72,14 @@ def _count(needs: list[set[str]], supported: set[str]) -> int:
 
 
 def _gain(needs: list[set[str]], supported: set[str], requirement: str) -> tuple[int, int]:
-    """Return how many more start with it, and of how many it is one thing that is missing."""
+    """Return the number of recipes that it enables, and of recipes that require it."""
     return _count(needs, supported | {requirement}), sum(
         requirement in recipe_needs for recipe_needs in needs
     )
 
 
 def graphs_of(recipes: Iterable[dict]) -> Counter[str]:
-    """Count the recipes with CUDA graphs, by what keeps weight gradients of these in B, if any."""
+    """Count the recipes with CUDA graphs by the reason that keeps weight gradients in B, if any."""
     counts: Counter[str] = Counter()
     for options in (recipe["options"] for recipe in recipes):
         if options.get("cuda_graph_impl") == "full_iteration":
@@ -87,7 +87,7 @@ def graphs_of(recipes: Iterable[dict]) -> Counter[str]:
         if not captures_graphs(SimpleNamespace(**options)):
             continue
         config = SimpleNamespace(**options | _precision(options.get("mixed_precision") or ""))
-        # A recipe does not say how many experts its model has.
+        # The recipe does not specify the number of experts.
         config.num_moe_experts = options.get("expert_model_parallel_size", 1) > 1
         try:
             check_split_graphs(config)
@@ -100,7 +100,7 @@ def graphs_of(recipes: Iterable[dict]) -> Counter[str]:
 
 
 def _precision(name: str) -> dict[str, str | None]:
-    """Return what Megatron-Bridge makes of a mixed precision, as far as graphs depend on it."""
+    """Return Megatron-Bridge's options for a mixed precision, as far as graphs depend on them."""
     recipes = {"current_scaling": "tensorwise", "mxfp8": "mxfp8", "subchannel": "blockwise"}
     recipe = next((fp8_recipe for part, fp8_recipe in recipes.items() if part in name), "delayed")
     return {

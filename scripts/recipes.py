@@ -173,7 +173,7 @@ class _Checked(NamedTuple):
 def _is_settled(
     remaining: SimpleNamespace, choice: ScheduleChoice, package_options: Options, checked: _Checked
 ) -> bool:
-    """Run the checks of a run once, and remove rejected options from `left`.
+    """Run the checks of a run once, and remove rejected options from `remaining`.
 
     Returns whether the checks have nothing more to report.
     """

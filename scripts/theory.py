@@ -1,7 +1,7 @@
 """The theory table: peak memory and bubble of schedules, made or from their building blocks.
 
-Besides the catalogue it has the earlier attempts that the paper (arXiv 2405.15362) compares with
-and that do not run here: GEMS and Chimera, which hold the model twice, in opposite directions, and
+In addition to the published schedules, it has earlier methods that the paper (arXiv 2405.15362)
+compares: GEMS and Chimera, which store the model twice, in opposite directions, and
 BPipe, which moves activations between devices. All figures are for equal passes, free messages.
 """
 
@@ -20,25 +20,25 @@ THEORY = ("1f1b", "v-min", "v-half", "v-zb")
 """The rows of the paper's table of memory and bubble."""
 
 ATTEMPTS = ("gems", "chimera", "bpipe")
-"""Earlier attempts, analysed but not made."""
+"""Earlier methods, analysed but not executable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """What a schedule costs: memory in chunks, time in chunk passes.
+    """Figures of a schedule: memory in chunks, time in chunk passes.
 
-    A chunk is 1 / (2 d) of the model, so that 1F1B holds 2 d.
+    A chunk is 1 / (2 d) of the model, so that 1F1B needs 2 d.
     """
 
     peak: float
     overhead: float  # makespan - work
-    span_overhead: float  # the longest time of one device - work: what a step without barrier costs
+    span_overhead: float  # longest time of one device - work: the cost of a step without barrier
     note: str = ""
     repeats: bool = False  # whether the bubble grows with every microbatch
 
 
 def analyse(name: str, num_devices: int, num_microbatches: int) -> Analysis:
-    """Return the figures of a schedule of the catalogue or of one of `ATTEMPTS`.
+    """Return the figures of a published schedule or of one of `ATTEMPTS`.
 
     Raises:
         ScheduleError: there is no such schedule, or a count is impossible.
@@ -60,11 +60,11 @@ def analyse(name: str, num_devices: int, num_microbatches: int) -> Analysis:
 def _bidirectional_block(
     name: str, num_devices: int, interval: int, hop_slots: int, delay_slots: int
 ) -> BuildingBlock:
-    """Return the block of two microbatches that meet: one goes up the devices, one down.
+    """Return the block of two microbatches in opposite directions.
 
     Stages d to 2 d - 1 are the second copy of the model, from the last device to the first.
-    Forwards move by `hop` slots, whole backwards by 2, with no slot between the two ends; the
-    second microbatch starts `later`.
+    Forwards move by `hop_slots`, full backwards by 2 slots, without a gap at the last stage; the
+    second microbatch starts `delay_slots` later.
     """
     d = num_devices
     passes = []
@@ -79,13 +79,13 @@ def _bidirectional_block(
 
 
 def _gems(num_devices: int, num_microbatches: int) -> Analysis:
-    """Return GEMS: a microbatch enters from one end when the other's backward leaves there.
+    """Return GEMS: a microbatch enters at one device when the other's backward leaves there.
 
-    Its forwards follow the backwards through the devices at their pace, so that a device holds
+    Its forwards follow the backwards through the devices at their pace, so that a device stores
     one microbatch at a time and is idle for most of it.
     """
     d, m = num_devices, num_microbatches
-    half = 2 * d + 1  # slots until the second microbatch reaches the device that the first left
+    half = 2 * d + 1  # slots until the second microbatch reaches the last device of the first
     block = _bidirectional_block("gems", d, interval=2 * half, hop_slots=2, delay_slots=half)
     idle = m * half - 3 * m
     return Analysis(
@@ -98,12 +98,12 @@ def _gems(num_devices: int, num_microbatches: int) -> Analysis:
 
 
 def _chimera(num_devices: int, _num_microbatches: int) -> Analysis:
-    """Return Chimera: 1F1B from both ends at once, half of the microbatches each.
+    """Return Chimera: 1F1B in both directions at once, half of the microbatches each.
 
-    A device pairs a long lifespan with a short one, as in a V, at the price of a second copy of
-    the weights. The bubble is that of its paper: d / 2 - 1 forwards and as many backwards.
+    A device pairs a long lifespan with a short one, as in a V, but needs a second copy of
+    the weights. The bubble is that of its paper: d / 2 - 1 forwards and d / 2 - 1 backwards.
     """
-    interval = 6  # slots, in which a microbatch enters at either end
+    interval = 6  # slots, in which a microbatch enters in either direction
     lives = sorted(one_f_one_b(num_devices).lives().items())
     lifespans = [end - start for _, (start, end) in lives]
     pairs = zip(lifespans, reversed(lifespans), strict=True)
@@ -118,9 +118,9 @@ def _chimera(num_devices: int, _num_microbatches: int) -> Analysis:
 
 
 def _bpipe(num_devices: int, num_microbatches: int) -> Analysis:
-    """Return BPipe: 1F1B whose first devices keep activations on the last ones.
+    """Return BPipe: 1F1B whose first devices store activations on the last ones.
 
-    Device i and its partner d - 1 - i share d + 1 microbatches, and one is on its way.
+    Device i and its partner d - 1 - i share d + 1 microbatches, and one is in transfer.
     """
     plain = analyse("1f1b", num_devices, num_microbatches)
     bounds = one_f_one_b(num_devices).peak_bounds()

@@ -1,11 +1,11 @@
-"""Print the paper's table of memory and bubble, measured on the schedules that the code makes.
+"""Print the paper's table of memory and bubble, measured on generated schedules.
 
     python scripts/theory_table.py [--devices D ...] [NAME ...]
 
-A NAME is one of the catalogue's, or an earlier attempt that the paper compares with: gems, chimera
+A NAME is a published schedule or an earlier method that the paper compares: gems, chimera
 or bpipe.
 
-Memory is in units of M, what 1F1B holds: d microbatches of one device's layers, 2 d chunks. The
+Memory is in units of M, the memory of 1F1B: d microbatches of one device's layers, 2 d chunks. The
 bubble is makespan minus work in passes of one chunk, all of one unit; without a barrier between
 steps it is the span minus work. The growth with d is the difference between two device counts.
 """
@@ -22,7 +22,7 @@ from megatron_vshape.view.names import display_name
 
 DEVICES = (4, 8, 16, 32)
 GROWTH = (24, 48)
-"""Multiples of 6, so that V-Min's and V-Half's blocks are of the same case."""
+"""Multiples of 6, so that the blocks of V-Min and V-Half belong to the same case."""
 
 
 def measure(name: str, num_devices: int) -> Analysis:
@@ -56,7 +56,7 @@ def row(name: str, devices: Sequence[int]) -> list[str]:
 
 
 def times(factor: Fraction, unit: str) -> str:
-    """Return a multiple of a unit as one writes it: 0, M, M/3, 3 d."""
+    """Format a multiple of a unit, such as 0, M, M/3, 3 d."""
     if factor == 0:
         return "0"
     number = "" if factor.numerator == 1 else f"{factor.numerator} "
@@ -64,12 +64,12 @@ def times(factor: Fraction, unit: str) -> str:
 
 
 def amount(value: Fraction) -> str:
-    """Return a number without decimals that it does not need."""
+    """Format a number without unnecessary decimals."""
     return f"{float(value):.4g}"
 
 
 def table(names: Sequence[str], devices: Sequence[int]) -> str:
-    """Return the table as Markdown, and under it what else the earlier attempts take."""
+    """Return the table as Markdown, followed by notes on the earlier methods."""
     heading = ["schedule", "memory", "bubble", "without a barrier"]
     heading += [f"d = {count}: chunks / bubble" for count in devices]
     attempts = [name for name in names if name in ATTEMPTS]
@@ -79,14 +79,14 @@ def table(names: Sequence[str], devices: Sequence[int]) -> str:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table whose first row is its heading; all but the first column are numbers."""
+    """Format a table whose first row is its heading; all but the first column are numbers."""
     heading, *body = rows
     rule = ["---", *["---:"] * (len(heading) - 1)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (heading, rule, *body))
 
 
 def main() -> int:
-    """Print the table that the command line asks for; return the exit status."""
+    """Print the requested table; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", default=list(THEORY))
     parser.add_argument("--devices", nargs="+", type=int, metavar="D", default=list(DEVICES))

@@ -44,7 +44,7 @@ class Screen:
         self._sequence_length = 0
         self._ranks = 0
         self._in_header = False
-        self._rows = 0  # of the picture, still to come
+        self._rows = 0  # remaining rows of the picture
 
     def shown(self, line: str) -> str | None:
         """Return the text to show for a line, or None."""
@@ -106,7 +106,7 @@ def watch(command: list[str], log: Path, verbose: bool) -> int:
     """Run the command and return its status."""
     last: deque[str] = deque(maxlen=LAST_LINES)
     screen, has_error = Screen(), False
-    # Without a buffer of its own, so that the log is whole whenever somebody looks at it.
+    # Without a buffer, so that the log is always complete.
     with log.open("w", encoding="utf-8", buffering=1) as stream:
         process = subprocess.Popen(
             command,
@@ -115,7 +115,7 @@ def watch(command: list[str], log: Path, verbose: bool) -> int:
             encoding="utf-8",
             errors="replace",
         )
-        # Ctrl-C reaches the command by itself; it ends by its own rules, and its output with it.
+        # Ctrl-C reaches the command directly; the command ends by its rules, with its output.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
         assert process.stdout is not None
@@ -136,7 +136,7 @@ def watch(command: list[str], log: Path, verbose: bool) -> int:
 
 
 def main() -> int:
-    """Read the arguments and watch."""
+    """Parse the arguments and watch."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--log", type=Path, required=True, help="File for the output (required)")
     parser.add_argument("--verbose", action="store_true", help="Show every line")
