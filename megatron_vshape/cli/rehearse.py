@@ -301,7 +301,7 @@ def _write_costs(
     with counting.counting_schedule(sizes.pipeline) as put:
         jobs = [config.job(put(plain, sizes), sizes, stage, "") for stage in stages]
         with told(lambda us: f"{us:.0f} us"):
-            found = _found(rehearse_all(config.programs, jobs))[""]
+            found = _found(rehearse_all(config.programs, jobs), command, sizes)[""]
         if options.measure:
             # Only the first tensor-parallel rank reads data: the others would receive it.
             ranks = [job | {"rank": job["rank"] - job["rank"] % sizes.tensor} for job in jobs]
