@@ -42,9 +42,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 import torch
 import torch.distributed as dist
-from bench_gpu import end, provenance, show  # finds the package where it is not installed
+from bench_gpu import (  # finds the package where it is not installed
+    print_values,
+    provenance,
+    stop_process,
+)
 from bench_posting import reposted
-from chunks import choose
+from chunks import choose_device
 from torch import Tensor
 
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -231,7 +235,7 @@ def train(trial: Trial, ranks: int, backend: str, device: str) -> tuple[list[flo
             ended = wait_for(processes, time.monotonic() + LIMIT_S)
         finally:
             for process in processes:
-                end(process)
+                stop_process(process)
         said = [log.read_text(errors="replace") for log in logs]
     if any(ended) and not stood(said, ended):
         ends = zip(said, ended, strict=True)
@@ -292,7 +296,7 @@ def run_all(args: argparse.Namespace) -> int:
     Raises:
         SystemExit: a run failed for another reason.
     """
-    show(provenance(args))
+    print_values(provenance(args))
     backend = "nccl" if args.device == "cuda" else "gloo"
     try:
         right, _ = train(Trial.AS_IS, args.ranks, "gloo", "cpu")
@@ -339,7 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2)
     args = parser.parse_args(given)
     try:
-        choose(args.device)
+        choose_device(args.device)
     except ScheduleError as error:
         raise SystemExit(f"bench_nccl: {error}") from None
     return run_all(args)

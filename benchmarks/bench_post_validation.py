@@ -29,7 +29,7 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.core.program.early_start import forward_cut
+from megatron_vshape.core.program.early_start import forward_stop_point
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.core.program.lowering import lower
 from megatron_vshape.runtime.p2p import Transport
@@ -59,7 +59,7 @@ def iterate(
     rank = dist.get_rank()
     own = stages_of(program.schedule.placement, dist.get_world_size())[rank]
     stages = {stage: SleepingStage(costs, stage) for stage in own}
-    ends = forward_cut(program)
+    ends = forward_stop_point(program)
     number = torch.ones(1)
     dist.barrier()
     start = time.perf_counter()

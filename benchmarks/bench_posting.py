@@ -154,7 +154,7 @@ def table(send: float) -> None:
             times = [step_us(reposted(safe, 0)), step_us(safe), step_us(early)]
             times.append(step_us(safe, is_ideal=True))
             ratio = times[1] / times[-1]
-            counts = (safe.most_posted, safe.most_kept)
+            counts = (safe.peak_posted, safe.peak_unreleased)
             posted, kept = (max(map(count, range(devices))) for count in counts)
             hangs = ", ".join(
                 "yes" if deadlocks_under_device_sync(each) else "no" for each in (safe, early)

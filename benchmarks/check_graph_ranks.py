@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be ins
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 import torch
-from bench_gpu import end
+from bench_gpu import stop_process
 from bench_nccl import ROOT, fill, rank_environment, wait_for
 
 RANKS = 4
@@ -172,7 +172,7 @@ def judge(runs: list[str], device: str, folder: Path) -> int:
             ended = wait_for(processes, time.monotonic() + LIMIT_S)
         finally:
             for process in processes:
-                end(process)
+                stop_process(process)
         losses, sums = said_by(run, folder)
         if any(ended) or len(sums) != RANKS:
             good = False

@@ -269,7 +269,7 @@ class Rank:
         if capture is None:
             return {}
         return {
-            "most_kept_mib": capture.most_kept / MIB,
+            "most_kept_mib": capture.peak_retained_bytes / MIB,
             "copies": capture.copies,
             "outside": capture.outside,
         }
@@ -561,9 +561,9 @@ def run_part(name: str) -> None:
         if name in TRAINER_FLAGS:
             found = check_trainer(name)
         else:
-            from megatron_vshape.environment import complete
+            from megatron_vshape.environment import set_missing
 
-            complete(os.environ, kernels=True, ordered=True)
+            set_missing(os.environ, kernels=True, ordered=True)
             found = check_layers(Sizes()) if name == "layers" else check_fp8(Sizes(), name)
         found["seconds"] = time.perf_counter() - begun
     except BaseException:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron_vshape.core.model.costs import Costs, with_copies
 from megatron_vshape.core.model.placement import looping
-from megatron_vshape.core.plan import Point, frontier, published
+from megatron_vshape.core.plan import Point, frontier, published_points
 from megatron_vshape.core.request import AUTO, SLICES, PlanRequest
 from megatron_vshape.view.figure import save
 from megatron_vshape.view.frontier import frontier_figure
@@ -49,7 +49,7 @@ def drawn(devices: int, microbatches: int, steps: int | None, folder: Path) -> l
     }
     best = [min(each, key=_value) for each in at.values() if each]
     label, scale = "memory limit, share of what 1F1B holds", 1 / (2 * devices)
-    others = list(published(asked["order alone"]))
+    others = list(published_points(asked["order alone"]))
     figure = frontier_figure(best, others, label, scale)
     fastest = min(each.value for each in (*best, *others))
     for name, points in found.items():
@@ -59,7 +59,7 @@ def drawn(devices: int, microbatches: int, steps: int | None, folder: Path) -> l
     figure.legends.clear()
     figure.legend(frameon=False, fontsize=7, loc="outside right upper")
     save(figure, folder / f"long-frontier-{microbatches}.svg")
-    costs = replace(asked["order alone"].whole(), host_us=0.0)
+    costs = replace(asked["order alone"].full_costs(), host_us=0.0)
     own = costs.busy_us(looping(devices, costs.num_stages // devices), devices, microbatches)
     return [
         [str(microbatches), f"{limit * scale:.3f}", *(_cell(each, limit, own) for each in rows)]

@@ -27,7 +27,7 @@ from megatron_vshape.core.model.placement import Placement, looping, v_shape
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner.lighter import lighter_layers
 from megatron_vshape.core.planner.vocabulary import (
-    held_logits,
+    estimate_logits_bytes,
     share_vocabulary,
     shared_pieces,
 )
@@ -115,7 +115,7 @@ def predicting(model: Model) -> Case:
 def shared(model: Model) -> Case:
     """Return V-Half with a vocabulary that all ranks share."""
     pieces, devices = model.pieces, model.devices
-    costs = shared_pieces(pieces, devices, SUM_US, held_logits(pieces, devices)).costs(
+    costs = shared_pieces(pieces, devices, SUM_US, estimate_logits_bytes(pieces, devices)).costs(
         model.even(v_shape(devices))
     )
     schedule = share_vocabulary(make("v-half", devices, model.microbatches), costs)

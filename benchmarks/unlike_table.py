@@ -54,11 +54,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 import torch
 import torch.distributed as dist
-from bench_runtime import SHAPE, on_ranks, take
+from bench_runtime import SHAPE, on_ranks, sleep_exactly
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
-from megatron_vshape.core.model.costs import Costs, more_us, reordered
+from megatron_vshape.core.model.costs import Costs, extra_us_of_microbatch, reordered
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.placement import stages_of
@@ -188,7 +188,7 @@ def row(devices: int, count: int, lengths: str, draws: int) -> str:
         began_s = time.process_time()
         evened = reorder_microbatches(plan, own, peak_held(plan, own))
         slowest_s = max(slowest_s, time.process_time() - began_s)
-        steps += [evened.given_us, evened.found_us]
+        steps += [evened.initial_us, evened.best_us]
         found.append([step / least for step in steps])
     middle = [median(each) for each in zip(*found, strict=True)]
     gain = f"{100 * (middle[2] / middle[3] - 1):6.1f} %"
@@ -205,10 +205,11 @@ class UnlikeStage:
     def _take(self, microbatch: int, *kinds: Kind) -> torch.Tensor:
         own = self._costs
         took_us = sum(
-            own.time_us(kind, self._stage) + more_us(own, kind, self._stage, microbatch)
+            own.time_us(kind, self._stage)
+            + extra_us_of_microbatch(own, kind, self._stage, microbatch)
             for kind in kinds
         )
-        take(took_us / 1e6)
+        sleep_exactly(took_us / 1e6)
         return torch.zeros(SHAPE)
 
     def forward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:

@@ -29,12 +29,12 @@ from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.planner.vocabulary import (
-    LATE,
-    MORE,
-    WAITING,
+    ADDITIONAL_MICROBATCHES,
+    DELAY_FRACTIONS,
+    PENDING_LOGITS,
     _Action,
-    _Dealer,
-    _Joined,
+    _CollectivePass,
+    _PassInserter,
     share_vocabulary,
     shared_pieces,
 )
@@ -127,13 +127,13 @@ def row(name: str, vocabulary: int, predicting: int) -> list[Cell]:
     layers = alone.balanced(LAYERS, plain.placement)
     costs = alone.costs(layers)
     own = parameters_of(plain.placement, layers, vocabulary, predicting, shared=True)
-    made = share_vocabulary(plain, costs, MORE.get(name, 0) * each * LAYER_BYTES)
+    made = share_vocabulary(plain, costs, ADDITIONAL_MICROBATCHES.get(name, 0) * each * LAYER_BYTES)
     verify(made)
     lower(made, kernels=True)  # proved to end
     return [*cells, measured(made, costs, own)]
 
 
-class FirstAlgorithm(_Dealer):
+class FirstAlgorithm(_PassInserter):
     """Algorithm 1: T makes the gradient of the logits' input too, and B waits for its sum.
 
     S makes logits alone. All devices join T as soon as the sums over the vocabulary are there,
@@ -142,28 +142,32 @@ class FirstAlgorithm(_Dealer):
 
     def step(self) -> float:
         """Return how long the step takes."""
-        self.deal()
+        self.insert_passes()
         return max(self.clock_us)
 
-    def _filler(self, device: int, now: float) -> None:
+    def _next_filler(self, device: int, now: float) -> None:
         return None
 
-    def _run(self, action: _Action, device: int) -> None:
-        super()._run(action, device)
+    def _run_action(self, action: _Action, device: int) -> None:
+        super()._run_action(action, device)
         if action.work.kind is HEAD_WEIGHT:
-            self.joins[device] += 1
-            self._sum(HEAD_WEIGHT, self.last, action.work.microbatch, self.clock_us[device], device)
+            self.collective_index[device] += 1
+            self._end_collective(
+                HEAD_WEIGHT, self.last, action.work.microbatch, self.clock_us[device], device
+            )
 
-    def _sum(self, kind: Kind, stage: int, microbatch: int, end: float, device: int) -> None:
+    def _end_collective(
+        self, kind: Kind, stage: int, microbatch: int, end: float, device: int
+    ) -> None:
         if kind is LOOKED_UP:
-            return super()._sum(kind, stage, microbatch, end, device)
+            return super()._end_collective(kind, stage, microbatch, end, device)
         home = self.schedule.placement[stage]
         parts = self.parts.setdefault((kind, microbatch), [])
-        parts.append(self._arrives(end, device, home))
+        parts.append(self._arrival_us(end, device, home))
         if len(parts) < self.schedule.num_devices:
             return None
         if kind is LOSS:
-            insort(self.joined, _Joined(max(parts), microbatch, HEAD_WEIGHT, home))
+            insort(self.collectives, _CollectivePass(max(parts), microbatch, HEAD_WEIGHT, home))
             return None
         ends = max(*parts, self.collectives_us[home]) + self.costs.time_us(LOSS, stage)
         self.done_us[LOSS, stage, microbatch] = self.collectives_us[home] = ends  # what B waits for
@@ -175,7 +179,7 @@ def by_first_algorithm(name: str, vocabulary: int, saved: float) -> tuple[float,
     plain = make(name, DEVICES, MICROBATCHES)
     each = LAYERS // plain.num_stages
     costs = shared_of(vocabulary, 0).costs((each,) * plain.num_stages)
-    more = MORE.get(name, 0) * each * LAYER_BYTES
+    more = ADDITIONAL_MICROBATCHES.get(name, 0) * each * LAYER_BYTES
     second = simulate(share_vocabulary(plain, costs, more), costs).makespan
     head = pieces_of(vocabulary).last.times((1 - saved) / DEVICES)
     amounts = dict(costs.others)
@@ -183,7 +187,9 @@ def by_first_algorithm(name: str, vocabulary: int, saved: float) -> tuple[float,
     amounts[HEAD_WEIGHT.time] = (head.backward_us + head.weight_us,) * plain.num_stages
     costs = costs.having(**amounts)
     limits = [peak + more for peak in peak_held(plain, costs)]
-    ways = (FirstAlgorithm(plain, costs, limits, WAITING[0], late) for late in LATE)
+    ways = (
+        FirstAlgorithm(plain, costs, limits, PENDING_LOGITS[0], late) for late in DELAY_FRACTIONS
+    )
     return second, min(way.step() for way in ways)
 
 

@@ -30,7 +30,7 @@ class Setting(NamedTuple):
     why: str
 
 
-def settings(
+def required_settings(
     *, kernels: bool, ordered: bool, graphs: bool = False, registers: bool = False
 ) -> dict[str, Setting]:
     """Return the settings that a schedule needs, by variable.
@@ -57,7 +57,9 @@ def settings(
     return settings_by_name
 
 
-def missing(required: Mapping[str, Setting], environ: Mapping[str, str]) -> dict[str, Setting]:
+def missing_settings(
+    required: Mapping[str, Setting], environ: Mapping[str, str]
+) -> dict[str, Setting]:
     """Return the needed settings that `environ` lacks; existing values are the user's choice.
 
     If one of the allocator's variables exists, both are omitted, together with the setting that
@@ -70,13 +72,13 @@ def missing(required: Mapping[str, Setting], environ: Mapping[str, str]) -> dict
     return missing_settings
 
 
-def complete(environ: MutableMapping[str, str], *, kernels: bool, ordered: bool) -> None:
+def set_missing(environ: MutableMapping[str, str], *, kernels: bool, ordered: bool) -> None:
     """Set the missing variables for a measurement of passes."""
-    lacking = missing(settings(kernels=kernels, ordered=ordered), environ)
+    lacking = missing_settings(required_settings(kernels=kernels, ordered=ordered), environ)
     environ.update({name: value for name, (value, _) in lacking.items()})
 
 
-def formatted(settings_by_name: Mapping[str, Setting]) -> str:
+def format_settings(settings_by_name: Mapping[str, Setting]) -> str:
     """Format variables with values and reasons in one line."""
     return ", ".join(
         f"{name}={value} ({reason})" for name, (value, reason) in settings_by_name.items()

@@ -34,7 +34,7 @@ from chunks import (
     WARM_UP,
     Model,
     build,
-    choose,
+    choose_device,
     prepare,
     random_activation,
     run_layers,
@@ -52,7 +52,7 @@ from megatron_vshape.core.model.kinds import (
     Kind,
     ScheduleError,
 )
-from megatron_vshape.environment import ALLOCATOR, complete
+from megatron_vshape.environment import ALLOCATOR, set_missing
 from megatron_vshape.runtime.copies import measure_copies
 from megatron_vshape.runtime.measure import PassTimer
 from megatron_vshape.runtime.program_runner import on_stream_of
@@ -253,7 +253,7 @@ def _error(gradient: Tensor, reference: Tensor) -> float:
 # --- the report ---------------------------------------------------------------------------------
 
 
-def end(process: subprocess.Popen[str]) -> None:
+def stop_process(process: subprocess.Popen[str]) -> None:
     """Stop a process and wait for it."""
     process.kill()
     process.wait()
@@ -294,7 +294,7 @@ def driver_version() -> str:
     return process.stdout.partition("\n")[0].strip()
 
 
-def show(about: Mapping[str, str]) -> None:
+def print_values(about: Mapping[str, str]) -> None:
     """Print a line for each value."""
     print("\n".join(f"{key}: {value}" for key, value in about.items()), flush=True)
 
@@ -352,7 +352,7 @@ def run_copies(args: argparse.Namespace) -> int:
     with Copying(device, size) as copying:
         with_copies = median_passes(model, state, chunk, args.repeats)
     plain = measure_copies(device, size)
-    show(provenance(args))
+    print_values(provenance(args))
     print("| copies | out GB/s | back GB/s |\n|---|---|---|")
     for label, times_us in (("alone", plain[1:3]), ("both ways at once", plain[3:5])):
         rates = (f"{plain.num_bytes / us / 1e3:.1f}" for us in times_us)
@@ -388,7 +388,7 @@ def run_split(args: argparse.Namespace) -> int:
     for hidden in args.hidden:
         sizes = replace(TINY, hidden_size=hidden) if args.tiny else full_size(args, hidden)
         costs.append(split_cost(replace(sizes, device=args.device), args.layers, args.repeats))
-    show(provenance(args))
+    print_values(provenance(args))
     print(split_table(costs))
     decisive = [cost for cost in costs if cost.hidden_size == 4096]
     return int(any(cost.ratio > SPLIT_LIMIT for cost in decisive))
@@ -406,7 +406,7 @@ def run_numerics(args: argparse.Namespace) -> int:
     errors = gradient_errors(replace(model, device=args.device, dtype=args.dtype), args.layers)
     full, split = (max(pair[i] for pair in errors.values()) for i in (0, 1))
     worst = max(errors, key=lambda name: errors[name][1])
-    show(provenance(args))
+    print_values(provenance(args))
     print(f"largest relative error against fp32: whole {full:.3e}, split {split:.3e} ({worst})")
     return int(not (split <= NUMERICS_LIMIT and split <= NUMERICS_SLACK * full + EPSILON))
 
@@ -441,9 +441,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
     args = parse(arguments)
     # the settings of a schedule's ranks, before CUDA starts
-    complete(os.environ, kernels=args.device != "cpu", ordered=True)
+    set_missing(os.environ, kernels=args.device != "cpu", ordered=True)
     try:
-        choose(args.device)
+        choose_device(args.device)
         status: int = args.run(args)
     except ScheduleError as error:
         raise SystemExit(f"bench_gpu: {error}") from None

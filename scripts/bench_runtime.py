@@ -40,7 +40,7 @@ PASS_MS = (20.0, 23.0, 17.0)
 SHAPE = (64, 1, 64)
 
 
-def take(seconds: float) -> None:
+def sleep_exactly(seconds: float) -> None:
     """Sleep for exactly this time: a plain sleep ends about 0.2 ms late, unlike a real pass."""
     end = time.perf_counter() + seconds
     time.sleep(max(seconds - MARGIN_S, 0.0))
@@ -58,21 +58,21 @@ class SleepingStage:
 
     def forward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
         """Sleep for the time of F."""
-        take(self.forward_s)
+        sleep_exactly(self.forward_s)
         return torch.zeros(SHAPE)
 
     def backward_inputs(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
         """Sleep for the time of B."""
-        take(self.backward_s)
+        sleep_exactly(self.backward_s)
         return torch.zeros(SHAPE)
 
     def backward_weights(self, microbatch: int) -> None:
         """Sleep for the time of W."""
-        take(self.weight_s)
+        sleep_exactly(self.weight_s)
 
     def backward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
         """Sleep for the time of B and W."""
-        take(self.backward_s + self.weight_s)
+        sleep_exactly(self.backward_s + self.weight_s)
         return torch.zeros(SHAPE)
 
 

@@ -48,7 +48,7 @@ class Model:
         return self.sequence_length, 1, self.hidden_size
 
 
-def choose(device: str) -> None:
+def choose_device(device: str) -> None:
     """Set the device for Megatron; call it before Megatron is imported.
 
     Raises:
@@ -71,8 +71,8 @@ def prepare(device: str) -> Any:
     Raises:
         ScheduleError: as `choose` does.
     """
-    environment.complete(os.environ, kernels=device == "cuda", ordered=False)
-    choose(device)
+    environment.set_missing(os.environ, kernels=device == "cuda", ordered=False)
+    choose_device(device)
     if not dist.is_initialized():
         folder = tempfile.mkdtemp()
         atexit.register(shutil.rmtree, folder, ignore_errors=True)

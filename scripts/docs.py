@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))  # works without installation
 
 import megatron_vshape  # noqa: E402
 from megatron_vshape.cli.main import main as run  # noqa: E402
-from megatron_vshape.environment import ALLOCATOR, settings  # noqa: E402
+from megatron_vshape.environment import ALLOCATOR, required_settings  # noqa: E402
 from megatron_vshape.mcore.options import OPTIONS  # noqa: E402
 from megatron_vshape.rehearsal import fitted  # noqa: E402
 
@@ -100,7 +100,7 @@ def _training_options() -> str:
 
 
 def _environment() -> str:
-    variables = settings(kernels=True, ordered=True, graphs=True)
+    variables = required_settings(kernels=True, ordered=True, graphs=True)
     names = [name for name in variables if name != ALLOCATOR[1]]
     rows = [(f"`{name}={variables[name].value}`", variables[name].why) for name in names]
     return _rows("variable | reason", rows)

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
-from recipes import examine, own_options
+from recipes import examine, package_options_of
 
 from megatron_vshape.mcore.refusals import (
     UnsupportedError,
@@ -38,7 +38,7 @@ def needs_of(recipes: Iterable[dict], schedule: str) -> list[set[str]]:
     needs = []
     for recipe in recipes:
         options = recipe["options"]
-        examined = examine(options, own_options(options, schedule), defaults={})
+        examined = examine(options, package_options_of(options, schedule), defaults={})
         rules = {", ".join(notice.rule.names) for notice in examined.notices}
         missing = {
             f"support of {name}" if name else SPLIT

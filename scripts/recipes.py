@@ -68,7 +68,7 @@ PRECISION = "mixed_precision"
 """Megatron-Bridge's option for a named set of options, which it expands before a run starts."""
 
 
-class Refused(NamedTuple):
+class Rejection(NamedTuple):
     """Options that prevent a configuration from starting, with the error message of a run."""
 
     names: tuple[str, ...]
@@ -76,14 +76,14 @@ class Refused(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Examined:
+class ExaminedOptions:
     """The treatment of every option that a configuration sets."""
 
     num_stages: int
     supported: tuple[str, ...]  # names of options used unchanged
     notices: tuple[Notice, ...]  # translated and ignored options
-    refused: tuple[Refused, ...]
-    missing: tuple[Refused, ...] = ()  # options that need a package not installed here
+    refused: tuple[Rejection, ...]
+    missing: tuple[Rejection, ...] = ()  # options that need a package not installed here
     counts_layers: bool = True  # whether the number of layers, required for stages, is known
     layer_split: str | None = None
 
@@ -93,7 +93,7 @@ class Examined:
         return self.counts_layers and not (self.refused or self.missing)
 
 
-def own_options(options: Mapping[str, Any], schedule: str | None) -> Options:
+def package_options_of(options: Mapping[str, Any], schedule: str | None) -> Options:
     """Return this package's options from a configuration, or with the caller's `schedule`.
 
     Raises:
@@ -129,7 +129,7 @@ def examine(
     options: Mapping[str, Any],
     package_options: Options,
     defaults: Mapping[str, Any] = DEFAULTS,
-) -> Examined:
+) -> ExaminedOptions:
     """Examine options, Megatron's arguments or a library's config, as for a run.
 
     Missing options have the values of `defaults`. The defaults do not describe a model that a
@@ -153,7 +153,7 @@ def examine(
     supported_names = [
         name for name, value in options.items() if _is_on(value) and name not in handled_names
     ]
-    return Examined(
+    return ExaminedOptions(
         len(choice.placement),
         tuple(supported_names),
         notices,
@@ -165,8 +165,8 @@ def examine(
 
 
 class _Checked(NamedTuple):
-    refused: list[Refused]
-    missing: list[Refused]
+    refused: list[Rejection]
+    missing: list[Rejection]
     uncounted: list[Notice]  # for options that need the number of layers
 
 
@@ -185,11 +185,11 @@ def _is_settled(
         checked.uncounted.extend(_uncounted(remaining, names))
     except MissingError as error:
         names = error.options
-        checked.missing.append(Refused(names, str(error)))
+        checked.missing.append(Rejection(names, str(error)))
     except (ScheduleError, UnsupportedError) as error:
         names = error.options if isinstance(error, TranslationError | UnsupportedError) else ()
         checked.refused.extend(
-            Refused(names, why) for why in _reasons(error, names, remaining, choice)
+            Rejection(names, why) for why in _reasons(error, names, remaining, choice)
         )
     set_names = [name for name in names if getattr(remaining, name, None) is not None]
     for name in set_names:

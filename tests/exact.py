@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from megatron_vshape.core.check.bounds import each_limit, in_passes, room_in
+from megatron_vshape.core.check.bounds import in_passes, limits_by_device, without_state
 from megatron_vshape.core.check.simulate import peak_held, simulate
-from megatron_vshape.core.model.costs import Costs, held_text
+from megatron_vshape.core.model.costs import Costs, format_memory
 from megatron_vshape.core.model.kinds import PARTS, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import stages_of
@@ -54,14 +54,15 @@ def prove(
     is_nonuniform = costs.by_microbatch or costs.more_send_us
     if costs.whole_us is not None or is_nonuniform or not schedule.kinds.issubset(PARTS):
         return plan
-    device_limits = each_limit(limits, schedule.num_devices)
+    device_limits = limits_by_device(limits, schedule.num_devices)
     for device, (peak, limit) in enumerate(zip(plan.peak, device_limits, strict=True)):
         if peak > limit * (1 + 1e-9):
             raise ScheduleError(
-                f"the plan has {held_text(peak)} on device {device}, not {held_text(limit)} or less"
+                f"the plan has {format_memory(peak)} on device {device}, not "
+                f"{format_memory(limit)} or less"
             )
     problem = _make_model(
-        cp_model.CpModel(), plan, *room_in(costs, schedule.placement, device_limits)
+        cp_model.CpModel(), plan, *without_state(costs, schedule.placement, device_limits)
     )
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds

@@ -8,17 +8,17 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 
 
-def every(stage: int, microbatch: int) -> bool:
+def choose_all(stage: int, microbatch: int) -> bool:
     """Select all microbatches."""
     return True
 
 
-def every_third(stage: int, microbatch: int) -> bool:
+def choose_every_third(stage: int, microbatch: int) -> bool:
     """Select every third microbatch, shifted by stage."""
     return (stage + microbatch) % 3 == 0
 
 
-def offloaded(schedule: Schedule, chosen: Callable[[int, int], bool] = every) -> Schedule:
+def with_offloads(schedule: Schedule, chosen: Callable[[int, int], bool] = choose_all) -> Schedule:
     """Return the schedule with D directly after F of selected microbatches, and L, R, H before B.
 
     If F and B are far enough apart, L and R leave one pass for each copy.

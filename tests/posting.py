@@ -29,7 +29,7 @@ def streams_of(program: Program) -> list[Stream]:
     return sorted({send.message.stream for send in sends})
 
 
-def one_pass_earlier(program: Program) -> Program:
+def with_receives_one_pass_earlier(program: Program) -> Program:
     """Return the program with every receive posted at least one pass before its reader."""
     rows = []
     for row in program.instructions:
@@ -64,7 +64,7 @@ def with_gaps_by_stream(program: Program) -> Program:
     return replace(program, instructions=tuple(rows))
 
 
-def all_at_once(program: Program) -> Program:
+def with_receives_first(program: Program) -> Program:
     """Return the program with all receives at its start, and without releases."""
     rows = []
     for row in program.instructions:
@@ -105,7 +105,7 @@ def with_device_waits_at_copies(program: Program) -> Program:
     return replace(program, instructions=tuple(rows))
 
 
-def one_receive_moved(program: Program) -> Iterator[Program]:
+def programs_with_one_receive_moved(program: Program) -> Iterator[Program]:
     """Yield a program for each position of each receive that the order of its stream permits."""
     for device, row in enumerate(program.instructions):
         for receive in row:

@@ -10,8 +10,12 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import even_layers
 from megatron_vshape.core.model.pieces import Pieces
 from megatron_vshape.core.model.placement import looping
-from megatron_vshape.core.planner.vocabulary import SUM, held_logits, shared_pieces
-from megatron_vshape.core.request import Cut
+from megatron_vshape.core.planner.vocabulary import (
+    ALL_REDUCE_TIME,
+    estimate_logits_bytes,
+    shared_pieces,
+)
+from megatron_vshape.core.request import StageCostFunction
 from megatron_vshape.view.names import plain
 
 
@@ -21,7 +25,7 @@ def shares(options: argparse.Namespace, measured: Costs | None) -> bool:
     return options.vocab_parallel is not None and not told
 
 
-def cut_of(options: argparse.Namespace, measured: Costs | None) -> Cut:
+def cut_of(options: argparse.Namespace, measured: Costs | None) -> StageCostFunction:
     """Return a function that gives the costs of any number of stages with these options.
 
     All stages have equal numbers of layers, unless the layers in the costs file differ.
@@ -75,8 +79,8 @@ def pieces_of(
     if shares(options, measured):
         sum_us = options.vocab_parallel
         if math.isnan(sum_us):
-            sum_us = SUM * pieces.layer.forward_us * layers / chunks
-        held = 0.0 if measured is None else held_logits(pieces, options.devices)
+            sum_us = ALL_REDUCE_TIME * pieces.layer.forward_us * layers / chunks
+        held = 0.0 if measured is None else estimate_logits_bytes(pieces, options.devices)
         pieces = shared_pieces(pieces, options.devices, sum_us, held)
     return pieces, layers
 

@@ -16,10 +16,10 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import even_layers
 from megatron_vshape.core.model.pieces import Piece, recut, with_ends
 from megatron_vshape.core.model.placement import looping
-from megatron_vshape.core.paper.catalogue import MOST_STAGES_A_DEVICE
-from megatron_vshape.core.request import Cut
+from megatron_vshape.core.paper.catalogue import MAX_STAGES_PER_DEVICE
+from megatron_vshape.core.request import StageCostFunction
 from megatron_vshape.view.names import plain
-from megatron_vshape.view.numbers import GIB, argument, enough, fixed, time_text
+from megatron_vshape.view.numbers import GIB, argument, fixed, format_sufficient_limit, time_text
 
 
 class Times(NamedTuple):
@@ -83,7 +83,9 @@ def limits_told(units: UnitFormat) -> Iterator[None]:
     try:
         yield
     except LimitError as error:
-        raise ScheduleError(error.told(partial(units.held, number=enough))) from None
+        raise ScheduleError(
+            error.format_message(partial(units.held, number=format_sufficient_limit))
+        ) from None
 
 
 def add_size_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,9 +134,9 @@ def count(text: str) -> int:
 def chunks(text: str) -> int:
     """Parse the number of chunks per rank."""
     number = count(text)
-    if number > MOST_STAGES_A_DEVICE:
+    if number > MAX_STAGES_PER_DEVICE:
         raise argparse.ArgumentTypeError(
-            f"{text}: a rank can have at most {MOST_STAGES_A_DEVICE} chunks"
+            f"{text}: a rank can have at most {MAX_STAGES_PER_DEVICE} chunks"
         )
     return number
 
@@ -262,7 +264,7 @@ def cut_of(
     measured: Costs | None,
     num_layers: int | None = None,
     ends: tuple[Piece, Piece] = (NOTHING, NOTHING),
-) -> Cut:
+) -> StageCostFunction:
     """Return a function that gives the costs of any number of stages.
 
     Measured costs are regrouped; without them all stages are equal, except for embedding and output

@@ -41,7 +41,7 @@ from megatron_vshape.cli.plan_figures import run_frontier, write_page
 from megatron_vshape.cli.progress import told
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import fits
-from megatron_vshape.core.check.simulate import filled, simulate
+from megatron_vshape.core.check.simulate import simulate, usable_host_bytes
 from megatron_vshape.core.model.costs import Costs, chunk_of, with_copies
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.layers import AUTO_SPLIT
@@ -50,11 +50,11 @@ from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, check_size
 from megatron_vshape.core.paper.catalogue import EVERY_NAME
 from megatron_vshape.core.plan import (
-    compare,
+    compare_baselines,
     no_worse_than_published,
     plan_request,
 )
-from megatron_vshape.core.planner.vocabulary import SUM
+from megatron_vshape.core.planner.vocabulary import ALL_REDUCE_TIME
 from megatron_vshape.core.request import (
     AUTO,
     MEGATRONS_OWN,
@@ -63,22 +63,22 @@ from megatron_vshape.core.request import (
     SLICES,
     SUFFIXES,
     BaselineSpec,
-    Cut,
     EvaluatedSchedule,
     PlanRequest,
     PlanResult,
+    StageCostFunction,
     limits_of,
     why_not_stock,
 )
 from megatron_vshape.view.names import placement_text
 from megatron_vshape.view.numbers import (
-    idle_told,
+    idle_lines,
     labelled,
-    peaks_told,
+    offload_lines,
+    overhead_lines,
+    peak_lines,
     percent,
-    prices_told,
     table,
-    trades_told,
 )
 from megatron_vshape.view.text import columns, picture, wants_colour
 
@@ -182,7 +182,7 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
         const=math.nan,
         metavar="T",
         help="Use vocabulary parallelism; needs --head or --costs. T: time of an all-reduce in "
-        f"cost units (default: {SUM:g} F)",
+        f"cost units (default: {ALL_REDUCE_TIME:g} F)",
     )
 
 
@@ -296,7 +296,7 @@ def _searched(
 ) -> tuple[PlanResult, str]:
     """Search for the best plan; return it with its comparison table."""
     result = plan_request(request, budget)
-    budget.found(lambda: result)
+    budget.register_result(lambda: result)
     rows, others = _comparison_rows(request, result, budget, units.held, units.time, every)
     compared = table(rows)
     if others:
@@ -366,7 +366,7 @@ def _request(
     return replace(request, moved_limit=_in_host(options, request))
 
 
-def _cut(options: argparse.Namespace, measured: Costs | None) -> Cut:
+def _cut(options: argparse.Namespace, measured: Costs | None) -> StageCostFunction:
     if options.vocab_parallel is not None:
         return layer_costs.cut_of(options, measured)
     ends = ends_of(options, options.layers)
@@ -482,7 +482,7 @@ def _memory(option: str, text: str, request: PlanRequest, in_bytes: bool, more: 
             f"such as 12.5GiB{more}"
         )
     if unit is None:
-        return value * chunk_of(request.whole(), request.num_devices)
+        return value * chunk_of(request.full_costs(), request.num_devices)
     if not in_bytes:
         raise ScheduleError(f"{option} {text} needs --costs FILE; without it, use chunks")
     return value * UNITS[unit]
@@ -497,13 +497,13 @@ def _in_host(options: argparse.Namespace, request: PlanRequest) -> float:
     text = options.host_memory_limit
     if text is None:
         return math.inf
-    if not request.whole().copies:
+    if not request.full_costs().copies:
         raise ScheduleError(
             f"--host-memory-limit {text:.40} needs --offload T, or --costs FILE with copy times"
         )
     in_bytes = options.costs is not None
     limit = _memory("--host-memory-limit", text, request, in_bytes)
-    return filled(limit) if in_bytes else limit
+    return usable_host_bytes(limit) if in_bytes else limit
 
 
 def _command_without_outputs(words: Sequence[str]) -> str:
@@ -532,18 +532,18 @@ def _print(request: PlanRequest, result: PlanResult, limit: float, units: UnitFo
         (str(made.objective), f"{time(made.value)}{unit}"),
         ("busy time", f"{time(made.busy)} (busiest rank)"),
         ("bubble", f"{percent(made.bubble)} ({time(_without_rounding_error(made))})"),
-        *labelled("idle", idle_told(timeline)),
+        *labelled("idle", idle_lines(timeline)),
         ("lower bound", f"{time(made.lower_bound)} for this placement"),
         ("optimality gap", _gap_text(result)),
         ("placement", placement_text(made.schedule)),
         *([("slices", f"{slices} per microbatch")] if slices > 1 else []),
         ("peak memory", f"{held(max(made.peak))}, limit {held(limit)}"),
-        *labelled("per rank", peaks_told(made.schedule, result.costs)),
+        *labelled("per rank", peak_lines(made.schedule, result.costs)),
         ("split backward", _split_text(made.schedule)),
-        *trades_told(timeline, result.costs, held),
+        *offload_lines(timeline, result.costs, held),
     ]
     if units.in_bytes:
-        lines += labelled("costs", prices_told(result.costs))
+        lines += labelled("costs", overhead_lines(result.costs))
     lines += _layers_told(request, result)
     for label, value in lines:
         print(f"{label:<16}{value}")
@@ -600,7 +600,7 @@ def _comparison_rows(
     best = result.plan
     name = "plan" if result.baseline is None else str(result.baseline)
     rest: list[_TableRow] = []
-    for each in compare(request, result, budget):
+    for each in compare_baselines(request, result, budget):
         if each.baseline is not None and each.baseline == result.baseline:
             continue
         value, within = request.objective.of(each.timeline), fits(each.peak, result.limits)
@@ -633,7 +633,9 @@ def _tried_rows(result: PlanResult, time: Text) -> Iterator[_TableRow]:
     best = result.plan
     by_words: dict[str, tuple[float, bool]] = {}
     # A single strategy is the searched plan before its B and W are fused.
-    for way, value, bound in best.tried if len(best.tried) > 1 else ():
+    for way, value, bound in (
+        best.evaluated_strategies if len(best.evaluated_strategies) > 1 else ()
+    ):
         words = f"plan: {way.text}"
         found = (bound, True) if value is None else (value, False)
         by_words[words] = min(found, by_words.get(words, found))
@@ -676,7 +678,7 @@ def _row(
 def _note(baseline: BaselineSpec | None, result: PlanResult) -> str:
     """Return a remark if stock Megatron rejects the schedule for these sizes."""
     schedule = result.schedule
-    microbatches = schedule.whole_microbatches
+    microbatches = schedule.unsliced_microbatches
     rejected = baseline and why_not_stock(baseline.name, schedule.num_devices, microbatches)
     return f"; {NOT_STOCK}" if rejected else ""
 

@@ -12,7 +12,7 @@ from megatron_vshape.cli.options import UnitFormat, limits_told
 from megatron_vshape.cli.progress import Progress, told
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.simulate import simulate
-from megatron_vshape.core.plan import Point, frontier, published
+from megatron_vshape.core.plan import Point, frontier, published_points
 from megatron_vshape.core.request import PlanRequest, PlanResult
 from megatron_vshape.view.names import plain
 from megatron_vshape.view.numbers import GIB, base_peak, fixed, percent, table
@@ -38,7 +38,7 @@ def run_frontier(request: PlanRequest, path: Path, seconds: float | None, units:
         request = replace(request, seconds=seconds / len(limits))
     with told(units.time) as progress, limits_told(units):
         points = _followed(request, limits, units.chunk, progress)
-        others = list(published(request))
+        others = list(published_points(request))
     rows = _frontier_rows(points, others, units)
     unit, size = ("GiB", GIB) if units.in_bytes else ("chunks", units.chunk)
     drawn = frontier_figure(points, others, f"memory limit, {unit}", 1 / size)

@@ -39,7 +39,7 @@ from megatron_vshape.core.request import (
     SCHEDULE_NAMES,
     SUFFIXES,
     PlanRequest,
-    find,
+    find_schedule,
     why_not_stock,
 )
 from megatron_vshape.view.chrome_trace import write_trace
@@ -50,12 +50,12 @@ from megatron_vshape.view.numbers import (
     base_peak,
     comparison_rows,
     fixed,
-    idle_told,
+    idle_lines,
     labelled,
     messages_per_microbatch,
     note,
     numbers_of,
-    peaks_told,
+    peak_lines,
     percent,
     table,
     time_text,
@@ -174,11 +174,11 @@ def _requests(
     Raises:
         ScheduleError: a schedule does not exist, or a size is missing or contradicts the file.
     """
-    found = {name: find(name, (*EVERY_NAME, *PLUS_NAMES)) for name in names}
+    found = {name: find_schedule(name, (*EVERY_NAME, *PLUS_NAMES)) for name in names}
     sizes = {"--devices": options.devices, "--microbatches": options.microbatches}
     for name, each in found.items():
         if isinstance(each, Schedule):
-            own = {"--devices": each.num_devices, "--microbatches": each.whole_microbatches}
+            own = {"--devices": each.num_devices, "--microbatches": each.unsliced_microbatches}
             own["--slices"] = each.slices
             for option, wanted in (*sizes.items(), ("--slices", options.slices)):
                 if wanted not in (None, own[option]):
@@ -292,11 +292,11 @@ def _lines(result: _Result) -> list[tuple[str, str]]:
         peak.insert(0, f"{fixed(max(numbers.peak_bytes) / GIB)} GiB")
     if result.costs.state_bytes is not None:
         peak[1:] = ["largest rank, with model states"]
-        by_device = peaks_told(result.schedule, result.costs)
+        by_device = peak_lines(result.schedule, result.costs)
     return [
         ("makespan", f"{time(timeline.makespan)}; work of the busiest rank {time(timeline.busy)}"),
         ("bubble", percent(timeline.bubble)),
-        *labelled("idle", idle_told(timeline)),
+        *labelled("idle", idle_lines(timeline)),
         ("span bubble", f"{percent(timeline.span_bubble)} (no barrier between steps)"),
         ("peak memory", f"{', '.join(peak)}: {percent(numbers.relative_peak)} of 1F1B"),
         *labelled("per rank", by_device),

@@ -51,7 +51,7 @@ class Budget:
         """Return whether Ctrl-C has been pressed or the time limit has passed."""
         return self.interrupted or time.monotonic() >= self._deadline
 
-    def found(self, result: Callable[[], PlanResult]) -> None:
+    def register_result(self, result: Callable[[], PlanResult]) -> None:
         """Register a function that returns the best result of a search so far."""
         self._results_so_far.append(result)
 

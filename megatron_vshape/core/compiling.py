@@ -120,7 +120,7 @@ def in_lists(data: Any) -> Any:
 
 
 @functools.cache
-def say_if_slow() -> None:
+def warn_if_slow() -> None:
     """Log once that numba is missing, since planning is then slow."""
     if not compiles():
         logger.warning(

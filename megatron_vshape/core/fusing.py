@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_vshape.core.check.simulate import costs_of
 from megatron_vshape.core.compiling import compiled
-from megatron_vshape.core.model.costs import Costs, more_us
+from megatron_vshape.core.model.costs import Costs, extra_us_of_microbatch
 from megatron_vshape.core.model.kinds import KINDS, Kind, NeedTable
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline
@@ -39,11 +39,11 @@ def fuse_backwards(timeline: Timeline, costs: Costs, objective: Objective) -> Sc
         return timeline.schedule
     schedule = fuse(timeline)
     costs = costs_of(schedule, costs)
-    passes = [work for queue in schedule.lanes() for work in queue.passes]
+    passes = [work for queue in schedule.queues() for work in queue.passes]
     number_of = {work: number for number, work in enumerate(passes)}
     candidates = [number_of[work] for work in _fusable(schedule, costs)]
-    graph, is_fused = graph_of(schedule, passes, costs)
-    value = run(graph, is_fused, objective is Objective.SPAN) if candidates else 0.0
+    graph, is_fused = make_wait_graph(schedule, passes, costs)
+    value = run_step(graph, is_fused, objective is Objective.SPAN) if candidates else 0.0
     stages = range(schedule.num_stages)
     for stages_to_fuse in (stages, *((stage,) for stage in stages)):
         new = [
@@ -57,7 +57,7 @@ def fuse_backwards(timeline: Timeline, costs: Costs, objective: Objective) -> Sc
         split_us = graph.time_us[new]
         fused = (passes[candidate]._replace(kind=Kind.BW) for candidate in new)
         graph.time_us[new] = list(_times_us(costs, fused))
-        new_value = run(graph, is_fused, objective is Objective.SPAN)
+        new_value = run_step(graph, is_fused, objective is Objective.SPAN)
         if new_value <= value:
             value = new_value
         else:
@@ -82,11 +82,11 @@ def _fusable(schedule: Schedule, costs: Costs) -> Iterator[Pass]:
             yield work
 
 
-def graph_of(
+def make_wait_graph(
     schedule: Schedule, passes: Sequence[Pass], costs: Costs
 ) -> tuple[_WaitGraph, np.ndarray]:
     """Return the graph of the passes, and whether each is an F&B pair with the next."""
-    queues, pairs = schedule.lanes(), schedule.overlapped_pairs()
+    queues, pairs = schedule.queues(), schedule.overlapped_pairs()
     table = NeedTable(schedule.num_stages, [kind for kind in KINDS if kind in schedule.kinds])
     numbers = {
         (part, work.stage, work.microbatch): number
@@ -115,12 +115,12 @@ def _times_us(costs: Costs, passes: Iterable[Pass]) -> Iterator[float]:
     """Yield the time of each pass."""
     time_us = cache(costs.time_us)
     for work in passes:
-        extra_us = more_us(costs, *work) if costs.by_microbatch else 0.0
+        extra_us = extra_us_of_microbatch(costs, *work) if costs.by_microbatch else 0.0
         yield time_us(work.kind, work.stage) + extra_us
 
 
 @compiled
-def run(graph: _WaitGraph, is_fused: np.ndarray, is_span: bool) -> float:
+def run_step(graph: _WaitGraph, is_fused: np.ndarray, is_span: bool) -> float:
     """Return the time of a step as `simulate` does: of all devices, or the longest of one.
 
     A pass in `is_fused` runs together with the next of its queue, once both have their inputs.

@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from operator import sub
 
 from megatron_vshape.core.budget import Budget
-from megatron_vshape.core.check.bounds import ENOUGH, LimitError, bound_at, fits, room_in
+from megatron_vshape.core.check.bounds import MAX_GAP, LimitError, bound_at, fits, without_state
 from megatron_vshape.core.check.simulate import costs_of
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs, without_copies
@@ -22,12 +22,12 @@ from megatron_vshape.core.model.schedule import Objective, Plan, Schedule
 from megatron_vshape.core.paper.blocks import BuildingBlock
 from megatron_vshape.core.paper.catalogue import EVERY_NAME, NAMES
 from megatron_vshape.core.planner.vocabulary import (
-    WAITING,
+    PENDING_LOGITS,
     most_logits_bytes,
     share_vocabulary,
     without_shared,
 )
-from megatron_vshape.core.program.lowering import whole_backwards
+from megatron_vshape.core.program.lowering import with_full_backwards
 from megatron_vshape.core.request import (
     AUTO,
     PLUS,
@@ -40,7 +40,7 @@ from megatron_vshape.core.request import (
     baselines_of,
     evaluate_named,
     evaluate_schedule,
-    find,
+    find_schedule,
     limits_of,
     with_all_kinds,
     with_chunks,
@@ -65,7 +65,7 @@ def plan_request(request: PlanRequest, budget: Budget | None = None) -> PlanResu
     """
     budget, name = budget or Budget(), request.name
     if isinstance(name, str):
-        name = find(name)
+        name = find_schedule(name)
     if name == AUTO:
         return _plan_auto(request, budget)
     slices = request.slices
@@ -96,9 +96,9 @@ def published_schedule(name: str, num_devices: int, num_microbatches: int) -> Sc
     Raises:
         ScheduleError: the schedule does not exist, or does not support these sizes.
     """
-    find(name, EVERY_NAME)
+    find_schedule(name, EVERY_NAME)
     schedule = plan_request(PlanRequest(name, num_devices, num_microbatches)).schedule
-    sizes = schedule.num_devices, schedule.whole_microbatches
+    sizes = schedule.num_devices, schedule.unsliced_microbatches
     if sizes != (num_devices, num_microbatches):
         raise ScheduleError(
             f"{name} is for {sizes[0]} devices and {sizes[1]} microbatches, not for {num_devices} "
@@ -129,7 +129,7 @@ def _plan_auto(request: PlanRequest, budget: Budget) -> PlanResult:
     """
     limits, goal = limits_of(request), request.objective
     request = replace(request, limit=limits)
-    costs = request.whole()
+    costs = request.full_costs()
     placements = request.placements or default_placements(
         request.num_devices, costs.num_stages, costs.copies
     )
@@ -144,11 +144,11 @@ def _plan_auto(request: PlanRequest, budget: Budget) -> PlanResult:
     for search_request in searches:
         best_value = min((previous.plan.value for previous in results), default=math.inf)
         bound_of_request = min(map(bounds.__getitem__, search_request.placements or placements))
-        if results and (budget.stopped() or bound_of_request * (1 + ENOUGH) >= best_value):
+        if results and (budget.stopped() or bound_of_request * (1 + MAX_GAP) >= best_value):
             continue
         try:
             results.append(_search(search_request, budget))
-            budget.found(partial(results.__getitem__, len(results) - 1))
+            budget.register_result(partial(results.__getitem__, len(results) - 1))
         except LimitError as error:  # evaluated schedules may have other placements
             rejected = error
         except ScheduleError as error:  # no schedule was found for these costs
@@ -214,13 +214,15 @@ def _search(request: PlanRequest, budget: Budget) -> PlanResult:
     # Imported here because numba needs a second to import, which names do not require.
     from megatron_vshape.core.planner import search
 
-    costs, slices, limits = request.whole(), request.slice_counts(), limits_of(request)
+    costs, slices, limits = request.full_costs(), request.slice_counts(), limits_of(request)
     if costs.shards_output_layer:
         return _search_shared(replace(request, slices=slices), budget)
     placements = request.placements or default_placements(
         request.num_devices, costs.num_stages, costs.copies
     )
-    may_use_full = max(saves(costs.sliced(num_slices)) for num_slices in slices) >= _MIN_SAVING
+    may_use_full = (
+        max(full_backward_saving(costs.sliced(num_slices)) for num_slices in slices) >= _MIN_SAVING
+    )
     searched = partial(
         search.plan,
         {placement: request.costs_of(placement, "a plan") for placement in placements},
@@ -240,7 +242,7 @@ def _search(request: PlanRequest, budget: Budget) -> PlanResult:
         costs_of_plan = request.costs_of(plan.schedule.placement, "the plan")
         return PlanResult(plan.schedule, costs_of_plan, searched=plan, limits=limits)
 
-    plan = searched(begun=lambda best: budget.found(lambda: result_of(best())))
+    plan = searched(begun=lambda best: budget.register_result(lambda: result_of(best())))
     result = result_of(plan)
     if result.costs.whole_us is None:
         return result
@@ -248,14 +250,14 @@ def _search(request: PlanRequest, budget: Budget) -> PlanResult:
     split = evaluate_schedule(plan.schedule, result.costs)
     candidates = [_with_fused_backwards(split, request.objective), split]
     if may_use_full:
-        schedule = whole_backwards(searched(whole=True).schedule)
+        schedule = with_full_backwards(searched(whole=True).schedule)
         candidates.append(
             evaluate_schedule(schedule, request.costs_of(schedule.placement, "the plan"))
         )
     candidates = [candidate for candidate in candidates if fits(candidate.peak, limits)]
     best = min(candidates, key=lambda candidate: request.objective.of(candidate.timeline))
     fused = _as_plan(best, limits, request.objective, plan.source, plan.steps)
-    fused = replace(fused, tried=plan.tried)
+    fused = replace(fused, evaluated_strategies=plan.evaluated_strategies)
     return PlanResult(fused.schedule, best.costs, searched=fused, limits=limits)
 
 
@@ -266,7 +268,7 @@ def _search_shared(request: PlanRequest, budget: Budget) -> PlanResult:
     are large; and without optional strategies, because the best schedule without vocabulary
     parallelism may not be the best with it.
     """
-    costs_of_request, goal, limits = request.whole(), request.objective, limits_of(request)
+    costs_of_request, goal, limits = request.full_costs(), request.objective, limits_of(request)
     candidates: list[tuple[EvaluatedSchedule, Plan]] = []
     rejected = ScheduleError("nothing fits")
     has_large_logits = most_logits_bytes(costs_of_request) > max(
@@ -278,12 +280,14 @@ def _search_shared(request: PlanRequest, budget: Budget) -> PlanResult:
     requests = [_for_placement(request, placement, 1 / len(placements)) for placement in placements]
     if costs_of_request.copies:
         requests += [
-            replace(placement_request, costs=without_copies(placement_request.whole()), cut=None)
+            replace(
+                placement_request, costs=without_copies(placement_request.full_costs()), cut=None
+            )
             for placement_request in requests
         ]
     for placement_request in requests:
         fitting: list[tuple[EvaluatedSchedule, Plan]] = []
-        for num_pending in sorted(WAITING, reverse=True):
+        for num_pending in sorted(PENDING_LOGITS, reverse=True):
             if fitting and not has_large_logits:
                 break
             try:
@@ -307,7 +311,7 @@ def _search_with_logits(
     Returns the schedule and the plan of its F, B and W. Their search has the memory that the logits
     leave; the vocabulary passes then use all memory that the plan leaves.
     """
-    costs = request.whole()
+    costs = request.full_costs()
     logits = most_logits_bytes(costs, num_pending)
     limits = tuple(limit - logits for limit in limits_of(request))
     request_without_logits = replace(
@@ -316,11 +320,11 @@ def _search_with_logits(
     try:
         plan = _search(request_without_logits, budget).plan
     except LimitError as error:
-        required, minimum = error.need + logits, error.least + logits
+        required, minimum = error.required + logits, error.min_limit + logits
         raise LimitError(error.device, error.limit + logits, required, minimum) from None
     spare, counts = (
         min(map(sub, limits, plan.peak)),
-        [count for count in WAITING if count <= num_pending],
+        [count for count in PENDING_LOGITS if count <= num_pending],
     )
     return evaluate_schedule(share_vocabulary(plan.schedule, costs, spare, counts), costs), plan
 
@@ -373,7 +377,7 @@ def _may_fit(
         return True
     retained = list(map(min, costs.held_after_forward_bytes, costs.held_after_backward_bytes))
     rows = zip(block.peaks(), stages_of(block.placement, block.num_devices), strict=True)
-    _, limits = room_in(costs, block.placement, limits)
+    _, limits = without_state(costs, block.placement, limits)
     return fits(
         [peak * min(retained[stage] for stage in local_stages) for peak, local_stages in rows],
         limits,
@@ -397,7 +401,7 @@ def _with_fused_backwards(evaluated: EvaluatedSchedule, objective: Objective) ->
     return evaluate_schedule(schedule, evaluated.costs)._replace(baseline=evaluated.baseline)
 
 
-def saves(costs: Costs) -> float:
+def full_backward_saving(costs: Costs) -> float:
     """Return the share of all passes' time that full backwards save; at least 0."""
     split_us = [
         sum(costs.time_us(kind, stage_index) for kind in PARTS)
@@ -410,7 +414,7 @@ def saves(costs: Costs) -> float:
     return max(0.0, 1 - (sum(forward_us) + sum(full_backward_us)) / sum(split_us))
 
 
-def compare(
+def compare_baselines(
     request: PlanRequest, result: PlanResult, budget: Budget | None = None
 ) -> Iterator[EvaluatedSchedule]:
     """Yield Megatron's and the published schedules for a comparison with the result.
@@ -460,7 +464,7 @@ def _as_plan(
 ) -> Plan:
     """Convert an evaluated schedule to the result of a search."""
     schedule, value = evaluated.schedule, objective.of(evaluated.timeline)
-    microbatches = schedule.whole_microbatches
+    microbatches = schedule.unsliced_microbatches
     costs = costs_of(schedule, evaluated.costs)
     bound = bound_at(costs, schedule.placement, microbatches, limits, objective)
     return Plan(
@@ -524,7 +528,7 @@ def frontier(
     return points
 
 
-def published(request: PlanRequest) -> Iterator[Point]:
+def published_points(request: PlanRequest) -> Iterator[Point]:
     """Yield the catalogue's schedules as points, with the request's costs for each."""
     for name in NAMES:
         try:

@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_vshape.core.check.bounds import each_limit
+from megatron_vshape.core.check.bounds import limits_by_device
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
@@ -50,7 +50,7 @@ SLICES = (1, 2, 4, 8)
 SUFFIXES = (".json", ".csv")
 """Suffixes of schedule files."""
 
-Cut = Callable[[int, str], Costs]
+StageCostFunction = Callable[[int, str], Costs]
 """Returns the costs of the model cut into that number of stages; the text names their user."""
 
 MEGATRONS_OWN = ("1f1b", "interleaved-1f1b")
@@ -195,7 +195,7 @@ class PlanRequest:
     num_devices: int
     num_microbatches: int
     costs: Costs | None = None  # for the maximum number of stages of a plan
-    cut: Cut | None = None  # None: adjacent stages of the costs are added up
+    cut: StageCostFunction | None = None  # None: adjacent stages of the costs are added up
     # Memory limit for AUTO: of all devices, or of each; a name for its peak; None: that of 1F1B.
     limit: float | Sequence[float] | str | None = None
     moved_limit: float = math.inf  # memory that AUTO may offload per device
@@ -209,7 +209,7 @@ class PlanRequest:
     # Instead of `cut`: a model of that number of layers, balanced for every placement.
     layers: tuple[Pieces, int] | None = None
 
-    def whole(self) -> Costs:
+    def full_costs(self) -> Costs:
         """Return the costs of the maximum number of stages of a plan."""
         return self.costs or self.costs_of(v_shape(self.num_devices), "a plan")
 
@@ -237,7 +237,7 @@ class PlanRequest:
         counts = (self.slices,) if isinstance(self.slices, int) else self.slices
         if max(counts) == 1:
             return (1,)
-        amounts = self.whole().lists()
+        amounts = self.full_costs().lists()
         shared_kinds = [kind for kind in KINDS if kind.of and kind.time in amounts]
         if not shared_kinds:
             return counts
@@ -254,7 +254,7 @@ class PlanRequest:
         if self.placements:
             counts = {len(placement) // self.num_devices for placement in self.placements}
             return tuple(sorted(counts))
-        return self.chunks or tuple(range(1, self.whole().num_stages // self.num_devices + 1))
+        return self.chunks or tuple(range(1, self.full_costs().num_stages // self.num_devices + 1))
 
     def allows(self, placement: Placement) -> bool:
         """Return whether a plan may have this placement."""
@@ -288,7 +288,7 @@ class PlanResult:
         return self.searched
 
 
-def find(name: str, names: Sequence[str] = (*SCHEDULE_NAMES, AUTO)) -> str | Schedule:
+def find_schedule(name: str, names: Sequence[str] = (*SCHEDULE_NAMES, AUTO)) -> str | Schedule:
     """Return the name if it is one of `names`; otherwise load and verify a schedule file.
 
     A name may be followed by a colon and the stages per device (see `with_chunks`).
@@ -341,9 +341,9 @@ def evaluate_named(name: str | BaselineSpec, request: PlanRequest) -> EvaluatedS
             stages.
     """
     devices, microbatches = request.num_devices, request.num_microbatches
-    spec = find(name, EVERY_NAME) if isinstance(name, str) else name
+    spec = find_schedule(name, EVERY_NAME) if isinstance(name, str) else name
     if isinstance(spec, Schedule):
-        sizes = spec.num_devices, spec.whole_microbatches
+        sizes = spec.num_devices, spec.unsliced_microbatches
         if sizes != (devices, microbatches):
             raise ScheduleError(
                 f"{name} is for {sizes[0]} devices and {sizes[1]} microbatches, "
@@ -362,4 +362,4 @@ def limits_of(request: PlanRequest) -> tuple[float, ...]:
     limit = "1f1b" if request.limit is None else request.limit
     if isinstance(limit, str):
         limit = max(evaluate_named(limit, request).peak)
-    return each_limit(limit, request.num_devices)
+    return limits_by_device(limit, request.num_devices)

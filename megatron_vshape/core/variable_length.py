@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from megatron_vshape.core.check.bounds import each_limit
+from megatron_vshape.core.check.bounds import limits_by_device
 from megatron_vshape.core.check.simulate import costs_of, simulate
 from megatron_vshape.core.compiling import compiled_once, compiles, in_arrays
 from megatron_vshape.core.model.costs import Costs, scaled_times_us
@@ -54,8 +54,8 @@ class MicrobatchOrder(NamedTuple):
     """Order of microbatches by position, and the step time before and after, in the costs' unit."""
 
     order: tuple[int, ...]
-    given_us: float
-    found_us: float
+    initial_us: float
+    best_us: float
 
 
 def reorder_microbatches(
@@ -69,7 +69,7 @@ def reorder_microbatches(
 
     `costs.by_microbatch` has the size of each microbatch. No device exceeds its limit, or its
     memory in the given order if that is more. The result is deterministic. `graph` can be reused
-    from `graph_of` for the same schedule and costs with other sizes.
+    from `make_pass_graph` for the same schedule and costs with other sizes.
 
     Raises:
         ScheduleError: the costs are for another number of stages or microbatches.
@@ -78,15 +78,17 @@ def reorder_microbatches(
     variable_amounts = sorted(costs.by_microbatch, key=lambda amount: amount[0] in HELD)
     costs = replace(costs, by_microbatch=tuple(variable_amounts))
     names = [name for name, _ in variable_amounts]
-    count = schedule.whole_microbatches
+    count = schedule.unsliced_microbatches
     initial_order = tuple(range(count))
     if not names or count < 2 or count < schedule.num_microbatches:
         step_us = simulate(schedule, costs).makespan
         return MicrobatchOrder(initial_order, step_us, step_us)
     costs = costs_of(schedule, costs)
-    pass_graph = graph_of(schedule, costs) if graph is None else graph
+    pass_graph = make_pass_graph(schedule, costs) if graph is None else graph
     shares = _matrix([sizes for _, sizes in costs.by_microbatch], count)
-    memory_limits = in_arrays([float(limit) for limit in each_limit(limits, schedule.num_devices)])
+    memory_limits = in_arrays(
+        [float(limit) for limit in limits_by_device(limits, schedule.num_devices)]
+    )
     starts = _matrix(_starts(initial_order, costs), count).astype("int64")
     search = compiled_once(_search, _makespan, _fits)
     best_order, before_us, after_us = search(pass_graph, shares, memory_limits, starts, tries)
@@ -111,7 +113,7 @@ def _starts(order: Sequence[int], costs: Costs) -> list[Sequence[int]]:
     ]
 
 
-def graph_of(schedule: Schedule, costs: Costs) -> PassGraph:
+def make_pass_graph(schedule: Schedule, costs: Costs) -> PassGraph:
     """Convert the passes of a schedule to arrays, with costs from `costs_of`."""
     names = [name for name, _ in costs.by_microbatch]
     number, groups = _numbered_groups(schedule, costs)
@@ -122,7 +124,7 @@ def graph_of(schedule: Schedule, costs: Costs) -> PassGraph:
         for part in table.parts_of[work.kind]
     }
     previous: dict[Pass, Pass] = {}
-    for queue in schedule.lanes():
+    for queue in schedule.queues():
         previous |= {follower: work for work, follower in pairwise(queue.passes)}
     first, waits, sends_us, plain, shared = [0], list[int](), list[float](), list[float](), []
     for index, group in enumerate(groups):

@@ -164,7 +164,7 @@ def _schedule(data: object) -> ScheduleChoice:
     name = _choice(requested_name, SCHEDULE_NAMES, "schedule")
     chunks = None
     if name in OPTIONS and body.get("chunks") is not None:
-        chunks = _whole(body["chunks"], "chunks", catalogue.MOST_STAGES_A_DEVICE)
+        chunks = _whole(body["chunks"], "chunks", catalogue.MAX_STAGES_PER_DEVICE)
     return NamedChoice(name, chunks)
 
 

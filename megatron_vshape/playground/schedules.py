@@ -10,7 +10,7 @@ from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.plan import plan_request
-from megatron_vshape.core.request import Cut, PlanRequest, PlanResult
+from megatron_vshape.core.request import PlanRequest, PlanResult, StageCostFunction
 from megatron_vshape.playground.request import (
     FieldError,
     FileChoice,
@@ -22,7 +22,7 @@ from megatron_vshape.playground.request import (
     check_drawn,
 )
 from megatron_vshape.playground.stage_costs import Pricing
-from megatron_vshape.view.numbers import GIB, enough
+from megatron_vshape.view.numbers import GIB, format_sufficient_limit
 
 Report = Callable[[dict[str, object]], None]
 """Progress callback: phase of the work, best value."""
@@ -52,7 +52,7 @@ def make_choice(
 def make_named(
     request: Request,
     choice: NamedChoice,
-    cut: Cut | None = None,
+    cut: StageCostFunction | None = None,
     budget: Budget | None = None,
 ) -> PlanResult:
     """Make the catalogue schedule of this name, with costs from `cut` or unit costs."""
@@ -99,7 +99,9 @@ def _make_planned(
     try:
         return plan_request(limited_request, Budget(report=_progress(report)))
     except LimitError as error:
-        text = error.told(lambda memory: f"{enough(memory / unit)} {name}")
+        text = error.format_message(
+            lambda memory: f"{format_sufficient_limit(memory / unit)} {name}"
+        )
         raise FieldError("limit", text) from None
     except ScheduleError as error:
         raise FieldError("limit", str(error)) from None

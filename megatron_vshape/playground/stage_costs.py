@@ -3,7 +3,7 @@
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.pieces import Piece, regroup, with_ends
-from megatron_vshape.core.request import AUTO, Cut, PlanRequest
+from megatron_vshape.core.request import AUTO, PlanRequest, StageCostFunction
 from megatron_vshape.playground.request import MOST_CHUNKS, CostChoice, FieldError
 from megatron_vshape.view.numbers import base_peak
 
@@ -52,7 +52,7 @@ class Pricing:
         costs = self.plan_costs(devices)
         return PlanRequest(AUTO, devices, microbatches, costs, self.cut(devices))
 
-    def cut(self, devices: int) -> Cut:
+    def cut(self, devices: int) -> StageCostFunction:
         """Return a function from the number of stages to the costs on these devices."""
         return lambda num_stages, _: self.costs_for(devices, num_stages)
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_vshape.environment import ALLOCATOR, settings
+from megatron_vshape.environment import ALLOCATOR, required_settings
 
 MIB = 1 << 20
 UNIT = 512
@@ -70,7 +70,7 @@ class AllocatorSettings:
             registers: whether NCCL registers buffers.
         """
         if has_schedule and not any(name in environment for name in ALLOCATOR):
-            needed = settings(kernels=True, ordered=False, registers=registers)
+            needed = required_settings(kernels=True, ordered=False, registers=registers)
             return cls.of({name: value for name, (value, _) in needed.items()})
         return cls.of(environment)
 

@@ -154,9 +154,9 @@ class Watched:
 
 def import_all() -> None:
     """Import all modules of a rank, with collectives that end as they begin."""
-    from megatron_vshape.environment import complete
+    from megatron_vshape.environment import set_missing
 
-    complete(os.environ, kernels=True, ordered=True)
+    set_missing(os.environ, kernels=True, ordered=True)
     import torch
 
     from megatron_vshape.mcore import cpu

@@ -19,7 +19,7 @@ from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.planner.lighter import lighter_layers
 from megatron_vshape.core.planner.vocabulary import (
-    held_logits,
+    estimate_logits_bytes,
     shared_pieces,
     with_vocabulary_passes,
 )
@@ -148,7 +148,7 @@ def _of_schedule(
     costs = pieces.costs(layers)
     yield Remedy(flags | _split(layers), tuple(peak_held(schedule, costs)))
     if can_share:
-        shared = shared_pieces(pieces, ranks, pieces.send_us, held_logits(pieces, ranks))
+        shared = shared_pieces(pieces, ranks, pieces.send_us, estimate_logits_bytes(pieces, ranks))
         layers = _layers(shared, num_layers, schedule)
         yield _shared(flags, schedule, shared.costs(layers), layers)
     elif ranks <= MOST_RANKS:

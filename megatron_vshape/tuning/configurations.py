@@ -14,7 +14,7 @@ from megatron_vshape.core.model.layers import Widths, even_layers, even_with_end
 from megatron_vshape.core.model.pieces import Pieces, without_ends
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.plan import plan_request
-from megatron_vshape.core.planner.vocabulary import held_logits, shared_pieces
+from megatron_vshape.core.planner.vocabulary import estimate_logits_bytes, shared_pieces
 from megatron_vshape.core.request import PlanRequest
 from megatron_vshape.mcore.layout.sizes import ModelSizes, sizes_of, widths_of
 from megatron_vshape.rehearsal.flags import SCHEDULE, VOCABULARIES, Command, read_command
@@ -278,7 +278,7 @@ class Configuration:
         if not self.vocab_parallel:
             return pieces
         further, ranks = subject.mtp_layers, self.pipeline_parallel
-        held = held_logits(pieces, ranks) * (1 + further)
+        held = estimate_logits_bytes(pieces, ranks) * (1 + further)
         # An all-reduce of hidden states crosses each link once, like a message.
         pieces = shared_pieces(pieces, ranks, pieces.send_us, held, further)
         sizes = subject.sizes(self.sequence_length)

@@ -5,7 +5,7 @@ import re
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING
 
-from megatron_vshape.core.check.simulate import filled
+from megatron_vshape.core.check.simulate import usable_host_bytes
 from megatron_vshape.core.model.costs import Costs, with_copies_of
 from megatron_vshape.rehearsal.gpus import GPUS, MEASURED_GIB, Gpu
 from megatron_vshape.rehearsal.step_time import Rates
@@ -77,7 +77,7 @@ class Machine:
             cluster.num_devices,
             bool(named),
             link is not None,
-            math.inf if most is None else filled(most * GIB),
+            math.inf if most is None else usable_host_bytes(most * GIB),
         )
 
     def copied(self, costs: Costs) -> Costs:

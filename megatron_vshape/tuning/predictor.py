@@ -32,7 +32,7 @@ from megatron_vshape.tuning.configurations import (
     layers_of_stages,
 )
 from megatron_vshape.tuning.machine import Machine
-from megatron_vshape.view.numbers import GIB, enough
+from megatron_vshape.view.numbers import GIB, format_sufficient_limit
 
 PATIENCE = 2
 """Time limit of a search with its setup and evaluation, in multiples of its search time."""
@@ -437,7 +437,9 @@ def plan_adaptive(
     try:
         schedule = plan_request(request, budget).schedule
     except LimitError as error:
-        raise SweepError(error.told(lambda held: f"{enough(held / GIB)} GiB")) from None
+        raise SweepError(
+            error.format_message(lambda held: f"{format_sufficient_limit(held / GIB)} GiB")
+        ) from None
     except ScheduleError as error:
         raise SweepError(str(error).splitlines()[0]) from None
     return simulate(schedule, costs)

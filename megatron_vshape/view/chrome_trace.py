@@ -98,7 +98,7 @@ def events(
 
 def _resources(timeline: Timeline, device: int) -> list[str]:
     """Return the device's resources; the index is the number of the thread."""
-    return [lane.resource for lane in timeline.schedule.lanes() if lane.device == device]
+    return [lane.resource for lane in timeline.schedule.queues() if lane.device == device]
 
 
 def _names(timeline: Timeline, device: int) -> Iterator[Event]:

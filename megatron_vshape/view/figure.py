@@ -282,7 +282,7 @@ def _draw_schedule(axes: Axes, timeline: Timeline, units: Units, title: str, not
 def bars_of(timeline: Timeline, units: Units = CHUNKS) -> list[Bar]:
     """Return the timeline's passes, starting at 0."""
     first = timeline.first_start
-    lanes = timeline.schedule.lanes()
+    lanes = timeline.schedule.queues()
     heights = {
         device: _heights([lane.resource for lane in lanes if lane.device == device])
         for device in range(timeline.schedule.num_devices)

@@ -72,7 +72,7 @@ def base_peak(num_devices: int, costs: Costs | None = None) -> float:
     return max(peak_held(schedule, regroup(costs, num_devices, "1F1B, for comparison,")))
 
 
-def peaks_told(schedule: Schedule, costs: Costs) -> list[str]:
+def peak_lines(schedule: Schedule, costs: Costs) -> list[str]:
     """Format the peak memory of each rank; empty if the costs do not include all memory."""
     if costs.state_bytes is None:
         return []
@@ -93,12 +93,12 @@ def messages_per_microbatch(schedule: Schedule) -> tuple[int, float]:
     """
     pairs = zip(schedule.placement, schedule.placement[1:], strict=False)
     num_hops = sum(device != next_device for device, next_device in pairs)
-    messages = 2 * num_hops * schedule.num_microbatches // schedule.whole_microbatches
+    messages = 2 * num_hops * schedule.num_microbatches // schedule.unsliced_microbatches
     base_messages = 2 * (schedule.num_devices - 1)
     return messages, messages / base_messages if base_messages else 1.0
 
 
-def prices_told(costs: Costs) -> list[str]:
+def overhead_lines(costs: Costs) -> list[str]:
     """Format the overheads of a pass, and the sources of the costs (measured or assumed)."""
     send, host = fixed(costs.send_us), fixed(costs.host_us)
     no_source_text = "the costs file does not name the source of its costs"
@@ -133,7 +133,7 @@ def note(numbers: RunNumbers) -> str:
     )
 
 
-def idle_told(timeline: Timeline) -> list[str]:
+def idle_lines(timeline: Timeline) -> list[str]:
     """Format the mean idle time and the bottleneck rank; empty if the ranks have equal work.
 
     The bubble compares with the busiest rank only, and does not show that others wait for it.
@@ -149,7 +149,7 @@ def idle_told(timeline: Timeline) -> list[str]:
     ]
 
 
-def enough(memory: float) -> str:
+def format_sufficient_limit(memory: float) -> str:
     """Format memory with 6 digits, rounded up, so that the printed value is a sufficient limit."""
     # Minus the tolerance of limits; otherwise sums of fractions would be rounded up by a digit.
     rounded = Context(prec=6, rounding=ROUND_CEILING).create_decimal(memory * (1 - 1e-9))
@@ -252,13 +252,13 @@ def held_steps(timeline: Timeline, costs: Costs, device: int) -> list[tuple[floa
     return steps
 
 
-def trades_told(
+def offload_lines(
     timeline: Timeline, costs: Costs, format_memory: Callable[[float], str]
 ) -> Iterator[tuple[str, str]]:
     """Yield a label and a line about moved memory, if the costs have it."""
     schedule = timeline.schedule
     if costs.copies:
-        copied = Counter(work.stage for work in schedule.copied())
+        copied = Counter(work.stage for work in schedule.moving_passes())
         share = sum(copied.values()) / (schedule.num_stages * schedule.num_microbatches)
         chunks = chunks_of(schedule.placement)
         by_chunk = Counter[int]()
@@ -278,10 +278,10 @@ def trades_told(
 def link_share(timeline: Timeline) -> float:
     """Return the share of the step in which the busiest host link copies."""
     busiest = 0.0
-    for lane in timeline.schedule.lanes():
+    for lane in timeline.schedule.queues():
         if any(work.kind.resource in (TO_HOST, FROM_HOST) for work in lane.passes):
             starts, ends = timeline.starts[lane.device], timeline.ends[lane.device]
             busiest = max(
-                busiest, sum(ends[position] - starts[position] for position in lane.places)
+                busiest, sum(ends[position] - starts[position] for position in lane.positions)
             )
     return busiest / timeline.makespan

@@ -22,7 +22,7 @@ from megatron_vshape.core.model.schedule import load_schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner.vocabulary import is_shared, shared_pieces
-from megatron_vshape.core.program.lowering import whole_backwards
+from megatron_vshape.core.program.lowering import with_full_backwards
 from megatron_vshape.core.request import PlanRequest, PlanResult
 from megatron_vshape.view.numbers import GIB
 
@@ -458,6 +458,6 @@ def test_a_plan_is_no_worse_than_published_schedules_whatever_the_time(
 def test_the_share_of_split_backwards() -> None:
     schedule = make("v-half", 2, 8)
     assert plan._split_text(schedule) == "all stages"
-    assert plan._split_text(whole_backwards(schedule)) == "none"
-    order = (schedule.order[0], whole_backwards(schedule).order[1])
+    assert plan._split_text(with_full_backwards(schedule)) == "none"
+    order = (schedule.order[0], with_full_backwards(schedule).order[1])
     assert plan._split_text(replace(schedule, order=order)) == "50 % of the backward passes"

@@ -65,7 +65,7 @@ def test_planning_without_numba_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(compiling, "compiles", lambda: False)
-    compiling.say_if_slow.cache_clear()
+    compiling.warn_if_slow.cache_clear()
     for _ in range(2):
         plan(Costs.uniform(2, 4), 2, 2, limit=4, steps=100)
     assert [each.message for each in caplog.records if "numba" in each.message] == [

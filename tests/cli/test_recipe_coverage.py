@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from recipes import DEVICES, examine, own_options
+from recipes import DEVICES, examine, package_options_of
 
 from megatron_vshape.mcore.setup.translate import TRANSLATIONS
 
@@ -49,7 +49,7 @@ def test_counts_of_models_with_known_layers(script: ModuleType) -> None:
     for recipe in json.loads(script.RECIPES.read_text())["recipes"]:
         options = recipe["options"]
         if options.get("account_for_loss_in_pipeline_split") and options[DEVICES] == 8:
-            split = examine(options, own_options(options, "v-half"), defaults={}).layer_split
+            split = examine(options, package_options_of(options, "v-half"), defaults={}).layer_split
             splits.setdefault(recipe["recipe"].partition("_pretrain")[0], set()).add(split)
     assert splits["qwen3_235b_a22b"] == {f"5,{'6,' * 14}5"}
     assert splits["llama31_405b"] == {f"7,{'8,' * 14}7"}

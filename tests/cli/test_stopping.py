@@ -75,7 +75,7 @@ def test_an_error_of_the_work_is_raised() -> None:
 
 def test_work_that_does_not_end_is_left_with_the_best() -> None:
     budget, ended, plan = Budget(0.2), threading.Event(), small()
-    budget.found(lambda: plan)
+    budget.register_result(lambda: plan)
     before = time.monotonic()
     assert budget.run(lambda: ended.wait(30), pytest.fail) is None
     assert time.monotonic() - before < 0.2 + GRACE_S + 2
@@ -87,7 +87,7 @@ def test_work_that_does_not_end_is_left_with_the_best() -> None:
 
 def test_ctrl_c_tells_the_best_at_once_and_a_second_one_ends() -> None:
     budget, ended, plan = Budget(None), threading.Event(), small()
-    budget.found(lambda: plan)
+    budget.register_result(lambda: plan)
     told: list[Any] = []
     threading.Timer(0.2, interrupt).start()
     threading.Timer(0.4, interrupt).start()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from megatron_vshape.core.check.bounds import least_memory
+from megatron_vshape.core.check.bounds import min_memory
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -14,7 +14,7 @@ from megatron_vshape.core.model.pieces import Piece, Pieces, recut
 from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS, make
-from megatron_vshape.core.plan import compare, plan_request
+from megatron_vshape.core.plan import compare_baselines, plan_request
 from megatron_vshape.core.request import AUTO, BaselineSpec, PlanRequest, evaluate_named
 
 REAL = (1.0, 1.15, 0.85, 0.05)
@@ -44,7 +44,7 @@ class Cell:
         )
         placements = [linear(d), v_shape(d), *(looping(d, num_chunks) for num_chunks in chunks)]
         min_limit = min(
-            max(least_memory(self.costs_of_stages(len(placement)), placement, d))
+            max(min_memory(self.costs_of_stages(len(placement)), placement, d))
             for placement in placements
         )
         max_limit = 2 * max(evaluate_named("1f1b", request).peak)
@@ -145,7 +145,7 @@ def test_megatron_1f1b_is_recommended_when_fastest() -> None:
     assert result.schedule.order == make("1f1b", 4, 8).order
     baselines = {
         evaluated.baseline: evaluated
-        for evaluated in compare(PlanRequest(AUTO, 4, 8, costly, limit=8), result)
+        for evaluated in compare_baselines(PlanRequest(AUTO, 4, 8, costly, limit=8), result)
     }
     megatron_1f1b = baselines[BaselineSpec("1f1b")]
     assert result.plan.value <= megatron_1f1b.timeline.makespan

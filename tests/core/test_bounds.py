@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_vshape.core.check.bounds import least_memory, lower_bound
+from megatron_vshape.core.check.bounds import lower_bound, min_memory
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
@@ -118,5 +118,5 @@ def test_span_excludes_start_up() -> None:
 
 def test_minimum_memory() -> None:
     costs = Costs.uniform(3, 6, 1, 1, 1, 0.25)
-    assert least_memory(costs, v_shape(3), 3) == (2, 2, 2)
-    assert least_memory(Costs.uniform(3, 3), linear(3), 3) == (2, 2, 2)
+    assert min_memory(costs, v_shape(3), 3) == (2, 2, 2)
+    assert min_memory(Costs.uniform(3, 3), linear(3), 3) == (2, 2, 2)

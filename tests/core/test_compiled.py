@@ -16,7 +16,7 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.blocks import repeat
 from megatron_vshape.core.paper.catalogue import EVERY_NAME, make, make_block
-from megatron_vshape.core.paper.reordering import number
+from megatron_vshape.core.paper.reordering import number_passes
 
 SIZES = [(1, 4), (2, 5), (3, 7), (4, 8), (5, 20), (8, 33), (16, 40)]
 
@@ -103,7 +103,7 @@ def test_pass_without_a_stage_is_rejected_before_compiled_loops(
     monkeypatch.setattr(compiling, "COMPILED_FROM", compiled_from)
     for wrong in (Pass(Kind.F, 7, 0), Pass(Kind.F, 0, 5), Pass(Kind.F, -1, 0)):
         with pytest.raises(IndexError):
-            number([(wrong,)], [Kind.F], 1, 1)
+            number_passes([(wrong,)], [Kind.F], 1, 1)
 
 
 def test_cached_code_of_renamed_types_is_recompiled(tmp_path: Path) -> None:

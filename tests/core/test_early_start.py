@@ -12,10 +12,10 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.program.early_start import (
-    Cut,
-    cut,
+    StopPoint,
     drain,
-    forward_cut,
+    forward_stop_point,
+    latest_stop_point,
     prefix_before_loss,
 )
 from megatron_vshape.core.program.instructions import (
@@ -76,7 +76,7 @@ class Network:
         return not any((*self.sent.values(), *self.posted.values(), self.delivered))
 
 
-def check_drained(program: Program, ends: Cut) -> None:
+def check_drained(program: Program, ends: StopPoint) -> None:
     devices = range(len(program.instructions))
     network = Network()
     network.run_all([program.instructions[device][: ends[device]] for device in devices])
@@ -86,7 +86,7 @@ def check_drained(program: Program, ends: Cut) -> None:
     assert network.is_idle()
 
 
-def passes_before(program: Program, ends: Cut) -> list[int]:
+def passes_before(program: Program, ends: StopPoint) -> list[int]:
     rows = zip(program.instructions, ends, strict=True)
     return [sum(isinstance(instruction, Run) for instruction in row[:end]) for row, end in rows]
 
@@ -98,7 +98,7 @@ def test_any_stop_point_can_be_run_and_drained(schedule: Schedule, data: st.Data
     stops = data.draw(
         st.sets(st.sampled_from([instruction for row in schedule.order for instruction in row]))
     )
-    ends = cut(program, stops.__contains__)
+    ends = latest_stop_point(program, stops.__contains__)
     for row, end in zip(program.instructions, ends, strict=True):
         assert not any(
             isinstance(instruction, Run) and instruction.work in stops for instruction in row[:end]
@@ -111,7 +111,7 @@ def test_any_stop_point_can_be_run_and_drained(schedule: Schedule, data: st.Data
 @given(catalogue_schedules(8, 16))
 def test_forward_stop_point_follows_forwards_before_the_loss(schedule: Schedule) -> None:
     program = lower(schedule)
-    ends = forward_cut(program)
+    ends = forward_stop_point(program)
     for row, end in zip(program.instructions, ends, strict=True):
         forward_passes = [
             instruction.work for instruction in row[:end] if isinstance(instruction, Run)
@@ -133,7 +133,7 @@ def test_early_start_leaves_no_message_in_flight(
 ) -> None:
     program = lower(schedule, window=window, kernels=kernels)
     early_program, ends = prefix_before_loss(program)
-    assert passes_before(early_program, ends) == passes_before(program, forward_cut(program))
+    assert passes_before(early_program, ends) == passes_before(program, forward_stop_point(program))
     for row, original in zip(early_program.instructions, program.instructions, strict=True):
         assert texts_without_releases(row) == texts_without_releases(original)
         runs, posts = ([e for e in row if isinstance(e, kind)] for kind in (Run, Receive))
@@ -162,19 +162,19 @@ def test_receives_posted_before_late_sends_are_moved() -> None:
 def test_v_zb_has_enough_forwards_until_the_last_device_finishes(devices: int) -> None:
     """Device p starts p passes after the first one and must fill d - 1 - p passes."""
     program = lower(make("v-zb", devices, 3 * devices))
-    counts = passes_before(program, forward_cut(program))
+    counts = passes_before(program, forward_stop_point(program))
     assert all(count >= devices - device for device, count in enumerate(counts))
 
 
 def test_program_without_stop_runs_completely() -> None:
     program = lower(make("v-half", 3, 4))
-    ends = cut(program, lambda work: False)
+    ends = latest_stop_point(program, lambda work: False)
     assert ends == tuple(map(len, program.instructions))
     assert [drain(program, ends, device) for device in range(3)] == [()] * 3
 
 
 def test_no_device_waits_for_a_pass_that_is_not_run() -> None:
     program = lower(make("1f1b", 3, 4))
-    ends = cut(program, lambda work: work == Pass(Kind.F, 0, 1))
+    ends = latest_stop_point(program, lambda work: work == Pass(Kind.F, 0, 1))
     # The last device also runs the backward of microbatch 0; then its input is missing.
     assert passes_before(program, ends) == [1, 1, 2]

@@ -177,7 +177,7 @@ def test_random_values_raise_only_schedule_errors(data: object) -> None:
     assert 0 < len(message) < 600
 
 
-@given(text=st.text(), cut=st.integers(0, 400))
+@given(text=st.text(), length=st.integers(0, 400))
 def test_damaged_files_raise_only_schedule_errors(text: str, length: int) -> None:
     complete = make("v-half", 2, 2).to_json()
     for reader in (Schedule.from_json, Schedule.from_csv, Costs.from_json):

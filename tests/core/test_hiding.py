@@ -13,11 +13,15 @@ from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.core.program.lowering import Beside, deferred_weight_overlap, fuse
+from megatron_vshape.core.program.lowering import (
+    DeferredWgradOverlap,
+    deferred_weight_overlap,
+    fuse,
+)
 
 
 def start_times(
-    schedule: Schedule, costs: Costs, deferred: Mapping[Pass, Beside] | None = None
+    schedule: Schedule, costs: Costs, deferred: Mapping[Pass, DeferredWgradOverlap] | None = None
 ) -> dict[Pass, float]:
     """Return the start times if a B also runs the given share of the W after it."""
     lengths = {work: costs.time_us(work.kind, work.stage) for row in schedule.order for work in row}
@@ -68,7 +72,7 @@ def test_no_pass_is_delayed(data: st.DataObject) -> None:
                 assert work[1:] != following[1:]  # its own weight gradients are not available yet
 
 
-def format_overlaps(deferred: Mapping[Pass, Beside]) -> str:
+def format_overlaps(deferred: Mapping[Pass, DeferredWgradOverlap]) -> str:
     return " ".join(
         f"{work}:{overlap.weights}:{overlap.share:g}" for work, overlap in deferred.items()
     )

@@ -52,7 +52,7 @@ def test_local_search_updates_all_state(seed: int) -> None:
     recomputed = improve.new_state(state.row, 1)
     assert improve.settle(shop, recomputed)
     assert value == improve.objective(shop, recomputed) <= initial_value
-    for name in ("place", "head", "tail", "held"):
+    for name in ("position", "head", "tail", "memory"):
         assert np.array_equal(getattr(state, name), getattr(recomputed, name)), name
 
 
@@ -63,12 +63,14 @@ def test_passes_are_exchanged_if_memory_permits(seed: int) -> None:
     shop, state = make_shop(12, 8, 1, 1.3, 0.7, 0.1), make_state(v_half(DEVICES), 12)
     assert improve.settle(shop, state)
     over = random.integers(0, shop.delta.max() + 1, len(shop.over))
-    shop = shop._replace(over=over, limit=(state.held + over[shop.sort[state.row]]).max(axis=1))
+    shop = shop._replace(
+        over=over, limit=(state.memory + over[shop.type_of[state.row]]).max(axis=1)
+    )
     decisions = []
     for device, row in enumerate(state.row):
         for _ in range(300):
             low, high = np.sort(random.choice(len(row), 2, replace=False))
-            types = shop.sort[row]
+            types = shop.type_of[row]
             types[[low, high]] = types[[high, low]]
             fits = bool((shop.delta[types].cumsum() + over[types] <= shop.limit[device]).all())
             assert improve.fit_exchanged(shop, state, device, low, high) == fits
@@ -108,7 +110,10 @@ def test_filled_and_refilled_orders_are_complete_and_fit(block: object, cool: in
     problem = make_problem(9, 2 * DEVICES, 1, 1.3, 0.7, 0.1)
     shop = job_shop.make_shop(problem, 9)
     row = orders.cyclic_order_of_block(block(DEVICES)).unroll(9)  # type: ignore[operator]
-    for order in (job_shop.fill(problem, row, cool), job_shop.refill(problem, row)):
+    for order in (
+        job_shop.fill_idle_time(problem, row, cool),
+        job_shop.reinsert_weights(problem, row),
+    ):
         assert order is not None
         assert np.array_equal(np.sort(order, axis=1), np.sort(row, axis=1))
         assert improve.settle(shop, improve.new_state(order, 1))
@@ -131,7 +136,7 @@ def test_planner_fills_like_the_paper(name: str, devices: int) -> None:
             [[(3 * s + PARTS.index(kind)) * m + j for kind, s, j in row] for row in order.order]
         )
 
-    filled = job_shop.fill(problem, numbers(schedule), peak)
+    filled = job_shop.fill_idle_time(problem, numbers(schedule), peak)
     assert filled is not None
     assert np.array_equal(filled, numbers(reorder(schedule, peak)))
 

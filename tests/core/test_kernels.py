@@ -6,8 +6,8 @@ import pytest
 from bench_posting import share_posted_early
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from offloaded import offloaded
-from posting import one_pass_earlier, with_device_waits_at_copies, with_gaps_by_stream
+from offloaded import with_offloads
+from posting import with_device_waits_at_copies, with_gaps_by_stream, with_receives_one_pass_earlier
 from strategies import catalogue_schedules, costs_of
 
 from megatron_vshape.core.check.simulate import simulate
@@ -181,14 +181,14 @@ def test_early_started_steps_do_not_hang(schedule: Schedule) -> None:
 
 def test_always_posting_earlier_hangs() -> None:
     """The smallest program that hangs, and V-shaped schedules of any size."""
-    small = one_pass_earlier(lower(make("v-half", 2, 2), kernels=True))
+    small = with_receives_one_pass_earlier(lower(make("v-half", 2, 2), kernels=True))
     stuck = deadlocks_under_device_sync(small)
     assert {device: str(run.work) for device, run in stuck.items()} == {0: "F0.1", 1: "F2.0"}
     assert not runs_to_completion(small.instructions, 1.0, 0)
     for name in ("v-min", "v-half", "v-zb"):
         for devices, microbatches in ((2, 2), (4, 8), (8, 16)):
             program = lower(make(name, devices, microbatches), kernels=True)
-            assert deadlocks_under_device_sync(one_pass_earlier(program))
+            assert deadlocks_under_device_sync(with_receives_one_pass_earlier(program))
 
 
 def test_waiting_copy_threads_hang() -> None:
@@ -196,7 +196,7 @@ def test_waiting_copy_threads_hang() -> None:
     stuck = []
     for name in ("v-min", "v-half", "v-zb", "interleaved-1f1b", "zb-h1"):
         for devices, microbatches in ((2, 4), (4, 8), (8, 16)):
-            schedule = offloaded(make(name, devices, microbatches))
+            schedule = with_offloads(make(name, devices, microbatches))
             program = lower(schedule, simulate(schedule), kernels=True)
             assert not deadlocks_under_device_sync(program)
             assert any(run.work.kind is COPY_OUT for run in runs_of(program))
@@ -242,8 +242,8 @@ def test_few_messages_are_posted_and_unreleased(name: str) -> None:
         schedule = make(name, devices, microbatches)
         costs = Costs.uniform(devices, schedule.num_stages, 1, 1.15, 0.85, 0.05)
         program = lower(schedule, simulate(schedule, costs), kernels=True)
-        posted = [program.most_posted(device) for device in range(devices)]
-        unreleased = [program.most_kept(device) for device in range(devices)]
+        posted = [program.peak_posted(device) for device in range(devices)]
+        unreleased = [program.peak_unreleased(device) for device in range(devices)]
         assert max(posted) <= (devices if "grouped" in name else 5), posted
         assert max(unreleased) <= 5, unreleased
 

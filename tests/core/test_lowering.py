@@ -219,7 +219,7 @@ def test_stream_from_two_devices_is_posted_per_source() -> None:
         for row in program.instructions
     ]
     assert {(Stream(Kind.F, 0, True), 0), (Stream(Kind.F, 0, True), 1)} <= sources[2]
-    assert [program.most_posted(device) for device in range(3)] == list(map(len, sources))
+    assert [program.peak_posted(device) for device in range(3)] == list(map(len, sources))
 
 
 def test_empty_window_is_rejected() -> None:

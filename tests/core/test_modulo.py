@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_vshape.core.check.bounds import least_memory
+from megatron_vshape.core.check.bounds import min_memory
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
@@ -110,7 +110,7 @@ def test_unequal_stages_and_limits(data: st.DataObject) -> None:
         return tuple(data.draw(st.lists(value, min_size=stages, max_size=stages)))
 
     costs = Costs(values(0.2), values(0.2), values(0.2), 0.1, values(0), values(0))
-    minimum_limits = least_memory(costs, v_shape(devices), devices)
+    minimum_limits = min_memory(costs, v_shape(devices), devices)
     limits = [value * data.draw(st.floats(1, 3)) for value in minimum_limits]
     orders = find_steady_orders(costs, v_shape(devices), devices, limits, 2_000)
     assert orders

@@ -16,7 +16,7 @@ from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.core.program.early_start import forward_cut
+from megatron_vshape.core.program.early_start import forward_stop_point
 from megatron_vshape.core.program.instructions import Await, Message, Program, Run, Send, result_of
 from megatron_vshape.core.program.kernels import deadlocks_under_device_sync
 from megatron_vshape.core.program.lowering import fuse, lower
@@ -113,7 +113,7 @@ def test_program_has_the_messages_of_both_passes(data: st.DataObject, kernels: b
     assert executed == [list(program.schedule.steps(d)) for d in range(schedule.num_devices)]
     check_messages(program)
     assert not deadlocks_under_device_sync(program) or not kernels
-    for end, row in zip(forward_cut(program), program.instructions, strict=True):
+    for end, row in zip(forward_stop_point(program), program.instructions, strict=True):
         assert all(
             len(instruction.passes) == 1
             for instruction in row[:end]

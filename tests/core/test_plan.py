@@ -7,14 +7,14 @@ import pytest
 
 from megatron_vshape.core import plan as planning
 from megatron_vshape.core.budget import Budget
-from megatron_vshape.core.check.bounds import ENOUGH, lower_bound
+from megatron_vshape.core.check.bounds import MAX_GAP, lower_bound
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.pieces import Piece, Pieces
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.core.plan import frontier, plan_request, published
+from megatron_vshape.core.plan import frontier, plan_request, published_points
 from megatron_vshape.core.planner import search
 from megatron_vshape.core.planner.orders import Candidate, PlacementSearch, Run
 from megatron_vshape.core.planner.search import plan
@@ -87,7 +87,7 @@ def test_plan_reused_at_a_higher_limit_has_a_bound_of_that_limit(
 def test_interrupted_search_returns_the_best_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    original_begin, started_searches = PlacementSearch.begin, []
+    original_begin, started_searches = PlacementSearch.start_orders, []
 
     def interrupted(self: PlacementSearch, budget: int, run: Run) -> list[Candidate]:
         started_searches.append(self)
@@ -95,7 +95,7 @@ def test_interrupted_search_returns_the_best_plan(
             raise KeyboardInterrupt
         return original_begin(self, budget, run)
 
-    monkeypatch.setattr(PlacementSearch, "begin", interrupted)
+    monkeypatch.setattr(PlacementSearch, "start_orders", interrupted)
     result = plan(Costs.uniform(4, 16, *REAL), 4, 8, 8, seconds=60)
     assert len(started_searches) == 2
     verify(result.schedule, 8, Costs.uniform(4, result.schedule.num_stages, *REAL))
@@ -130,7 +130,7 @@ def test_plus_name_accepts_costs_of_finer_stages() -> None:
 def test_published_schedules_are_frontier_points() -> None:
     points = {
         point.schedule.name: point
-        for point in published(PlanRequest(AUTO, 4, 8, uniform_costs(4, REAL)))
+        for point in published_points(PlanRequest(AUTO, 4, 8, uniform_costs(4, REAL)))
     }
     assert {"1f1b", "v-half", "zb-h2"} <= points.keys()
     assert points["v-half"].peak == pytest.approx(6)
@@ -171,6 +171,6 @@ def test_search_stops_near_its_bound(
     start, costs = time.monotonic(), pieces.costs((1,) * 8)
     request = PlanRequest(AUTO, 4, 64, costs, 1e9, layers=(pieces, 8), seconds=60)
     result = plan_request(request).plan
-    assert result.value <= result.lower_bound * (1 + ENOUGH)
+    assert result.value <= result.lower_bound * (1 + MAX_GAP)
     assert len(searched) == 1
     assert time.monotonic() - start < 30

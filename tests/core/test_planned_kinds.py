@@ -78,10 +78,13 @@ def sequential_rows(problem: job_shop.Problem, shop: improve.JobShop) -> np.ndar
     """Return all passes of one microbatch, each after its inputs, then those of the next."""
     m, kinds = problem.num_microbatches, problem.kinds
     table = NeedTable(len(problem.placement), kinds)
-    types = [len(kinds) * stage + kinds.index(table.parts[part]) for part, stage in table.in_turn()]
-    row = np.full((len(problem.room), int(max(shop.length))), improve.NONE, np.int64)
+    types = [
+        len(kinds) * stage + kinds.index(table.parts[part])
+        for part, stage in table.topological_order()
+    ]
+    row = np.full((len(problem.memory_limits), int(max(shop.length))), improve.NONE, np.int64)
     for queue in range(len(row)):
-        queue_types = [pass_type for pass_type in types if problem.sorts.lane[pass_type] == queue]
+        queue_types = [pass_type for pass_type in types if problem.types.queue[pass_type] == queue]
         passes = [
             pass_type * m + microbatch for microbatch in range(m) for pass_type in queue_types
         ]
@@ -95,7 +98,7 @@ def test_local_search_updates_all_state_of_any_kinds(checking: tuple[Kind, ...],
     sizes = DEVICES, m, 6.0, Objective.MAKESPAN, v_shape(DEVICES)
     problem = job_shop.make_problem(costs, *sizes, checking)
     shop = job_shop.make_shop(problem, m)
-    num_dependencies = (shop.before.shape[1], shop.after.shape[1])
+    num_dependencies = (shop.inputs.shape[1], shop.readers.shape[1])
     assert num_dependencies == (
         2,
         4,
@@ -108,5 +111,5 @@ def test_local_search_updates_all_state_of_any_kinds(checking: tuple[Kind, ...],
     recomputed = improve.new_state(state.row, 1, max(num_dependencies))
     assert improve.settle(shop, recomputed)
     assert value == improve.objective(shop, recomputed) < initial_value
-    for name in ("place", "head", "tail", "held"):
+    for name in ("position", "head", "tail", "memory"):
         assert np.array_equal(getattr(state, name), getattr(recomputed, name)), name

@@ -11,7 +11,7 @@ import pytest
 from megatron_vshape.core.check.bounds import in_passes, lower_bound
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
-from megatron_vshape.core.fusing import fuse_backwards, graph_of, run
+from megatron_vshape.core.fusing import fuse_backwards, make_wait_graph, run_step
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import (
     FROM_HOST,
@@ -40,9 +40,9 @@ from megatron_vshape.core.model.pieces import (
 )
 from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.core.plan import plan_request, saves
+from megatron_vshape.core.plan import full_backward_saving, plan_request
 from megatron_vshape.core.planner.search import plan
-from megatron_vshape.core.program.lowering import fuse, lower, whole_backwards
+from megatron_vshape.core.program.lowering import fuse, lower, with_full_backwards
 from megatron_vshape.core.request import AUTO, PlanRequest
 
 REAL = (1.0, 1.15, 0.85, 0.05)
@@ -109,7 +109,7 @@ def test_offload_and_reload_run_concurrently() -> None:
     row += [Pass(Kind.B, 0, j) for j in (0, 1)] + [Pass(Kind.W, 0, j) for j in (0, 1)]
     schedule = Schedule("copies", 1, 2, (0,), (tuple(row),))
     costs = Costs.uniform(1, 1, 0.5, 0.5, 0.5, kinds=OFFLOAD)  # one stage that counts as two
-    assert [queue.resource for queue in schedule.lanes()] == [PROCESSOR, TO_HOST, FROM_HOST]
+    assert [queue.resource for queue in schedule.queues()] == [PROCESSOR, TO_HOST, FROM_HOST]
     assert simulate(schedule, costs).makespan == 11
 
 
@@ -146,10 +146,12 @@ def test_fusing_uses_the_times_of_the_simulation(name: str, objective: Objective
     costs = replace(costs, host_us=0.1, forward_us=tuple(1 + 0.1 * s for s in range(stages)))
     if name == "by microbatch":
         costs = replace(costs, by_microbatch=(("forward_us", tuple(1 + j % 3 for j in range(8))),))
-    passes = [work for queue in schedule.lanes() for work in queue.passes]
-    graph, merged = graph_of(schedule, passes, costs)
+    passes = [work for queue in schedule.queues() for work in queue.passes]
+    graph, merged = make_wait_graph(schedule, passes, costs)
     expected = objective.of(simulate(schedule, costs))
-    assert run(graph, merged, objective is Objective.SPAN) == pytest.approx(expected, rel=1e-12)
+    assert run_step(graph, merged, objective is Objective.SPAN) == pytest.approx(
+        expected, rel=1e-12
+    )
     fused = fuse_backwards(simulate(schedule, costs), costs, objective)
     assert objective.of(simulate(fused, costs)) <= expected * (1 + 1e-12)
 
@@ -175,12 +177,12 @@ def random_cell(seed: int) -> tuple[Costs, int, int, float]:
 @pytest.mark.parametrize("seed", range(24))
 def test_plan_is_not_slower_than_all_split_or_all_full_backwards(seed: int) -> None:
     costs, devices, microbatches, limit = random_cell(seed)
-    assert saves(costs) > 0
+    assert full_backward_saving(costs) > 0
     result = plan_request(PlanRequest(AUTO, devices, microbatches, costs, limit=limit, steps=4_000))
     verify(result.schedule, result.limits, result.costs)
     sizes = devices, microbatches, limit
     everywhere = plan(costs, *sizes, steps=4_000).schedule
-    nowhere = whole_backwards(plan(costs, *sizes, steps=4_000, whole=True).schedule)
+    nowhere = with_full_backwards(plan(costs, *sizes, steps=4_000, whole=True).schedule)
     published = [make(name, devices, microbatches) for name in ("1f1b", "1f1b-v", "zb-h1", "v-zb")]
     for schedule in (everywhere, nowhere, *published):
         stage_costs = regroup(costs, schedule.num_stages, schedule.name)
@@ -297,4 +299,4 @@ def test_slow_boundary_delays_only_its_messages() -> None:
     assert sum(work.kind is Kind.BW for row in fused.order for work in row) == 52
     assert simulate(fused, costs).makespan == pytest.approx(timeline.makespan)
     program = lower(schedule, timeline, kernels=True)
-    assert max(map(program.most_kept, range(8))) == 3
+    assert max(map(program.peak_unreleased, range(8))) == 3

@@ -13,7 +13,7 @@ from megatron_vshape.core.model.schedule import Plan
 from megatron_vshape.core.paper.catalogue import NAMES, make, make_block
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner import search
-from megatron_vshape.core.request import AUTO, PlanRequest, find
+from megatron_vshape.core.request import AUTO, PlanRequest, find_schedule
 
 REAL = (1.0, 1.15, 0.85, 0.05)
 
@@ -75,8 +75,12 @@ def test_request_by_name_or_file(tmp_path: Path) -> None:
         _ = result.plan
     path = tmp_path / "mine.json"
     path.write_text(result.schedule.to_json())
-    assert plan_request(PlanRequest(str(path), 4, 8)).schedule == result.schedule == find(str(path))
-    assert find("v-half+") == "v-half+"
+    assert (
+        plan_request(PlanRequest(str(path), 4, 8)).schedule
+        == result.schedule
+        == find_schedule(str(path))
+    )
+    assert find_schedule("v-half+") == "v-half+"
     chosen = plan_request(PlanRequest("interleaved-1f1b:3", 2, 4))
     assert chosen.costs.num_stages == chosen.schedule.num_stages == 6
 
@@ -85,7 +89,7 @@ def test_error_names_the_invalid_file(tmp_path: Path) -> None:
     path = tmp_path / "twice.json"
     path.write_text(make("v-half", 2, 3).to_json().replace("F0.1", "F0.0"))
     with pytest.raises(ScheduleError, match=r"the schedule file .*twice\.json cannot run: F0\.0"):
-        find(str(path))
+        find_schedule(str(path))
 
 
 def test_full_backward_fits_when_split_backward_does_not() -> None:

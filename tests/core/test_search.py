@@ -58,7 +58,7 @@ def problems(draw: st.DrawFn) -> tuple[Costs, int, int, tuple[float, ...], Objec
     costs = Costs(per_stage(times), per_stage(times), per_stage(times), send, memory, retained)
     placement = default_placements(devices, stages)[0]
     stage_costs = regroup(costs, len(placement), "the plan")
-    min_limits = bounds.least_memory(stage_costs, placement, devices)
+    min_limits = bounds.min_memory(stage_costs, placement, devices)
     limits = tuple(value * draw(st.sampled_from([1.0, 1.5, 4.0])) for value in min_limits)
     return costs, devices, microbatches, limits, draw(st.sampled_from(list(Objective)))
 
@@ -133,7 +133,7 @@ def test_error_names_the_minimum_over_placements() -> None:
     costs = replace(Costs.uniform(2, 4), held_after_forward_bytes=memory)
     with pytest.raises(bounds.LimitError, match="the minimum limit for all ranks is 4") as error:
         plan(costs, 2, 4, 3.9)
-    assert error.value.least == 4
+    assert error.value.min_limit == 4
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
     check_plan(plan(costs, 2, 4, 4, steps=STEPS), costs, (4.0, 4.0))
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_vshape.core.check.bounds import LimitError, least_memory, lower_bound
+from megatron_vshape.core.check.bounds import LimitError, lower_bound, min_memory
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
@@ -88,14 +88,14 @@ def test_sliced_plans_run_and_fit(
 
 def test_minimum_memory_is_one_unsliced_microbatch() -> None:
     costs = Costs.uniform(4, 8)
-    assert least_memory(costs.sliced(4), v_shape(4), 4) == (2.0,) * 4
+    assert min_memory(costs.sliced(4), v_shape(4), 4) == (2.0,) * 4
     result = plan(costs, 4, 3, 2.0, placements=[v_shape(4)], slices=4, steps=100)
     assert max(result.peak) == 2.0
     with pytest.raises(LimitError) as error:
         plan(costs, 4, 3, 1.9, placements=[v_shape(4)], slices=4, steps=100)
-    assert error.value.least == pytest.approx(2.0)
+    assert error.value.min_limit == pytest.approx(2.0)
     weight_costs = replace(costs.sliced(2)).having(held_after_backward_bytes=(0.7,) * 8)
-    assert least_memory(weight_costs, v_shape(4), 4) == pytest.approx((2.2,) * 4)
+    assert min_memory(weight_costs, v_shape(4), 4) == pytest.approx((2.2,) * 4)
 
 
 @pytest.mark.parametrize("span", [False, True])

@@ -12,9 +12,9 @@ from megatron_vshape import Costs, Schedule, make, peak_held, plan, simulate, ve
 from megatron_vshape.core.check.bounds import (
     LimitError,
     bound_at,
-    each_limit,
     fits,
-    least_memory,
+    limits_by_device,
+    min_memory,
 )
 from megatron_vshape.core.check.simulate import held_curve
 from megatron_vshape.core.model.kinds import HEAD_WEIGHT, LOGITS, Kind, ScheduleError
@@ -180,7 +180,7 @@ LIMITS = {"equal": 141.0, "of each": (150.0, 120.0, 120.0, 122.0)}
 def test_replayed_peak_of_plan_is_within_limit(limit: Any) -> None:
     stage_costs = measured_costs(8)
     result = plan(stage_costs, 4, 8, limit, placements=[v_shape(4)], steps=20_000)
-    limits = each_limit(limit, 4)
+    limits = limits_by_device(limit, 4)
     assert result.peak == peak_held(result.schedule, stage_costs)
     assert fits(result.peak, limits)
     assert fits(replayed_peaks(result.schedule, stage_costs), limits)
@@ -225,12 +225,12 @@ def test_bound_excludes_memory_of_state() -> None:
 
 def test_error_of_small_limit_names_total_memory() -> None:
     stage_costs, placement = measured_costs(8), v_shape(4)
-    min_limits = least_memory(stage_costs, placement, 4)
+    min_limits = min_memory(stage_costs, placement, 4)
     assert min_limits[0] == 50 + 45 + 1 + 8 + 12 + 5
     assert min_limits[1] == 60 + 1 + 16 + 2
     with pytest.raises(LimitError) as error:
         plan(stage_costs, 4, 8, 120.0, placements=[placement], steps=1000)
-    assert (error.value.device, error.value.need) == (0, min_limits[0])
+    assert (error.value.device, error.value.required) == (0, min_limits[0])
     result = plan(stage_costs, 4, 4, max(min_limits), placements=[placement], steps=1000)
     assert fits(result.peak, (max(min_limits),) * 4)
 

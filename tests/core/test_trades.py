@@ -29,7 +29,7 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import looping, v_shape
 from megatron_vshape.core.model.schedule import MemoryStrategy, Objective, Plan, Schedule, Timeline
 from megatron_vshape.core.planner import improve, job_shop
-from megatron_vshape.core.planner.offloading import OffloadSearch, ways_to_save
+from megatron_vshape.core.planner.offloading import OffloadSearch, memory_strategies
 from megatron_vshape.core.planner.search import plan
 
 REAL = (1.0, 1.15, 0.85, 0.05)
@@ -72,7 +72,7 @@ def test_target_overheads_are_reached(microbatches: int, limit: float, max_overh
     costs = costs_of(8, 1.0)
     result = plan(costs, 8, microbatches, limit, trades=True)
     assert replayed_figures(result, costs, limit).makespan - 6 * microbatches <= max_overhead + 1e-6
-    for evaluated in result.tried:
+    for evaluated in result.evaluated_strategies:
         assert evaluated.value is None or evaluated.value >= result.value * (1 - 1e-6)
 
 
@@ -81,11 +81,11 @@ def test_plan_is_not_worse_than_without_offload_or_first_chunk_only(limit: float
     costs = costs_of(4, 1.0)
     result = plan(costs, 4, 12, limit, trades=True, steps=60_000)
     replayed_figures(result, costs, limit)
-    strategies = {evaluated.way: evaluated for evaluated in result.tried}
-    _, first, _ = ways_to_save(True, v_shape(4))
+    strategies = {evaluated.strategy: evaluated for evaluated in result.evaluated_strategies}
+    _, first, _ = memory_strategies(True, v_shape(4))
     assert first.throughout == (0, 1, 2, 3)
     assert {MemoryStrategy(), first} <= set(strategies)
-    for evaluated in result.tried:
+    for evaluated in result.evaluated_strategies:
         assert (evaluated.value or evaluated.lower_bound) >= result.value * (1 - 1e-6)
     plain_costs = without_copies(costs)
     if limit > 2.5:
@@ -219,24 +219,24 @@ def test_local_search_updates_all_state_with_optional_passes(
     kinds = (*PARTS, *OFFLOAD)
     problem = job_shop.make_problem(costs, 4, 10, 4.0, Objective.MAKESPAN, placement, kinds)
     search = OffloadSearch(problem, 1, MemoryStrategy(copies=True))
-    searches = search.begin(2000, map)
+    searches = search.start_orders(2000, map)
     assert searches
     pass_counts = []
     for variant in searches[:3]:
         shop, num_dependencies = (
             variant.shop,
-            max(variant.shop.before.shape[1], variant.shop.after.shape[1]),
+            max(variant.shop.inputs.shape[1], variant.shop.readers.shape[1]),
         )
         initial_value = improve.objective(shop, variant.state)
         value = improve.local_search(shop, variant.state, shop.length, shop.length, 10_000)
         recomputed = improve.new_state(variant.state.row, 1, num_dependencies)
         assert improve.settle(shop, recomputed)
         assert value == improve.objective(shop, recomputed) <= initial_value
-        for name in ("place", "head", "tail", "held"):
-            size = shop.length.sum() if name != "held" else None
+        for name in ("position", "head", "tail", "memory"):
+            size = shop.length.sum() if name != "memory" else None
             local_state, recomputed_state = getattr(variant.state, name), getattr(recomputed, name)
-            assert np.array_equal(local_state[:size], recomputed_state[:size]) or name == "held"
-        search.keep(variant)
+            assert np.array_equal(local_state[:size], recomputed_state[:size]) or name == "memory"
+        search.keep_if_best(variant)
         pass_counts.append(int(shop.length.sum()))
     assert min(pass_counts) < 7 * 80  # some optional passes are absent
     replayed_figures(search.best_plan(), costs, 4.0)

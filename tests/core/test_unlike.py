@@ -36,10 +36,10 @@ def test_reordered_step_matches_simulation_and_is_not_slower(name: str, seed: in
     costs = variable_length_costs(4, schedule.num_stages, 12, seed)
     result = reorder_microbatches(schedule, costs, tries=100)
     assert sorted(result.order) == list(range(12))
-    assert result.given_us == pytest.approx(simulate(schedule, costs).makespan)
+    assert result.initial_us == pytest.approx(simulate(schedule, costs).makespan)
     makespan = simulate(schedule, reordered(costs, result.order)).makespan
-    assert result.found_us == pytest.approx(makespan)
-    assert result.found_us <= result.given_us
+    assert result.best_us == pytest.approx(makespan)
+    assert result.best_us <= result.initial_us
     assert reorder_microbatches(schedule, costs, tries=100) == result
 
 
@@ -49,7 +49,7 @@ def test_reordering_shortens_the_step() -> None:
         reorder_microbatches(schedule, variable_length_costs(4, 8, 16, seed), tries=400)
         for seed in range(4)
     ]
-    assert sum(result.found_us / result.given_us for result in gains) / 4 < 0.97
+    assert sum(result.best_us / result.initial_us for result in gains) / 4 < 0.97
 
 
 def test_overlapped_passes_and_full_backwards_are_reordered() -> None:
@@ -60,7 +60,7 @@ def test_overlapped_passes_and_full_backwards_are_reordered() -> None:
     )
     costs = costs.having(whole_backward_us=full_backward_us)
     result = reorder_microbatches(schedule, costs, tries=20)
-    assert result.given_us == pytest.approx(simulate(schedule, costs).makespan)
+    assert result.initial_us == pytest.approx(simulate(schedule, costs).makespan)
 
 
 def test_reordered_peaks_are_within_limits() -> None:
@@ -77,7 +77,7 @@ def test_reordered_peaks_are_within_limits() -> None:
         peak_held(schedule, reordered(costs, tight.order)), planned_peaks, strict=True
     ):
         assert peak <= planned_peak * (1 + 1e-6)
-    assert free.found_us <= limited.found_us * (1 + 1e-9)
+    assert free.best_us <= limited.best_us * (1 + 1e-9)
 
 
 def test_uniform_microbatches_are_not_reordered() -> None:

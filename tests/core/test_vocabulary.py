@@ -30,12 +30,12 @@ from megatron_vshape.core.model.pieces import Piece, Pieces, recut, regroup
 from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
-from megatron_vshape.core.plan import compare, plan_request
+from megatron_vshape.core.plan import compare_baselines, plan_request
 from megatron_vshape.core.planner.search import plan
 from megatron_vshape.core.planner.vocabulary import (
-    WAITING,
+    PENDING_LOGITS,
+    additional_memory,
     is_shared,
-    more_room,
     share_forwards,
     share_vocabulary,
     shared_pieces,
@@ -91,7 +91,7 @@ def test_every_schedule_supports_vocabulary_parallelism(plain: Schedule) -> None
     verify(shared)
     for row in shared.order:
         num_waiting = accumulate((work.kind is LOGITS) - (work.kind is HEAD_WEIGHT) for work in row)
-        assert max(num_waiting) <= max(WAITING) + 1
+        assert max(num_waiting) <= max(PENDING_LOGITS) + 1
     for passes, row in zip(plain.order, shared.order, strict=True):
         assert sorted(work for work in row if not work.kind.of) == sorted(passes)
     first, *other_rows = collectives(shared)
@@ -188,7 +188,7 @@ def test_1f1b_runs_next_forward_before_a_late_gradient() -> None:
     """Otherwise each microbatch of the last device waits for all devices: 72.5."""
     plain = make("1f1b", 4, 16)
     costs = costs_of(plain)
-    shared = share_vocabulary(plain, costs, more_room("1f1b", costs))
+    shared = share_vocabulary(plain, costs, additional_memory("1f1b", costs))
     assert simulate(shared, costs).makespan < 67
 
 
@@ -281,7 +281,7 @@ def test_shared_costs_give_a_vocabulary_parallel_plan() -> None:
     assert max(result.plan.peak) <= 9 + 1e-9
     evaluated = [
         candidate
-        for candidate in compare(request, result)
+        for candidate in compare_baselines(request, result)
         if isinstance(candidate, EvaluatedSchedule)
     ]
     assert {"v-half", "1f1b"} <= {candidate.schedule.name for candidate in evaluated}
@@ -303,10 +303,10 @@ def test_shared_costs_give_a_vocabulary_parallel_plan() -> None:
 def test_limit_includes_logits() -> None:
     with pytest.raises(LimitError) as error:
         plan_request(vocabulary_request(2.25))
-    assert error.value.need == pytest.approx(
+    assert error.value.required == pytest.approx(
         2 + 2 * 0.25
     )  # the current microbatch and the next one
-    assert plan_request(vocabulary_request(error.value.least)).plan.peak
+    assert plan_request(vocabulary_request(error.value.min_limit)).plan.peak
 
 
 def test_named_schedule_follows_the_costs() -> None:

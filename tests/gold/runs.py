@@ -43,12 +43,12 @@ RUNS = {
 def record_runs(folder: Path) -> dict[str, str]:
     """Train every run on four ranks for two steps."""
     from mcore.farm import Farm
-    from offloaded import offloaded
+    from offloaded import with_offloads
 
     from megatron_vshape.core.paper.catalogue import make
 
     schedule = folder / "offload.json"
-    schedule.write_text(offloaded(make("v-half", 4, 8)).to_json())
+    schedule.write_text(with_offloads(make("v-half", 4, 8)).to_json())
     farm, record_texts = Farm(folder), dict[str, str]()
     for name, (schedule_name, flags) in RUNS.items():
         schedule_name = str(schedule) if name == "offload" else schedule_name

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from megatron_vshape.environment import formatted, missing, settings
+from megatron_vshape.environment import format_settings, missing_settings, required_settings
 
 ROOT = Path(__file__).parents[2]
 TORCH = """
@@ -413,6 +413,8 @@ def test_flags_that_choose_a_schedule_set_it_before_megatron_checks(clean: dict[
 @pytest.mark.parametrize("spelling", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 @pytest.mark.parametrize("value", ["backend:cudaMallocAsync", ""])
 def test_one_spelling_of_the_allocators_variable_speaks_for_both(spelling: str, value: str) -> None:
-    lacking = missing(settings(kernels=True, ordered=True, graphs=True), {spelling: value})
+    lacking = missing_settings(
+        required_settings(kernels=True, ordered=True, graphs=True), {spelling: value}
+    )
     assert lacking.keys() == {"CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS"}
-    assert formatted(lacking).count("=") == 2
+    assert format_settings(lacking).count("=") == 2

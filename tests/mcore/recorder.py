@@ -148,7 +148,7 @@ class Records:
             def __init__(self, *, program: Any, device: int, **given: Any) -> None:
                 self._live = LiveBytes()
                 self._after = LiveAfterPasses(self._live)
-                self._most_posted = program.most_posted(device)
+                self._most_posted = program.peak_posted(device)
                 counts = len(records.kept["losses"]) == 1
                 given["observer"] = self._after if counts else None
                 super().__init__(program=program, device=device, **given)

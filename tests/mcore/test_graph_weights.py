@@ -266,7 +266,7 @@ class TestCapture:
         assert [each.tolist() for each in (job.tensors[0], *job.tensors[2])] == [[1], [1, 1]]
         assert job.tensors[1] is made
         assert capture.copies == 2
-        assert capture.most_kept == 4 + 16 + 8
+        assert capture.peak_retained_bytes == 4 + 16 + 8
 
     def test_a_parameter_without_main_grad(self) -> None:
         layer = nn.Sequential(_Linear())

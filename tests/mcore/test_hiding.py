@@ -11,7 +11,7 @@ from mcore.farm import Ended, Farm
 from mcore.test_composition import SEQUENCE, STEPS, TENSOR, Train, assert_equal
 
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.program.lowering import Beside
+from megatron_vshape.core.program.lowering import DeferredWgradOverlap
 from megatron_vshape.mcore.step.stage import MegatronStage
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.weight_jobs import defer, run_beside
@@ -64,7 +64,7 @@ def test_passes_whose_memory_is_counted_run_apart(counted: bool) -> None:
         state.tracker = SimpleNamespace(ends=lambda work: None)  # type: ignore[assignment]
     with state.jobs.collect((2, 0)):
         defer(lambda: ran.append("job"))
-    beside = {Pass.parse("B1.3"): Beside(Pass.parse("W2.0"), 1.0)}
+    beside = {Pass.parse("B1.3"): DeferredWgradOverlap(Pass.parse("W2.0"), 1.0)}
     step: Any = SimpleNamespace(state=state, beside=beside, hooks=[])
     stage = MegatronStage(step, 0, 1, is_last=False, has_several_chunks=True)
     stage._backward = lambda *unused: run_beside()  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ from mcore.conftest import UNTIED
 from mcore.farm import Ended, Farm
 from mcore.test_composition import EXPERT_PARALLEL, SEQUENCE
 from mcore.test_memory import figures
-from offloaded import every, every_third, offloaded
+from offloaded import choose_all, choose_every_third, with_offloads
 
 from megatron_vshape.core.check.simulate import HOST_BLOCKS, peak_moved
 from megatron_vshape.core.model.costs import Costs
@@ -61,8 +61,8 @@ def test_every_order_of_the_catalogue_trains_the_same(
     train: Train, farm: Farm, tmp_path: Path, name: str
 ) -> None:
     theirs = train(4, "--pipeline-schedule", name, *STEPS, UNTIED)
-    chosen = every_third if name == "v-zb" else every
-    ours = trained(farm, tmp_path, offloaded(make(name, 4, 8), chosen), *STEPS, UNTIED)
+    chosen = choose_every_third if name == "v-zb" else choose_all
+    ours = trained(farm, tmp_path, with_offloads(make(name, 4, 8), chosen), *STEPS, UNTIED)
     assert_same_bits(ours, theirs)
 
 
@@ -84,7 +84,7 @@ def test_beside_what_else_megatron_does(
     ranks, text = PARALLEL[layout]
     flags = (*STEPS, "--pipeline-model-parallel-size", "2", *text.split())
     theirs = train(ranks, "--pipeline-schedule", "v-half", *flags)
-    ours = trained(farm, tmp_path, offloaded(make("v-half", 2, 8)), *flags, ranks=ranks)
+    ours = trained(farm, tmp_path, with_offloads(make("v-half", 2, 8)), *flags, ranks=ranks)
     assert_same_bits(ours, theirs)
 
 
@@ -97,7 +97,7 @@ SIZES = (
 @pytest.mark.parametrize("name", ["v-half", pytest.param("1f1b-v", marks=pytest.mark.slow)])
 def test_peaks_are_what_was_predicted(train: Train, farm: Farm, tmp_path: Path, name: str) -> None:
     theirs, _ = figures(train(4, "--pipeline-schedule", name, *SIZES, UNTIED))
-    run = trained(farm, tmp_path, offloaded(make(name, 4, 16)), *SIZES, UNTIED)
+    run = trained(farm, tmp_path, with_offloads(make(name, 4, 16)), *SIZES, UNTIED)
     measured, predicted = figures(run)
     assert measured == pytest.approx(predicted, rel=0.05)
     assert max(measured) < 0.7 * max(theirs)
@@ -108,7 +108,7 @@ def test_peaks_are_what_was_predicted(train: Train, farm: Farm, tmp_path: Path, 
 def test_every_byte_is_counted(farm: Farm, tmp_path: Path) -> None:
     """What is live beside activations is the same with and without copies: messages, mostly."""
     file = tmp_path / "schedule.json"
-    file.write_text(offloaded(make("v-half", 4, 16)).to_json())
+    file.write_text(with_offloads(make("v-half", 4, 16)).to_json())
     names = ("v-half", str(file))
     flags = (*SIZES, UNTIED, "--pipeline-schedule")
     theirs, ours = (farm.run(4, *flags, name, live=True).check() for name in names)
@@ -165,7 +165,7 @@ def test_a_step_that_is_undone_leaves_nothing_behind(
         UNTIED,
     )
     theirs = train(2, "--pipeline-schedule", "v-zb", *flags)
-    ours = trained(farm, tmp_path, offloaded(make("v-zb", 2, 8)), *flags, ranks=2)
+    ours = trained(farm, tmp_path, with_offloads(make("v-zb", 2, 8)), *flags, ranks=2)
     told = [re.search(r"post-validation: .* undone", run.output[0]) for run in (ours, theirs)]
     assert told[0] is not None
     assert told[1] is not None
@@ -175,7 +175,7 @@ def test_a_step_that_is_undone_leaves_nothing_behind(
 
 def test_a_file_whose_copies_cannot_run_is_refused(tmp_path: Path) -> None:
     """The row of a device says where copies begin, whatever runs beside it."""
-    schedule = offloaded(make("v-half", 2, 4), lambda *at: at == (1, 2))
+    schedule = with_offloads(make("v-half", 2, 4), lambda *at: at == (1, 2))
     file = tmp_path / "waits.csv"
     file.write_text(schedule.to_csv())
     assert resolve_schedule(Options(str(file)), 2).from_file is not None
@@ -218,7 +218,7 @@ def test_auto_keeps_the_limit_of_host_memory(tmp_path: Path) -> None:
 def test_a_file_beyond_the_limit_of_host_memory(train: Train, farm: Farm, tmp_path: Path) -> None:
     """By its costs it is refused; without them the rest stays in GPU memory."""
     theirs = train(2, "--pipeline-schedule", "v-half", *STEPS, UNTIED)
-    schedule = offloaded(make("v-half", 2, 8))
+    schedule = with_offloads(make("v-half", 2, 8))
     limit = ("--pipeline-host-memory-limit", "0.0006")
     ours = trained(farm, tmp_path, schedule, *limit, *STEPS, UNTIED, ranks=2)
     assert_same_bits(ours, theirs)
@@ -248,7 +248,7 @@ def test_limits_of_host_memory_that_cannot_be(
 ) -> None:
     if name == "file":
         name = str(tmp_path / "schedule.json")
-        Path(name).write_text(offloaded(make("v-half", 2, 8)).to_json())
+        Path(name).write_text(with_offloads(make("v-half", 2, 8)).to_json())
     options = Options(name, 60.0, str(costs_of_copies(tmp_path)), None, limit_gib)
     with pytest.raises(ValueError, match=said):
         resolve_schedule(options, 2)
@@ -261,7 +261,7 @@ def test_slices_wait_and_their_keys_and_values_stay(
 ) -> None:
     flags = (*SIZES, "--num-layers", "4", UNTIED)
     alone = train(2, "--pipeline-schedule", name, "--pipeline-slices", "4", *flags)
-    ours = trained(farm, tmp_path, offloaded(make(name, 2, 16, slices=4)), *flags, ranks=2)
+    ours = trained(farm, tmp_path, with_offloads(make(name, 2, 16, slices=4)), *flags, ranks=2)
     assert_same_bits(ours, alone)
     measured, predicted = figures(ours)
     assert measured == pytest.approx(predicted, rel=0.05)

@@ -44,9 +44,9 @@ def files(folder: Path, name: str, devices: int, whole: bool = False) -> tuple[s
     """Return files of an order with joint passes, and of the same order without."""
     schedule = make(name, devices, 8)
     if whole:
-        from megatron_vshape.core.program.lowering import whole_backwards
+        from megatron_vshape.core.program.lowering import with_full_backwards
 
-        schedule = whole_backwards(schedule)
+        schedule = with_full_backwards(schedule)
     joined = with_pairs(schedule)
     assert len(joined.overlapped) >= 2 * devices
     return written(folder, joined)

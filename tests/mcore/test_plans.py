@@ -16,7 +16,7 @@ from megatron_vshape.core.paper.catalogue import EVERY_NAME, JOINT_NAMES, NAMES,
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner.vocabulary import share_vocabulary
 from megatron_vshape.core.program.instructions import Program
-from megatron_vshape.core.request import PlanRequest, find
+from megatron_vshape.core.request import PlanRequest, find_schedule
 from megatron_vshape.mcore.observe.report import opening_lines
 from megatron_vshape.mcore.options import Options, options_from
 from megatron_vshape.mcore.setup.choice import GIB, ScheduleChoice, resolve_schedule
@@ -85,7 +85,7 @@ def test_a_file_whose_microbatches_run_out_of_turn(tmp_path: Path) -> None:
     rows = (("F0.1", "F0.0", "BW0.0", "BW0.1"), ("F1.0", "BW1.0", "F1.1", "BW1.1"))
     order = tuple(tuple(map(Pass.parse, row)) for row in rows)
     file.write_text(Schedule("turned", 2, 2, (0, 1), order).to_json())
-    for read in (lambda: resolve_schedule(Options(str(file)), 2), lambda: find(str(file))):
+    for read in (lambda: resolve_schedule(Options(str(file)), 2), lambda: find_schedule(str(file))):
         with pytest.raises(
             ScheduleError,
             match=r"F0\.1 runs before F0\.0 on device 0, .* order of the microbatches, 0, 1, 2",

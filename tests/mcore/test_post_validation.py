@@ -10,7 +10,7 @@ import torch
 from mcore.conftest import UNTIED
 from mcore.farm import Ended, Farm
 from megatron.core.optimizer import optimizer as megatron_optimizer
-from offloaded import offloaded
+from offloaded import with_offloads
 
 from megatron_vshape.core.paper.catalogue import make
 
@@ -152,7 +152,7 @@ def test_separate_gradient_norms_are_the_reviewed_ones() -> None:
 
 def test_offloaded_activations_of_an_early_started_step(lab: Lab, tmp_path: Path) -> None:
     file = tmp_path / "schedule.json"
-    file.write_text(offloaded(make("v-zb", 2, 4)).to_json())
+    file.write_text(with_offloads(make("v-zb", 2, 4)).to_json())
     precision = "--bf16 --loss-scale 64 --clip-grad 100 --num-layers 4 --train-iters 8"
     flags = (*FIFTY, *DATA_PARALLEL, *precision.split(), "--pipeline-schedule", str(file))
     _, ahead = lab.both(*flags, infected=(5,))

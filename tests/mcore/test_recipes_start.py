@@ -18,9 +18,9 @@ from mcore.other_trainer import DeferredConfig
 from megatron.training.arguments import add_megatron_arguments
 from recipes import (
     DEFAULTS,
-    Examined,
+    ExaminedOptions,
     examine,
-    own_options,
+    package_options_of,
 )
 
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -120,8 +120,8 @@ def _no_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refusals, "has_transformer_engine", lambda: False)
 
 
-def examined(options: dict[str, Any]) -> Examined:
-    return examine(options, own_options(options, None), DEFAULTS)
+def examined(options: dict[str, Any]) -> ExaminedOptions:
+    return examine(options, package_options_of(options, None), DEFAULTS)
 
 
 def said_by_doctor(options: dict[str, Any]) -> list[str]:
@@ -254,11 +254,13 @@ def test_hybrid_recipes_of_bridge(schedule: str) -> None:
     hybrid = {name for name, options in recipes.items() if options.get("is_hybrid_model")}
     assert hybrid == HYBRID_RECIPES.keys()
     for name, verdicts in HYBRID_RECIPES.items():
-        found = examine(recipes[name], own_options(recipes[name], schedule), defaults={})
+        found = examine(recipes[name], package_options_of(recipes[name], schedule), defaults={})
         whys = [each.why for each in found.refused] + [UNKNOWN] * (not found.counts_layers)
         verdict = verdicts[schedule == "zb-h1"]
         assert len(whys) == (verdict is not None), whys
         assert verdict is None or verdict in whys[0]
         if "do not divide" in str(verdict):  # the message recommends auto, which starts
             balanced = recipes[name] | BALANCED
-            assert not examine(balanced, own_options(balanced, schedule), defaults={}).refused
+            assert not examine(
+                balanced, package_options_of(balanced, schedule), defaults={}
+            ).refused

@@ -11,7 +11,7 @@ from runtime.ranks import run_ranks
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.core.program.lowering import Beside, lower
+from megatron_vshape.core.program.lowering import DeferredWgradOverlap, lower
 from megatron_vshape.mcore.observe.profiling import Profiler
 from megatron_vshape.mcore.observe.report import (
     RunReport,
@@ -83,7 +83,7 @@ def test_ranks_of_several_groups_compare_through_common_ranks() -> None:
 
 
 def compare_what_b_runs(rank: int, shares: tuple[float, ...]) -> str:
-    beside = {Pass.parse("B0.0"): Beside(Pass.parse("W3.1"), shares[rank])}
+    beside = {Pass.parse("B0.0"): DeferredWgradOverlap(Pass.parse("W3.1"), shares[rank])}
     try:
         Agreement().check(lower(make("v-zb", 2, 4)), beside)
     except ScheduleError as error:

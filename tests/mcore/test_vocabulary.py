@@ -157,7 +157,7 @@ def test_a_schedule_file_shares_as_it_says(train: Train, tmp_path: Path) -> None
     plain = make("1f1b-v", 4, 8)
     stages = Costs.uniform(4, plain.num_stages)
     nothing, head = Piece(0, 0, 0, 0, 0), Piece(1, 1, 1, 0, 0)
-    made = share_vocabulary(plain, shared_costs(stages, nothing, head, 4, 0.1), more=2.0)
+    made = share_vocabulary(plain, shared_costs(stages, nothing, head, 4, 0.1), additional=2.0)
     runs = []
     for name, schedule, flags in (("shared", made, ()), ("plain", plain, (SHARED,))):
         file = tmp_path / f"{name}.json"

@@ -14,7 +14,7 @@ from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.placement import looping, v_shape
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.core.program.lowering import whole_backwards
+from megatron_vshape.core.program.lowering import with_full_backwards
 from megatron_vshape.mcore.features.post_validation import FEATURE
 from megatron_vshape.mcore.options import Options, add_arguments, options_of
 from megatron_vshape.mcore.refusals import (
@@ -35,7 +35,7 @@ V = v_shape(2)
 
 @pytest.mark.parametrize("name", ["v-min", "v-half", "v-zb", "zb-h1"])
 def test_every_backward_is_whole(name: str) -> None:
-    schedule = whole_backwards(make(name, 4, 8))
+    schedule = with_full_backwards(make(name, 4, 8))
     verify(schedule)
     kinds = {work.kind for row in schedule.order for work in row}
     assert kinds == {Kind.F, Kind.BW}

@@ -14,7 +14,7 @@ from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.core.program.early_start import Cut
+from megatron_vshape.core.program.early_start import StopPoint
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.core.program.lowering import lower
 from megatron_vshape.runtime.p2p import Transport
@@ -131,7 +131,7 @@ class Train:
     program: Program
     waits: Waits = never
     steps: int = 1
-    ends: Cut | None = None
+    ends: StopPoint | None = None
     length_on_arrival: bool = False
     transports: dict[int, Transport] = field(default_factory=dict)
 

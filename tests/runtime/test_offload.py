@@ -9,7 +9,7 @@ import pytest
 import torch
 from live_bytes import LiveBytes
 from mcore.poisoned import poisoning
-from offloaded import every, offloaded
+from offloaded import choose_all, with_offloads
 from runtime.plain_pipeline import SHAPE, PlainStage, data_of, gradients_of, one_process
 from torch import Tensor, UntypedStorage, nn
 
@@ -70,10 +70,12 @@ def stages_of(offload: Offload, dtype: torch.dtype = torch.float32) -> dict[int,
 
 
 def train(
-    offload: Offload, chosen: Callable[[int, int], bool] = every, dtype: torch.dtype = torch.float32
+    offload: Offload,
+    chosen: Callable[[int, int], bool] = choose_all,
+    dtype: torch.dtype = torch.float32,
 ) -> list[list[Tensor]]:
     """Run two stages of one device and return their gradients."""
-    schedule = offloaded(make("v-half", 1, MICROBATCHES), chosen)
+    schedule = with_offloads(make("v-half", 1, MICROBATCHES), chosen)
     stages = stages_of(offload, dtype)
     mail: Any = NoMail()
     run_program(lower(schedule), 0, stages, mail, handlers=offload.handlers())

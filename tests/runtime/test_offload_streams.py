@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from offloaded import offloaded
+from offloaded import with_offloads
 from runtime.test_offload import NoMail, OffloadedStage, stages_of
 from torch import Tensor, UntypedStorage
 
@@ -132,7 +132,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
 
 
 def run_steps(offload: Offload) -> None:
-    program = lower(offloaded(make("v-half", 1, 6)))
+    program = lower(with_offloads(make("v-half", 1, 6)))
     stages, mail = stages_of(offload), cast(Any, NoMail())
     for _ in range(2):  # the second finds host memory that the first has used
         run_program(program, 0, stages, mail, handlers=offload.handlers())

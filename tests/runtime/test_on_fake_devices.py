@@ -7,10 +7,10 @@ from operator import gt, le
 
 import pytest
 from posting import (
-    all_at_once,
-    one_pass_earlier,
-    one_receive_moved,
+    programs_with_one_receive_moved,
     with_gaps_by_stream,
+    with_receives_first,
+    with_receives_one_pass_earlier,
     without_releases,
 )
 from runtime import fake_device
@@ -54,7 +54,7 @@ def blocks_hold(world: World, train: Train) -> bool:
         device.most_blocks
         <= nccl.THREAD_BLOCKS
         * min(
-            program.most_posted(device.rank) + program.most_kept(device.rank) + shapes,
+            program.peak_posted(device.rank) + program.peak_unreleased(device.rank) + shapes,
             used[device.rank],
         )
         < fake_device.MULTIPROCESSORS / 2
@@ -131,9 +131,11 @@ def hangs(program: Program, connections: int, waits: Waits) -> bool:
 @pytest.mark.parametrize("connections", [1, 32])
 def test_what_is_posted_a_pass_early_hangs(name: str, connections: int) -> None:
     for size in ((2, 2), (4, 8)):
-        assert hangs(one_pass_earlier(program_of(name, *size)), connections, always)
+        assert hangs(with_receives_one_pass_earlier(program_of(name, *size)), connections, always)
     if name == "v-min":
-        assert hangs(one_pass_earlier(program_of(name, 4, 8)), connections, at_first_kernels)
+        assert hangs(
+            with_receives_one_pass_earlier(program_of(name, 4, 8)), connections, at_first_kernels
+        )
 
 
 def test_receives_of_a_gap_in_another_order_hang_where_streams_share_a_queue() -> None:
@@ -149,7 +151,7 @@ def test_receives_of_a_gap_in_another_order_hang_where_streams_share_a_queue() -
 )
 def test_the_proof_foretells_where_a_receive_may_be_moved(name: str, size: tuple[int, int]) -> None:
     """Exactly the programs hang that `deadlocks_under_device_sync` finds, too early or too late."""
-    moved = list(one_receive_moved(program_of(name, *size)))
+    moved = list(programs_with_one_receive_moved(program_of(name, *size)))
     refused = [bool(deadlocks_under_device_sync(each)) for each in moved]
     assert [hangs(each, 1, always) for each in moved] == refused
     assert 0 < sum(refused) < len(refused)
@@ -171,20 +173,20 @@ def test_messages_of_any_length_rely_on_a_buffer_in_one_queue_only() -> None:
 def test_posting_all_at_once_holds_more_blocks_than_planned() -> None:
     program = program_of("v-half", 4, 6)
     world = World(4, 0)
-    world.run(Train(all_at_once(program)))
+    world.run(Train(with_receives_first(program)))
     assert not blocks_hold(world, Train(program))
 
 
 def test_blocks_that_fill_a_device_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """Why few matter: a pass finds no room beside a message that waits for another's pass."""
-    program = one_pass_earlier(program_of("v-half", 2, 2))
+    program = with_receives_one_pass_earlier(program_of("v-half", 2, 2))
     assert not hangs(program, 32, never)
     monkeypatch.setattr(MessageKernel, "thread_blocks", fake_device.MULTIPROCESSORS)
     assert hangs(program, 32, never)
 
 
 def test_receives_out_of_order_bring_wrong_data() -> None:
-    program = all_at_once(program_of("gpipe", 2, 3))
+    program = with_receives_first(program_of("gpipe", 2, 3))
     first, (one, other, *rest) = program.instructions
     swapped = replace(program, instructions=(first, (other, one, *rest)))
     World(2, 0).run(Train(program))
@@ -200,7 +202,7 @@ def test_messages_take_the_memory_that_is_planned(name: str, size: tuple[int, in
     devices = range(program.schedule.num_devices)
     kept, posted, most = (
         [count(device) for device in devices]
-        for count in (program.most_kept, program.most_posted, program.most_messages)
+        for count in (program.peak_unreleased, program.peak_posted, program.peak_messages)
     )
     for lead in (0, 1, 2, 5, None, TO_THE_END):
         world, train = World(program.schedule.num_devices, 0, lead=lead), Train(program, steps=2)
@@ -225,5 +227,5 @@ def test_without_a_release_a_host_ahead_keeps_more_than_planned() -> None:
         world = World(4, 0, lead=lead)
         world.run(Train(without_releases(program)))
         kept.append([device.most["sent"] / MESSAGE_BYTES for device in world.devices])
-    assert all(most > program.most_kept(device) for device, most in enumerate(kept[1]))
+    assert all(most > program.peak_unreleased(device) for device, most in enumerate(kept[1]))
     assert all(map(gt, kept[1], kept[0]))

@@ -6,7 +6,7 @@ from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.pieces import Pieces
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.view.numbers import GIB, enough, idle_told, numbers_of
+from megatron_vshape.view.numbers import GIB, format_sufficient_limit, idle_lines, numbers_of
 
 
 @pytest.mark.parametrize(("name", "stages"), [("1f1b", 4), ("v-zb", 8)])
@@ -31,7 +31,7 @@ def test_peak_in_bytes_is_relative_to_1f1b_in_bytes(name: str, stages: int) -> N
     ("memory", "text"), [(2, "2"), (0.1 + 0.2, "0.3"), (6.40006717, "6.40007"), (1 / 3, "0.333334")]
 )
 def test_a_limit_is_rounded_up(memory: float, text: str) -> None:
-    assert enough(memory) == text
+    assert format_sufficient_limit(memory) == text
     assert float(text) * (1 + 1e-9) >= memory
 
 
@@ -53,14 +53,14 @@ def test_idle_text_names_the_bottleneck_rank() -> None:
     """An output layer as long as six of 64 layers: bubble of 2.7 %, mean idle time of 39 %."""
     timeline = simulate(make("v-half", 8, 32), Pieces.estimated(6, 4).costs((4,) * 16))
     assert 0.02 < timeline.bubble < 0.03
-    idle, bottleneck = idle_told(timeline)
+    idle, bottleneck = idle_lines(timeline)
     assert idle.startswith("39.2 %")
     assert bottleneck == "rank 0 is the bottleneck: 1.6x the mean work per rank"
 
 
 def test_equal_stages_have_no_idle_text() -> None:
     timeline = simulate(make("1f1b", 4, 8))
-    assert idle_told(timeline) == []
+    assert idle_lines(timeline) == []
     assert timeline.mean_idle == pytest.approx(timeline.bubble)
 
 

@@ -21,12 +21,12 @@ from dataclasses import replace
 from math import inf
 from operator import sub
 
-from megatron_vshape.core.model.costs import MIN_AMOUNT, Costs, held_text
+from megatron_vshape.core.model.costs import MIN_AMOUNT, Costs, format_memory
 from megatron_vshape.core.model.kinds import EXCHANGES, PARTS, Kind, ScheduleError
 from megatron_vshape.core.model.placement import Placement, check_placement, stages_of
 from megatron_vshape.core.model.schedule import Objective
 
-ENOUGH = 0.001
+MAX_GAP = 0.001
 """Gap to the lower bound below which a search ends."""
 
 _ROUNDING = 1e-9
@@ -41,21 +41,21 @@ class LimitError(ScheduleError):
 
     def __init__(self, device: int, limit: float, required: float, min_limit: float) -> None:
         super().__init__(device, limit, required, min_limit)  # arguments as required by pickle
-        self.device, self.limit, self.need, self.least = device, limit, required, min_limit
+        self.device, self.limit, self.required, self.min_limit = device, limit, required, min_limit
 
     def __str__(self) -> str:
-        return self.told(held_text)
+        return self.format_message(format_memory)
 
-    def told(self, text: Callable[[float], str]) -> str:
+    def format_message(self, text: Callable[[float], str]) -> str:
         """Format the message; `text` formats an amount of memory, for example in GiB."""
         return (
             f"no schedule fits: the limit of rank {self.device} is {text(self.limit)}, and one "
-            f"microbatch needs {text(self.need)} there; the minimum limit for all ranks is "
-            f"{text(self.least)}"
+            f"microbatch needs {text(self.required)} there; the minimum limit for all ranks is "
+            f"{text(self.min_limit)}"
         )
 
 
-def each_limit(limits: float | Sequence[float], num_devices: int) -> tuple[float, ...]:
+def limits_by_device(limits: float | Sequence[float], num_devices: int) -> tuple[float, ...]:
     """Return the limit of every device; raises ScheduleError for a wrong number of limits."""
     if isinstance(limits, int | float):
         return (limits,) * num_devices
@@ -66,7 +66,7 @@ def each_limit(limits: float | Sequence[float], num_devices: int) -> tuple[float
     return tuple(limits)
 
 
-def room_in(
+def without_state(
     costs: Costs, placement: Placement, limits: Sequence[float]
 ) -> tuple[Costs, tuple[float, ...]]:
     """Return the costs without state, and the limits minus the state of each device."""
@@ -74,7 +74,7 @@ def room_in(
     return costs.without_state(), tuple(map(sub, limits, fixed))
 
 
-def least_memory(costs: Costs, placement: Placement, num_devices: int) -> tuple[float, ...]:
+def min_memory(costs: Costs, placement: Placement, num_devices: int) -> tuple[float, ...]:
     """Return the memory of each device if microbatches run one after the other.
 
     This is the minimum for split backwards: before the first B of a microbatch on a device, all its
@@ -129,7 +129,7 @@ def check_limits(
         raise ScheduleError(
             f"the costs are for {costs.num_stages} stages, the placement has {len(placement)}"
         )
-    min_limits = least_memory(costs, placement, num_devices)
+    min_limits = min_memory(costs, placement, num_devices)
     for device, (min_limit, limit) in enumerate(zip(min_limits, limits, strict=True)):
         if not min_limit <= limit * (1 + _ROUNDING):  # negated, so that nan is rejected
             raise LimitError(device, limit, min_limit, max(min_limits))
@@ -153,7 +153,7 @@ def bound_at(
 
     With costs of a slice, `num_microbatches` still counts microbatches with all their slices.
     """
-    costs, limits = room_in(costs, placement, limits)
+    costs, limits = without_state(costs, placement, limits)
     if costs.copies:
         # A copied microbatch may leave the device's memory at any time, so memory bounds nothing.
         limits = (inf,) * len(limits)

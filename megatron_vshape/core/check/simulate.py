@@ -6,10 +6,10 @@ from functools import cache, lru_cache
 from itertools import chain
 from operator import add
 
-from megatron_vshape.core.model.costs import Costs, factor_of, more_us
+from megatron_vshape.core.model.costs import Costs, extra_us_of_microbatch, microbatch_factor
 from megatron_vshape.core.model.kinds import HELD, KINDS, Kind, NeedTable, ScheduleError
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.model.schedule import Lane, Schedule, Timeline
+from megatron_vshape.core.model.schedule import ResourceQueue, Schedule, Timeline
 
 HOST_BLOCKS = 16
 """Minimum number of blocks of a pool of host memory, to limit the unused part of the last block."""
@@ -57,7 +57,7 @@ def costs_of(schedule: Schedule, costs: Costs | None = None) -> Costs:
         return unit_costs(schedule).sliced(schedule.slices)
     _check_costs(costs, schedule.num_stages)
     # `by_microbatch` of whole microbatches has a factor per microbatch, not per slice.
-    num_microbatches = schedule.whole_microbatches * costs.slices
+    num_microbatches = schedule.unsliced_microbatches * costs.slices
     for name, factors in costs.by_microbatch:
         if len(factors) != num_microbatches:
             raise ScheduleError(
@@ -90,7 +90,7 @@ class _Simulation:
         stages, microbatches = schedule.num_stages, schedule.num_microbatches
         self.schedule = schedule
         self.costs = costs
-        self.lanes = schedule.lanes()
+        self.queues = schedule.queues()
         # In table order, so that an error names the first missing kind.
         kinds = [kind for kind in KINDS if kind in schedule.kinds]
         self.table = NeedTable(stages, kinds)
@@ -114,8 +114,8 @@ class _Simulation:
             ]
             for kind, parts in ((kind, self.parts_of[kind]) for kind in kinds)
         }
-        self.starts: list[list[float]] = [[] for _ in self.lanes]
-        self.ends: list[list[float]] = [[] for _ in self.lanes]
+        self.starts: list[list[float]] = [[] for _ in self.queues]
+        self.ends: list[list[float]] = [[] for _ in self.queues]
         self.waiting_queues: dict[tuple[int, int, int], list[int]] = {}
 
     def _complete_omitted_passes(self) -> None:
@@ -157,20 +157,20 @@ class _Simulation:
 
     def _run_lanes(self) -> tuple[Rows, Rows]:
         """Run all queues to the end; raises ScheduleError with the cycle of waits if deadlocked."""
-        ready = list(range(len(self.lanes)))
+        ready = list(range(len(self.queues)))
         while ready:
             # The order of `ready` does not change any time, because each queue has a fixed pass
             # order.
             self._advance(ready.pop(), ready)
         stuck = {
             index: len(self.ends[index])
-            for index, queue in enumerate(self.lanes)
+            for index, queue in enumerate(self.queues)
             if len(self.ends[index]) < len(queue.passes)
         }
         if stuck:
             pairs = self.schedule.overlapped_pairs()
-            raise ScheduleError(explain_deadlock(self.lanes, self.table, stuck, pairs))
-        starts, ends = (_by_device(self.schedule, self.lanes, x) for x in (self.starts, self.ends))
+            raise ScheduleError(explain_deadlock(self.queues, self.table, stuck, pairs))
+        starts, ends = (_by_device(self.schedule, self.queues, x) for x in (self.starts, self.ends))
         return starts, ends
 
     def _advance(self, queue_index: int, ready: list[int]) -> None:
@@ -179,7 +179,7 @@ class _Simulation:
             self._advance_plain(queue_index, ready)
             return
         passes, starts, ends = (
-            self.lanes[queue_index].passes,
+            self.queues[queue_index].passes,
             self.starts[queue_index],
             self.ends[queue_index],
         )
@@ -196,7 +196,7 @@ class _Simulation:
                 start = self._start(queue_index, partner, start)
                 length_us = self.overlapped_us(work.stage, partner.kind, partner.stage)
             elif self.costs.by_microbatch:
-                length_us += more_us(self.costs, *work)
+                length_us += extra_us_of_microbatch(self.costs, *work)
             if start is None:
                 return
             clock = start + length_us
@@ -216,7 +216,7 @@ class _Simulation:
         )
         # A queue that had to wait starts again here, so an advanced clock need not be saved.
         clock = ends[-1] if ends else 0.0
-        passes = self.lanes[queue_index].passes
+        passes = self.queues[queue_index].passes
         for index in range(len(ends), len(passes)):
             kind, stage, microbatch = passes[index]
             length_us, inputs, outputs = rules[kind][stage]
@@ -259,14 +259,14 @@ class _Simulation:
 
 
 def _by_device(
-    schedule: Schedule, queues: Sequence[Lane], times: Iterable[Sequence[float]]
+    schedule: Schedule, queues: Sequence[ResourceQueue], times: Iterable[Sequence[float]]
 ) -> Rows:
     """Merge the times of all queues into the pass order of the devices."""
     if len(queues) == len(schedule.order):  # processor queues only
         return tuple(map(tuple, times))
     rows = [[0.0] * len(passes) for passes in schedule.order]
     for queue, queue_times in zip(queues, times, strict=True):
-        for position, time in zip(queue.places, queue_times, strict=True):
+        for position, time in zip(queue.positions, queue_times, strict=True):
             rows[queue.device][position] = time
     return tuple(map(tuple, rows))
 
@@ -309,7 +309,7 @@ def _changes_of(work: Pass, costs: Costs) -> tuple[float, float]:
     """Return the memory allocated at the start, and retained minus freed at the end of a pass."""
     kind, amounts = work.kind, costs.held(work.kind)
     allocated, retained, freed = (
-        stage_amounts[work.stage] * factor_of(costs, name, work.microbatch)
+        stage_amounts[work.stage] * microbatch_factor(costs, name, work.microbatch)
         for stage_amounts, name in zip(amounts, (kind.takes, kind.keeps, kind.frees), strict=True)
     )
     return allocated, retained - freed
@@ -380,7 +380,7 @@ def peak_moved(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     return tuple(_peak_moved(passes, moved) for passes in schedule.order)
 
 
-def filled(num_bytes: float) -> float:
+def usable_host_bytes(num_bytes: float) -> float:
     """Return the usable part of this host memory: the last block may be partly empty."""
     return num_bytes / (1 + 1 / HOST_BLOCKS)
 
@@ -414,7 +414,7 @@ LISTED = 12
 
 
 def explain_deadlock(
-    queues: Sequence[Lane],
+    queues: Sequence[ResourceQueue],
     table: NeedTable,
     stuck: Mapping[int, int],
     partners: Mapping[Pass, Pass],
@@ -432,12 +432,12 @@ class _Stuck:
 
     def __init__(
         self,
-        queues: Sequence[Lane],
+        queues: Sequence[ResourceQueue],
         table: NeedTable,
         stuck: Mapping[int, int],
         partners: Mapping[Pass, Pass],
     ) -> None:
-        self.lanes = queues
+        self.queues = queues
         self.table = table
         self.stuck = stuck
         self.partners = partners
@@ -463,10 +463,10 @@ class _Stuck:
         return head + "\n".join("    " + line for line in lines)
 
     def _current(self, queue_index: int) -> Pass:
-        return self.lanes[queue_index].passes[self.stuck[queue_index]]
+        return self.queues[queue_index].passes[self.stuck[queue_index]]
 
-    def _lane_of(self, work: Pass) -> Lane:
-        return self.lanes[self.locations[work._replace(kind=work.parts()[0])][0]]
+    def _lane_of(self, work: Pass) -> ResourceQueue:
+        return self.queues[self.locations[work._replace(kind=work.parts()[0])][0]]
 
     def _find_absent(self) -> str | None:
         """Format a wait for a pass that no device runs; None if the schedule is complete."""
@@ -474,7 +474,7 @@ class _Stuck:
             work = self._current(queue_index)
             for dependency in self._needs_of(work):
                 if dependency not in self.locations and dependency.kind.everywhere:
-                    device = self.lanes[queue_index].device
+                    device = self.queues[queue_index].device
                     return f"{work} on device {device} waits for {dependency}, which no device runs"
         return None
 
@@ -498,7 +498,7 @@ class _Stuck:
         for dependency in self._needs_of(work):
             queue_index, position = self.locations.get(dependency, (-1, -1))
             if queue_index in self.stuck and position >= self.stuck[queue_index]:
-                yield self.lanes[queue_index].passes[position]
+                yield self.queues[queue_index].passes[position]
 
     def _needs_of(self, work: Pass) -> Iterator[Pass]:
         step = (work, self.partners[work]) if work in self.partners else (work,)

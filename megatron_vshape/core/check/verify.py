@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from operator import lt
 
-from megatron_vshape.core.check.bounds import each_limit
+from megatron_vshape.core.check.bounds import limits_by_device
 from megatron_vshape.core.check.simulate import held_curve, simulate, unit_costs
-from megatron_vshape.core.model.costs import Costs, held_text
+from megatron_vshape.core.model.costs import Costs, format_memory
 from megatron_vshape.core.model.kinds import (
     ALL_OR_NONE,
     DEVICE,
@@ -59,7 +59,7 @@ def verify(
     simulate(schedule)  # raises if it deadlocks
     _check_rows(schedule)
     if max_held is not None:
-        limits = each_limit(max_held, schedule.num_devices)
+        limits = limits_by_device(max_held, schedule.num_devices)
         _check_memory(schedule, limits, unit_costs(schedule) if costs is None else costs)
 
 
@@ -246,7 +246,7 @@ def _check_rows(schedule: Schedule) -> None:
     at the position of the pass in its order.
     """
     microbatches = range(schedule.num_microbatches)
-    is_plain = len(microbatches) == schedule.whole_microbatches
+    is_plain = len(microbatches) == schedule.unsliced_microbatches
     is_plain = is_plain and not any(kind.of for kind in schedule.kinds)
     for device, row in enumerate(schedule.order):
         positions = _positions_by_part(row, len(microbatches))
@@ -266,7 +266,7 @@ def _check_rows(schedule: Schedule) -> None:
         }
         for position, (kind, stage, microbatch) in enumerate(row):
             for input_positions, later, descends, is_same_kind in rules[kind, stage]:
-                input_microbatch = schedule.in_turn(microbatch, later, descends)
+                input_microbatch = schedule.execution_order(microbatch, later, descends)
                 if (
                     input_microbatch in microbatches
                     and input_positions[input_microbatch] > position
@@ -376,9 +376,9 @@ def _check_memory(schedule: Schedule, limits: Sequence[float], costs: Costs) -> 
                 position for position, memory in enumerate(curve) if not memory <= max_memory
             )
             raise ScheduleError(
-                f"device {device} holds {held_text(peak)} at its peak, more than the limit of "
-                f"{held_text(limit)}; it first exceeds that at {schedule.order[device][position]}\n"
-                + _excerpt(schedule, device, position)
+                f"device {device} holds {format_memory(peak)} at its peak, more than the limit of "
+                f"{format_memory(limit)}; it first exceeds that at "
+                f"{schedule.order[device][position]}\n" + _excerpt(schedule, device, position)
             )
 
 

@@ -418,7 +418,7 @@ def _check_value(name: str, label: str, value: float, may_be_zero: bool = False)
         raise ScheduleError(f"{label} is {value}; it must be from {MIN_AMOUNT:g} to {MAX_AMOUNT:g}")
 
 
-def held_text(memory: float) -> str:
+def format_memory(memory: float) -> str:
     """Format memory with 12 digits: a limit read from the text is as good as `memory`."""
     return f"{memory:,.12g}"
 
@@ -441,14 +441,14 @@ def scaled_times_us(costs: Costs, kind: Kind, stage: int) -> Iterator[tuple[str,
         yield kind.time, times[stage]
 
 
-def more_us(costs: Costs, kind: Kind, stage: int, microbatch: int) -> float:
+def extra_us_of_microbatch(costs: Costs, kind: Kind, stage: int, microbatch: int) -> float:
     """Return the additional time of a pass of this microbatch over `Costs.time_us`."""
     factors = dict(costs.by_microbatch)
     times = scaled_times_us(costs, kind, stage)
     return sum(us * (factors[name][microbatch] - 1) for name, us in times)
 
 
-def factor_of(costs: Costs, name: str, microbatch: int) -> float:
+def microbatch_factor(costs: Costs, name: str, microbatch: int) -> float:
     """Return the factor of a microbatch for the amounts of this name."""
     return next(
         (

@@ -110,7 +110,7 @@ class Kind(str):
         return find_kind, (str(self),)
 
     @property
-    def by_rank(self) -> bool:
+    def is_execution_numbered(self) -> bool:
         """Return whether passes have their number in execution order, not that of their microbatch.
 
         They have if the kind descends, or reads a kind that does.
@@ -519,7 +519,7 @@ class NeedTable:
         ]
         return (*mandatory_needs, *optional_needs)
 
-    def in_turn(self) -> list[tuple[int, int]]:
+    def topological_order(self) -> list[tuple[int, int]]:
         """Return every (part, stage) in topological order.
 
         Raises:
@@ -556,7 +556,7 @@ class NeedTable:
                 0,
             )
 
-        for number, (index, stage) in enumerate(self.in_turn()):
+        for number, (index, stage) in enumerate(self.topological_order()):
             needs = self.needs[self.parts[index]][stage]
             bits[index, stage] = 1 << number
             # A wait through an optional pass is not certain: the microbatch may omit that pass.

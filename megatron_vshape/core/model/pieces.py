@@ -25,7 +25,7 @@ from megatron_vshape.core.model.kinds import (
 from megatron_vshape.core.model.layers import balanced_cuts, check_stages, even_layers, rounded
 from megatron_vshape.core.model.placement import Placement, looping
 
-LEAST = 1e-3
+MIN_LAYERS = 1e-3
 """Minimum time of a first or last stage without layers, in layers, for some kernels."""
 
 _MERGING_IN_LAYERS = 0.15
@@ -120,7 +120,7 @@ class Share(NamedTuple):
     """
 
     time: float
-    held: float
+    memory: float
     state: float
 
     @classmethod
@@ -155,16 +155,16 @@ class Share(NamedTuple):
     def of(self, piece: _AnyPiece) -> _AnyPiece:
         """Scale the costs of one unit to this share."""
         scaled_piece = piece.times(self.time)
-        if self.time == self.held == self.state:
+        if self.time == self.memory == self.state:
             return scaled_piece
         # Times of other kinds of passes are proportional to their memory.
-        extra_amounts = tuple((name, value * self.held) for name, value in piece.others)
+        extra_amounts = tuple((name, value * self.memory) for name, value in piece.others)
         for field in fields(piece):
             name, value = field.name, getattr(piece, field.name)
             if name in (STATE, DUMMY):
                 scaled_piece = replace(scaled_piece, **{name: value * self.state})
             elif name != "others" and not (name.endswith("_us") or name in WORKS):
-                scaled_piece = replace(scaled_piece, **{name: value * self.held})
+                scaled_piece = replace(scaled_piece, **{name: value * self.memory})
         return replace(scaled_piece, others=extra_amounts)
 
 
@@ -250,7 +250,7 @@ class Pieces:
         stages = [share.of(self.layer) for share in Share.of_stages(layers, self.shares)]
         stages[0] = stages[0].plus(self.first)
         stages[-1] = stages[-1].plus(self.last)
-        min_us = LEAST * self.layer.time_us
+        min_us = MIN_LAYERS * self.layer.time_us
 
         stages = [stage.at_least(min_us) for stage in stages]
         extra_fields: dict[str, Any] = {
@@ -294,7 +294,7 @@ class Pieces:
         layers = [0, *(1,) * (len(placement) - 2), 0] if len(placement) > 1 else [0]
         check_stages(num_layers, sum(layers), len(placement))
         layer_us = self.layer.time_us or 1.0
-        min_us = LEAST * layer_us
+        min_us = MIN_LAYERS * layer_us
         ends_us = max(self.first.time_us, min_us), max(self.last.time_us, min_us)
         # Greedy assignment is optimal for equal layers only, which may go to any stage.
         if len({share.time for share in self.shares}) > 1:

@@ -49,7 +49,7 @@ _KIND = attrgetter("kind")
 _KEYS = ("name", "num_devices", "num_microbatches", "placement", "order")
 
 
-class Lane(NamedTuple):
+class ResourceQueue(NamedTuple):
     """Resource queue: the passes of a device on one resource, in their order.
 
     `places[at]` is the index of `passes[at]` in the device's order.
@@ -58,7 +58,7 @@ class Lane(NamedTuple):
     device: int
     resource: str
     passes: Sequence[Pass]
-    places: Sequence[int]
+    positions: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,18 +104,18 @@ class Schedule:
         return len(self.placement)
 
     @property
-    def whole_microbatches(self) -> int:
+    def unsliced_microbatches(self) -> int:
         """Number of microbatches, each with all its slices."""
         return self.num_microbatches // self.slices
 
     @property
     def size_text(self) -> str:
         """Size in words, as in `4 ranks, 8 microbatches of 2 slices`."""
-        ranks, count = self.num_devices, self.whole_microbatches
+        ranks, count = self.num_devices, self.unsliced_microbatches
         text = f"{ranks} rank{'s' * (ranks > 1)}, {count} microbatch{'es' * (count > 1)}"
         return text if self.slices == 1 else f"{text} of {self.slices} slices"
 
-    def in_turn(self, number: int, later: int, descends: bool) -> int:
+    def execution_order(self, number: int, later: int, descends: bool) -> int:
         """Return the microbatch that is `later` positions behind another in execution order.
 
         F of a microbatch's slices ascend, because a slice reads the keys and values of earlier
@@ -123,7 +123,7 @@ class Schedule:
         """
         if self.slices == 1 or not descends:
             return number + later
-        microbatch: int = turned(turned(number, self.slices) + later, self.slices)
+        microbatch: int = reversed_slice(reversed_slice(number, self.slices) + later, self.slices)
         return microbatch
 
     def pass_order_text(self, kind: Kind) -> str:
@@ -170,7 +170,7 @@ class Schedule:
         """Whether passes move memory off the devices."""
         return any(kind.moves for kind in self.kinds)
 
-    def copied(self) -> Iterator[Pass]:
+    def moving_passes(self) -> Iterator[Pass]:
         """Yield the passes that move memory off their device, device by device."""
         return (work for row in self.order for work in row if work.kind.moves)
 
@@ -209,10 +209,13 @@ class Schedule:
         steps = (step for device in range(self.num_devices) for step in self.steps(device))
         return dict(step for step in steps if len(step) == 2) if self.overlapped else {}
 
-    def lanes(self) -> list[Lane]:
+    def queues(self) -> list[ResourceQueue]:
         """Return the resource queues: those of all processors first, in device order."""
         if all(kind.resource == PROCESSOR for kind in self.kinds):
-            return [Lane(d, PROCESSOR, row, range(len(row))) for d, row in enumerate(self.order)]
+            return [
+                ResourceQueue(d, PROCESSOR, row, range(len(row)))
+                for d, row in enumerate(self.order)
+            ]
         # Insert processors first, because callers rely on queue d being the processor of device d.
         positions_by_queue: dict[tuple[int, str], list[int]] = {
             (device, PROCESSOR): [] for device in range(self.num_devices)
@@ -221,7 +224,7 @@ class Schedule:
             for position, work in enumerate(row):
                 positions_by_queue.setdefault((device, work.kind.resource), []).append(position)
         return [
-            Lane(
+            ResourceQueue(
                 device,
                 resource,
                 [self.order[device][position] for position in positions],
@@ -333,7 +336,7 @@ def check_size(num_stages: int, num_microbatches: int) -> None:
         )
 
 
-def turned(number: Any, slices: int) -> Any:
+def reversed_slice(number: Any, slices: int) -> Any:
     """Return the slice in the mirrored position of its microbatch, for descending order.
 
     `number` is an integer or an array.
@@ -433,17 +436,17 @@ class Timeline:
             # Passes of a queue are disjoint: busy time is the sum of ends minus that of starts.
             sum(_times_at(self.ends[lane.device], positions))
             - sum(_times_at(self.starts[lane.device], positions))
-            for lane in self.schedule.lanes()
+            for lane in self.schedule.queues()
             if lane.resource == PROCESSOR
             for positions in [
                 [
                     position
                     # Both passes of a pair have the same start and end: skip F, count its partner.
-                    for position, work in zip(lane.places, lane.passes, strict=True)
+                    for position, work in zip(lane.positions, lane.passes, strict=True)
                     if work not in overlapped
                 ]
                 if overlapped
-                else lane.places
+                else lane.positions
             ]
         )
 
@@ -502,7 +505,7 @@ class Timeline:
             kind: [_letters(kind, chunk) for chunk in chunks_of(self.schedule.placement)]
             for kind in self.schedule.kinds
         }
-        lanes = sorted(self.schedule.lanes(), key=lambda lane: lane.device)
+        lanes = sorted(self.schedule.queues(), key=lambda lane: lane.device)
         return "\n".join(
             ELLIPSIS.join(self._draw_lane(lane, letters, column, part) for part in parts).rstrip()
             for lane in lanes
@@ -524,7 +527,7 @@ class Timeline:
 
     def _draw_lane(
         self,
-        lane: Lane,
+        lane: ResourceQueue,
         letters: Mapping[Kind, Sequence[str]],
         column: Callable[[float], int],
         part: range,
@@ -532,8 +535,8 @@ class Timeline:
         """Draw these columns of a resource queue."""
         starts, ends = self.starts[lane.device], self.ends[lane.device]
         # Only passes that intersect `part`: a step may have 10^5 passes, and `kept` is small.
-        low = bisect_right(lane.places, part.start, key=lambda index: column(ends[index]))
-        high = bisect_left(lane.places, part.stop, key=lambda index: column(starts[index]))
+        low = bisect_right(lane.positions, part.start, key=lambda index: column(ends[index]))
+        high = bisect_left(lane.positions, part.stop, key=lambda index: column(starts[index]))
         texts, width, shown = list[str](), part.start, ""
 
         def draw(letter: str, stop: int) -> None:
@@ -542,7 +545,7 @@ class Timeline:
             width = max(width, min(stop, part.stop))
 
         for index in range(low, high):
-            work, position = lane.passes[index], lane.places[index]
+            work, position = lane.passes[index], lane.positions[index]
             shown += letters[work.kind][work.stage]
             if work in self.schedule.overlapped:  # drawn with its partner, one after the other
                 continue
@@ -588,7 +591,7 @@ ORDER_ALONE = MemoryStrategy()
 class StrategyResult(NamedTuple):
     """Best value of a strategy; None if its lower bound exceeded another's value."""
 
-    way: MemoryStrategy
+    strategy: MemoryStrategy
     value: float | None
     lower_bound: float
 
@@ -610,7 +613,7 @@ class Plan:
     peak: tuple[float, ...]
     source: str
     steps: int
-    tried: tuple[StrategyResult, ...] = ()
+    evaluated_strategies: tuple[StrategyResult, ...] = ()
 
     @property
     def overhead(self) -> float:

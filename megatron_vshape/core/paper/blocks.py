@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, linear, looping, v_shape
-from megatron_vshape.core.model.schedule import Schedule, Timeline, turned
+from megatron_vshape.core.model.schedule import Schedule, Timeline, reversed_slice
 
 WORK = 3
 """Slots of one stage per microbatch: F, B and W."""
@@ -240,7 +240,7 @@ def _with_slices(
         # that is (rank + number_delay) // within intervals later.
         for rank in range((first - number_delay) % within, within * slices, within):
             slot = start + slot_delay + (rank + number_delay) // within * block.interval
-            number = turned(rank, slices) if kind.by_rank else rank
+            number = reversed_slice(rank, slices) if kind.is_execution_numbered else rank
             passes.append(BlockPass(Pass(kind, stage, number), slot, length))
     return replace(
         block,

@@ -72,7 +72,7 @@ OPTIONS: dict[str, frozenset[str]] = {
 }
 """Options in addition to devices and microbatches."""
 
-MOST_STAGES_A_DEVICE = 128
+MAX_STAGES_PER_DEVICE = 128
 """Maximum chunks per rank: the layers per rank of the deepest models."""
 
 
@@ -161,10 +161,10 @@ def _check_counts(name: str, counts: Mapping[str, int | None]) -> None:
                 f"{label} of {name} is {count!r:.40}; it must be a whole number of at least 1"
             )
     num_chunks = counts["num_chunks"]
-    if num_chunks is not None and num_chunks > MOST_STAGES_A_DEVICE:
+    if num_chunks is not None and num_chunks > MAX_STAGES_PER_DEVICE:
         raise ScheduleError(
             f"num_chunks of {name} is {num_chunks}; "
-            f"a device may hold up to {MOST_STAGES_A_DEVICE} stages"
+            f"a device may hold up to {MAX_STAGES_PER_DEVICE} stages"
         )
 
 

@@ -4,8 +4,8 @@ The devices run in simulated time. A device that would idle runs a later ready p
 no other pass and never exceeds the memory limit. A device with few forwards left is in cool-down:
 passes that only free memory, such as W, then wait until no other pass can run.
 
-`number` encodes the passes as integers. `fill_idle_slots` accepts them in lists or in arrays: the
-planner compiles it and its callees for its units of time and memory.
+`number_passes` encodes the passes as integers. `fill_idle_slots` accepts them in lists or in
+arrays: the planner compiles it and its callees for its units of time and memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -82,7 +82,7 @@ def _fill_schedule(schedule: Schedule, max_held: int, cool_down: int, max_ahead:
 
 def _order_of(schedule: Schedule, max_held: int) -> "PassOrder":
     # All passes of the paper's schedules run on the processor: queue d is device d.
-    passes = number(schedule.order, _KINDS, schedule.num_stages, schedule.num_microbatches)
+    passes = number_passes(schedule.order, _KINDS, schedule.num_stages, schedule.num_microbatches)
     return PassOrder(
         **passes._asdict(),
         types=_unit_pass_types(schedule.placement),
@@ -154,7 +154,7 @@ class PassTypes(NamedTuple):
     arrays.
     """
 
-    lane: _IntSequence
+    queue: _IntSequence
     ticks: _IntSequence
     needs: RaggedList  # pass types of the inputs, without inputs of these inputs
     lag: _IntSequence  # of an input: ticks of its message; 0 on the same device
@@ -215,7 +215,7 @@ class _PassNumbering(NamedTuple):
     index_of: _IntSequence  # [type * num_microbatches + microbatch]; NONE if there is none
 
 
-def number(
+def number_passes(
     lanes: Sequence[Sequence[Pass]], kinds: Sequence[Kind], num_stages: int, num_microbatches: int
 ) -> _PassNumbering:
     """Encode the passes of all queues; `kinds` includes all their kinds and parts.
@@ -265,7 +265,7 @@ def _in_arrays(
     kinds = type_array % len(parts)
     for kind, kind_parts in enumerate(parts):
         indices = np.flatnonzero(kinds == kind)
-        # Entry of part 0 for each pass, as in the loop of `number`.
+        # Entry of part 0 for each pass, as in the loop of `number_passes`.
         first = (type_array[indices] - kind) * num_microbatches + microbatch_array[indices]
         for part in kind_parts:
             place_of[first + part * num_microbatches] = indices
@@ -313,9 +313,12 @@ def make_pass_types(
     ticks, increases, changes = map(
         list, zip(*(amounts(*pass_type) for pass_type in pass_types), strict=True)
     )
-    reverse, stages = [kind.by_rank for kind, _ in pass_types], [stage for _, stage in pass_types]
+    reverse, stages = (
+        [kind.is_execution_numbered for kind, _ in pass_types],
+        [stage for _, stage in pass_types],
+    )
     return PassTypes(
-        lane=queue,
+        queue=queue,
         ticks=ticks,
         needs=_ragged_list(needs),
         lag=[

@@ -2,7 +2,7 @@
 
 A pass order is a job shop whose machines are queues. A queue is the sequence of passes on one
 resource of a device. A pass waits for the previous pass of its queue and for the passes that it
-reads (`JobShop.before`; dependencies implied by others are left out). `heads` are the earliest
+reads (`JobShop.inputs`; dependencies implied by others are left out). `heads` are the earliest
 ends, `tails` the longest remaining path after an end: head + tail <= makespan, with equality on a
 critical path.
 
@@ -34,19 +34,19 @@ _EXCHANGE_SIXTEENTHS = 6
 class JobShop(NamedTuple):
     """Passes and their costs. Passes are numbered by type (kind and stage), then by microbatch.
 
-    `before` are the passes that a pass reads; a result from another device arrives `lag` ticks
-    after its end. `after` are the readers in other queues, with `after_lag`; `queue_readers` are
-    the readers in the same queue.
+    `inputs` are the passes that a pass reads; a result from another device arrives `lag` ticks
+    after its end. `readers` are those in other queues, with `reader_lag`; `queue_readers` are
+    those in the same queue.
     """
 
-    before: np.ndarray  # [pass, index], padded with NONE
+    inputs: np.ndarray  # [pass, index], padded with NONE
     lag: np.ndarray
-    after: np.ndarray
-    after_lag: np.ndarray
+    readers: np.ndarray
+    reader_lag: np.ndarray
     queue_readers: np.ndarray
     ticks: np.ndarray  # [pass]
     queue: np.ndarray  # [pass]
-    sort: np.ndarray  # [pass] kind and stage; passes of one type stay in microbatch order
+    type_of: np.ndarray  # [pass] kind and stage; passes of one type stay in microbatch order
     delta: np.ndarray  # [type] change of a device's memory after a pass
     over: np.ndarray  # [type] memory during the pass, above the memory after it
     length: np.ndarray  # [queue] number of passes
@@ -62,10 +62,10 @@ class State(NamedTuple):
     """A pass order and the values derived from it; changed in place."""
 
     row: np.ndarray  # [queue, position] -> pass, padded with NONE
-    place: np.ndarray  # [pass] position in its queue
+    position: np.ndarray  # [pass] position in its queue
     head: np.ndarray
     tail: np.ndarray
-    held: np.ndarray  # [queue, position] memory after the pass there
+    memory: np.ndarray  # [queue, position] memory after the pass there
     heap_key: np.ndarray
     heap_pass: np.ndarray
     moves: np.ndarray  # [move, 2] start and stop
@@ -92,7 +92,7 @@ def run_rows(shop: JobShop, row: np.ndarray, position: np.ndarray, head: np.ndar
 
     The returned order is incomplete if the queues deadlock.
     """
-    num_queues, num_passes = len(row), len(shop.sort)
+    num_queues, num_passes = len(row), len(shop.type_of)
     positions = np.zeros(num_queues, np.int64)
     clock = np.zeros(num_queues, np.int64)
     stack = np.zeros(num_queues + 1, np.int64)
@@ -117,8 +117,8 @@ def run_rows(shop: JobShop, row: np.ndarray, position: np.ndarray, head: np.ndar
             order[count] = work
             count += 1
             positions[queue] += 1
-            for index in range(shop.after.shape[1]):
-                reader = shop.after[work, index]
+            for index in range(shop.readers.shape[1]):
+                reader = shop.readers[work, index]
                 if reader >= 0:
                     reader_queue = shop.queue[reader]
                     # Wake a queue only for its next pass; before that, it waits for other passes
@@ -140,8 +140,8 @@ def _start_of(
     start: int,
 ) -> int:
     """Return the earliest start, at least `start`; NONE while a dependency has not run."""
-    for index in range(shop.before.shape[1]):
-        source = shop.before[work, index]
+    for index in range(shop.inputs.shape[1]):
+        source = shop.inputs[work, index]
         if source >= 0:
             # The queue of `source` has not reached it yet.
             if position[source] >= positions[shop.queue[source]]:
@@ -154,16 +154,16 @@ def _start_of(
 def _tail_of(shop: JobShop, state: State, work: int) -> int:
     """Return the longest path from the pass's end to the end of the step, from its readers."""
     queue = shop.queue[work]
-    position = state.place[work] + 1
+    position = state.position[work] + 1
     if position < shop.length[queue]:
         following = state.row[queue, position]
         tail = shop.ticks[following] + state.tail[following]
     else:
         tail = shop.due[queue]
-    for index in range(shop.after.shape[1]):
-        reader = shop.after[work, index]
+    for index in range(shop.readers.shape[1]):
+        reader = shop.readers[work, index]
         if reader >= 0:
-            tail = max(tail, shop.after_lag[work, index] + shop.ticks[reader] + state.tail[reader])
+            tail = max(tail, shop.reader_lag[work, index] + shop.ticks[reader] + state.tail[reader])
     return tail
 
 
@@ -171,12 +171,12 @@ def _tail_of(shop: JobShop, state: State, work: int) -> int:
 def _head_of(shop: JobShop, state: State, work: int) -> int:
     """Return the earliest end of the pass, from the heads of its dependencies."""
     queue = shop.queue[work]
-    position = state.place[work]
+    position = state.position[work]
     start = 0
     if position > 0:
         start = state.head[state.row[queue, position - 1]]
-    for index in range(shop.before.shape[1]):
-        source = shop.before[work, index]
+    for index in range(shop.inputs.shape[1]):
+        source = shop.inputs[work, index]
         if source >= 0:
             start = max(start, state.head[source] + shop.lag[work, index])
     return start + shop.ticks[work]
@@ -204,14 +204,14 @@ def settle(shop: JobShop, state: State) -> bool:
         memory = 0
         for position in range(shop.length[queue]):
             work = state.row[queue, position]
-            state.place[work] = position
-            memory += shop.delta[shop.sort[work]]
-            state.held[queue, position] = memory
-            fits = fits and memory + shop.over[shop.sort[work]] <= shop.limit[queue]
+            state.position[work] = position
+            memory += shop.delta[shop.type_of[work]]
+            state.memory[queue, position] = memory
+            fits = fits and memory + shop.over[shop.type_of[work]] <= shop.limit[queue]
     for queue in range(len(state.row)):
         fits = fits and _fits_moved(shop, state, queue)
-    order = run_rows(shop, state.row, state.place, state.head)
-    if len(order) < len(shop.sort):
+    order = run_rows(shop, state.row, state.position, state.head)
+    if len(order) < len(shop.type_of):
         return False
     # Reverse order: the tails of all readers are final.
     for index in range(len(order) - 1, -1, -1):
@@ -230,9 +230,9 @@ def _fits_moved(shop: JobShop, state: State, queue: int) -> bool:
         work = state.row[link, index]
         if shop.stay[work, 0] != NONE:
             # a copy starts after its F and after the earlier copies on the link
-            position = max(position, state.place[shop.stay[work, 0]])
-            change[position] += shop.moved[shop.sort[work]]
-            change[state.place[shop.stay[work, 1]]] -= shop.moved[shop.sort[work]]
+            position = max(position, state.position[shop.stay[work, 0]])
+            change[position] += shop.moved[shop.type_of[work]]
+            change[state.position[shop.stay[work, 1]]] -= shop.moved[shop.type_of[work]]
     memory = 0
     for delta in change:
         memory += delta
@@ -283,7 +283,7 @@ def _pop(state: State, size: int) -> int:
 def _target(shop: JobShop, state: State, queue: int, start: int, step: int, edge: int) -> int:
     """Return the farthest allowed position towards `edge`, by dependencies and memory."""
     work = state.row[queue, start]
-    pass_type, limit = shop.sort[work], shop.limit[queue]
+    pass_type, limit = shop.type_of[work], shop.limit[queue]
     delta, over = shop.delta[pass_type], shop.over[pass_type]
     edge = _edge(shop, state, queue, work, step, edge)
     # passes in between change sides with it: moved right they lose its delta, moved left gain it
@@ -291,11 +291,11 @@ def _target(shop: JobShop, state: State, queue: int, start: int, step: int, edge
     position = start
     while position != edge:
         passed = position + step
-        memory = state.held[queue, passed]
-        if memory + change + shop.over[shop.sort[state.row[queue, passed]]] > limit:
+        memory = state.memory[queue, passed]
+        if memory + change + shop.over[shop.type_of[state.row[queue, passed]]] > limit:
             break
         if step < 0:
-            memory = (state.held[queue, passed - 1] if passed > 0 else 0) + delta
+            memory = (state.memory[queue, passed - 1] if passed > 0 else 0) + delta
         if memory + over > limit:
             break
         position = passed
@@ -307,21 +307,21 @@ def _edge(shop: JobShop, state: State, queue: int, work: int, step: int, edge: i
     """Return `edge`, or the last position before a pass that the move must not cross."""
     # Microbatches of a type stay in order. Dependencies in other queues are checked by the heads.
     neighbour = work + step  # of its type, unless there is no other microbatch
-    if 0 <= neighbour < len(shop.sort) and shop.sort[neighbour] == shop.sort[work]:
+    if 0 <= neighbour < len(shop.type_of) and shop.type_of[neighbour] == shop.type_of[work]:
         # Positions times `step`: a move to the left becomes one to the right, with the same
         # minimum.
-        edge = min(edge * step, state.place[neighbour] * step - 1) * step
+        edge = min(edge * step, state.position[neighbour] * step - 1) * step
     if step > 0:
-        # Readers in this queue are in `queue_readers`; inputs of all queues are in `before`.
+        # Readers in this queue are in `queue_readers`; inputs of all queues are in `inputs`.
         for index in range(shop.queue_readers.shape[1]):
             reader = shop.queue_readers[work, index]
             if reader >= 0:
-                edge = min(edge, state.place[reader] - 1)
+                edge = min(edge, state.position[reader] - 1)
     else:
-        for index in range(shop.before.shape[1]):
-            source = shop.before[work, index]
+        for index in range(shop.inputs.shape[1]):
+            source = shop.inputs[work, index]
             if source >= 0 and shop.queue[source] == queue:
-                edge = max(edge, state.place[source] + 1)
+                edge = max(edge, state.position[source] + 1)
     return edge
 
 
@@ -329,22 +329,22 @@ def _edge(shop: JobShop, state: State, queue: int, work: int, step: int, edge: i
 def _shift(shop: JobShop, state: State, queue: int, start: int, stop: int) -> None:
     """Move the pass at `start` to `stop`; the passes in between close the gap."""
     work = state.row[queue, start]
-    delta = shop.delta[shop.sort[work]]
+    delta = shop.delta[shop.type_of[work]]
     step = 1 if stop > start else -1
     for position in range(start, stop, step):
         neighbour = state.row[queue, position + step]
         state.row[queue, position] = neighbour
-        state.place[neighbour] = position
+        state.position[neighbour] = position
         # a sum belongs to the pass now there: moved left, it is before the shifted pass
         if step > 0:
-            state.held[queue, position] = state.held[queue, position + 1] - delta
+            state.memory[queue, position] = state.memory[queue, position + 1] - delta
         else:
-            state.held[queue, position] = state.held[queue, position - 1] + delta
+            state.memory[queue, position] = state.memory[queue, position - 1] + delta
     if step < 0:
-        below = state.held[queue, stop - 1] if stop > 0 else 0
-        state.held[queue, stop] = below + delta
+        below = state.memory[queue, stop - 1] if stop > 0 else 0
+        state.memory[queue, stop] = below + delta
     state.row[queue, stop] = work
-    state.place[work] = stop
+    state.position[work] = stop
 
 
 @compiled
@@ -356,16 +356,16 @@ def _looks_short(shop: JobShop, state: State, queue: int, low: int, high: int, b
     head = state.head[state.row[queue, low - 1]] if low > 0 else 0
     for position in range(low, high + 1):
         work = state.row[queue, position]
-        for index in range(shop.before.shape[1]):
-            source = shop.before[work, index]
+        for index in range(shop.inputs.shape[1]):
+            source = shop.inputs[work, index]
             # Dependencies in this queue are before this pass, so `head` includes them.
             if source >= 0 and shop.queue[source] != queue:
                 head = max(head, state.head[source] + shop.lag[work, index])
         head += shop.ticks[work]
-        for index in range(shop.after.shape[1]):
-            reader = shop.after[work, index]
+        for index in range(shop.readers.shape[1]):
+            reader = shop.readers[work, index]
             if reader >= 0:
-                reader_tail = shop.after_lag[work, index] + shop.ticks[reader] + state.tail[reader]
+                reader_tail = shop.reader_lag[work, index] + shop.ticks[reader] + state.tail[reader]
                 if head + reader_tail > bar:
                     return False
     if high + 1 == shop.length[queue]:
@@ -402,7 +402,7 @@ def _spread_heads(shop: JobShop, state: State, queue: int, low: int, high: int, 
         state.log_head[changed] = old
         changed += 1
         state.head[work] = head
-        position, home = state.place[work], shop.queue[work]
+        position, home = state.position[work], shop.queue[work]
         inside = home == queue and low <= position <= high
         # inside the changed positions the old tail is invalid: its path may lead through them
         if head > old and (head if inside else head + state.tail[work]) > bar:
@@ -411,8 +411,8 @@ def _spread_heads(shop: JobShop, state: State, queue: int, low: int, high: int, 
         if position + 1 < shop.length[home] and not (inside and next_position <= position + 1):
             following = state.row[home, position + 1]
             size = _push(state, size, state.head[following], following)
-        for index in range(shop.after.shape[1]):
-            reader = shop.after[work, index]
+        for index in range(shop.readers.shape[1]):
+            reader = shop.readers[work, index]
             if reader >= 0:
                 size = _push(state, size, state.head[reader], reader)
     return changed
@@ -436,12 +436,12 @@ def _spread_tails(shop: JobShop, state: State, queue: int, low: int, high: int) 
         if tail == state.tail[work]:
             continue
         state.tail[work] = tail
-        position, home = state.place[work], shop.queue[work]
+        position, home = state.position[work], shop.queue[work]
         if position > 0:
             earlier = state.row[home, position - 1]
             size = _push(state, size, -state.head[earlier], earlier)
-        for index in range(shop.before.shape[1]):
-            source = shop.before[work, index]
+        for index in range(shop.inputs.shape[1]):
+            source = shop.inputs[work, index]
             if source >= 0 and shop.queue[source] != home:
                 size = _push(state, size, -state.head[source], source)
 
@@ -464,9 +464,9 @@ def _propose(
     """
     step = 1 if reach > 0 else -1
     work = state.row[queue, start]
-    pass_type, num_moves = shop.sort[work], 0
-    while num_moves < count and 0 <= work < len(shop.sort) and shop.sort[work] == pass_type:
-        start = state.place[work]
+    pass_type, num_moves = shop.type_of[work], 0
+    while num_moves < count and 0 <= work < len(shop.type_of) and shop.type_of[work] == pass_type:
+        start = state.position[work]
         if start < first or start > last:
             break
         stop = _target(shop, state, queue, start, step, max(first, min(last, start + reach)))
@@ -511,18 +511,20 @@ def _exchange(
 def fit_exchanged(shop: JobShop, state: State, queue: int, low: int, high: int) -> bool:
     """Return whether the memory suffices with the passes at `low` and `high` exchanged."""
     limit = shop.limit[queue]
-    low_type, high_type = shop.sort[state.row[queue, low]], shop.sort[state.row[queue, high]]
+    low_type, high_type = shop.type_of[state.row[queue, low]], shop.type_of[state.row[queue, high]]
     change = shop.delta[high_type] - shop.delta[low_type]
     # Up to `high`, the memory differs by the allocations of the two passes; there, it is equal.
-    if state.held[queue, low] + change + shop.over[high_type] > limit:
+    if state.memory[queue, low] + change + shop.over[high_type] > limit:
         return False
     for position in range(low + 1, high):
         if (
-            state.held[queue, position] + change + shop.over[shop.sort[state.row[queue, position]]]
+            state.memory[queue, position]
+            + change
+            + shop.over[shop.type_of[state.row[queue, position]]]
             > limit
         ):
             return False
-    return state.held[queue, high] + shop.over[low_type] <= limit
+    return state.memory[queue, high] + shop.over[low_type] <= limit
 
 
 @compiled
@@ -602,8 +604,8 @@ def measure(shop: JobShop, row: np.ndarray) -> int:
     Dependencies on passes that the order lacks are ignored.
     """
     # NONE is below every position, so `_start_of` counts a missing pass as run, with end 0.
-    position = np.full(len(shop.sort), NONE, np.int32)
-    head = np.zeros(len(shop.sort), np.int64)
+    position = np.full(len(shop.type_of), NONE, np.int32)
+    head = np.zeros(len(shop.type_of), np.int64)
     for queue in range(len(row)):
         for index in range(shop.length[queue]):
             position[row[queue, index]] = index
@@ -631,10 +633,10 @@ def new_state(row: np.ndarray, seed: int, num_neighbours: int = 1) -> State:
     heap = (1 + num_neighbours) * (2 * size + 2 * _MAX_DISTANCE)
     return State(
         row=np.array(row, dtype=np.int32, order="C"),
-        place=np.zeros(size, np.int32),
+        position=np.zeros(size, np.int32),
         head=np.zeros(size, np.int64),
         tail=np.zeros(size, np.int64),
-        held=np.zeros(row.shape, np.int64),
+        memory=np.zeros(row.shape, np.int64),
         heap_key=np.zeros(heap, np.int64),
         heap_pass=np.zeros(heap, np.int32),
         moves=np.zeros((_MAX_MOVES, 2), np.int64),

@@ -5,9 +5,9 @@ numbers, one number per pass (`Codec`). A pass type is len(kinds) * stage + the 
 `kinds`. A pass has the number type * num_microbatches + microbatch. Rows are padded to the longest
 with NONE.
 
-Two fillers improve an order. `fill` is step 4 of the paper, compiled, with the problem's costs.
-`refill` keeps the order of all passes except W. A W only frees memory, so it can run in any
-sufficient idle time, or before a forward that needs its memory.
+Two fillers improve an order. `fill_idle_time` is step 4 of the paper, compiled, with the
+problem's costs. `reinsert_weights` keeps the order of all passes except W. A W only frees memory,
+so it can run in any sufficient idle time, or before a forward that needs its memory.
 """
 
 import math
@@ -23,7 +23,7 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, stages_of
-from megatron_vshape.core.model.schedule import Objective, check_size, turned
+from megatron_vshape.core.model.schedule import Objective, check_size, reversed_slice
 from megatron_vshape.core.paper import reordering
 from megatron_vshape.core.paper.reordering import (
     EIGHTHS,
@@ -66,14 +66,14 @@ class Problem:
     kinds: tuple[Kind, ...]
     ticks_per_us: float
     units_per_byte: float
-    sorts: PassTypes  # arrays
+    types: PassTypes  # arrays
     weight_of: np.ndarray  # [type] of a B or W: the type of its W; else NONE
-    room: np.ndarray  # [queue] memory limit, in units
+    memory_limits: np.ndarray  # [queue] memory limit, in units
     moved_limit: float  # of offloaded memory per device, in the costs' unit
 
     def turned(self, numbers: np.ndarray) -> np.ndarray:
         """Return the numbers of these passes in kinds that run them in the opposite order."""
-        reversed_numbers: np.ndarray = turned(numbers, self.costs.slices)
+        reversed_numbers: np.ndarray = reversed_slice(numbers, self.costs.slices)
         return reversed_numbers
 
     @property
@@ -112,10 +112,10 @@ def make_problem(
     for label, count in (("devices", num_devices), ("microbatches", num_microbatches)):
         if count < 1:
             raise ScheduleError(f"a plan needs at least 1 of {label}, not {count}")
-    limits = bounds.each_limit(limit, num_devices)
+    limits = bounds.limits_by_device(limit, num_devices)
     bounds.check_limits(costs, placement, num_devices, proven_limits(kinds, limits))
     fixed = costs.fixed_bytes(placement, num_devices)
-    costs, limits = bounds.room_in(costs, placement, limits)
+    costs, limits = bounds.without_state(costs, placement, limits)
     check_size(len(placement), num_microbatches)
     # Integers, so that the search compares ties exactly and gives the same plan on every machine.
     times = [costs.time_us(kind, stage) for kind in kinds for stage in range(len(placement))]
@@ -146,9 +146,9 @@ def make_problem(
         kinds=kinds,
         ticks_per_us=ticks_per_us,
         units_per_byte=units_per_byte,
-        sorts=types,
+        types=types,
         weight_of=_weight_of(kinds, len(placement)),
-        room=memory_limits,
+        memory_limits=memory_limits,
         moved_limit=moved_limit,
     )
 
@@ -159,9 +159,9 @@ def with_parts_alone(problem: Problem) -> Problem:
     return replace(
         problem,
         kinds=PARTS,
-        sorts=_pass_type_arrays(problem.costs, problem.placement, PARTS, ticks, units_per_byte),
+        types=_pass_type_arrays(problem.costs, problem.placement, PARTS, ticks, units_per_byte),
         weight_of=_weight_of(PARTS, len(problem.placement)),
-        room=problem.room[: problem.num_devices],
+        memory_limits=problem.memory_limits[: problem.num_devices],
     )
 
 
@@ -249,8 +249,8 @@ def _time_scale(times: Sequence[float], send_us: float, num_microbatches: int) -
 
 def make_shop(problem: Problem, num_microbatches: int) -> improve.JobShop:
     """Return the passes of `num_microbatches` microbatches for the local search."""
-    types, m = problem.sorts, num_microbatches
-    queue, change, peak = (np.asarray(field) for field in (types.lane, types.change, types.peak))
+    types, m = problem.types, num_microbatches
+    queue, change, peak = (np.asarray(field) for field in (types.queue, types.change, types.peak))
     num_types = len(queue)
     inputs, readers, queue_readers = (_Links(num_types) for _ in range(3))
     for pass_type in range(num_types):
@@ -271,12 +271,12 @@ def make_shop(problem: Problem, num_microbatches: int) -> improve.JobShop:
         queue_readers.to_passes(reversed_numbers)[0],
         ticks=np.repeat(np.asarray(types.ticks), m),
         queue=np.repeat(queue, m).astype(np.int32),
-        sort=np.repeat(np.arange(num_types), m).astype(np.int32),
+        type_of=np.repeat(np.arange(num_types), m).astype(np.int32),
         delta=change,
         # A pass that allocates nothing always fits: only the memory after it counts.
         over=np.where(peak > 0, peak - change, 0),
         length=np.diff(np.asarray(types.types_of_queue.begin)) * m,
-        limit=problem.room,
+        limit=problem.memory_limits,
         due=_due_ticks(problem),
         **_offload_fields(problem, m),
     )
@@ -284,16 +284,16 @@ def make_shop(problem: Problem, num_microbatches: int) -> improve.JobShop:
 
 def _offload_fields(problem: Problem, num_microbatches: int) -> dict[str, Any]:
     """Return the fields of a shop for offloaded memory; inactive without a limit of it."""
-    kinds, types = problem.kinds, problem.sorts
-    count = len(types.lane)
-    link, moved = np.full(len(problem.room), NONE), np.zeros(count, np.int64)
+    kinds, types = problem.kinds, problem.types
+    count = len(types.queue)
+    link, moved = np.full(len(problem.memory_limits), NONE), np.zeros(count, np.int64)
     stay = np.full((count, num_microbatches, 2), NONE, np.int32)
     movers = [] if math.isinf(problem.moved_limit) else [kind for kind in kinds if kind.moves]
     for mover in movers:
         out, *ends = (
             np.arange(kinds.index(kind), count, len(kinds)) for kind in (mover, Kind.F, Kind.B)
         )
-        queue, amounts = np.asarray(types.lane), problem.costs.amounts(mover.moves) or ()
+        queue, amounts = np.asarray(types.queue), problem.costs.amounts(mover.moves) or ()
         # Both queues have the link, because a move in either can change the offloaded memory.
         link[queue[out]] = link[queue[ends[0]]] = queue[out]
         moved[out] = [round(amount * problem.units_per_byte) for amount in amounts]
@@ -332,7 +332,7 @@ class PassSubset(NamedTuple):
 
 def select_passes(shop: improve.JobShop, row: np.ndarray) -> PassSubset:
     """Reduce a shop to the passes of an order; dependencies on other passes are dropped."""
-    is_present = np.zeros(len(shop.sort), bool)
+    is_present = np.zeros(len(shop.type_of), bool)
     is_present[row[row != NONE]] = True
     # The index among the passes that are there.
     number = np.where(is_present, np.cumsum(is_present) - 1, NONE)
@@ -341,14 +341,14 @@ def select_passes(shop: improve.JobShop, row: np.ndarray) -> PassSubset:
     queues = np.flatnonzero(length)
     queue_numbers = np.cumsum(length > 0) - 1
     reduced = shop._replace(
-        before=padded[shop.before[is_present]],
+        inputs=padded[shop.inputs[is_present]],
         lag=shop.lag[is_present],
-        after=padded[shop.after[is_present]],
-        after_lag=shop.after_lag[is_present],
+        readers=padded[shop.readers[is_present]],
+        reader_lag=shop.reader_lag[is_present],
         queue_readers=padded[shop.queue_readers[is_present]],
         ticks=shop.ticks[is_present],
         queue=queue_numbers[shop.queue[is_present]].astype(np.int32),
-        sort=shop.sort[is_present],
+        type_of=shop.type_of[is_present],
         length=length[queues],
         limit=shop.limit[queues],
         due=shop.due[queues],
@@ -370,7 +370,7 @@ def merge_queues(problem: Problem, shop: improve.JobShop, row: np.ndarray) -> li
     shop, row = chosen_passes.shop, chosen_passes.reduce_rows(row)
     state = improve.new_state(row, 1)
     improve.settle(shop, state)
-    run_order = improve.run_rows(shop, row, state.place, state.head).tolist()
+    run_order = improve.run_rows(shop, row, state.position, state.head).tolist()
     anchors: dict[int, int] = {}  # position in the compute queue after which a pass is placed
     last = [0] * len(row)  # by queue
     passes_per_stage = problem.num_microbatches * len(problem.kinds)
@@ -381,10 +381,10 @@ def merge_queues(problem: Problem, shop: improve.JobShop, row: np.ndarray) -> li
     for order_index, work in enumerate(run_order):
         queue, device = shop.queue[work], device_of[work]
         local_sources = [
-            source for source in shop.before[work] if source >= 0 and device_of[source] == device
+            source for source in shop.inputs[work] if source >= 0 and device_of[source] == device
         ]
         if queue == device:
-            anchors[work] = int(state.place[work])
+            anchors[work] = int(state.position[work])
         else:
             anchors[work] = last[queue] = max(
                 [last[queue], *(anchors[source] for source in local_sources)]
@@ -424,9 +424,9 @@ class _Links:
 
 def _due_ticks(problem: Problem) -> np.ndarray:
     """Return minus the first start of each queue's device for the span: no order changes it."""
-    due = np.zeros(len(problem.room), np.int64)
+    due = np.zeros(len(problem.memory_limits), np.int64)
     if problem.objective is Objective.SPAN:
-        clock, types = 0, problem.sorts
+        clock, types = 0, problem.types
         first_starts = [-1] * problem.num_devices
         for stage, device in enumerate(problem.placement):
             if stage and device != problem.placement[stage - 1]:
@@ -435,7 +435,7 @@ def _due_ticks(problem: Problem) -> np.ndarray:
             first_starts[device] = clock if first_starts[device] < 0 else first_starts[device]
             clock += types.ticks[len(problem.kinds) * stage]
         # All queues of a device, including copy links, count from its first forward.
-        for pass_type, queue in enumerate(types.lane):
+        for pass_type, queue in enumerate(types.queue):
             due[queue] = -first_starts[problem.placement[pass_type // len(problem.kinds)]]
     return due
 
@@ -461,7 +461,11 @@ class Codec(NamedTuple):
         return self.pass_type(work.kind, work.stage) * self.num_microbatches + index
 
     def _in_execution_order(self, kind: Kind, number: int) -> int:
-        return turned(number, self.slices) if self.slices > 1 and kind.by_rank else number
+        return (
+            reversed_slice(number, self.slices)
+            if self.slices > 1 and kind.is_execution_numbered
+            else number
+        )
 
     def work(self, number: int) -> Pass:
         """Return the pass of a number."""
@@ -487,7 +491,7 @@ def padded(rows: Iterable[Sequence[int]], length: int = 0) -> np.ndarray:
 _fill = compiled_once(reordering.fill_idle_slots, *reordering.CALLEES)
 
 
-def fill(
+def fill_idle_time(
     problem: Problem, row: np.ndarray, cool_down: int, num_microbatches: int = 0, delay: int = 0
 ) -> np.ndarray | None:
     """Return the order with its idle time filled; None if no pass fits in the memory.
@@ -507,7 +511,9 @@ def fill(
     return _in_rows_of(row, flat[new_order])
 
 
-def refill(problem: Problem, row: np.ndarray, num_microbatches: int = 0) -> np.ndarray | None:
+def reinsert_weights(
+    problem: Problem, row: np.ndarray, num_microbatches: int = 0
+) -> np.ndarray | None:
     """Return the order with its W reinserted as fillers; None if the memory does not suffice.
 
     Args:
@@ -540,7 +546,7 @@ def _order_of(
 ) -> tuple[PassOrder, np.ndarray]:
     """Return the order as step 4 needs it, and the passes of its positions."""
     flat = row[row != NONE].astype(np.int64)
-    types = problem.sorts
+    types = problem.types
     m = num_microbatches or len(flat) // len(types.ticks)
     pass_type, microbatch = np.divmod(flat, m)
     index_of = np.full(len(types.ticks) * m, WITHOUT)
@@ -551,7 +557,7 @@ def _order_of(
         type_of=pass_type,
         microbatch=microbatch,
         index_of=index_of,
-        limit=problem.room,
+        limit=problem.memory_limits,
         num_microbatches=m,
         reversed_numbers=problem.turned(np.arange(m)),
         is_strict=True,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from megatron_vshape.core.check.bounds import each_limit, least_memory
+from megatron_vshape.core.check.bounds import limits_by_device, min_memory
 from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.pieces import Pieces, Share
@@ -40,10 +40,10 @@ def fitting_layers(
 ) -> tuple[int, ...]:
     """Return these layers, or a split closer to the limit if no microbatch fits."""
     num_devices = max(placement) + 1
-    limits = each_limit(limit, num_devices)
+    limits = limits_by_device(limit, num_devices)
 
     def beyond(layers: tuple[int, ...]) -> float:
-        needs = least_memory(pieces.costs(layers), placement, num_devices)
+        needs = min_memory(pieces.costs(layers), placement, num_devices)
         return max(0.0, *(peak - limit for peak, limit in zip(needs, limits, strict=True)))
 
     return _improve_layers(layers, placement, beyond)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megatron_vshape.core.check.bounds import check_limits, each_limit
+from megatron_vshape.core.check.bounds import check_limits, limits_by_device
 from megatron_vshape.core.compiling import compiled
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import PARTS, Kind
@@ -105,7 +105,7 @@ def find_steady_orders(
         ScheduleError: the costs or limits do not match the placement, or a limit is below the
             minimum of any schedule.
     """
-    limits = each_limit(limits, num_devices)
+    limits = limits_by_device(limits, num_devices)
     check_limits(costs, placement, num_devices, limits)
     single = _make_problem(costs, placement, num_devices, limits, 1)
     # One microbatch per period is the smaller search space, so it gets less of the budget.

@@ -14,8 +14,8 @@ Each device is handled separately, with the times of the order:
   which a copy to the host ends. If passes then do not fit, frees move earlier and allocations
   later.
 
-W are reinserted afterwards (`job_shop.refill`), because they determine the memory between B and
-W. The published order of V-ZB with copies exceeds the memory in its cool-down, where W wait.
+W are reinserted afterwards (`job_shop.reinsert_weights`), because they determine the memory between
+B and W. The published order of V-ZB with copies exceeds the memory in its cool-down, where W wait.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_vshape.core.check.bounds import least_memory
+from megatron_vshape.core.check.bounds import min_memory
 from megatron_vshape.core.compiling import compiled
 from megatron_vshape.core.model.kinds import (
     COPY_BACK,
@@ -41,7 +41,7 @@ from megatron_vshape.core.model.kinds import (
 from megatron_vshape.core.model.placement import Placement, chunks_of, stages_of
 from megatron_vshape.core.model.schedule import ORDER_ALONE, MemoryStrategy
 from megatron_vshape.core.planner.improve import NONE, JobShop, run_rows
-from megatron_vshape.core.planner.job_shop import Problem, make_problem, padded, refill
+from megatron_vshape.core.planner.job_shop import Problem, make_problem, padded, reinsert_weights
 from megatron_vshape.core.planner.orders import STARTS, VALUE, Candidate, PlacementSearch, Run
 from megatron_vshape.core.planner.race import best_of
 
@@ -137,7 +137,7 @@ def _insert_copies(
         for device, local_stages in enumerate(stages)
     ]
     for slack in slacks:
-        queues: list[list[int]] = [[] for _ in problem.room]
+        queues: list[list[int]] = [[] for _ in problem.memory_limits]
         if all(device.add_to(queues, slack) for device in devices):
             yield padded(queues)
 
@@ -157,10 +157,10 @@ class _Device:
     ) -> None:
         self.device = device
         self.activations = _activations_of(problem, stages, starts, ends)
-        self.limit = int(problem.room[device])
+        self.limit = int(problem.memory_limits[device])
         self.bounds = np.sort(starts[list(stages)].ravel())
         self.queues = [
-            _values_of_kind(problem, problem.sorts.lane, kind, stages[0]) for kind in _KINDS[-2:]
+            _values_of_kind(problem, problem.types.queue, kind, stages[0]) for kind in _KINDS[-2:]
         ]
         self.throughout, self.host_limit = throughout, host_limit
         self.evaluated: dict[int, tuple[int, _Copies]] = {}  # by number of copies: peak and copies
@@ -251,7 +251,7 @@ def _values_of_kind(
 def _activations_of(
     problem: Problem, stages: Sequence[int], starts: np.ndarray, ends: np.ndarray
 ) -> _Activations:
-    m, pass_types = problem.num_microbatches, problem.sorts
+    m, pass_types = problem.num_microbatches, problem.types
     stage, microbatch = np.repeat(stages, m), np.tile(np.arange(m), len(stages))
     forward, backward, _ = range(len(PARTS))
     reversed_number = problem.turned(microbatch)  # in kinds of the opposite order
@@ -261,7 +261,8 @@ def _activations_of(
         stage=stage,
         passes=np.stack(
             [
-                values(all_types, kind) * m + (reversed_number if kind.by_rank else microbatch)
+                values(all_types, kind) * m
+                + (reversed_number if kind.is_execution_numbered else microbatch)
                 for kind in _KINDS
             ],
             axis=1,
@@ -550,7 +551,7 @@ BaseOrders = dict[tuple[Placement, int], list[_BaseOrder]]
 """Orders that copies are inserted into, by placement and passes of a kind and stage."""
 
 
-def ways_to_save(copies: bool, placement: Placement) -> Iterator[MemoryStrategy]:
+def memory_strategies(copies: bool, placement: Placement) -> Iterator[MemoryStrategy]:
     """Yield the strategies to compare: no offloading and, with `copies`, two that offload.
 
     Activations of the first chunks live longest, so published schedules offload all of these.
@@ -577,7 +578,7 @@ class OffloadSearch(PlacementSearch):
         super().__init__(problem, seed, strategy)
         self.base_orders: BaseOrders = {} if base_orders is None else base_orders
 
-    def begin(self, budget: int, run: Run) -> list[Candidate]:
+    def start_orders(self, budget: int, run: Run) -> list[Candidate]:
         """Return the orders to improve: orders planned for more memory, with copies inserted."""
         self._parts_shop()
         key = self.problem.placement, self.problem.num_microbatches
@@ -593,7 +594,7 @@ class OffloadSearch(PlacementSearch):
             for candidate in group
         ]
         for candidate in candidates:
-            self.keep(candidate)
+            self.keep_if_best(candidate)
         return best_of(candidates, STARTS, VALUE)
 
     def _make_base_orders(
@@ -609,12 +610,12 @@ class OffloadSearch(PlacementSearch):
         ]
         ample = [limit + problem.moved_limit for limit in problem.limits]
         is_scarce = level < 1 and any(map(lt, ample, useful_limits))
-        min_memory = least_memory(problem.costs, problem.placement, devices)
+        min_by_device = min_memory(problem.costs, problem.placement, devices)
         # At least the minimum of any schedule, or `make_problem` rejects them.
         limits = [
             max(minimum, limit + level * (max(limit, min(caps)) - limit))
             for minimum, limit, *caps in zip(
-                min_memory, problem.limits, useful_limits, ample, strict=True
+                min_by_device, problem.limits, useful_limits, ample, strict=True
             )
         ]
         base_problem = make_problem(
@@ -627,7 +628,9 @@ class OffloadSearch(PlacementSearch):
             PARTS,
         )
         search = PlacementSearch(base_problem, self.seed)
-        for candidate in best_of(search.begin(budget if is_scarce else 0, run), count, VALUE):
+        for candidate in best_of(
+            search.start_orders(budget if is_scarce else 0, run), count, VALUE
+        ):
             yield _BaseOrder(f"{candidate.name} at {level:.0%}", search.full_row(candidate))
 
     def _insert_copies(self, base: _BaseOrder) -> list[Candidate]:
@@ -644,7 +647,7 @@ class OffloadSearch(PlacementSearch):
         for rows in _insert_copies(problem, shop, base.row, slacks, throughout, in_host):
             candidates += [
                 self._make_candidate(f"{base.name}, copies", 1, m, row, ends, ends)
-                for row in (rows, refill(problem, rows, m))
+                for row in (rows, reinsert_weights(problem, rows, m))
             ]
         return [candidate for candidate in candidates if candidate is not None]
 

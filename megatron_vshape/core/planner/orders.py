@@ -20,7 +20,7 @@ from megatron_vshape.core.model.schedule import (
     Objective,
     Plan,
     Schedule,
-    turned,
+    reversed_slice,
 )
 from megatron_vshape.core.paper import blocks
 from megatron_vshape.core.paper.blocks import BuildingBlock
@@ -30,11 +30,11 @@ from megatron_vshape.core.planner.job_shop import (
     Codec,
     PassSubset,
     Problem,
-    fill,
+    fill_idle_time,
     make_shop,
     merge_queues,
     proven_limits,
-    refill,
+    reinsert_weights,
     select_passes,
     with_parts_alone,
 )
@@ -184,7 +184,7 @@ def cyclic_order_of_block(block: BuildingBlock) -> CyclicOrder:
         parts = (Kind.B, Kind.W) if kind is Kind.BW else (kind,)
         for part_index, part in enumerate(parts):
             pass_type = _pass_type(part, stage)
-            number = turned(index, block.slices) if part.by_rank else index
+            number = reversed_slice(index, block.slices) if part.is_execution_numbered else index
             if number < numbers:
                 # A pass that starts p intervals late runs in period k what belongs to block k - p.
                 entry = (slot, part_index, pass_type, number - period * numbers)
@@ -237,7 +237,9 @@ def cyclic_order_of_steady(order: SteadyOrder, name: str, slices: int = 1) -> Cy
     for row in order.rows:
         pass_types = np.array([_pass_type(kind, stage) for kind, stage, _ in row])
         # In the same period, a smaller offset runs an earlier microbatch: each one runs later.
-        numbers = np.array([offset - (slices - 1) * kind.by_rank for kind, _, offset in row])
+        numbers = np.array(
+            [offset - (slices - 1) * kind.is_execution_numbered for kind, _, offset in row]
+        )
         rows.append((np.tile(pass_types, times), (numbers + shifts).ravel()))
     return CyclicOrder(name, times * order.microbatches, tuple(rows))
 
@@ -322,7 +324,7 @@ class PlacementSearch:
             span=problem.objective is Objective.SPAN,
         )
 
-    def begin(self, budget: int, run: Run) -> list[Candidate]:
+    def start_orders(self, budget: int, run: Run) -> list[Candidate]:
         """Return the orders to improve: variants of the best cyclic orders.
 
         Without a budget, only those of the published blocks.
@@ -338,7 +340,7 @@ class PlacementSearch:
         ]
         candidates = [candidate for group in run(self._candidates, cyclic) for candidate in group]
         for candidate in candidates:
-            self.keep(candidate)
+            self.keep_if_best(candidate)
         return best_of(candidates, starts, VALUE)
 
     def value(self) -> float:
@@ -376,7 +378,7 @@ class PlacementSearch:
             return [published]
         # Steady orders schedule each slice like a microbatch.
         costs = replace(problem.costs.of_activations(), slices=1)
-        min_memory = bounds.least_memory(costs, problem.placement, devices)
+        min_memory = bounds.min_memory(costs, problem.placement, devices)
         stages = stages_of(problem.placement, devices)
         # Annealing ignores workspaces: the largest one is reserved.
         workspaces = [
@@ -434,19 +436,25 @@ class PlacementSearch:
         if window is None:
             short = m
         name, row = cyclic.name, cyclic.unroll(short)
-        filled = fill(problem, row, problem.num_devices)
-        rows = {name: row, name + ", filled": filled, name + _W_REINSERTED: refill(problem, row)}
+        filled = fill_idle_time(problem, row, problem.num_devices)
+        rows = {
+            name: row,
+            name + ", filled": filled,
+            name + _W_REINSERTED: reinsert_weights(problem, row),
+        }
         if filled is not None:
-            rows[name + ", filled" + _W_REINSERTED] = refill(problem, filled)
+            rows[name + ", filled" + _W_REINSERTED] = reinsert_weights(problem, filled)
         if row.size < _FILL_THROUGHOUT_BELOW:
-            throughout = fill(problem, row, m)
+            throughout = fill_idle_time(problem, row, m)
             rows[name + ", filled throughout"] = throughout
             if throughout is not None:
-                rows[name + ", filled throughout" + _W_REINSERTED] = refill(problem, throughout)
+                rows[name + ", filled throughout" + _W_REINSERTED] = reinsert_weights(
+                    problem, throughout
+                )
         if problem.costs.slices > 1:
             # If a group has as many slices as devices, messages leave gaps shorter than a pass in
             # every round, which the local search does not close.
-            rows[name + ", filled at once"] = fill(problem, row, m, delay=EIGHTHS)
+            rows[name + ", filled at once"] = fill_idle_time(problem, row, m, delay=EIGHTHS)
         # An empty window at the end of each queue: `local_search` may then move every pass.
         ends = self._shop(short).length
         candidates = (
@@ -475,11 +483,11 @@ class PlacementSearch:
         if row is None or not (is_complete or _is_period(row, low, high, short, period)):
             return None
         shop, chosen_passes = self._shop(short), None
-        if np.count_nonzero(row != improve.NONE) < len(shop.sort):
+        if np.count_nonzero(row != improve.NONE) < len(shop.type_of):
             chosen_passes = select_passes(shop, row)
             shop, row = chosen_passes.shop, chosen_passes.reduce_rows(row)
             low = high = shop.length
-        state = improve.new_state(row, self.seed, max(shop.before.shape[1], shop.after.shape[1]))
+        state = improve.new_state(row, self.seed, max(shop.inputs.shape[1], shop.readers.shape[1]))
         if not improve.settle(shop, state):
             return None
         candidate = Candidate(name, period, short, state, low, high, shop, chosen_passes)
@@ -488,7 +496,7 @@ class PlacementSearch:
     def _reinserted(self, candidate: Candidate) -> Candidate | None:
         """Return the candidate with W refilled, if it fits."""
         short = candidate.microbatches
-        row = refill(self.problem, self._numbered_row(candidate), short)
+        row = reinsert_weights(self.problem, self._numbered_row(candidate), short)
         name = candidate.name.removesuffix(_W_REINSERTED) + _W_REINSERTED
         return self._make_candidate(
             name, candidate.period, short, row, candidate.low, candidate.high
@@ -520,7 +528,7 @@ class PlacementSearch:
             self._evaluate(copy)
         return copy
 
-    def keep(self, candidate: Candidate) -> None:
+    def keep_if_best(self, candidate: Candidate) -> None:
         """Store the candidate's order if it is the best so far."""
         if self.best is None or candidate.value < self.best[0]:
             self.best = (candidate.value, self.full_row(candidate).copy(), candidate.name)
@@ -529,7 +537,9 @@ class PlacementSearch:
         """Return the candidate's order in the numbering of all passes."""
         row, chosen_passes = candidate.state.row, candidate.chosen_passes
         return (
-            row if chosen_passes is None else chosen_passes.expand_rows(row, len(self.problem.room))
+            row
+            if chosen_passes is None
+            else chosen_passes.expand_rows(row, len(self.problem.memory_limits))
         )
 
     def full_row(self, candidate: Candidate) -> np.ndarray:

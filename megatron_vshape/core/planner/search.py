@@ -8,7 +8,7 @@
    Published blocks are added, for a loop with groups of several sizes. Each order is cut to the few
    microbatches that show warm-up and cool-down (`orders.CyclicOrder`).
 3. Starting points: each order as it is, with idle time filled by step 4 of the paper, and with W
-   reinserted as fillers (`job_shop.refill`). All are evaluated for the full number of
+   reinserted as fillers (`job_shop.reinsert_weights`). All are evaluated for the full number of
    microbatches by repeating a period in the middle, which needs no search (`orders`).
 4. Local search for warm-up and cool-down: move a pass, alone or with its neighbors in other
    microbatches, or exchange two, if the objective does not grow (`improve`). After each round the
@@ -30,20 +30,20 @@ from itertools import count, product
 from math import inf
 
 from megatron_vshape.core.check.bounds import (
-    ENOUGH,
+    MAX_GAP,
     LimitError,
     bound_at,
-    each_limit,
+    limits_by_device,
     never_split,
 )
 from megatron_vshape.core.check.simulate import costs_of
-from megatron_vshape.core.compiling import compiles, processors, say_if_slow
+from megatron_vshape.core.compiling import compiles, processors, warn_if_slow
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.placement import Placement, default_placements
 from megatron_vshape.core.model.schedule import ORDER_ALONE, Objective, Plan, StrategyResult
 from megatron_vshape.core.planner.job_shop import Problem, make_problem
-from megatron_vshape.core.planner.offloading import BaseOrders, OffloadSearch, ways_to_save
+from megatron_vshape.core.planner.offloading import BaseOrders, OffloadSearch, memory_strategies
 from megatron_vshape.core.planner.orders import MAX_STEPS_AT_ONCE, Candidate, PlacementSearch
 from megatron_vshape.core.planner.race import better_half, race
 
@@ -136,7 +136,7 @@ def plan(
         LimitError: nothing fits the limit; contains the least limit that fits, on any placement.
         ScheduleError: counts, costs and placements do not match, or the objective is unknown.
     """
-    say_if_slow()
+    warn_if_slow()
     sizes = num_devices, num_microbatches, limit, (goal := Objective(objective))
     slice_counts = (slices,) if isinstance(slices, int) else tuple(slices)
     if isinstance(costs, Costs):
@@ -153,7 +153,7 @@ def plan(
     result = orders.best_plan()
     if not trades:
         return result
-    placement, limits = result.schedule.placement, each_limit(limit, num_devices)
+    placement, limits = result.schedule.placement, limits_by_device(limit, num_devices)
     # A search's bound covers its strategy alone, and this one all strategies of the placement.
     bound = bound_at(
         costs_of(result.schedule, costs[placement]), placement, num_microbatches, limits, goal
@@ -192,7 +192,7 @@ def _searches(
     num_devices, num_microbatches, limit, goal = sizes
     for (placement, placement_costs), num_slices in product(costs.items(), slices):
         for strategy in (
-            ways_to_save(placement_costs.copies, placement) if trades else [ORDER_ALONE]
+            memory_strategies(placement_costs.copies, placement) if trades else [ORDER_ALONE]
         ):
             slice_costs = placement_costs.sliced(num_slices)
             slice_costs = never_split(slice_costs) if whole else slice_costs
@@ -217,7 +217,7 @@ def _searches(
                 searches.append(PlacementSearch(problem, seed, strategy))
     if not searches:
         # The message names the least limit that fits on any placement.
-        raise min(rejected, key=lambda error: error.least)
+        raise min(rejected, key=lambda error: error.min_limit)
     return searches
 
 
@@ -255,7 +255,7 @@ class _Race:
         num_turns = 1 if steps is not None and deadline is None else max_turns
         if steps is None:
             # Given steps are used in full, unless the order is optimal.
-            self.enough = ENOUGH
+            self.enough = MAX_GAP
         survivors: list[_Runner] = []
         try:
             with ThreadPoolExecutor(CORES) as pool:
@@ -292,7 +292,7 @@ class _Race:
             (search, candidate)
             for search in self.searches
             if self._can_win(search)
-            for candidate in search.begin(budget, pool.map)
+            for candidate in search.start_orders(budget, pool.map)
         ]
 
     def _turn(
@@ -325,7 +325,7 @@ class _Race:
                     for search, candidate, _ in pool.map(
                         _improve_runner, jobs[start : start + CORES]
                     ):
-                        search.keep(candidate)
+                        search.keep_if_best(candidate)
                         self.steps += steps
                         if progress is not None:
                             progress(self.steps, self.best.value(), self.bound)
@@ -356,7 +356,9 @@ class _Race:
     def best_plan(self) -> Plan:
         """Return the best order as a plan."""
         return replace(
-            self.best.best_plan(), steps=self.steps, tried=tuple(self._strategy_results())
+            self.best.best_plan(),
+            steps=self.steps,
+            evaluated_strategies=tuple(self._strategy_results()),
         )
 
     def _strategy_results(self) -> Iterator[StrategyResult]:
@@ -405,7 +407,7 @@ def _are_few(runners: list[_Runner]) -> bool:
 
 
 def _num_passes(problem: Problem) -> int:
-    return problem.num_microbatches * len(problem.sorts.ticks)
+    return problem.num_microbatches * len(problem.types.ticks)
 
 
 def default_steps(problem: Problem) -> int:

@@ -39,14 +39,14 @@ from megatron_vshape.core.model.kinds import (
     ScheduleError,
 )
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.model.pieces import LEAST, Piece, Pieces, without_ends
+from megatron_vshape.core.model.pieces import MIN_LAYERS, Piece, Pieces, without_ends
 from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.model.schedule import Schedule
 
-WAITING = (1, 3)
+PENDING_LOGITS = (1, 3)
 """Microbatches whose logits may wait on a device for a T without idle time; all are tried."""
 
-LATE = (0.0, 0.5, 1.0)
+DELAY_FRACTIONS = (0.0, 0.5, 1.0)
 """Fractions of a pass run early by which it may delay the pass that is due; all are tried.
 
 In chunk passes at d = 8, m = 32, an output layer of 2.46 layers: V-ZB with one more chunk needs
@@ -61,13 +61,13 @@ device has one stage, and is tried only then: at d = 8, m = 32, an output layer 
 needs 293, 256 and 256, of 0.62 layers 285, 244 and 251; ZB-H1 221, 243 and 236, and 239, 226, 228.
 """
 
-MORE = {"1f1b": 1, "zb-h1": 1, "v-zb": 1}
+ADDITIONAL_MICROBATCHES = {"1f1b": 1, "zb-h1": 1, "v-zb": 1}
 """Additional microbatches of a stage that a device may keep in memory, by schedule."""
 
 _MAX_LOOKAHEAD = 24
 """Number of the next passes of a device that may run early."""
 
-SUM = 0.1
+ALL_REDUCE_TIME = 0.1
 """Default time of an all-reduce over all devices, in F of a chunk."""
 
 _ROUNDING = 1e-9
@@ -106,7 +106,7 @@ def shared_pieces(
     return replace(shared, others=(*pieces.others, *amounts))
 
 
-def held_logits(pieces: Pieces, num_devices: int) -> float:
+def estimate_logits_bytes(pieces: Pieces, num_devices: int) -> float:
     """Estimate the memory of a device per microbatch from S to T.
 
     It is the device's shard of the output layer's activations for W, and a hidden state, about 1/17
@@ -135,7 +135,7 @@ def _amounts(
         HEAD_WEIGHT.time: last.weight_us / num_devices,
         LOOKUP_WEIGHT.time: (first.backward_us + first.weight_us) / num_devices,
     }
-    min_us = LEAST * stage_us / num_devices
+    min_us = MIN_LAYERS * stage_us / num_devices
     amounts = [(name, max(min_us, value)) for name, value in times_us.items()]
     workspaces = {
         LOGITS.works: max(last.forward_work_bytes, last.backward_work_bytes),
@@ -175,12 +175,12 @@ def uniform_shared(num_devices: int, num_stages: int) -> Costs:
     return Costs.uniform(num_devices, num_stages, kinds=VOCABULARY)
 
 
-def more_room(name: str, costs: Costs) -> float:
+def additional_memory(name: str, costs: Costs) -> float:
     """Return the additional memory per device for this schedule with vocabulary parallelism."""
-    return MORE.get(name, 0) * max(costs.held_after_forward_bytes)
+    return ADDITIONAL_MICROBATCHES.get(name, 0) * max(costs.held_after_forward_bytes)
 
 
-def most_logits_bytes(costs: Costs, max_pending: int = max(WAITING)) -> float:
+def most_logits_bytes(costs: Costs, max_pending: int = max(PENDING_LOGITS)) -> float:
     """Return the peak memory for logits on a device, if `waiting` microbatches may wait for a T.
 
     Includes the workspace of vocabulary passes.
@@ -193,7 +193,7 @@ def with_vocabulary_passes(schedule: Schedule, costs: Costs) -> Schedule:
     """Return the schedule, with vocabulary parallelism if the costs contain it."""
     if is_shared(schedule) or not costs.shards_output_layer:
         return schedule
-    return share_vocabulary(schedule, costs, more_room(schedule.name, costs))
+    return share_vocabulary(schedule, costs, additional_memory(schedule.name, costs))
 
 
 def is_shared(schedule: Schedule) -> bool:
@@ -234,7 +234,10 @@ def share_forwards(wave: Schedule) -> Schedule:
 
 
 def share_vocabulary(
-    schedule: Schedule, costs: Costs, more: float = 0.0, pending_counts: Iterable[int] = WAITING
+    schedule: Schedule,
+    costs: Costs,
+    additional: float = 0.0,
+    pending_counts: Iterable[int] = PENDING_LOGITS,
 ) -> Schedule:
     """Return the schedule with the passes of vocabulary parallelism inserted.
 
@@ -265,13 +268,15 @@ def share_vocabulary(
         raise ScheduleError(f"{schedule.name} has passes of a shared vocabulary already")
     verify(schedule)
     alone = costs.without_state()
-    limits = [peak + more for peak in peak_held(schedule, alone)]
+    limits = [peak + additional for peak in peak_held(schedule, alone)]
     # A longer wait helps only with one stage per device.
     extra_waits = _EXTRA_WAITS if schedule.num_stages == schedule.num_devices else _EXTRA_WAITS[:1]
     candidates = [
-        _Dealer(schedule, alone, limits, max_pending, delay_fraction, extra_wait).deal()
+        _PassInserter(
+            schedule, alone, limits, max_pending, delay_fraction, extra_wait
+        ).insert_passes()
         for max_pending, delay_fraction, extra_wait in itertools.product(
-            pending_counts, LATE, extra_waits
+            pending_counts, DELAY_FRACTIONS, extra_waits
         )
     ]
     return min(
@@ -284,7 +289,7 @@ def share_vocabulary(
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class _Joined:
+class _CollectivePass:
     """A collective pass, and when and where its input is available."""
 
     available_us: float
@@ -301,7 +306,7 @@ class _Action:
     step: tuple[Pass, ...]
 
 
-class _Dealer:
+class _PassInserter:
     """Simulates the schedule, and inserts the vocabulary passes on each device."""
 
     def __init__(
@@ -335,7 +340,7 @@ class _Dealer:
         self.table = NeedTable(schedule.num_stages, (*schedule.kinds, *VOCABULARY))
         self.remaining = [list(schedule.steps(device)) for device in range(devices)]
         self.link_clocks_us: dict[tuple[int, str], float] = {}  # by (device, resource): busy until
-        self.joins = [0] * devices  # [device] -> index in `joined`
+        self.collective_index = [0] * devices  # [device] -> index in `collectives`
         self.num_logits = [0] * devices  # [device] -> S that have run
         self.num_weights = [0] * devices  # [device] -> T that have run
         self.clock_us = [0.0] * devices
@@ -355,18 +360,19 @@ class _Dealer:
         }
         self.parts: dict[tuple[Kind, int], list[float]] = {}  # arrivals of a collective's parts
         self.collectives_us = [0.0] * devices  # [device] busy with collectives until
-        self.joined = [
-            _Joined(0.0, microbatch, LOOKUP, self.end_devices[0])
+        self.collectives = [
+            _CollectivePass(0.0, microbatch, LOOKUP, self.end_devices[0])
             for microbatch in range(min(_LOOKUP_DISTANCE, schedule.num_microbatches))
         ]
         self.all_devices = frozenset(range(devices))
         self.readers = self._readers_of_passes()
         self.changed_devices = set(self.all_devices)  # devices whose next step may have changed
 
-    def deal(self) -> Schedule:
+    def insert_passes(self) -> Schedule:
         num_steps = sum(map(len, self.remaining))
         # LOOKUP, LOGITS, HEAD_WEIGHT and LOOKUP_WEIGHT of every device and microbatch.
-        # LOOKED_UP and LOSS are no steps of a device: `_sum` adds them with the last part.
+        # LOOKED_UP and LOSS are no steps of a device: `_end_collective` adds them with the last
+        # part.
         num_steps += 4 * self.schedule.num_devices * self.schedule.num_microbatches
         starts_us, actions = [0.0] * len(self.rows), dict[int, _Action]()
         for _ in range(num_steps):
@@ -376,7 +382,7 @@ class _Dealer:
                 starts_us[device] = actions[device].start_us
             device = starts_us.index(min(starts_us))
             self.changed_devices = {device}
-            self._run(actions[device], device)
+            self._run_action(actions[device], device)
         return replace(self.schedule, order=tuple(map(tuple, self.rows)))
 
     def _initial_ends(self) -> dict[tuple[Kind, int], list[float]]:
@@ -415,9 +421,9 @@ class _Dealer:
         """Return the device's next step, by the inputs known so far."""
         now, options = self.clock_us[device], []
         # Collective passes run in the same order on all devices, so only the next one is an option.
-        if self.joins[device] < len(self.joined):
-            collective = self.joined[self.joins[device]]
-            start = max(now, self._arrives(collective.available_us, collective.device, device))
+        if self.collective_index[device] < len(self.collectives):
+            collective = self.collectives[self.collective_index[device]]
+            start = max(now, self._arrival_us(collective.available_us, collective.device, device))
             options.append(
                 _Action(
                     start,
@@ -428,7 +434,7 @@ class _Dealer:
         scheduled = _Action(math.inf, (Pass(HEAD_WEIGHT, self.first_stages[device], -1),))
         if self.remaining[device]:
             scheduled = self._action_of(self.remaining[device][0], device)
-        filler = self._filler(device, now)
+        filler = self._next_filler(device, now)
         if filler is not None and self._fits(filler, scheduled, device):
             options.append(filler)
         if scheduled.start_us > now:
@@ -439,7 +445,7 @@ class _Dealer:
     def _action_of(self, step: tuple[Pass, ...], device: int) -> _Action:
         """Return the scheduled step; a pass on another resource does not delay compute passes."""
         ready_us = max(map(self._ready_us, step))
-        # Launched now; `_run` computes when its link runs it.
+        # Launched now; `_run_action` computes when its link runs it.
         if step[0].kind.resource != PROCESSOR and ready_us < math.inf:
             return _Action(self.clock_us[device], step)
         return _Action(max(self.clock_us[device], ready_us), step)
@@ -469,7 +475,7 @@ class _Dealer:
         duration_us = 0.0 if is_required else self.times_us[HEAD_WEIGHT][self.first_stages[device]]
         return filler.start_us + duration_us <= scheduled.start_us
 
-    def _filler(self, device: int, now: float) -> _Action | None:
+    def _next_filler(self, device: int, now: float) -> _Action | None:
         """Return the next T, if the S of the next microbatch has run."""
         microbatch = self.num_weights[device]
         ready = min(self.num_logits[device], microbatch + 2)
@@ -479,10 +485,10 @@ class _Dealer:
         loss_end_us = self.done_us[LOSS, self.last][microbatch]
         if loss_end_us == math.inf:
             return None
-        start = max(now, self._arrives(loss_end_us, self.end_devices[1], device))
+        start = max(now, self._arrival_us(loss_end_us, self.end_devices[1], device))
         return _Action(start, (Pass(HEAD_WEIGHT, self.first_stages[device], microbatch),))
 
-    def _arrives(self, available_us: float, source: int, device: int) -> float:
+    def _arrival_us(self, available_us: float, source: int, device: int) -> float:
         return available_us + (self.costs.send_us if source != device else 0.0)
 
     def _ready_us(self, work: Pass) -> float:
@@ -493,7 +499,7 @@ class _Dealer:
             ready_us = max(ready_us, done_us[microbatch] + lag_us)
         return ready_us
 
-    def _run(self, action: _Action, device: int) -> None:
+    def _run_action(self, action: _Action, device: int) -> None:
         step, first = action.step, action.step[0]
         end = action.start_us + self._duration_us(step)
         # Compute passes occupy the device, copies only their link.
@@ -520,12 +526,12 @@ class _Dealer:
     def _finish_pass(self, work: Pass, end: float, device: int) -> None:
         kind, stage, microbatch = work
         if kind.is_collective:
-            self.joins[device] += 1
+            self.collective_index[device] += 1
         if kind is LOGITS:
             self.num_logits[device] += 1
-            self._sum(LOSS, self.last, microbatch, end, device)
+            self._end_collective(LOSS, self.last, microbatch, end, device)
         elif kind is LOOKUP:
-            self._sum(LOOKED_UP, 0, microbatch, end, device)
+            self._end_collective(LOOKED_UP, 0, microbatch, end, device)
         elif kind is HEAD_WEIGHT:
             self.num_weights[device] += 1
         else:
@@ -538,23 +544,25 @@ class _Dealer:
         if work.kind is Kind.F and work.stage == 0:
             lookup_microbatch = work.microbatch + _LOOKUP_DISTANCE
             if lookup_microbatch < self.schedule.num_microbatches:
-                self._insert_collective(_Joined(end, lookup_microbatch, LOOKUP, device))
+                self._insert_collective(_CollectivePass(end, lookup_microbatch, LOOKUP, device))
         if work.kind is Kind.F and work.stage == self.last:
-            self._insert_collective(_Joined(end, work.microbatch, LOGITS, device))
+            self._insert_collective(_CollectivePass(end, work.microbatch, LOGITS, device))
         if Kind.B in work.parts() and work.stage == 0:
-            self._insert_collective(_Joined(end, work.microbatch, LOOKUP_WEIGHT, device))
+            self._insert_collective(_CollectivePass(end, work.microbatch, LOOKUP_WEIGHT, device))
 
-    def _insert_collective(self, collective: _Joined) -> None:
+    def _insert_collective(self, collective: _CollectivePass) -> None:
         # Behind all items that any device has run: their inputs were there before this step's
         # start, and this item is made at its end.
-        insort(self.joined, collective)
+        insort(self.collectives, collective)
         self.changed_devices |= self.all_devices
 
-    def _sum(self, kind: Kind, stage: int, microbatch: int, end: float, device: int) -> None:
+    def _end_collective(
+        self, kind: Kind, stage: int, microbatch: int, end: float, device: int
+    ) -> None:
         """Finish a collective at its reader once the parts of all devices have arrived."""
         home = self.schedule.placement[stage]
         arrivals = self.parts.setdefault((kind, microbatch), [])
-        arrivals.append(self._arrives(end, device, home))
+        arrivals.append(self._arrival_us(end, device, home))
         # The result of the collective is a pass of its reader only.
         # Right after its part, because `verify` requires the sum behind it in the row.
         if device == home:

@@ -21,11 +21,11 @@ from megatron_vshape.core.program.instructions import (
 )
 from megatron_vshape.core.program.kernels import lower_to_kernels
 
-Cut = tuple[int, ...]
+StopPoint = tuple[int, ...]
 """Number of instructions that every device has run."""
 
 
-def cut(program: Program, stops: Callable[[Pass], bool]) -> Cut:
+def latest_stop_point(program: Program, stops: Callable[[Pass], bool]) -> StopPoint:
     """Return the latest cut before all passes for which `stops` is true.
 
     Every message awaited before the cut is sent before it, so devices never wait beyond the cut.
@@ -47,17 +47,17 @@ def cut(program: Program, stops: Callable[[Pass], bool]) -> Cut:
         ends = new_ends
 
 
-def forward_cut(program: Program) -> Cut:
+def forward_stop_point(program: Program) -> StopPoint:
     """Return the latest cut before any non-forward pass and any forward of the last stage.
 
     So no pass before it changes a gradient or reports a loss, and no copy to the host is in
     progress.
     """
     last = program.schedule.num_stages - 1
-    return cut(program, lambda work: work.kind is not Kind.F or work.stage == last)
+    return latest_stop_point(program, lambda work: work.kind is not Kind.F or work.stage == last)
 
 
-def prefix_before_loss(program: Program) -> tuple[Program, Cut]:
+def prefix_before_loss(program: Program) -> tuple[Program, StopPoint]:
     """Rearrange the program so that no message is in flight at its forward cut; return both.
 
     Messages sent before the cut are posted before it, and no others. On a GPU, a message is a
@@ -65,7 +65,7 @@ def prefix_before_loss(program: Program) -> tuple[Program, Cut]:
     between two steps, so no kernel may depend on the next step.
     """
     # Gradients, losses and copies of a discarded pass could not be undone.
-    ends = forward_cut(program)
+    ends = forward_stop_point(program)
     if program.planned is not None:
         passes = [
             sum(isinstance(instruction, Run) for instruction in row[:end])
@@ -104,7 +104,7 @@ def prefix_before_loss(program: Program) -> tuple[Program, Cut]:
     return replace(program, instructions=tuple(rows)), tuple(early_ends)
 
 
-def _after_passes(program: Program, passes: Sequence[int]) -> Cut:
+def _after_passes(program: Program, passes: Sequence[int]) -> StopPoint:
     """Return the cut after these passes of every device, with their sends and the receives.
 
     No later message is posted before it; `lower_to_kernels` ensures that.
@@ -136,7 +136,7 @@ def _after_passes(program: Program, passes: Sequence[int]) -> Cut:
     return tuple(ends)
 
 
-def drain(program: Program, ends: Cut, device: int) -> tuple[Instruction, ...]:
+def drain(program: Program, ends: StopPoint, device: int) -> tuple[Instruction, ...]:
     """Return the instructions that complete the messages of `device` that `ends` cuts through.
 
     If only one end of a message is before the cut, the other end follows in the stream's order. The
@@ -178,7 +178,7 @@ def _end_of_prefix(
 
 
 def _messages(
-    program: Program, ends: Cut, kind: type[Send] | type[Receive] | type[Await]
+    program: Program, ends: StopPoint, kind: type[Send] | type[Receive] | type[Await]
 ) -> Iterator[Message]:
     for row, end in zip(program.instructions, ends, strict=True):
         for instruction in row[:end]:

@@ -121,22 +121,22 @@ class Program:
             for row in self.instructions
         )
 
-    def most_posted(self, device: int) -> int:
+    def peak_posted(self, device: int) -> int:
         """Return the peak number of posted and unread receives of a device."""
         return self._peak_count(device, Receive, Await)
 
-    def most_kept(self, device: int) -> int:
+    def peak_unreleased(self, device: int) -> int:
         """Return the peak number of sent and not released results of a device.
 
         This is a bound only for programs with Release, however far the host runs ahead.
         """
         return self._peak_count(device, Send, Release)
 
-    def most_messages(self, device: int) -> int:
+    def peak_messages(self, device: int) -> int:
         """Return the peak number of message buffers of a device, besides the passes' memory."""
         # Without Release, the plan knows no end of a send: count the one that is being sent.
-        num_sending = 1 if self.planned is None else self.most_kept(device)
-        return self.most_posted(device) + num_sending
+        num_sending = 1 if self.planned is None else self.peak_unreleased(device)
+        return self.peak_posted(device) + num_sending
 
     def _peak_count(
         self, device: int, start_type: type[Instruction], end_type: type[Instruction]

@@ -112,7 +112,7 @@ def forward_wave(placement: Placement, num_devices: int, num_microbatches: int) 
     return Schedule("evaluation", num_devices, num_microbatches, placement, tuple(map(tuple, rows)))
 
 
-def whole_backwards(schedule: Schedule, stages: Container[int] | None = None) -> Schedule:
+def with_full_backwards(schedule: Schedule, stages: Container[int] | None = None) -> Schedule:
     """Replace B and W by BW, for these stages or for all.
 
     For schedules planned with full backwards, and for recomputed layers: a split would keep all
@@ -281,14 +281,16 @@ def _stuck_devices(rows: Rows) -> dict[int, Instruction]:
     return {device: instructions[0] for device, instructions in remaining if instructions}
 
 
-class Beside(NamedTuple):
+class DeferredWgradOverlap(NamedTuple):
     """The W right after a B, and the share of its jobs that B can run without delay."""
 
     weights: Pass
     share: float  # above 0, at most 1
 
 
-def deferred_weight_overlap(timeline: Timeline, ties_ends: bool = False) -> dict[Pass, Beside]:
+def deferred_weight_overlap(
+    timeline: Timeline, has_tied_embeddings: bool = False
+) -> dict[Pass, DeferredWgradOverlap]:
     """Return for each B the next W whose jobs it can run between its own kernels.
 
     With tensor parallelism, B waits in every layer for an all-reduce, which a full backward hides
@@ -306,7 +308,7 @@ def deferred_weight_overlap(timeline: Timeline, ties_ends: bool = False) -> dict
     outer_stages = (0, schedule.num_stages - 1)
     latest_ends = _latest_ends_us(timeline)
     overlapped = set(schedule.overlapped_pairs().values())
-    overlaps: dict[Pass, Beside] = {}
+    overlaps: dict[Pass, DeferredWgradOverlap] = {}
     for device in range(schedule.num_devices):
         slots = list(timeline.slots(device))
         for slot, next_slot in itertools.pairwise(slots):
@@ -315,7 +317,7 @@ def deferred_weight_overlap(timeline: Timeline, ties_ends: bool = False) -> dict
                 continue
             if work in overlapped:  # its F already fills the wait
                 continue
-            if ties_ends and (work.stage, next_work.stage) == outer_stages:
+            if has_tied_embeddings and (work.stage, next_work.stage) == outer_stages:
                 continue
             slack_us = latest_ends.get(work, math.inf) - slot.end
             length_us = next_slot.end - next_slot.start
@@ -323,7 +325,7 @@ def deferred_weight_overlap(timeline: Timeline, ties_ends: bool = False) -> dict
             # its reader waits.
             if slack_us > 0:
                 share = 1.0 if slack_us >= length_us else slack_us / length_us
-                overlaps[work] = Beside(next_work, share)
+                overlaps[work] = DeferredWgradOverlap(next_work, share)
     return overlaps
 
 

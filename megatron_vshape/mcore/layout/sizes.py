@@ -201,7 +201,7 @@ def costs_of_symbols(option: Options, widths: Widths) -> Mapping[str, Share]:
         "G": delta,
     }
     if option("recompute_granularity") == "full":
-        return {symbol: each._replace(held=hidden) for symbol, each in table.items()}
+        return {symbol: each._replace(memory=hidden) for symbol, each in table.items()}
     return table
 
 

@@ -28,7 +28,7 @@ from megatron_vshape.runtime import nccl
 from megatron_vshape.runtime.activation_tracker import ActivationTracker
 from megatron_vshape.runtime.hosts import ranks_in_environment
 from megatron_vshape.runtime.weight_jobs import plain_tensors
-from megatron_vshape.view.numbers import peaks_told
+from megatron_vshape.view.numbers import peak_lines
 
 CLOSE = 0.1
 """Maximum relative deviation from the prediction that is reported as predicted."""
@@ -319,7 +319,7 @@ def _peak_told(plan: PlannedStep) -> str:
     """Format the estimated peak relative to 1F1B: of activations, or of all memory if known."""
     devices = plan.schedule.num_devices
     share = f"{100 * plan.relative_peak:.0f} % of 1F1B at PP {devices}"
-    ranks = peaks_told(plan.schedule, plan.costs) if plan.costs is not None else []
+    ranks = peak_lines(plan.schedule, plan.costs) if plan.costs is not None else []
     if not ranks:
         chunk = f"1/{2 * devices} of the model"
         return f"peak {plan.peak_chunks:.4g} chunks of {chunk} ({share})"

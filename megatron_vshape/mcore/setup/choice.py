@@ -10,14 +10,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_vshape.core.check.simulate import filled
+from megatron_vshape.core.check.simulate import usable_host_bytes
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.pieces import Share
 from megatron_vshape.core.model.placement import Placement, looping, v_shape, with_loss_last
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make, placement_of
-from megatron_vshape.core.request import AUTO, PLUS_NAMES, PlanRequest, evaluate_named, find
+from megatron_vshape.core.request import (
+    AUTO,
+    PLUS_NAMES,
+    PlanRequest,
+    evaluate_named,
+    find_schedule,
+)
 from megatron_vshape.mcore.layout import multi_token
 from megatron_vshape.mcore.layout.stage_map import (
     HASH_LAYERS,
@@ -71,7 +77,7 @@ class ScheduleChoice:
     def request(self, num_microbatches: int) -> PlanRequest:
         """Return the plan request of a step, without costs and the limit of activation memory."""
         request = PlanRequest(self.name, self.num_devices, num_microbatches, slices=self.slices)
-        return replace(request, moved_limit=filled(self.moved_limit_bytes))
+        return replace(request, moved_limit=usable_host_bytes(self.moved_limit_bytes))
 
     def published(self, name: str, num_microbatches: int) -> Schedule:
         """Make the catalogue's schedule `name` for a step of this run."""
@@ -151,7 +157,7 @@ def resolve_schedule(options: Options, num_devices: int, loss_last: bool = False
 
 def _read_file(name: str, num_devices: int) -> Schedule | None:
     """Read and verify the schedule file at the path `name`; None for a schedule's name."""
-    found = find(name, schedule_names())
+    found = find_schedule(name, schedule_names())
     if isinstance(found, str):
         return None
     if found.num_devices != num_devices:

@@ -20,9 +20,9 @@ from megatron_vshape.environment import (
     LOADING,
     SEGMENTS,
     Setting,
-    formatted,
-    missing,
-    settings,
+    format_settings,
+    missing_settings,
+    required_settings,
 )
 from megatron_vshape.mcore.refusals import OVERLAP_OPTION, captures_graphs
 from megatron_vshape.mcore.setup.configure import Pipeline
@@ -77,7 +77,7 @@ def _complete(
 ) -> frozenset[str]:
     """Make the settings that are not made already, and return their names."""
     sizes = options.tensor_model_parallel_size, options.context_parallel_size
-    needed = settings(
+    needed = required_settings(
         kernels=pipeline.choice.kernels,
         # This kernel order prevents overlapped passes; with these, Megatron leaves the setting to
         # the user.
@@ -86,7 +86,9 @@ def _complete(
         registers=registers or bool(getattr(options, "nccl_ub", False)),
     )
     lacking = {
-        name: each for name, each in missing(needed, os.environ).items() if name not in already
+        name: each
+        for name, each in missing_settings(needed, os.environ).items()
+        if name not in already
     }
     is_late = torch.cuda.is_initialized()
     made = {name: lacking.pop(name) for name in ALLOCATOR if name in lacking}
@@ -108,12 +110,12 @@ def _log(schedule: str, made: dict[str, Setting], late: dict[str, Setting]) -> N
     if ALLOCATOR[0] in made:
         shown = {"torch's allocator": made[ALLOCATOR[0]], **shown}
     if shown:
-        logger.info("set in this process for schedule %s: %s", schedule, formatted(shown))
+        logger.info("set in this process for schedule %s: %s", schedule, format_settings(shown))
     if late:
         logger.warning(
             "CUDA had started when schedule %s was chosen, too late to set here what it needs; "
             "start the ranks with %s",
-            *(schedule, formatted(late)),
+            *(schedule, format_settings(late)),
         )
 
 

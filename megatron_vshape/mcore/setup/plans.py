@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from megatron_vshape.core.check.bounds import fits, least_memory
+from megatron_vshape.core.check.bounds import fits, min_memory
 from megatron_vshape.core.check.simulate import peak_held, peak_shared, simulate
 from megatron_vshape.core.model.costs import Costs, chunk_of, with_copies_of
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
@@ -28,12 +28,12 @@ from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.core.program.lowering import (
-    Beside,
+    DeferredWgradOverlap,
     deferred_weight_overlap,
     forward_wave,
     lower,
     pair_adjacent,
-    whole_backwards,
+    with_full_backwards,
 )
 from megatron_vshape.core.request import (
     AUTO,
@@ -63,7 +63,9 @@ class PlannedStep:
     timeline: Timeline  # in us with costs, else in passes of one of 2 * devices stages
     program: Program
     costs: Costs | None = None  # the costs of the timeline; None: all passes are equal
-    beside: Mapping[Pass, Beside] = field(default_factory=dict)  # B -> W jobs it overlaps with
+    beside: Mapping[Pass, DeferredWgradOverlap] = field(
+        default_factory=dict
+    )  # B -> W jobs it overlaps with
 
     @property
     def peak_chunks(self) -> float:
@@ -74,9 +76,9 @@ class PlannedStep:
         return peak / chunk_of(self.costs, len(self.schedule.order))
 
     @property
-    def most_messages(self) -> int:
+    def peak_messages(self) -> int:
         """Return the maximum number of P2P messages in memory on any device."""
-        return max(map(self.program.most_messages, range(self.schedule.num_devices)))
+        return max(map(self.program.peak_messages, range(self.schedule.num_devices)))
 
     @property
     def relative_peak(self) -> float:
@@ -178,8 +180,8 @@ class Planner:
             plan = self._plan(num_microbatches)
             # Messages need memory, too, and only the plan knows their number. It grows with every
             # turn of this loop and a step has finitely many messages, so the loop ends.
-            while self.choice.limit_bytes is not None and plan.most_messages > self._messages:
-                self._messages = plan.most_messages
+            while self.choice.limit_bytes is not None and plan.peak_messages > self._messages:
+                self._messages = plan.peak_messages
                 plan = self._plan(num_microbatches)
             self._keep(plan, num_microbatches)
             logger.info(
@@ -216,9 +218,9 @@ class Planner:
         # 1. Full backwards: a split would keep recomputed activations until W, and CUDA graphs of
         #    full layers have no W of their own.
         if self.choice.keeps_backward_whole:
-            schedule = whole_backwards(schedule)
+            schedule = with_full_backwards(schedule)
         elif self.choice.whole_stages:
-            schedule = whole_backwards(schedule, self.choice.whole_stages)
+            schedule = with_full_backwards(schedule, self.choice.whole_stages)
         costs = self._costs_of(schedule)
         # 2. Passes of features, which are placed between the F, B and W that the run has.
         schedule = adapted_schedule(schedule, costs)
@@ -268,7 +270,7 @@ class Planner:
         """Return whether activations and messages of a step fit the memory limit of every rank."""
         if step.costs is None:
             return False
-        has_room = self.choice.limit_bytes is None or step.most_messages <= self._messages
+        has_room = self.choice.limit_bytes is None or step.peak_messages <= self._messages
         return has_room and fits(peak_held(step.schedule, step.costs), limits)
 
     def _known(self, num_microbatches: int) -> Iterator[Schedule]:
@@ -321,7 +323,7 @@ class Planner:
             raise RuntimeError("an order is to be planned by costs, and none are known yet")
         return self.costs
 
-    def _beside(self, program: Program, costs: Costs | None) -> Mapping[Pass, Beside]:
+    def _beside(self, program: Program, costs: Costs | None) -> Mapping[Pass, DeferredWgradOverlap]:
         # Only Megatron's local layers expose a wait in B that other jobs can fill.
         if not self.choice.fills_waits:
             return {}
@@ -351,9 +353,9 @@ class Planner:
         """Make the schedule by name, from the file or by search, in its own device numbering."""
         choice = self.choice
         file = choice.from_file
-        if file is not None and file.whole_microbatches != num_microbatches:
+        if file is not None and file.unsliced_microbatches != num_microbatches:
             raise ScheduleError(
-                f"the schedule file {choice.name} is for {file.whole_microbatches} "
+                f"the schedule file {choice.name} is for {file.unsliced_microbatches} "
                 f"microbatches, this run has {num_microbatches} in a step: make "
                 "--global-batch-size / (--micro-batch-size x data-parallel size) fit"
             )
@@ -403,7 +405,7 @@ class Planner:
         if limit is None:
             return None
         left = tuple(limit - each for each in reserved)
-        held = least_memory(costs, self.choice.placement, self.choice.num_devices)
+        held = min_memory(costs, self.choice.placement, self.choice.num_devices)
         # A schedule needs at least one microbatch at a time, plus the passes of features.
         further = sum(feature.least_bytes(costs) for feature in features())
         need = [each + further for each in held]
@@ -486,7 +488,7 @@ class Agreement:
     def check(
         self,
         program: Program,
-        beside: Mapping[Pass, Beside] | None = None,
+        beside: Mapping[Pass, DeferredWgradOverlap] | None = None,
         num_microbatches: int | None = None,
         groups: Sequence[dist.ProcessGroup | None] = (None,),
     ) -> None:

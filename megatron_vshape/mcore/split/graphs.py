@@ -194,7 +194,7 @@ class Capture:
         self._read: set[int] = set()  # addresses that captured jobs read
         self._kept: dict[tuple[nn.Module, int], dict[int, int]] = defaultdict(dict)
         self.parameters: dict[nn.Module, list[Tensor]] = {}
-        self.copies = self.most_kept = 0  # number of copies; peak bytes between B and W
+        self.copies = self.peak_retained_bytes = 0  # number of copies; peak bytes between B and W
 
     def splits(self, layer: nn.Module) -> bool:
         """Return whether the W of the layer is captured separately from its B."""
@@ -270,7 +270,7 @@ class Capture:
             self._kept[key] |= {_address(e): e.untyped_storage().nbytes() for e in tensors}
             self._read.update(self._kept[key])
             total = sum(sum(each.values()) for each in self._kept.values())
-            self.most_kept = max(self.most_kept, total)
+            self.peak_retained_bytes = max(self.peak_unreleased, total)
         self._jobs[key].append((job, parameters))
 
     def _own(self, value: Any) -> Any:
@@ -371,7 +371,7 @@ def capturing(helper: Any, capture: Capture | None, state: StepState) -> Iterato
     logger.info(
         "CUDA graphs of W: %d layers, at most %.0f MiB wait between B and W, %d copies",
         len(capture.parameters),
-        capture.most_kept / 2**20,
+        capture.peak_retained_bytes / 2**20,
         capture.copies,
     )
 

@@ -22,7 +22,7 @@ from torch import nn
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.instructions import Program
-from megatron_vshape.core.program.lowering import Beside
+from megatron_vshape.core.program.lowering import DeferredWgradOverlap
 from megatron_vshape.mcore.observe.bubble import BubbleMeter, Logs
 from megatron_vshape.mcore.observe.profiling import Profiler
 from megatron_vshape.mcore.observe.report import RunReport
@@ -325,7 +325,7 @@ class PipelineRunner:
 
     def _program(
         self, context: StepContext, fills_waits: bool
-    ) -> tuple[Program, Mapping[Pass, Beside]]:
+    ) -> tuple[Program, Mapping[Pass, DeferredWgradOverlap]]:
         """Return the program of all ranks, and the W jobs that its B's overlap with."""
         planner = self.pipeline.planner
         if context.forward_only:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.instructions import Program
-from megatron_vshape.core.program.lowering import Beside
+from megatron_vshape.core.program.lowering import DeferredWgradOverlap
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.setup.configure import Pipeline
 from megatron_vshape.mcore.step.gradient_sync import GradientSync
@@ -155,7 +155,7 @@ class StepContext:
     transport: Transport = _unset()
     gradient_sync: GradientSync = _unset()
     program: Program = _unset()
-    beside: Mapping[Pass, Beside] = _unset()  # B -> W jobs that it overlaps with
+    beside: Mapping[Pass, DeferredWgradOverlap] = _unset()  # B -> W jobs that it overlaps with
     iterators: list[Any] = _unset()  # data iterators by chunk
     order: Sequence[int] | None = _unset()  # microbatches in execution order; None: as given
     again: Any = _unset()  # second reader of the last chunk's data, if a feature reads it again

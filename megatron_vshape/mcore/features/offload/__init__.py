@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_vshape.core.check.bounds import fits
-from megatron_vshape.core.check.simulate import filled, peak_moved
+from megatron_vshape.core.check.simulate import peak_moved, usable_host_bytes
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.request import AUTO
 from megatron_vshape.mcore.options import Options
@@ -56,7 +56,7 @@ class OffloadFeature(Feature):
     def notes(self, pipeline: Pipeline, plan: PlannedStep, local_ranks: int | None) -> str:
         """Return the offloaded memory and, if known, whether the host has enough memory."""
         schedule, costs = plan.schedule, pipeline.planner.costs
-        copies = sum(1 for _ in schedule.copied())
+        copies = sum(1 for _ in schedule.moving_passes())
         if not copies:
             return ""
         every = schedule.num_stages * schedule.num_microbatches
@@ -117,11 +117,11 @@ def _host_limit_bytes(limit_gib: float | None, choice: ScheduleChoice) -> float:
         return limit_bytes
     if costs.num_stages == file.num_stages:
         peaks = peak_moved(file, costs)
-        if not fits(peaks, [filled(limit_bytes)] * len(peaks)):
+        if not fits(peaks, [usable_host_bytes(limit_bytes)] * len(peaks)):
             raise ScheduleError(
                 f"the schedule file {choice.name} has {max(peaks) / GIB:.3f} GiB of rank "
                 f"{peaks.index(max(peaks))} wait in host memory at once, by --pipeline-costs, and "
-                f"{option} {limit_gib:g} has room for {filled(limit_gib):.3f}: raise it, or plan "
-                "with --host-memory-limit"
+                f"{option} {limit_gib:g} has room for {usable_host_bytes(limit_gib):.3f}: raise "
+                "it, or plan with --host-memory-limit"
             )
     return limit_bytes

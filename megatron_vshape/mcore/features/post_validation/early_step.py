@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_vshape.core.program.early_start import Cut, drain, prefix_before_loss
+from megatron_vshape.core.program.early_start import StopPoint, drain, prefix_before_loss
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.mcore.features.post_validation.optimizer import (
     PostValidation,
@@ -29,7 +29,7 @@ class _Ahead:
 
     context: StepContext
     run: ProgramRun
-    ends: Cut  # number of instructions per rank that have run
+    ends: StopPoint  # number of instructions per rank that have run
     random: RandomState
 
 
@@ -43,7 +43,7 @@ class EarlyStart(StepFeature):
         self._runner = runner
         self._last: StepContext | None = None  # arguments of the last training step
         self._ahead: _Ahead | None = None
-        self._cut: tuple[Program, tuple[Program, Cut]] | None = None
+        self._cut: tuple[Program, tuple[Program, StopPoint]] | None = None
         self._replays: list[Replay] = []
         self.validation: PostValidation | None = None  # set during training
 

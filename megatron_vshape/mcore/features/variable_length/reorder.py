@@ -19,7 +19,7 @@ from megatron_vshape.core.request import AUTO
 from megatron_vshape.core.variable_length import (
     MicrobatchOrder,
     PassGraph,
-    graph_of,
+    make_pass_graph,
     reorder_microbatches,
 )
 from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError
@@ -232,14 +232,14 @@ class MicrobatchReorderer:
         costs = plan.costs or Costs.uniform(schedule.num_devices, schedule.num_stages)
         costs = self.unlike(costs, lengths)
         if id(plan) not in self._graphs:  # the plan is stored too, so that its id stays unique
-            self._graphs[id(plan)] = plan, graph_of(schedule, costs_of(schedule, costs))
+            self._graphs[id(plan)] = plan, make_pass_graph(schedule, costs_of(schedule, costs))
         # No device may exceed its memory peak in the given order.
         self.last = reorder_microbatches(schedule, costs, 0.0, graph=self._graphs[id(plan)][1])
         if self.last.order == tuple(range(len(lengths))):
             return None
         if not self._has_told and dist.get_rank() == 0:
             self._has_told = True
-            gain = self.last.given_us / self.last.found_us - 1
+            gain = self.last.initial_us / self.last.best_us - 1
             logger.warning(
                 "variable-length microbatches reordered; estimated step time -%.1f %% "
                 "(--pipeline-keep-order keeps their order)",

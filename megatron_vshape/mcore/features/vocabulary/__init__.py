@@ -12,8 +12,8 @@ from megatron_vshape.core.model.pieces import Pieces, without_ends
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.planner.vocabulary import (
-    SUM,
-    WAITING,
+    ALL_REDUCE_TIME,
+    PENDING_LOGITS,
     in_proportion,
     is_shared,
     most_logits_bytes,
@@ -160,7 +160,7 @@ class VocabularyFeature(Feature):
 
     def least_bytes(self, costs: Costs) -> float:
         """Return the memory of the logits of one microbatch."""
-        return most_logits_bytes(costs, min(WAITING))
+        return most_logits_bytes(costs, min(PENDING_LOGITS))
 
     def change_arguments(self, args: Any, pipeline: Pipeline) -> None:
         """Make Megatron pad the vocabulary to a multiple of the ranks that share it."""
@@ -247,7 +247,7 @@ class SharedEnds:
         """Return the costs of stages without both ends, and of each rank's vocabulary passes.
 
         Based on measured pieces or on estimated GEMMs, in units of a chunk. Assumptions: an
-        all-reduce lasts `SUM` (a tenth) of the F of an even stage, and a layer stores 17 values per
+        all-reduce lasts a tenth of the F of an even stage, and a layer stores 17 values per
         hidden element.
         """
         stages, ranks = len(placement), max(placement) + 1
@@ -260,6 +260,6 @@ class SharedEnds:
         held = (1 + count) * numbers / (17 * args.hidden_size * each)
         if measured is not None:
             held *= each * measured.layer.held_after_forward_bytes
-        sum_us = SUM * each * pieces.layer.forward_us
+        sum_us = ALL_REDUCE_TIME * each * pieces.layer.forward_us
         shared = shared_pieces(pieces, ranks, sum_us, held, count)
         return with_predicting(shared, sizes).costs(layers)
