@@ -55,7 +55,8 @@ def when(found: RankReport) -> str:
     """Format the pass in which a rank reaches its peak, and the largest allocations then."""
     sums: dict[str, float] = {}
     for each in found.holders:
-        sums[_holder(each)] = sums.get(_holder(each), 0.0) + each.bytes
+        name = _holder(each, found.when.phase)
+        sums[name] = sums.get(name, 0.0) + each.bytes
     most = sorted(sums.items(), key=lambda item: -item[1])[:_NAMED]
     largest = ", ".join(f"{name} {gib(size)} GiB" for name, size in most if size >= GIB / 20)
     place = place_in_words(found.when.place)
@@ -112,10 +113,13 @@ def place_in_words(place: str) -> str:
     return ""
 
 
-def _holder(holder: Holder) -> str:
+def _holder(holder: Holder, phase: str) -> str:
     place = place_in_words(holder.place)
     if holder.part == "logits":
         return "logits"
+    if holder.part == "rest" and phase == "model":
+        # DDP allocates a buffer for the parameters of each data type, and then frees the originals.
+        return "parameters that DDP copies into its buffer"
     if holder.part == "rest":
         return "workspaces and P2P buffers"
     return f"activations of {place}" if place else "other activations of layers"

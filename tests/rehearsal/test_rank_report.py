@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from rehearsal.reports import pass_of, report_of
 
+from megatron_vshape.rehearsal.gpus import GIB
 from megatron_vshape.rehearsal.rank_report import GraphBytes, Holder, PeakMoment, RankReport
-from megatron_vshape.rehearsal.report import pass_in_words
+from megatron_vshape.rehearsal.report import pass_in_words, when
 from megatron_vshape.rehearsal.step_time import Scale
 from megatron_vshape.rehearsal.work import Work
 from megatron_vshape.rehearsal.worker import _sentence
@@ -77,3 +78,17 @@ def test_an_assertion_without_a_text_is_reported_by_its_statement(tmp_path: Path
         runpy.run_path(str(script))
     text = _sentence(raised.value, io.StringIO())
     assert text == "AssertionError: assert heads % 2 == 0 (arguments.py, line 2)"
+
+
+@pytest.mark.parametrize(
+    ("phase", "name"),
+    [
+        ("model", "parameters that DDP copies into its buffer"),
+        ("B 0 3", "workspaces and P2P buffers"),
+    ],
+)
+def test_the_phase_of_the_peak_names_its_other_memory(phase: str, name: str) -> None:
+    """During the construction, it is the parameters that exist twice."""
+    holders = [Holder("rest", "", "", 2 * GIB, 7), Holder("logits", "", "", GIB, 1)]
+    report = report_of(stage=3, when=PeakMoment(phase, ""), holders=holders)
+    assert when(report).endswith(f"; {name} 2.0 GiB, logits 1.0 GiB")
