@@ -115,7 +115,7 @@ def find_steady_orders(
         double = _make_problem(costs, placement, num_devices, limits, 2)
         starts = [_doubled(result, double) for result in results[:STARTS]]
         results += _search(double, steps - steps // 4, seed, starts)
-    results = sorted(results, key=_Result.rank)
+    results = sorted(results, key=_AnnealedOrders.rank)
     return [result.steady(costs, placement) for result in results[:_MAX_RETURNED]]
 
 
@@ -128,7 +128,7 @@ class _Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class _Result:
+class _AnnealedOrders:
     problem: _Problem
     orders: Orders
     period: int
@@ -213,7 +213,9 @@ def _data_arcs(
     return readers, lag
 
 
-def _search(problem: _Problem, steps: int, seed: int, starts: list[Orders]) -> list[_Result]:
+def _search(
+    problem: _Problem, steps: int, seed: int, starts: list[Orders]
+) -> list[_AnnealedOrders]:
     """Anneal the starting points and return the orders, best first.
 
     Rounds have equal cost: all starting points, then the better half, until one is left.
@@ -222,7 +224,7 @@ def _search(problem: _Problem, steps: int, seed: int, starts: list[Orders]) -> l
     scratch = make_scratch(graph, seed)
     if not starts:
         starts = _draw_starts(problem, scratch, max(1, steps // 10))
-    results: list[_Result] = []
+    results: list[_AnnealedOrders] = []
 
     def advance(orders_of_round: list[Orders], effort: int, _: int) -> list[Orders]:
         round_results = []
@@ -231,8 +233,8 @@ def _search(problem: _Problem, steps: int, seed: int, starts: list[Orders]) -> l
             temperature = problem.busy // _INITIAL_TEMPERATURES[graph.classes - 1][index % 2]
             period = int(_anneal(graph, orders, scratch, problem.busy, effort, temperature, best))
             latency = int(find_latency(graph, best, scratch, period))
-            round_results.append(_Result(problem, best, period, latency))
-        round_results.sort(key=_Result.rank)
+            round_results.append(_AnnealedOrders(problem, best, period, latency))
+        round_results.sort(key=_AnnealedOrders.rank)
         # An order without idle time on the busiest device is optimal: end the race.
         # `round_results` is sorted, so the first has the shortest period.
         half = len(round_results) // 2 if round_results[0].period > problem.busy else 0
@@ -240,7 +242,7 @@ def _search(problem: _Problem, steps: int, seed: int, starts: list[Orders]) -> l
         return [result.orders for result in round_results[:half]]
 
     race(starts, steps, len(starts).bit_length(), advance)
-    return sorted(results, key=_Result.rank)
+    return sorted(results, key=_AnnealedOrders.rank)
 
 
 def _draw_starts(problem: _Problem, scratch: Scratch, tries: int) -> list[Orders]:
@@ -261,7 +263,7 @@ def _draw_starts(problem: _Problem, scratch: Scratch, tries: int) -> list[Orders
     return starts
 
 
-def _doubled(result: _Result, problem: _Problem) -> Orders:
+def _doubled(result: _AnnealedOrders, problem: _Problem) -> Orders:
     """Return the order with two iterations merged into one."""
     orders = empty_orders(problem.graph)
     length = result.orders.rows.shape[1]

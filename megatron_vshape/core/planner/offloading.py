@@ -57,7 +57,7 @@ _RELEASE_DELAY = 2
 """Passes between a delayed F and the release of its activations."""
 
 
-class _Activations(NamedTuple):
+class _ActivationBlocks(NamedTuple):
     """Activations of a device, one entry per stage and microbatch; times in ticks."""
 
     stage: np.ndarray
@@ -250,14 +250,14 @@ def _values_of_kind(
 
 def _activations_of(
     problem: Problem, stages: Sequence[int], starts: np.ndarray, ends: np.ndarray
-) -> _Activations:
+) -> _ActivationBlocks:
     m, pass_types = problem.num_microbatches, problem.types
     stage, microbatch = np.repeat(stages, m), np.tile(np.arange(m), len(stages))
     forward, backward, _ = range(len(PARTS))
     reversed_number = problem.turned(microbatch)  # in kinds of the opposite order
     all_types = np.arange(len(problem.placement) * len(problem.kinds))
     values = partial(_values_of_kind, problem, stage=stage)
-    return _Activations(
+    return _ActivationBlocks(
         stage=stage,
         passes=np.stack(
             [
@@ -280,7 +280,7 @@ def _activations_of(
     )
 
 
-def _schedule_copies(activations: _Activations, ranked: np.ndarray) -> _Copies:
+def _schedule_copies(activations: _ActivationBlocks, ranked: np.ndarray) -> _Copies:
     """Schedule these copies: back as late as possible, out as early as possible."""
     count = len(activations.stage)
     out_starts, out_ends, back_starts = (np.full(count, _NEVER) for _ in range(3))
@@ -337,7 +337,7 @@ def _book(
         starts[activation] = time
 
 
-def _peak(activations: _Activations, copies: _Copies, bounds: np.ndarray) -> int:
+def _peak(activations: _ActivationBlocks, copies: _Copies, bounds: np.ndarray) -> int:
     """Return the peak memory; releases and reloads run between passes."""
     is_offloaded = copies.is_offloaded
     release_times, reload_times = _at_pass_ends(copies, bounds)
@@ -370,7 +370,7 @@ def _at_pass_ends(copies: _Copies, bounds: np.ndarray) -> tuple[np.ndarray, np.n
     return release_times, bounds[np.maximum(reload_index, 0)]
 
 
-def _events(activations: _Activations, copies: _Copies, bounds: np.ndarray) -> _Events:
+def _events(activations: _ActivationBlocks, copies: _Copies, bounds: np.ndarray) -> _Events:
     """Return the passes of a device's compute queue in order of time."""
     indices, offloaded = np.arange(len(activations.stage)), np.flatnonzero(copies.is_offloaded)
     release_times, reload_times = _at_pass_ends(copies, bounds)
