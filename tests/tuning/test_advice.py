@@ -16,7 +16,6 @@ from tuning.samples import load_sample, write_sweep
 from megatron_vshape.cli.advise import (
     _changes,
     _flags,
-    _is_even,
     _rejected,
     _sizes,
     changes_megatron,
@@ -31,6 +30,7 @@ from megatron_vshape.core.request import BaselineSpec, PlanRequest, PlanResult
 from megatron_vshape.rehearsal import accuracy, report
 from megatron_vshape.rehearsal.counting import Counted, Parameters
 from megatron_vshape.rehearsal.gpus import GIB, GPUS, HEADROOM
+from megatron_vshape.rehearsal.megatron_layers import is_even
 from megatron_vshape.rehearsal.saved_config import LAYOUT
 from megatron_vshape.rehearsal.step_time import Rates
 from megatron_vshape.tuning.advice import Advice
@@ -157,7 +157,7 @@ def test_stock_megatron_may_distribute_layers_by_their_work() -> None:
     head = Piece(4.0, 4.0, 4.0, 0.0, 0.0)
     pieces = Pieces(layer, NOTHING, head, 0.0)
     made = advice(model, pieces)
-    rows = {(row.configuration.schedule, _is_even(row)): row for row in made.stock(made.own)}
+    rows = {(row.configuration.schedule, is_even(row.layers)): row for row in made.stock(made.own)}
     even, uneven = rows["1f1b", True], rows["1f1b", False]
     assert even.layers == (9, 9, 9, 9)
     assert uneven.layers == (10, 10, 10, 6)
