@@ -1,5 +1,8 @@
 """An independent replay of schedules with overlapped passes, by repeated sweeps over the rules."""
 
+from collections import Counter
+from itertools import product
+
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.schedule import Schedule
 
@@ -17,6 +20,19 @@ def peak_of(schedule: Schedule, costs: Costs) -> float:
             peak = max(peak, allocated)
             allocated -= activation_bytes[stage] if "W" in kind else 0.0
     return peak
+
+
+def is_complete(schedule: Schedule) -> bool:
+    """Return whether F, B and W of every stage and microbatch run once, on the stage's device."""
+    counts: Counter[Key] = Counter()
+    for device, row in enumerate(schedule.order):
+        for work in row:
+            if not work.stage < schedule.num_stages or schedule.placement[work.stage] != device:
+                return False
+            parts = "BW" if work.kind == "BW" else [str(work.kind)]
+            counts.update((part, work.stage, work.microbatch) for part in parts)
+    sizes = range(schedule.num_stages), range(schedule.num_microbatches)
+    return counts == Counter(product("FBW", *sizes))
 
 
 def replay(schedule: Schedule, costs: Costs) -> list[list[tuple[float, float]]]:

@@ -14,13 +14,16 @@ from megatron_vshape.core.model.schedule import Schedule
 EXTERNAL_REPLAY = Path(__file__).parents[2] / ".." / "shared" / "judge" / "replay.py"
 
 Figures = dict[str, float]
-Replay = Callable[[Schedule, Costs], list[Figures]]
+Replay = Callable[[Schedule, Costs], list[Figures | str]]
 
 
-def figures_of_tests(schedule: Schedule, costs: Costs) -> Figures:
-    """Replay a schedule by the dependency rules."""
+def figures_of_tests(schedule: Schedule, costs: Costs) -> Figures | str:
+    """Replay a schedule by the dependency rules; return the reason if it is invalid."""
+    if not joint_replay.is_complete(schedule):
+        return "incomplete"
     slots = joint_replay.replay(schedule, costs)
-    assert list(map(len, slots)) == list(map(len, schedule.order))
+    if list(map(len, slots)) != list(map(len, schedule.order)):
+        return "deadlock"
     makespan = max(row[-1][1] for row in slots) - min(row[0][0] for row in slots)
     span = max(row[-1][1] - row[0][0] for row in slots)
     busy = max(sum(end - start for start, end in row) for row in slots)
@@ -35,8 +38,10 @@ def figures_of_tests(schedule: Schedule, costs: Costs) -> Figures:
     }
 
 
-def figures_of_external_replay(external_replay: Any, schedule: Schedule, costs: Costs) -> Figures:
-    """Replay the schedule file by the program outside the repository."""
+def figures_of_external_replay(
+    external_replay: Any, schedule: Schedule, costs: Costs
+) -> Figures | str:
+    """Replay the schedule file by another program; return the reason if it is invalid."""
     file = {
         "name": schedule.name,
         "num_devices": schedule.num_devices,
@@ -45,9 +50,12 @@ def figures_of_external_replay(external_replay: Any, schedule: Schedule, costs: 
         "order": [list(map(str, row)) for row in schedule.order],
     }
     times = {"F": costs.forward_us, "B": costs.backward_us, "W": costs.weight_us}
-    figures: Figures = external_replay.replay(
-        file, times, costs.send_us, costs.held_after_forward_bytes
-    )
+    try:
+        figures: Figures = external_replay.replay(
+            file, times, costs.send_us, costs.held_after_forward_bytes
+        )
+    except external_replay.Invalid as error:
+        return str(error)
     return figures
 
 
@@ -62,7 +70,7 @@ def replay() -> Replay:
         external_replay = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(external_replay)
 
-    def figures(schedule: Schedule, costs: Costs) -> list[Figures]:
+    def figures(schedule: Schedule, costs: Costs) -> list[Figures | str]:
         by_tests = figures_of_tests(schedule, costs)
         return (
             [by_tests, figures_of_external_replay(external_replay, schedule, costs)]
