@@ -48,9 +48,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 SLOW = {
-    "core/test_trades.py": {
-        "test_more_room_is_never_slower": ["0.5"],
-    },
     "faults/test_saving.py": {
         "test_the_checkpoint_before_still_loads": [
             "full disk-2-iter_0000004/__2_0",
