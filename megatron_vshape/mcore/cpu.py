@@ -67,8 +67,8 @@ def install() -> bool:
     if torch.cuda.is_available():
         return False
     _refuse_if_megatron_came_first()
-    for each in _replacements():
-        replaced.put(*each)
+    for replacement in _replacements():
+        replaced.put(*replacement)
     return True
 
 
@@ -267,8 +267,8 @@ def _all_to_all_of_lists(all_to_all_single: Callable[..., Any]) -> Callable[...,
     # is. torch accepts only numbers.
     @functools.wraps(all_to_all_single)
     def exchange(output: torch.Tensor, input: torch.Tensor, *splits: Any, **options: Any) -> Any:
-        named = {key: _as_list(value) for key, value in options.items()}
-        return all_to_all_single(output, input, *map(_as_list, splits), **named)
+        list_options = {key: _as_list(value) for key, value in options.items()}
+        return all_to_all_single(output, input, *map(_as_list, splits), **list_options)
 
     return exchange
 
@@ -279,14 +279,14 @@ def _with_one_worker(gloo: Any, create: Callable[..., None]) -> Callable[..., No
     # characters, such as that of Megatron's coalesced gathers, is on the heap, and is freed twice
     # if two operations end together. One worker runs operations in order, as NCCL does.
     @functools.wraps(create)
-    def init(self: Any, store: Any, rank: int, size: int, *args: Any, **named: Any) -> None:
-        if args or "options" in named:
-            create(self, store, rank, size, *args, **named)
+    def init(self: Any, store: Any, rank: int, size: int, *args: Any, **settings: Any) -> None:
+        if args or "options" in settings:
+            create(self, store, rank, size, *args, **settings)
             return
         options = gloo._Options()
         options._threads = 1
         options._devices = _gloo_devices(os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME", ""))
-        for name, value in named.items():
+        for name, value in settings.items():
             setattr(options, "_timeout" if name == "timeout" else name, value)
         create(self, store, rank, size, options)
 

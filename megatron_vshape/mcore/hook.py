@@ -31,7 +31,7 @@ class Replaced:
 
     def has(self, owner: Any, name: str) -> bool:
         """Return whether `owner.name` is replaced now."""
-        return any(each[0] is owner and each[1] == name for each in self._originals)
+        return any(original[0] is owner and original[1] == name for original in self._originals)
 
     def put(self, owner: Any, name: str, value: Any) -> None:
         """Set `owner.name` to `value`; for an instance, only on this object."""
@@ -67,8 +67,8 @@ class Switched(Replaced):
     def switch(self, is_on: bool) -> None:
         """Put all replacements in place, or restore the originals."""
         self.undo()
-        for each in self.values if is_on else ():
-            self.put(*each)
+        for replacement in self.values if is_on else ():
+            self.put(*replacement)
 
 
 Function = Callable[..., Any]

@@ -56,11 +56,11 @@ class Values(NamedTuple):
         except ValueError:
             raise ArgumentTypeError(f"{text!r:.40} is not {self.wants}") from None
 
-    def check(self, value: Any, named: str) -> None:
+    def check(self, value: Any, option_name: str) -> None:
         """Raise UnsupportedError, with the option's name `named`, if the value is invalid."""
         if not self.fits(value):
             shown = f"{value:g}" if isinstance(value, float) else f"{value!r:.40}"
-            raise UnsupportedError(f"{named} {shown} is not {self.wants}")
+            raise UnsupportedError(f"{option_name} {shown} is not {self.wants}")
 
 
 class Option(NamedTuple):
@@ -118,8 +118,8 @@ _GIB = Values("a number of GiB above 0", _is_above_0, float)
 
 def schedule_names() -> tuple[str, ...]:
     """Return all names that `--pipeline-schedule` supports."""
-    own = (name for name in catalogue.EVERY_NAME if name not in MEGATRONS_OWN)
-    return (*MEGATRONS_OWN, *own, *PLUS_NAMES, AUTO)
+    published_names = (name for name in catalogue.EVERY_NAME if name not in MEGATRONS_OWN)
+    return (*MEGATRONS_OWN, *published_names, *PLUS_NAMES, AUTO)
 
 
 def _option(
@@ -251,12 +251,18 @@ class Options:
 
         Profiled steps that a trace implies do not count.
         """
-        own = None if self.trace_folder is None else "profile_steps"
-        given = [at for at in self._changed() if OPTIONS[at].for_ours and at != own]
-        return [OPTIONS[at].flag or at for at in given]
+        implied_name = None if self.trace_folder is None else "profile_steps"
+        option_names = [
+            name for name in self._changed() if OPTIONS[name].for_ours and name != implied_name
+        ]
+        return [OPTIONS[name].flag or name for name in option_names]
 
     def _changed(self) -> list[str]:
-        return [each.name for each in fields(self) if getattr(self, each.name) != each.default]
+        return [
+            option_field.name
+            for option_field in fields(self)
+            if getattr(self, option_field.name) != option_field.default
+        ]
 
     @property
     def asks_for_megatrons_own(self) -> bool:
@@ -277,7 +283,9 @@ class Options:
         return None if self.costs_file is None else Costs.load(self.costs_file)
 
 
-OPTIONS: dict[str, Option] = {each.name: each.metadata["option"] for each in fields(Options)}
+OPTIONS: dict[str, Option] = {
+    option_field.name: option_field.metadata["option"] for option_field in fields(Options)
+}
 """All options by keyword."""
 
 _FILE = r"\S+\.(?:json|csv)"
@@ -330,10 +338,10 @@ def options_of(args: Namespace) -> Options:
     By default, a pipeline rank times out before Megatron's watchdogs. Those of other process groups
     count from the launch of a collective on the host.
     """
-    given = {name: getattr(args, option.argument, None) for name, option in OPTIONS.items()}
-    if given["timeout_seconds"] is None:
-        given["timeout_seconds"] = TIMEOUT_SHARE * watchdog_seconds(args)
-    return Options.from_values(given)
+    values = {name: getattr(args, option.argument, None) for name, option in OPTIONS.items()}
+    if values["timeout_seconds"] is None:
+        values["timeout_seconds"] = TIMEOUT_SHARE * watchdog_seconds(args)
+    return Options.from_values(values)
 
 
 def watchdog_seconds(args: Namespace) -> float:
@@ -341,23 +349,24 @@ def watchdog_seconds(args: Namespace) -> float:
     return 60.0 * getattr(args, "distributed_timeout_minutes", MEGATRONS_TIMEOUT_MINUTES)
 
 
-def options_from(given: Mapping[str, Any]) -> Options:
+def options_from(values: Mapping[str, Any]) -> Options:
     """Validate the arguments of `register` and return them as options.
 
     Raises:
         UnsupportedError: An option does not exist, has an invalid value, or requires Megatron's
             trainer.
     """
-    unknown = sorted(given.keys() - OPTIONS.keys())
+    unknown = sorted(values.keys() - OPTIONS.keys())
     if unknown:
-        known = sorted(OPTIONS.keys() - {"post_validates"})  # rejected below
+        option_names = sorted(OPTIONS.keys() - {"post_validates"})  # rejected below
         raise UnsupportedError(
-            f"register knows no option {unknown[0]!r:.60}; its options are {', '.join(known)}"
+            f"register knows no option {unknown[0]!r:.60}; "
+            f"its options are {', '.join(option_names)}"
         )
-    for name, value in given.items():
+    for name, value in values.items():
         if value is not None:
             OPTIONS[name].values.check(value, name)
-    options = Options.from_values(given)
+    options = Options.from_values(values)
     if options.schedule is None or options.asks_for_megatrons_own:
         raise UnsupportedError(
             f"schedule is {options.schedule!r}: give one of this package, such as 'v-half'; "
@@ -380,8 +389,8 @@ def options_in(text: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
     last = None
     for part in filter(None, map(str.strip, text.split(","))):
-        name, given, value = part.partition("=")
-        if given:
+        name, separator, value = part.partition("=")
+        if separator:
             options[name.strip()], last = value.strip(), name.strip()
         elif last == "layer_split":  # its value contains commas
             options[last] += f",{part}"

@@ -71,13 +71,13 @@ def refusing_together() -> Iterator[None]:
     """
     import torch.distributed as dist
 
-    own: str | None = None
+    local_error: str | None = None
     try:
         yield
     except (ScheduleError, UnsupportedError) as error:
-        own = str(error)
-    everyones: list[str | None] = [own] * dist.get_world_size()
-    dist.all_gather_object(everyones, own)
+        local_error = str(error)
+    everyones: list[str | None] = [local_error] * dist.get_world_size()
+    dist.all_gather_object(everyones, local_error)
     for rank, fault in enumerate(everyones):
         if fault is not None:
             where = "" if fault == everyones[0] else f"on rank {rank}: "
@@ -152,7 +152,7 @@ def has_part(part: str) -> Callable[[Any], bool]:
 def parts_of(scope: Any) -> set[str]:
     """Return the names in a list of layer parts, in any notation."""
     parts = scope if isinstance(scope, list | tuple) else str(scope or "").split(",")
-    return {str(getattr(each, "name", each)).strip() for each in parts} - {""}
+    return {str(getattr(part, "name", part)).strip() for part in parts} - {""}
 
 
 GRAPH_SCOPES = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated")
@@ -161,8 +161,8 @@ GRAPH_SCOPES = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_depr
 
 def graph_scope(options: Any) -> set[str]:
     """Return the parts of a layer that CUDA graphs cover; empty for the full layer."""
-    found = (parts_of(getattr(options, name, None)) for name in GRAPH_SCOPES)
-    return next(filter(None, found), set()) - {"full"}
+    scopes = (parts_of(getattr(options, name, None)) for name in GRAPH_SCOPES)
+    return next(filter(None, scopes), set()) - {"full"}
 
 
 def _verified(options: Any) -> bool:
@@ -376,9 +376,9 @@ REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
 
 def check_arguments(args: Namespace, schedule: str, placement: Placement) -> None:
     """Raise UnsupportedError for the first Megatron option that `schedule` does not support."""
-    known = [each for each in REFUSALS[By.SCHEDULE] if not each.is_derived]
+    refusals = [refusal for refusal in REFUSALS[By.SCHEDULE] if not refusal.is_derived]
     chunked = () if is_plain(placement) else REFUSALS[By.CHUNKS]
-    check_refusals((*known, *chunked), args, f"--pipeline-schedule {schedule}")
+    check_refusals((*refusals, *chunked), args, f"--pipeline-schedule {schedule}")
     if captures_graphs(args):
         check_refusals(
             REFUSALS[By.RECORDING], args, f"--pipeline-schedule {schedule} with CUDA graphs"
@@ -433,7 +433,7 @@ def uses_stash(options: Any) -> bool:
 
 def check_derived(args: Namespace, schedule: str) -> None:
     """Raise UnsupportedError for unsupported values that Megatron derives from options."""
-    derived = [each for each in REFUSALS[By.SCHEDULE] if each.is_derived]
+    derived = [refusal for refusal in REFUSALS[By.SCHEDULE] if refusal.is_derived]
     check_refusals(derived, args, f"--pipeline-schedule {schedule}")
 
 
@@ -444,8 +444,10 @@ def has_transformer_engine() -> bool:
 
 def check_config(config: Any) -> None:
     """Raise UnsupportedError for an option that a script has set only in the TransformerConfig."""
-    late = [each for by in (By.SCHEDULE, By.LATE) for each in REFUSALS[by] if each.in_config]
-    check_refusals(late, config, "--pipeline-schedule")
+    refusals = [
+        refusal for by in (By.SCHEDULE, By.LATE) for refusal in REFUSALS[by] if refusal.in_config
+    ]
+    check_refusals(refusals, config, "--pipeline-schedule")
 
 
 def check_library(config: Any, schedule: str, placement: Placement) -> None:
@@ -461,15 +463,15 @@ def is_plain(placement: Placement) -> bool:
     return placement == tuple(range(len(placement)))
 
 
-def check_one_module(schedule: str, *given: Any) -> None:
+def check_one_module(schedule: str, *communicators: Any) -> None:
     """Raise UnsupportedError if the trainer passes communicators for several modules of a model.
 
     Such modules, for example an image encoder and a language model, each have their own pipeline.
     """
-    for each in given:
+    for communicator in communicators:
         # By class name, because this check also runs without Megatron.
-        if any(base.__name__.startswith("MultiModule") for base in type(each).__mro__):
-            raise refused_model(schedule, type(each).__name__)
+        if any(base.__name__.startswith("MultiModule") for base in type(communicator).__mro__):
+            raise refused_model(schedule, type(communicator).__name__)
 
 
 def refused_model(schedule: str, name: str) -> UnsupportedError:

@@ -101,13 +101,13 @@ class StepState:
     @contextmanager
     def setting(self, **values: Any) -> Iterator[None]:
         """Set these fields in this context, and restore them at its end."""
-        before = {name: getattr(self, name) for name in values}
+        original_values = {name: getattr(self, name) for name in values}
         try:
             for name, value in values.items():
                 setattr(self, name, value)
             yield
         finally:
-            for name, value in before.items():
+            for name, value in original_values.items():
                 setattr(self, name, value)
 
     def defer(self, job: GatheringJob, parameters: Sequence[Tensor]) -> None:
@@ -117,16 +117,16 @@ class StepState:
         """
         # Graph replays overwrite graph memory before W runs, so such tensors are copied.
         job.tensors = self.graph_memory.kept(job.tensors)
-        kept = list(plain_tensors(job.tensors))
+        retained = list(plain_tensors(job.tensors))
         if self.tracker is not None:
-            for tensor in kept:
+            for tensor in retained:
                 self.tracker.add(tensor)
         if self.gradient_sync is None:
-            defer(job, job.begin, weights=parameters, kept=kept)
+            defer(job, job.begin, weights=parameters, kept=retained)
         else:
             self.gradient_sync.deferred(parameters)
             run = partial(self._run_and_count, job, parameters)
-            defer(run, job.begin, weights=parameters, kept=kept)
+            defer(run, job.begin, weights=parameters, kept=retained)
 
     def _run_and_count(self, job: Job, parameters: Sequence[Tensor]) -> None:
         job()

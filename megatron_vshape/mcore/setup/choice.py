@@ -157,15 +157,15 @@ def resolve_schedule(options: Options, num_devices: int, loss_last: bool = False
 
 def _read_file(name: str, num_devices: int) -> Schedule | None:
     """Read and verify the schedule file at the path `name`; None for a schedule's name."""
-    found = find_schedule(name, schedule_names())
-    if isinstance(found, str):
+    schedule = find_schedule(name, schedule_names())
+    if isinstance(schedule, str):
         return None
-    if found.num_devices != num_devices:
+    if schedule.num_devices != num_devices:
         raise ScheduleError(
-            f"the schedule file {name} is for {found.num_devices} devices, this run has "
+            f"the schedule file {name} is for {schedule.num_devices} devices, this run has "
             f"{num_devices} pipeline ranks: make --pipeline-model-parallel-size fit"
         )
-    return found
+    return schedule
 
 
 def _check_adaptive(choice: ScheduleChoice, limit: float | str | None, measures: bool) -> None:
@@ -175,8 +175,8 @@ def _check_adaptive(choice: ScheduleChoice, limit: float | str | None, measures:
     """
     name, num_devices, costs = choice.name, choice.num_devices, choice.costs
     allowed = CHUNKS if name == AUTO else CHUNKS[:1]
-    if costs is not None and costs.num_stages not in [each * num_devices for each in allowed]:
-        counts = " or ".join(str(each * num_devices) for each in allowed)
+    if costs is not None and costs.num_stages not in [chunks * num_devices for chunks in allowed]:
+        counts = " or ".join(str(chunks * num_devices) for chunks in allowed)
         raise ScheduleError(
             f"--pipeline-costs is for {costs.num_stages} stages, --pipeline-schedule {name} on "
             f"{num_devices} pipeline ranks has {counts}"
@@ -231,8 +231,8 @@ def narrowed(settings: Settings) -> ScheduleChoice:
 
 def known_to_lose(model: Any, choice: ScheduleChoice) -> Iterator[str]:
     """Yield a warning for combinations that are slower than Megatron's schedule."""
-    whole = getattr(model, "recompute_granularity", None) == "full"
-    if whole and choice.name in NAMES and make(choice.name, 2, 2).splits_backward:
+    has_full_recompute = getattr(model, "recompute_granularity", None) == "full"
+    if has_full_recompute and choice.name in NAMES and make(choice.name, 2, 2).splits_backward:
         yield (
             f"schedule {choice.name} splits the backward, and --recompute-granularity full "
             "prevents "
@@ -264,7 +264,14 @@ def check_stages(settings: Settings, stage_map: StageMap, ties_ends: bool) -> No
 
 def check_batch_size(choice: ScheduleChoice, args: Any) -> None:
     """Raise ScheduleError if the batch size changes and the schedule is for one number."""
-    option = next((each for each in BATCH_SIZES if getattr(args, each, None) is not None), None)
+    option = next(
+        (
+            option_name
+            for option_name in BATCH_SIZES
+            if getattr(args, option_name, None) is not None
+        ),
+        None,
+    )
     if choice.from_file is not None and option is not None:
         raise ScheduleError(
             f"the schedule file {choice.name} is for one number of microbatches, and this run "

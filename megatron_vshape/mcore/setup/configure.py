@@ -125,10 +125,12 @@ class Pipeline:
 
 def rank_zero_planner(args: Namespace) -> RankZeroPlanner:
     """Return the planner that runs on one rank for all, with the timeout of Megatron."""
-    asked = options_of(args)
+    options = options_of(args)
     names = ("pipeline_model_parallel_size", "num_layers", "global_batch_size", "micro_batch_size")
     sizes = (getattr(args, name, None) for name in names)
-    name = " ".join(map(str, (asked.schedule, asked.memory_limit_gib, asked.layer_split, *sizes)))
+    name = " ".join(
+        map(str, (options.schedule, options.memory_limit_gib, options.layer_split, *sizes))
+    )
     return RankZeroPlanner(name, watchdog_seconds(args))
 
 

@@ -36,7 +36,9 @@ REGISTERS = "NCCL_GRAPH_REGISTER"
 class Environment:
     """The settings that schedules have made in this process."""
 
-    made: frozenset[str] = frozenset()  # names of variables, without those that the user has set
+    set_names: frozenset[str] = (
+        frozenset()
+    )  # names of variables, without those that the user has set
     registers_buffers: bool = False  # NCCL registers buffers (nccl_ub of the data-parallel config)
 
     def set_variables(self, options: Any, pipeline: Pipeline) -> None:
@@ -46,7 +48,7 @@ class Environment:
         unchanged, and so does the allocator if its variable is set. CUDA reads variables only when
         it starts. If it has started, a warning names them instead.
         """
-        self.made |= _complete(options, pipeline, self.registers_buffers, self.made)
+        self.set_names |= _complete(options, pipeline, self.registers_buffers, self.set_names)
 
     def withdraw_loading_mode(self) -> None:
         """Remove CUDA_MODULE_LOADING once CUDA has read it, so that children do not inherit it.
@@ -56,14 +58,14 @@ class Environment:
         every step and requires its users to set it, and NCCL reads its variable when graphs are
         captured.
         """
-        if LOADING in self.made and torch.cuda.is_initialized():
+        if LOADING in self.set_names and torch.cuda.is_initialized():
             os.environ.pop(LOADING, None)
 
     def register_buffers(self) -> None:
         """Undo the allocator settings, because NCCL registers buffers."""
         self.registers_buffers = True
-        undone = frozenset({*ALLOCATOR, REGISTERS}.intersection(self.made))
-        self.made -= undone
+        undone = frozenset({*ALLOCATOR, REGISTERS}.intersection(self.set_names))
+        self.set_names -= undone
         if undone:
             _set_allocator(SEGMENTS.replace("True", "False"))
             if REGISTERS in undone:
@@ -77,7 +79,7 @@ def _complete(
 ) -> frozenset[str]:
     """Make the settings that are not made already, and return their names."""
     sizes = options.tensor_model_parallel_size, options.context_parallel_size
-    needed = required_settings(
+    required = required_settings(
         kernels=pipeline.choice.kernels,
         # This kernel order prevents overlapped passes; with these, Megatron leaves the setting to
         # the user.
@@ -86,36 +88,38 @@ def _complete(
         registers=registers or bool(getattr(options, "nccl_ub", False)),
     )
     lacking = {
-        name: each
-        for name, each in missing_settings(needed, os.environ).items()
+        name: setting
+        for name, setting in missing_settings(required, os.environ).items()
         if name not in already
     }
     is_late = torch.cuda.is_initialized()
-    made = {name: lacking.pop(name) for name in ALLOCATOR if name in lacking}
+    new_settings = {name: lacking.pop(name) for name in ALLOCATOR if name in lacking}
     if is_late and REGISTERS in lacking:  # NCCL would register these segments in CUDA graphs
-        lacking, made = made | lacking, {}
-    if made:
+        lacking, new_settings = new_settings | lacking, {}
+    if new_settings:
         _set_allocator(SEGMENTS)
     if lacking and not is_late:
         os.environ.update({name: value for name, (value, _) in lacking.items()})
-        made |= lacking
+        new_settings |= lacking
     if os.environ.get("RANK", "0") == "0":
-        _log(pipeline.choice.name, made, lacking if is_late else {})
-    return frozenset(made)
+        _log(pipeline.choice.name, new_settings, lacking if is_late else {})
+    return frozenset(new_settings)
 
 
-def _log(schedule: str, made: dict[str, Setting], late: dict[str, Setting]) -> None:
+def _log(
+    schedule: str, new_settings: dict[str, Setting], missed_settings: dict[str, Setting]
+) -> None:
     # Both names of the allocator's variable are one setting, for which no variable was set.
-    shown = {name: each for name, each in made.items() if name not in ALLOCATOR}
-    if ALLOCATOR[0] in made:
-        shown = {"torch's allocator": made[ALLOCATOR[0]], **shown}
+    shown = {name: setting for name, setting in new_settings.items() if name not in ALLOCATOR}
+    if ALLOCATOR[0] in new_settings:
+        shown = {"torch's allocator": new_settings[ALLOCATOR[0]], **shown}
     if shown:
         logger.info("set in this process for schedule %s: %s", schedule, format_settings(shown))
-    if late:
+    if missed_settings:
         logger.warning(
             "CUDA had started when schedule %s was chosen, too late to set here what it needs; "
             "start the ranks with %s",
-            *(schedule, format_settings(late)),
+            *(schedule, format_settings(missed_settings)),
         )
 
 

@@ -170,5 +170,5 @@ def adapted_schedule(schedule: Schedule, costs: Costs | None) -> Schedule:
 @cache
 def features() -> tuple[Feature, ...]:
     """Return the features of all folders in `mcore.features`, by name."""
-    folders = sorted(each.name for each in iter_modules(home.__path__))
+    folders = sorted(module.name for module in iter_modules(home.__path__))
     return tuple(import_module(f"{home.__name__}.{name}").FEATURE for name in folders)

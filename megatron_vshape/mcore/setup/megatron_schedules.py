@@ -108,16 +108,16 @@ def _set_virtual_stages(args: Namespace, name: str | None) -> None:
             "--pipeline-schedule 1f1b has one chunk per rank: remove Megatron's option for virtual "
             "stages, or use interleaved-1f1b"
         )
-    own = with_chunks(name or "")
-    if own is not None and has_chunks:
+    named_schedule = with_chunks(name or "")
+    if named_schedule is not None and has_chunks:
         raise UnsupportedError(
             f"--pipeline-schedule {name} contains the number of virtual stages per rank: remove "
             "it, "
             "or Megatron's option for virtual stages"
         )
     alone = args.pipeline_model_parallel_size == 1
-    if (name == "interleaved-1f1b" or own is not None) and not has_chunks and not alone:
-        chunks = INTERLEAVED_CHUNKS if own is None else own.chunks
+    if (name == "interleaved-1f1b" or named_schedule is not None) and not has_chunks and not alone:
+        chunks = INTERLEAVED_CHUNKS if named_schedule is None else named_schedule.chunks
         args.num_virtual_stages_per_pipeline_rank = chunks
 
 
@@ -153,20 +153,23 @@ def _split_megatrons_own_hybrid(args: Namespace, options: Options) -> None:
         split = split_layers(args, looping(ranks, chunks), options.layer_split, options.costs())
         args.hybrid_layer_pattern = hybrid.cut(pattern, split.layers)
         return
-    given = f"{hybrid.FLAG} {pattern:.80}"
+    pattern_option = f"{hybrid.FLAG} {pattern:.80}"
     if options.layer_split is not None:
         raise UnsupportedError(
-            f"{given} defines the layers of each stage with {hybrid.BEGINS_STAGE}, as "
+            f"{pattern_option} defines the layers of each stage with {hybrid.BEGINS_STAGE}, as "
             f"--pipeline-layer-split does: remove one of them"
         )
     parts = hybrid.parts(pattern)
     if len(parts) == ranks * chunks:
-        check_layers(given, parts)
+        check_layers(pattern_option, parts)
         return
-    others = {ranks * each: f"interleaved-1f1b:{each}" for each in range(2, len(parts) + 1)}
-    fits = (others | {ranks: "1f1b"}).get(len(parts))
+    schedules_by_stages = {
+        ranks * num_chunks: f"interleaved-1f1b:{num_chunks}"
+        for num_chunks in range(2, len(parts) + 1)
+    }
+    fits = (schedules_by_stages | {ranks: "1f1b"}).get(len(parts))
     raise ScheduleError(
-        f"{given} has {len(parts)} stages, and --pipeline-schedule {options.schedule} has "
+        f"{pattern_option} has {len(parts)} stages, and --pipeline-schedule {options.schedule} has "
         f"{ranks * chunks} on {ranks} pipeline ranks: {f'use {fits}, or ' if fits else ''}remove "
         f"every {hybrid.BEGINS_STAGE} from the pattern"
     )
@@ -222,11 +225,13 @@ def megatrons_if_best(
         return evaluation is None or baseline.is_megatrons(ranks, evaluation)
 
     def compare() -> BaselineSpec | None:
-        own = _megatrons(question, layers, overlaps)
-        known = tuple(
-            each for each in own if each.baseline is not None and evaluates(each.baseline)
+        megatron_schedules = _megatrons(question, layers, overlaps)
+        baselines = tuple(
+            evaluated
+            for evaluated in megatron_schedules
+            if evaluated.baseline is not None and evaluates(evaluated.baseline)
         )
-        answer = plan_request(replace(question, baselines=known))
+        answer = plan_request(replace(question, baselines=baselines))
         best = answer.baseline if answer.is_megatrons else None
         return best if best is not None and evaluates(best) else None
 
@@ -239,8 +244,8 @@ def _megatrons(
     """Yield Megatron's schedules for this model with equally many layers in every stage."""
     ranks, microbatches = question.num_devices, question.num_microbatches
     # On two ranks, Megatron supports several chunks only with overlap_p2p_comm.
-    most = MOST_CHUNKS if ranks > 2 or overlaps else 1
-    for chunks in range(1, most + 1):
+    max_chunks = MOST_CHUNKS if ranks > 2 or overlaps else 1
+    for chunks in range(1, max_chunks + 1):
         baseline = BaselineSpec("1f1b") if chunks == 1 else BaselineSpec("interleaved-1f1b", chunks)
         if num_layers % (ranks * chunks) or not baseline.is_megatrons(ranks, microbatches):
             continue
@@ -261,8 +266,8 @@ def _lies_its_own_way(args: Namespace) -> bool:
         "num_layers_per_virtual_pipeline_stage",
         "num_virtual_stages_per_pipeline_rank",
     )
-    given = any(getattr(args, name, None) for name in names)
-    return given or hybrid.marks_stages(args) or num_predicting(args) > 0
+    has_option = any(getattr(args, name, None) for name in names)
+    return has_option or hybrid.marks_stages(args) or num_predicting(args) > 0
 
 
 class Count(NamedTuple):
@@ -290,18 +295,18 @@ def in_evaluation(args: Namespace) -> int | None:
     if not (getattr(args, "eval_iters", None) or getattr(args, "full_validation", False)):
         return None
     samples = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
-    each = getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size
-    return _number(args, samples, each)
+    micro_batch_size = getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size
+    return _number(args, samples, micro_batch_size)
 
 
-def _number(args: Namespace, samples: int | None, each: int) -> int | None:
+def _number(args: Namespace, samples: int | None, micro_batch_size: int) -> int | None:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     shares = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     shares *= args.context_parallel_size
     copies = world // shares
     if samples is None or not copies:
         return None
-    return samples // (each * copies) or None
+    return samples // (micro_batch_size * copies) or None
 
 
 def fixed_counts(args: Namespace) -> Iterator[Count]:
@@ -326,13 +331,13 @@ def changing_counts(args: Namespace) -> Iterator[Count]:
     from megatron.core import num_microbatches_calculator as calculator
 
     option = next(name for name in BATCH_SIZES if getattr(args, name, None) is not None)
-    flag, seen = f"--{option.replace('_', '-')}", set[int]()
+    flag, seen_numbers = f"--{option.replace('_', '-')}", set[int]()
     consumed = args.consumed_train_samples
     for iteration in range(args.iteration, args.train_iters):
         calculator.update_num_microbatches(consumed, consistency_check=False)
         number = calculator.get_num_microbatches()
-        if number not in seen:
-            seen.add(number)
+        if number not in seen_numbers:
+            seen_numbers.add(number)
             sizes = f"all batch sizes of {flag} / (--micro-batch-size x data-parallel size)"
             yield Count(number, f"training step {iteration + 1} ({flag})", f"Make {sizes}")
         consumed += calculator.get_current_running_global_batch_size()
@@ -348,14 +353,14 @@ def check_interleaved(args: Namespace, counts: Iterator[Count]) -> None:
     group = getattr(args, "microbatch_group_size_per_vp_stage", None) or ranks
     for count in counts:
         if not runs_interleaved(count.number, ranks, group):
-            rest = "" if group == ranks else f", or leave a rest of at least {ranks}"
+            remainder_text = "" if group == ranks else f", or leave a rest of at least {ranks}"
             name = getattr(args, "pipeline_schedule", None)
             schedule = "virtual pipeline stages" if name is None else f"--pipeline-schedule {name}"
             raise UnsupportedError(
                 f"{schedule} do{'es' * (name is not None)} not work with {count.number} "
                 f"microbatches, the number in {count.calls}: Megatron's interleaved schedule runs "
-                f"them in groups of {group}. {count.fix} a multiple of {group}{rest}, or choose a "
-                "schedule of this package, such as v-half, which runs any number"
+                f"them in groups of {group}. {count.fix} a multiple of {group}{remainder_text}, or "
+                "choose a schedule of this package, such as v-half, which runs any number"
             )
 
 

@@ -75,8 +75,8 @@ class RankZeroPlanner:
         """Return the rank of this process and the world size from the environment."""
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         rank, size, *meeting = (os.environ.get(name, "") for name in names)
-        known = all(meeting) and rank.isdecimal() and size.isdecimal()
-        return (int(rank), int(size)) if known else (0, 1)
+        is_complete = all(meeting) and rank.isdecimal() and size.isdecimal()
+        return (int(rank), int(size)) if is_complete else (0, 1)
 
     def _in_group(self, plan: Callable[[], Planned]) -> Planned:
         outcome: list[Any] = [None]

@@ -63,7 +63,7 @@ class PlannedStep:
     timeline: Timeline  # in us with costs, else in passes of one of 2 * devices stages
     program: Program
     costs: Costs | None = None  # the costs of the timeline; None: all passes are equal
-    beside: Mapping[Pass, DeferredWgradOverlap] = field(
+    wgrad_overlaps: Mapping[Pass, DeferredWgradOverlap] = field(
         default_factory=dict
     )  # B -> W jobs it overlaps with
 
@@ -88,10 +88,10 @@ class PlannedStep:
         """
         ranks = self.schedule.num_devices
         try:
-            (most, *_) = limits_of(PlanRequest(AUTO, ranks, ranks, self.costs))
+            (peak_of_1f1b, *_) = limits_of(PlanRequest(AUTO, ranks, ranks, self.costs))
         except ScheduleError:
             return self.peak_chunks / (2 * ranks)
-        return max(peak_held(self.schedule, self.costs)) / most
+        return max(peak_held(self.schedule, self.costs)) / peak_of_1f1b
 
     def peak_bytes(
         self, costs: Costs, shared: Mapping[int, tuple[float, float]] | None = None
@@ -154,7 +154,9 @@ class Planner:
     @property
     def reserved_bytes(self) -> tuple[float, ...]:
         """Return the reserved memory per device: static memory and P2P messages."""
-        return tuple(each + self._messages * self._message_bytes for each in self.static_bytes)
+        return tuple(
+            state_bytes + self._messages * self._message_bytes for state_bytes in self.static_bytes
+        )
 
     def configure(self, choice: ScheduleChoice) -> None:
         """Plan with this choice from now on."""
@@ -236,7 +238,7 @@ class Planner:
             kernels=self.choice.kernels,
             length_on_arrival=self._length_on_arrival,
         )
-        return PlannedStep(schedule, timeline, program, costs, self._beside(program, costs))
+        return PlannedStep(schedule, timeline, program, costs, self._wgrad_overlaps(program, costs))
 
     def use(self, plan: PlannedStep) -> None:
         """Use this plan in all later steps with its number of microbatches; all ranks call this."""
@@ -254,14 +256,14 @@ class Planner:
             return list(self._known(count))
 
         # As in `_plan`, rank 0 makes the schedules for all ranks.
-        known = schedules() if self.rank_zero is None else self.rank_zero(schedules)
+        candidates = schedules() if self.rank_zero is None else self.rank_zero(schedules)
         limits = limits_of(
             self._request_at_costs(PlanRequest(AUTO, self.choice.num_devices, count))
         )
         # Limits are per device of the planned numbering, programs per rank.
         by_rank = [limit for _, limit in sorted(zip(self.choice.ranks, limits, strict=True))]
-        fitting = [each for each in map(self._build_step, known) if self._fits(each, by_rank)]
-        best = min(fitting, key=lambda each: each.timeline.makespan, default=None)
+        fitting = [step for step in map(self._build_step, candidates) if self._fits(step, by_rank)]
+        best = min(fitting, key=lambda step: step.timeline.makespan, default=None)
         if best is None or best.program.schedule.order == plan.program.schedule.order:
             return None
         return best
@@ -281,8 +283,8 @@ class Planner:
         request = PlanRequest(AUTO, devices, num_microbatches, costs, lambda *_: costs)
         for baseline, block in baselines_of(devices, num_microbatches, chunks):
             if block.placement == choice.stage_devices and costs.num_stages == len(block.placement):
-                known = evaluate_named(baseline, request)
-                yield replace(known.schedule, name=baseline.name).renumbered(choice.ranks)
+                evaluated = evaluate_named(baseline, request)
+                yield replace(evaluated.schedule, name=baseline.name).renumbered(choice.ranks)
 
     def predicted_bubble(self, num_microbatches: int) -> float:
         """Return the bubble of a training step at the current costs."""
@@ -314,8 +316,8 @@ class Planner:
 
     def smallest(self) -> Program:
         """Return a small program that uses every P2P stream of this planner's other programs."""
-        least = one_microbatch(self.choice.placement, self.choice.num_devices)
-        return lower(adapted_schedule(least, self._costs_of(least)))
+        schedule = one_microbatch(self.choice.placement, self.choice.num_devices)
+        return lower(adapted_schedule(schedule, self._costs_of(schedule)))
 
     @property
     def _known_costs(self) -> Costs:
@@ -323,7 +325,9 @@ class Planner:
             raise RuntimeError("an order is to be planned by costs, and none are known yet")
         return self.costs
 
-    def _beside(self, program: Program, costs: Costs | None) -> Mapping[Pass, DeferredWgradOverlap]:
+    def _wgrad_overlaps(
+        self, program: Program, costs: Costs | None
+    ) -> Mapping[Pass, DeferredWgradOverlap]:
         # Only Megatron's local layers expose a wait in B that other jobs can fill.
         if not self.choice.fills_waits:
             return {}
@@ -342,8 +346,8 @@ class Planner:
         estimate = self.choice.estimate
         if estimate is None or not schedule.copies:
             return estimate
-        held, as_forward = estimate.held_after_forward_bytes, estimate.forward_us
-        return with_copies_of(estimate, as_forward, held, as_forward)
+        memory, as_forward = estimate.held_after_forward_bytes, estimate.forward_us
+        return with_copies_of(estimate, as_forward, memory, as_forward)
 
     def _schedule(self, num_microbatches: int) -> Schedule:
         """Make the schedule, with its devices numbered as pipeline ranks."""
@@ -364,9 +368,11 @@ class Planner:
         # Until costs are measured, auto runs a schedule by name, too. No search: the name's block
         # of one microbatch is repeated.
         if not choice.plans_by_costs or (choice.name == AUTO and self.costs is None):
-            made = choice.published(START if choice.name == AUTO else choice.name, num_microbatches)
+            schedule = choice.published(
+                START if choice.name == AUTO else choice.name, num_microbatches
+            )
             # F and B of a published pair overlap only in Megatron's layer plans.
-            return made if choice.may_overlap else made.split_overlapped()
+            return schedule if choice.may_overlap else schedule.split_overlapped()
         request = choice.request(num_microbatches)
         if choice.name == AUTO:
             return replace(plan_request(self._request_at_costs(request)).schedule, name=AUTO)
@@ -383,10 +389,10 @@ class Planner:
         limit: str | tuple[float, ...] | None = self.choice.limit_of
         if self.choice.limit_bytes is not None:  # the run reserves the measured state itself
             costs = replace(costs, state_bytes=None)
-        left = self._left_bytes(costs)
-        if left is not None:
+        available = self._left_bytes(costs)
+        if available is not None:
             # The limit is per rank, but a plan request numbers the devices.
-            limit = tuple(left[rank] for rank in self.choice.ranks)
+            limit = tuple(available[rank] for rank in self.choice.ranks)
         placements = (self.choice.stage_devices,)
 
         def cut(num_stages: int, name: str) -> Costs:
@@ -404,22 +410,24 @@ class Planner:
         limit, reserved = self.choice.limit_bytes, self.reserved_bytes
         if limit is None:
             return None
-        left = tuple(limit - each for each in reserved)
-        held = min_memory(costs, self.choice.placement, self.choice.num_devices)
+        available = tuple(limit - reserved_memory for reserved_memory in reserved)
+        min_bytes = min_memory(costs, self.choice.placement, self.choice.num_devices)
         # A schedule needs at least one microbatch at a time, plus the passes of features.
-        further = sum(feature.least_bytes(costs) for feature in features())
-        need = [each + further for each in held]
-        if all(n <= has for n, has in zip(need, left, strict=True)):
-            return left
-        least = max(n + kept for n, kept in zip(need, reserved, strict=True))
+        feature_bytes = sum(feature.least_bytes(costs) for feature in features())
+        required = [num_bytes + feature_bytes for num_bytes in min_bytes]
+        if all(n <= limit_of_rank for n, limit_of_rank in zip(required, available, strict=True)):
+            return available
+        min_limit = max(
+            n + reserved_memory for n, reserved_memory in zip(required, reserved, strict=True)
+        )
         rows = "; ".join(
-            f"rank {rank}: {kept / GIB:.3f} GiB besides activations and at "
+            f"rank {rank}: {reserved_memory / GIB:.3f} GiB besides activations and at "
             f"least {n / GIB:.3f} GiB of them"
-            for rank, (n, kept) in enumerate(zip(need, reserved, strict=True))
+            for rank, (n, reserved_memory) in enumerate(zip(required, reserved, strict=True))
         )
         raise ScheduleError(
             f"nothing fits --pipeline-memory-limit {limit / GIB:g}: {rows}; the least "
-            f"limit is {math.ceil(1000 * least / GIB) / 1000:.3f} GiB"
+            f"limit is {math.ceil(1000 * min_limit / GIB) / 1000:.3f} GiB"
         )
 
 
@@ -441,19 +449,19 @@ Dynamic batches can have a thousand different counts, and a plan grows with its 
 _Plan = TypeVar("_Plan")
 
 
-def recall(kept: dict[int, _Plan], num_microbatches: int) -> _Plan | None:
+def recall(plans: dict[int, _Plan], num_microbatches: int) -> _Plan | None:
     """Return the plan of a number of microbatches, if it is kept, and note its use."""
-    plan = kept.pop(num_microbatches, None)
+    plan = plans.pop(num_microbatches, None)
     if plan is not None:
-        kept[num_microbatches] = plan
+        plans[num_microbatches] = plan
     return plan
 
 
-def keep(kept: dict[int, _Plan], num_microbatches: int, plan: _Plan) -> None:
+def keep(plans: dict[int, _Plan], num_microbatches: int, plan: _Plan) -> None:
     """Keep a plan, and drop those that have not been used for the longest time."""
-    kept[num_microbatches] = plan
-    while len(kept) > 1 and sum(kept) > MOST_MICROBATCHES:
-        del kept[next(iter(kept))]
+    plans[num_microbatches] = plan
+    while len(plans) > 1 and sum(plans) > MOST_MICROBATCHES:
+        del plans[next(iter(plans))]
 
 
 @contextmanager
@@ -488,7 +496,7 @@ class Agreement:
     def check(
         self,
         program: Program,
-        beside: Mapping[Pass, DeferredWgradOverlap] | None = None,
+        wgrad_overlaps: Mapping[Pass, DeferredWgradOverlap] | None = None,
         num_microbatches: int | None = None,
         groups: Sequence[dist.ProcessGroup | None] = (None,),
     ) -> None:
@@ -500,7 +508,7 @@ class Agreement:
 
         Args:
             program: The program of this step.
-            beside: The W jobs that run inside each B.
+            wgrad_overlaps: The W jobs that run inside each B.
             num_microbatches: The trainer's number; None: that of the program.
             groups: Groups whose ranks need the same program, directly or through a common rank.
                 None in it is the group of all ranks.
@@ -513,13 +521,13 @@ class Agreement:
         # the first need no collective.
         if recall(self._agreed, schedule.num_microbatches) is program:
             return
-        text = f"{schedule.placement} {program.text()} {sorted((beside or {}).items())}"
+        text = f"{schedule.placement} {program.text()} {sorted((wgrad_overlaps or {}).items())}"
         # A hash, because the text of a program can have megabytes.
-        own = _Record(
+        record_of_rank = _Record(
             num_microbatches or schedule.num_microbatches,
             hashlib.sha256(text.encode()).hexdigest(),
         )
-        records = {dist.get_rank(): own}
+        records = {dist.get_rank(): record_of_rank}
         for group in groups:
             parts = [records] * dist.get_world_size(group)
             dist.all_gather_object(parts, records, group=group)

@@ -104,8 +104,8 @@ def _stages_of_megatron(options: Any, ranks: int) -> list[list[str]] | None:
         return _with_ends([count // chunks for count in counts] * chunks, predicting)
     less_first = bool(getattr(options, "account_for_embedding_in_pipeline_split", False))
     less_last = bool(getattr(options, "account_for_loss_in_pipeline_split", False))
-    stage_size, rest = divmod(total + less_first + less_last, ranks * chunks)
-    if rest:
+    stage_size, remainder = divmod(total + less_first + less_last, ranks * chunks)
+    if remainder:
         return None
     layers = [stage_size] * (ranks * chunks)
     layers[0] -= less_first

@@ -68,7 +68,7 @@ class Translation(NamedTuple):
     only_if: Callable[[Any], Any] | None = None  # condition for the rule
     usual: str | None = None  # the option that gives Megatron's default value
     enables: str = ""  # a feature of plans
-    left: Callable[[Any], Any] | None = None  # value after the translation; None: `off`
+    value_after: Callable[[Any], Any] | None = None  # value after the translation; None: `off`
 
     @property
     def outcome(self) -> Treatment:
@@ -93,7 +93,9 @@ class Translation(NamedTuple):
     def clear(self, options: Any) -> None:
         """Reset the options that are set."""
         for name, value in self.given(options).items():
-            setattr(options, name, self.off if self.left is None else self.left(value))
+            setattr(
+                options, name, self.off if self.value_after is None else self.value_after(value)
+            )
 
 
 def _is_given(value: Any) -> bool:
@@ -104,20 +106,20 @@ class Notice(NamedTuple):
     """The treatment of options that were set."""
 
     rule: Translation
-    given: str  # names, and the values of options that are not switches
+    options_text: str  # names, and the values of options that are not switches
     said: str
     outcome: Treatment
 
     def __str__(self) -> str:
         """Return the line of the log."""
-        return f"{self.given}: {self.said}"
+        return f"{self.options_text}: {self.said}"
 
 
-def written(given: Mapping[str, Any]) -> str:
+def written(values: Mapping[str, Any]) -> str:
     """Format options: names, and the values of options that are not switches."""
     return ", ".join(
         name if value is True else f"{name} {given_layout.as_written(value)}"
-        for name, value in given.items()
+        for name, value in values.items()
     )
 
 
@@ -180,15 +182,15 @@ def _of_layout(options: Any, placement: Placement) -> Layers:
 def _regrouped(options: Any, placement: Placement, layers: Sequence[int]) -> Layers:
     """Translate the layers of stages that an option defines to the schedule's stages."""
     stages = len(placement)
-    ours = given_layout.regrouped(layers, stages)
-    if ours is None:
+    regrouped = given_layout.regrouped(layers, stages)
+    if regrouped is None:
         divides = not len(layers) % stages or not stages % len(layers)
         why = f"its {len(layers)} stages are no multiple or part of the schedule's {stages}"
         if divides:
             why = f"an inner stage of the schedule's {stages} would have no layers"
         return _evened(options, placement, layers, why)
     how = f"its {len(layers)} stages as the schedule's {stages}"
-    return Layers(_numbers(ours), how)
+    return Layers(_numbers(regrouped), how)
 
 
 def _of_pattern(options: Any, placement: Placement) -> Layers:
@@ -273,7 +275,7 @@ TRANSLATIONS = (
         _COUNTED,
         layers=_of_pattern,
         only_if=hybrid.marks_stages,
-        left=hybrid.without_stages,
+        value_after=hybrid.without_stages,
     ),
     Translation((*FIRST, *LAST), _COUNTED, None, _of_ranks),
     Translation(
@@ -360,8 +362,8 @@ def translate(options: Any, placement: Placement, layer_split: str | None = None
     if winner is None:
         _check_one_decides(options)
     for rule in TRANSLATIONS:
-        given = rule.given(options)
-        if not given or (rule.for_one_chunk and chunks > 1):
+        values = rule.given(options)
+        if not values or (rule.for_one_chunk and chunks > 1):
             continue
         said, outcome = rule.becomes, rule.outcome
         if rule.layers is not None and winner is not None and not rule.wins(winner):
@@ -371,12 +373,12 @@ def translate(options: Any, placement: Placement, layer_split: str | None = None
             try:
                 layer_split, how = rule.layers(options, placement)
             except UnknownLayersError as error:
-                raise UnknownLayersError(str(error), *given) from None
+                raise UnknownLayersError(str(error), *values) from None
             except ScheduleError as error:
-                raise TranslationError(str(error), *given) from None
+                raise TranslationError(str(error), *values) from None
             said = f"{how}: layers per stage {layer_split}"
-        if not (rule.is_chunks and chunks in given.values()):
-            notices.append(Notice(rule, written(given), said, outcome))
+        if not (rule.is_chunks and chunks in values.values()):
+            notices.append(Notice(rule, written(values), said, outcome))
         rule.clear(options)
     return Translated(layer_split, tuple(notices))
 
@@ -389,17 +391,17 @@ def _rename(options: Any) -> list[Notice]:
     """
     notices = []
     for rule in TRANSLATIONS:
-        given = rule.given(options)
-        if rule.renames is None or not given:
+        values = rule.given(options)
+        if rule.renames is None or not values:
             continue
-        (old,) = given
+        (old,) = values
         if getattr(options, rule.renames, None) is not None:
             raise UnsupportedError(
                 f"{old} is the old name of {rule.renames}, and both are given: remove {old}", old
             )
-        setattr(options, rule.renames, given[old])
+        setattr(options, rule.renames, values[old])
         rule.clear(options)
-        notices.append(Notice(rule, written(given), rule.becomes, rule.outcome))
+        notices.append(Notice(rule, written(values), rule.becomes, rule.outcome))
     return notices
 
 

@@ -336,9 +336,12 @@ class PipelineRunner:
         with refusing():
             _check_captured(self._state.captured, plan.program)
             self._agreement.check(
-                plan.program, plan.beside, context.num_microbatches, self._dependent_groups(context)
+                plan.program,
+                plan.wgrad_overlaps,
+                context.num_microbatches,
+                self._dependent_groups(context),
             )
-        return plan.program, plan.beside if fills_waits else {}
+        return plan.program, plan.wgrad_overlaps if fills_waits else {}
 
     def _dependent_groups(self, context: StepContext) -> Sequence[dist.ProcessGroup | None]:
         """Return the groups whose ranks need the same program; None is the group of all ranks.
