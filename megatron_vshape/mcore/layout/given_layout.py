@@ -53,7 +53,7 @@ def layout_of(layers: Sequence[int], predicting: int = 0) -> str:
     'Ettt|(t*4|)*2ttL'
     """
     first, *inner, last = ("t" * n if n < 4 else f"t*{n}" for n in layers)
-    runs = [(body, len(list(same))) for body, same in groupby(inner)]
+    runs = [(body, len(list(bodies))) for body, bodies in groupby(inner)]
     between = (f"({body}|)*{count}" if count > 1 else f"{body}|" for body, count in runs)
     return f"E{first}|{''.join(between)}{last}{'m' * predicting}L"
 
@@ -74,21 +74,23 @@ def stages_in(layout: Any) -> list[list[str]]:
     ranks = getattr(layout, "layout", None)
     if ranks is not None:  # Megatron's object has the stages of every rank, by chunk
         layout = [rank[chunk] for chunk in range(len(ranks[0])) for rank in ranks]
-    return [[str(getattr(each, "name", each)).strip().lower() for each in row] for row in layout]
+    return [[str(getattr(layer, "name", layer)).strip().lower() for layer in row] for row in layout]
 
 
 def _parsed(text: str) -> list[list[str]]:
     """Parse a layout text: `(...)*n` and `t*n` repeat, commas are ignored."""
-    whole = text.replace(",", "")
+    text_without_repeats = text.replace(",", "")
     for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        whole = re.sub(repeated, lambda found: found[1] * int(found[2]), whole)
-    unknown = sorted(set(whole) - set(LETTERS) - {"|"})
+        text_without_repeats = re.sub(
+            repeated, lambda match: match[1] * int(match[2]), text_without_repeats
+        )
+    unknown = sorted(set(text_without_repeats) - set(LETTERS) - {"|"})
     if unknown:
         raise ScheduleError(
             f"{OPTION} {text:.80} has {unknown[0]!r}: a layout is made of E, t, m, L and |, with "
             "(...)*n for repetition"
         )
-    return [[LETTERS[letter] for letter in stage] for stage in whole.split("|")]
+    return [[LETTERS[letter] for letter in stage] for stage in text_without_repeats.split("|")]
 
 
 def regrouped(layers: Sequence[int], num_stages: int) -> tuple[int, ...] | None:
@@ -99,23 +101,25 @@ def regrouped(layers: Sequence[int], num_stages: int) -> tuple[int, ...] | None:
     since the first and last stage also have the embedding and the loss. None if neither works, or
     if a stage in the middle would have no layers.
     """
-    given = len(layers)
-    if given % num_stages == 0:
-        each = given // num_stages
-        stages = [sum(layers[at : at + each]) for at in range(0, given, each)]
-    elif num_stages % given == 0:
-        parts = num_stages // given
-        cut = [_cut(count, parts, stage == 0) for stage, count in enumerate(layers)]
-        stages = [count for part in cut for count in part]
+    num_given = len(layers)
+    if num_given % num_stages == 0:
+        group_size = num_given // num_stages
+        stages = [
+            sum(layers[start : start + group_size]) for start in range(0, num_given, group_size)
+        ]
+    elif num_stages % num_given == 0:
+        parts = num_stages // num_given
+        split_stages = [_cut(count, parts, stage == 0) for stage, count in enumerate(layers)]
+        stages = [count for part in split_stages for count in part]
     else:
         return None
     return tuple(stages) if all(stages[1:-1]) else None
 
 
 def _cut(count: int, parts: int, shorter_first: bool) -> list[int]:
-    least, more = divmod(count, parts)
-    cut = [least] * (parts - more) + [least + 1] * more
-    return cut if shorter_first else cut[::-1]
+    min_layers, num_longer = divmod(count, parts)
+    counts = [min_layers] * (parts - num_longer) + [min_layers + 1] * num_longer
+    return counts if shorter_first else counts[::-1]
 
 
 def nearest(
@@ -131,11 +135,14 @@ def nearest(
     """
     layers = [int(0 < stage < num_stages - 1) for stage in range(num_stages)]
     check_stages(num_layers, sum(layers), num_stages)
-    beside = [0.0] * num_stages
-    beside[0] += embedding
-    beside[-1] += loss
+    extra_layers = [0.0] * num_stages
+    extra_layers[0] += embedding
+    extra_layers[-1] += loss
     for _ in range(num_layers - sum(layers)):
-        stage = min(range(num_stages), key=lambda at: (layers[at] + beside[at], -at))
+        stage = min(
+            range(num_stages),
+            key=lambda stage_index: (layers[stage_index] + extra_layers[stage_index], -stage_index),
+        )
         layers[stage] += 1
     return tuple(layers)
 
@@ -148,19 +155,23 @@ def of_ranks(
     Raises:
         ScheduleError: Too few or too many layers are left for the other ranks.
     """
-    given = {0: first, num_ranks - 1: last}
-    fixed = {rank: count for rank, count in given.items() if count is not None}
-    others = [rank for rank in range(num_ranks) if rank not in fixed]
-    left = num_layers - sum(fixed.values())
-    if min(fixed.values(), default=0) < 0 or left < len(others) or (left and not others):
+    layers_by_rank = {0: first, num_ranks - 1: last}
+    fixed = {rank: count for rank, count in layers_by_rank.items() if count is not None}
+    other_ranks = [rank for rank in range(num_ranks) if rank not in fixed]
+    num_remaining = num_layers - sum(fixed.values())
+    if (
+        min(fixed.values(), default=0) < 0
+        or num_remaining < len(other_ranks)
+        or (num_remaining and not other_ranks)
+    ):
         raise ScheduleError(
             f"of {num_layers} layers, {first} on the first and {last} on the last of {num_ranks} "
-            f"pipeline ranks leave {left} for the others"
+            f"pipeline ranks leave {num_remaining} for the others"
         )
-    least, more = divmod(left, max(len(others), 1))
+    min_layers, num_longer = divmod(num_remaining, max(len(other_ranks), 1))
     counts = dict(fixed)
-    for at, rank in enumerate(others):  # the remainder goes to the latest ranks
-        counts[rank] = least + (at >= len(others) - more)
+    for position, rank in enumerate(other_ranks):  # the remainder goes to the latest ranks
+        counts[rank] = min_layers + (position >= len(other_ranks) - num_longer)
     layers = tuple(counts[rank] for rank in range(num_ranks))
     check_layers(f"{first} and {last} layers on the first and the last rank", layers)
     return layers

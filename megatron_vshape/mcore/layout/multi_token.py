@@ -91,20 +91,20 @@ COUNTED = ("values", "loss_values", "correct_values", "total_values")
 def take_metrics() -> dict[str, Tensor]:
     """Return the metrics accumulated since the last call, and reset them."""
     tracker = _tracker()
-    taken = {name: tracker[name].clone() for name in COUNTED if name in tracker}
-    for name in taken:
+    metrics = {name: tracker[name].clone() for name in COUNTED if name in tracker}
+    for name in metrics:
         tracker[name].zero_()
-    return taken
+    return metrics
 
 
-def add_metrics(taken: dict[str, Tensor]) -> None:
+def add_metrics(metrics: dict[str, Tensor]) -> None:
     """Add the metrics of another rank of this pipeline; Megatron averages over replicas."""
-    if not taken:
+    if not metrics:
         return
     from megatron.core import parallel_state
 
     tracker = _tracker()
-    for name, values in taken.items():
+    for name, values in metrics.items():
         tracker[name] = tracker[name] + values if name in tracker else values
     tracker["reduce_group"] = None
     tracker["avg_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)

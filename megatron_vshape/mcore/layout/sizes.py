@@ -87,7 +87,7 @@ def _evaluated(node: ast.expr) -> Any:
         case ast.Constant(value=int(number)):
             return number
         case ast.List(elts=items):
-            return [_evaluated(each) for each in items]
+            return [_evaluated(item) for item in items]
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return _evaluated(left) + _evaluated(right)
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
@@ -97,9 +97,9 @@ def _evaluated(node: ast.expr) -> Any:
 
 def _experts(option: Options, dense: float) -> float:
     """Return how wide the experts are that a token goes through, the shared one included."""
-    each = option("moe_ffn_hidden_size") or dense
+    expert_width = option("moe_ffn_hidden_size") or dense
     shared = option("moe_shared_expert_intermediate_size") or 0
-    return float((option("moe_router_topk") or 2) * each + shared)
+    return float((option("moe_router_topk") or 2) * expert_width + shared)
 
 
 class ModelSizes(NamedTuple):
@@ -130,14 +130,14 @@ def sizes_of(option: Options, vocabulary: int, sequence: int | None = None) -> M
     costs = [table.get(symbol, table["*"]) for symbol in main]
     total = Share.total(costs)
     # In layers of a GPT, attention and MLP, and all of them together as much of each.
-    unit = Share(*(each * widths.layer / total.time for each in total))
-    depth = Share.total([table.get(each, table["*"]) for each in depths[0]]) if depths else None
+    unit = Share(*(kind_total * widths.layer / total.time for kind_total in total))
+    depth = Share.total([table.get(symbol, table["*"]) for symbol in depths[0]]) if depths else None
     return ModelSizes(
         len(main),
         widths.head_in_layers,
         2 * widths.hidden**2 / depth.time if depth else widths.merging_in_layers,
         hybrid.num_predicting(pattern) or count,
-        tuple(each.over(unit) for each in costs),
+        tuple(cost.over(unit) for cost in costs),
         depth and depth.over(unit),
     )
 
@@ -160,9 +160,9 @@ def costs_of_symbols(option: Options, widths: Widths) -> Mapping[str, Share]:
     """
     hidden, linears = widths.hidden, 3 if widths.gated else 2
 
-    def mixer(before: float, scan: float, after: float) -> Share:
-        weights = hidden * (before + after)
-        return Share(weights + scan, 2 * (hidden + before + after), weights)
+    def mixer(width_before: float, scan: float, width_after: float) -> Share:
+        weights = hidden * (width_before + width_after)
+        return Share(weights + scan, 2 * (hidden + width_before + width_after), weights)
 
     weights = _attention_weights(option, widths)
     attention = Share(
@@ -174,8 +174,8 @@ def costs_of_symbols(option: Options, widths: Widths) -> Mapping[str, Share]:
     mlp = widths.feed_forward_layer(dense)
     top, width = option("moe_router_topk") or 2, _experts(option, dense)
     local = (option("num_experts") or top) / (option("expert_model_parallel_size") or 1)
-    each = option("moe_ffn_hidden_size") or dense
-    weights = width - top * each + local * each * _expert_state(option)
+    expert_width = option("moe_ffn_hidden_size") or dense
+    weights = width - top * expert_width + local * expert_width * _expert_state(option)
     experts = Share(
         widths.feed_forward_layer(width),
         2 * hidden * (1 + top) + linears * width,
@@ -184,8 +184,8 @@ def costs_of_symbols(option: Options, widths: Widths) -> Mapping[str, Share]:
     state = option("mamba_state_dim") or 128
     size = option("mamba_head_dim") or 64
     inner = (option("mamba_num_heads") or 2 * hidden / size) * size
-    others = 2 * (option("mamba_num_groups") or 8) * state + inner / size
-    mamba = mixer(2 * inner + others, 3.5 * inner * state, inner)
+    group_width = 2 * (option("mamba_num_groups") or 8) * state + inner / size
+    mamba = mixer(2 * inner + group_width, 3.5 * inner * state, inner)
     keys = (option("linear_num_key_heads") or 16) * (option("linear_key_head_dim") or 128)
     heads, size = option("linear_num_value_heads") or 32, option("linear_value_head_dim") or 128
     values = heads * size
@@ -201,7 +201,9 @@ def costs_of_symbols(option: Options, widths: Widths) -> Mapping[str, Share]:
         "G": delta,
     }
     if option("recompute_granularity") == "full":
-        return {symbol: each._replace(memory=hidden) for symbol, each in table.items()}
+        return {
+            symbol: symbol_cost._replace(memory=hidden) for symbol, symbol_cost in table.items()
+        }
     return table
 
 

@@ -57,7 +57,7 @@ class FirstStep(StepFeature):
             look.close()
             everyones: list[list[_StageFindings]] = [[]] * look.group.size()
             dist.all_gather_object(everyones, look.found(), group=look.group)
-            stages = [each for found in everyones for each in found]
+            stages = [finding for findings in everyones for finding in findings]
             with refusing():
                 check_packed(stages)
             if dist.get_rank() == 0:
@@ -90,8 +90,8 @@ class _Look(StepHook):
                 note = partial(self._note, stage, names.index(PACKED))
                 self._hooks.append(chunk.register_forward_pre_hook(note, with_kwargs=True))
 
-    def _note(self, stage: int, at: int, model: nn.Module, args: Any, options: Any) -> None:
-        packed = args[at] if len(args) > at else options.get(PACKED)
+    def _note(self, stage: int, position: int, model: nn.Module, args: Any, options: Any) -> None:
+        packed = args[position] if len(args) > position else options.get(PACKED)
         self._packed.setdefault(stage, set()).add(packed is not None)
         if _has_mamba(model) and _lacks_seq_idx(packed):
             self._without_seq_idx.add(stage)
@@ -145,38 +145,41 @@ def _lacks_seq_idx(packed: Any) -> bool:
 
 
 def _num_trainable(chunk: nn.Module) -> int:
-    return sum(each.numel() for each in chunk.parameters() if each.requires_grad)
+    return sum(parameter.numel() for parameter in chunk.parameters() if parameter.requires_grad)
 
 
-def warnings(found: Iterable[_StageFindings]) -> list[str]:
+def warnings(findings: Iterable[_StageFindings]) -> list[str]:
     """Return one warning text per mistake of a pipeline's stages."""
-    stages = sorted(set(found), key=lambda each: each.stage)
+    stages = sorted(set(findings), key=lambda finding: finding.stage)
     return [
-        f"stage {each.stage}: {each.without_gradient:,} trainable parameters get no gradient, "
+        f"stage {finding.stage}: {finding.without_gradient:,} trainable parameters get no "
+        "gradient, "
         "because neither the input of its first layer nor the output of its last one requires one: "
         "under full recompute a frozen embedding has this effect. Make the embedding's output "
         "require a gradient (a forward hook that calls output.requires_grad_()), or use "
         "--recompute-granularity selective"
-        for each in stages
-        if each.without_gradient
+        for finding in stages
+        if finding.without_gradient
     ]
 
 
-def check_packed(found: Iterable[_StageFindings]) -> None:
+def check_packed(findings: Iterable[_StageFindings]) -> None:
     """Raise UnsupportedError if a stage does not get the borders of packed sequences.
 
     Its attention and its Mamba layers would cross them, and train on that.
     """
-    stages = sorted((each for each in set(found) if each.packed), key=lambda each: each.stage)
-    without_seq_idx = ", ".join(str(each.stage) for each in stages if each.lacks_seq_idx)
+    stages = sorted(
+        (finding for finding in set(findings) if finding.packed), key=lambda finding: finding.stage
+    )
+    without_seq_idx = ", ".join(str(finding.stage) for finding in stages if finding.lacks_seq_idx)
     if without_seq_idx:
         raise UnsupportedError(
             f"stages {without_seq_idx} have Mamba layers and were called with {PACKED} without "
             "seq_idx: the state of these layers would cross the borders of packed sequences. Pass "
             "total_tokens to PackedSeqParams, which computes seq_idx, on every stage"
         )
-    if len({each.packed for each in stages}) > 1:
-        without = ", ".join(str(each.stage) for each in stages if False in each.packed)
+    if len({finding.packed for finding in stages}) > 1:
+        without = ", ".join(str(finding.stage) for finding in stages if False in finding.packed)
         raise UnsupportedError(
             f"stages {without} were called without {PACKED} for microbatches that other stages got "
             "it for: their layers would cross the borders of packed sequences. Pass it to the "

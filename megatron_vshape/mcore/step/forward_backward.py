@@ -86,8 +86,11 @@ class PipelineRunner:
         self.has_first_plan = False  # the first training step has been planned and logged
         # Every feature is called; most return a StepFeature that does nothing unless the schedule
         # or the options use it.
-        made = (feature.in_steps(self) for feature in features())
-        self._step_features = [*(each for each in made if each is not None), FirstStep()]
+        step_features = (feature.in_steps(self) for feature in features())
+        self._step_features = [
+            *(step_feature for step_feature in step_features if step_feature is not None),
+            FirstStep(),
+        ]
 
     def __call__(
         self, *, adjust_tensor_shapes_fn: Any = None, p2p_communicator: Any = None, **arguments: Any
@@ -103,8 +106,8 @@ class PipelineRunner:
         context = StepContext(self._state, self.pipeline, **arguments)
         with refusing():
             check_one_module(self.pipeline.choice.name, p2p_communicator, context.pg_collection)
-        for each in self._step_features:
-            each.check(context)
+        for step_feature in self._step_features:
+            step_feature.check(context)
         # In every step: scripts and libraries change the config after all checks of arguments.
         check_config(context.config)
         for feature in features():
@@ -144,27 +147,36 @@ class PipelineRunner:
 
     def step_feature(self, kind: type[Used]) -> Used | None:
         """Return the step feature of this type, or None if the run does not use it."""
-        return next((each for each in self._step_features if isinstance(each, kind)), None)
+        return next(
+            (
+                step_feature
+                for step_feature in self._step_features
+                if isinstance(step_feature, kind)
+            ),
+            None,
+        )
 
     def begin_training(self, optimizer: Any, args: Namespace) -> list[str]:
         """Let features see the trainer's optimizer and arguments; return lines for the log."""
-        lines = [each.begin_training(optimizer, args) for each in self._step_features]
+        lines = [
+            step_feature.begin_training(optimizer, args) for step_feature in self._step_features
+        ]
         return [line for line in lines if line is not None]
 
     def end_training(self) -> list[str]:
         """Let features end after the last step; return lines for the log."""
-        lines = [each.end_training() for each in self._step_features]
+        lines = [step_feature.end_training() for step_feature in self._step_features]
         return [line for line in lines if line is not None]
 
     def roll_back(self) -> None:
         """Roll back a step that was started early; all ranks of the pipeline call this together."""
-        for each in self._step_features:
-            each.roll_back()
+        for step_feature in self._step_features:
+            step_feature.roll_back()
 
     def drop_step(self) -> None:
         """Drop the state of a step that is rolled back."""
-        for each in self._step_features:
-            each.drop_step()
+        for step_feature in self._step_features:
+            step_feature.drop_step()
 
     @property
     def observes_next(self) -> bool:
@@ -182,10 +194,10 @@ class PipelineRunner:
         again.
         """
         self._state.jobs.clear()
-        for kept in self._state.kept:
-            kept.clear()
-        for each in self._step_features:
-            each.clear()
+        for layer_values in self._state.kept:
+            layer_values.clear()
+        for step_feature in self._step_features:
+            step_feature.clear()
         if self._transport is not None:
             self._transport.close(quietly)
             self._transport = None
@@ -216,7 +228,7 @@ class PipelineRunner:
         profiled = self._profiler.begin_step(context.torch_device)
         timer = self.meter.begin_step(context.num_microbatches, context.torch_device, profiled)
         # A feature may have run the first passes of this step already, at the end of the last one.
-        started = (each.take_started(context) for each in self._step_features)
+        started = (step_feature.take_started(context) for step_feature in self._step_features)
         context, run = next(filter(None, started), None) or (
             context,
             # Measured costs must be those of separate passes, so a profiled B runs no jobs of a W.
@@ -238,8 +250,8 @@ class PipelineRunner:
                 run.finish()
             self._profiler.end_step(profiled, context.program, context.transport, context.groups.pp)
         # Before the gradients are final: a feature may still reject the step here.
-        for each in self._step_features:
-            each.end(context)
+        for step_feature in self._step_features:
+            step_feature.end(context)
         # It waits for the data-parallel reductions, and sums gradients of tied embeddings and of
         # norms.
         if context.config.finalize_model_grads_func is not None:
@@ -268,11 +280,13 @@ class PipelineRunner:
         # The paged stash records the order of the passes, so it has to see the final one.
         _begin_paged_stash(config, not context.forward_only and self._profiler.order_is_last)
         # Callers may pass their own groups; the default is that of Megatron's schedules.
-        given = context.pg_collection
-        context.groups = _default_groups() if given is None else given
+        group_collection = context.pg_collection
+        context.groups = _default_groups() if group_collection is None else group_collection
         pipeline_group = context.groups.pp
         # Before the transport, because the parts of a microbatch have smaller messages.
-        passes = (each.passes_per_microbatch(context) for each in self._step_features)
+        passes = (
+            step_feature.passes_per_microbatch(context) for step_feature in self._step_features
+        )
         context.passes_per_microbatch = 1 if context.forward_only else math.prod(passes)
         context.shape = _message_shape(context)
         # The message shape can change between steps: evaluation runs every microbatch in one pass.
@@ -297,8 +311,8 @@ class PipelineRunner:
         )
         context.num_tokens = torch.zeros([], dtype=torch.int, device=context.torch_device)
         # Last, because the StepHooks read everything above, and register for the passes.
-        begun = (each.begin(context) for each in self._step_features)
-        context.hooks += [hook for hook in begun if hook is not None]
+        hooks = (step_feature.begin(context) for step_feature in self._step_features)
+        context.hooks += [hook for hook in hooks if hook is not None]
         return ProgramRun(
             program=context.program,
             device=pipeline_group.rank(),
@@ -315,10 +329,10 @@ class PipelineRunner:
         context.order = context.again = None
         if not context.forward_only:
             # Before `share_iterators`, so that chunks that share an iterator also share its order.
-            for each in self._step_features:
-                each.change_data(context)
+            for step_feature in self._step_features:
+                step_feature.change_data(context)
         # A loss of logits is computed on every rank, which reads the last chunk's data once more.
-        if any(each.reads_again for each in self._step_features):
+        if any(step_feature.reads_again for step_feature in self._step_features):
             context.iterators, context.again = read_again(context.iterators)
         else:
             context.iterators = share_iterators(context.iterators)
@@ -410,7 +424,7 @@ class PipelineRunner:
     @property
     def overlaps_steps(self) -> bool:
         """Return whether a rank may start the next step before others have ended this one."""
-        return any(each.overlaps_steps for each in self._step_features)
+        return any(step_feature.overlaps_steps for step_feature in self._step_features)
 
     def _finalize(self, context: StepContext) -> None:
         """Call Megatron's finalization of gradients, as its schedules do at their end."""
@@ -522,10 +536,15 @@ def _num_streams(config: Any) -> int:
 def _check_captured(captured: Program | None, program: Program) -> None:
     """Raise ScheduleError if CUDA graphs were captured for another program."""
     if captured is not None and captured is not program:
-        had, has = captured.schedule.num_microbatches, program.schedule.num_microbatches
+        captured_number, number = (
+            captured.schedule.num_microbatches,
+            program.schedule.num_microbatches,
+        )
         raise ScheduleError(
-            f"CUDA graphs were captured for the passes of {had} microbatches in one order, and a "
-            f"step of {has} would run in another: keep the batch size, or train without CUDA graphs"
+            f"CUDA graphs were captured for the passes of {captured_number} microbatches in one "
+            "order, and a "
+            f"step of {number} would run in another: keep the batch size, or train without CUDA "
+            "graphs"
         )
 
 
@@ -555,9 +574,9 @@ def _release_inputs(chunks: Sequence[nn.Module]) -> None:
 def _all_pipelines(pipeline_group: dist.ProcessGroup) -> list[list[int]]:
     """Return the ranks of every pipeline of the world, in the same order on every rank."""
     # Every rank has to take part in the creation of every process group, so it needs them all.
-    own = dist.get_process_group_ranks(pipeline_group)
+    local_ranks = dist.get_process_group_ranks(pipeline_group)
     everyones: list[list[int]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyones, own)
+    dist.all_gather_object(everyones, local_ranks)
     return [list(ranks) for ranks in sorted(set(map(tuple, everyones)))]
 
 

@@ -145,9 +145,13 @@ class GradientSync:
         for groups in (model.bucket_groups, model.expert_parallel_bucket_groups):
             queue: deque[_Reduction] = deque()
             for group in groups:
-                parameters = [each for bucket in group.buckets for each in bucket.params_list]
+                parameters = [
+                    parameter for bucket in group.buckets for parameter in bucket.params_list
+                ]
                 # A shared embedding, to whose gradient the last chunk's passes add as well.
-                shared = any(getattr(each, "zero_out_wgrad", False) for each in parameters)
+                shared = any(
+                    getattr(parameter, "zero_out_wgrad", False) for parameter in parameters
+                )
                 chunks = range(len(self._model)) if shared else [chunk]
                 reduction = _Reduction(partial(self._start_group, group), frozenset(chunks))
                 self._reduction_of.update(dict.fromkeys(parameters, reduction))
@@ -202,9 +206,9 @@ def _overlap(model: Sequence[nn.Module], is_on: bool) -> Iterator[None]:
     does not have. But bucket groups reduce asynchronously only if it is true.
     """
     with Replaced() as replaced:
-        for each in model:
-            if hasattr(each, "ddp_config"):
-                replaced.put(each.ddp_config, "overlap_grad_reduce", is_on)
+        for model_chunk in model:
+            if hasattr(model_chunk, "ddp_config"):
+                replaced.put(model_chunk.ddp_config, "overlap_grad_reduce", is_on)
         yield
 
 

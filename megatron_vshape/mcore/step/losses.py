@@ -36,7 +36,7 @@ from megatron_vshape.runtime.program_runner import Place
 class _Placeholder:
     """Placeholder of a tensor in a nested structure: its index, dtype and shape."""
 
-    at: int
+    index: int
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -140,12 +140,12 @@ class LossGatherer:
 
 def _packed(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return all tensors as one byte tensor, widest dtypes first so that all are aligned."""
-    here = (each if each.device == device else each.to(device) for each in tensors)
-    rows = [each.detach().reshape(-1) for each in here]
-    rows.sort(key=lambda each: -each.itemsize)
+    here = (tensor if tensor.device == device else tensor.to(device) for tensor in tensors)
+    rows = [tensor.detach().reshape(-1) for tensor in here]
+    rows.sort(key=lambda row: -row.itemsize)
     if not rows:
         return torch.empty(0, dtype=torch.uint8, device=device)
-    return torch.cat([each.contiguous().view(torch.uint8) for each in rows])
+    return torch.cat([row.contiguous().view(torch.uint8) for row in rows])
 
 
 def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:
@@ -153,7 +153,7 @@ def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
         tensors.append(value)
         return _Placeholder(len(tensors) - 1, value.dtype, tuple(value.shape))
-    return _mapped(value, lambda each: _without_tensors(each, tensors))
+    return _mapped(value, lambda part: _without_tensors(part, tensors))
 
 
 def _with_tensors(nest: Any, values: Tensor) -> Any:
@@ -165,14 +165,14 @@ def _with_tensors(nest: Any, values: Tensor) -> Any:
 
     find(nest)
     starts, end = {}, 0
-    for place in sorted(places, key=lambda each: -each.dtype.itemsize):
-        starts[place.at], end = end, end + place.num_bytes
+    for placeholder in sorted(places, key=lambda placeholder: -placeholder.dtype.itemsize):
+        starts[placeholder.index], end = end, end + placeholder.num_bytes
 
     def filled(value: Any) -> Any:
         if not isinstance(value, _Placeholder):
             return _mapped(value, filled)
-        own = values[starts[value.at] : starts[value.at] + value.num_bytes]
-        return own.view(value.dtype).reshape(value.shape)
+        tensor_bytes = values[starts[value.index] : starts[value.index] + value.num_bytes]
+        return tensor_bytes.view(value.dtype).reshape(value.shape)
 
     return filled(nest)
 
@@ -180,9 +180,9 @@ def _with_tensors(nest: Any, values: Tensor) -> Any:
 def _mapped(value: Any, of: Callable[[Any], Any]) -> Any:
     """Apply `of` to each element of a dict, list or tuple; return any other value unchanged."""
     if isinstance(value, dict):
-        return {key: of(each) for key, each in value.items()}
+        return {key: of(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        parts = [of(each) for each in value]
+        parts = [of(entry) for entry in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
 
@@ -214,10 +214,12 @@ class LateChecks:
 
     def fetch(self) -> None:
         """Start to copy the stored results to the host, without waiting."""
-        kept, self._kept = self._kept, []
-        for _, alike in groupby(kept, key=lambda each: (each.result.device, each.result.dtype)):
+        checks_of_step, self._kept = self._kept, []
+        for _, alike in groupby(
+            checks_of_step, key=lambda check: (check.result.device, check.result.dtype)
+        ):
             checks = list(alike)
-            results = torch.stack([each.result for each in checks])
+            results = torch.stack([check.result for check in checks])
             # From a GPU, torch copies into pinned memory, so the copy is asynchronous.
             values = results.to("cpu", non_blocking=True)
             arrived = None
@@ -237,10 +239,10 @@ class LateChecks:
         for checks, values, arrived in fetched:
             if arrived is not None:
                 arrived.synchronize()
-            for each, value in zip(checks, values, strict=True):
+            for check, value in zip(checks, values, strict=True):
                 # A failing check reports the pass in which the loss was computed.
-                self._place.instruction = each.instruction
-                each.check(value)
+                self._place.instruction = check.instruction
+                check.check(value)
         self._place.instruction = now
 
 
@@ -263,29 +265,31 @@ class LateFaults:
             if condition:
                 raise UnsupportedError(message)
             return
-        before = self._found.get(message)
-        self._found[message] = condition if before is None else before | condition
+        earlier = self._found.get(message)
+        self._found[message] = condition if earlier is None else earlier | condition
 
     def check(self) -> None:
         """Raise UnsupportedError for the first fault that applies; waits for the device once."""
-        found, self._found = self._found, {}
-        if not found:
+        conditions, self._found = self._found, {}
+        if not conditions:
             return
-        for message, applies in zip(found, torch.stack([*found.values()]).tolist(), strict=True):
+        for message, applies in zip(
+            conditions, torch.stack([*conditions.values()]).tolist(), strict=True
+        ):
             if applies:
                 raise UnsupportedError(message)
 
 
-def unlike(found: Tensor, known: Tensor) -> Tensor | bool:
+def unlike(tensor: Tensor, expected: Tensor) -> Tensor | bool:
     """Compare the bits of two tensors on the device, where NaN equals NaN.
 
     Returns:
         Whether they differ: True for different shapes, else a tensor on the device of `known`.
     """
-    if found.shape != known.shape:
+    if tensor.shape != expected.shape:
         return True
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[known.itemsize]
-    return (found.detach().to(known).view(bits) != known.detach().view(bits)).any()
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[expected.itemsize]
+    return (tensor.detach().to(expected).view(bits) != expected.detach().view(bits)).any()
 
 
 @contextmanager
@@ -307,5 +311,5 @@ def can_wait(machine: Any, result: Any, rejection_func: Any, comparison_func: An
     Megatron's RerunStateMachine.
     """
     function = getattr(rejection_func, "func", rejection_func)  # unwrap a partial
-    known = function in (torch.isnan, torch.isinf, machine.is_unexpectedly_large)
-    return known and comparison_func is None and isinstance(result, Tensor) and not result.dim()
+    is_known = function in (torch.isnan, torch.isinf, machine.is_unexpectedly_large)
+    return is_known and comparison_func is None and isinstance(result, Tensor) and not result.dim()

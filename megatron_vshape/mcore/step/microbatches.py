@@ -36,16 +36,16 @@ class _Shared:
         while self._given <= number:
             self._waiting[self._given] = next(self.source), self.readers
             self._given += 1
-        item, left = self._waiting[number]
+        item, num_readers = self._waiting[number]
         self.leave(number)
-        return item if left == 1 else copy.copy(item)
+        return item if num_readers == 1 else copy.copy(item)
 
     def leave(self, number: int) -> None:
         """Count one reader less for a microbatch, and free it after the last."""
         if number in self._waiting:
-            item, left = self._waiting.pop(number)
-            if left > 1:
-                self._waiting[number] = item, left - 1
+            item, num_readers = self._waiting.pop(number)
+            if num_readers > 1:
+                self._waiting[number] = item, num_readers - 1
 
 
 @dataclass(eq=False)
@@ -87,10 +87,11 @@ def iterators_by_chunk(data_iterator: Any, num_chunks: int) -> list[Any]:
             f"{len(iterators)} data iterators are given for the {num_chunks} model chunks of this "
             "rank: pass one iterator per chunk over the same microbatches, or one for all"
         )
-    for each, readers in _readers(iterators).values():
-        if readers > 1 and each is not None and not hasattr(each, "__next__"):
+    for iterator, readers in _readers(iterators).values():
+        if readers > 1 and iterator is not None and not hasattr(iterator, "__next__"):
             raise UnsupportedError(
-                f"one {type(each).__name__} is given for {readers} model chunks, and it is not an "
+                f"one {type(iterator).__name__} is given for {readers} model chunks, and it is not "
+                "an "
                 "iterator that they could share: pass one iterator per chunk"
             )
     return iterators
@@ -101,10 +102,14 @@ def share_iterators(iterators: Sequence[Any]) -> list[Any]:
 
     None stays None.
     """
-    shared = {key: _Shared(each, readers) for key, (each, readers) in _readers(iterators).items()}
+    shared = {
+        key: _Shared(iterator, readers) for key, (iterator, readers) in _readers(iterators).items()
+    }
     return [
-        each if each is None or shared[id(each)].readers == 1 else Reader(shared[id(each)])
-        for each in iterators
+        iterator
+        if iterator is None or shared[id(iterator)].readers == 1
+        else Reader(shared[id(iterator)])
+        for iterator in iterators
     ]
 
 
@@ -116,8 +121,8 @@ def read_again(iterators: Sequence[Any]) -> tuple[list[Any], Any]:
     last = iterators[-1]
     if last is not None and not hasattr(last, "__next__"):
         return share_iterators(iterators), copy.copy(last)
-    *shared, again = share_iterators([*iterators, last])
-    return shared, again
+    *shared, second_reader = share_iterators([*iterators, last])
+    return shared, second_reader
 
 
 def in_data_order(reports: list[Any], order: Sequence[int] | None) -> list[Any]:
@@ -130,7 +135,7 @@ def in_data_order(reports: list[Any], order: Sequence[int] | None) -> list[Any]:
 def _readers(iterators: Sequence[Any]) -> dict[int, tuple[Any, int]]:
     """Return every distinct iterator with the number of its chunks."""
     times = Counter(map(id, iterators))
-    return {id(each): (each, times[id(each)]) for each in iterators}
+    return {id(iterator): (iterator, times[id(iterator)]) for iterator in iterators}
 
 
 @dataclass(slots=True)
@@ -152,17 +157,17 @@ class ForwardCalls:
     ) -> Callable[..., Any]:
         """Wrap the trainer's function so that its calls are counted."""
         # Megatron's layer plans call the function with the model without its wrappers.
-        chunk_of = {id(unwrapped(each)): chunk for chunk, each in enumerate(chunks)}
+        chunk_of = {id(unwrapped(model_chunk)): chunk for chunk, model_chunk in enumerate(chunks)}
         numbers = Counter[int]()
 
         @functools.wraps(function)
         def call(iterator: Any, model: Any, *args: Any, **options: Any) -> Any:
-            made = function(iterator, model, *args, **options)
+            result = function(iterator, model, *args, **options)
             if has_loss or not state.has_logits:  # else a call for another rank's chunk
                 chunk = chunk_of[id(unwrapped(model))]
                 place = numbers[chunk]
                 numbers[chunk] += 1
                 self.ended.append((place if self.order is None else self.order[place], chunk))
-            return made
+            return result
 
         return call

@@ -185,7 +185,7 @@ class StepContext:
 
     def handlers(self) -> dict[Kind, Handler]:
         """Return the handlers of passes that do not belong to a stage, by kind."""
-        return {kind: each for hook in self.hooks for kind, each in hook.handlers().items()}
+        return {kind: handler for hook in self.hooks for kind, handler in hook.handlers().items()}
 
     def check_captured(self, kind: Kind, chunk: int, microbatch: int) -> None:
         """Raise ScheduleError unless this is the next pass in the captured order of CUDA graphs.
@@ -291,23 +291,23 @@ class MegatronStage:
         """Choose the functions that run passes: those of a feature, or Megatron's."""
         # A feature's runner can overlap an F with a B (--overlap-moe-expert-parallel-comm).
         self._feature_runner = next(
-            filter(None, (each.run_passes for each in self.step.hooks)), None
+            filter(None, (hook.run_passes for hook in self.step.hooks)), None
         )
         self._run_pass = self._feature_runner or run_by_megatron
 
     def forward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
         """Run F; afterwards only the caller owns the memory of the output."""
-        given = self._forward_arguments(microbatch, received)
+        forward = self._forward_arguments(microbatch, received)
         # While it runs, "is this the first stage?" in the model is about this chunk.
         with self._running(microbatch):
-            output, num_tokens, _ = self._run_pass(self.step.config, given, None)
-        return self._finish_forward(given, output, num_tokens)
+            output, num_tokens, _ = self._run_pass(self.step.config, forward, None)
+        return self._finish_forward(forward, output, num_tokens)
 
     def forward_overlapped(
         self,
         microbatch: int,
         received: Tensor | None,
-        other: MegatronStage,
+        backward_stage: MegatronStage,
         work: Pass,
         gradient: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None]:
@@ -320,36 +320,40 @@ class MegatronStage:
         # Megatron's own step functions cannot overlap passes. While memory is measured, overlapped
         # passes would mix their allocations.
         if self.step.state.tracker is not None or run is None:
-            sent = self.forward(microbatch, received)
-            return sent, getattr(other, work.kind.method)(work.microbatch, gradient)
+            output_to_send = self.forward(microbatch, received)
+            return output_to_send, getattr(backward_stage, work.kind.method)(
+                work.microbatch, gradient
+            )
         # A BW runs its weight gradients inside, unless gradient reductions need a separate W.
-        whole = work.kind is Kind.BW and not other.step.gradient_sync.splits(other.chunk)
-        given = self._forward_arguments(microbatch, received)
-        jobs, key = self.step.state.jobs, (other.stage, work.microbatch)
+        is_full = work.kind is Kind.BW and not backward_stage.step.gradient_sync.splits(
+            backward_stage.chunk
+        )
+        forward = self._forward_arguments(microbatch, received)
+        jobs, key = self.step.state.jobs, (backward_stage.stage, work.microbatch)
         with (
             self.step.state.setting(running_chunk=self.chunk),
-            contextlib.nullcontext() if whole else jobs.collect(key),
+            contextlib.nullcontext() if is_full else jobs.collect(key),
         ):
-            backward = other.backward_arguments(work.microbatch, gradient, whole)
-            output, num_tokens, gradient = run(self.step.config, given, backward)
-        if whole:
-            self.step.gradient_sync.weights_done(other.chunk)
+            backward = backward_stage.backward_arguments(work.microbatch, gradient, is_full)
+            output, num_tokens, gradient = run(self.step.config, forward, backward)
+        if is_full:
+            self.step.gradient_sync.weights_done(backward_stage.chunk)
         elif work.kind is Kind.BW:
-            other.backward_weights(work.microbatch)
-        return self._finish_forward(given, output, num_tokens), gradient
+            backward_stage.backward_weights(work.microbatch)
+        return self._finish_forward(forward, output, num_tokens), gradient
 
     def backward_inputs(self, microbatch: int, received: Tensor | None) -> Tensor | None:
         """Run B; linear layers defer their weight gradients as jobs.
 
         While memory is measured, no jobs of a W run inside.
         """
-        beside: tuple[Any, ...] = ()
-        found = self.step.beside.get(Pass(Kind.B, self.stage, microbatch))
-        if found is not None and self.step.state.tracker is None:
-            beside = found.weights[1:], found.share
+        overlap_arguments: tuple[Any, ...] = ()
+        overlap = self.step.beside.get(Pass(Kind.B, self.stage, microbatch))
+        if overlap is not None and self.step.state.tracker is None:
+            overlap_arguments = overlap.weights[1:], overlap.share
         # Autograd runs as usual. Linear layers find the open bucket and add their weight gradient
         # to it as a job, which W runs.
-        with self.step.state.jobs.collect((self.stage, microbatch), *beside):
+        with self.step.state.jobs.collect((self.stage, microbatch), *overlap_arguments):
             gradient = self._backward(microbatch, received)
         self._count(Pass(Kind.B, self.stage, microbatch))
         return gradient
@@ -392,14 +396,16 @@ class MegatronStage:
 
     def _running(self, microbatch: int) -> AbstractContextManager[None]:
         """Set the running chunk and its tokens for code deep in the model."""
-        own = None
+        tokens = None
         for hook in self.step.hooks:
-            own = hook.tokens_of(microbatch) or own
-        return self.step.state.setting(running_chunk=self.chunk, tokens=own)
+            tokens = hook.tokens_of(microbatch) or tokens
+        return self.step.state.setting(running_chunk=self.chunk, tokens=tokens)
 
-    def backward_arguments(self, microbatch: int, received: Tensor | None, whole: bool) -> Backward:
+    def backward_arguments(
+        self, microbatch: int, received: Tensor | None, is_full: bool
+    ) -> Backward:
         """Return the arguments of a B, and drop the stage's references to them."""
-        self.step.check_captured(Kind.BW if whole else Kind.B, self.chunk, microbatch)
+        self.step.check_captured(Kind.BW if is_full else Kind.B, self.chunk, microbatch)
         # Dropped before B runs, so that autograd can free each activation as soon as it is used.
         inputs, outputs = self._inputs.pop(microbatch), self._outputs.pop(microbatch)
         return Backward(
@@ -407,7 +413,7 @@ class MegatronStage:
             received=inputs,
             output=outputs,
             gradient=received,
-            whole=self.step.state.jobs if whole else None,
+            whole=self.step.state.jobs if is_full else None,
         )
 
     def _forward_arguments(self, microbatch: int, received: Tensor | None) -> Forward:
@@ -438,9 +444,11 @@ class MegatronStage:
             makes_loss=self._makes_loss,
         )
 
-    def _finish_forward(self, given: Forward, output: Tensor, num_tokens: Tensor) -> Tensor | None:
+    def _finish_forward(
+        self, forward: Forward, output: Tensor, num_tokens: Tensor
+    ) -> Tensor | None:
         """Store the tensors of an F that B needs; return the tensor for the next stage."""
-        step, microbatch = self.step, given.microbatch
+        step, microbatch = self.step, forward.microbatch
         if not self.is_last:
             self._check_output(output)
         step.num_tokens += num_tokens
@@ -449,19 +457,19 @@ class MegatronStage:
         if step.forward_only:
             return None if self.is_last else output.detach()
         # By number, not in a queue as in Megatron: B may run in another order than F.
-        self._inputs[microbatch], self._outputs[microbatch] = given.received, output
+        self._inputs[microbatch], self._outputs[microbatch] = forward.received, output
         self._count(Pass(Kind.F, self.stage, microbatch), output)
         for hook in step.hooks:
             hook.ends_forward(self.stage, microbatch, output)
-        if given.makes_loss:
+        if forward.makes_loss:
             return None
         # From here on only grad_fn of the output is needed; the alias owns its memory.
-        sent: Tensor = output.detach()
+        output_to_send: Tensor = output.detach()
         schedules.deallocate_output_tensor(output, step.config.deallocate_pipeline_outputs)
         if not self.is_last:
-            return sent
+            return output_to_send
         for hook in step.hooks:
-            hook.sent(self.stage, microbatch, sent)
+            hook.sent(self.stage, microbatch, output_to_send)
         return None
 
     def _check_output(self, output: Any) -> None:
@@ -487,8 +495,8 @@ class MegatronStage:
             backward = self.backward_arguments(microbatch, received, kind is Kind.BW)
             gradient = self._run_pass(self.step.config, None, backward).gradient
         # A gradient in graph memory needs a copy: the next replay overwrites it during the send.
-        kept: Tensor | None = self.step.state.graph_memory.kept(gradient)
-        return kept
+        copied_gradient: Tensor | None = self.step.state.graph_memory.kept(gradient)
+        return copied_gradient
 
     def _count(self, work: Pass, output: Tensor | None = None) -> None:
         """Count the activation memory after a pass, if this step measures it."""
