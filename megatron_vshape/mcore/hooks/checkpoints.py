@@ -106,9 +106,9 @@ def load_base_checkpoint(session: Session, original: Function, *args: Any, **opt
     """Reject a checkpoint by ranks (--ckpt-format torch) whose layers are on other ranks."""
     read = original(*args, **options)
     if session.loading_layers is not None:
-        given = inspect.signature(original).bind(*args, **options).arguments
-        if not given.get("rank0"):  # with rank0, only the arguments are read
-            _compare_layers(session, read, given["load_dir"])
+        arguments = inspect.signature(original).bind(*args, **options).arguments
+        if not arguments.get("rank0"):  # with rank0, only the arguments are read
+            _compare_layers(session, read, arguments["load_dir"])
     return read
 
 
@@ -146,10 +146,10 @@ def repair_tracker(tracker: Path) -> None:
     if iteration is None:
         return
     # Ranks in separate containers may have equal process ids, so the name includes the rank.
-    beside = tracker.with_name(f".{tracker.name}.{os.environ.get('RANK', '0')}.{os.getpid()}")
+    new_tracker = tracker.with_name(f".{tracker.name}.{os.environ.get('RANK', '0')}.{os.getpid()}")
     try:
-        beside.write_text(str(iteration), encoding="utf-8")
-        beside.replace(tracker)
+        new_tracker.write_text(str(iteration), encoding="utf-8")
+        new_tracker.replace(tracker)
     except OSError as error:
         logger.warning("%s names no checkpoint and cannot be written: %s", tracker, error)
         return
@@ -167,12 +167,12 @@ def newest_whole(folder: Path) -> int | None:
 
     `--ckpt-format torch_dist` writes metadata.json last, so a valid metadata.json means complete.
     """
-    found = [
+    iterations = [
         int(match[1])
-        for each in folder.iterdir()
-        if (match := _FOLDER.fullmatch(each.name)) and _is_whole(each)
+        for checkpoint in folder.iterdir()
+        if (match := _FOLDER.fullmatch(checkpoint.name)) and _is_whole(checkpoint)
     ]
-    return max(found, default=None)
+    return max(iterations, default=None)
 
 
 def _is_whole(checkpoint: Path) -> bool:

@@ -75,11 +75,12 @@ def _set_stages(session: Session, options: Options, config: Any) -> None:
         session.environment.set_variables(config, pipeline)
         return
     sizes = config.pipeline_model_parallel_size, config.num_layers
-    known = pipeline.stage_map.num_ranks, sum(pipeline.stage_map.layers)
-    if sizes != known:
+    built_sizes = pipeline.stage_map.num_ranks, sum(pipeline.stage_map.layers)
+    if sizes != built_sizes:
         raise UnsupportedError(
             f"a second model has {sizes[1]} layers on {sizes[0]} pipeline ranks, and schedule "
-            f"{options.schedule!r} is made for {known[1]} on {known[0]}: one process can have one "
+            f"{options.schedule!r} is made for {built_sizes[1]} on {built_sizes[0]}: one process "
+            "can have one "
             "schedule"
         )
     configure.set_stages_in_config(config, pipeline.stage_map)
@@ -87,15 +88,15 @@ def _set_stages(session: Session, options: Options, config: Any) -> None:
 
 @replaces_always
 def initialize_model_parallel(
-    session: Session, original: Function, *args: Any, **given: Any
+    session: Session, original: Function, *args: Any, **options: Any
 ) -> Any:
     """Create the embedding group from the ranks of the first and last stage."""
     # Libraries may initialize process groups before or after they create the config.
-    bound = inspect.signature(original).bind(*args, **given)
+    bound = inspect.signature(original).bind(*args, **options)
     with refusing():
         choice = _schedule_for(session, bound.arguments.get("pipeline_model_parallel_size", 1))
     if choice is None:
-        return original(*args, **given)
+        return original(*args, **options)
     placement = choice.placement
     chunks = len(placement) // (max(placement) + 1)
     # Megatron asks this number wherever it distinguishes chunks, even if a library has set none.
@@ -195,7 +196,7 @@ def setup_embeddings(session: Session, original: Function, model: Any) -> None:
     first = build.tied_to.get(model)
     if pipeline is not None:
         with refusing():
-            if any(each.owns_embeddings(pipeline, model) for each in features()):
+            if any(feature.owns_embeddings(pipeline, model) for feature in features()):
                 return
     if first is not None:
         _join(first, model)
@@ -285,8 +286,8 @@ def vp_stage_check(end: int) -> Function:
         session: Session, original: Function, vp_stage: int | None, vp_size: int | None
     ) -> bool:
         chunk = session.build.provided_chunk if vp_stage is None else vp_stage
-        found = _chunk_has_end(session, end, chunk)
-        return bool(original(vp_stage, vp_size)) if found is None else found
+        has_end = _chunk_has_end(session, end, chunk)
+        return bool(original(vp_stage, vp_size)) if has_end is None else has_end
 
     return check
 
@@ -300,10 +301,10 @@ def pp_stage_check(end: int) -> Function:
 
     @replaces
     def check(session: Session, original: Function, pp_group: Any) -> bool:
-        found = _chunk_has_end(session, end, session.build.provided_chunk)
-        if found is None and session.build.is_extensible:
-            found = _rank_has_end(session, end)
-        return bool(original(pp_group)) if found is None else found
+        has_end = _chunk_has_end(session, end, session.build.provided_chunk)
+        if has_end is None and session.build.is_extensible:
+            has_end = _rank_has_end(session, end)
+        return bool(original(pp_group)) if has_end is None else has_end
 
     return check
 
@@ -352,9 +353,9 @@ def get_megatron_optimizer(session: Session, original: Function, *args: Any, **o
     if session.pipeline is not None:
         config = inspect.signature(original).bind(*args, **options).arguments["config"]
         log_translated(translate(config, session.pipeline.stage_map.placement))
-    session.optimizer = made = original(*args, **options)
+    session.optimizer = optimizer = original(*args, **options)
     session.environment.withdraw_loading_mode()  # the model is on its device by now
-    return made
+    return optimizer
 
 
 @replaces
@@ -373,11 +374,11 @@ def select_pipeline_segment(
     stage_map = session.pipeline.stage_map
     stage = stage_map.stage(pp_group.rank(), vp_stage)
     # Cut by our stages: a library may give its model alone a pattern with others.
-    given = hybrid.parts(main_pattern)
-    if stage == 0 and len(given) > 1 and given != stage_map.layers:
+    pattern_layers = hybrid.parts(main_pattern)
+    if stage == 0 and len(pattern_layers) > 1 and pattern_layers != stage_map.layers:
         logger.info(
             "%s %.80s: its %d stages as the schedule's %d: layers per stage %s",
-            *(hybrid.OPTION, main_pattern, len(given), len(stage_map.layers)),
+            *(hybrid.OPTION, main_pattern, len(pattern_layers), len(stage_map.layers)),
             ",".join(map(str, stage_map.layers)),
         )
     segments = hybrid.cut(main_pattern, stage_map.layers).split(hybrid.BEGINS_STAGE)

@@ -95,21 +95,21 @@ def _gathers(session: Session, original: Callable[..., Any]) -> Callable[..., An
     return pp_gather
 
 
-def gathered(own: Tensor, config: Any, stage_map: StageMap) -> Tensor:
+def gathered(local_tensor: Tensor, config: Any, stage_map: StageMap) -> Tensor:
     """Gather the expert choices of all layers on the CPU, in the order of the layers.
 
     `own` has those of this rank's MoE layers, [b, s, layers, topk] or nested, chunk after chunk.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
     everyones: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyones, own.cpu(), group=group)
+    dist.all_gather_object(everyones, local_tensor.cpu(), group=group)
     counts = moe_layers_of_stages(config, stage_map.layers)
     by_stage: dict[int, Tensor] = {}
-    for rank, found in enumerate(everyones):
+    for rank, rank_tensor in enumerate(everyones):
         stages = stage_map.stages(rank)
         ends = [0, *accumulate(counts[stage] for stage in stages)]
         for stage, (begin, end) in zip(stages, pairwise(ends), strict=True):
-            by_stage[stage] = _layers(found, begin, end)
+            by_stage[stage] = _layers(rank_tensor, begin, end)
     return torch.cat([by_stage[stage] for stage in sorted(by_stage)], dim=2)
 
 
@@ -145,7 +145,11 @@ def patch_roll_converter(session: Session, pipeline: Pipeline) -> None:
     stage_map, is_here = pipeline.stage_map, converter.is_on_this_rank
 
     def layer_info(self: Any, layer: int) -> tuple[int, int, int]:
-        stage = next(each for each, end in enumerate(accumulate(stage_map.layers)) if layer < end)
+        stage = next(
+            stage_index
+            for stage_index, end in enumerate(accumulate(stage_map.layers))
+            if layer < end
+        )
         local = layer - sum(stage_map.layers[:stage])
         return local, stage_map.placement[stage], stage_map.chunk(stage)
 
@@ -170,7 +174,7 @@ def patch_roll_converter(session: Session, pipeline: Pipeline) -> None:
 
 def have_chunks_provided(session: Session, config: Any) -> None:
     """Patch a library's provider of hybrid models, which is its config, to build several chunks."""
-    owner: Any = next((each for each in type(config).__mro__ if "provide" in vars(each)), None)
+    owner: Any = next((base for base in type(config).__mro__ if "provide" in vars(base)), None)
     if owner is not None and getattr(config, "is_hybrid_model", False):
         session.patch_once(owner, lambda: {"provide": provide_hybrid(session, owner.provide)})
 
@@ -243,18 +247,21 @@ class ModelChunks(nn.Module):
         )
 
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for number, chunk in enumerate(self.chunks):
-            own = chunk.state_dict(*args, **options)
-            found |= {f"{number}.{name}": value for name, value in own.items()}
-        return found
+            chunk_values = chunk.state_dict(*args, **options)
+            values |= {f"{number}.{name}": value for name, value in chunk_values.items()}
+        return values
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:  # type: ignore[override]
         for number, chunk in enumerate(self.chunks):
             start = f"{number}."
-            own = {name: each for name, each in state_dict.items() if name.startswith(start)}
+            chunk_values = {
+                name: value for name, value in state_dict.items() if name.startswith(start)
+            }
             chunk.load_state_dict(
-                {name.removeprefix(start): each for name, each in own.items()}, strict=strict
+                {name.removeprefix(start): value for name, value in chunk_values.items()},
+                strict=strict,
             )
 
 
@@ -266,14 +273,14 @@ class ParallelChunks(ModelChunks, DistributedDataParallel):  # type: ignore[misc
         self.ddp_config = chunks[0].ddp_config
         # Lists under the names that DistributedDataParallel gives them; the worker offloads these.
         for name in ("buffers", "expert_parallel_buffers"):
-            setattr(self, name, [each for chunk in chunks for each in getattr(chunk, name)])
+            setattr(self, name, [buffer for chunk in chunks for buffer in getattr(chunk, name)])
 
     @property
     def remove_forward_pre_hook_handles(self) -> dict[nn.Module, Any]:
-        found: dict[nn.Module, Any] = {}
+        handles: dict[nn.Module, Any] = {}
         for chunk in chunks_of(self):
-            found |= chunk.remove_forward_pre_hook_handles
-        return found
+            handles |= chunk.remove_forward_pre_hook_handles
+        return handles
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -311,8 +318,8 @@ def chunks_of(value: Any) -> Any:
     """Replace a ModelChunks, also within a list, by its chunks; return other values unchanged."""
     if isinstance(value, ModelChunks):
         return list(value.chunks)
-    if isinstance(value, list) and any(isinstance(each, ModelChunks) for each in value):
-        return [chunk for each in value for chunk in _listed(chunks_of(each))]
+    if isinstance(value, list) and any(isinstance(item, ModelChunks) for item in value):
+        return [chunk for item in value for chunk in _listed(chunks_of(item))]
     return value
 
 
@@ -325,8 +332,8 @@ def with_chunks(original: Function) -> Function:
 
     @functools.wraps(original)
     def call(*args: Any, **options: Any) -> Any:
-        given = {name: chunks_of(value) for name, value in options.items()}
-        return original(*map(chunks_of, args), **given)
+        converted = {name: chunks_of(value) for name, value in options.items()}
+        return original(*map(chunks_of, args), **converted)
 
     return call
 
@@ -371,11 +378,11 @@ def _keep_built_chunks(session: Session, worker: ModuleType, setup: ModuleType) 
     def setup_model(policy: Mapping[str, Any], *args: Any, **options: Any) -> Any:
         with refusing():
             _check(policy)
-        made = make(policy, *args, **options)
+        setup = make(policy, *args, **options)
         chunks = built.pop()
         if isinstance(chunks[0], DistributedDataParallel):
-            return made._replace(model=ParallelChunks(chunks))
-        return made._replace(model=ModelChunks(chunks))
+            return setup._replace(model=ParallelChunks(chunks))
+        return setup._replace(model=ModelChunks(chunks))
 
     @functools.wraps(make_reference)
     def setup_reference(*args: Any, **options: Any) -> dict[str, Any]:
@@ -383,8 +390,8 @@ def _keep_built_chunks(session: Session, worker: ModuleType, setup: ModuleType) 
         if not of_first_chunk:
             return {}  # no reference model has been loaded
         return {
-            name: each.detach().to("cpu", copy=True) if isinstance(each, torch.Tensor) else each
-            for name, each in ModelChunks(chunks).state_dict().items()
+            name: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+            for name, value in ModelChunks(chunks).state_dict().items()
         }
 
     session.replaced.put(setup, "get_model", get_and_record)

@@ -124,10 +124,10 @@ def check_optimizer_state(saved: Layers | None, current: Layers, folder: str) ->
     """Raise UnsupportedError unless optimizer state by rank was saved with the current layers."""
     differs = "the checkpoint does not state which rank had which layers"
     if saved is not None:
-        found = difference(saved, current)
-        if found is None:
+        first_difference = difference(saved, current)
+        if first_difference is None:
             return
-        differs = found
+        differs = first_difference
     raise UnsupportedError(
         f"the optimizer state in {folder} does not work with this schedule: the distributed "
         f"optimizer saved it by rank, in Megatron's default form, and {differs}. Resume with the "

@@ -188,29 +188,33 @@ def install(options: Mapping[str, Any] | None = None) -> None:
     if _session is not None:
         return
     # Validated before the trainer is looked for: the error about an option is the more useful one.
-    given = options_from(dict(options)) if options else None
+    registered = options_from(dict(options)) if options else None
     why = _why_no_trainer()
-    if why is not None and given is None:
+    if why is not None and registered is None:
         raise HookError(
             f"{_version()} is here without Megatron-LM's trainer, whose flags name a schedule "
             f"({why}): give register a schedule, or install megatron-core[training]"
         )
     # Check all targets before the first replacement, so that a failure leaves Megatron unchanged.
-    faults = [each.fault for each in examine() if each.fault is not None]
+    faults = [state.fault for state in examine() if state.fault is not None]
     if faults:
         raise HookError(faults[0])
-    _session = session = Session(registered=given)
-    made: dict[int, Any] = {}  # names of one object get one replacement
+    _session = session = Session(registered=registered)
+    replacements_by_id: dict[int, Any] = {}  # names of one object get one replacement
     # Read before any replacement: `_swap` finds imports by name through the identity of the
     # original.
-    named = [hook.original() for hook in HOOKS if hook.everywhere]
+    originals = [hook.original() for hook in HOOKS if hook.everywhere]
     # A replacement calls the original with the given arguments until a schedule is chosen, so hooks
     # can be installed before anything is known about the run.
     for hook in HOOKS:
-        _install(hook, session, made)
+        _install(hook, session, replacements_by_id)
     # `from module import name` binds the original in the importing module, so replacing it in its
     # own module is not enough.
-    pairs = {id(each): (each, made[id(each)]) for each in named if each is not ABSENT}
+    pairs = {
+        id(original): (original, replacements_by_id[id(original)])
+        for original in originals
+        if original is not ABSENT
+    }
     _swap(pairs, session.replaced)
 
 
@@ -223,8 +227,10 @@ def uninstall() -> None:
     _session = None
     replacements = {id(value): (value, original) for value, original in undone}
     # Only functions have an identity to search for: a value such as True is shared by everything.
-    made = {key: pair for key, pair in replacements.items() if inspect.isfunction(pair[1])}
-    _swap(made, Replaced())
+    replaced_functions = {
+        key: pair for key, pair in replacements.items() if inspect.isfunction(pair[1])
+    }
+    _swap(replaced_functions, Replaced())
 
 
 def _swap(pairs: Mapping[int, tuple[Any, Any]], replaced: Replaced) -> None:
@@ -253,19 +259,19 @@ def examine() -> list[Finding]:
     return [*map(_examine, PROBES), *map(_examine, HOOKS)]
 
 
-def _install(hook: Hook, session: Session, made: dict[int, Any]) -> None:
+def _install(hook: Hook, session: Session, replacements_by_id: dict[int, Any]) -> None:
     owner, original = hook.owner(), hook.original()
     # A function is replaced only if it exists. A value without parameters can also be added: for
     # example, Megatron lacks the fused kernels if apex is missing.
     if owner is None or (original is ABSENT and hook.expects):
         return
     # One object under two names must get one replacement. Plain values can be equal by chance.
-    if not hook.expects or id(original) not in made:
-        made[id(original)] = hook.replacement(session, original)
+    if not hook.expects or id(original) not in replacements_by_id:
+        replacements_by_id[id(original)] = hook.replacement(session, original)
     if hook.only_with_pipeline:
-        session.pipeline_hooks.values.append((owner, hook.name, made[id(original)]))
+        session.pipeline_hooks.values.append((owner, hook.name, replacements_by_id[id(original)]))
     else:
-        session.replaced.put(owner, hook.name, made[id(original)])
+        session.replaced.put(owner, hook.name, replacements_by_id[id(original)])
 
 
 def _examine(record: Target) -> Finding:

@@ -75,11 +75,11 @@ class BuildState:
     @contextmanager
     def providing(self, chunk: int | None) -> Iterator[None]:
         """Use `chunk` in this context where a provider calls Megatron without a vp_stage."""
-        before, self.provided_chunk = self.provided_chunk, chunk
+        former_chunk, self.provided_chunk = self.provided_chunk, chunk
         try:
             yield
         finally:
-            self.provided_chunk = before
+            self.provided_chunk = former_chunk
 
 
 @dataclass(slots=True)
@@ -257,12 +257,14 @@ class Session:
                 "state it includes. Create the optimizer there, or remove the limit"
             )
         overlaps = self.pipeline_runner(pipeline).overlaps_steps
-        own = report.static_memory(model, self.optimizer, overlaps)
+        local_memory = report.static_memory(model, self.optimizer, overlaps)
         group = parallel_state.get_pipeline_model_parallel_group()
         # All data-parallel replicas need one plan, so the replica with the most static memory
         # decides.
-        everyones = report.most_of_replicas(own, group, lambda each: each.total)
-        pipeline.planner.reserve([each.total for each in everyones], message_bytes)
+        everyones = report.most_of_replicas(
+            local_memory, group, lambda rank_memory: rank_memory.total
+        )
+        pipeline.planner.reserve([rank_memory.total for rank_memory in everyones], message_bytes)
         # Determines the maximum number of P2P buffers, which are outside the memory of passes.
         pipeline.planner.plan_step(num_microbatches)
         return everyones

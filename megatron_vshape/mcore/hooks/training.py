@@ -46,17 +46,17 @@ def add_megatron_arguments(
         return name
 
     # A library's parser may have its own arguments before and after this call.
-    others = {action.dest for action in parser._actions}
+    former_names = {action.dest for action in parser._actions}
     parser = original(parser)
     session.megatron_defaults = {
-        action.dest: action.default for action in parser._actions if action.dest not in others
+        action.dest: action.default for action in parser._actions if action.dest not in former_names
     }
     return add_arguments(parser, record)
 
 
 @replaces_always
 def validate_args(
-    session: Session, original: Function, args: Namespace, *rest: Any, **options: Any
+    session: Session, original: Function, args: Namespace, *positional: Any, **options: Any
 ) -> Any:
     """Configure the pipeline before Megatron's checks, and complete it with their results."""
     with refusing():
@@ -73,7 +73,7 @@ def validate_args(
         warn_of_unjudged(args, session.megatron_defaults)
         # Before the original: Megatron's checks initialize CUDA, which reads the environment.
         session.environment.set_variables(args, pipeline)
-    validated = original(args, *rest, **options)
+    validated = original(args, *positional, **options)
     # After them: the number of microbatches and some sizes are known only now.
     with refusing():
         configure.make_schedule_of_run(session.pipeline, args)
@@ -82,20 +82,20 @@ def validate_args(
 
 @replaces_always
 def core_transformer_config_from_args(
-    session: Session, original: Function, *given: Any, **options: Any
+    session: Session, original: Function, *positional: Any, **options: Any
 ) -> Any:
     """Set the stage layout on every TransformerConfig created from the arguments.
 
     The config checks layer counts in its constructor, so the arguments contain the layout during
     this call. They must not keep it: Megatron writes the arguments into checkpoints.
     """
-    args = inspect.signature(original).bind(*given, **options).arguments["args"]
+    args = inspect.signature(original).bind(*positional, **options).arguments["args"]
     if not session.chosen_by_flags and session.registered is None:
         _reject_unvalidated_schedule(args)
     with Replaced() as replaced:
         if session.pipeline is not None:
             replaced.put(args, "pipeline_model_parallel_layout", session.pipeline.layout)
-        return original(*given, **options)
+        return original(*positional, **options)
 
 
 @replaces_always
@@ -108,9 +108,11 @@ def pretrain(session: Session, original: Function, *args: Any, **options: Any) -
         bound.arguments["model_provider"] = _model_provider(session, provider)
     # Still None in 0.17, where `pretrain` itself parses the arguments. Each step checks again.
     if session.pipeline is not None:
-        given = (bound.arguments.get(name) for name in ("pg_collection", "p2p_communicator"))
+        communicators = (
+            bound.arguments.get(name) for name in ("pg_collection", "p2p_communicator")
+        )
         with refusing():
-            check_one_module(session.pipeline.choice.name, *given)
+            check_one_module(session.pipeline.choice.name, *communicators)
     try:
         return original(*bound.args, **bound.kwargs)
     finally:
@@ -136,7 +138,7 @@ def _model_provider(session: Session, provider: Function) -> Function:
     takes = inspect.signature(provider).parameters
     # A model_provider without vp_stage is fine with one chunk per rank.
     takes_chunks = "vp_stage" in takes or any(
-        each.kind == each.VAR_KEYWORD for each in takes.values()
+        parameter.kind == parameter.VAR_KEYWORD for parameter in takes.values()
     )
 
     def provide(
@@ -200,23 +202,25 @@ def build_virtual_pipeline_stages(
 def train(session: Session, original: Function, *args: Any, **options: Any) -> Any:
     """Print the schedule before training, and the measured results after it."""
     pipeline = session.pipeline
-    given: Mapping[str, Any] = {}
+    arguments: Mapping[str, Any] = {}
     if not session.is_idle:
-        given = inspect.signature(original).bind(*args, **options).arguments
+        arguments = inspect.signature(original).bind(*args, **options).arguments
         if get_args().do_valid or get_args().do_test:
-            _check_evaluation(session, given)
+            _check_evaluation(session, arguments)
         with refusing():
             configure.check_changing(pipeline, get_args())
     if pipeline is not None:
         with refusing():
             tokens = get_args().seq_length * get_args().micro_batch_size
             # With a memory limit, the optimizer's state counts as static memory.
-            session.optimizer = given["optimizer"]
+            session.optimizer = arguments["optimizer"]
             # Creating communicators is collective and slow: not in the first iteration, whose time
             # is logged.
-            print_rank_0(session.connect(pipeline, given["model"], tokens, get_num_microbatches()))
+            print_rank_0(
+                session.connect(pipeline, arguments["model"], tokens, get_num_microbatches())
+            )
             runner = session.pipeline_runner(pipeline)
-            for line in runner.begin_training(given["optimizer"], get_args()):
+            for line in runner.begin_training(arguments["optimizer"], get_args()):
                 print_rank_0(line)
     elif session.megatrons_own is None:
         _reject_unvalidated_schedule(get_args())
@@ -302,11 +306,11 @@ def _check_evaluation(session: Session, arguments: Mapping[str, Any]) -> None:
     _check_non_loss_data(session, arguments)
 
 
-def _check_non_loss_data(session: Session, given: Mapping[str, Any]) -> None:
+def _check_non_loss_data(session: Session, arguments: Mapping[str, Any]) -> None:
     """Raise RefusedError if only the last rank would collect data after an evaluation."""
     name = session.megatrons_own if session.pipeline is None else session.pipeline.choice.name
-    is_alone = given.get("non_loss_data_func") is None
-    if name is not None and is_alone and given.get("process_non_loss_data_func") is not None:
+    is_alone = arguments.get("non_loss_data_func") is None
+    if name is not None and is_alone and arguments.get("process_non_loss_data_func") is not None:
         raise RefusedError(
             f"--pipeline-schedule {name} does not work with process_non_loss_data_func alone: "
             "after an evaluation, Megatron runs one more forward step to collect its data on the "
