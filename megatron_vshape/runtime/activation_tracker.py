@@ -28,8 +28,8 @@ class ActivationTracker:
     """Activation tracker: storages of saved tensors in one step, and the bytes that passes add."""
 
     def __init__(self, not_counted: Iterable[Tensor]) -> None:
-        given = plain_tensors(list(not_counted))
-        self._excluded = {tensor.untyped_storage()._cdata for tensor in given}
+        excluded_tensors = plain_tensors(list(not_counted))
+        self._excluded = {tensor.untyped_storage()._cdata for tensor in excluded_tensors}
         self._known: dict[int, StorageWeakRef] = {}
         self._held = 0
         self._added: dict[tuple[Kind, int], list[int]] = {}
@@ -38,8 +38,8 @@ class ActivationTracker:
 
     def add(self, tensor: Tensor) -> None:
         """Count the storage while it is alive; for a quantized tensor, those of its parts."""
-        for each in plain_tensors(tensor):
-            storage = each.untyped_storage()
+        for part in plain_tensors(tensor):
+            storage = part.untyped_storage()
             key = storage._cdata
             if key not in self._excluded and key not in self._known and storage.nbytes():
                 # The weak reference keeps the address from reuse, so `key` stays unique while it is
@@ -55,9 +55,9 @@ class ActivationTracker:
 
     def shares(self, chunk: int, sizes_bytes: tuple[int, int]) -> None:
         """Add the bytes that a layer's passes of one microbatch share, and the bytes they owe."""
-        both = zip(self.shared.get(chunk, (0, 0)), sizes_bytes, strict=True)
-        kept, owed = map(sum, both)
-        self.shared[chunk] = kept, owed
+        pairs = zip(self.shared.get(chunk, (0, 0)), sizes_bytes, strict=True)
+        retained, gradient_bytes = map(sum, pairs)
+        self.shared[chunk] = retained, gradient_bytes
 
     def ends(self, work: Pass) -> None:
         """Update the counts after a pass."""
@@ -65,10 +65,10 @@ class ActivationTracker:
         for key in dead:
             del self._known[key]
         # Current sizes: a living storage may have been emptied.
-        held = sum(map(size_now, self._known.values()))
-        self._added.setdefault((work.kind, work.stage), []).append(held - self._held)
-        self._held = held
-        self.peak_bytes = max(self.peak_bytes, held)
+        held_bytes = sum(map(size_now, self._known.values()))
+        self._added.setdefault((work.kind, work.stage), []).append(held_bytes - self._held)
+        self._held = held_bytes
+        self.peak_bytes = max(self.peak_bytes, held_bytes)
 
     def held_bytes(self, stage: int, passes: int = 1) -> tuple[float, float]:
         """Return the bytes of a microbatch and stage after its passes F, and after its passes B.
@@ -98,23 +98,23 @@ def size_now(reference: StorageWeakRef) -> int:
 
 def nodes_behind(root: Node) -> Iterator[Node]:
     """Yield every node of the graph once."""
-    seen, ahead = {root}, [root]
-    while ahead:
-        node = ahead.pop()
+    visited, pending = {root}, [root]
+    while pending:
+        node = pending.pop()
         yield node
         for follower, _ in node.next_functions:
-            if follower is not None and follower not in seen:
-                seen.add(follower)
-                ahead.append(follower)
+            if follower is not None and follower not in visited:
+                visited.add(follower)
+                pending.append(follower)
 
 
 def saved_by(node: Node) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors saved by a node with the attribute's name; a tensor can occur twice."""
     for name in _saving_attributes(type(node)):
-        yield from ((name, each) for each in _tensors_in(getattr(node, name)))
+        yield from ((name, tensor) for tensor in _tensors_in(getattr(node, name)))
     # A custom Function may store tensors on its context without save_for_backward.
     for name, value in getattr(node, "__dict__", {}).items():
-        yield from ((name, each) for each in _tensors_in(value))
+        yield from ((name, tensor) for tensor in _tensors_in(value))
 
 
 @cache
@@ -128,5 +128,5 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors_in(each)
+        for item in value:
+            yield from _tensors_in(item)

@@ -36,35 +36,41 @@ class Copies(NamedTuple):
     def of(self, num_bytes: float) -> Copies:
         """Return the copies scaled to a number of bytes; the minimum is the time of one byte."""
         factor = max(num_bytes, 1.0) / max(self.num_bytes, 1.0)
-        return Copies(num_bytes, *(factor * each for each in self[1:]))
+        return Copies(num_bytes, *(factor * duration for duration in self[1:]))
 
 
 def priced(costs: Costs, stages: Sequence[Copies], source: str) -> Costs:
     """Add the copies of every stage to the costs, with their source."""
     # Most copies of a step run while another goes in the other direction.
-    out_us = tuple(each.out_beside_us for each in stages)
-    back_us = tuple(each.back_beside_us for each in stages)
-    moved = tuple(float(each.num_bytes) for each in stages)
-    costs = with_copies_of(costs, out_us, moved, back_us)
+    out_us = tuple(copies.out_beside_us for copies in stages)
+    back_us = tuple(copies.back_beside_us for copies in stages)
+    moved_bytes = tuple(float(copies.num_bytes) for copies in stages)
+    costs = with_copies_of(costs, out_us, moved_bytes, back_us)
     return costs.with_source(source, COPY_OUT.time, RELEASE.frees, COPY_BACK.time)
 
 
-def with_copies(costs: Costs, moved: Mapping[int, int], device: torch.device) -> Costs:
+def with_copies(costs: Costs, bytes_by_stage: Mapping[int, int], device: torch.device) -> Costs:
     """Add the cost of copies, measured on all ranks at the same time.
 
     `moved` has the bytes per stage of this rank. All ranks of the world call this.
     """
-    own = measure_copies(device, max(moved.values()))
-    mine = {stage: own.of(size) for stage, size in moved.items()}
-    everyones = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
-    found = [
+    local_copies = measure_copies(device, max(bytes_by_stage.values()))
+    copies_by_stage = {stage: local_copies.of(size) for stage, size in bytes_by_stage.items()}
+    everyones = [copies_by_stage] * dist.get_world_size()
+    dist.all_gather_object(everyones, copies_by_stage)
+    median_copies = [
         Copies(
-            *map(median, zip(*(each[stage] for each in everyones if stage in each), strict=True))
+            *map(
+                median,
+                zip(
+                    *(rank_copies[stage] for rank_copies in everyones if stage in rank_copies),
+                    strict=True,
+                ),
+            )
         )
         for stage in range(costs.num_stages)
     ]
-    return priced(costs, found, f"{MEASURED} on {dist.get_world_size()} ranks at once")
+    return priced(costs, median_copies, f"{MEASURED} on {dist.get_world_size()} ranks at once")
 
 
 def measure_copies(device: torch.device, num_bytes: int, rounds: int = 5) -> Copies:
@@ -84,14 +90,14 @@ def measure_copies(device: torch.device, num_bytes: int, rounds: int = 5) -> Cop
         ThreadPoolExecutor(1, initializer=on_stream_of(FROM_HOST)) as homeward,
     ):
         run = _copier(device)
-        for at in range(rounds + 1):
+        for round_index in range(rounds + 1):
             # Alone, one after the other; then both at once, as in a step.
-            found = [outward.submit(run, *out).result(), homeward.submit(run, *back).result()]
-            both = outward.submit(run, *out), homeward.submit(run, *back)
-            found += [each.result() for each in both]
-            if at:  # the first round has cold caches
-                for kept, each in zip(times, found, strict=True):
-                    kept.append(each)
+            durations = [outward.submit(run, *out).result(), homeward.submit(run, *back).result()]
+            concurrent = outward.submit(run, *out), homeward.submit(run, *back)
+            durations += [future.result() for future in concurrent]
+            if round_index:  # the first round has cold caches
+                for samples, duration in zip(times, durations, strict=True):
+                    samples.append(duration)
     return Copies(size, *map(median, times)).of(num_bytes)
 
 

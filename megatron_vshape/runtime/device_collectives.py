@@ -55,15 +55,15 @@ class Pending(Generic[Result]):
     def result(self) -> Result:
         """Return the job's result, ready for later computation of this thread; raises as `wait`."""
         self.wait()
-        made = self._future.result()
+        result = self._future.result()
         if self.event is not None:
             stream = torch.cuda.current_stream()
             # The allocator knows only the stream on which the job made the result.
             stream.wait_event(self.event)
-            for each in made if isinstance(made, tuple) else (made,):
-                if isinstance(each, Tensor):
-                    each.record_stream(stream)
-        return made
+            for part in result if isinstance(result, tuple) else (result,):
+                if isinstance(part, Tensor):
+                    part.record_stream(stream)
+        return result
 
 
 class DeviceCollectives:
@@ -133,12 +133,12 @@ class DeviceCollectives:
 
         def run() -> None:
             try:
-                made = job()
+                result = job()
             except Exception as error:
                 self._failure = error
                 future.set_exception(error)
             else:
-                future.set_result(made)
+                future.set_result(result)
 
         if self._blocks:
             self._jobs.put(run)
@@ -147,8 +147,8 @@ class DeviceCollectives:
         # The inputs were made on the stream of the passes.
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for each in inputs:
-                each.record_stream(stream)
+            for tensor in inputs:
+                tensor.record_stream(stream)
             run()
             pending.event = torch.cuda.Event()
             pending.event.record()
@@ -156,10 +156,10 @@ class DeviceCollectives:
 
     def gather(self, part: Tensor, what: str) -> Tensor:
         """Gather the parts of all ranks, [ranks, ...]. Call only from a job."""
-        whole = part.new_empty((len(self._ranks), *part.shape))
-        work = dist.all_gather(list(whole.unbind()), part, group=self._summed, async_op=True)
+        gathered = part.new_empty((len(self._ranks), *part.shape))
+        work = dist.all_gather(list(gathered.unbind()), part, group=self._summed, async_op=True)
         self._wait(work, what)
-        return whole
+        return gathered
 
     def sum_to(self, device: int, part: Tensor, what: str) -> Tensor:
         """Reduce (sum) the parts to the pipeline rank `device`, in place. Call only from a job.
@@ -215,8 +215,8 @@ class DeviceCollectives:
         try:
             yield
         except RuntimeError as error:
-            late = time.monotonic() - since >= self._timeout_s
-            why = no_progress(self._timeout_s) if late else f", whose connection failed: {error}"
+            is_late = time.monotonic() - since >= self._timeout_s
+            why = no_progress(self._timeout_s) if is_late else f", whose connection failed: {error}"
             raise RuntimeError(text + why) from error
         finally:
             del self._waits[thread]

@@ -121,22 +121,25 @@ class Watch:
 
     def _ask(self) -> None:
         self.name_device()
-        before: tuple[int, list[str]] | None = None
+        last_state: tuple[int, list[str]] | None = None
         moved_s = time.monotonic()
         while not self._ended.wait(self._period_s):
             # `_guard` reads this: a query that the driver never answers has a start and no end.
             self._asks_since = time.monotonic()
-            waiting = self._find_waiting()
+            waiting_texts = self._find_waiting()
             self._asks_since = None
-            self._waiting = waiting
-            if self._is_closed and not waiting:
+            self._waiting = waiting_texts
+            if self._is_closed and not waiting_texts:
                 break
-            now = self._added, waiting  # two steps have the same texts, but different numbers
+            state = (
+                self._added,
+                waiting_texts,
+            )  # two steps have the same texts, but different numbers
             # The clock restarts whenever the list of pending messages changes.
-            if not waiting or now != before:
-                before, moved_s = now, time.monotonic()
+            if not waiting_texts or state != last_state:
+                last_state, moved_s = state, time.monotonic()
             elif time.monotonic() - moved_s > self.timeout_s:
-                self._end(waiting[0] + no_progress(self.timeout_s))
+                self._end(waiting_texts[0] + no_progress(self.timeout_s))
         self._ended.set()
         atexit.unregister(self._end_threads)
 
@@ -313,9 +316,9 @@ def _is_free() -> bool:
     """Check that this is the main thread and that SIGTERM and the wakeup pipe are unused."""
     if threading.current_thread() is not threading.main_thread():
         return False
-    other = signal.set_wakeup_fd(-1)
-    if other != -1:
-        signal.set_wakeup_fd(other)
+    other_fd = signal.set_wakeup_fd(-1)
+    if other_fd != -1:
+        signal.set_wakeup_fd(other_fd)
         return False
     return signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
@@ -381,8 +384,8 @@ def publishing_cause(follows: type[Exception]) -> Iterator[None]:
 
 def publish_cause_at_exit(follows: type[Exception]) -> None:
     """Report exceptions that end this process before its usual traceback. Installed once."""
-    before = sys.excepthook
-    if getattr(before, "publishes_cause", False):
+    former_hook = sys.excepthook
+    if getattr(former_hook, "publishes_cause", False):
         return
 
     def say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -393,7 +396,7 @@ def publish_cause_at_exit(follows: type[Exception]) -> None:
             and dist.is_initialized()
         ):
             publish_cause(error)
-        before(kind, error, trace)
+        former_hook(kind, error, trace)
 
     say.publishes_cause = True  # type: ignore[attr-defined]
     sys.excepthook = say

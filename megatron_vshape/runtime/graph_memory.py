@@ -19,8 +19,10 @@ class Segments:
         `is_wanted` receives an entry of `torch.cuda.memory_snapshot`: `stream` is the stream's
         number, and `segment_pool_id` is (0, 0) for memory outside CUDA graphs.
         """
-        found = [] if is_wanted is None else filter(is_wanted, torch.cuda.memory_snapshot())
-        ranges = sorted((each["address"], each["address"] + each["total_size"]) for each in found)
+        segments = [] if is_wanted is None else filter(is_wanted, torch.cuda.memory_snapshot())
+        ranges = sorted(
+            (segment["address"], segment["address"] + segment["total_size"]) for segment in segments
+        )
         self._starts = [start for start, _ in ranges]
         self._ends = [end for _, end in ranges]
 
@@ -31,8 +33,8 @@ class Segments:
     def __contains__(self, address: int) -> bool:
         """Return whether the address is in a selected segment."""
         # The last segment that starts at or before the address; segments do not overlap.
-        at = bisect_right(self._starts, address) - 1
-        return at >= 0 and address < self._ends[at]
+        index = bisect_right(self._starts, address) - 1
+        return index >= 0 and address < self._ends[index]
 
 
 class GraphMemory:
@@ -49,7 +51,7 @@ class GraphMemory:
 
     def look(self) -> None:
         """Read the graphs' memory from the allocator, after capture."""
-        self._segments = Segments(lambda each: tuple(each["segment_pool_id"]) != (0, 0))
+        self._segments = Segments(lambda segment: tuple(segment["segment_pool_id"]) != (0, 0))
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether the tensor's data is in graph memory."""
@@ -64,6 +66,6 @@ class GraphMemory:
         if not self._segments:
             return value
         if isinstance(value, list | tuple):
-            return [self.kept(each) for each in value]
+            return [self.kept(part) for part in value]
         # On the current stream, so before any later replay there overwrites the original.
         return value.clone() if isinstance(value, Tensor) and self.holds(value) else value

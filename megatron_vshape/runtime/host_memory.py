@@ -123,15 +123,15 @@ class HostMemory:
 
     def _grow(self, count: int) -> bool:
         """Allocate `count` more blocks; return False if there is not enough memory."""
-        wanted = count * self._block_bytes
-        left = free_host_bytes(self._ranks)
+        wanted_bytes = count * self._block_bytes
+        free_bytes = free_host_bytes(self._ranks)
         try:
-            if self.nbytes + wanted > self._most_bytes:
+            if self.nbytes + wanted_bytes > self._most_bytes:
                 raise MemoryError(f"the limit is {self._most_bytes / 2**20:,.0f} MiB")
-            if left is not None and wanted > left:
-                raise MemoryError(f"{left / 2**20:,.0f} MiB of this rank's share are free")
+            if free_bytes is not None and wanted_bytes > free_bytes:
+                raise MemoryError(f"{free_bytes / 2**20:,.0f} MiB of this rank's share are free")
             pinned = self._device.type == "cuda"
-            made = [
+            new_blocks = [
                 torch.empty(self._block_bytes, dtype=torch.uint8, pin_memory=pinned)
                 for _ in range(count)
             ]
@@ -143,14 +143,14 @@ class HostMemory:
                     "the rest stays in GPU memory",
                     f"{self.nbytes / 2**20:,.0f}",
                     os.environ.get("RANK", "0"),
-                    f"{wanted / 2**20:,.0f}",
+                    f"{wanted_bytes / 2**20:,.0f}",
                     str(error).partition("\n")[0],
                 )
             return False
         start = Moment(None)
         # To the left, where `take` starts: no copy reads a new block, so its user need not wait.
-        self._free.extendleft((block, start) for block in made)
-        self.nbytes += wanted
+        self._free.extendleft((block, start) for block in new_blocks)
+        self.nbytes += wanted_bytes
         return True
 
 
@@ -159,19 +159,21 @@ def free_host_bytes(ranks: int | None = None) -> int | None:
 
     If `ranks` is None, the number of ranks is read from the launcher.
     """
-    found = list(_free_by_source())
+    free_by_source = list(_free_by_source())
     # All ranks of the host allocate at about the same time.
     share = (1 - KEPT_FREE) / (ranks or ranks_in_environment() or 1)
-    return int(share * min(found)) if found else None
+    return int(share * min(free_by_source)) if free_by_source else None
 
 
 def _free_by_source() -> Iterator[int]:
     """Yield the free memory according to the system and to the container."""
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        line = next(each for each in lines if each.startswith("MemAvailable:"))
+        line = next(line for line in lines if line.startswith("MemAvailable:"))
         yield 1024 * int(line.split()[1])
     with suppress(OSError, ValueError):
         group = Path("/sys/fs/cgroup")
-        most, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
-        yield max(0, int(most) - int(used))  # int("max") fails: no limit
+        max_bytes, used_bytes = (
+            (group / f"memory.{name}").read_text() for name in ("max", "current")
+        )
+        yield max(0, int(max_bytes) - int(used_bytes))  # int("max") fails: no limit

@@ -37,15 +37,15 @@ def ranks_of_this_host() -> int:
 
 
 def _by_launcher(environ: Mapping[str, str]) -> int | None:
-    found = (environ.get(name, "") for name in _LAUNCHERS)
-    return next((int(each) for each in found if each.isdecimal() and int(each)), None)
+    values = (environ.get(name, "") for name in _LAUNCHERS)
+    return next((int(value) for value in values if value.isdecimal() and int(value)), None)
 
 
 def _by_slurm(environ: Mapping[str, str]) -> int | None:
     text = next(filter(None, map(environ.get, _SLURM)), "")
-    found = [_REPEATED.fullmatch(each) for each in text.split(",")]
-    counts = [int(each[1]) for each in found if each for _ in range(int(each[2] or 1))]
-    if None in found or not any(counts):
+    matches = [_REPEATED.fullmatch(match) for match in text.split(",")]
+    counts = [int(match[1]) for match in matches if match for _ in range(int(match[2] or 1))]
+    if None in matches or not any(counts):
         return None
     node = environ.get("SLURM_NODEID", "")
     # The maximum is the safe number for a division of the host's resources.

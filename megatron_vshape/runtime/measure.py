@@ -59,17 +59,17 @@ class PassTimer:
     def ends(self, *works: Pass) -> None:
         """Record the end."""
         end = self._clock.stamp()
-        for at in self._open[get_ident()]:
-            self._ends[at] = end
+        for slot_index in self._open[get_ident()]:
+            self._ends[slot_index] = end
 
     def busy_and_whole(self) -> tuple[float, float]:
         """Return the processor's busy time and the time from creation to the last end, in us."""
         slots = self.slots()
         # The two passes of an F&B pair have the same times; count them once.
-        own = {slot[1:] for slot in slots if slot.work.kind.resource == PROCESSOR}
-        busy = sum(end - start for start, end in own)
-        (made,) = self._clock.read([self._made])
-        return busy, max(slot.end for slot in slots) - made if slots else 0.0
+        processor_slots = {slot[1:] for slot in slots if slot.work.kind.resource == PROCESSOR}
+        busy = sum(end - start for start, end in processor_slots)
+        (start_us,) = self._clock.read([self._made])
+        return busy, max(slot.end for slot in slots) - start_us if slots else 0.0
 
     def slots(self) -> list[Slot]:
         """Return every pass with its times, in us on this process's clock; synchronizes the GPU."""
@@ -147,18 +147,20 @@ def slowdowns(
 
     Overlapped F&B passes and passes without a usual time do not count.
     """
-    found = []
-    for each in timelines:
-        took, due = [[0.0] * each.schedule.num_devices for _ in range(2)]
-        times = times_in([each])
+    factors = []
+    for timeline in timelines:
+        actual_us, expected_us = [[0.0] * timeline.schedule.num_devices for _ in range(2)]
+        times = times_in([timeline])
         # A pass that each device has (`of`) may include waits for other devices in its collective.
         for key, values in times.items():
             if key in usual and not key[0].of:
-                device = each.schedule.placement[key[1]]
-                took[device] += sum(values)
-                due[device] += usual[key] * len(values)
-        found.append(tuple(a / b if b else 1.0 for a, b in zip(took, due, strict=True)))
-    return found
+                device = timeline.schedule.placement[key[1]]
+                actual_us[device] += sum(values)
+                expected_us[device] += usual[key] * len(values)
+        factors.append(
+            tuple(a / b if b else 1.0 for a, b in zip(actual_us, expected_us, strict=True))
+        )
+    return factors
 
 
 def undisturbed(
@@ -170,8 +172,8 @@ def undisturbed(
     `DISTURBED`. At least half of the steps are used.
     """
     by_step = [
-        {key: statistics.median(values) for key, values in times_in([each]).items()}
-        for each in timelines
+        {key: statistics.median(values) for key, values in times_in([timeline]).items()}
+        for timeline in timelines
     ]
     keys = set().union(*by_step)
     usual = {key: statistics.median([e[key] for e in by_step if key in e]) for key in keys}
@@ -179,12 +181,16 @@ def undisturbed(
         (max(row), row.index(max(row)), step)
         for step, row in enumerate(slowdowns(timelines, usual))
     ]
-    left_out = sorted((each for each in worst if each[0] > DISTURBED), reverse=True)
+    left_out = sorted((deviation for deviation in worst if deviation[0] > DISTURBED), reverse=True)
     # Bad measurements are better than none, so at most half of the steps are dropped.
     del left_out[len(timelines) // 2 :]
     numbers = {step for _, _, step in left_out}
-    kept = [each for step, each in enumerate(timelines) if step not in numbers]
-    return kept, sorted((step, device, factor) for factor, device, step in left_out)
+    undisturbed_timelines = [
+        timeline for step, timeline in enumerate(timelines) if step not in numbers
+    ]
+    return undisturbed_timelines, sorted(
+        (step, device, factor) for factor, device, step in left_out
+    )
 
 
 def measured_costs(
@@ -209,13 +215,13 @@ def measured_costs(
             pairs = itertools.pairwise(
                 slot for slot in timeline.slots(device) if slot.work.kind.resource == PROCESSOR
             )
-            gaps += [each.start - before.end for before, each in pairs if each.work.kind is Kind.W]
+            gaps += [slot.start - before.end for before, slot in pairs if slot.work.kind is Kind.W]
     # Medians, because single passes may be disturbed.
     middle = {key: statistics.median(values) for key, values in times.items()}
     # Pass types that ran only in F&B pairs have no separate time.
     middle |= {
-        (kind, at): statistics.median(alone)
-        for kind, at in {key for each in timelines for key in _in_overlapped_pairs(each)}
+        (kind, stage): statistics.median(alone)
+        for kind, stage in {key for slot in timelines for key in _in_overlapped_pairs(slot)}
         - set(middle)
         if (alone := [us for key, us in middle.items() if key[0] is kind])
     }
@@ -223,8 +229,13 @@ def measured_costs(
     share = _share_of_b(middle)
     costs = costs_from_pieces(
         [
-            Piece(middle[Kind.F, at], *_divide(middle, at, share), *held[at], _saved(middle, at))
-            for at in stages
+            Piece(
+                middle[Kind.F, stage],
+                *_divide(middle, stage, share),
+                *held[stage],
+                _saved(middle, stage),
+            )
+            for stage in stages
         ],
         send_us,
         host_us=max(0.0, statistics.median(gaps)) if gaps else 0.0,
@@ -246,12 +257,14 @@ def _shared_times(
     This is the median over a rank's passes, and the mean over ranks for stages of other ranks. A
     collective starts at this rank's part, so its minimum has the shortest wait for other ranks.
     """
-    for kind in (each for each in KINDS if each.of):
+    for kind in (listed_kind for listed_kind in KINDS if listed_kind.of):
         middle = statistics.median if kind.resource == PROCESSOR else min
-        known = {at: middle(times[kind, at]) for at in stages if (kind, at) in times}
-        if known:
-            mean = statistics.fmean(known.values())
-            yield kind.time, tuple(known.get(at, mean) for at in stages)
+        times_by_stage = {
+            stage: middle(times[kind, stage]) for stage in stages if (kind, stage) in times
+        }
+        if times_by_stage:
+            mean = statistics.fmean(times_by_stage.values())
+            yield kind.time, tuple(times_by_stage.get(stage, mean) for stage in stages)
 
 
 def _share_of_b(middle: Mapping[tuple[Kind, int], float]) -> float:
@@ -273,8 +286,8 @@ def _saved(middle: Mapping[tuple[Kind, int], float], stage: int) -> float:
     """
     if not all((kind, stage) in middle for kind in (Kind.B, Kind.W, Kind.BW)):
         return 0.0
-    both = middle[Kind.B, stage] + middle[Kind.W, stage]
-    return max(both - middle[Kind.BW, stage], 0.0)
+    sum_us = middle[Kind.B, stage] + middle[Kind.W, stage]
+    return max(sum_us - middle[Kind.BW, stage], 0.0)
 
 
 def _divide(
@@ -282,8 +295,8 @@ def _divide(
 ) -> tuple[float, float]:
     if (Kind.B, stage) in middle and (Kind.W, stage) in middle:
         return middle[Kind.B, stage], middle[Kind.W, stage]
-    whole = middle[Kind.BW, stage]
-    return whole * share, whole * (1 - share)
+    full_us = middle[Kind.BW, stage]
+    return full_us * share, full_us * (1 - share)
 
 
 def measure_send_us(
@@ -295,24 +308,24 @@ def measure_send_us(
     back, one pair after the other; the time is half of a round trip. All ranks of the pipeline must
     call this together, between steps.
     """
-    found: list[float] = []
+    durations_us: list[float] = []
     for there, back in _round_trips(program):
         if device == there.source:
-            for at in range(rounds):
+            for round_index in range(rounds):
                 start = time.perf_counter()
                 mail.send(there, tensor)
                 mail.post(back)  # after the send: a variable-length receive blocks here
                 mail.wait(back)
                 if tensor.is_cuda:
                     torch.cuda.synchronize()
-                if at:  # the first round has cold caches
-                    found.append((time.perf_counter() - start) * US / 2)
+                if round_index:  # the first round has cold caches
+                    durations_us.append((time.perf_counter() - start) * US / 2)
         elif device == there.target:
             for _ in range(rounds):
                 mail.post(there)
                 mail.send(back, mail.wait(there))
     mail.drain()
-    return statistics.median(found) if found else None
+    return statistics.median(durations_us) if durations_us else None
 
 
 def clocks_ahead_us(
@@ -332,16 +345,16 @@ def clocks_ahead_us(
     """
     stamps: dict[tuple[int, int], list[float]] = {}
     for there, back in _round_trips(program):
-        own = stamps[there.source, there.target] = []
+        trip_stamps = stamps[there.source, there.target] = []
         for _ in range(rounds):
             if device == there.source:
-                own.append(time.perf_counter() * US)
+                trip_stamps.append(time.perf_counter() * US)
                 mail.send(there, tensor)
                 mail.post(back)
-                own.append(_arrived_us(mail.wait(back)))
+                trip_stamps.append(_arrived_us(mail.wait(back)))
             elif device == there.target:
                 mail.post(there)
-                own.append(_arrived_us(mail.wait(there)))
+                trip_stamps.append(_arrived_us(mail.wait(there)))
                 mail.send(back, tensor)
     mail.drain()
     everyones: list[dict[tuple[int, int], list[float]]] = [{}] * group.size()
@@ -369,9 +382,9 @@ def _ahead_of_first(everyones: Sequence[Mapping[tuple[int, int], list[float]]]) 
             strict=True,
         )
         # The fastest trip waited least, so its middle is the most accurate.
-        begun, met, ended = min(trips, key=lambda trip: trip[2] - trip[0])
+        start_us, arrival_us, end_us = min(trips, key=lambda trip: trip[2] - trip[0])
         # If both directions take equally long, the message arrives halfway.
-        apart[source, target] = met - (begun + ended) / 2
+        apart[source, target] = arrival_us - (start_us + end_us) / 2
     ahead = {0: 0.0}
     for _ in everyones:  # each round reaches at least one more rank
         for (source, target), by in apart.items():
@@ -386,9 +399,9 @@ def _round_trips(program: Program) -> list[tuple[Message, Message]]:
     """Return a message in each direction for every pair of ranks that has both."""
     messages: dict[tuple[int, int], Message] = {}
     for row in program.instructions:
-        for each in row:
-            if isinstance(each, Send):
-                message = each.message
+        for instruction in row:
+            if isinstance(instruction, Send):
+                message = instruction.message
                 messages.setdefault((message.source, message.target), message)
     return [
         (message, messages[target, source])
@@ -397,8 +410,8 @@ def _round_trips(program: Program) -> list[tuple[Message, Message]]:
     ]
 
 
-def gather_slots(own: Sequence[Slot], group: "dist.ProcessGroup") -> list[list[Slot]]:
+def gather_slots(local_slots: Sequence[Slot], group: "dist.ProcessGroup") -> list[list[Slot]]:
     """Gather the slots of every pipeline rank, on all ranks; collective over `group`."""
     rows: list[list[Slot]] = [[]] * group.size()
-    dist.all_gather_object(rows, list(own), group=group)
+    dist.all_gather_object(rows, list(local_slots), group=group)
     return rows

@@ -45,14 +45,16 @@ def pair_options(
     Settings that the user has given the group `like` are copied. Otherwise the communicator uses
     few thread blocks and a high-priority stream, so that messages do not queue behind computation.
     """
-    theirs = None if like is None else _group_options(like)
-    own = {} if theirs is None else _set_fields(theirs.config)
-    is_high = True if theirs is None or not own else theirs.is_high_priority_stream
+    group_options = None if like is None else _group_options(like)
+    set_fields = {} if group_options is None else _set_fields(group_options.config)
+    is_high = (
+        True if group_options is None or not set_fields else group_options.is_high_priority_stream
+    )
     options = dist.ProcessGroupNCCL.Options(is_high)
     # Copy field by field: a copied config would share the name's memory, which NCCL frees with
     # each communicator.
-    most = THREAD_BLOCKS_IN_NODE if _are_of_one_node(ranks) else THREAD_BLOCKS
-    for name, value in (own or {"max_ctas": most}).items():
+    max_blocks = THREAD_BLOCKS_IN_NODE if _are_of_one_node(ranks) else THREAD_BLOCKS
+    for name, value in (set_fields or {"max_ctas": max_blocks}).items():
         setattr(options.config, name, value)
     options._timeout = timeout
     if hasattr(options, "lazy_init"):
@@ -73,7 +75,7 @@ def _group_options(group: dist.ProcessGroup) -> Any:
 
 def _set_fields(config: Any) -> dict[str, int | str]:
     """Return the user's settings of a communicator, without the defaults."""
-    names = [each for each in dir(config) if not each.startswith("_") and each not in _TORCHS]
+    names = [name for name in dir(config) if not name.startswith("_") and name not in _TORCHS]
     values = {name: getattr(config, name) for name in names}
     return {
         name: value

@@ -124,7 +124,7 @@ class Offload:
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Exclude these tensors (parameters, gradients, buffers) as long as they live."""
-        self._kept = frozenset(each.untyped_storage()._cdata for each in tensors)
+        self._kept = frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
 
     def has_learned(self, stages: Collection[int]) -> bool:
         """Return whether the shared storages of all these stages are known."""
@@ -143,13 +143,15 @@ class Offload:
             return
         storage: int = output.untyped_storage()._cdata
         learns = self._walks.get(stage, 0) < WALKS
-        others = frozenset(each.untyped_storage()._cdata for each in shared)
-        waiting = _Activations(output.grad_fn, storage, Moment.of(self._device), learns, others)
-        self._waiting[stage, microbatch] = waiting
+        excluded = frozenset(tensor.untyped_storage()._cdata for tensor in shared)
+        activations = _Activations(
+            output.grad_fn, storage, Moment.of(self._device), learns, excluded
+        )
+        self._waiting[stage, microbatch] = activations
         if learns:
-            self._learn(stage, waiting, output.grad_fn)
+            self._learn(stage, activations, output.grad_fn)
             # The last learning microbatch may be offloaded: it has been compared with all others.
-            waiting.stays = self._walks[stage] < WALKS
+            activations.stays = self._walks[stage] < WALKS
 
     def prepare(self, copy: Pass) -> None:
         """Prepare D or H in the thread of the program, at the position of the pass.
@@ -173,50 +175,50 @@ class Offload:
 
     def copy_out(self, stage: int, microbatch: int) -> None:
         """Run D: copy the activations to host memory, on the stream of this thread."""
-        waiting = self._find(COPY_OUT, stage, microbatch, _At.MADE)
-        self._choose(stage, waiting)
+        activations = self._find(COPY_OUT, stage, microbatch, _At.MADE)
+        self._choose(stage, activations)
         # This runs on the copy stream: F must have written the data, and earlier copies back must
         # have read the host blocks.
-        for each in (waiting.made, *waiting.free):
-            each.wait()
-        for part, place in self._parts(waiting):
-            place.copy_(part, non_blocking=True)
-        waiting.moment = Moment.of(self._device)
-        waiting.at = _At.COPIED
+        for moment in (activations.made, *activations.free):
+            moment.wait()
+        for part, host_part in self._parts(activations):
+            host_part.copy_(part, non_blocking=True)
+        activations.moment = Moment.of(self._device)
+        activations.at = _At.COPIED
 
     def release(self, stage: int, microbatch: int) -> None:
         """Run L: empty the copied storages."""
-        waiting = self._find(RELEASE, stage, microbatch, _At.COPIED)
+        activations = self._find(RELEASE, stage, microbatch, _At.COPIED)
         # On the compute stream: memory that `resize_` frees may be reused by its next kernel.
-        waiting.moment.wait()
-        for storage, _ in waiting.storages:
+        activations.moment.wait()
+        for storage, _ in activations.storages:
             storage.resize_(0)
-        waiting.at = _At.RELEASED
+        activations.at = _At.RELEASED
 
     def make_room(self, stage: int, microbatch: int) -> None:
         """Run R: allocate the emptied storages at their old size."""
-        waiting = self._find(RELOAD, stage, microbatch, _At.RELEASED)
-        for storage, size in waiting.storages:
+        activations = self._find(RELOAD, stage, microbatch, _At.RELEASED)
+        for storage, size in activations.storages:
             storage.resize_(size)
-        waiting.moment = Moment.of(self._device)
-        waiting.at = _At.MADE_ROOM
+        activations.moment = Moment.of(self._device)
+        activations.at = _At.MADE_ROOM
 
     def copy_back(self, stage: int, microbatch: int) -> None:
         """Run H: fill the storages again, on the stream of this thread."""
         blocks: list[Tensor] = []
         try:
-            waiting = self._find(COPY_BACK, stage, microbatch, _At.MADE_ROOM)
+            activations = self._find(COPY_BACK, stage, microbatch, _At.MADE_ROOM)
             # On the copy stream: the new memory may still be in use by compute kernels before R.
-            waiting.moment.wait()
-            for part, place in self._parts(waiting):
-                part.copy_(place, non_blocking=True)
-            waiting.moment = Moment.of(self._device)
-            blocks, waiting.blocks = waiting.blocks, []
-            waiting.at = _At.BACK
+            activations.moment.wait()
+            for part, host_part in self._parts(activations):
+                part.copy_(host_part, non_blocking=True)
+            activations.moment = Moment.of(self._device)
+            blocks, activations.blocks = activations.blocks, []
+            activations.at = _At.BACK
         finally:  # a thread in HostMemory.take may wait for this
             # Also after a failure and without blocks, because `expect_back` has announced one
             # return.
-            self.host.give_back(blocks, waiting.moment if blocks else Moment(None))
+            self.host.give_back(blocks, activations.moment if blocks else Moment(None))
 
     def begins_backward(self, work: Pass) -> None:
         """Make the stream wait for the activations that B or BW reads.
@@ -226,19 +228,19 @@ class Offload:
         Raises:
             OffloadError: the activations are not on the device.
         """
-        waiting = self._waiting.pop(work[1:], None)
-        if waiting is None:
+        activations = self._waiting.pop(work[1:], None)
+        if activations is None:
             return
-        if waiting.at not in (_At.MADE, _At.BACK):
-            self._waiting[work[1:]] = waiting
-            raise OffloadError(_where(work, waiting.at))
-        waiting.moment.wait()
+        if activations.at not in (_At.MADE, _At.BACK):
+            self._waiting[work[1:]] = activations
+            raise OffloadError(_where(work, activations.at))
+        activations.moment.wait()
 
     def begins_weights(self, work: Pass) -> None:
         """Check that the activations of W are on the device: B ran, so none may be offloaded."""
-        waiting = self._waiting.get(work[1:])
-        if waiting is not None:
-            raise OffloadError(_where(work, waiting.at))
+        activations = self._waiting.get(work[1:])
+        if activations is not None:
+            raise OffloadError(_where(work, activations.at))
 
     def forget(self) -> None:
         """Forget the offloaded activations, after a step that failed or was rolled back."""
@@ -249,63 +251,67 @@ class Offload:
         self.forget()
         self.host.clear()
 
-    def _choose(self, stage: int, waiting: _Activations) -> None:
+    def _choose(self, stage: int, activations: _Activations) -> None:
         """Choose the storages to offload and allocate host memory for them, once per microbatch."""
-        root, waiting.root = waiting.root, None
-        if waiting.stays or root is None:
+        root, activations.root = activations.root, None
+        if activations.stays or root is None:
             return
-        chosen = self._chosen(stage, root, waiting)
-        taken = self.host.take(sum(size for _, size in chosen)) if chosen else None
+        chosen = self._chosen(stage, root, activations)
+        host_blocks = self.host.take(sum(size for _, size in chosen)) if chosen else None
         # Without host memory, the activations stay on the device, and D to H do nothing.
-        if taken is not None:
-            waiting.storages = chosen
-            waiting.blocks = [block for block, _ in taken]
-            waiting.free = [moment for _, moment in taken]
+        if host_blocks is not None:
+            activations.storages = chosen
+            activations.blocks = [block for block, _ in host_blocks]
+            activations.free = [moment for _, moment in host_blocks]
 
-    def _find(self, kind: Kind, stage: int, microbatch: int, wanted: _At) -> _Activations:
-        waiting = self._waiting.get((stage, microbatch))
-        if waiting is None or waiting.at is not wanted:
-            at = "gone, or not made yet" if waiting is None else waiting.at.value
-            raise OffloadError(_where(Pass(kind, stage, microbatch), at))
-        return waiting
+    def _find(self, kind: Kind, stage: int, microbatch: int, expected_place: _At) -> _Activations:
+        activations = self._waiting.get((stage, microbatch))
+        if activations is None or activations.at is not expected_place:
+            place = "gone, or not made yet" if activations is None else activations.at.value
+            raise OffloadError(_where(Pass(kind, stage, microbatch), place))
+        return activations
 
-    def _learn(self, stage: int, waiting: _Activations, root: Node) -> None:
+    def _learn(self, stage: int, activations: _Activations, root: Node) -> None:
         """Find shared storages by comparison with other live microbatches.
 
         This also finds storages of other streams; they have the same names in every microbatch.
         """
         walk = stage, self._walks.get(stage, 0)
         self._walks[stage] = walk[1] + 1
-        self._seen = {key: seen for key, seen in self._seen.items() if not seen[0].expired()}
-        others = _memory_of_other_streams()
-        for name, storage in self._saved(root, waiting):
-            if storage.data_ptr() in others:
+        self._seen = {
+            key: sighting for key, sighting in self._seen.items() if not sighting[0].expired()
+        }
+        graph_memory = _memory_of_other_streams()
+        for name, storage in self._saved(root, activations):
+            if storage.data_ptr() in graph_memory:
                 self._stays.add((stage, name))
-            _, other, known_as = self._seen.setdefault(
+            _, last_walk, known_as = self._seen.setdefault(
                 storage._cdata, (StorageWeakRef(storage), walk, name)
             )
             # Two microbatches save it: exclude it under both names, the new and the first one.
-            if other != walk:
-                self._stays.update({(stage, name), (other[0], known_as)})
-        self._bytes[stage] = sum(size for _, size in self._chosen(stage, root, waiting))
+            if last_walk != walk:
+                self._stays.update({(stage, name), (last_walk[0], known_as)})
+        self._bytes[stage] = sum(size for _, size in self._chosen(stage, root, activations))
 
     def _chosen(
-        self, stage: int, root: Node, waiting: _Activations
+        self, stage: int, root: Node, activations: _Activations
     ) -> list[tuple[UntypedStorage, int]]:
         """Return the storages to offload with their bytes, in the order in which F saved them."""
         names: dict[int, tuple[UntypedStorage, list[_Name]]] = {}
-        for name, storage in self._saved(root, waiting):
+        for name, storage in self._saved(root, activations):
             names.setdefault(storage._cdata, (storage, []))[1].append(name)
-        own = [
+        candidates = [
             (storage, storage.nbytes())
             for storage, known_as in names.values()
             if not any((stage, name) in self._stays for name in known_as)
         ]
         # Small storages are not worth the overhead of a copy.
-        least = SMALL * max((size for _, size in own), default=0)
-        return [(storage, size) for storage, size in own if size >= least]
+        min_size = SMALL * max((size for _, size in candidates), default=0)
+        return [(storage, size) for storage, size in candidates if size >= min_size]
 
-    def _saved(self, root: Node, waiting: _Activations) -> Iterator[tuple[_Name, UntypedStorage]]:
+    def _saved(
+        self, root: Node, activations: _Activations
+    ) -> Iterator[tuple[_Name, UntypedStorage]]:
         """Yield the storages that a graph saves and that can be emptied, in the order of F."""
         numbers: dict[str, int] = {}
         # Autograd numbers nodes in the order of F, the same in every microbatch of a stage; the
@@ -321,24 +327,24 @@ class Offload:
                     continue
                 storage = tensor.untyped_storage()
                 key = storage._cdata
-                if key == waiting.output or key in self._kept or key in waiting.shared:
+                if key == activations.output or key in self._kept or key in activations.shared:
                     continue
                 if storage.nbytes() and storage.resizable():
                     yield _Name(kind, numbers[kind], attribute, places[attribute]), storage
 
-    def _parts(self, waiting: _Activations) -> Iterator[tuple[Tensor, Tensor]]:
+    def _parts(self, activations: _Activations) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield pairs of storage part and block part: storages fill blocks consecutively."""
-        blocks = iter(waiting.blocks)
-        left = torch.empty(0, dtype=torch.uint8)
-        for storage, _ in waiting.storages:
+        blocks = iter(activations.blocks)
+        host_part = torch.empty(0, dtype=torch.uint8)
+        for storage, _ in activations.storages:
             # A new tensor on the storage, so that no existing tensor's version counter changes.
-            rest = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
-            while rest.numel():
-                if not left.numel():
-                    left = next(blocks)
-                size = min(rest.numel(), left.numel())
-                yield rest[:size], left[:size]
-                rest, left = rest[size:], left[size:]
+            device_part = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+            while device_part.numel():
+                if not host_part.numel():
+                    host_part = next(blocks)
+                size = min(device_part.numel(), host_part.numel())
+                yield device_part[:size], host_part[:size]
+                device_part, host_part = device_part[size:], host_part[size:]
 
 
 def _memory_of_other_streams() -> Segments:
@@ -346,12 +352,13 @@ def _memory_of_other_streams() -> Segments:
     if not torch.cuda.is_initialized():
         return Segments()
     # This runs in F's thread, so the current stream is that of the passes.
-    own = torch.cuda.current_stream().cuda_stream
-    return Segments(lambda each: each["stream"] != own)
+    current_stream = torch.cuda.current_stream().cuda_stream
+    return Segments(lambda segment: segment["stream"] != current_stream)
 
 
-def _where(work: Pass, at: str) -> str:
+def _where(work: Pass, place: str) -> str:
     return (
-        f"{work}: the activations of stage {work.stage} for microbatch {work.microbatch} are {at}; "
+        f"{work}: the activations of stage {work.stage} for microbatch {work.microbatch} are "
+        f"{place}; "
         "F, D, L, R, H and B of a microbatch run in this order, each of them once"
     )

@@ -148,10 +148,10 @@ class Transport:
             )
         # From all ranks' rows, not only this rank's: group creation is collective over the world.
         used = {
-            Edge.of(each.message)
+            Edge.of(instruction.message)
             for row in program.instructions
-            for each in row
-            if isinstance(each, Send)
+            for instruction in row
+            if isinstance(instruction, Send)
         }
         # Sorted, because a set has another order in each process.
         fresh = sorted(used - self._lanes.keys())
@@ -194,9 +194,9 @@ class Transport:
         if self._waits_block or not self._channels:
             return None
         name = nccl.class_of(next(iter(self._channels.values()))[0])
-        known = "" if name in nccl.CLASSES else ", which this package has not been tried with"
+        tried_text = "" if name in nccl.CLASSES else ", which this package has not been tried with"
         return (
-            f"messages by torch {torch.__version__}'s {name}{known}: {len(self._channels)} "
+            f"messages by torch {torch.__version__}'s {name}{tried_text}: {len(self._channels)} "
             f"communicators of pairs on rank {self._rank}, for which it took "
             f"{self._took_bytes / GIB:.3f} GiB of the device"
         )
@@ -325,14 +325,14 @@ class Transport:
 
     def _under_way(self) -> list[str]:
         """Format the sends and receives that have not completed. Thread-safe."""
-        sent = [self._describe_send(message) for message in self._sends.left()]
+        sends = [self._describe_send(message) for message in self._sends.left()]
         posted = [
             self._describe_receive(message)
             for message, (work, _) in self._posted.copy().items()
             if not work.is_completed()
         ]
         collectives = [] if self.collectives is None else self.collectives.describe_waits()
-        return [*self._connecting, *collectives, *sent, *posted]
+        return [*self._connecting, *collectives, *sends, *posted]
 
     def _begin_watch(self) -> Watch:
         name_device = (
@@ -363,20 +363,22 @@ class Transport:
 
     def _make_pipelines_group(self, description: str) -> Any:
         """Create a group of all ranks of every pipeline, and return the one of this rank."""
-        made = [self._make_group(ranks, f"{description}, {ranks}") for ranks in self._pipelines]
-        return made[self._pipelines.index(self._ranks)]
+        groups = [self._make_group(ranks, f"{description}, {ranks}") for ranks in self._pipelines]
+        return groups[self._pipelines.index(self._ranks)]
 
     def _make_groups_of(self, edge: Edge) -> None:
         """Create the group of an edge in every pipeline, and store the one of this rank."""
         (kind, chunk, upward), source, target = edge
         content = "activations" if kind is Kind.F else "gradients"
-        way = "up" if upward else "down"
+        direction = "up" if upward else "down"
         # Groups of other pipelines too: `new_group` is collective over the world.
         for ranks in self._pipelines:
             pair = [ranks[source], ranks[target]]
-            made = self._make_group(pair, f"pipeline {content} of chunk {chunk}, {way}, {pair}")
+            group = self._make_group(
+                pair, f"pipeline {content} of chunk {chunk}, {direction}, {pair}"
+            )
             if ranks == self._ranks and self._rank in pair:
-                self._channels[edge] = made, pair[1] if self._rank == pair[0] else pair[0]
+                self._channels[edge] = group, pair[1] if self._rank == pair[0] else pair[0]
 
     def _by_lane(self, edges: Iterable[Edge]) -> list[Edge]:
         """Sort edges so that all pairs of a lane connect at the same time."""
@@ -448,8 +450,8 @@ def _failing(
     except RuntimeError as error:
         # Timeouts and lost connections raise the same type, so the elapsed time decides.
         is_late = time.monotonic() - since >= timeout_s
-        late = no_progress(timeout_s) if is_late else None
-        why = late or f", whose connection failed: {error}{cause_of_others()}"
+        late_text = no_progress(timeout_s) if is_late else None
+        why = late_text or f", whose connection failed: {error}{cause_of_others()}"
         raise TransportError(describe(message) + why) from error
 
 
@@ -459,13 +461,14 @@ def _communicator(group: dist.ProcessGroup) -> Any:
 
 
 def _own_pipeline(pipelines: Sequence[tuple[int, ...]], rank: int) -> tuple[int, ...]:
-    own = [ranks for ranks in pipelines if rank in ranks]
-    if len(own) != 1 or len({len(ranks) for ranks in pipelines}) != 1:
+    pipelines_of_rank = [ranks for ranks in pipelines if rank in ranks]
+    if len(pipelines_of_rank) != 1 or len({len(ranks) for ranks in pipelines}) != 1:
         raise TransportError(
-            f"rank {rank} is in {len(own)} of the pipelines {list(map(list, pipelines))}; every "
+            f"rank {rank} is in {len(pipelines_of_rank)} of the pipelines "
+            f"{list(map(list, pipelines))}; every "
             "rank must be in one, and all must be equally long"
         )
-    return own[0]
+    return pipelines_of_rank[0]
 
 
 def _free_lane(edge: Edge, lanes: dict[Edge, int]) -> int:
@@ -475,12 +478,12 @@ def _free_lane(edge: Edge, lanes: dict[Edge, int]) -> int:
     rounds.
     """
     ends = {edge.source, edge.target}
-    taken = {
+    used_lanes = {
         lane
-        for other, lane in lanes.items()
-        if other.stream == edge.stream and ends & {other.source, other.target}
+        for other_edge, lane in lanes.items()
+        if other_edge.stream == edge.stream and ends & {other_edge.source, other_edge.target}
     }
-    return next(lane for lane in range(len(taken) + 1) if lane not in taken)
+    return next(lane for lane in range(len(used_lanes) + 1) if lane not in used_lanes)
 
 
 def _reader(message: Message) -> Pass:
@@ -521,22 +524,26 @@ class _PolledSends:
 
     def left(self) -> list[Message]:
         """Return the messages of incomplete sends, in the order of each channel. Thread-safe."""
-        kept = [each for queue in self._left.copy().values() for each in queue.copy()]
-        return [each.message for each in kept if not each.work.is_completed()]
+        pending_sends = [send for queue in self._left.copy().values() for send in queue.copy()]
+        return [send.message for send in pending_sends if not send.work.is_completed()]
 
-    def add(self, sent: _Sent) -> None:
-        self._left.setdefault(Edge.of(sent.message), deque()).append(sent)
+    def add(self, send: _Sent) -> None:
+        self._left.setdefault(Edge.of(send.message), deque()).append(send)
 
     def poll(self) -> None:
-        for left in self._left.values():
+        for pending_sends in self._left.values():
             # Sends of a channel complete in order, so the first incomplete one ends the search.
-            while left and left[0].work.is_completed():
-                self._wait(left.popleft())  # a failed send has completed too; this raises its error
+            while pending_sends and pending_sends[0].work.is_completed():
+                self._wait(
+                    pending_sends.popleft()
+                )  # a failed send has completed too; this raises its error
 
     def release(self, message: Message) -> None:
         queue = self._left.get(Edge.of(message), deque())
         # The last one: a variable-length message has two sends, its shape and its data.
-        last = max((at for at, sent in enumerate(queue) if sent.message == message), default=-1)
+        last = max(
+            (position for position, send in enumerate(queue) if send.message == message), default=-1
+        )
         self._let_go(queue, last + 1)  # earlier sends of the channel completed before this one
 
     def drain(self) -> None:
@@ -545,16 +552,16 @@ class _PolledSends:
             self._let_go(queue, len(queue))
 
     def _let_go(self, queue: deque[_Sent], number: int) -> None:
-        for at in range(number):
+        for position in range(number):
             # This orders the CUDA stream, the only stream that can reuse the memory. The entry
             # stays, because the watch has to see whether the send completes.
-            if queue[at].tensor is not None:
-                self._wait(queue[at])
-                queue[at] = queue[at]._replace(tensor=None)
+            if queue[position].tensor is not None:
+                self._wait(queue[position])
+                queue[position] = queue[position]._replace(tensor=None)
 
-    def _wait(self, sent: _Sent) -> None:
-        with _failing(self._describe, sent.message):
-            sent.work.wait()
+    def _wait(self, send: _Sent) -> None:
+        with _failing(self._describe, send.message):
+            send.work.wait()
 
     def close(self) -> None: ...
 
@@ -583,16 +590,16 @@ class _WaitedSends:
         with self._ended:
             return self._left.copy()
 
-    def add(self, sent: _Sent) -> None:
-        edge = Edge.of(sent.message)
+    def add(self, send: _Sent) -> None:
+        edge = Edge.of(send.message)
         queue = self._queues.get(edge)
         if queue is None:
             queue = self._queues[edge] = SimpleQueue()
-            name = f"sends to device {sent.message.target}"
+            name = f"sends to device {send.message.target}"
             self._threads.start(self._reap, queue, name=name)
         with self._ended:
-            self._left.append(sent.message)
-        queue.put(sent)
+            self._left.append(send.message)
+        queue.put(send)
 
     def release(self, message: Message) -> None: ...  # freed by the channel's thread
 
@@ -611,14 +618,14 @@ class _WaitedSends:
         self._queues.clear()
 
     def _reap(self, queue: "SimpleQueue[_Sent | None]") -> None:
-        while (sent := queue.get()) is not None:
-            failure, message = None, sent.message
+        while (send := queue.get()) is not None:
+            failure, message = None, send.message
             try:
                 with _failing(self._describe, message, self._timeout_s):
-                    sent.work.wait(timedelta(seconds=self._timeout_s))
+                    send.work.wait(timedelta(seconds=self._timeout_s))
             except TransportError as error:
                 failure = str(error)
-            sent = None  # drops the reference while the thread waits for the next send
+            send = None  # drops the reference while the thread waits for the next send
             with self._ended:
                 self._left.remove(message)
                 self._failure = self._failure or failure

@@ -259,15 +259,15 @@ class ProgramRun:
         """
         # The passes empty this list, so that only their stages keep references to the inputs: an
         # argument would stay alive until the call returns.
-        handed = [self._input_of(each, received, alone=len(works) == 1) for each in works]
+        handed = [self._input_of(work, received, alone=len(works) == 1) for work in works]
         if self._others is None:
-            made = self._run_here(works, handed)
+            results = self._run_here(works, handed)
         else:
-            made = self._others.run(works, partial(self._run_here, works, handed))
+            results = self._others.run(works, partial(self._run_here, works, handed))
         # A result that this rank reads itself needs no message.
         return {
             result_of(work): result
-            for work, result in zip(works, made, strict=True)
+            for work, result in zip(works, results, strict=True)
             if not self._local.keep(work, result)
         }
 
@@ -313,8 +313,8 @@ def run_drain(instructions: Iterable[Instruction], transport: Carrier, blank: Te
 
     Every Send carries `blank`.
     """
-    for each in instructions:
-        match each:
+    for instruction in instructions:
+        match instruction:
             case Receive(message):
                 transport.post(message)
             case Send(message):
@@ -344,12 +344,20 @@ def _call_pair(
     stages: Mapping[int, Stage], works: tuple[Pass, ...], handed: list[Tensor | None]
 ) -> list[Tensor | None]:
     """Run an F&B pair, overlapped if the stage of F supports it; return both results."""
-    work, other = works
+    work, backward_work = works
     overlapped = getattr(stages[work.stage], "forward_overlapped", None)
     if overlapped is None:
-        return [_call_stage(stages, each, handed) for each in works]
+        return [_call_stage(stages, work, handed) for work in works]
     # `pop` leaves the stage with the only reference, so that it can free the input early.
-    return [*overlapped(work.microbatch, handed.pop(0), stages[other.stage], other, handed.pop(0))]
+    return [
+        *overlapped(
+            work.microbatch,
+            handed.pop(0),
+            stages[backward_work.stage],
+            backward_work,
+            handed.pop(0),
+        )
+    ]
 
 
 def _call_stage(
@@ -376,37 +384,41 @@ class _Local:
         placement, stages = schedule.placement, range(len(schedule.placement))
         passes = [Pass(kind, stage, 0) for kind in schedule.kinds for stage in stages]
         reads = {
-            work[:2]: need[:2]
+            work[:2]: dependency[:2]
             for work in passes
-            for need in work.needs(len(placement))
+            for dependency in work.needs(len(placement))
             if not work.kind.of  # their inputs from other stages arrive by a collective
-            and need.stage != work.stage
-            and placement[need.stage] == device
+            and dependency.stage != work.stage
+            and placement[dependency.stage] == device
             if placement[work.stage] == device
         }
         # By kind and stage of the result: the unread results, by microbatch.
-        left: dict[tuple[Kind, int], dict[int, Tensor]] = {need: {} for need in reads.values()}
-        self._takes = {work: left[need] for work, need in reads.items()}
+        result_slots: dict[tuple[Kind, int], dict[int, Tensor]] = {
+            dependency: {} for dependency in reads.values()
+        }
+        self._takes = {work: result_slots[dependency] for work, dependency in reads.items()}
         results = {work[:2]: result_of(work)[:2] for work in passes}
         # A BW stores its result as that of its B, which is the pass that readers name.
-        self._keeps = {work: left[made] for work, made in results.items() if made in left}
+        self._keeps = {
+            work: result_slots[result] for work, result in results.items() if result in result_slots
+        }
 
     def keep(self, work: Pass, result: Tensor | None) -> bool:
         """Store the result if its reader is on this rank; return whether it is."""
         kind, stage, microbatch = work
-        left = self._keeps.get((kind, stage))
-        if left is None:
+        waiting_results = self._keeps.get((kind, stage))
+        if waiting_results is None:
             return False
         if result is None:
             raise RuntimeError(_no_result(work))
-        left[microbatch] = result
+        waiting_results[microbatch] = result
         return True
 
     def take(self, work: Pass) -> Tensor | None:
         """Return and remove the input of a pass; None if it was not produced on this rank."""
         kind, stage, microbatch = work
-        left = self._takes.get((kind, stage))
-        return None if left is None else left.pop(microbatch, None)
+        waiting_results = self._takes.get((kind, stage))
+        return None if waiting_results is None else waiting_results.pop(microbatch, None)
 
 
 class _OtherResources:
@@ -433,17 +445,17 @@ class _OtherResources:
         Its `prepare`, which may synchronize the whole GPU, runs here, in the thread of the program.
         """
         reads = [
-            self._under_way[need]
+            self._under_way[dependency]
             for work in works
-            for need in work.needs_in(self._needs)
-            if need in self._under_way
+            for dependency in work.needs_in(self._needs)
+            if dependency in self._under_way
         ]
 
         # A wait for a thread of the host, not for the GPU: on a GPU, streams order the work by
         # events.
         def run_in_turn() -> list[Tensor | None]:
-            for each in reads:
-                each.result()
+            for future in reads:
+                future.result()
             return run()
 
         (work, *_) = works
@@ -459,8 +471,8 @@ class _OtherResources:
 
     def finish(self) -> None:
         """Wait for all submitted passes and raise their first exception."""
-        for each in self._under_way.values():
-            each.result()
+        for future in self._under_way.values():
+            future.result()
         self._under_way.clear()
         for thread in self._threads.values():
             thread.shutdown()

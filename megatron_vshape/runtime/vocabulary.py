@@ -30,20 +30,22 @@ WIDE_NUMBERS = 2**26
 class Rows(NamedTuple):
     """Map token numbers to the rows of one rank; row 0 for tokens of other ranks."""
 
-    own: Tensor  # mask: whether this rank has the row
+    is_local: Tensor  # mask: whether this rank has the row
     row: Tensor
 
     @classmethod
     def of(cls, numbers: Tensor, first: int, count: int) -> "Rows":
         """Map `numbers` to the rows of the rank with `count` rows from `first` on."""
-        own = (numbers >= first) & (numbers < first + count)
+        is_local = (numbers >= first) & (numbers < first + count)
         # Row 0 for other ranks' tokens keeps the index valid; `only_own` zeroes the result.
-        return cls(own, torch.where(own, numbers - first, 0))
+        return cls(is_local, torch.where(is_local, numbers - first, 0))
 
     def only_own(self, values: Tensor) -> Tensor:
         """Zero the values of other ranks' tokens; one value or one row per token."""
-        own = self.own if values.dim() == self.own.dim() else self.own.unsqueeze(-1)
-        return values.masked_fill(~own, 0)
+        is_local = (
+            self.is_local if values.dim() == self.is_local.dim() else self.is_local.unsqueeze(-1)
+        )
+        return values.masked_fill(~is_local, 0)
 
 
 def look_up(weight: Tensor, tokens: Tensor, first: int) -> Tensor:
@@ -68,7 +70,7 @@ def add_rows(weight: Tensor, rows: Rows, gradients: Tensor) -> None:
 class Statistics(NamedTuple):
     """Per token, [n]: maximum logit, sum of exp(logit - maximum), and the label's logit."""
 
-    most: Tensor
+    maximum: Tensor
     total: Tensor
     label: Tensor  # 0 if the label is in another rank's rows
     best: Tensor  # row of the maximum, the first of equals; 0 if not requested
@@ -80,25 +82,25 @@ class Statistics(NamedTuple):
         An invalid label, as of ignored tokens, counts as the maximum: Megatron's loss for it is log
         l too.
         """
-        most, part = parts[:, 0].max(0)
-        total = torch.zeros_like(most)
-        label = torch.zeros_like(most)
+        maximum, part = parts[:, 0].max(0)
+        total = torch.zeros_like(maximum)
+        label = torch.zeros_like(maximum)
         for own_most, own_total, own_label, _ in parts:
-            total += own_total * torch.exp(own_most - most)
+            total += own_total * torch.exp(own_most - maximum)
             label += own_label
         nobodys = (labels < 0) | (labels >= vocabulary)
         # fp32 has all integers up to 2^24, so `best` (a row number) is exact.
         best = parts[:, 3].gather(0, part.unsqueeze(0)).squeeze(0)
-        return cls(most, total, torch.where(nobodys, most, label), best)
+        return cls(maximum, total, torch.where(nobodys, maximum, label), best)
 
     @property
     def losses(self) -> Tensor:
         """Cross entropy of each token."""
-        return torch.log(self.total) - (self.label - self.most)
+        return torch.log(self.total) - (self.label - self.maximum)
 
     def share(self, part: "Statistics") -> Tensor:
         """Return the share of a part's rows in each token's softmax."""
-        return torch.exp(part.most - self.most) * part.total / self.total
+        return torch.exp(part.maximum - self.maximum) * part.total / self.total
 
 
 class Logits(NamedTuple):
@@ -121,21 +123,21 @@ class Logits(NamedTuple):
             _soften(*block, first, asks_best)
             for block in zip(softmax.split(at_once), rows.row.split(at_once), strict=True)
         ]
-        most, total, label, best = map(torch.cat, zip(*parts, strict=True))
-        return cls(hidden, softmax, rows, Statistics(most, total, rows.only_own(label), best))
+        maximum, total, label, best = map(torch.cat, zip(*parts, strict=True))
+        return cls(hidden, softmax, rows, Statistics(maximum, total, rows.only_own(label), best))
 
-    def input_gradient(self, weight: Tensor, product: Tensor, whole: Statistics) -> Tensor:
+    def input_gradient(self, weight: Tensor, product: Tensor, combined: Statistics) -> Tensor:
         """Return this rank's part of dX / g, [n, h]; `product` is `softmax` times the weight."""
-        scaled = whole.share(self.statistics).unsqueeze(-1).to(product.dtype) * product
+        scaled = combined.share(self.statistics).unsqueeze(-1).to(product.dtype) * product
         return scaled - self.labels.only_own(weight[self.labels.row])
 
     def add_weight_gradient(
-        self, weight: Tensor, whole: Statistics, gradient: Tensor, kernel: WeightGradKernel
+        self, weight: Tensor, combined: Statistics, gradient: Tensor, kernel: WeightGradKernel
     ) -> None:
         """Add dW of this rank's rows, for the gradient g [n] of the losses."""
         # g X, which both terms of dW share.
         wide = gradient.unsqueeze(-1) * self.hidden
-        scaled = _scaled(wide, whole.share(self.statistics), weight.dtype)
+        scaled = _scaled(wide, combined.share(self.statistics), weight.dtype)
         accumulate_weight_grad(weight, self.softmax, scaled, kernel)
         del scaled  # free before the rows, in fp32 too, are made
         # In place: `wide` has no other reader.
@@ -149,19 +151,19 @@ def _soften(logits: Tensor, row: Tensor, first: int, asks_best: bool) -> Statist
     """
     # At most WIDE_NUMBERS logits, so the fp32 copy is small.
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    most = wide.amax(-1)
-    best = (wide.argmax(-1) + first).to(most) if asks_best else torch.zeros_like(most)
+    maximum = wide.amax(-1)
+    best = (wide.argmax(-1) + first).to(maximum) if asks_best else torch.zeros_like(maximum)
     label = wide.gather(-1, row.unsqueeze(-1)).squeeze(-1)
-    total = wide.sub_(most.unsqueeze(-1)).exp_().sum(-1)
+    total = wide.sub_(maximum.unsqueeze(-1)).exp_().sum(-1)
     logits.copy_(wide.div_(total.unsqueeze(-1)))
-    return Statistics(most, total, label, best)
+    return Statistics(maximum, total, label, best)
 
 
 def _scaled(wide: Tensor, share: Tensor, dtype: torch.dtype) -> Tensor:
     """Return [n, h] times each token's share in this dtype, one block of tokens at a time."""
-    made = torch.empty_like(wide, dtype=dtype)
+    scaled = torch.empty_like(wide, dtype=dtype)
     at_once = max(1, WIDE_NUMBERS // 8 // wide.shape[1])  # h is less than the own rows
-    blocks = (each.split(at_once) for each in (made, share.unsqueeze(-1), wide))
+    blocks = (tensor.split(at_once) for tensor in (scaled, share.unsqueeze(-1), wide))
     for into, of_token, values in zip(*blocks, strict=True):
         into.copy_(of_token * values)
-    return made
+    return scaled

@@ -182,18 +182,18 @@ class WeightJobs:
         self._buckets.clear()
 
 
-def _compute(waiting: _Waiting) -> None:
-    with label(job_text, waiting.weights):
-        waiting.job()
+def _compute(waiting_job: _Waiting) -> None:
+    with label(job_text, waiting_job.weights):
+        waiting_job.job()
 
 
-def _begin(waiting: _Waiting) -> None:
-    _follow(waiting)
-    if waiting.begin is not None:
-        waiting.begin()
+def _begin(waiting_job: _Waiting) -> None:
+    _follow(waiting_job)
+    if waiting_job.begin is not None:
+        waiting_job.begin()
 
 
-def _follow(waiting: _Waiting) -> None:
+def _follow(waiting_job: _Waiting) -> None:
     """Make the current stream wait for the stream on which the job was stored.
 
     Autograd runs a backward on the stream of its forward. So a layer that Megatron overlaps with
@@ -203,12 +203,12 @@ def _follow(waiting: _Waiting) -> None:
     stream; such memory always belongs to the stream of B and W.
     """
     running = _current_stream()
-    if waiting.stream is not None and running is not None:
-        if waiting.stream != running:
-            running.wait_stream(waiting.stream)
-        for tensor in waiting.kept:
+    if waiting_job.stream is not None and running is not None:
+        if waiting_job.stream != running:
+            running.wait_stream(waiting_job.stream)
+        for tensor in waiting_job.kept:
             tensor.record_stream(running)
-    waiting.kept.clear()  # the job frees them
+    waiting_job.kept.clear()  # the job frees them
 
 
 def _current_stream() -> torch.cuda.Stream | None:
@@ -379,13 +379,13 @@ def plain_tensors(value: Any) -> Iterator[Tensor]:
     For a quantized tensor this includes its scales, which most `get_data_tensors` omit.
     """
     if isinstance(value, list | tuple):
-        for each in value:
-            yield from plain_tensors(each)
+        for part in value:
+            yield from plain_tensors(part)
     elif hasattr(value, "get_data_tensors"):
         data = value.get_data_tensors()
         # The attributes include the data again, so duplicates are removed by identity.
         parts = [*(data if isinstance(data, list | tuple) else [data]), *vars(value).values()]
-        yield from plain_tensors(list({id(each): each for each in parts}.values()))
+        yield from plain_tensors(list({id(part): part for part in parts}.values()))
     elif isinstance(value, Tensor):
         yield value
 
@@ -410,15 +410,15 @@ class GatheringJob:
         if self._has_begun:
             return
         self._has_begun = True
-        for at, group in enumerate(self.groups):
+        for index, group in enumerate(self.groups):
             if group is not None:
-                part = self.tensors[at]
-                whole = part.new_empty(part.shape[0] * group.size(), *part.shape[1:])
-                work = dist.all_gather_into_tensor(whole, part, group=group, async_op=True)
+                part = self.tensors[index]
+                gathered = part.new_empty(part.shape[0] * group.size(), *part.shape[1:])
+                work = dist.all_gather_into_tensor(gathered, part, group=group, async_op=True)
                 if work is None:
                     raise RuntimeError("a weight job gathers over a group that this rank is not in")
                 self._under_way.append((work, part))  # alive until the all-gather ends
-                self.tensors[at] = whole
+                self.tensors[index] = gathered
 
     def __call__(self) -> None:
         """Wait for the all-gathers and compute."""
@@ -452,5 +452,5 @@ def name_weights(model: nn.Module) -> None:
 
 def job_text(weights: Sequence[Tensor]) -> str:
     """Return the label of a weight-gradient job: the name of its first weight, or the shape."""
-    names = (getattr(each, _NAME, "x".join(map(str, each.shape))) for each in weights)
+    names = (getattr(weight, _NAME, "x".join(map(str, weight.shape))) for weight in weights)
     return f"job {next(names, '')}".rstrip()
